@@ -1,0 +1,72 @@
+"""Every error that qdqtune raises on purpose.
+
+    QdqtuneError                    exit code
+    ├── InputError                  2   what the user gave cannot be used
+    │   ├── BadModel                    the ONNX file
+    │   ├── BadData                     calibration arrays
+    │   ├── BadOption                   a flag or an argument, or two that exclude each other
+    │   └── BadState                    the state file of an earlier run
+    ├── OutputError                 2   the output folder cannot be written
+    ├── ConstraintUnmet             4   no placement holds a limit that the user set
+    ├── EngineUnavailable           5   library, driver or device is missing
+    ├── EngineFailure               5   an engine refused, crashed or hung (inside a search: a `types.Failure`)
+    └── BaselineFailed              5   the engine cannot run the float model, so there is nothing to compare with
+
+Messages are one line and say what to do.
+"""
+
+from __future__ import annotations
+
+
+class QdqtuneError(Exception):
+    """Base of all errors below; `exit_code` is what the command line returns for it."""
+
+    exit_code = 2
+
+
+class InputError(QdqtuneError):
+    """What the user gave cannot be used."""
+
+
+class BadModel(InputError):
+    """The ONNX file is missing, damaged, invalid or beyond what can be handled."""
+
+
+class BadData(InputError):
+    """Calibration arrays do not fit the model."""
+
+
+class BadOption(InputError):
+    """An option has a value that cannot be used here."""
+
+
+class BadState(InputError):
+    """The state file is damaged, or belongs to another model, engine, calibration or option set."""
+
+
+class OutputError(QdqtuneError):
+    """The output folder cannot be written."""
+
+
+class ConstraintUnmet(QdqtuneError):
+    """No placement holds a limit that the user set."""
+
+    exit_code = 4
+
+
+class EngineUnavailable(QdqtuneError):
+    """The engine's library, driver or device is missing."""
+
+    exit_code = 5
+
+
+class EngineFailure(QdqtuneError):
+    """An engine refused a model, crashed or ran out of time."""
+
+    exit_code = 5
+
+
+class BaselineFailed(QdqtuneError):
+    """The engine cannot run the float model."""
+
+    exit_code = 5

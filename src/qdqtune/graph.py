@@ -1,0 +1,322 @@
+"""A model made ready for analysis: one immutable value with its index, its constants, and how it is written.
+
+Large constants live outside the protobuf. They are read when somebody asks for them, never copied per candidate, and
+join the protobuf only when a file is written: embedded (`save`) or by reference into a shared file (`ConstantFile`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import numpy_helper
+
+from qdqtune.errors import OutputError
+
+LARGE = 1024
+"""Constants of this many bytes or more stay outside the protobuf; smaller ones may be shapes or axes that inference reads."""
+
+PROTOBUF_LIMIT = 2**31 - 2**20
+"""Bytes beyond which a file needs external data."""
+
+GRAPH = -1
+"""Node index that stands for the graph itself, as the user of its outputs."""
+
+FLOATS = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16})
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node of the main graph. `captures` are the outer tensors that its bodies (If, Loop, Scan) read."""
+
+    index: int
+    name: str
+    op: str
+    domain: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attributes: Mapping[str, Any]
+    captures: tuple[str, ...] = ()
+
+
+class Use(NamedTuple):
+    """Where a tensor is used: input `index` of node number `node`; of the graph if `node` is GRAPH.
+
+    A tensor captured by a body of `node` is used with `index` -1.
+    """
+
+    node: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Element type (onnx.TensorProto.*) and shape; an unknown dimension is None, an unknown rank is shape None."""
+
+    dtype: int
+    shape: tuple[int | None, ...] | None
+
+    @property
+    def is_float(self) -> bool:
+        """Whether a Q/DQ pair could stand on it."""
+        return self.dtype in FLOATS
+
+
+@dataclass(frozen=True, eq=False)
+class Constant:
+    """A constant tensor that is read on demand. `key` names its content: equal keys mean equal bytes.
+
+    `read` returns the values; for dtypes that numpy lacks (float8e4m3fn, bfloat16) in their ml_dtypes type.
+    """
+
+    key: str
+    dtype: int
+    shape: tuple[int, ...]
+    read: Callable[[], npt.NDArray[Any]]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the values."""
+        return int(np.prod(self.shape, dtype=np.int64)) * onnx.helper.tensor_dtype_to_np_dtype(self.dtype).itemsize
+
+    def array(self) -> npt.NDArray[Any]:
+        """The values. Read only."""
+        return self.read()
+
+    @staticmethod
+    def of(array: npt.NDArray[Any], key: str | None = None) -> Constant:
+        """A constant that is in memory."""
+        array = np.ascontiguousarray(array)
+        if key is None:
+            digest = hashlib.sha256(f"{array.dtype}{array.shape}".encode())
+            digest.update(array.tobytes() if array.nbytes < LARGE else memoryview(array.view(np.uint8)).cast("B"))
+            key = digest.hexdigest()[:32]
+        return Constant(key, onnx.helper.np_dtype_to_tensor_dtype(array.dtype), array.shape, lambda: array)
+
+    def to_proto(self, name: str) -> onnx.TensorProto:
+        """The constant as an initializer with its bytes inside."""
+        tensor: onnx.TensorProto = numpy_helper.from_array(self.array(), name)
+        return tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """An ONNX model whose nodes have unique names and whose constants are all initializers.
+
+    `proto` holds the graph and the small initializers; `large` the constants that it leaves out, by name.
+    `constants` has both. Treat all of it as read only: stages make new models.
+    """
+
+    proto: onnx.ModelProto
+    large: Mapping[str, Constant] = MappingProxyType({})
+
+    @property
+    def opset(self) -> int:
+        """Version of the default operator set."""
+        return next((o.version for o in self.proto.opset_import if o.domain in ("", "ai.onnx")), 1)
+
+    @cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        """All nodes of the main graph, in graph order (topological)."""
+        return tuple(_node(i, n) for i, n in enumerate(self.proto.graph.node))
+
+    @cached_property
+    def index_of(self) -> Mapping[str, int]:
+        """Node name to node index."""
+        return {n.name: n.index for n in self.nodes}
+
+    @cached_property
+    def producers(self) -> Mapping[str, int]:
+        """Tensor to the index of the node that makes it; graph inputs and constants are absent."""
+        return {name: n.index for n in self.nodes for name in n.outputs if name}
+
+    @cached_property
+    def consumers(self) -> Mapping[str, tuple[Use, ...]]:
+        """Tensor to its uses, in graph order, graph outputs last."""
+        uses: dict[str, list[Use]] = {}
+        for node in self.nodes:
+            for i, name in enumerate(node.inputs):
+                if name:
+                    uses.setdefault(name, []).append(Use(node.index, i))
+            for name in node.captures:
+                uses.setdefault(name, []).append(Use(node.index, -1))
+        for i, name in enumerate(self.outputs):
+            uses.setdefault(name, []).append(Use(GRAPH, i))
+        return {name: tuple(u) for name, u in uses.items()}
+
+    def uses(self, tensor: str) -> tuple[Use, ...]:
+        """The uses of one tensor; empty if there are none."""
+        return self.consumers.get(tensor, ())
+
+    @cached_property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the graph inputs that a caller must feed (initializers that are also listed as inputs are not)."""
+        return tuple(i.name for i in self.proto.graph.input if i.name not in self.constants)
+
+    @cached_property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the graph outputs."""
+        return tuple(o.name for o in self.proto.graph.output)
+
+    @cached_property
+    def constants(self) -> Mapping[str, Constant]:
+        """Every constant by tensor name, small and large."""
+        return {t.name: _inline(t) for t in self.proto.graph.initializer} | dict(self.large)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Type and shape of every tensor that shape inference reached."""
+        graph = self.proto.graph
+        infos = {v.name: _info(v) for part in (graph.input, graph.value_info, graph.output) for v in part
+                 if v.type.HasField("tensor_type")}  # fmt: skip
+        return infos | {name: TensorInfo(c.dtype, c.shape) for name, c in self.constants.items()}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """32 hex digits of the graph and of every constant's content."""
+        digest = hashlib.sha256(self.proto.SerializeToString(deterministic=True))
+        for name in sorted(self.large):
+            digest.update(f"{name}={self.large[name].key};".encode())
+        return digest.hexdigest()[:32]
+
+    @property
+    def large_bytes(self) -> int:
+        """Bytes of the constants that are outside the protobuf, each content counted once."""
+        return sum({c.key: c.nbytes for c in self.large.values()}.values())
+
+    def to_proto(self) -> onnx.ModelProto:
+        """The whole model in memory, every constant inside."""
+        whole = onnx.ModelProto()
+        whole.CopyFrom(self.proto)
+        for name, constant in self.large.items():
+            whole.graph.initializer.append(constant.to_proto(name))
+        return whole
+
+
+def save(model: Model, path: Path) -> None:
+    """Write `model` as one self-contained file; beyond 2 GB its constants go to `<name>.data` beside it.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    try:
+        if model.large_bytes + model.proto.ByteSize() < PROTOBUF_LIMIT:
+            path.write_bytes(model.to_proto().SerializeToString())
+        else:
+            beside = path.with_name(path.name + ".data")
+            beside.unlink(missing_ok=True)
+            with ConstantFile(beside) as constants:
+                constants.save(model, path)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+class ConstantFile:
+    """One file of constants that many small model files in the same folder refer to.
+
+    Each distinct content is written once, when the first model needs it. ONNX Runtime refuses references that leave
+    the model's folder, so models in another folder need `link_into` first.
+    """
+
+    ALIGN = 4096  # engines map the file: pages must not be shared between tensors
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._spans: dict[str, tuple[int, int]] = {}
+        try:
+            self._file = path.open("wb")
+        except OSError as error:
+            raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+
+    def __enter__(self) -> ConstantFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def _span(self, constant: Constant) -> tuple[int, int]:
+        if constant.key not in self._spans:
+            offset = -(-self._file.tell() // self.ALIGN) * self.ALIGN
+            self._file.seek(offset)
+            data = np.ascontiguousarray(constant.array())
+            self._file.write(memoryview(data.reshape(-1).view(np.uint8)))
+            self._spans[constant.key] = (offset, data.nbytes)
+        return self._spans[constant.key]
+
+    def save(self, model: Model, path: Path) -> None:
+        """Write `model` to `path` (same folder as this file) with its large constants by reference.
+
+        Raises:
+            OutputError: a file cannot be written.
+        """
+        candidate = onnx.ModelProto()
+        candidate.CopyFrom(model.proto)
+        try:
+            for name, constant in model.large.items():
+                offset, length = self._span(constant)
+                tensor = candidate.graph.initializer.add()
+                tensor.name, tensor.data_type = name, constant.dtype
+                tensor.dims.extend(constant.shape)
+                tensor.data_location = onnx.TensorProto.EXTERNAL
+                for key, value in (("location", self.path.name), ("offset", offset), ("length", length)):
+                    tensor.external_data.add(key=key, value=str(value))
+            self._file.flush()
+            path.write_bytes(candidate.SerializeToString())
+        except OSError as error:
+            raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+
+    def link_into(self, folder: Path) -> None:
+        """Hard-link this file into `folder`, so that model files there can refer to it (a copy across file systems)."""
+        target = folder / self.path.name
+        target.unlink(missing_ok=True)
+        try:
+            target.hardlink_to(self.path)
+        except OSError:
+            target.write_bytes(self.path.read_bytes())
+
+
+def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    """The graphs that a node carries in its attributes."""
+    for attribute in node.attribute:
+        if attribute.type == onnx.AttributeProto.GRAPH:
+            yield attribute.g
+        elif attribute.type == onnx.AttributeProto.GRAPHS:
+            yield from attribute.graphs
+
+
+def captured(graph: onnx.GraphProto) -> set[str]:
+    """Names that a body reads but does not define."""
+    defined = {v.name for v in graph.input} | {t.name for t in graph.initializer}
+    read = {o.name for o in graph.output}
+    for node in graph.node:
+        read.update(name for name in node.input if name)
+        for body in bodies(node):
+            read |= captured(body)
+        defined.update(node.output)
+    return read - defined
+
+
+def _node(index: int, node: onnx.NodeProto) -> Node:
+    outer = sorted(set().union(*(captured(body) for body in bodies(node))))
+    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    return Node(index, node.name, node.op_type, "" if node.domain == "ai.onnx" else node.domain, tuple(node.input),
+                tuple(node.output), attributes, tuple(outer))  # fmt: skip
+
+
+def _inline(tensor: onnx.TensorProto) -> Constant:
+    key = hashlib.sha256(tensor.SerializeToString(deterministic=True)).hexdigest()[:32]
+    return Constant(key, tensor.data_type, tuple(tensor.dims), lambda: numpy_helper.to_array(tensor))
+
+
+def _info(value: onnx.ValueInfoProto) -> TensorInfo:
+    tensor = value.type.tensor_type
+    shape = tuple(d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim)
+    return TensorInfo(tensor.elem_type, shape if tensor.HasField("shape") else None)

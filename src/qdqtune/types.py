@@ -1,0 +1,244 @@
+"""The values that pass between the stages. All are frozen; bad combinations are rejected when they are made."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal
+
+import numpy as np
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Edge:
+    """One use of a tensor: input `index` of node `node`, or, with `node` empty, graph output number `index`."""
+
+    tensor: str
+    node: str = ""
+    index: int = 0
+
+    @property
+    def is_graph_output(self) -> bool:
+        """Whether the user of the tensor is the graph itself."""
+        return not self.node
+
+    def __str__(self) -> str:
+        return f"{self.tensor} -> " + (f"{self.node}[{self.index}]" if self.node else f"output {self.index}")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The edges that carry a Q/DQ pair. Activations and constants alike; an int32 bias follows from the other two."""
+
+    edges: frozenset[Edge] = frozenset()
+
+    def __contains__(self, edge: object) -> bool:
+        return edge in self.edges
+
+    def __iter__(self) -> Iterator[Edge]:
+        return iter(sorted(self.edges))
+
+    def __len__(self) -> int:
+        return len(self.edges)
+
+    def __or__(self, other: Placement) -> Placement:
+        return Placement(self.edges | other.edges)
+
+    def __sub__(self, other: Placement) -> Placement:
+        return Placement(self.edges - other.edges)
+
+    @staticmethod
+    def of(edges: Iterable[Edge]) -> Placement:
+        """A placement of any iterable of edges."""
+        return Placement(frozenset(edges))
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits that are equal exactly for equal placements."""
+        text = "\n".join(f"{e.tensor}\t{e.node}\t{e.index}" for e in self)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class QType(Enum):
+    """The element type of quantized values."""
+
+    UINT8 = "uint8"
+    INT8 = "int8"
+    FP8 = "float8e4m3fn"
+
+    @property
+    def low(self) -> int:
+        """Smallest value."""
+        return {"uint8": 0, "int8": -128, "float8e4m3fn": -448}[self.value]
+
+    @property
+    def high(self) -> int:
+        """Largest value."""
+        return {"uint8": 255, "int8": 127, "float8e4m3fn": 448}[self.value]
+
+
+@dataclass(frozen=True)
+class NumericFormat:
+    """How an engine wants its numbers: what `insert` obeys.
+
+    `shared_scale_ops` are the operators whose input and output must carry one scale to stay in integers;
+    `reduced_weights` limits weights to 7 bits, because u8 x s8 products saturate on x86 without VNNI.
+    """
+
+    activation: QType
+    weight: QType
+    symmetric: bool
+    per_channel: bool = True
+    reduced_weights: bool = False
+    bias: Literal["int32", "float"] = "float"
+    drop_clamps: bool = False
+    shared_scale_ops: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if (self.activation is QType.FP8) != (self.weight is QType.FP8):
+            raise ValueError("FP8 activations go with FP8 weights only")
+        if self.symmetric and self.activation is QType.UINT8:
+            raise ValueError("symmetric activations have zero point 0: use int8, not uint8")
+        if self.weight is QType.UINT8:
+            raise ValueError("weights are int8 or FP8")
+        if self.weight is QType.FP8 and (self.per_channel or self.reduced_weights or self.bias == "int32"):
+            raise ValueError("FP8 weights are per tensor, full range, with a float bias")
+
+    @property
+    def opset(self) -> int:
+        """The opset that the pairs need at least (per-channel scales 13, FP8 19)."""
+        return 19 if self.activation is QType.FP8 else 13
+
+
+class RegionKind(Enum):
+    """Seed vocabulary: a leaf holds nodes, a composite holds regions, the root is the whole graph."""
+
+    LEAF = "LEAF"
+    COMPOSITE = "COMPOSITE"
+    ROOT = "ROOT"
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """A part of the graph: node indices in graph order, child regions, and the tensors that cross its border."""
+
+    id: int
+    level: int
+    kind: RegionKind
+    nodes: tuple[int, ...] = ()
+    children: tuple[Region, ...] = ()
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind is RegionKind.LEAF and (self.children or not self.nodes):
+            raise ValueError(f"leaf region {self.id} must hold nodes and no regions")
+
+    def walk(self) -> Iterator[Region]:
+        """This region and everything under it, parents first."""
+        stack = [self]
+        while stack:
+            region = stack.pop()
+            yield region
+            stack.extend(reversed(region.children))
+
+    def all_nodes(self) -> tuple[int, ...]:
+        """The node indices of this region and everything under it, in graph order."""
+        return tuple(sorted(i for region in self.walk() for i in region.nodes))
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class NodeInput:
+    """Pattern-relative: input `input` of the pattern's node number `node`."""
+
+    node: int
+    input: int
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class ChildInput:
+    """Pattern-relative: border input `input` of child region number `region`."""
+
+    region: int
+    input: int
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class RegionOutput:
+    """Pattern-relative: output `output` of the region's node number `node`, or of its child number `region`."""
+
+    output: int
+    node: int | None = None
+    region: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.node is None) == (self.region is None):
+            raise ValueError("a region output comes from a node or from a child region, one of the two")
+
+
+Point = NodeInput | ChildInput | RegionOutput
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """The insertion points of a pattern that carry a pair."""
+
+    points: frozenset[Point] = frozenset()
+
+    def distance(self, other: Scheme) -> int:
+        """Number of points in which two schemes differ."""
+        return len(self.points ^ other.points)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer that an engine ran: the ONNX nodes it covers, and how long it took."""
+
+    name: str
+    nodes: tuple[str, ...]
+    precision: str
+    time_ms: float | None
+    kind: Literal["compute", "reformat", "copy", "quantize", "folded"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a build or a run gave no result. `log` holds what the engine printed."""
+
+    stage: Literal["build", "run", "timeout", "crash", "output"]
+    reason: str
+    log: str = ""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Samples of one paired comparison, in seconds per inference: `a[i]` and `b[i]` belong to round i."""
+
+    a: tuple[float, ...]
+    b: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.a) != len(self.b) or not self.a:
+            raise ValueError("a measurement needs the same number of rounds for both sides, at least one")
+        if not (np.isfinite(self.a).all() and np.isfinite(self.b).all() and min(*self.a, *self.b) > 0):
+            raise ValueError("latency samples are finite and above zero")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One candidate: what was proposed, and what came of it (one of `measurement` and `failure`)."""
+
+    number: int
+    origin: str
+    placement: Placement
+    measurement: Measurement | None = None
+    failure: Failure | None = None
+    sqnr_db: float | None = None
+    accepted: bool = False
+    note: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (self.measurement is None) == (self.failure is None):
+            raise ValueError("a trial is either a measurement or a failure")

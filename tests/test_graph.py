@@ -1,0 +1,1 @@
+"""The model value: its index, its constants, and how it is written."""
