@@ -22,7 +22,7 @@ from onnx import numpy_helper
 from qdqtune.errors import OutputError
 
 LARGE = 1024
-"""Constants of this many bytes or more stay outside the protobuf; smaller ones may be shapes or axes that inference reads."""
+"""Constants of this many bytes or more stay outside the protobuf; smaller ones may be shapes that inference reads."""
 
 PROTOBUF_LIMIT = 2**31 - 2**20
 """Bytes beyond which a file needs external data."""
@@ -48,13 +48,13 @@ class Node:
 
 
 class Use(NamedTuple):
-    """Where a tensor is used: input `index` of node number `node`; of the graph if `node` is GRAPH.
+    """Where a tensor is used: input number `slot` of node number `node`; of the graph if `node` is GRAPH.
 
-    A tensor captured by a body of `node` is used with `index` -1.
+    A tensor captured by a body of `node` is used with slot -1.
     """
 
     node: int
-    index: int
+    slot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Constant:
         array = np.ascontiguousarray(array)
         if key is None:
             digest = hashlib.sha256(f"{array.dtype}{array.shape}".encode())
-            digest.update(array.tobytes() if array.nbytes < LARGE else memoryview(array.view(np.uint8)).cast("B"))
+            digest.update(array.tobytes() if array.nbytes < LARGE else array.reshape(-1).view(np.uint8).data)
             key = digest.hexdigest()[:32]
         return Constant(key, onnx.helper.np_dtype_to_tensor_dtype(array.dtype), array.shape, lambda: array)
 
@@ -247,7 +247,7 @@ class ConstantFile:
             offset = -(-self._file.tell() // self.ALIGN) * self.ALIGN
             self._file.seek(offset)
             data = np.ascontiguousarray(constant.array())
-            self._file.write(memoryview(data.reshape(-1).view(np.uint8)))
+            self._file.write(data.reshape(-1).view(np.uint8).data)
             self._spans[constant.key] = (offset, data.nbytes)
         return self._spans[constant.key]
 

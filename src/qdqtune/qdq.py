@@ -1,0 +1,403 @@
+"""Insertion: a float model and a placement become a Q/DQ model.
+
+`insert` is the only function that makes baselines, candidates and final models; the empty placement gives the baseline.
+It decides first (which tensor gets which scale, which bias follows, which clamps the pairs make superfluous) and then
+writes nodes in one pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from qdqtune import scales
+from qdqtune.graph import GRAPH, LARGE, Constant, Model, Node
+from qdqtune.scales import Array, Quantization, Range, Ranges
+from qdqtune.types import Edge, NumericFormat, Placement, QType
+
+ONNX_TYPE: Mapping[QType, int] = {
+    QType.UINT8: TensorProto.UINT8,
+    QType.INT8: TensorProto.INT8,
+    QType.FP8: TensorProto.FLOAT8E4M3FN,
+}
+
+RAW_OUTPUT = "_QuantizeLinear_Input"
+"""Suffix of the float tensor behind a graph output that carries a pair (quantize_static's convention)."""
+
+
+def insert(model: Model, placement: Placement, ranges: Ranges, fmt: NumericFormat) -> Model:
+    """A new model that computes as `model` does, with a Q/DQ pair on every edge of `placement`.
+
+    One Q and one DQ serve all edges of a tensor. Constants become quantized initializers behind a DQ. Int32 biases,
+    shared scales and superfluous clamps follow `fmt`. To make many candidates of one model, keep an `Inserter`.
+
+    Raises:
+        ValueError: an edge does not exist in the model, cannot carry a pair, or its tensor has no range.
+    """
+    return Inserter(model, ranges, fmt).insert(placement)
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """What insertion will do: the quantization of each activation, and of each constant in each role."""
+
+    activations: Mapping[str, Quantization]
+    constants: Mapping[Edge, Quantization]
+    biases: Mapping[int, tuple[Array, Array]]
+    dropped: frozenset[int]
+
+
+@dataclass
+class _Draft:
+    """The new graph while it is written."""
+
+    nodes: list[onnx.NodeProto] = field(default_factory=list)
+    initializers: list[onnx.TensorProto] = field(default_factory=list)
+    large: dict[str, Constant] = field(default_factory=dict)
+    made: dict[tuple[object, ...], str] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
+
+    def unique(self, wanted: str) -> str:
+        """`wanted`, or `wanted_2` and so on if a tensor or node has that name already."""
+        name, n = wanted, 2
+        while name in self.names:
+            name, n = f"{wanted}_{n}", n + 1
+        self.names.add(name)
+        return name
+
+
+class Inserter:
+    """Makes candidates of one model; remembers the scales of its weights, which do not depend on the placement."""
+
+    def __init__(self, model: Model, ranges: Ranges, fmt: NumericFormat) -> None:
+        self._model, self._ranges, self._format = model, ranges, fmt
+        self._weights: dict[tuple[str, int | None], Quantization] = {}
+        self._forms: dict[tuple[object, ...], Constant] = {}
+
+    def insert(self, placement: Placement) -> Model:
+        """See `insert`."""
+        by_tensor = self._checked(placement)
+        return self._write(self._decide(placement, by_tensor), placement)
+
+    def _checked(self, placement: Placement) -> dict[str, list[Edge]]:
+        """The edges by tensor, each known to exist and to be able to carry a pair."""
+        model, by_tensor = self._model, dict[str, list[Edge]]()
+        for edge in placement:
+            if edge_problem := self._problem(edge):
+                raise ValueError(f"no pair can stand on {edge}: {edge_problem}")
+            by_tensor.setdefault(edge.tensor, []).append(edge)
+        if placement.edges and model.opset < self._needed_opset(by_tensor):
+            raise ValueError(f"the model has opset {model.opset}, its pairs need {self._needed_opset(by_tensor)}")
+        return by_tensor
+
+    def _problem(self, edge: Edge) -> str | None:
+        model = self._model
+        if edge.is_graph_output:
+            exists = edge.index < len(model.outputs) and model.outputs[edge.index] == edge.tensor
+        else:
+            index = model.index_of.get(edge.node)
+            node = model.nodes[index] if index is not None else None
+            exists = node is not None and edge.index < len(node.inputs) and node.inputs[edge.index] == edge.tensor
+        if not exists:
+            return "the model has no such edge"
+        info = model.tensors.get(edge.tensor)
+        if info is not None and not info.is_float:
+            return "it is not a float tensor"
+        if edge.tensor not in model.constants and edge.tensor not in self._ranges.activations:
+            return "its range is unknown"
+        return None
+
+    def _needed_opset(self, tensors: Iterable[str]) -> int:
+        half = any(self._dtype(t) != TensorProto.FLOAT for t in tensors)
+        return max(self._format.opset, 19 if half else 13)
+
+    def _dtype(self, tensor: str) -> int:
+        info = self._model.tensors.get(tensor)
+        return info.dtype if info is not None else TensorProto.FLOAT
+
+    # ---- decide
+
+    def _decide(self, placement: Placement, by_tensor: Mapping[str, list[Edge]]) -> _Decision:
+        constants = self._model.constants
+        activations = self._scales({t for t in by_tensor if t not in constants}, placement)
+        weights = {e: self._constant_scale(e) for t, edges in by_tensor.items() if t in constants for e in edges}
+        dropped = frozenset(self._superfluous(placement, activations)) if self._format.drop_clamps else frozenset()
+        biases = dict(self._biases(placement, activations, weights)) if self._format.bias == "int32" else {}
+        return _Decision(activations, weights, biases, dropped)
+
+    def _scales(self, tensors: set[str], placement: Placement) -> dict[str, Quantization]:
+        """One quantization per tensor; tensors that a value-passing operator ties together get a common range."""
+        group = {t: t for t in tensors}
+
+        def root(tensor: str) -> str:
+            while group[tensor] != tensor:
+                group[tensor] = tensor = group[group[tensor]]
+            return tensor
+
+        shared = self._format.shared_scale_ops
+        for node in self._model.nodes if shared else ():
+            if node.op not in shared or not node.outputs[0] or not any(o in group for o in node.outputs):
+                continue
+            data = node.inputs if node.op == "Concat" else node.inputs[:1]
+            ends = [t for i, t in enumerate(data) if t in group and Edge(t, node.name, i) in placement]
+            for other in (*ends[1:], *(o for o in node.outputs if o in group)) if ends else ():
+                group[root(other)] = root(ends[0])
+        common: dict[str, Range] = {}
+        for tensor in sorted(tensors):
+            own = self._ranges.activations[tensor]
+            common[root(tensor)] = common.get(root(tensor), own) | own
+        return {t: scales.of_range(common[root(t)], self._format, _numpy(self._dtype(t))) for t in sorted(tensors)}
+
+    def _constant_scale(self, edge: Edge, floor: Array | None = None) -> Quantization:
+        """Per-channel weights for the operators that have them; other constants like activations of known range."""
+        constant = self._model.constants[edge.tensor]
+        is_weight, axis = weight_role(self._model, edge)
+        if not is_weight:
+            values = constant.array().astype(np.float32)
+            known = Range(float(values.min(initial=0.0)), float(values.max(initial=0.0)))
+            return scales.of_range(known, self._format, _numpy(constant.dtype))
+        given = self._ranges.weights.get(edge.tensor)
+        if floor is not None:
+            return scales.of_weight(constant.array(), axis, self._format, given, floor)
+        key = (edge.tensor, axis)
+        if key not in self._weights:
+            self._weights[key] = scales.of_weight(constant.array(), axis, self._format, given)
+        return self._weights[key]
+
+    def _superfluous(self, placement: Placement, activations: Mapping[str, Quantization]) -> Iterator[int]:
+        """Relu and Clip nodes whose work the saturation of the pair behind them already does.
+
+        Every use of the clamp's output must carry the pair, and nothing else may read the clamp's input, so that the
+        producer can write the clamped tensor's name itself.
+        """
+        model = self._model
+        for node in model.nodes:
+            if node.op not in ("Relu", "Clip") or node.domain or node.outputs[0] not in activations:
+                continue
+            source, result = node.inputs[0], node.outputs[0]
+            bounds = _clamp_bounds(model, node)
+            if (
+                bounds is not None
+                and len(model.uses(source)) == 1
+                and source in model.producers
+                and source not in activations
+                and all(_edge(model, result, *use) in placement for use in model.uses(result))
+                and result not in model.outputs
+                and activations[result].covers(*bounds)
+            ):
+                yield node.index
+
+    def _biases(
+        self, placement: Placement, activations: Mapping[str, Quantization], weights: dict[Edge, Quantization]
+    ) -> Iterator[tuple[int, tuple[Array, Array]]]:
+        """Int32 biases with scale sx * sw, for nodes whose input and weight both carry pairs.
+
+        Where that scale is too small to hold the bias in 31 bits, the weight's scale is raised (in `weights`).
+        """
+        model = self._model
+        for node in model.nodes:
+            if node.op not in ("Conv", "ConvTranspose", "Gemm") or len(node.inputs) < 3 or not node.inputs[2]:
+                continue
+            x, w = Edge(node.inputs[0], node.name, 0), Edge(node.inputs[1], node.name, 1)
+            bias = model.constants.get(node.inputs[2])
+            if x.tensor not in activations or x not in placement or w not in weights or bias is None:
+                continue
+            if len(bias.shape) != 1 or any(node.attributes.get(a, 1.0) != 1.0 for a in ("alpha", "beta")):
+                continue
+            values, sx = bias.array(), activations[x.tensor].scale
+            scale = np.asarray(sx * weights[w].scale)
+            needed = np.abs(values.astype(np.float64)) / (2.0**30)
+            if (needed > scale).any():
+                raised = needed / sx if weights[w].axis is not None else np.max(needed) / sx
+                weights[w] = self._constant_scale(w, np.asarray(raised))
+                scale = np.asarray(sx * weights[w].scale)
+            quantized = scales.quantize_bias(values, scale)
+            if quantized is not None and scale.size in (1, values.size):
+                yield node.index, (quantized, scale)
+
+    # ---- write
+
+    def _write(self, decision: _Decision, placement: Placement) -> Model:
+        model = self._model
+        result = onnx.ModelProto()
+        result.CopyFrom(model.proto)
+        draft = _Draft(names=set(model.index_of) | set(model.tensors) | set(model.producers) | set(model.inputs))
+        renamed = {model.nodes[i].inputs[0]: model.nodes[i].outputs[0] for i in decision.dropped}
+        outputs = [e for e in placement if e.is_graph_output and e.tensor in decision.activations]
+        raw = {e.tensor: draft.unique(e.tensor + RAW_OUTPUT) for e in outputs if e.tensor in model.producers}
+        for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
+            if node.index in decision.dropped:
+                continue
+            copy = onnx.NodeProto()
+            copy.CopyFrom(proto)
+            for i, tensor in enumerate(node.inputs):
+                edge = Edge(tensor, node.name, i)
+                if edge in placement:
+                    copy.input[i] = self._dequantized(draft, decision, edge, raw.get(tensor, tensor))
+                elif tensor in raw:
+                    copy.input[i] = raw[tensor]
+            if node.index in decision.biases:
+                copy.input[2] = self._bias(draft, node, *decision.biases[node.index])
+            for i, tensor in enumerate(node.outputs):
+                copy.output[i] = raw.get(renamed.get(tensor, tensor), renamed.get(tensor, tensor))
+            draft.nodes.append(copy)
+        for edge in outputs:
+            self._output_pair(draft, decision, edge, raw, result)
+        return _assembled(result, model, draft, gone=set(renamed))
+
+    def _dequantized(self, draft: _Draft, decision: _Decision, edge: Edge, source: str) -> str:
+        """Name of the DQ output that stands for `edge`; its nodes are written on first use."""
+        constant = self._model.constants.get(edge.tensor)
+        if constant is not None:
+            return self._constant(draft, edge.tensor, constant, decision.constants[edge])
+        key: tuple[object, ...] = ("activation", edge.tensor)
+        if key not in draft.made:
+            quantization = decision.activations[edge.tensor]
+            suffix = self._parameters(draft, edge.tensor, quantization)
+            quantized = draft.unique(f"{edge.tensor}_QuantizeLinear_Output")
+            draft.made[key] = draft.unique(f"{edge.tensor}_DequantizeLinear_Output")
+            name = draft.unique(f"{edge.tensor}_QuantizeLinear")
+            draft.nodes.append(helper.make_node("QuantizeLinear", [source, *suffix], [quantized], name))
+            self._dq(draft, edge.tensor, quantized, suffix, draft.made[key])
+        return draft.made[key]
+
+    def _constant(self, draft: _Draft, tensor: str, constant: Constant, quantization: Quantization) -> str:
+        key = (constant.key, quantization.qtype, quantization.axis, quantization.scale.tobytes(), tensor)
+        if key not in draft.made:
+            if key not in self._forms:
+                self._forms[key] = _quantized(constant, quantization)
+            name = draft.unique(f"{tensor}_quantized")
+            draft.large[name] = self._forms[key]
+            parameters = self._parameters(draft, tensor, quantization)
+            draft.made[key] = draft.unique(f"{tensor}_DequantizeLinear_Output")
+            self._dq(draft, tensor, name, parameters, draft.made[key], quantization.axis)
+        return draft.made[key]
+
+    def _bias(self, draft: _Draft, node: Node, quantized: Array, scale: Array) -> str:
+        tensor = node.inputs[2]
+        name = draft.unique(f"{tensor}_quantized")
+        draft.initializers.append(numpy_helper.from_array(quantized, name))
+        dtype = _numpy(self._dtype(tensor))
+        parameters = (draft.unique(f"{name}_scale"), draft.unique(f"{name}_zero_point"))
+        zeros = np.zeros(scale.shape, np.int32)
+        for parameter, values in zip(parameters, (scale.astype(dtype), zeros), strict=True):
+            draft.initializers.append(numpy_helper.from_array(np.asarray(values), parameter))
+        output = draft.unique(f"{tensor}_DequantizeLinear_Output")
+        self._dq(draft, tensor, name, parameters, output, 0 if scale.ndim else None)
+        return output
+
+    def _parameters(self, draft: _Draft, tensor: str, quantization: Quantization) -> tuple[str, str]:
+        """Scale and zero point as initializers; the scale has the tensor's own float type."""
+        scale, zero_point = draft.unique(f"{tensor}_scale"), draft.unique(f"{tensor}_zero_point")
+        values = quantization.scale.astype(_numpy(self._dtype(tensor)))
+        zeros = np.full(quantization.scale.shape, quantization.zero_point, scales.NUMPY_TYPE[quantization.qtype])
+        draft.initializers += [numpy_helper.from_array(values, scale), numpy_helper.from_array(zeros, zero_point)]
+        return scale, zero_point
+
+    def _dq(
+        self, draft: _Draft, tensor: str, source: str, parameters: tuple[str, str], output: str, axis: int | None = None
+    ) -> None:
+        name = draft.unique(f"{tensor}_DequantizeLinear")
+        node = helper.make_node("DequantizeLinear", [source, *parameters], [output], name)
+        if axis is not None:
+            node.attribute.append(helper.make_attribute("axis", axis))
+        draft.nodes.append(node)
+
+    def _output_pair(
+        self, draft: _Draft, decision: _Decision, edge: Edge, raw: Mapping[str, str], result: onnx.ModelProto
+    ) -> None:
+        """Make graph output `edge` come out of a DQ, under its own name."""
+        source = raw.get(edge.tensor, edge.tensor)
+        dequantized = self._dequantized(draft, decision, edge, source)
+        if edge.tensor in raw:
+            for node in draft.nodes:
+                for names in (node.input, node.output):
+                    for i, name in enumerate(names):
+                        if name == dequantized:
+                            names[i] = edge.tensor
+            draft.made[("activation", edge.tensor)] = edge.tensor
+        else:  # the graph hands an input through: only the output can change its name
+            result.graph.output[edge.index].name = dequantized
+
+
+def weight_role(model: Model, edge: Edge) -> tuple[bool, int | None]:
+    """Whether a constant is a weight there, and along which axis its output channels lie (None: per tensor).
+
+    Conv: [out, in/group, ...], ConvTranspose: [in, out/group, ...], Gemm: [in, out] or transposed, MatMul: last axis.
+    The scale of a normalization is a weight without channels; constants of other operators are like activations.
+    """
+    node = model.nodes[model.index_of[edge.node]] if edge.node else None
+    rank = len(model.constants[edge.tensor].shape)
+    if node is None or node.domain:
+        return False, None
+    match node.op, edge.index:
+        case "Conv", 1:
+            return True, 0
+        case "ConvTranspose", 1:
+            return True, 1 if node.attributes.get("group", 1) == 1 else None
+        case "Gemm", 1:
+            return True, 0 if node.attributes.get("transB", 0) else 1
+        case "MatMul", 1:
+            return True, rank - 1 if rank >= 2 else None
+        case (("Gemm" | "MatMul"), 0):
+            return True, None
+        case (("LayerNormalization" | "InstanceNormalization" | "BatchNormalization"), 1):
+            return True, None
+    return False, None
+
+
+def _clamp_bounds(model: Model, node: Node) -> tuple[float, float] | None:
+    """The interval that a Relu or Clip maps to, if it is known and its lower end is zero."""
+    if node.op == "Relu":
+        return 0.0, np.finfo(np.float64).max
+    ends = []
+    for i, default in ((1, -np.finfo(np.float64).max), (2, np.finfo(np.float64).max)):
+        name = node.inputs[i] if len(node.inputs) > i else ""
+        if name and name not in model.constants:
+            return None
+        ends.append(float(model.constants[name].array().reshape(())) if name else float(default))
+    return (ends[0], ends[1])
+
+
+def _edge(model: Model, tensor: str, node: int, index: int) -> Edge:
+    return Edge(tensor, "" if node == GRAPH else model.nodes[node].name, index)
+
+
+def _numpy(dtype: int) -> np.dtype[np.generic]:
+    return helper.tensor_dtype_to_np_dtype(dtype)
+
+
+def _quantized(constant: Constant, quantization: Quantization) -> Constant:
+    """The quantized form of a constant, computed when somebody writes or reads it."""
+    scale = hashlib.sha256(quantization.scale.tobytes()).hexdigest()[:16]
+    key = f"{constant.key}:{quantization.qtype.value}:{quantization.axis}:{quantization.zero_point}:{scale}"
+    return Constant(
+        key, ONNX_TYPE[quantization.qtype], constant.shape, lambda: scales.quantize(constant.array(), quantization)
+    )
+
+
+def _assembled(result: onnx.ModelProto, model: Model, draft: _Draft, gone: set[str]) -> Model:
+    """The finished model: only what its nodes still read comes along."""
+    graph = result.graph
+    large = dict(model.large) | draft.large
+    if draft.made or draft.initializers:
+        del graph.node[:]
+        graph.node.extend(draft.nodes)
+        used = {name for n in draft.nodes for name in n.input} | {o.name for o in graph.output}
+        used |= {name for n in model.nodes for name in n.captures}
+        large = {name: c for name, c in large.items() if name in used}
+        kept = [t for t in graph.initializer if t.name in used]
+        small = [name for name, c in large.items() if c.nbytes < LARGE]
+        kept += [large.pop(name).to_proto(name) for name in small]
+        del graph.initializer[:]
+        graph.initializer.extend([*kept, *draft.initializers])
+        infos = [v for v in graph.value_info if v.name not in gone]
+        del graph.value_info[:]
+        graph.value_info.extend(infos)
+        result.ir_version = max(result.ir_version, 9 if model.opset >= 19 else 7)
+    return Model(result, large)

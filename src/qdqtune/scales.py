@@ -1,0 +1,147 @@
+"""Ranges of tensors become scales: the arithmetic of quantization, and nothing of graphs.
+
+Formulas are those of the ONNX operators: q = saturate(round_half_even(x / scale) + zero_point) and
+x' = (q - zero_point) * scale.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from qdqtune.types import NumericFormat, QType
+
+Array = npt.NDArray[Any]
+
+NUMPY_TYPE: Mapping[QType, Any] = MappingProxyType(
+    {QType.UINT8: np.uint8, QType.INT8: np.int8, QType.FP8: ml_dtypes.float8_e4m3fn}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The values that a tensor takes: finite, low <= high."""
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not (np.isfinite(self.low) and np.isfinite(self.high) and self.low <= self.high):
+            raise ValueError(f"not a range: [{self.low}, {self.high}]")
+
+    def __or__(self, other: Range) -> Range:
+        return Range(min(self.low, other.low), max(self.high, other.high))
+
+    @property
+    def magnitude(self) -> float:
+        """The largest absolute value."""
+        return max(abs(self.low), abs(self.high))
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Calibration's result: activation ranges by tensor; for models that came with Q/DQ, their weights' scales too."""
+
+    activations: Mapping[str, Range]
+    weights: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits of all ranges."""
+        text = repr(sorted((k, r.low, r.high) for k, r in self.activations.items())) + repr(
+            sorted(self.weights.items())
+        )
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, eq=False)
+class Quantization:
+    """How one tensor is quantized. `scale` is float32: a scalar, or a vector along `axis`."""
+
+    qtype: QType
+    scale: Array
+    zero_point: int = 0
+    axis: int | None = None
+
+    def covers(self, low: float, high: float) -> bool:
+        """Whether saturation keeps every value within [low, high], up to half a step."""
+        lowest = (self.qtype.low - self.zero_point) * float(self.scale)
+        highest = (self.qtype.high - self.zero_point) * float(self.scale)
+        slack = 0.5 * float(self.scale)
+        return lowest >= low - 1e-6 * slack and highest <= high + slack
+
+
+def of_range(values: Range, fmt: NumericFormat, dtype: Any = np.float32) -> Quantization:
+    """Activation scale (and zero point) of a range, per tensor, in the engine's format.
+
+    Symmetric: scale = max|x| / 127 (int8) or / 448 (E4M3, whose largest finite value is 448). Asymmetric: the range is
+    widened to hold zero, which must be exact for padding and Relu, then scale = (high - low) / 255 and
+    zero point = round(-low / scale). An all-zero range has scale 1. The scale is
+    one that `dtype`, the tensor's own, can hold.
+    """
+    qtype = fmt.activation
+    if fmt.symmetric or qtype is QType.FP8:
+        return Quantization(qtype, _positive(np.float64(values.magnitude) / qtype.high, dtype))
+    low, high = min(values.low, 0.0), max(values.high, 0.0)
+    scale = _positive(np.float64(high - low) / (qtype.high - qtype.low), dtype)
+    zero_point = int(np.clip(np.rint(qtype.low - low / np.float64(scale)), qtype.low, qtype.high))
+    return Quantization(qtype, scale, zero_point)
+
+
+def of_weight(
+    values: Array,
+    axis: int | None,
+    fmt: NumericFormat,
+    given: Iterable[float] | None = None,
+    floor: Array | None = None,
+) -> Quantization:
+    """Weight scale, symmetric, per channel along `axis` where the format says so.
+
+    scale = max|w| / 127, or / 64 where 7 bits must do, or / 448 for E4M3. `given` scales (of a model that came
+    quantized) are kept; `floor` raises scales that are too small for an int32 bias.
+    """
+    axis = axis if fmt.per_channel else None
+    if given is not None:
+        scale = np.asarray(tuple(given), np.float64)
+        scale = scale if axis is not None and scale.size == values.shape[axis] else scale.max()
+    else:
+        magnitude = np.abs(values.astype(np.float32))
+        others = tuple(i for i in range(values.ndim) if i != axis) if axis is not None else None
+        top = 64 if fmt.reduced_weights else fmt.weight.high
+        scale = magnitude.max(axis=others, initial=0.0).astype(np.float64) / top
+    if floor is not None:
+        scale = np.maximum(scale, floor)
+    return Quantization(fmt.weight, _positive(scale, values.dtype), 0, axis if np.ndim(scale) else None)
+
+
+def quantize(values: Array, quantization: Quantization) -> Array:
+    """Quantized values, as the QuantizeLinear operator would give them."""
+    scale = quantization.scale
+    if quantization.axis is not None:
+        scale = scale.reshape([-1 if i == quantization.axis else 1 for i in range(values.ndim)])
+    scaled = values.astype(np.float32) / scale
+    qtype = quantization.qtype
+    if qtype is QType.FP8:
+        rounded: Array = np.clip(scaled, qtype.low, qtype.high).astype(NUMPY_TYPE[qtype])
+        return rounded
+    return np.clip(np.rint(scaled) + quantization.zero_point, qtype.low, qtype.high).astype(NUMPY_TYPE[qtype])
+
+
+def quantize_bias(values: Array, scale: Array) -> Array | None:
+    """An int32 bias with the scale of its accumulator, or None if it does not fit."""
+    rounded = np.rint(values.astype(np.float64) / scale.astype(np.float64))
+    return rounded.astype(np.int32) if np.abs(rounded).max(initial=0.0) < 2**31 else None
+
+
+def _positive(scale: Any, dtype: Any) -> Array:
+    """Scale as float32, rounded to `dtype`; where that would be zero or denormal, 1: any scale represents zeros."""
+    rounded = np.asarray(scale).astype(dtype).astype(np.float32)
+    tiny = float(ml_dtypes.finfo(dtype).tiny)  # type: ignore[no-untyped-call]
+    return np.where(rounded < tiny, np.float32(1), rounded).astype(np.float32)
