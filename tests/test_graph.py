@@ -1,1 +1,206 @@
 """The model value: its index, its constants, and how it is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, parser
+
+from qdqtune import graph
+from qdqtune.errors import OutputError
+from qdqtune.graph import GRAPH, Constant, ConstantFile, Model, TensorInfo, Use, captured, save
+
+TEXT = """<ir_version: 8, opset_import: ["": 17]>
+g (float[N,40] x, bool c) => (float[N,40] y, float[N,40] z) <float[N,40] t, float[1] b = {2}> {
+    [mm] t = MatMul(x, w)
+    [add] s = Add(t, b)
+    [mm2] y = MatMul(s, v)
+    [if] z = If(c) <
+        then_branch = a () => (float[N,40] p) { k = Relu(t)
+            p = Add(k, b) },
+        else_branch = d () => (float[N,40] q) { q = Add(x, x) }>
+}"""
+
+
+def weights(value: float = 1.0) -> npt.NDArray[Any]:
+    array = np.eye(40, dtype=np.float32)
+    array[0, 0] = value
+    return array
+
+
+def model(w: npt.NDArray[Any] | None = None, v: npt.NDArray[Any] | None = None) -> Model:
+    large = {"w": Constant.of(weights() if w is None else w), "v": Constant.of(weights() if v is None else v)}
+    return Model(parser.parse_model(TEXT), large)
+
+
+def run(path: Path) -> list[npt.NDArray[Any]]:
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    results: list[npt.NDArray[Any]] = session.run(None, {"x": np.ones((2, 40), np.float32), "c": np.array(True)})
+    return results
+
+
+# Index
+
+
+def test_nodes_know_what_they_read_also_inside_their_bodies() -> None:
+    nodes = model().nodes
+    assert [(n.index, n.name, n.op) for n in nodes[:2]] == [(0, "mm", "MatMul"), (1, "add", "Add")]
+    assert nodes[3].inputs == ("c",)
+    assert nodes[3].captures == ("b", "t", "x")
+
+
+def test_users_and_makers_of_a_tensor() -> None:
+    m = model()
+    assert m.uses("t") == (Use(1, 0), Use(3, -1))
+    assert m.uses("y") == (Use(GRAPH, 0),)
+    assert m.uses("nothing") == ()
+    assert m.producers == {"t": 0, "s": 1, "y": 2, "z": 3}
+    assert m.index_of["mm2"] == 2
+
+
+def test_inputs_exclude_constants_that_are_listed_among_them() -> None:
+    proto = parser.parse_model(TEXT)
+    proto.graph.input.append(onnx.helper.make_tensor_value_info("b", TensorProto.FLOAT, [1]))
+    m = Model(proto, model().large)
+    assert m.inputs == ("x", "c")
+    assert m.outputs == ("y", "z")
+
+
+def test_types_and_shapes() -> None:
+    tensors = model().tensors
+    assert tensors["t"] == TensorInfo(TensorProto.FLOAT, (None, 40))
+    assert tensors["w"] == TensorInfo(TensorProto.FLOAT, (40, 40))
+    assert tensors["c"] == TensorInfo(TensorProto.BOOL, ())
+    assert not tensors["c"].is_float
+
+
+def test_names_of_nested_bodies_are_captured_unless_they_are_defined_there() -> None:
+    outer = parser.parse_graph("""g () => (float[2] r) {
+        own = Relu(free)
+        r = If(own) <
+            then_branch = a () => (float[2] p) { p = Add(own, deep) },
+            else_branch = b () => (float[2] q) { q = Neg(sparse) }>
+    }""")
+    outer.sparse_initializer.add().values.name = "sparse"
+    assert captured(outer) == {"free", "deep"}
+
+
+# Constants
+
+
+def test_keys_name_the_content() -> None:
+    zeros = np.zeros((4, 300), np.float32)
+    assert Constant.of(zeros).key == Constant.of(zeros.copy()).key
+    others = [zeros.T, zeros.astype(np.int32), zeros + 1, zeros.astype(ml_dtypes.bfloat16)]
+    assert len({Constant.of(a).key for a in [zeros, *others]}) == 5
+    assert Constant.of(zeros[:, ::2]).array().shape == (4, 150)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int8, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn])
+@pytest.mark.parametrize("shape", [(), (3,), (20, 30)])
+def test_constants_survive_the_protobuf(dtype: Any, shape: tuple[int, ...]) -> None:
+    array = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
+    constant = Constant.of(array)
+    tensor = constant.to_proto("t")
+    assert (tensor.name, tensor.data_type, tuple(tensor.dims)) == ("t", constant.dtype, shape)
+    assert constant.nbytes == array.nbytes
+    back = onnx.numpy_helper.to_array(tensor)
+    assert back.dtype == array.dtype
+    assert back.tobytes() == array.tobytes()
+
+
+def test_the_fingerprint_follows_the_content_of_constants_only() -> None:
+    assert model().fingerprint == model().fingerprint
+    assert model(weights(2)).fingerprint != model().fingerprint
+    assert model(weights(2), weights()).fingerprint != model(weights(), weights(2)).fingerprint
+    renamed = parser.parse_model(TEXT.replace("[mm2]", "[other]"))
+    assert Model(renamed, model().large).fingerprint != model().fingerprint
+
+
+# Files
+
+
+def test_a_model_is_saved_in_one_file(tmp_path: Path) -> None:
+    save(model(), tmp_path / "m.onnx")
+    assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]
+    np.testing.assert_array_equal(run(tmp_path / "m.onnx")[0], np.full((2, 40), 3))
+
+
+def test_beyond_the_limit_constants_go_beside_it_and_each_content_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph, "PROTOBUF_LIMIT", 6000)
+    (tmp_path / "m.onnx.data").write_bytes(bytes(100_000))
+    save(model(), tmp_path / "m.onnx")
+    assert (tmp_path / "m.onnx.data").stat().st_size == 40 * 40 * 4
+    assert (tmp_path / "m.onnx").stat().st_size < 2000
+    np.testing.assert_array_equal(run(tmp_path / "m.onnx")[0], np.full((2, 40), 3))
+    onnx.checker.check_model(str(tmp_path / "m.onnx"))
+
+
+def test_models_share_a_file_of_constants(tmp_path: Path) -> None:
+    with ConstantFile(tmp_path / "w.bin") as constants:
+        constants.save(model(), tmp_path / "a.onnx")
+        one = (tmp_path / "w.bin").stat().st_size
+        constants.save(model(), tmp_path / "b.onnx")
+        assert (tmp_path / "w.bin").stat().st_size == one
+        constants.save(model(weights(5)), tmp_path / "c.onnx")
+        assert (tmp_path / "w.bin").stat().st_size > one
+        a, b, c = (run(tmp_path / f"{name}.onnx")[0] for name in "abc")
+    np.testing.assert_array_equal(a, b)
+    assert (a[0, 0], c[0, 0]) == (3, 7)
+
+
+def test_spans_are_aligned(tmp_path: Path) -> None:
+    with ConstantFile(tmp_path / "w.bin") as constants:
+        constants.save(model(v=weights(3)), tmp_path / "a.onnx")
+    tensors = onnx.load(tmp_path / "a.onnx", load_external_data=False).graph.initializer
+    offsets = [int(e.value) for t in tensors for e in t.external_data if e.key == "offset"]
+    assert len(set(offsets)) == 2
+    assert all(offset % ConstantFile.ALIGN == 0 for offset in offsets)
+
+
+def test_constants_are_linked_into_other_folders(tmp_path: Path) -> None:
+    folder, other = tmp_path / "a", tmp_path / "b"
+    folder.mkdir()
+    other.mkdir()
+    (other / "w.bin").write_bytes(b"something older")
+    with ConstantFile(folder / "w.bin") as constants:
+        constants.save(model(), folder / "m.onnx")
+        constants.link_into(other)
+        constants.link_into(folder)
+        constants.save(model(weights(5)), folder / "later.onnx")
+    assert (other / "w.bin").samefile(folder / "w.bin")
+    for name in ("m.onnx", "later.onnx"):
+        (other / name).write_bytes((folder / name).read_bytes())
+    assert run(other / "m.onnx")[0][0, 0] == 3
+    assert run(other / "later.onnx")[0][0, 0] == 7
+
+
+def test_a_new_file_does_not_cut_short_the_links_of_an_older_one(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    with ConstantFile(tmp_path / "w.bin") as constants:
+        constants.save(model(), tmp_path / "m.onnx")
+        constants.link_into(tmp_path / "other")
+    ConstantFile(tmp_path / "w.bin").__exit__()
+    assert (tmp_path / "other" / "w.bin").stat().st_size > 0
+
+
+def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
+    nowhere = tmp_path / "no" / "where"
+    with pytest.raises(OutputError, match=r"cannot write .*where"):
+        save(model(), nowhere)
+    with pytest.raises(OutputError, match=r"cannot write .*where"):
+        ConstantFile(nowhere)
+    with ConstantFile(tmp_path / "w.bin") as constants:
+        with pytest.raises(OutputError, match=r"cannot write .*where"):
+            constants.save(model(), nowhere)
+        with pytest.raises(OutputError, match="cannot write"):
+            constants.link_into(nowhere)

@@ -7,11 +7,11 @@ join the protobuf only when a file is written: embedded (`save`) or by reference
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,6 +70,14 @@ class TensorInfo:
         return self.dtype in FLOATS
 
 
+def content_key(dtype: np.dtype[Any], shape: tuple[int, ...], chunks: Iterable[bytes | memoryview]) -> str:
+    """32 hex digits that name a tensor's type, shape and bytes."""
+    digest = hashlib.sha256(f"{dtype}{shape}".encode())
+    for chunk in chunks:
+        digest.update(chunk)
+    return digest.hexdigest()[:32]
+
+
 @dataclass(frozen=True, eq=False)
 class Constant:
     """A constant tensor that is read on demand. `key` names its content: equal keys mean equal bytes.
@@ -94,7 +102,7 @@ class Constant:
     @staticmethod
     def of(array: npt.NDArray[Any], key: str | None = None) -> Constant:
         """A constant that is in memory."""
-        array = np.ascontiguousarray(array)
+        array = np.asarray(array, order="C")
         if key is None:
             digest = hashlib.sha256(f"{array.dtype}{array.shape}".encode())
             digest.update(array.tobytes() if array.nbytes < LARGE else array.reshape(-1).view(np.uint8).data)
@@ -116,7 +124,7 @@ class Model:
     """
 
     proto: onnx.ModelProto
-    large: Mapping[str, Constant] = MappingProxyType({})
+    large: Mapping[str, Constant] = field(default_factory=dict)
 
     @property
     def opset(self) -> int:
@@ -232,6 +240,7 @@ class ConstantFile:
         self.path = path
         self._spans: dict[str, tuple[int, int]] = {}
         try:
+            path.unlink(missing_ok=True)  # an earlier file may be linked elsewhere: do not cut it short there
             self._file = path.open("wb")
         except OSError as error:
             raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
@@ -274,13 +283,45 @@ class ConstantFile:
             raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
 
     def link_into(self, folder: Path) -> None:
-        """Hard-link this file into `folder`, so that model files there can refer to it (a copy across file systems)."""
+        """Hard-link this file into `folder`, so that model files there can refer to it (a copy across file systems).
+
+        Raises:
+            OutputError: the link cannot be made.
+        """
         target = folder / self.path.name
-        target.unlink(missing_ok=True)
         try:
-            target.hardlink_to(self.path)
-        except OSError:
-            target.write_bytes(self.path.read_bytes())
+            if target.exists() and target.samefile(self.path):
+                return
+            target.unlink(missing_ok=True)
+            try:
+                target.hardlink_to(self.path)
+            except OSError:
+                shutil.copyfile(self.path, target)
+        except OSError as error:
+            raise OutputError(f"cannot write {target}: {error.strerror or error}") from error
+
+
+def rebuild(model: Model, nodes: Sequence[onnx.NodeProto], added: Mapping[str, Constant]) -> Model:
+    """`model` with other nodes and more constants; constants and types that no node of it mentions any more are left.
+
+    `nodes` are in topological order and make every graph output.
+    """
+    result = onnx.ModelProto()
+    result.CopyFrom(model.proto)
+    graph = result.graph
+    del graph.node[:]
+    graph.node.extend(nodes)
+    read = {name for n in nodes for name in n.input} | {o.name for o in graph.output}
+    read.update(name for n in nodes for body in bodies(n) for name in captured(body))
+    made = {name for n in nodes for name in n.output}
+    kept = [t for t in graph.initializer if t.name in read]
+    kept += [c.to_proto(name) for name, c in added.items() if name in read and c.nbytes < LARGE]
+    infos = [v for v in graph.value_info if v.name in made]
+    del graph.initializer[:], graph.value_info[:]
+    graph.initializer.extend(kept)
+    graph.value_info.extend(infos)
+    large = dict(model.large) | {name: c for name, c in added.items() if c.nbytes >= LARGE}
+    return Model(result, {name: c for name, c in large.items() if name in read})
 
 
 def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
@@ -292,16 +333,31 @@ def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
             yield from attribute.graphs
 
 
+def defined(graph: onnx.GraphProto) -> set[str]:
+    """Names that a graph gives to tensors: its inputs, its constants, and what its nodes make."""
+    sparse = {s.values.name for s in graph.sparse_initializer}
+    made = {name for node in graph.node for name in node.output if name}
+    return {v.name for v in graph.input} | {t.name for t in graph.initializer} | sparse | made
+
+
 def captured(graph: onnx.GraphProto) -> set[str]:
     """Names that a body reads but does not define."""
-    defined = {v.name for v in graph.input} | {t.name for t in graph.initializer}
     read = {o.name for o in graph.output}
     for node in graph.node:
         read.update(name for name in node.input if name)
         for body in bodies(node):
             read |= captured(body)
-        defined.update(node.output)
-    return read - defined
+    return read - defined(graph)
+
+
+def static_shape(value: onnx.ValueInfoProto) -> tuple[int, ...] | None:
+    """The shape of a tensor if all of it is known."""
+    shape = _info(value).shape
+    return None if shape is None or None in shape else tuple(d for d in shape if d is not None)
+
+
+def _bytes(array: npt.NDArray[Any]) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _node(index: int, node: onnx.NodeProto) -> Node:

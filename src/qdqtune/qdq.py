@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from qdqtune import scales
-from qdqtune.graph import GRAPH, LARGE, Constant, Model, Node
+from qdqtune.graph import GRAPH, Constant, Model, Node, rebuild
 from qdqtune.scales import Array, Quantization, Range, Ranges
 from qdqtune.types import Edge, NumericFormat, Placement, QType
 
@@ -57,10 +57,15 @@ class _Draft:
     """The new graph while it is written."""
 
     nodes: list[onnx.NodeProto] = field(default_factory=list)
-    initializers: list[onnx.TensorProto] = field(default_factory=list)
-    large: dict[str, Constant] = field(default_factory=dict)
+    constants: dict[str, Constant] = field(default_factory=dict)
     made: dict[tuple[object, ...], str] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
+
+    def constant(self, wanted: str, values: Array) -> str:
+        """A small constant under a free name near `wanted`."""
+        name = self.unique(wanted)
+        self.constants[name] = Constant.of(np.asarray(values), key=name)
+        return name
 
     def unique(self, wanted: str) -> str:
         """`wanted`, or `wanted_2` and so on if a tensor or node has that name already."""
@@ -99,6 +104,10 @@ class Inserter:
         model = self._model
         if edge.is_graph_output:
             exists = edge.index < len(model.outputs) and model.outputs[edge.index] == edge.tensor
+            if edge.tensor not in model.producers:
+                return "the graph hands it through"
+            if any(use.slot < 0 for use in model.uses(edge.tensor)):
+                return "a body reads it under its name"
         else:
             index = model.index_of.get(edge.node)
             node = model.nodes[index] if index is not None else None
@@ -224,12 +233,10 @@ class Inserter:
 
     def _write(self, decision: _Decision, placement: Placement) -> Model:
         model = self._model
-        result = onnx.ModelProto()
-        result.CopyFrom(model.proto)
         draft = _Draft(names=set(model.index_of) | set(model.tensors) | set(model.producers) | set(model.inputs))
         renamed = {model.nodes[i].inputs[0]: model.nodes[i].outputs[0] for i in decision.dropped}
-        outputs = [e for e in placement if e.is_graph_output and e.tensor in decision.activations]
-        raw = {e.tensor: draft.unique(e.tensor + RAW_OUTPUT) for e in outputs if e.tensor in model.producers}
+        paired = {e.tensor: e for e in placement if e.is_graph_output}
+        raw = {tensor: draft.unique(tensor + RAW_OUTPUT) for tensor in paired}
         for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
             if node.index in decision.dropped:
                 continue
@@ -238,32 +245,39 @@ class Inserter:
             for i, tensor in enumerate(node.inputs):
                 edge = Edge(tensor, node.name, i)
                 if edge in placement:
-                    copy.input[i] = self._dequantized(draft, decision, edge, raw.get(tensor, tensor))
+                    copy.input[i] = self._dequantized(draft, decision, edge, raw)
                 elif tensor in raw:
                     copy.input[i] = raw[tensor]
             if node.index in decision.biases:
                 copy.input[2] = self._bias(draft, node, *decision.biases[node.index])
             for i, tensor in enumerate(node.outputs):
-                copy.output[i] = raw.get(renamed.get(tensor, tensor), renamed.get(tensor, tensor))
+                copy.output[i] = raw.get(tensor, renamed.get(tensor, tensor))
             draft.nodes.append(copy)
-        for edge in outputs:
-            self._output_pair(draft, decision, edge, raw, result)
-        return _assembled(result, model, draft, gone=set(renamed))
+        for edge in paired.values():
+            self._dequantized(draft, decision, edge, raw)
+        result = rebuild(model, draft.nodes, draft.constants)
+        if placement.edges:
+            result.proto.ir_version = max(result.proto.ir_version, 9 if model.opset >= 19 else 7)
+        return result
 
-    def _dequantized(self, draft: _Draft, decision: _Decision, edge: Edge, source: str) -> str:
-        """Name of the DQ output that stands for `edge`; its nodes are written on first use."""
-        constant = self._model.constants.get(edge.tensor)
+    def _dequantized(self, draft: _Draft, decision: _Decision, edge: Edge, raw: Mapping[str, str]) -> str:
+        """Name of the DQ output that stands for `edge`; its nodes are written on first use.
+
+        Behind a graph output the DQ takes the output's name, and the float tensor its name in `raw`.
+        """
+        tensor = edge.tensor
+        constant = self._model.constants.get(tensor)
         if constant is not None:
-            return self._constant(draft, edge.tensor, constant, decision.constants[edge])
-        key: tuple[object, ...] = ("activation", edge.tensor)
+            return self._constant(draft, tensor, constant, decision.constants[edge])
+        key: tuple[object, ...] = ("activation", tensor)
         if key not in draft.made:
-            quantization = decision.activations[edge.tensor]
-            suffix = self._parameters(draft, edge.tensor, quantization)
-            quantized = draft.unique(f"{edge.tensor}_QuantizeLinear_Output")
-            draft.made[key] = draft.unique(f"{edge.tensor}_DequantizeLinear_Output")
-            name = draft.unique(f"{edge.tensor}_QuantizeLinear")
-            draft.nodes.append(helper.make_node("QuantizeLinear", [source, *suffix], [quantized], name))
-            self._dq(draft, edge.tensor, quantized, suffix, draft.made[key])
+            parameters = self._parameters(draft, tensor, decision.activations[tensor])
+            quantized = draft.unique(f"{tensor}_QuantizeLinear_Output")
+            draft.made[key] = tensor if tensor in raw else draft.unique(f"{tensor}_DequantizeLinear_Output")
+            name = draft.unique(f"{tensor}_QuantizeLinear")
+            q = helper.make_node("QuantizeLinear", [raw.get(tensor, tensor), *parameters], [quantized], name)
+            draft.nodes.append(q)
+            self._dq(draft, tensor, quantized, parameters, draft.made[key])
         return draft.made[key]
 
     def _constant(self, draft: _Draft, tensor: str, constant: Constant, quantization: Quantization) -> str:
@@ -272,7 +286,7 @@ class Inserter:
             if key not in self._forms:
                 self._forms[key] = _quantized(constant, quantization)
             name = draft.unique(f"{tensor}_quantized")
-            draft.large[name] = self._forms[key]
+            draft.constants[name] = self._forms[key]
             parameters = self._parameters(draft, tensor, quantization)
             draft.made[key] = draft.unique(f"{tensor}_DequantizeLinear_Output")
             self._dq(draft, tensor, name, parameters, draft.made[key], quantization.axis)
@@ -280,24 +294,21 @@ class Inserter:
 
     def _bias(self, draft: _Draft, node: Node, quantized: Array, scale: Array) -> str:
         tensor = node.inputs[2]
-        name = draft.unique(f"{tensor}_quantized")
-        draft.initializers.append(numpy_helper.from_array(quantized, name))
+        name = draft.constant(f"{tensor}_quantized", quantized)
         dtype = _numpy(self._dtype(tensor))
-        parameters = (draft.unique(f"{name}_scale"), draft.unique(f"{name}_zero_point"))
-        zeros = np.zeros(scale.shape, np.int32)
-        for parameter, values in zip(parameters, (scale.astype(dtype), zeros), strict=True):
-            draft.initializers.append(numpy_helper.from_array(np.asarray(values), parameter))
+        parameters = (
+            draft.constant(f"{name}_scale", scale.astype(dtype)),
+            draft.constant(f"{name}_zero_point", np.zeros(scale.shape, np.int32)),
+        )
         output = draft.unique(f"{tensor}_DequantizeLinear_Output")
         self._dq(draft, tensor, name, parameters, output, 0 if scale.ndim else None)
         return output
 
     def _parameters(self, draft: _Draft, tensor: str, quantization: Quantization) -> tuple[str, str]:
         """Scale and zero point as initializers; the scale has the tensor's own float type."""
-        scale, zero_point = draft.unique(f"{tensor}_scale"), draft.unique(f"{tensor}_zero_point")
         values = quantization.scale.astype(_numpy(self._dtype(tensor)))
         zeros = np.full(quantization.scale.shape, quantization.zero_point, scales.NUMPY_TYPE[quantization.qtype])
-        draft.initializers += [numpy_helper.from_array(values, scale), numpy_helper.from_array(zeros, zero_point)]
-        return scale, zero_point
+        return draft.constant(f"{tensor}_scale", values), draft.constant(f"{tensor}_zero_point", zeros)
 
     def _dq(
         self, draft: _Draft, tensor: str, source: str, parameters: tuple[str, str], output: str, axis: int | None = None
@@ -307,22 +318,6 @@ class Inserter:
         if axis is not None:
             node.attribute.append(helper.make_attribute("axis", axis))
         draft.nodes.append(node)
-
-    def _output_pair(
-        self, draft: _Draft, decision: _Decision, edge: Edge, raw: Mapping[str, str], result: onnx.ModelProto
-    ) -> None:
-        """Make graph output `edge` come out of a DQ, under its own name."""
-        source = raw.get(edge.tensor, edge.tensor)
-        dequantized = self._dequantized(draft, decision, edge, source)
-        if edge.tensor in raw:
-            for node in draft.nodes:
-                for names in (node.input, node.output):
-                    for i, name in enumerate(names):
-                        if name == dequantized:
-                            names[i] = edge.tensor
-            draft.made[("activation", edge.tensor)] = edge.tensor
-        else:  # the graph hands an input through: only the output can change its name
-            result.graph.output[edge.index].name = dequantized
 
 
 def weight_role(model: Model, edge: Edge) -> tuple[bool, int | None]:
@@ -379,25 +374,3 @@ def _quantized(constant: Constant, quantization: Quantization) -> Constant:
     return Constant(
         key, ONNX_TYPE[quantization.qtype], constant.shape, lambda: scales.quantize(constant.array(), quantization)
     )
-
-
-def _assembled(result: onnx.ModelProto, model: Model, draft: _Draft, gone: set[str]) -> Model:
-    """The finished model: only what its nodes still read comes along."""
-    graph = result.graph
-    large = dict(model.large) | draft.large
-    if draft.made or draft.initializers:
-        del graph.node[:]
-        graph.node.extend(draft.nodes)
-        used = {name for n in draft.nodes for name in n.input} | {o.name for o in graph.output}
-        used |= {name for n in model.nodes for name in n.captures}
-        large = {name: c for name, c in large.items() if name in used}
-        kept = [t for t in graph.initializer if t.name in used]
-        small = [name for name, c in large.items() if c.nbytes < LARGE]
-        kept += [large.pop(name).to_proto(name) for name in small]
-        del graph.initializer[:]
-        graph.initializer.extend([*kept, *draft.initializers])
-        infos = [v for v in graph.value_info if v.name not in gone]
-        del graph.value_info[:]
-        graph.value_info.extend(infos)
-        result.ir_version = max(result.ir_version, 9 if model.opset >= 19 else 7)
-    return Model(result, large)

@@ -131,7 +131,8 @@ def quantize(values: Array, quantization: Quantization) -> Array:
     if qtype is QType.FP8:
         rounded: Array = np.clip(scaled, qtype.low, qtype.high).astype(NUMPY_TYPE[qtype])
         return rounded
-    return np.clip(np.rint(scaled) + quantization.zero_point, qtype.low, qtype.high).astype(NUMPY_TYPE[qtype])
+    integers: Array = np.clip(np.rint(scaled) + quantization.zero_point, qtype.low, qtype.high)
+    return integers.astype(NUMPY_TYPE[qtype])
 
 
 def quantize_bias(values: Array, scale: Array) -> Array | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -227,18 +227,31 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One candidate: what was proposed, and what came of it (one of `measurement` and `failure`)."""
+class Proposal:
+    """A placement that a strategy wants measured, where it comes from, and the digest of the pattern that it varies."""
 
-    number: int
     origin: str
     placement: Placement
-    measurement: Measurement | None = None
-    failure: Failure | None = None
+    pattern: str = ""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One candidate: what was proposed, what it was compared with, and what came of it.
+
+    `result` compares the candidate (side b) with the best placement of its time (side a, `against`). Where that is a
+    win, `check` repeats it on a second build of both.
+    """
+
+    number: int
+    proposal: Proposal
+    against: Placement
+    result: Measurement | Failure
+    check: Measurement | Failure | None = None
     sqnr_db: float | None = None
     accepted: bool = False
-    note: dict[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        if (self.measurement is None) == (self.failure is None):
-            raise ValueError("a trial is either a measurement or a failure")
+    @property
+    def placement(self) -> Placement:
+        """The candidate."""
+        return self.proposal.placement

@@ -1,0 +1,128 @@
+"""What an engine is, and how one is opened by name.
+
+An engine turns a model file into something that runs, and says how long it takes. Engines crash and hang, so the rest
+of the package reaches them through `qdqtune.runner.Runner`, which keeps them in a process of their own. Vendor
+libraries are imported by the engine's own module, and that module when the engine is opened.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy.typing as npt
+
+from qdqtune.errors import BadOption, EngineUnavailable
+from qdqtune.types import NumericFormat
+
+Tensors = Mapping[str, npt.NDArray[Any]]
+"""Arrays by the name of a graph input or output."""
+
+QuantType = Literal["int8", "fp8"]
+
+MODULES = {
+    "fake": "qdqtune.engines.fake",
+    "onnxruntime": "qdqtune.engines.onnxruntime",
+}
+"""Engine name to the module whose `create(**options)` makes it."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """All that is needed to open an engine, in any process. Options have JSON values; each engine names its own."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Built(Protocol):
+    """A model that is built, loaded and ready."""
+
+    def run(self, inputs: Tensors) -> dict[str, npt.NDArray[Any]]:
+        """One inference: every graph output by name.
+
+        Raises:
+            EngineFailure: the engine cannot run the model on these inputs.
+        """
+
+    def time(self, inputs: Tensors, runs: int) -> float:
+        """Seconds per inference over `runs` back-to-back inferences. Moving inputs to the device is no part of it.
+
+        Raises:
+            EngineFailure: the engine cannot run the model on these inputs.
+        """
+
+    def close(self) -> None:
+        """Free the model. It cannot be used afterwards."""
+
+
+class Engine(Protocol):
+    """Something that builds ONNX models and runs them."""
+
+    def describe(self) -> dict[str, str]:
+        """Name, version, device, threads and whatever else two latencies must share to be comparable."""
+
+    def numeric_format(self, quant_type: QuantType) -> NumericFormat:
+        """How the engine wants quantized numbers.
+
+        Raises:
+            BadOption: the engine has no kernels for that type.
+        """
+
+    def build(self, model: Path, log: Path) -> Built:
+        """Make the model in a file ready to run. Everything that the engine prints goes to the file `log`.
+
+        Raises:
+            EngineFailure: the engine refuses the model; the message is its own words, in one line.
+        """
+
+
+def open_engine(spec: EngineSpec) -> Engine:
+    """The engine that `spec` describes.
+
+    Raises:
+        BadOption: no engine has that name, or the engine does not take these options.
+        EngineUnavailable: its library, driver or device is missing.
+    """
+    if spec.name not in MODULES:
+        raise BadOption(f"unknown engine {spec.name!r}; there are {', '.join(sorted(MODULES))}")
+    try:
+        create: Callable[..., Engine] = importlib.import_module(MODULES[spec.name]).create
+    except ImportError as error:
+        raise EngineUnavailable(f"engine {spec.name!r} cannot be loaded: {one_line(error)}") from error
+    known = inspect.signature(create).parameters
+    if unknown := sorted(set(spec.options) - set(known)):
+        raise BadOption(f"engine {spec.name!r} has no option {unknown[0]!r}; it has {', '.join(known)}")
+    return create(**spec.options)
+
+
+def one_line(error: object, limit: int = 400) -> str:
+    """The text of an error without line breaks, at most `limit` characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+@contextmanager
+def output_to(log: Path) -> Iterator[None]:
+    """Send everything that this process prints, native libraries included, to the new file `log`."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = [(fd, os.dup(fd)) for fd in (1, 2)]
+    try:
+        with log.open("wb") as file:
+            for fd, _ in saved:
+                os.dup2(file.fileno(), fd)
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for fd, copy in saved:
+            os.dup2(copy, fd)
+            os.close(copy)

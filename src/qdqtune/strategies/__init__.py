@@ -1,0 +1,23 @@
+"""Strategies look at the trials so far and say what to measure next. They are pure functions of those trials."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from qdqtune.types import Placement, Proposal, Trial
+
+
+class Strategy(Protocol):
+    """A search, as a function of its history."""
+
+    def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
+        """The next batch to measure against the best placement so far; empty when nothing is left to try.
+
+        No proposal equals a placement of `history` or the empty one.
+        """
+
+
+def best_of(history: Sequence[Trial]) -> Placement:
+    """The placement that was accepted last; the empty one if none was."""
+    return next((t.placement for t in reversed(history) if t.accepted), Placement())

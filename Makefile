@@ -1,0 +1,51 @@
+# Needs Python 3.11 and make, nothing else: every target prepares .venv itself.
+#
+#   make setup   prepare .venv with every extra
+#   make test    lint, type check and run the tests
+#   make demo    tune the bundled classifier
+#   make lock    resolve requirements.lock again after a change in pyproject.toml
+#   make clean   remove .venv, caches and what the demo wrote
+
+PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
+VENV := .venv
+BIN := $(VENV)/bin
+LOCKED := $(VENV)/.locked
+READY := $(VENV)/.ready
+LOCKER := build/locker
+PIP := -m pip --disable-pip-version-check --no-input install --quiet --no-compile
+
+.PHONY: setup test demo lock clean
+.DEFAULT_GOAL := setup
+
+setup: $(READY)
+
+$(READY): $(LOCKED) pyproject.toml
+	$(BIN)/python $(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(LOCKED): requirements.lock
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	  || { echo "qdqtune needs Python 3.11 or newer, which '$(PYTHON)' is not: make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python $(PIP) -r requirements.lock
+	@touch $@
+
+test: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+demo: setup
+	$(BIN)/python demo/run.py
+
+# uv resolves for every platform and Python at once; pins of the present file are kept where they still fit.
+lock:
+	$(PYTHON) -m venv --clear $(LOCKER)
+	$(LOCKER)/bin/python $(PIP) uv
+	$(LOCKER)/bin/uv pip compile pyproject.toml --all-extras --group dev --universal --python-version 3.11 \
+	  --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock" --quiet -o requirements.lock
+
+clean:
+	rm -rf $(VENV) build dist demo_output src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,218 @@
+"""The bench: where a placement becomes a file, a build, outputs and samples. Everything that touches the engine."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Self
+
+from qdqtune.accuracy import is_finite, sqnr_db
+from qdqtune.data import Array, Sample
+from qdqtune.errors import BaselineFailed, OutputError
+from qdqtune.graph import ConstantFile, save
+from qdqtune.qdq import Inserter
+from qdqtune.runner import Handle, Runner
+from qdqtune.store import Store, pack_placement, pack_result, unpack_result
+from qdqtune.timing import Plan, Ratio, compare, envelope, ratio
+from qdqtune.types import Failure, Measurement, Placement, Proposal, Trial
+
+FUTILE = 0.997
+"""A candidate whose median ratio is no better than this at a look is not worth more rounds."""
+
+
+class Bench:
+    """Builds and times placements of one model against each other. Results are kept in a store, and never taken twice.
+
+    A context manager: candidate files are deleted at the end.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        inserter: Inserter,
+        store: Store,
+        folder: Path,
+        plan: Plan,
+        samples: Sequence[Sample],
+        seed: int,
+    ) -> None:
+        self.builds = 0
+        self._runner, self._inserter, self._store = runner, inserter, store
+        self._plan, self._samples, self._seed = plan, samples, seed
+        self._folder = folder
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        except OSError as error:
+            raise OutputError(f"cannot make folder {folder}: {error.strerror or error}") from error
+        self._constants = ConstantFile(folder / "constants.bin")
+        self._loaded: dict[Placement, Handle] = {}
+        self._reference: list[dict[str, Array]] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._constants.__exit__()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def measure(self, number: int, proposal: Proposal, against: Placement) -> tuple[Trial, bool]:
+        """Time a candidate against another placement; and whether the result was in the store.
+
+        A win is repeated at once on another build of both files: one build may be fast by the luck of its memory
+        layout, and stays so in every round.
+        """
+        key = job_key("trial", proposal.placement, against)
+        record = self._store.get(key)
+        was_known = record is not None
+        if record is None:
+            result, check, sqnr = self._measured(proposal.placement, against)
+            record = {"origin": proposal.origin, "pattern": proposal.pattern, "against": against.digest,
+                      "placement": pack_placement(proposal.placement), "sqnr_db": sqnr, "result": pack_result(result),
+                      "check": None if check is None else pack_result(check)}  # fmt: skip
+            self._store.put(key, record)
+        else:
+            self.builds += 1
+        result = unpack_result(record["result"])
+        check = None if record["check"] is None else unpack_result(record["check"])
+        return Trial(number, proposal, against, result, check, record["sqnr_db"]), was_known
+
+    def keep_only(self, placement: Placement) -> None:
+        """Unload every model but this one, and the float model's outputs stay."""
+        for other in [p for p in self._loaded if p != placement]:
+            self._drop(other)
+
+    def write_linked(self, placement: Placement, path: Path) -> None:
+        """Write a placement as a small file in another folder, its constants linked there.
+
+        Raises:
+            OutputError: a file cannot be written.
+        """
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            candidate = self._file(placement)
+            self._constants.link_into(path.parent)
+            shutil.copyfile(candidate, path)
+        except OSError as error:
+            raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+
+    def write_whole(self, placement: Placement, path: Path) -> None:
+        """Write a placement as a self-contained file."""
+        save(self._inserter.insert(placement), path)
+
+    def confirm(self, key: str, a: Path, b: Path, rounds: int) -> Ratio | Failure:
+        """Ratio of two files as they lie on disk, from fresh rounds on two fresh builds of each."""
+        plan = Plan((rounds,), self._plan.error, self._plan.slot_seconds, self._plan.warmup)
+        found: list[Ratio] = []
+        for number in range(2):
+            name = f"{key}:{number}"
+            known = self._store.get(name)
+            result = unpack_result(known) if known else self._fresh_pair(a, b, plan, number, lambda _: False)
+            if not known:
+                self._store.put(name, pack_result(result))
+            if isinstance(result, Failure):
+                return result
+            found.append(ratio(result, plan))
+        return envelope(found)
+
+    def latency(self, key: str) -> Measurement:
+        """Both measurements of a confirmed pair as one."""
+        parts = [unpack_result(r) for n in range(2) if (r := self._store.get(f"{key}:{n}")) is not None]
+        good = [p for p in parts if isinstance(p, Measurement)]
+        return Measurement(tuple(s for p in good for s in p.a), tuple(s for p in good for s in p.b))
+
+    def reference(self) -> list[dict[str, Array]]:
+        """The float model's outputs on the samples.
+
+        Raises:
+            BaselineFailed: the engine cannot build or run the float model.
+        """
+        if self._reference is None:
+            handle = self._load(Placement(), "baseline")
+            outputs = handle if isinstance(handle, Failure) else self._runner.outputs(handle, self._samples)
+            if isinstance(outputs, Failure):
+                raise BaselineFailed(f"the engine cannot run the float model: {outputs.reason}")
+            if not is_finite(outputs):
+                raise BaselineFailed("the float model's outputs hold NaN or infinite values on the calibration data")
+            self._reference = outputs
+        return self._reference
+
+    def _measured(
+        self, placement: Placement, against: Placement
+    ) -> tuple[Measurement | Failure, Measurement | Failure | None, float | None]:
+        """Result, its repetition where it is a win, and output SQNR in dB."""
+        reference = self.reference()
+        opponent = self._load(against, f"best_{against.digest}")
+        if isinstance(opponent, Failure):
+            return opponent, None, None
+        candidate = self._load(placement, f"candidate_{placement.digest}")
+        if isinstance(candidate, Failure):
+            return candidate, None, None
+        outputs = self._runner.outputs(candidate, self._samples)
+        if isinstance(outputs, Failure):
+            result: Measurement | Failure = outputs
+        elif not is_finite(outputs):
+            result = Failure("output", "the outputs hold NaN or infinite values")
+        else:
+            result = compare(self._rounds(opponent, candidate, self._plan, 0), self._plan, decided=_settled)
+        if isinstance(result, Failure) or isinstance(outputs, Failure):
+            self._drop(placement)
+            return result, None, None
+        check = None
+        if ratio(result, self._plan).verdict == "faster":
+            check = self._fresh_pair(opponent.path, candidate.path, self._plan, 0, _settled)
+        if check is None or isinstance(check, Failure) or ratio(check, self._plan).verdict != "faster":
+            self._drop(placement)
+        return result, check, sqnr_db(reference, outputs)
+
+    def _fresh_pair(
+        self, a: Path, b: Path, plan: Plan, number: int, decided: Callable[[Ratio], bool]
+    ) -> Measurement | Failure:
+        self.builds += 2
+        first = self._runner.load(a, f"again_{a.stem}_{number}", fresh=True)
+        if isinstance(first, Failure):
+            return first
+        second = self._runner.load(b, f"again_{b.stem}_{number}", fresh=True)
+        if isinstance(second, Failure):
+            self._runner.unload(first)
+            return second
+        result = compare(self._rounds(first, second, plan, 1 + number), plan, decided=decided)
+        self._runner.unload(first)
+        self._runner.unload(second)
+        return result
+
+    def _rounds(self, a: Handle, b: Handle, plan: Plan, salt: int) -> Callable[[int, int], Measurement | Failure]:
+        seed = self._seed * 4 + salt
+        return lambda first, count: self._runner.rounds(
+            a, b, count, seed=seed, first_round=first, slot_seconds=plan.slot_seconds, warmup=plan.warmup
+        )
+
+    def _file(self, placement: Placement) -> Path:
+        path = self._folder / f"{placement.digest}.onnx"
+        if not path.exists():
+            self._constants.save(self._inserter.insert(placement), path)
+        return path
+
+    def _load(self, placement: Placement, log_name: str) -> Handle | Failure:
+        if placement not in self._loaded:
+            self.builds += 1
+            handle = self._runner.load(self._file(placement), log_name)
+            if isinstance(handle, Failure):
+                return handle
+            self._loaded[placement] = handle
+        return self._loaded[placement]
+
+    def _drop(self, placement: Placement) -> None:
+        self._runner.unload(self._loaded.pop(placement))
+        self._file(placement).unlink(missing_ok=True)
+
+
+def job_key(kind: str, placement: Placement, against: Placement) -> str:
+    """The name of a job: a hash of its content, so that jobs may run in any order and be found again."""
+    return kind + ":" + hashlib.sha256(f"{placement.digest}:{against.digest}".encode()).hexdigest()[:16]
+
+
+def _settled(found: Ratio) -> bool:
+    return found.verdict != "undecided" or found.median > FUTILE

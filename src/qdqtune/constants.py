@@ -1,0 +1,196 @@
+"""Constants of a model file: from external data, Constant nodes and sparse tensors to initializers, large ones apart.
+
+Both functions change the protobuf in place; what they take out of it is read from memory or from the user's file on
+demand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, MutableMapping, MutableSequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_ir
+from onnx import TensorProto, numpy_helper
+
+from qdqtune.errors import BadModel
+from qdqtune.graph import LARGE, Constant, bodies, content_key
+
+M = TypeVar("M")
+
+CHUNK = 2**20
+"""Bytes of external data that are read at a time."""
+
+
+def take_external(proto: onnx.ModelProto, folder: Path) -> dict[str, Constant]:
+    """The large initializers that lie in files of `folder`; everything else that does is embedded.
+
+    Raises:
+        BadModel: a file is missing or too short.
+    """
+    large: dict[str, Constant] = {}
+    external = [t for t in proto.graph.initializer if t.data_location == TensorProto.EXTERNAL]
+    for tensor in external:
+        file, offset, length = _span(tensor, folder)
+        if _is_large(tensor):
+            dtype, shape = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type), tuple(tensor.dims)
+            key = content_key(dtype, shape, _chunks(file, offset, length))
+            read = partial(np.memmap, file, dtype, "r", offset, shape)
+            large[tensor.name] = Constant(key, tensor.data_type, shape, read)
+        else:
+            _embed(tensor, folder)
+    replace(proto.graph.initializer, [t for t in proto.graph.initializer if t.name not in large])
+    for tensor in _inner_tensors(proto):
+        if tensor.data_location == TensorProto.EXTERNAL:
+            _embed(tensor, folder)
+    return large
+
+
+def settle(graph: onnx.GraphProto, large: MutableMapping[str, Constant]) -> None:
+    """Make every constant of the main graph an initializer, move the large ones to `large`, list none as an input.
+
+    Raises:
+        BadModel: the values of a constant do not fit its type and shape.
+    """
+    pairs = [(node, _lifted(node)) for node in graph.node]
+    replace(graph.node, [node for node, tensor in pairs if tensor is None])
+    lifted = [tensor for _, tensor in pairs if tensor is not None]
+    sparse = [_dense(s, s.values.name) for s in graph.sparse_initializer]
+    del graph.sparse_initializer[:]
+    small = []
+    for tensor in (*graph.initializer, *lifted, *sparse):
+        array = _array(tensor)
+        if _is_large(tensor):
+            large[tensor.name] = Constant.of(array)
+        else:
+            small.append(tensor)
+    replace(graph.initializer, small)
+    names = {t.name for t in small} | large.keys()
+    replace(graph.input, [v for v in graph.input if v.name not in names])
+
+
+def replace(field: MutableSequence[M], messages: Iterable[M]) -> None:
+    """Give a repeated field these messages (its own among them) instead of those it has."""
+    messages = list(messages)
+    del field[:]
+    field.extend(messages)
+
+
+def _array(tensor: TensorProto) -> npt.NDArray[Any]:
+    try:
+        array: npt.NDArray[Any] = numpy_helper.to_array(tensor)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadModel(f"the values of constant {tensor.name!r} do not fit its type and shape") from error
+    return array
+
+
+def _bits(tensor: TensorProto) -> int:
+    try:
+        return int(onnx_ir.DataType(tensor.data_type).bitwidth)
+    except (TypeError, ValueError) as error:
+        raise BadModel(f"constant {tensor.name!r} has an unknown element type ({tensor.data_type})") from error
+
+
+def _is_large(tensor: TensorProto) -> bool:
+    # Strings have no bytes of a fixed size; several numbers of less than 8 bits share one.
+    if tensor.data_type == TensorProto.STRING or _bits(tensor) < 8:
+        return False
+    return _nbytes(tensor) >= LARGE
+
+
+def _nbytes(tensor: TensorProto) -> int:
+    return -(-int(np.prod(tensor.dims, dtype=np.int64)) * _bits(tensor) // 8)
+
+
+def _lifted(node: onnx.NodeProto) -> TensorProto | None:
+    """The value of a Constant node as an initializer; None for other nodes."""
+    if node.op_type != "Constant" or node.domain not in ("", "ai.onnx"):
+        return None
+    if len(node.attribute) != 1 or len(node.output) != 1:
+        raise BadModel(f"Constant node {node.name!r} must have one value and one output")
+    attribute, name = node.attribute[0], node.output[0]
+    if attribute.name == "value":
+        tensor = TensorProto()
+        tensor.CopyFrom(attribute.t)
+        tensor.name = name
+        return tensor
+    if attribute.name == "sparse_value":
+        return _dense(attribute.sparse_tensor, name)
+    kinds = {"value_int": np.int64, "value_ints": np.int64, "value_float": np.float32, "value_floats": np.float32,
+             "value_string": np.object_, "value_strings": np.object_}  # fmt: skip
+    if attribute.name not in kinds:
+        return None
+    try:
+        value: npt.NDArray[Any] = np.array(onnx.helper.get_attribute_value(attribute), kinds[attribute.name])
+    except (TypeError, ValueError) as error:
+        raise BadModel(f"Constant node {node.name!r}: {attribute.name} has a value of another type") from error
+    lifted: TensorProto = numpy_helper.from_array(value, name)
+    return lifted
+
+
+def _dense(sparse: onnx.SparseTensorProto, name: str) -> TensorProto:
+    values, indices = _array(sparse.values), _array(sparse.indices)
+    dense = np.zeros(tuple(sparse.dims), values.dtype)
+    try:
+        dense[np.unravel_index(indices, dense.shape) if indices.ndim == 1 else tuple(indices.T)] = values
+    except (IndexError, ValueError) as error:
+        raise BadModel(f"the indices of sparse constant {name!r} do not fit its shape") from error
+    tensor: TensorProto = numpy_helper.from_array(dense, name)
+    return tensor
+
+
+def _inner_tensors(proto: onnx.ModelProto) -> Iterator[TensorProto]:
+    """Tensors that are not initializers of the main graph: in attributes, bodies, functions and sparse tensors."""
+    yield from (t for s in proto.graph.sparse_initializer for t in (s.values, s.indices))
+    pending = [*proto.graph.node, *(node for function in proto.functions for node in function.node)]
+    while pending:
+        node = pending.pop()
+        for attribute in node.attribute:
+            sparse = attribute.sparse_tensor
+            yield from (attribute.t, *attribute.tensors, sparse.values, sparse.indices)
+        for body in bodies(node):
+            yield from body.initializer
+            yield from (t for s in body.sparse_initializer for t in (s.values, s.indices))
+            pending.extend(body.node)
+
+
+def _embed(tensor: TensorProto, folder: Path) -> None:
+    tensor.raw_data = b"".join(_chunks(*_span(tensor, folder)))
+    tensor.ClearField("data_location")
+    del tensor.external_data[:]
+
+
+def _span(tensor: TensorProto, folder: Path) -> tuple[Path, int, int]:
+    """File, offset and length of external data, all checked."""
+    what = f"external data of constant {tensor.name!r}"
+    info = {entry.key: str(entry.value) for entry in tensor.external_data}
+    location = Path(info.get("location", ""))
+    if not location.parts or location.is_absolute() or ".." in location.parts:
+        raise BadModel(f"{what}: {str(location)!r} is not a file in the model's folder; move it there")
+    try:
+        offset, length = int(info.get("offset", 0)), int(info.get("length", _nbytes(tensor)))
+    except ValueError as error:
+        raise BadModel(f"{what}: offset and length must be numbers") from error
+    if length != _nbytes(tensor) or offset < 0:
+        raise BadModel(f"{what}: {length} bytes at {offset} do not fit its type and shape ({_nbytes(tensor)} bytes)")
+    file = folder / location
+    if not file.is_file():
+        raise BadModel(f"{what}: {location} is missing beside the model")
+    if file.stat().st_size < offset + length:
+        raise BadModel(f"{what}: {location} is too short ({file.stat().st_size} bytes, not {offset + length})")
+    return file, offset, length
+
+
+def _chunks(file: Path, offset: int, length: int) -> Iterator[bytes]:
+    try:
+        with file.open("rb") as source:
+            source.seek(offset)
+            while length > 0 and (chunk := source.read(min(CHUNK, length))):
+                yield chunk
+                length -= len(chunk)
+    except OSError as error:
+        raise BadModel(f"cannot read {file}: {error.strerror or error}") from error

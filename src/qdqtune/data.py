@@ -1,0 +1,262 @@
+"""Calibration data: where samples come from, and whether they fit the model.
+
+A source is iterated as often as needed and never held in memory as a whole. One sample is one set of model inputs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+
+from qdqtune.errors import BadData, BadModel, BadOption
+from qdqtune.graph import Model
+
+Array = npt.NDArray[Any]
+Sample = dict[str, Array]
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """What the model wants for one input; an unknown dimension is None."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int | None, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype}[{','.join('?' if d is None else str(d) for d in self.shape)}]"
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether an array of this shape can be fed."""
+        return len(shape) == len(self.shape) and all(w in (None, d) for w, d in zip(self.shape, shape, strict=True))
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A re-iterable source of samples. `digest` names its content; `origin` is for people."""
+
+    origin: str
+    digest: str
+    is_random: bool
+    produce: Callable[[], Iterator[Sample]]
+
+    def __iter__(self) -> Iterator[Sample]:
+        return self.produce()
+
+    def first(self, count: int) -> list[Sample]:
+        """The first `count` samples, or all of them if there are fewer.
+
+        Raises:
+            BadData: there is none.
+        """
+        found = list(islice(iter(self), count))
+        if not found:
+            raise BadData(f"{self.origin} holds no sample")
+        return found
+
+
+def input_specs(model: Model) -> tuple[InputSpec, ...]:
+    """Name, dtype and shape of every input that must be fed.
+
+    Raises:
+        BadModel: an input is not a tensor, or has no shape.
+    """
+    specs = []
+    for name in model.inputs:
+        info = model.tensors.get(name)
+        if info is None or info.shape is None:
+            raise BadModel(f"input '{name}' is not a tensor of known rank; such inputs are not supported")
+        specs.append(InputSpec(name, onnx.helper.tensor_dtype_to_np_dtype(info.dtype), info.shape))
+    return tuple(specs)
+
+
+def open_samples(source: str | None, model: Model, *, seed: int = 0, limit: int | None = None) -> Samples:
+    """Calibration samples from `source`: an .npz, a folder of .npy/.npz, or `module:callable`; None means random.
+
+    Arrays are named as the model's inputs. An array of the input's rank holds one sample per batch (`a[i:i+1]` for
+    batch 1), one of a rank more holds one per entry (`a[i]`), one that fits as it is serves every sample. A callable
+    returns an iterable of such dictionaries, or of arrays if the model has one input; it is called for each pass.
+
+    Raises:
+        BadData: the source is missing, unreadable or does not fit the model.
+        BadOption: `module:callable` cannot be imported.
+    """
+    specs = input_specs(model)
+    if source is None:
+        return _random(model, specs, seed, limit or 8)
+    path = Path(source)
+    if path.suffix == ".npz" or path.is_file():
+        produce, digest = _from_file(path, specs), _digest([path])
+    elif path.is_dir():
+        files = sorted(f for f in path.iterdir() if f.suffix in (".npy", ".npz"))
+        if not files:
+            raise BadData(f"{path} holds no .npy or .npz file")
+        produce, digest = _from_folder(files, specs), _digest(files)
+    elif ":" in source and os.sep + ":" not in source:
+        produce, digest = _from_callable(source, specs)
+    else:
+        raise BadData(f"calibration data {source} not found: give an .npz, a folder of .npy/.npz, or module:callable")
+    return Samples(source, digest, False, lambda: islice(produce(), limit))
+
+
+def _digest(files: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in files:
+        if not path.is_file():
+            raise BadData(f"calibration data {path} not found")
+        with path.open("rb") as f:
+            digest.update(hashlib.file_digest(f, "sha256").digest())
+    return digest.hexdigest()[:16]
+
+
+def _from_file(path: Path, specs: tuple[InputSpec, ...]) -> Callable[[], Iterator[Sample]]:
+    return lambda: _split(_read(path, specs), specs, str(path))
+
+
+def _from_folder(files: list[Path], specs: tuple[InputSpec, ...]) -> Callable[[], Iterator[Sample]]:
+    return lambda: (sample for path in files for sample in _split(_read(path, specs), specs, str(path)))
+
+
+def _read(path: Path, specs: tuple[InputSpec, ...]) -> dict[str, Array]:
+    """All arrays of one file, by input name; a bare .npy belongs to the only input."""
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            if len(specs) != 1:
+                raise BadData(f"{path}: a .npy file fits models of one input; this one has {_names(specs)}: use .npz")
+            return {specs[0].name: loaded}
+        with loaded:
+            return {name: loaded[name] for name in loaded.files}
+    except (OSError, ValueError, EOFError, BadZipFile) as error:
+        raise BadData(f"cannot read {path} as numpy arrays: {error}") from error
+
+
+def _split(arrays: Mapping[str, Array], specs: tuple[InputSpec, ...], origin: str) -> Iterator[Sample]:
+    """The samples that one set of arrays holds."""
+    _check_names(arrays, specs, origin)
+    counts, cuts = {}, {}
+    for spec in specs:
+        array = arrays[spec.name]
+        _check_values(array, spec, origin)
+        batch = (spec.shape[0] or 1) if spec.shape else 1
+        rest = spec.shape[1:]
+        if array.ndim == len(spec.shape) + 1 and spec.fits(array.shape[1:]):
+            counts[spec.name], cuts[spec.name] = array.shape[0], 0
+        elif spec.shape and array.ndim == len(spec.shape) and array.shape[0] % batch == 0 and array.size \
+                and InputSpec("", spec.dtype, (None, *rest)).fits(array.shape):  # fmt: skip
+            counts[spec.name], cuts[spec.name] = array.shape[0] // batch, batch
+        elif spec.fits(array.shape):
+            cuts[spec.name] = -1
+        else:
+            raise BadData(f"{origin}: array '{spec.name}' has shape {array.shape}, the model wants {spec}")
+    if len(set(counts.values())) > 1:
+        raise BadData(f"{origin}: arrays hold different numbers of samples: {counts}")
+    for i in range(next(iter(counts.values()), 1)):
+        yield {name: a if cuts[name] < 0 else a[i] if cuts[name] == 0 else a[i * cuts[name] : (i + 1) * cuts[name]]
+               for name, a in arrays.items()}  # fmt: skip
+
+
+def _from_callable(source: str, specs: tuple[InputSpec, ...]) -> tuple[Callable[[], Iterator[Sample]], str]:
+    module_name, _, attribute = source.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        function = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise BadOption(f"cannot import calibration data '{source}': {error}") from error
+    if not callable(function):
+        raise BadOption(f"'{source}' is not callable")
+    try:
+        code = inspect.getsource(function)
+    except (OSError, TypeError):
+        code = ""
+
+    def produce() -> Iterator[Sample]:
+        for item in function():
+            sample = dict(item) if isinstance(item, Mapping) else {specs[0].name: np.asarray(item)}
+            _check_names(sample, specs, source)
+            for spec in specs:
+                sample[spec.name] = np.asarray(sample[spec.name])
+                _check_values(sample[spec.name], spec, source)
+                if not spec.fits(sample[spec.name].shape):
+                    shape = sample[spec.name].shape
+                    raise BadData(f"{source}: '{spec.name}' has shape {shape}, the model wants {spec}")
+            yield sample
+
+    return produce, hashlib.sha256((source + code).encode()).hexdigest()[:16]
+
+
+def _check_names(arrays: Mapping[str, Any], specs: tuple[InputSpec, ...], origin: str) -> None:
+    missing = [s.name for s in specs if s.name not in arrays]
+    unknown = [name for name in arrays if name not in {s.name for s in specs}]
+    if missing or unknown:
+        what = f"has no array '{missing[0]}'" if missing else f"has an array '{unknown[0]}' that is no input"
+        raise BadData(f"{origin} {what}: the model's inputs are {_names(specs)}")
+
+
+def _check_values(array: Array, spec: InputSpec, origin: str) -> None:
+    if array.dtype != spec.dtype:
+        raise BadData(f"{origin}: array '{spec.name}' is {array.dtype}, the model wants {spec.dtype}: convert it first")
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise BadData(f"{origin}: array '{spec.name}' holds NaN or infinite values")
+
+
+def _names(specs: tuple[InputSpec, ...]) -> str:
+    return ", ".join(str(s) for s in specs)
+
+
+def _random(model: Model, specs: tuple[InputSpec, ...], seed: int, count: int) -> Samples:
+    """Normal floats, integers that every lookup table of the model can answer, booleans."""
+    for spec in specs:
+        unknown = [i for i, d in enumerate(spec.shape) if d is None and i > 0]
+        if unknown:
+            raise BadOption(
+                f"input {spec} has dynamic dimensions: give --input-shape {spec.name}:"
+                + "x".join("1" if d is None else str(d) for d in spec.shape)
+                + " (with your sizes), or --calibration-data"
+            )
+    tops = {s.name: _largest_index(model, s.name) for s in specs}
+
+    def draw(rng: np.random.Generator, spec: InputSpec) -> Array:
+        shape = tuple(1 if d is None else d for d in spec.shape)
+        if spec.dtype.kind in "iu":
+            return np.asarray(rng.integers(0, tops[spec.name], shape), spec.dtype)
+        if spec.dtype.kind == "b":
+            return np.asarray(rng.integers(0, 2, shape), np.bool_)
+        return np.asarray(rng.standard_normal(shape, np.float32)).astype(spec.dtype)
+
+    def produce() -> Iterator[Sample]:
+        for i in range(count):
+            yield {s.name: draw(np.random.default_rng((seed, i)), s) for s in specs}
+
+    return Samples("random inputs", f"random-{seed}-{count}", True, produce)
+
+
+def _largest_index(model: Model, name: str) -> int:
+    """One more than the largest integer that is safe to feed: the shortest table that `name` looks up, else 2."""
+    tables, seen, waiting = [], {name}, [name]
+    while waiting:
+        for use in model.uses(waiting.pop()):
+            node = model.nodes[use.node] if use.node >= 0 else None
+            if node is None:
+                continue
+            if node.op == "Gather" and use.slot == 1 and node.inputs[0] in model.constants:
+                shape = model.constants[node.inputs[0]].shape
+                tables.append(shape[node.attributes.get("axis", 0)])
+            elif node.op in ("Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Slice"):
+                waiting.extend(o for o in node.outputs if o not in seen)
+                seen.update(node.outputs)
+    return max(min(tables, default=2), 1)

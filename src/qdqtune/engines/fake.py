@@ -1,0 +1,277 @@
+"""A deterministic engine without a vendor library, for tests, examples and a first look at the tool.
+
+Outputs come from ONNX's reference evaluator. Latencies come from a cost model, `latency`, that behaves like real
+engines where it matters for placing Q/DQ pairs:
+
+- Work is counted in multiply-adds for Conv, ConvTranspose, Gemm and MatMul, in output elements for everything else,
+  plus a fixed cost for each node that runs. Unknown dimensions count as 1.
+- A Relu or Clip behind a compute operator that it alone consumes is fused into it.
+- An operator that has an integer kernel uses it if all its inputs (biases aside) come out of DequantizeLinear and
+  everything that reads its output is a QuantizeLinear. It then costs a fraction, and absorbs that QuantizeLinear.
+- A DequantizeLinear is absorbed if all its readers run in integers, or if it reads a constant; a QuantizeLinear, if its
+  producer runs in integers. All others run, and cost like any node of their size.
+
+So a pair around one small or unsupported operator costs more than it gains, and a chain of pairs around large ones
+gains: the best placement is neither nothing nor everything.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from math import exp, prod, sqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx.reference import ReferenceEvaluator
+
+from qdqtune.engines import QuantType, Tensors, one_line
+from qdqtune.errors import BadOption, EngineFailure
+from qdqtune.types import NumericFormat, QType
+
+MULTIPLY_ADDS_PER_SECOND = 2e10
+ELEMENTS_PER_SECOND = 4e9
+SECONDS_PER_NODE = 2e-6
+COMPUTE_FRACTION = 0.3
+MEMORY_FRACTION = 0.4
+AR1_MEMORY = 0.995
+"""Correlation of the drift from one sample to the next: it turns around within some hundreds of samples."""
+SHAPE_BYTES = 1024
+"""Larger constants are weights: shape inference has no use for their values and much trouble with their size."""
+
+COMPUTE = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+MOVES = frozenset({"Flatten", "MaxPool", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+INTEGER_KERNELS = COMPUTE | MOVES | {"Add", "AveragePool", "Concat", "GlobalAveragePool", "Mul"}
+EPILOGUES = frozenset({"Clip", "Relu"})
+FAULTS = ("crash", "hang", "nan", "refuse")
+
+
+def create(
+    seed: int = 0,
+    noise: float = 0.0,
+    drift: float = 0.0,
+    spikes: float = 0.0,
+    asymmetric: bool = False,
+    build_seconds: float = 0.0,
+    faults: Mapping[str, str] | None = None,
+) -> Fake:
+    """The engine.
+
+    Args:
+        seed: of the noise. The n-th call of `time` draws the same noise whatever the clock says.
+        noise: standard deviation of independent noise on each sample, relative.
+        drift: standard deviation of a slow drift that neighbouring samples share, relative (0.1 swings by 30 %).
+        spikes: probability that a sample takes up to three times as long.
+        asymmetric: numbers like ONNX Runtime on a CPU (uint8, int32 bias) where the default is like TensorRT.
+        build_seconds: how long each build takes, in real time.
+        faults: `refuse`, `crash`, `hang` (when built) or `nan` (when run) to a pattern of node names: what happens to
+            a model that has a Q/DQ pair on an input of such a node.
+
+    Raises:
+        BadOption: an unknown kind of fault, or a negative number.
+    """
+    if unknown := sorted(set(faults or {}) - set(FAULTS)):
+        raise BadOption(f"engine 'fake' knows no fault {unknown[0]!r}; it has {', '.join(FAULTS)}")
+    if min(noise, drift, spikes, build_seconds, seed) < 0:
+        raise BadOption("engine 'fake' takes no negative numbers")
+    return Fake(_Noise(seed, noise, drift, spikes), asymmetric, build_seconds, dict(faults or {}))
+
+
+class Fake:
+    """Builds models for the reference evaluator and the cost model."""
+
+    def __init__(self, noise: _Noise, asymmetric: bool, build_seconds: float, faults: Mapping[str, str]) -> None:
+        self._noise = noise
+        self._asymmetric = asymmetric
+        self._build_seconds = build_seconds
+        self._faults = faults
+
+    def describe(self) -> dict[str, str]:
+        """Name, version of the cost model, and what shapes its answers."""
+        numbers = "asymmetric" if self._asymmetric else "symmetric"
+        return {"engine": "fake", "version": "1", "device": "cost model", "threads": "1", "numbers": numbers}
+
+    def numeric_format(self, quant_type: QuantType) -> NumericFormat:
+        """Like TensorRT; int8 like ONNX Runtime's CPU with the option `asymmetric`."""
+        if quant_type == "fp8":
+            return NumericFormat(QType.FP8, QType.FP8, symmetric=True, per_channel=False)
+        if self._asymmetric:
+            return NumericFormat(QType.UINT8, QType.INT8, symmetric=False, bias="int32", drop_clamps=True,
+                                 shared_scale_ops=MOVES)  # fmt: skip
+        return NumericFormat(QType.INT8, QType.INT8, symmetric=True)
+
+    def build(self, model: Path, log: Path) -> FakeModel:
+        """Read the model, go through the faults, and work out the latency.
+
+        Raises:
+            EngineFailure: the model is invalid, or an option says that it is refused.
+        """
+        time.sleep(self._build_seconds)
+        log.write_text(f"building {model}\n")
+        try:
+            onnx.checker.check_model(str(model))
+            proto = onnx.load(model, load_external_data=False)
+            for tensor in proto.graph.initializer:
+                if len(tensor.raw_data) > SHAPE_BYTES:
+                    tensor.ClearField("raw_data")
+            fault = self._fault(proto)
+            seconds = latency(proto)
+        except Exception as error:  # protobuf, the checker and shape inference raise what they like
+            with log.open("a") as file:
+                file.write(f"{error}\n")
+            raise EngineFailure(f"fake engine: {one_line(error)}") from error
+        with log.open("a") as file:
+            file.write(f"modelled latency {1e6 * seconds:.3f} us\n" + (f"fault: {fault}\n" if fault else ""))
+        if fault == "refuse":
+            raise EngineFailure("fake engine: no implementation for a quantized node")
+        if fault == "crash":
+            os._exit(70)
+        while fault == "hang":
+            time.sleep(3600)
+        return FakeModel(model, seconds, self._noise, spoiled=fault == "nan")
+
+    def _fault(self, proto: onnx.ModelProto) -> str | None:
+        dequantized = {n.output[0] for n in proto.graph.node if n.op_type == "DequantizeLinear"}
+        named = [n.name for n in proto.graph.node if n.op_type != "QuantizeLinear" and dequantized & set(n.input)]
+        return next((kind for kind in FAULTS if kind in self._faults
+                     and any(fnmatchcase(name, self._faults[kind]) for name in named)), None)  # fmt: skip
+
+
+class FakeModel:
+    """A model with its modelled latency."""
+
+    def __init__(self, path: Path, seconds: float, noise: _Noise, *, spoiled: bool) -> None:
+        self._path = path
+        self._seconds = seconds
+        self._noise = noise
+        self._spoiled = spoiled
+        self._evaluator: ReferenceEvaluator | None = None
+
+    def run(self, inputs: Tensors) -> dict[str, npt.NDArray[Any]]:
+        """Outputs as ONNX defines them, or all NaN where a fault says so.
+
+        Raises:
+            EngineFailure: the reference evaluator cannot run the model on these inputs.
+        """
+        try:
+            if self._evaluator is None:  # weights are read here: models that are only timed never need them
+                self._evaluator = ReferenceEvaluator(onnx.load(self._path))
+            outputs = dict(zip(self._evaluator.output_names, self._evaluator.run(None, dict(inputs)), strict=True))
+        except Exception as error:  # the reference evaluator raises what its Python code raises
+            raise EngineFailure(f"fake engine: {one_line(error)}") from error
+        if not self._spoiled:
+            return outputs
+        return {k: np.full_like(v, np.nan) if v.dtype.kind == "f" else v for k, v in outputs.items()}
+
+    def time(self, inputs: Tensors, runs: int) -> float:
+        """The modelled seconds with noise. Does not wait."""
+        return self._seconds * self._noise.factor()
+
+    def close(self) -> None:
+        """Drop the weights."""
+        self._evaluator = None
+
+
+class _Noise:
+    """A stream of factors around 1, one for each sample."""
+
+    def __init__(self, seed: int, noise: float, drift: float, spikes: float) -> None:
+        self._random = np.random.default_rng(seed)
+        self._noise, self._drift, self._spikes = noise, drift, spikes
+        self._state = self._random.standard_normal()
+
+    def factor(self) -> float:
+        own, step = self._random.standard_normal(2)
+        lucky, height = self._random.random(2)
+        self._state = AR1_MEMORY * self._state + sqrt(1 - AR1_MEMORY**2) * step
+        spike = 1 + 2 * height if lucky < self._spikes else 1.0
+        return float(exp(self._noise * own + self._drift * self._state) * spike)
+
+
+def latency(model: onnx.ModelProto) -> float:
+    """Modelled seconds of one inference (see the module's text). Constants may be external."""
+    return _CostModel(model).seconds()
+
+
+class _CostModel:
+    def __init__(self, model: onnx.ModelProto) -> None:
+        graph = onnx.shape_inference.infer_shapes(model).graph
+        self.nodes = graph.node
+        self.shapes = {t.name: tuple(t.dims) for t in graph.initializer}
+        self.constants = set(self.shapes) | {n.output[0] for n in self.nodes if n.op_type == "Constant"}
+        for value in (*graph.input, *graph.value_info, *graph.output):
+            dims = value.type.tensor_type.shape.dim
+            self.shapes[value.name] = tuple(max(d.dim_value, 1) for d in dims)
+        self.producer = {name: node for node in self.nodes for name in node.output}
+        self.readers: dict[str, list[onnx.NodeProto | None]] = {}
+        for node in self.nodes:
+            for name in set(node.input):
+                self.readers.setdefault(name, []).append(node)
+        for output in graph.output:
+            self.readers.setdefault(output.name, []).append(None)
+        self.integer = {node.output[0] for node in self.nodes if self._runs_in_integers(node)}
+
+    def seconds(self) -> float:
+        return sum(self._node_seconds(node) for node in self.nodes)
+
+    def _end(self, node: onnx.NodeProto) -> str:
+        """The tensor that a node gives to others: its output, or that of the epilogue fused into it."""
+        readers = self.readers.get(node.output[0], [])
+        if node.op_type in COMPUTE and len(readers) == 1 and readers[0] is not None:
+            return readers[0].output[0] if readers[0].op_type in EPILOGUES else node.output[0]
+        return node.output[0]
+
+    def _is_epilogue(self, node: onnx.NodeProto) -> bool:
+        before = self.producer.get(node.input[0]) if node.op_type in EPILOGUES else None
+        return before is not None and self._end(before) == node.output[0]
+
+    def _runs_in_integers(self, node: onnx.NodeProto) -> bool:
+        if node.op_type not in INTEGER_KERNELS:
+            return False
+        operands = node.input[: 1 if node.op_type in MOVES else 2 if node.op_type in COMPUTE else None]
+        makers = [self.producer.get(name) for name in operands]
+        readers = self.readers.get(self._end(node), [])
+        return all(m is not None and m.op_type == "DequantizeLinear" for m in makers) and bool(readers) and all(
+            r is not None and r.op_type == "QuantizeLinear" for r in readers)  # fmt: skip
+
+    def _node_seconds(self, node: onnx.NodeProto) -> float:
+        if node.op_type == "Constant" or self._is_epilogue(node) or self._is_absorbed(node):
+            return 0.0
+        integer = node.output[0] in self.integer
+        if node.op_type in COMPUTE:
+            work = self._multiply_adds(node) / MULTIPLY_ADDS_PER_SECOND * (COMPUTE_FRACTION if integer else 1.0)
+        else:
+            work = prod(self._shape(node.output[0])) / ELEMENTS_PER_SECOND * (MEMORY_FRACTION if integer else 1.0)
+        return SECONDS_PER_NODE + work
+
+    def _is_absorbed(self, node: onnx.NodeProto) -> bool:
+        if node.op_type == "QuantizeLinear":
+            if node.input[0] in self.constants:
+                return True
+            maker = self.producer.get(node.input[0])
+            before = self.producer.get(maker.input[0]) if maker is not None and self._is_epilogue(maker) else maker
+            return before is not None and before.output[0] in self.integer
+        if node.op_type == "DequantizeLinear":
+            maker = self.producer.get(node.input[0])
+            folded = maker is not None and maker.op_type == "QuantizeLinear" and maker.input[0] in self.constants
+            readers = self.readers.get(node.output[0], [])
+            return node.input[0] in self.constants or folded or all(
+                r is not None and r.output[0] in self.integer for r in readers)  # fmt: skip
+        return False
+
+    def _multiply_adds(self, node: onnx.NodeProto) -> int:
+        left, right, out = (self._shape(name) for name in (node.input[0], node.input[1], node.output[0]))
+        if node.op_type == "Conv":
+            return prod(out) * prod(right[1:])
+        if node.op_type == "ConvTranspose":
+            return prod(left) * prod(right[1:])
+        transposed = any(a.name == "transA" and a.i for a in node.attribute)
+        return prod(out) * (left[0 if transposed else -1] if left else 1)
+
+    def _shape(self, tensor: str) -> tuple[int, ...]:
+        return self.shapes.get(tensor, ())

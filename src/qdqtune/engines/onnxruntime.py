@@ -1,0 +1,180 @@
+"""ONNX Runtime, on the CPU unless another execution provider is asked for."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from qdqtune.engines import QuantType, Tensors, one_line, output_to
+from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, QdqtuneError
+from qdqtune.types import NumericFormat, QType
+
+CPU = "CPUExecutionProvider"
+ISA = ("avx2", "avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm")
+DOT_PRODUCTS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
+WARNING = 2
+
+# Observed with ONNX Runtime 1.31: between a DQ and a Q of one scale it runs exactly these on 8-bit values (Resize when
+# it is nearest). Pad, SpaceToDepth and GatherND stay in float whatever their scales are; Concat and the average pools
+# have kernels that take a scale for each side.
+SHARED_SCALE_OPS = frozenset({
+    "DepthToSpace", "Expand", "Flatten", "Gather", "GatherElements", "Identity", "MaxPool", "ReduceMax", "ReduceMin",
+    "Reshape", "Resize", "Slice", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze",
+})  # fmt: skip
+
+
+def create(threads: int = 1, provider: str = CPU) -> OnnxRuntime:
+    """The engine with `threads` threads per operator on one execution provider.
+
+    Raises:
+        BadOption: `threads` is not a positive whole number.
+        EngineUnavailable: this build of ONNX Runtime lacks the provider.
+    """
+    if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
+        raise BadOption(f"--threads must be a whole number from 1 on, not {threads!r}")
+    available = ort.get_available_providers()
+    if provider not in available:
+        raise EngineUnavailable(f"ONNX Runtime here has no provider {provider!r}; it has {', '.join(available)}")
+    return OnnxRuntime(threads, provider)
+
+
+@dataclass(frozen=True)
+class OnnxRuntime:
+    """Sessions with all graph optimizations, one operator after the other."""
+
+    threads: int
+    provider: str
+
+    def describe(self) -> dict[str, str]:
+        """Version, CPU, and the instruction sets that decide which integer kernels run."""
+        cpuinfo = _cpuinfo()
+        return {
+            "engine": "onnxruntime",
+            "version": ort.__version__,
+            "provider": self.provider,
+            "threads": str(self.threads),
+            "device": _field(cpuinfo, "model name") or platform.processor() or platform.machine(),
+            "isa": " ".join(flag for flag in ISA if flag in _flags(cpuinfo)),
+        }
+
+    def numeric_format(self, quant_type: QuantType) -> NumericFormat:
+        """On the CPU uint8 activations; on other providers symmetric int8, which all of them take.
+
+        On x86 int8 activations are several times slower. On ARM the convolution kernels serve both, but Concat has a
+        kernel for uint8 only, and zero points let a pair stand for a Relu: so uint8 there as well.
+
+        Raises:
+            BadOption: for FP8.
+        """
+        if quant_type == "fp8":
+            raise BadOption("ONNX Runtime has no FP8 kernels: use --quant-type int8, or another engine")
+        if self.provider != CPU:
+            return NumericFormat(QType.INT8, QType.INT8, symmetric=True)
+        return NumericFormat(
+            QType.UINT8, QType.INT8, symmetric=False, reduced_weights=_saturates(platform.machine(), _cpuinfo()),
+            bias="int32", drop_clamps=True, shared_scale_ops=SHARED_SCALE_OPS,
+        )  # fmt: skip
+
+    def build(self, model: Path, log: Path) -> OnnxRuntimeModel:
+        """A session for the model.
+
+        Raises:
+            EngineFailure: ONNX Runtime refuses the model.
+            EngineUnavailable: the provider does not start on this machine.
+        """
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = self.threads
+        options.inter_op_num_threads = 1
+        options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+        options.log_severity_level = WARNING
+        with output_to(log), _translated():
+            session = ort.InferenceSession(str(model), options, providers=[self.provider])
+        # A provider whose driver is missing makes ONNX Runtime warn and use the CPU.
+        if self.provider not in session.get_providers():
+            raise EngineUnavailable(f"ONNX Runtime cannot start provider {self.provider!r} on this machine; see {log}")
+        return OnnxRuntimeModel(session)
+
+
+class OnnxRuntimeModel:
+    """A session and the names of its outputs."""
+
+    def __init__(self, session: ort.InferenceSession) -> None:
+        self._session = session
+        self._outputs = [output.name for output in session.get_outputs()]
+
+    def run(self, inputs: Tensors) -> dict[str, npt.NDArray[Any]]:
+        """One inference.
+
+        Raises:
+            EngineFailure: ONNX Runtime cannot run the model on these inputs.
+        """
+        with _translated():
+            return dict(zip(self._outputs, self._session.run(self._outputs, dict(inputs)), strict=True))
+
+    def time(self, inputs: Tensors, runs: int) -> float:
+        """Seconds per inference; inputs are on the device and outputs stay there.
+
+        Raises:
+            EngineFailure: ONNX Runtime cannot run the model on these inputs.
+        """
+        with _translated():
+            binding = self._session.io_binding()
+            for name, array in inputs.items():
+                binding.bind_cpu_input(name, np.asarray(array, order="C"))  # copies to the provider's device, if any
+            for name in self._outputs:
+                binding.bind_output(name)
+            binding.synchronize_inputs()
+            start = time.perf_counter()
+            for _ in range(runs):
+                self._session.run_with_iobinding(binding)
+            binding.synchronize_outputs()
+            return (time.perf_counter() - start) / runs
+
+    def close(self) -> None:
+        """Drop the session."""
+        del self._session
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except QdqtuneError:
+        raise
+    except Exception as error:  # ONNX Runtime's errors share no base class but Exception
+        os.write(2, f"{error}\n".encode())  # all of its lines, where its own output goes
+        words = re.sub(r"^\[ONNXRuntimeError\] : \d+ : ", "", one_line(error))
+        raise EngineFailure(f"ONNX Runtime: {words}") from error
+
+
+def _cpuinfo() -> str:
+    try:
+        return Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
+
+
+def _field(cpuinfo: str, *names: str) -> str:
+    found = re.search(rf"^(?:{'|'.join(names)})\s*:\s*(.*)$", cpuinfo, re.MULTILINE)
+    return found[1].strip() if found else ""
+
+
+def _flags(cpuinfo: str) -> frozenset[str]:
+    return frozenset(_field(cpuinfo, "flags", "Features").split())
+
+
+def _saturates(machine: str, cpuinfo: str) -> bool:
+    """Whether sums of two u8 x s8 products saturate: on x86 without a dot product, and where nothing is known."""
+    return machine.lower() not in ("aarch64", "arm64") and not DOT_PRODUCTS & _flags(cpuinfo)

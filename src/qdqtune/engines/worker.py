@@ -1,0 +1,135 @@
+"""The process that an engine lives in: `python -m qdqtune.engines.worker FD`, started by `qdqtune.runner.Runner`.
+
+Requests `(name of a Session method, arguments)` come in on socket FD, and each is answered by `(True, result)` or
+`(False, QdqtuneError)`. Any other exception is a defect: it ends the process, with a traceback in its log. Standard
+output belongs to the engines. The process ends when the other end of the socket closes, however its parent died. It
+needs POSIX.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import math
+import os
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from qdqtune.engines import Built, Engine, EngineSpec, QuantType, Tensors, open_engine
+from qdqtune.errors import QdqtuneError
+from qdqtune.types import Measurement, NumericFormat
+
+PROBES = 3
+PROBE_SECONDS = 1.0
+"""A model that takes this long is not probed again."""
+
+
+class Session:
+    """An engine and the models that it holds, each under a number that the parent gave it."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._engine: Engine = open_engine(spec)
+        self._models: dict[int, Built] = {}
+        self._inputs: Tensors = {}
+
+    def describe(self) -> dict[str, str]:
+        """`Engine.describe`."""
+        return self._engine.describe()
+
+    def numeric_format(self, quant_type: QuantType) -> NumericFormat:
+        """`Engine.numeric_format`."""
+        return self._engine.numeric_format(quant_type)
+
+    def feed(self, inputs: Tensors) -> None:
+        """Keep the sample that timing uses."""
+        self._inputs = inputs
+
+    def build(self, number: int, path: Path, log: Path) -> float:
+        """Build a model and keep it; the seconds that took."""
+        start = perf_counter()
+        self._models[number] = self._engine.build(path, log)
+        return perf_counter() - start
+
+    def unload(self, number: int) -> None:
+        """Free a model."""
+        self._models.pop(number).close()
+
+    def run(self, number: int, inputs: Tensors) -> dict[str, npt.NDArray[Any]]:
+        """`Built.run`."""
+        return self._models[number].run(inputs)
+
+    def probe(self, a: int, b: int, slot_seconds: float) -> tuple[int, float]:
+        """How many inferences of the slower model fill a slot, and how long one of them takes."""
+        slower = max(self._quickest(self._models[number]) for number in (a, b))
+        return max(1, math.ceil(slot_seconds / slower)), slower
+
+    def _quickest(self, model: Built) -> float:
+        model.time(self._inputs, 1)  # the first inference allocates
+        samples = [model.time(self._inputs, 1)]
+        while len(samples) < PROBES and sum(samples) < PROBE_SECONDS:
+            samples.append(model.time(self._inputs, 1))
+        return min(samples)
+
+    def rounds(self, a: int, b: int, seed: int, numbers: range, runs: int, warmup: int) -> Measurement:
+        """Paired rounds, each A B B A or B A A B, with `runs` inferences a slot."""
+        first, second = self._models[a], self._models[b]
+        coins = [bool(np.random.default_rng((seed, number)).integers(2)) for number in numbers]
+        gc.collect()
+        gc.disable()
+        try:
+            if warmup:
+                first.time(self._inputs, warmup)
+                second.time(self._inputs, warmup)
+            samples = [self._round(first, second, runs, a_is_outside=coin) for coin in coins]
+        finally:
+            gc.enable()
+        return Measurement(tuple(s[0] for s in samples), tuple(s[1] for s in samples))
+
+    def _round(self, a: Built, b: Built, runs: int, *, a_is_outside: bool) -> tuple[float, float]:
+        order = (a, b, b, a) if a_is_outside else (b, a, a, b)
+        slots = [model.time(self._inputs, runs) for model in order]
+        outside, inside = (slots[0] + slots[3]) / 2, (slots[1] + slots[2]) / 2
+        return (outside, inside) if a_is_outside else (inside, outside)
+
+
+def main() -> None:
+    """Answer requests until the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
+    faulthandler.enable()
+    channel: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    requests: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
+    threading.Thread(target=_receive, args=(channel, requests), daemon=True).start()
+    session: Session | None = None
+    while True:
+        name, arguments = requests.get()
+        try:
+            if session is None:
+                session, result = Session(*arguments), None  # the first request opens the engine
+            else:
+                result = getattr(session, name)(*arguments)
+        except QdqtuneError as error:
+            channel.send((False, error))
+        else:
+            channel.send((True, result))
+
+
+def _receive(channel: Connection[Any, Any], requests: SimpleQueue[Any]) -> None:
+    """Pass requests on. A thread of its own notices that the parent is gone even while the engine hangs."""
+    while True:
+        try:
+            requests.put(channel.recv())
+        except (EOFError, OSError):
+            os.killpg(0, signal.SIGKILL)  # this process and what the engine may have started
+
+
+if __name__ == "__main__":
+    main()

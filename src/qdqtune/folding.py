@@ -1,0 +1,218 @@
+"""Rewrites of a graph in place, before it becomes a `Model`: Identity nodes, fixed inputs, decided Ifs, dead nodes.
+
+All of them expect nodes in topological order, and keep the names of graph inputs, graph outputs and nodes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from itertools import count
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from qdqtune.constants import replace, settle
+from qdqtune.errors import BadOption
+from qdqtune.graph import LARGE, Constant, bodies, captured, defined, static_shape
+
+RANDOM = frozenset({"Bernoulli", "Multinomial", "RandomNormalLike", "RandomUniformLike"})
+"""Operators whose result is not a function of their inputs."""
+
+FAILURES = (
+    onnx.shape_inference.InferenceError,
+    *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
+)
+"""What inference and the reference evaluator raise on a node that they cannot do; the evaluator has no class for it."""
+
+
+def drop_identities(graph: onnx.GraphProto) -> None:
+    """Remove Identity nodes: their users read the input instead. One that makes a graph output stays, with its name."""
+    outputs = {o.name for o in graph.output}
+    aliases: dict[str, str] = {}
+    kept = []
+    for node in graph.node:
+        rename(node, aliases)
+        if _is(node, "Identity") and node.output[0] not in outputs:
+            aliases[node.output[0]] = node.input[0]
+        else:
+            kept.append(node)
+    replace(graph.node, kept)
+
+
+def drop_unused(graph: onnx.GraphProto, large: MutableMapping[str, Constant]) -> None:
+    """Remove the nodes and the constants that no graph output depends on."""
+    used = {o.name for o in graph.output}
+    kept = []
+    for node in reversed(graph.node):
+        if used.intersection(node.output):
+            kept.append(node)
+            used.update(node.input, *(captured(body) for body in bodies(node)))
+    replace(graph.node, kept[::-1])
+    replace(graph.initializer, [t for t in graph.initializer if t.name in used])
+    for name in large.keys() - used:
+        del large[name]
+
+
+def fix_inputs(
+    proto: onnx.ModelProto, large: MutableMapping[str, Constant], values: Mapping[str, float | int | str]
+) -> None:
+    """Make graph inputs constant, compute what follows from them, and put the chosen body in place of each decided If.
+
+    Only small results are computed. An If whose condition stays open is left alone.
+
+    Raises:
+        BadOption: an unknown input, or a value that its type or shape cannot hold.
+    """
+    graph = proto.graph
+    inputs = {v.name: v for v in graph.input}
+    for name, value in values.items():
+        if name not in inputs:
+            raise BadOption(f"cannot fix input {name!r}: the model's inputs are {', '.join(inputs)}")
+        graph.initializer.append(numpy_helper.from_array(_fixed(inputs[name], value), name))
+        graph.input.remove(inputs[name])
+    settle(graph, large)
+    known = set(values)
+    while _fold(proto, known):
+        settle(graph, large)
+
+
+def rename(node: onnx.NodeProto, names: Mapping[str, str]) -> None:
+    """Rename the tensors that a node and its bodies use and make; a name that a body defines itself is its own."""
+    for fields in (node.input, node.output):
+        for i, name in enumerate(fields):
+            if name in names:
+                fields[i] = names[name]
+    for body in bodies(node):
+        own = defined(body)
+        outer = {old: new for old, new in names.items() if old not in own}
+        for inner in body.node:
+            rename(inner, outer)
+
+
+def names_in(graph: onnx.GraphProto) -> set[str]:
+    """Every tensor name in a graph and its bodies."""
+    names = defined(graph) | {o.name for o in graph.output}
+    for node in graph.node:
+        names.update(node.input, *(names_in(body) for body in bodies(node)))
+    return names
+
+
+class Names:
+    """The names in use, and new ones that differ from all of them."""
+
+    def __init__(self, taken: Iterable[str]) -> None:
+        self._taken = set(taken)
+        self._suffixes: defaultdict[str, Iterator[int]] = defaultdict(lambda: count(2))
+
+    def fresh(self, base: str) -> str:
+        """`base`, or the first of base_2, base_3 ... that is free; taken from then on."""
+        name = base
+        while name in self._taken:
+            name = f"{base}_{next(self._suffixes[base])}"
+        self._taken.add(name)
+        return name
+
+
+def _is(node: onnx.NodeProto, op: str) -> bool:
+    return node.op_type == op and node.domain in ("", "ai.onnx")
+
+
+def _fixed(info: onnx.ValueInfoProto, value: float | int | str) -> npt.NDArray[Any]:
+    element, shape = info.type.tensor_type.elem_type, static_shape(info)
+    if shape is None or element not in onnx.TensorProto.DataType.values()[1:]:
+        raise BadOption(f"cannot fix input {info.name!r}: it is no tensor of a static shape")
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(element)
+    scalar: npt.NDArray[Any]
+    try:
+        if element == onnx.TensorProto.STRING:
+            scalar = np.array(str(value), dtype=object)
+        elif element == onnx.TensorProto.BOOL:
+            scalar = np.array({"0": False, "1": True, "false": False, "true": True}[str(value).lower()])
+        elif np.issubdtype(dtype, np.integer):
+            number = int(value) if isinstance(value, str) else value
+            if number != int(number):
+                raise ValueError
+            scalar = np.array(int(number), dtype)
+        else:
+            scalar = np.array(float(value)).astype(dtype)
+    except (KeyError, OverflowError, ValueError) as error:
+        raise BadOption(f"cannot fix input {info.name!r} to {value!r}: its type is {dtype}") from error
+    return np.broadcast_to(scalar, shape)
+
+
+def _fold(proto: onnx.ModelProto, known: set[str]) -> bool:
+    """Compute nodes in order up to the first decided If and put its body in; whether there was one."""
+    graph = proto.graph
+    small = {t.name: t for t in graph.initializer}
+    nodes = list(graph.node)
+    kept: list[onnx.NodeProto] = []
+    for i, node in enumerate(nodes):
+        if _is(node, "If") and node.input[0] in small:
+            replace(graph.node, kept + nodes[i + 1 :])
+            body = _chosen(graph, node, bool(numpy_helper.to_array(small[node.input[0]]).reshape(-1)[0]))
+            replace(graph.node, [*graph.node[: len(kept)], *body, *graph.node[len(kept) :]])
+            return True
+        inputs = [name for name in node.input if name]
+        results = None
+        if known.intersection(inputs) and small.keys() >= set(inputs):
+            results = _computed(proto, node, [small[name] for name in dict.fromkeys(inputs)])
+        if results is None:
+            kept.append(node)
+            continue
+        graph.initializer.extend(results)
+        small |= {t.name: t for t in results}
+        known.update(t.name for t in results)
+    replace(graph.node, kept)
+    return False
+
+
+def _computed(
+    proto: onnx.ModelProto, node: onnx.NodeProto, inputs: list[onnx.TensorProto]
+) -> list[onnx.TensorProto] | None:
+    """The results of a node with constant inputs; None if they are not known to be small, or not to be had here."""
+    if node.op_type in RANDOM or any(True for _ in bodies(node)):
+        return None
+    names = [name for name in node.output if name]
+    graph = onnx.helper.make_graph([node], "one", [], [onnx.ValueInfoProto(name=n) for n in names], inputs)
+    model = onnx.helper.make_model(graph, opset_imports=proto.opset_import, ir_version=proto.ir_version)
+    try:
+        # The size comes first: an Expand of two numbers may ask for more than there is memory.
+        shapes = [static_shape(v) for v in onnx.shape_inference.infer_shapes(model, data_prop=True).graph.output]
+        if any(shape is None or np.prod(shape) * 8 > LARGE for shape in shapes):
+            return None
+        arrays = ReferenceEvaluator(model).run(None, {})
+    except FAILURES:
+        return None
+    return [numpy_helper.from_array(np.asarray(a), name) for a, name in zip(arrays, names, strict=True)]
+
+
+def _chosen(graph: onnx.GraphProto, node: onnx.NodeProto, condition: bool) -> list[onnx.NodeProto]:
+    """The nodes of one body of an If that is no longer in the graph; the body's initializers become the graph's."""
+    body = onnx.GraphProto()
+    body.CopyFrom(next(a.g for a in node.attribute if a.name == ("then_branch" if condition else "else_branch")))
+    own = defined(body)
+    names: dict[str, str] = {}
+    copies = []
+    for result, name in zip((o.name for o in body.output), node.output, strict=True):
+        if name and result not in names:
+            names[result] = name
+        elif name:  # one tensor, returned twice
+            copies.append(onnx.helper.make_node("Identity", [names[result]], [name]))
+    taken = names_in(graph) | set(node.output)
+    free = Names(taken | names_in(body))
+    names |= {name: free.fresh(name) for name in sorted((own & taken) - names.keys())}
+    for inner in body.node:
+        rename(inner, names)
+    for tensor in (*body.initializer, *(s.values for s in body.sparse_initializer)):
+        tensor.name = names.get(tensor.name, tensor.name)
+    for info in body.value_info:
+        info.name = names.get(info.name, info.name)
+    graph.initializer.extend(body.initializer)
+    graph.sparse_initializer.extend(body.sparse_initializer)
+    graph.value_info.extend(body.value_info)
+    return [*body.node, *copies]

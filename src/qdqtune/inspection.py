@@ -1,0 +1,177 @@
+"""What region discovery found, for people (`render`) and for machines (`as_json`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qdqtune.graph import Model
+from qdqtune.patterns import Pattern
+from qdqtune.regions import Regions
+from qdqtune.structure import HEAVY
+from qdqtune.types import Region, RegionKind
+
+QUANTIZABLE = HEAVY - {"If", "Loop", "Scan"} | {
+    "Add", "Mul", "Concat", "AveragePool", "GlobalAveragePool", "MaxPool",
+}  # fmt: skip
+"""Operators that engines run on quantized values."""
+
+MOST_FREQUENT = 10
+"""Patterns that the text lists."""
+
+BAR = 40
+"""Width of the longest histogram bar."""
+
+
+def render(
+    model: Model,
+    regions: Regions,
+    patterns: Sequence[Pattern],
+    *,
+    include_all_regions: bool = False,
+    verbose: bool = False,
+) -> str:
+    """The hierarchy and its statistics as text.
+
+    Regions without quantizable operators are counted but shown only with `include_all_regions`. `verbose` adds the
+    names of nodes and tensors.
+    """
+    summary = _Summary.of(model, regions)
+    pattern_of = {region: p for p in patterns for region in p.instances}
+    shown = [r for r in regions.walk() if include_all_regions or is_quantizable(model, r)]
+    lines = [*_head(summary, regions), ""]
+    for region in shown:
+        lines += _tree_lines(model, region, pattern_of.get(region), verbose)
+    if hidden := summary.regions - len(shown):
+        lines += ["", f"Hidden: {hidden} regions without quantizable operators (--include-all-regions shows them)"]
+    return "\n".join([*lines, "", *_histogram(summary), "", *_pattern_lines(patterns)])
+
+
+def as_json(
+    model: Model, regions: Regions, patterns: Sequence[Pattern], *, include_all_regions: bool = False
+) -> dict[str, Any]:
+    """The same as plain values. Regions refer to their parents and patterns by `id` and `digest`."""
+    summary = _Summary.of(model, regions)
+    pattern_of = {region: p.digest for p in patterns for region in p.instances}
+    parent = {child: region.id for region in regions.walk() for child in region.children}
+    shown = [r for r in regions.walk() if include_all_regions or is_quantizable(model, r)]
+    return {
+        "method": regions.method,
+        "nodes": summary.nodes,
+        "covered_nodes": summary.covered,
+        "phase1": {"regions": regions.phase1},
+        "phase2": {"refined": regions.phase2, "skipped": regions.phase1 - regions.phase2},
+        "summary": {"regions": summary.regions, "leaf": len(summary.sizes), "composite": summary.composites,
+                    "hidden": summary.regions - len(shown)},
+        "leaf_sizes": {"min": min(summary.sizes, default=0), "max": max(summary.sizes, default=0),
+                       "avg": summary.average, "histogram": {str(s): n for s, n in summary.histogram}},
+        "patterns": [{"digest": p.digest, "kind": p.kind.value, "instances": len(p.instances),
+                      "points": len(p.points), "ops": list(p.ops), "signature": p.signature} for p in patterns],
+        "regions": [{"id": r.id, "parent": parent.get(r), "level": r.level, "kind": r.kind.value,
+                     "type": flow_type(model, r), "pattern": pattern_of.get(r),
+                     "nodes": [model.nodes[n].name for n in r.nodes], "total_nodes": len(r.all_nodes()),
+                     "children": [c.id for c in r.children], "inputs": list(r.inputs), "outputs": list(r.outputs)}
+                    for r in shown],
+    }  # fmt: skip
+
+
+def is_quantizable(model: Model, region: Region) -> bool:
+    """Whether a region holds an operator that engines quantize, working on floats."""
+    nodes = (model.nodes[n] for n in region.all_nodes())
+    return any(node.op in QUANTIZABLE and any(_is_float(model, t) for t in node.outputs) for node in nodes)
+
+
+def flow_type(model: Model, region: Region) -> str:
+    """`divergent` if a tensor has several users inside the region, else `sequence`."""
+    inside = set(region.all_nodes())
+    tensors = [*region.inputs, *(t for n in inside for t in model.nodes[n].outputs if t)]
+    several = any(len({n for n, _ in model.uses(t) if n in inside}) > 1 for t in tensors)
+    return "divergent" if several else "sequence"
+
+
+@dataclass(frozen=True)
+class _Summary:
+    nodes: int
+    covered: int
+    composites: int
+    sizes: tuple[int, ...]
+
+    @staticmethod
+    def of(model: Model, regions: Regions) -> _Summary:
+        leaves = regions.leaves
+        covered = len({n for r in leaves for n in r.nodes})
+        return _Summary(len(model.nodes), covered, len(regions.composites), tuple(len(r.nodes) for r in leaves))
+
+    @property
+    def regions(self) -> int:
+        return len(self.sizes) + self.composites
+
+    @property
+    def average(self) -> float:
+        return round(sum(self.sizes) / max(len(self.sizes), 1), 1)
+
+    @property
+    def histogram(self) -> list[tuple[int, int]]:
+        """Leaf size and the number of leaves that have it."""
+        return sorted(Counter(self.sizes).items())
+
+    @property
+    def coverage(self) -> str:
+        return f"{self.covered}/{self.nodes} nodes ({100 * self.covered / max(self.nodes, 1):.1f}%)"
+
+
+def _head(summary: _Summary, regions: Regions) -> Iterator[str]:
+    yield f"Method: {regions.method}"
+    yield f"Phase 1 complete: {regions.phase1} regions, {summary.coverage}"
+    yield f"Phase 2 complete: refined {regions.phase2} regions, skipped {regions.phase1 - regions.phase2}"
+    kinds = f"{len(summary.sizes)} LEAF, {summary.composites} COMPOSITE"
+    yield f"Summary: {summary.regions} regions ({kinds}), {summary.coverage}"
+    low, high = min(summary.sizes, default=0), max(summary.sizes, default=0)
+    yield f"LEAF region sizes: min={low}, max={high}, avg={summary.average}"
+
+
+def _tree_lines(model: Model, region: Region, pattern: Pattern | None, verbose: bool) -> Iterator[str]:
+    outer = "│    " * region.level
+    yield f"{outer}├─ Region {region.id} (Level {region.level}, Type: {region.kind.value})"
+    facts = [f"Direct nodes: {len(region.nodes)}", f"Total nodes (recursive): {len(region.all_nodes())}",
+             f"Children: {len(region.children)}", f"Flow: {flow_type(model, region)}"]  # fmt: skip
+    if pattern is not None:
+        facts.append(f"Pattern: {pattern.digest} ({_count(len(pattern.instances), 'instance')})")
+    if region.kind is RegionKind.LEAF:
+        facts.append(f"Nodes: {', '.join(model.nodes[n].op for n in region.nodes)}")
+        facts += [f"  - {model.nodes[n].name}" for n in region.nodes if verbose]
+    for title, tensors in (("Inputs", region.inputs), ("Outputs", region.outputs)):
+        facts.append(f"{title}: {_count(len(tensors), 'tensor')}")
+        facts += [f"  - {t}" for t in tensors if verbose]
+    last = max(i for i, fact in enumerate(facts) if not fact.startswith(" "))
+    for i, fact in enumerate(facts):
+        mark = "   " if i > last else "│  " if fact.startswith(" ") else "└─ " if i == last else "├─ "
+        yield f"{outer}│  {mark}{fact}"
+
+
+def _histogram(summary: _Summary) -> Iterator[str]:
+    yield "LEAF region size histogram:"
+    most = max((n for _, n in summary.histogram), default=1)
+    for size, number in summary.histogram:
+        yield f"{size:5d} | {'█' * max(1, BAR * number // most)} {number}"
+
+
+def _pattern_lines(patterns: Sequence[Pattern]) -> Iterator[str]:
+    leaf = sum(p.kind is RegionKind.LEAF for p in patterns)
+    yield f"Patterns: {len(patterns)} ({leaf} LEAF, {len(patterns) - leaf} COMPOSITE)"
+    frequent = sorted(patterns, key=lambda p: -len(p.instances))[:MOST_FREQUENT]
+    for p in frequent:
+        ops = ", ".join(p.ops[:8]) + (f", ... ({len(p.ops)} nodes)" if len(p.ops) > 8 else "")
+        counts = f"{_count(len(p.instances), 'instance')}, {_count(len(p.points), 'point')}"
+        yield f"  {p.digest}  {p.kind.value:9s}  {counts}: {ops}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _is_float(model: Model, tensor: str) -> bool:
+    info = model.tensors.get(tensor)
+    return info is None or info.is_float

@@ -1,0 +1,116 @@
+"""Leaf regions: what an engine would fuse. A heavy operator and the cheap ones that follow it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from qdqtune.graph import GRAPH
+from qdqtune.topology import ELEMENTWISE, Flow, Outline
+
+
+def form(flow: Flow, outline: Outline, units: Sequence[int], max_size: int) -> list[list[int]]:
+    """Divide the nodes into leaves, none of which crosses a group border, and none above `max_size` but for units.
+
+    `units[n]` is the last node of the unit of node n; a unit whose nodes lie in several groups is ignored. Leaves are
+    in graph order of their first nodes, and so are the nodes in each.
+    """
+    clusters = _Clusters(flow, outline, units, max_size)
+    clusters.follow_producers()
+    clusters.join_consumers()
+    clusters.join_producers()
+    return clusters.result()
+
+
+class _Clusters:
+    """Sets of nodes that grow; one is named by the last node of the unit that it started with."""
+
+    def __init__(self, flow: Flow, outline: Outline, units: Sequence[int], max_size: int) -> None:
+        self._flow, self._home, self._max_size = flow, outline.home, max_size
+        torn = {u for n, u in enumerate(units) if outline.home[n] != outline.home[u]}
+        self._unit = [n if u in torn else u for n, u in enumerate(units)]
+        self._cluster = list(self._unit)
+        self._members: dict[int, list[int]] = {}
+        for v in flow.order:
+            if v >= flow.first:
+                self._members.setdefault(self._unit[v - flow.first], []).append(v - flow.first)
+        self._heavy = {u: any(flow.heavy[flow.first + n] for n in nodes) for u, nodes in self._members.items()}
+        self._depth = [0] * len(flow.order)
+        for v in flow.order:
+            self._depth[v] = 1 + max((self._depth[b] for b in flow.before[v]), default=0)
+
+    def result(self) -> list[list[int]]:
+        """The clusters in graph order."""
+        return sorted(sorted(nodes) for nodes in self._members.values())
+
+    def follow_producers(self) -> None:
+        """A light unit joins the producer that feeds nothing else: the epilogue of a heavy operator, or a sequence.
+
+        Where several producers offer themselves, an elementwise operator joins the heavy one at the end of the longest
+        path (a residual Add fuses into the last convolution); others, such as Concat, start anew.
+        """
+        flow = self._flow
+        for unit in self._in_order():
+            nodes = list(self._members[unit])
+            before = {b for n in nodes for b in flow.before[flow.first + n] if not self._is_in(b, unit)}
+            data = [b for b in before if flow.is_float[b]]
+            if self._heavy[unit] or (len(data) > 1 and len(nodes) == 1 and flow.op(unit) not in ELEMENTWISE):
+                continue
+            sources = [b for b in data or before if b >= flow.first and self._feeds_only(b, unit)]
+            sources = [b for b in sources if self._fits(self._cluster[b - flow.first], unit)]
+            if sources:
+                best = max(sources, key=lambda b: (self._heavy[self._cluster[b - flow.first]], self._depth[b], b))
+                self._join(unit, self._cluster[best - flow.first])
+
+    def join_consumers(self) -> None:
+        """A light cluster that feeds one cluster joins it; but data do not join a heavy one, which starts a leaf."""
+        for cluster in reversed(self._in_order()):
+            users, floats = self._users(cluster)
+            if len(users) == 1 and not self._heavy[cluster]:
+                (user,) = users
+                if user != GRAPH and self._fits(cluster, user) and not (floats and self._heavy[user]):
+                    self._join(cluster, user)
+
+    def join_producers(self) -> None:
+        """Shape arithmetic joins the one cluster that it looks at."""
+        flow = self._flow
+        for cluster in self._in_order():
+            _, floats = self._users(cluster)
+            before = {b for n in self._members[cluster] for b in flow.before[flow.first + n]}
+            if floats or self._heavy[cluster] or any(b < flow.first for b in before):
+                continue
+            sources = {self._cluster[b - flow.first] for b in before} - {cluster}
+            if len(sources) == 1 and self._fits(source := sources.pop(), cluster):
+                self._join(cluster, source)
+
+    def _in_order(self) -> list[int]:
+        flow = self._flow
+        return sorted(self._members, key=lambda c: flow.position[flow.first + self._members[c][-1]])
+
+    def _is_in(self, vertex: int, unit: int) -> bool:
+        return vertex >= self._flow.first and self._unit[vertex - self._flow.first] == unit
+
+    def _feeds_only(self, vertex: int, unit: int) -> bool:
+        """Whether `unit` alone uses the unit that `vertex` is in."""
+        flow, source = self._flow, self._unit[vertex - self._flow.first]
+        return not flow.leaves_graph[vertex] and all(
+            self._is_in(v, unit) or self._is_in(v, source) for v in flow.after[vertex]
+        )
+
+    def _users(self, cluster: int) -> tuple[set[int], bool]:
+        """The other clusters (GRAPH for a graph output) that use a cluster's results, and whether one is float."""
+        flow, users, floats = self._flow, set[int](), False
+        for v in (flow.first + n for n in self._members[cluster]):
+            outside = {self._cluster[u - flow.first] for u in flow.after[v]} - {cluster}
+            outside |= {GRAPH} if flow.leaves_graph[v] else set()
+            users |= outside
+            floats |= bool(outside) and flow.is_float[v]
+        return users, floats
+
+    def _fits(self, a: int, b: int) -> bool:
+        return self._home[a] == self._home[b] and len(self._members[a]) + len(self._members[b]) <= self._max_size
+
+    def _join(self, source: int, target: int) -> None:
+        for node in self._members[source]:
+            self._cluster[node] = target
+        self._members[target] += self._members.pop(source)
+        self._heavy[target] |= self._heavy.pop(source)

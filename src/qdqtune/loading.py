@@ -1,0 +1,259 @@
+"""An ONNX file as a `Model`: parsed, checked, its names and constants settled, its opset raised, its shapes inferred.
+
+External data stays on disk. Whatever needs the whole graph (checker, version converter, shape inference) gets it with
+graph inputs in place of the large constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+import onnx
+from google.protobuf.message import DecodeError
+from onnx import ModelProto, inliner, numpy_helper, version_converter
+
+from qdqtune.constants import replace, settle, take_external
+from qdqtune.errors import BadModel, BadOption
+from qdqtune.folding import Names, drop_identities, drop_unused
+from qdqtune.folding import fix_inputs as fix
+from qdqtune.graph import Constant, Model, bodies, captured
+
+OLDEST_OPSET = 7
+"""The version converter knows no way up from anything older."""
+
+INFERENCE_ERRORS = (onnx.shape_inference.InferenceError, RuntimeError, ValueError)
+"""What onnx raises from its C++ code; its own error classes have no base in common."""
+
+
+def load(
+    path: Path, *, fix_inputs: Mapping[str, float | int | str] = MappingProxyType({}), min_opset: int = 13
+) -> Model:
+    """Read an ONNX file. Its opset will be at least 13 and at least `min_opset`; the file itself is never changed.
+
+    Node names become unique, constants initializers; model-local functions are inlined; Identity nodes and what no
+    output needs are dropped. `fix_inputs` makes graph inputs constant (and folds each If that this decides).
+
+    Raises:
+        BadModel: the file is missing, damaged or invalid, or its opset cannot be raised.
+        BadOption: `fix_inputs` names no input, or a value does not fit.
+    """
+    try:
+        proto = _parse(path)
+        large = take_external(proto, path.absolute().parent)
+        _name_nodes(proto.graph)
+        settle(proto.graph, large)
+        proto = _copy(proto)
+        proto.ir_version = max(proto.ir_version, 4)  # before, constants had to be listed as inputs
+        _sort(proto.graph)
+        _check(proto, large)
+        proto = _inlined(proto, large)
+        if fix_inputs:
+            fix(proto, large, fix_inputs)
+        _name_nodes(proto.graph)
+        drop_identities(proto.graph)
+        drop_unused(proto.graph, large)
+        proto = _with_opset(proto, large, max(13, min_opset))
+    except BadModel as error:
+        raise BadModel(f"{path}: {error}") from error
+    except UnicodeDecodeError as error:
+        raise BadModel(f"{path}: damaged: a name in it is not text") from error
+    return Model(infer(proto, large), large)
+
+
+def with_input_shapes(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> Model:
+    """`model` with static input shapes, and what follows from them inferred; a symbol gets one value everywhere.
+
+    Raises:
+        BadOption: an unknown input, another rank, or a size that contradicts a static or symbolic dimension.
+    """
+    proto = _copy(model.proto)
+    inputs = {v.name: v for v in proto.graph.input if v.type.HasField("tensor_type")}
+    symbols: dict[str, int] = {}
+    for name, shape in shapes.items():
+        if name not in inputs:
+            raise BadOption(f"cannot shape input {name!r}: the model's inputs are {', '.join(inputs)}")
+        tensor = inputs[name].type.tensor_type
+        if not tensor.HasField("shape"):
+            tensor.shape.dim.extend(onnx.TensorShapeProto.Dimension() for _ in shape)
+        dims = tensor.shape.dim
+        if len(dims) != len(shape):
+            raise BadOption(f"input {name!r} has {len(dims)} dimensions, not {len(shape)}")
+        for i, (dim, size) in enumerate(zip(dims, shape, strict=True)):
+            known = dim.dim_value if dim.dim_value > 0 else symbols.get(dim.dim_param, max(size, 1))
+            if known != size:
+                raise BadOption(f"input {name!r}: dimension {i} cannot be {size}; it is {dim.dim_param or known}")
+            if dim.dim_param:
+                symbols[dim.dim_param] = size
+            dim.dim_value = size
+    for info in (*proto.graph.input, *proto.graph.value_info, *proto.graph.output):
+        for dim in info.type.tensor_type.shape.dim:
+            if dim.dim_param in symbols:
+                dim.dim_value = symbols[dim.dim_param]
+    return Model(infer(proto, model.large), model.large)
+
+
+def infer(proto: ModelProto, large: Mapping[str, Constant]) -> ModelProto:
+    """`proto` with the types and shapes that shape inference finds; as it is if inference fails."""
+    try:
+        inferred = onnx.shape_inference.infer_shapes(_whole_graph(proto, large), data_prop=True)
+    except INFERENCE_ERRORS:
+        return proto
+    return _without_inputs(inferred, large)
+
+
+def _parse(path: Path) -> ModelProto:
+    """The file as it is, external data left alone."""
+    proto = ModelProto()
+    try:
+        if path.stat().st_size >= 2**31:
+            raise BadModel("not an ONNX file: those have less than 2 GB (with weights as external data)")
+        proto.ParseFromString(path.read_bytes())
+    except OSError as error:
+        raise BadModel(f"cannot read the model: {error.strerror or error}") from error
+    except DecodeError as error:
+        raise BadModel("not an ONNX file, or damaged") from error
+    if not proto.HasField("graph"):
+        raise BadModel("not an ONNX file, or cut short: it holds no graph")
+    return proto
+
+
+def _copy(proto: ModelProto) -> ModelProto:
+    """A copy; it has its own memory, so what was taken out of the original does not live on in it."""
+    copy = ModelProto()
+    copy.CopyFrom(proto)
+    return copy
+
+
+def _whole_graph(proto: ModelProto, large: Mapping[str, Constant]) -> ModelProto:
+    """A copy in which the large constants are graph inputs."""
+    copy = _copy(proto)
+    for name, constant in large.items():
+        copy.graph.input.append(onnx.helper.make_tensor_value_info(name, constant.dtype, constant.shape))
+    return copy
+
+
+def _without_inputs(proto: ModelProto, large: Mapping[str, Constant]) -> ModelProto:
+    """Undo `_whole_graph`, in place."""
+    replace(proto.graph.input, [v for v in proto.graph.input if v.name not in large])
+    return proto
+
+
+def _name_nodes(graph: onnx.GraphProto) -> None:
+    """Name the unnamed nodes after operator and position, and number the second and further users of a name."""
+    names = Names(node.name for node in graph.node)
+    seen: set[str] = set()
+    for i, node in enumerate(graph.node):
+        if not node.name or node.name in seen:
+            node.name = names.fresh(node.name or f"{node.op_type}_{i}")
+        seen.add(node.name)
+
+
+def _sort(graph: onnx.GraphProto) -> None:
+    """Put the nodes of the main graph in topological order, if they are not."""
+    makers = {name: i for i, node in enumerate(graph.node) for name in node.output if name}
+    needs = [
+        {makers[name] for name in set(node.input).union(*map(captured, bodies(node))) if name in makers}
+        for node in graph.node
+    ]
+    if any(j >= i for i, before in enumerate(needs) for j in before):
+        try:
+            order = list(TopologicalSorter(dict(enumerate(needs))).static_order())
+        except CycleError as error:
+            cycle = " -> ".join(graph.node[i].name for i in error.args[1][::-1])
+            raise BadModel(f"invalid graph: its nodes form a cycle ({cycle})") from error
+        replace(graph.node, [graph.node[i] for i in order])
+
+
+def _check(proto: ModelProto, large: Mapping[str, Constant]) -> None:
+    whole = _whole_graph(proto, large)
+    for info in (*whole.graph.input, *whole.graph.output):
+        if info.type.HasField("tensor_type"):
+            info.type.tensor_type.shape.SetInParent()  # the checker wants one, engines do without
+    try:
+        onnx.checker.check_model(whole)
+    except (onnx.checker.ValidationError, ValueError) as error:
+        raise BadModel(f"invalid graph: {_words(error)}") from error
+
+
+def _words(error: Exception) -> str:
+    """A message of onnx in one line, without source positions."""
+    parts = (" ".join(part.split()).rstrip(".") for part in str(error).split("==> Context:"))
+    return "; ".join(parts).rpartition("failed: ")[2][:300]
+
+
+def _inlined(proto: ModelProto, large: MutableMapping[str, Constant]) -> ModelProto:
+    """`proto` with the nodes of its model-local functions in place of the calls."""
+    if not proto.functions:
+        return proto
+    try:
+        inlined = inliner.inline_local_functions(_whole_graph(proto, large), convert_version=True)
+    except RuntimeError as error:
+        raise BadModel(f"cannot inline the model's functions: {_words(error)}") from error
+    settle(_without_inputs(inlined, large).graph, large)
+    return inlined
+
+
+def _with_opset(proto: ModelProto, large: MutableMapping[str, Constant], target: int) -> ModelProto:
+    """`proto` with its default opset raised to `target`, if it is lower."""
+    have = next((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), None)
+    if have is not None and have >= target:
+        return proto
+    if have is None:  # only operators of other domains
+        proto.opset_import.add(version=target)
+    else:
+        again = f"export it again with opset {target} or later"
+        if have < OLDEST_OPSET:
+            raise BadModel(f"opset {have} is older than {OLDEST_OPSET}; {again}")
+        if have < 13 and any(node.op_type == "Hardmax" for node in _all_nodes(proto.graph)):
+            raise BadModel(f"cannot convert from opset {have} to {target}: Hardmax changed its meaning; {again}")
+        try:
+            converted = version_converter.convert_version(_whole_graph(infer(proto, large), large), target)
+        except (version_converter.ConvertError, *INFERENCE_ERRORS) as error:
+            raise BadModel(f"cannot convert from opset {have} to {target}: {_words(error)}; {again}") from error
+        proto = _merged(proto, _without_inputs(converted, large), target)
+        settle(proto.graph, large)
+        if have < 11:
+            _keep_sampling(proto.graph)
+        _name_nodes(proto.graph)
+        _check(proto, large)
+    needed = onnx.helper.find_min_ir_version_for(proto.opset_import, ignore_unknown=True)
+    proto.ir_version = max(proto.ir_version, needed)
+    return proto
+
+
+def _keep_sampling(graph: onnx.GraphProto) -> None:
+    """Make Resize sample as it did before opset 11: the converter leaves it to the new defaults, which differ."""
+    scales = {t.name: numpy_helper.to_array(t) for t in graph.initializer}
+    for node in _all_nodes(graph):
+        if node.op_type == "Resize":
+            known = scales.get(node.input[2], np.ones(1)) if len(node.input) > 2 else np.ones(1)
+            nearest = "ceil" if (known < 1).any() else "floor"
+            for name, value in (("coordinate_transformation_mode", "asymmetric"), ("nearest_mode", nearest)):
+                if all(a.name != name for a in node.attribute):
+                    node.attribute.append(onnx.helper.make_attribute(name, value))
+
+
+def _all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    for node in graph.node:
+        yield node
+        for body in bodies(node):
+            yield from _all_nodes(body)
+
+
+def _merged(original: ModelProto, converted: ModelProto, target: int) -> ModelProto:
+    """The converted nodes in the original's frame: the converter knows nothing of metadata and input order."""
+    merged = _copy(original)
+    for opset in merged.opset_import:
+        if opset.domain in ("", "ai.onnx"):
+            opset.version = target
+    before = {node.name: node for node in merged.graph.node}
+    replace(merged.graph.node, converted.graph.node)
+    for node in merged.graph.node:
+        if node.name in before and not node.metadata_props:
+            node.metadata_props.extend(before[node.name].metadata_props)
+    replace(merged.graph.initializer, converted.graph.initializer)
+    return merged

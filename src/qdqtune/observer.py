@@ -1,0 +1,41 @@
+"""What a run tells while it goes on. `report` shows it to people; tests and embedders may ignore it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from qdqtune.types import Placement, Trial
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a run stands after a trial. `best_ratio` is best/float as estimated so far (product of accepted ratios)."""
+
+    trials: int
+    limit: int
+    best_ratio: float
+    best: Placement
+    seconds: float
+    seconds_left: float | None
+    replayed: bool
+
+
+class Observer(Protocol):
+    """Receives the stages and trials of a run, in order."""
+
+    def stage(self, text: str) -> None:
+        """A new stage begins."""
+
+    def trial(self, trial: Trial, verdict: str, state: State) -> None:
+        """A candidate was measured (or found in the state of an earlier run)."""
+
+
+class Silent:
+    """An observer that says nothing."""
+
+    def stage(self, text: str) -> None:
+        """Ignore it."""
+
+    def trial(self, trial: Trial, verdict: str, state: State) -> None:
+        """Ignore it."""

@@ -1,0 +1,227 @@
+"""Q/DQ models read back: which edges carry pairs, with which scales, and what the model is without them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from qdqtune.graph import GRAPH, Constant, Model, Node, rebuild
+from qdqtune.qdq import RAW_OUTPUT
+from qdqtune.scales import Array, Range, Ranges
+from qdqtune.types import Edge, Placement
+
+NEVER_NEGATIVE = frozenset({"Relu", "Sigmoid", "Softmax", "Abs", "HardSigmoid", "Exp", "ReduceL2", "Softplus", "Sqrt"})
+PASSES_SIGN = frozenset({"MaxPool", "AveragePool", "GlobalAveragePool", "Reshape", "Transpose", "Flatten", "Squeeze",
+                         "Unsqueeze", "Identity", "Slice", "Split", "Gather", "Expand", "Tile"})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The pairs of a Q/DQ model in terms of a float model, and how many pairs found no counterpart there.
+
+    `ranges` are the intervals that the pairs can represent: inserted again in the same format, they give the same
+    scales and zero points.
+    """
+
+    placement: Placement
+    ranges: Ranges
+    unmatched: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class _Pair:
+    """A DQ node of a Q/DQ model: the float tensor or quantized constant in front, and who reads it."""
+
+    source: str
+    scale: Array
+    zero_point: Array
+    axis: int
+    dq: Node
+    is_constant: bool
+    is_bias: bool
+
+    @property
+    def range(self) -> Range:
+        """What the pair can represent. Symmetric int8 leaves out -128, so that the scale is max / 127 again."""
+        scale, zero = float(np.max(self.scale)), float(np.max(self.zero_point.astype(np.float32)))
+        low, high = {"uint8": (0, 255), "int8": (-128, 127)}.get(str(self.zero_point.dtype), (-448, 448))
+        low = -high if zero == 0 and low < 0 else low
+        return Range((low - zero) * scale, (high - zero) * scale)
+
+
+def is_quantized(model: Model) -> bool:
+    """Whether the model holds Q or DQ nodes."""
+    return any(n.op in ("QuantizeLinear", "DequantizeLinear") for n in model.nodes)
+
+
+def read_placement(float_model: Model, qdq_model: Model) -> Reading:
+    """The edges of `float_model` on which `qdq_model` has pairs.
+
+    Nodes are matched by name, then by the name of an output tensor; the edge is the float node's own input. Pairs of
+    int32 biases follow from the others and are left out.
+    """
+    twins = _twins(float_model, qdq_model)
+    edges: set[Edge] = set()
+    activations: dict[str, Range] = {}
+    weights: dict[str, tuple[float, ...]] = {}
+    unmatched: list[str] = []
+    for pair in _pairs(qdq_model):
+        if pair.is_bias:
+            continue
+        for use in qdq_model.uses(pair.dq.outputs[0]):
+            edge = _counterpart(float_model, qdq_model, pair, use.node, use.slot, twins)
+            if edge is None:
+                unmatched.append(pair.dq.name)
+                continue
+            edges.add(edge)
+            if edge.tensor in float_model.constants:
+                weights[edge.tensor] = tuple(float(s) for s in pair.scale.reshape(-1))
+            else:
+                activations[edge.tensor] = pair.range
+    return Reading(Placement(frozenset(edges)), Ranges(activations, weights), tuple(unmatched))
+
+
+def strip_pairs(model: Model) -> Model:
+    """The float model behind a Q/DQ model.
+
+    Quantized constants become float ones. Where a pair clamped at zero and its producer may go below (a Relu that a
+    quantizer had dropped), the clamp comes back as a Relu, or as a Clip where the range ends at 6.
+    """
+    pairs = {p.dq.outputs[0]: p for p in _pairs(model)}
+    added: dict[str, Constant] = {}
+    source: dict[str, str] = {}
+    clamps: dict[str, onnx.NodeProto] = {}
+    for name, pair in pairs.items():
+        if pair.is_constant:
+            added[name] = _dequantized(model, pair)
+            continue
+        if pair.source not in clamps and (lost := _lost_clamp(model, pair)) is not None:
+            clamps[pair.source], bounds = lost
+            added |= bounds
+        source[name] = clamps[pair.source].output[0] if pair.source in clamps else pair.source
+    gone = {p.dq.index for p in pairs.values()} | {n.index for n in model.nodes if n.op == "QuantizeLinear"}
+    final = {source[o]: o for o in model.outputs if o in source}  # these take a graph output's name back
+    nodes = [_renamed(clamps[t], source, final) for t in model.inputs if t in clamps]
+    for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
+        if node.index not in gone:
+            nodes.append(_renamed(proto, source, final))
+            nodes += [_renamed(clamps[o], source, final) for o in node.outputs if o in clamps]
+    return rebuild(model, nodes, added)
+
+
+def _renamed(node: onnx.NodeProto, source: Mapping[str, str], final: Mapping[str, str]) -> onnx.NodeProto:
+    copy = onnx.NodeProto()
+    copy.CopyFrom(node)
+    for i, name in enumerate(node.input):
+        copy.input[i] = final.get(source.get(name, name), source.get(name, name))
+    for i, name in enumerate(node.output):
+        copy.output[i] = final.get(name, name)
+    return copy
+
+
+def _pairs(model: Model) -> Iterator[_Pair]:
+    for node in model.nodes:
+        if node.op != "DequantizeLinear":
+            continue
+        scale = model.constants.get(node.inputs[1])
+        if scale is None:
+            continue
+        values = scale.array().astype(np.float32)
+        axis = node.attributes.get("axis", 1)
+        q = model.nodes[model.producers[node.inputs[0]]] if node.inputs[0] in model.producers else None
+        constant = model.constants.get(node.inputs[0])
+        if q is not None and q.op == "QuantizeLinear":
+            source = q.inputs[0]
+            zero = _zero_point(model, q, np.dtype(np.uint8))
+            yield _Pair(source, values, zero, axis, node, source in model.constants, False)
+        elif constant is not None:
+            zero = _zero_point(model, node, helper.tensor_dtype_to_np_dtype(constant.dtype))
+            yield _Pair(node.inputs[0], values, zero, axis, node, True, constant.dtype == TensorProto.INT32)
+
+
+def _zero_point(model: Model, node: Node, default: np.dtype[np.generic]) -> Array:
+    if len(node.inputs) > 2 and node.inputs[2] in model.constants:
+        return model.constants[node.inputs[2]].array()
+    return np.zeros((), default)
+
+
+def _twins(float_model: Model, qdq_model: Model) -> Mapping[int, Node]:
+    """Node of the Q/DQ model (by index) to the same node of the float model."""
+    by_output = {o: n for n in float_model.nodes for o in n.outputs if o}
+    twins = {}
+    for node in qdq_model.nodes:
+        named = float_model.index_of.get(node.name)
+        twin = float_model.nodes[named] if named is not None else None
+        if twin is None or twin.op != node.op:
+            twin = next((by_output[o] for o in node.outputs if o in by_output), None)
+        if twin is not None and twin.op == node.op:
+            twins[node.index] = twin
+    return twins
+
+
+def _counterpart(
+    float_model: Model, qdq_model: Model, pair: _Pair, node: int, slot: int, twins: Mapping[int, Node]
+) -> Edge | None:
+    """The float model's edge for one use of a pair."""
+    if node == GRAPH:
+        tensor = qdq_model.outputs[slot]
+        known = tensor in float_model.outputs and pair.source in (tensor, tensor + RAW_OUTPUT, *qdq_model.inputs)
+        return Edge(tensor, "", float_model.outputs.index(tensor)) if known else None
+    twin = twins.get(node)
+    if twin is None or not 0 <= slot < len(twin.inputs) or not twin.inputs[slot]:
+        return None
+    tensor = twin.inputs[slot]
+    info = float_model.tensors.get(tensor)
+    if (tensor in float_model.constants) != pair.is_constant or (info is not None and not info.is_float):
+        return None
+    return Edge(tensor, twin.name, slot)
+
+
+def _dequantized(model: Model, pair: _Pair) -> Constant:
+    """The float constant that a DQ of a constant gives: (q - zero point) * scale, or the float source of a Q."""
+    constant = model.constants[pair.source]
+    dtype = helper.tensor_dtype_to_np_dtype(model.constants[pair.dq.inputs[1]].dtype)
+    if helper.tensor_dtype_to_np_dtype(constant.dtype) == dtype:
+        return constant
+
+    def read() -> Array:
+        quantized = constant.array().astype(np.float32)
+        shape = [-1 if i == pair.axis % max(quantized.ndim, 1) else 1 for i in range(quantized.ndim)]
+        scale, zero = (a.astype(np.float32).reshape(shape if a.size > 1 else ()) for a in (pair.scale, pair.zero_point))
+        return np.asarray((quantized - zero) * scale).astype(dtype)
+
+    key = f"{constant.key}:dequantized:{model.constants[pair.dq.inputs[1]].key}"
+    return Constant(key, helper.np_dtype_to_tensor_dtype(dtype), constant.shape, read)
+
+
+def _lost_clamp(model: Model, pair: _Pair) -> tuple[onnx.NodeProto, dict[str, Constant]] | None:
+    """A Relu or Clip that stands for the saturation of a pair whose lowest value is zero, if it does anything."""
+    if pair.range.low < 0 or pair.zero_point.dtype != np.uint8 or _never_negative(model, pair.source):
+        return None
+    name, result = f"{pair.source}_clamp", f"{pair.source}_clamped"
+    if abs(pair.range.high - 6) > 0.01:
+        return helper.make_node("Relu", [pair.source], [result], name), {}
+    dtype = helper.tensor_dtype_to_np_dtype(model.constants[pair.dq.inputs[1]].dtype)
+    bounds = {f"{name}_{end}": Constant.of(np.array(v, dtype)) for end, v in (("min", 0), ("max", 6))}
+    return helper.make_node("Clip", [pair.source, *bounds], [result], name), bounds
+
+
+def _never_negative(model: Model, tensor: str) -> bool:
+    while True:
+        if tensor not in model.producers:
+            return False
+        node = model.nodes[model.producers[tensor]]
+        if node.op in NEVER_NEGATIVE:
+            return True
+        if node.op == "Clip":
+            low = model.constants.get(node.inputs[1]) if len(node.inputs) > 1 else None
+            return low is not None and float(low.array().reshape(())) >= 0
+        if node.op == "DequantizeLinear":
+            return True
+        if node.op not in PASSES_SIGN:
+            return False
+        tensor = node.inputs[0]

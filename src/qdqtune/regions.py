@@ -1,0 +1,151 @@
+"""Region discovery: the graph as a hierarchy of parts that are tuned together.
+
+Phase 1 divides the nodes into top regions, bottom-up, by divergence and convergence (`topology`) or by the modules of
+the program that made the graph (`names`). Phase 2 refines those that are large or hold several heavy operators into
+composites, down to leaves: a heavy operator with its epilogue, or a short sequence (`leaves`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from qdqtune import leaves, names, topology
+from qdqtune.graph import Model
+from qdqtune.structure import Listing, Structure
+from qdqtune.topology import Flow, Outline
+from qdqtune.types import Region, RegionKind
+
+
+@dataclass(frozen=True, eq=False)
+class Regions:
+    """The hierarchy under `root`, whose children are the top regions, and the method that found it.
+
+    `listings` has the canonical order of the nodes of each region but the root.
+    """
+
+    root: Region
+    method: Literal["names", "topology"]
+    listings: Mapping[Region, Listing] = field(repr=False)
+
+    @property
+    def phase1(self) -> int:
+        """Number of regions of the first partition."""
+        return len(self.root.children)
+
+    @property
+    def phase2(self) -> int:
+        """How many of them were refined into composites; the rest are leaves."""
+        return sum(r.kind is RegionKind.COMPOSITE for r in self.root.children)
+
+    def walk(self) -> Iterator[Region]:
+        """All leaves and composites, parents first, in graph order."""
+        regions = self.root.walk()
+        next(regions)
+        return regions
+
+    @property
+    def leaves(self) -> tuple[Region, ...]:
+        """Every node of the model is in exactly one of these."""
+        return tuple(r for r in self.walk() if r.kind is RegionKind.LEAF)
+
+    @property
+    def composites(self) -> tuple[Region, ...]:
+        """The regions that hold regions."""
+        return tuple(r for r in self.walk() if r.kind is RegionKind.COMPOSITE)
+
+
+def find(
+    model: Model,
+    method: Literal["auto", "names", "topology"] = "auto",
+    *,
+    max_sequence_size: int = 10,
+    min_topdown_size: int = 10,
+) -> Regions:
+    """Divide a model into regions.
+
+    Regions are numbered from 0, parents first, children in graph order; the root is number -1 at level -1. A region's
+    inputs are the activations that enter it, its outputs what is used outside, both in canonical order (`structure`).
+    `max_sequence_size` bounds leaves. Blocks of at most `min_topdown_size` nodes with at most one heavy operator are
+    not divided. Method auto takes names where more than 60 % of the nodes have them.
+    """
+    if method == "auto":
+        method = "names" if names.speaks(model) else "topology"
+    flow = Flow(model)
+    blocks = topology.nest(flow, min_topdown_size)
+    groups = names.outline(flow, min_topdown_size) if method == "names" else topology.outline(flow, blocks)
+    groups = _without_wrappers(flow, groups)
+    parts = leaves.form(flow, groups, topology.units(flow, blocks), max_sequence_size)
+    assembly = _Assembly(model)
+    return Regions(assembly.root(_tree(groups, parts)), method, assembly.listings)
+
+
+def _without_wrappers(flow: Flow, groups: Outline) -> Outline:
+    """Give up groups of groups that hold most of the model's heavy operators: nobody tunes an encoder as one region."""
+    heavy, children = [0] * len(groups.parent), [0] * len(groups.parent)
+    for node, home in enumerate(groups.home):
+        heavy[home] += flow.heavy[flow.first + node]
+    for g in range(len(groups.parent) - 1, 0, -1):
+        heavy[groups.parent[g]] += heavy[g]
+        children[groups.parent[g]] += 1
+    instead = list(range(len(groups.parent)))
+    for g in range(1, len(groups.parent)):
+        if children[g] > 1 and 2 * heavy[g] > heavy[0]:
+            instead[g] = instead[groups.parent[g]]
+    return Outline([instead[p] for p in groups.parent], [instead[h] for h in groups.home])
+
+
+@dataclass(eq=False)
+class _Draft:
+    """A region in the making. `nodes` has those of its children, too."""
+
+    nodes: list[int]
+    children: list[_Draft] = field(default_factory=list)
+
+
+def _tree(groups: Outline, parts: Sequence[list[int]]) -> _Draft:
+    """Leaves in their groups; a group that would hold one region only is that region."""
+    held: list[list[_Draft]] = [[] for _ in groups.parent]
+    for nodes in parts:
+        held[groups.home[nodes[0]]].append(_Draft(nodes))
+    for group in range(len(held) - 1, 0, -1):
+        if len(held[group]) > 1:
+            children = sorted(held[group], key=lambda d: d.nodes[0])
+            held[group] = [_Draft(sorted(n for d in children for n in d.nodes), children)]
+        held[groups.parent[group]] += held[group]
+    top = sorted(held[0], key=lambda d: d.nodes[0])
+    return _Draft(sorted(n for d in top for n in d.nodes), top)
+
+
+class _Assembly:
+    """Makes regions out of drafts: numbers, levels, borders."""
+
+    def __init__(self, model: Model) -> None:
+        self._model, self._structure = model, Structure(model)
+        self.listings: dict[Region, Listing] = {}
+
+    def root(self, draft: _Draft) -> Region:
+        """The whole hierarchy. Not recursive: hierarchies can be deep."""
+        order: list[tuple[_Draft, int]] = []
+        stack = [(draft, -1)]
+        while stack:
+            order.append(stack.pop())
+            stack.extend((child, order[-1][1] + 1) for child in reversed(order[-1][0].children))
+        made: dict[int, Region] = {}
+        for number in range(len(order) - 1, 0, -1):
+            made[id(order[number][0])] = self._region(*order[number], number - 1, made)
+        model = self._model
+        used = tuple(t for t in model.inputs if any(n != -1 for n, _ in model.uses(t)))
+        made_here = tuple(t for t in model.outputs if t in model.producers)
+        return Region(-1, -1, RegionKind.ROOT, (), tuple(made[id(c)] for c in draft.children), used, made_here)
+
+    def _region(self, draft: _Draft, level: int, number: int, made: dict[int, Region]) -> Region:
+        listing = self._structure.listing([c.nodes for c in draft.children] or [draft.nodes])
+        outputs = tuple(self._model.nodes[listing.nodes[n]].outputs[k] for n, k in listing.exits)
+        children = tuple(made.pop(id(c)) for c in draft.children)
+        kind = RegionKind.COMPOSITE if children else RegionKind.LEAF
+        nodes = () if children else tuple(draft.nodes)
+        region = Region(number, level, kind, nodes, children, listing.borders, outputs)
+        self.listings[region] = listing
+        return region

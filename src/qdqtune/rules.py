@@ -1,0 +1,199 @@
+"""Whole-model placements that follow a rule: the first guesses of every search.
+
+A rule says where pairs stand in general; which of them pays on an engine is for measurement to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from qdqtune.graph import GRAPH, Model, Node
+from qdqtune.qdq import weight_role
+from qdqtune.scales import Ranges
+from qdqtune.types import Edge, Placement
+
+COMPUTE = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+"""Operators whose arithmetic itself runs in 8 bits."""
+
+FUSED_BEHIND = frozenset({"BatchNormalization", "Relu", "Clip", "LeakyRelu", "PRelu"})
+"""Operators that engines draw into the compute operator in front of them: a pair between would break the fusion."""
+
+MOVERS = frozenset({"MaxPool", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split", "Gather",
+                    "Resize", "AveragePool", "Expand", "Identity", "DepthToSpace", "SpaceToDepth"})  # fmt: skip
+"""Operators that hand values on, so that integers pass through them."""
+
+STATIC = frozenset({"Add", "Mul", "LeakyRelu", "Sigmoid", "GlobalAveragePool", "Pad", "Concat", "Softmax",
+                    "LayerNormalization", "InstanceNormalization"}) | COMPUTE  # fmt: skip
+"""Operators that ONNX Runtime's quantize_static puts pairs around, besides those that follow their input."""
+
+
+SETTINGS_FROM = {"Clip": 1, "Resize": 1, "Upsample": 1, "Pad": 1, "BatchNormalization": 1, "LayerNormalization": 1,
+                 "InstanceNormalization": 1, "GroupNormalization": 1, "Dropout": 1, "OneHot": 0}  # fmt: skip
+"""First input that is a setting (a bound, a scale, a pad value), not data."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A named way to place pairs, and the reason for it."""
+
+    name: str
+    reason: str
+    place: Callable[[Model, frozenset[Edge]], Placement]
+
+
+def possible_edges(model: Model, ranges: Ranges) -> frozenset[Edge]:
+    """Every edge that may carry a pair: activations of known range, weights, and float constants of elementwise ops."""
+    edges = set()
+    for tensor in ranges.activations:
+        for user, slot in model.uses(tensor):
+            if user == GRAPH and tensor in model.producers:
+                edges.add(Edge(tensor, "", slot))
+            elif user != GRAPH and slot >= 0 and _takes_data(model.nodes[user], slot):
+                edges.add(Edge(tensor, model.nodes[user].name, slot))
+    for node in model.nodes:
+        for slot, tensor in enumerate(node.inputs):
+            edge = Edge(tensor, node.name, slot)
+            if tensor in model.constants and _float_constant(model, edge, node):
+                edges.add(edge)
+    return frozenset(edges)
+
+
+def _takes_data(node: Node, slot: int) -> bool:
+    """Whether input `slot` is data, not a setting such as a bound, a scale or a pad value."""
+    return not node.domain and slot < SETTINGS_FROM.get(node.op, slot + 1)
+
+
+def _float_constant(model: Model, edge: Edge, node: Node) -> bool:
+    constant = model.constants[edge.tensor]
+    if not model.tensors[edge.tensor].is_float or not constant.nbytes or node.domain:
+        return False
+    is_weight, _ = weight_role(model, edge)
+    usual = node.op in ("Add", "Mul", "Sub", "Div", "Concat") or (node.op == "Gather" and edge.index == 0)
+    return (is_weight or usual) and bool(np.isfinite(constant.array()).all())
+
+
+def _compute_edges(model: Model, node: Node, possible: frozenset[Edge]) -> frozenset[Edge]:
+    """Activation and weight of a compute node together, or nothing: one alone runs in float and costs a conversion."""
+    both = frozenset(Edge(t, node.name, i) for i, t in enumerate(node.inputs[:2]))
+    return both if both <= possible else frozenset()
+
+
+def compute_inputs(model: Model, possible: frozenset[Edge]) -> Placement:
+    """All inputs of Conv, ConvTranspose, Gemm and MatMul."""
+    nodes = (n for n in model.nodes if n.op in COMPUTE and not n.domain)
+    return Placement.of(e for n in nodes for e in _compute_edges(model, n, possible))
+
+
+def residual_inputs(model: Model, possible: frozenset[Edge]) -> Placement:
+    """`compute_inputs`, and the skip input of every Add whose other input comes fresh out of a compute operator."""
+    edges = set(compute_inputs(model, possible).edges)
+    for node in model.nodes:
+        if node.op != "Add" or node.domain:
+            continue
+        fresh = [_behind_compute(model, t) for t in node.inputs]
+        for slot, tensor in enumerate(node.inputs):
+            if fresh[1 - slot] and tensor in model.producers and Edge(tensor, node.name, slot) in possible:
+                if fresh[slot] and slot == 0:
+                    continue  # both are: the other one counts as the skip
+                edges.add(Edge(tensor, node.name, slot))
+    return Placement.of(edges)
+
+
+def integer_islands(model: Model, possible: frozenset[Edge]) -> Placement:
+    """Compute operators and everything between them that can stay in integers: Add, Concat, pools and movers."""
+    edges = set(compute_inputs(model, possible).edges)
+    integer: set[str] = set()
+    for node in model.nodes:
+        is_compute = node.op in COMPUTE and not node.domain and _compute_edges(model, node, possible)
+        if is_compute or (node.op in FUSED_BEHIND and node.inputs[0] in integer):
+            integer.update(node.outputs)
+        elif node.op in MOVERS | {"Add", "Concat", "GlobalAveragePool"}:
+            data = [t for i, t in enumerate(node.inputs) if _takes_data(node, i) and model.tensors[t].is_float]
+            if data and all(t in integer for t in data):
+                edges.update(Edge(t, node.name, i) for i, t in enumerate(node.inputs) if t in data)
+                edges.update(_uses(model, node.outputs))
+                integer.update(node.outputs)
+    return Placement.of(_whole(model, (e for e in edges if e in possible and not e.is_graph_output)))
+
+
+def static(model: Model, possible: frozenset[Edge]) -> Placement:
+    """Where ONNX Runtime's quantize_static would put pairs: inputs and outputs of every operator that it knows."""
+    marked: set[str] = set()
+    for node in model.nodes:
+        if node.domain or not node.outputs:
+            continue
+        if node.op in STATIC:
+            marked.update(t for t in (*node.inputs[:1], *node.outputs) if t)
+            if node.op in COMPUTE | {"Add", "Mul", "Concat"}:
+                marked.update(t for t in (node.inputs if node.op == "Concat" else node.inputs[:2]) if t)
+        elif (node.op in MOVERS or node.op in ("Relu", "Clip")) and node.inputs[0] in marked:
+            if node.op in ("Relu", "Clip") and len(model.uses(node.inputs[0])) == 1:
+                marked.difference_update({node.inputs[0]} - set(model.inputs))
+            marked.update(node.outputs)
+    return Placement.of(set(_uses(model, marked)) & possible)
+
+
+def everything(model: Model, possible: frozenset[Edge]) -> Placement:
+    """Every possible edge but those inside a fusion and those of graph outputs."""
+    inside = {e for n in model.nodes if n.op in FUSED_BEHIND and _behind_compute(model, n.inputs[0])
+              for e in [Edge(n.inputs[0], n.name, 0)] if len(model.uses(n.inputs[0])) == 1}  # fmt: skip
+    return Placement.of(e for e in possible - inside if not e.is_graph_output)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("compute", "only Conv, Gemm and MatMul gain from 8 bits; all else stays in float", compute_inputs),
+    Rule("residual", "a quantized skip input lets the Add join the convolution in front of it", residual_inputs),
+    Rule("islands", "values stay integers between compute operators, so fewer conversions run", integer_islands),
+    Rule("static", "what ONNX Runtime's quantize_static does", static),
+    Rule("everything", "all that can be quantized", everything),
+)
+
+
+def consistent(model: Model, placement: Placement) -> Placement:
+    """The placement without pairs on only one input of a compute operator: such a pair costs and brings nothing."""
+    lonely = set()
+    for node in model.nodes:
+        if node.op in COMPUTE and not node.domain:
+            both = [Edge(t, node.name, i) for i, t in enumerate(node.inputs[:2])]
+            if len(present := [e for e in both if e in placement]) == 1:
+                lonely.update(present)
+    return Placement(placement.edges - lonely) if lonely else placement
+
+
+def placements(model: Model, possible: frozenset[Edge]) -> Mapping[str, Placement]:
+    """Every rule's placement by the rule's name; equal placements once, under the first name, empty ones not at all."""
+    found: dict[str, Placement] = {}
+    for rule in RULES:
+        placement = rule.place(model, possible)
+        if placement.edges and placement not in found.values():
+            found[rule.name] = placement
+    return found
+
+
+def _behind_compute(model: Model, tensor: str) -> bool:
+    """Whether a compute operator makes the tensor, fused followers between."""
+    while tensor in model.producers:
+        node = model.nodes[model.producers[tensor]]
+        if node.op in COMPUTE:
+            return True
+        if node.op not in FUSED_BEHIND and not (node.op == "Add" and any(t in model.constants for t in node.inputs)):
+            return False
+        tensor = next((t for t in node.inputs if t not in model.constants), "")
+    return False
+
+
+def _uses(model: Model, tensors: Iterable[str]) -> Iterator[Edge]:
+    for tensor in tensors:
+        for use in model.uses(tensor):
+            yield Edge(tensor, "" if use.node == GRAPH else model.nodes[use.node].name, use.slot)
+
+
+def _whole(model: Model, edges: Iterator[Edge]) -> Iterator[Edge]:
+    """The edges, less a clamp's input where its output is there too (the clamp belongs to its producer)."""
+    for edge in edges:
+        node = model.nodes[model.index_of[edge.node]] if edge.node else None
+        if node is None or node.op not in FUSED_BEHIND or len(model.uses(edge.tensor)) > 1:
+            yield edge

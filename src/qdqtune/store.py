@@ -1,0 +1,174 @@
+"""What a run has found so far, on disk: an append-only file, one record a line.
+
+The file is YAML (a list) and each record is JSON behind "- ", so both kinds of reader can read it. Every record ends
+with a checksum of its text. A run that dies while it writes leaves a torn last record, which is dropped; any other
+damage is refused, because a search that goes on from wrong numbers ships a wrong model.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any, Self
+
+from qdqtune.errors import BadState, OutputError
+from qdqtune.scales import Range, Ranges
+from qdqtune.types import Edge, Failure, Measurement, Placement
+
+VERSION = 1
+
+Record = dict[str, Any]
+
+
+class Store:
+    """The records of one run. A context manager; one process at a time.
+
+    The first record is the run's fingerprint: opening a file that another model, engine or option has written is
+    refused with the difference named.
+    """
+
+    def __init__(self, path: Path, fingerprint: Mapping[str, Any], *, restart: bool = False) -> None:
+        """Open or create `path`.
+
+        Raises:
+            BadState: the file is damaged, belongs to another run, or is in use.
+            OutputError: it cannot be written.
+        """
+        self.path = path
+        self._found: dict[str, Record] = {}
+        try:
+            self._file: IO[bytes] = path.open("r+b" if path.exists() else "w+b")
+        except OSError as error:
+            raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+        try:
+            self._lock()
+            if restart:
+                self._file.truncate(0)
+            self._read(dict(fingerprint))
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def get(self, key: str) -> Record | None:
+        """The record of that key, if this run or an earlier one has written it."""
+        return self._found.get(key)
+
+    def put(self, key: str, record: Record) -> Record:
+        """Write a record for good: when this returns, it survives a kill.
+
+        Raises:
+            OutputError: the disk is full, or the file is gone.
+        """
+        record = {"key": key, **record}
+        self._append(record)
+        self._found[key] = record
+        return record
+
+    def records(self) -> Iterator[Record]:
+        """All records in the order in which they were written."""
+        yield from self._found.values()
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise BadState(f"{self.path} is in use by another run: choose another --output-dir") from error
+
+    def _append(self, record: Record) -> None:
+        try:
+            self._file.seek(0, os.SEEK_END)
+            self._file.write(_line(record))
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise OutputError(f"cannot write {self.path}: {error.strerror or error}") from error
+
+    def _read(self, fingerprint: Mapping[str, Any]) -> None:
+        self._file.seek(0)
+        lines = self._file.read().split(b"\n")
+        torn = lines.pop()  # what follows the last line break: nothing, or half a record
+        records = [_parsed(line, self.path, number) for number, line in enumerate(lines, 1)]
+        if not records:
+            self._file.truncate(0)
+            self._append({"key": "run", "version": VERSION, "fingerprint": fingerprint})
+            return
+        head, *rest = records
+        if head.get("key") != "run" or head.get("version") != VERSION:
+            raise BadState(f"{self.path} is no state file of this version: move it away, or start over with --restart")
+        _compare(head["fingerprint"], json.loads(json.dumps(fingerprint)), self.path)
+        self._found = {r["key"]: r for r in rest}
+        if torn:
+            self._file.truncate(sum(len(line) + 1 for line in lines))
+
+
+def _line(record: Record) -> bytes:
+    text = json.dumps(record, separators=(", ", ": "), allow_nan=False)
+    return f'- {text[:-1]}, "crc": "{zlib.crc32(text.encode()):08x}"}}\n'.encode()
+
+
+def _parsed(line: bytes, path: Path, number: int) -> Record:
+    text, _, crc = line.decode(errors="replace").removeprefix("- ").rpartition(', "crc": "')
+    if not line.startswith(b"- ") or crc != f'{zlib.crc32((text + "}").encode()):08x}"}}':
+        raise BadState(f"{path}, line {number} is damaged: restore the file, or start over with --restart")
+    record: Record = json.loads(text + "}")
+    return record
+
+
+def _compare(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> None:
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name):
+            raise BadState(
+                f"{path} was made with {name} {_shown(old.get(name))}, now it is {_shown(new.get(name))}: "
+                "use the same command, another --output-dir, or --restart to start over"
+            )
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else str(value)
+
+
+def pack_placement(placement: Placement) -> list[list[Any]]:
+    """A placement as JSON values."""
+    return [[e.tensor, e.node, e.index] for e in placement]
+
+
+def unpack_placement(values: list[list[Any]]) -> Placement:
+    """The placement of `pack_placement`."""
+    return Placement.of(Edge(*value) for value in values)
+
+
+def pack_ranges(ranges: Ranges) -> Record:
+    """Ranges as JSON values."""
+    return {"activations": {t: [r.low, r.high] for t, r in ranges.activations.items()}, "weights": dict(ranges.weights)}
+
+
+def unpack_ranges(record: Record) -> Ranges:
+    """The ranges of `pack_ranges`."""
+    activations = {t: Range(*ends) for t, ends in record["activations"].items()}
+    return Ranges(activations, {t: tuple(s) for t, s in record["weights"].items()})
+
+
+def pack_result(result: Measurement | Failure) -> Record:
+    """A measurement with all its samples, or a failure, as JSON values."""
+    return {"failure" if isinstance(result, Failure) else "samples": asdict(result)}
+
+
+def unpack_result(record: Record) -> Measurement | Failure:
+    """The result of `pack_result`."""
+    if "failure" in record:
+        return Failure(**record["failure"])
+    return Measurement(tuple(record["samples"]["a"]), tuple(record["samples"]["b"]))

@@ -1,0 +1,178 @@
+"""Region search: whole-model rules first, then one pattern after the other, everywhere it occurs.
+
+Phase 1 measures what rules, an imported Q/DQ model and the pattern cache suggest. Phase 2 takes the best of it and, for
+each pattern in the order of the work that it does, tries what the other suggestions would do there, nothing, and all.
+Phase 3 flips a few insertion points of a pattern at random. What wins alone is also tried together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+
+from qdqtune import rules
+from qdqtune.graph import Model, Node
+from qdqtune.patterns import Pattern
+from qdqtune.strategies import best_of
+from qdqtune.timing import Plan, judge
+from qdqtune.types import Edge, Placement, Point, Proposal, Scheme, Trial
+
+BATCH = 4
+"""Proposals at a time. All of a batch meet the same opponent, so a batch can be measured in any order."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Constants of region search. Names and defaults are those that users of pattern-based autotuning know."""
+
+    maximum_sequence_region_size: int = 10
+    minimum_topdown_search_size: int = 10
+    top_percent_to_mutate: float = 0.1
+    minimum_schemes_to_mutate: int = 10
+    maximum_mutations: int = 3
+    maximum_generation_attempts: int = 100
+    pattern_cache_minimum_distance: int = 4
+    pattern_cache_max_entries_per_pattern: int = 32
+    schemes_per_region: int = 50
+
+    def __post_init__(self) -> None:
+        if min(self.maximum_sequence_region_size, self.minimum_topdown_search_size, self.maximum_mutations,
+               self.maximum_generation_attempts, self.pattern_cache_max_entries_per_pattern) < 1:  # fmt: skip
+            raise ValueError("sizes and counts are at least 1")
+        if self.schemes_per_region < 0:
+            raise ValueError("schemes_per_region is at least 0")
+
+
+@dataclass(frozen=True)
+class RegionSearch:
+    """See the module. `seeds` are whole-model placements by name, in the order in which they are tried.
+
+    `cached` holds schemes of earlier runs by pattern digest, fastest first.
+    """
+
+    model: Model
+    patterns: Sequence[Pattern]
+    possible: frozenset[Edge]
+    seeds: Mapping[str, Placement]
+    cached: Mapping[str, Sequence[Scheme]] = field(default_factory=dict)
+    config: Config = Config()
+    plan: Plan = field(default_factory=Plan)
+    seed: int = 0
+
+    def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
+        """See `Strategy`."""
+        tried = {t.placement.digest for t in history} | {Placement().digest}
+        spent: dict[str, int] = {}
+        for trial in history:
+            spent[trial.proposal.pattern] = spent.get(trial.proposal.pattern, 0) + 1
+        fresh = self._fresh(self._ideas(history), tried, spent)
+        return tuple(islice(fresh, BATCH))
+
+    def _fresh(self, ideas: Iterator[Proposal], tried: set[str], spent: dict[str, int]) -> Iterator[Proposal]:
+        """Ideas that were not measured yet, each placement once, within the schemes that a pattern may have."""
+        for idea in ideas:
+            placement = rules.consistent(self.model, idea.placement)
+            if placement.digest in tried:
+                continue
+            if idea.pattern and spent.get(idea.pattern, 0) >= self.config.schemes_per_region:
+                continue
+            tried.add(placement.digest)
+            spent[idea.pattern] = spent.get(idea.pattern, 0) + 1
+            yield Proposal(idea.origin, placement, idea.pattern)
+
+    def _ideas(self, history: Sequence[Trial]) -> Iterator[Proposal]:
+        suggestions = dict(self.seeds)
+        if len(self.cached) and (recalled := self._recalled()).edges:
+            suggestions = {"pattern cache": recalled, **suggestions}
+        waiting = [name for name, p in suggestions.items() if not any(t.placement == p for t in history)]
+        for name in waiting:
+            yield Proposal(name, suggestions[name])
+        if waiting:
+            return  # patterns vary the best suggestion: wait until it is known
+        best = best_of(history)
+        yield from self._together(history, best)
+        yield from self._alternatives(best, self._ranked(suggestions, history))
+        yield from self._mutations(best, len(history))
+
+    def _recalled(self) -> Placement:
+        """The fastest cached scheme of every pattern that has one."""
+        edges: set[Edge] = set()
+        for pattern in self.patterns:
+            for scheme in islice(self.cached.get(pattern.digest, ()), 1):
+                edges |= self._edges(pattern, scheme.points)
+        return rules.consistent(self.model, Placement.of(edges))
+
+    def _ranked(self, suggestions: Mapping[str, Placement], history: Sequence[Trial]) -> list[tuple[str, Placement]]:
+        """Suggestions by measured ratio to the float model, failures last."""
+        medians = {}
+        for trial in history:
+            if not trial.against.edges and (found := judge(trial, self.plan)) is not None:
+                medians[trial.placement.digest] = found.median
+        known = [(name, p) for name, p in suggestions.items() if p.digest in medians]
+        return sorted(known, key=lambda item: medians[item[1].digest])
+
+    def _together(self, history: Sequence[Trial], best: Placement) -> Iterator[Proposal]:
+        """Pattern changes that beat an earlier best without being taken, on top of the present best."""
+        for trial in reversed(history[-2 * BATCH :]):
+            found = judge(trial, self.plan)
+            if trial.proposal.pattern and not trial.accepted and found is not None and found.verdict == "faster":
+                added, removed = trial.placement - trial.against, trial.against - trial.placement
+                yield Proposal("merged winners", (best | added) - removed)
+
+    def _alternatives(self, best: Placement, ranked: Sequence[tuple[str, Placement]]) -> Iterator[Proposal]:
+        """Every pattern as another suggestion has it; the first alternative of all patterns, then the second..."""
+        ordered = sorted(self.patterns, key=lambda p: (-self._work(p), p.digest))
+        domains = {p.digest: self._edges(p, p.points) for p in ordered}
+        offers = [(f"as {name}", suggestion.edges) for name, suggestion in ranked]
+        offers += [("float", frozenset()), ("all", self.possible)]
+        for name, edges in offers:
+            for pattern in ordered:
+                domain = domains[pattern.digest]
+                yield Proposal(name, Placement((best.edges - domain) | (edges & domain)), pattern.digest)
+        for pattern in ordered:
+            for scheme in self.cached.get(pattern.digest, ()):
+                edges = (best.edges - domains[pattern.digest]) | self._edges(pattern, scheme.points)
+                yield Proposal("cached", Placement(edges), pattern.digest)
+
+    def _mutations(self, best: Placement, number: int) -> Iterator[Proposal]:
+        """Random flips of a few insertion points of one pattern, in every instance; the rng knows the trial number."""
+        rng = np.random.default_rng((self.seed, number))
+        movable = [p for p in self.patterns if p.points]
+        if not movable:
+            return
+        weights = np.array([1e-9 + self._work(p) for p in movable]) ** 0.5
+        for _ in range(self.config.maximum_generation_attempts):
+            pattern = movable[int(rng.choice(len(movable), p=weights / weights.sum()))]
+            count = int(rng.integers(1, 1 + min(self.config.maximum_mutations, len(pattern.points))))
+            flipped = [pattern.points[int(i)] for i in rng.choice(len(pattern.points), count, replace=False)]
+            edges = set(best.edges)
+            for point in flipped:
+                own = self._edges(pattern, [point])
+                edges = edges - own if own <= edges else edges | own
+            yield Proposal("mutated", Placement.of(edges), pattern.digest)
+
+    def _edges(self, pattern: Pattern, points: Sequence[Point] | frozenset[Point]) -> frozenset[Edge]:
+        """What some insertion points of a pattern mean, over all instances."""
+        chosen = frozenset(points)
+        parts = (e for edges in pattern.edges.values() for point, e in edges.items() if point in chosen)
+        return frozenset().union(*parts) & self.possible
+
+    def _work(self, pattern: Pattern) -> float:
+        """A guess at the share of the work that a pattern does: multiplications, or elements for other operators."""
+        return sum(work(self.model, self.model.nodes[n]) for r in pattern.instances for n in r.all_nodes())
+
+
+def work(model: Model, node: Node) -> float:
+    """Multiplications of a compute operator, elements written by any other; an unknown dimension counts as 1."""
+    info = model.tensors.get(node.outputs[0]) if node.outputs else None
+    elements = float(np.prod([d or 1 for d in (info.shape if info else None) or ()]))
+    if node.op not in rules.COMPUTE or len(node.inputs) < 2:
+        return elements
+    weight = model.tensors.get(node.inputs[1])
+    shape = [d or 1 for d in (weight.shape if weight else None) or ()]
+    if node.op in ("Conv", "ConvTranspose"):
+        return elements * float(np.prod(shape[1:]))
+    return elements * float(shape[-1 if node.attributes.get("transB", 0) else -2] if len(shape) > 1 else 1)

@@ -1,0 +1,172 @@
+"""The model under tuning, made ready: float graph, samples and ranges, patterns, and where pairs may stand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+import onnx
+
+from qdqtune import patterns, regions, rules
+from qdqtune.calibration import calibrate
+from qdqtune.data import Array, Sample, Samples, input_specs, open_samples
+from qdqtune.errors import BadModel, BadOption
+from qdqtune.graph import Model
+from qdqtune.loading import load, with_input_shapes
+from qdqtune.observer import Observer
+from qdqtune.patterns import Pattern
+from qdqtune.reading import Reading, is_quantized, read_placement, strip_pairs
+from qdqtune.runner import Runner
+from qdqtune.scales import Ranges
+from qdqtune.settings import Settings
+from qdqtune.store import Store, pack_ranges, unpack_ranges
+from qdqtune.types import Edge, NumericFormat, Placement
+
+HALF = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """See the module. `model` is what ships, `shaped` the same graph with the measurement's input shapes.
+
+    `feed` is the sample for timing. `imported` holds the pairs of a Q/DQ model that the user gave.
+    """
+
+    model: Model
+    shaped: Model
+    numbers: NumericFormat
+    samples: Samples
+    feed: Sample
+    patterns: tuple[Pattern, ...]
+    region_count: int
+    imported: Reading | None = None
+    notes: tuple[str, ...] = ()
+    ranges: Ranges = field(default_factory=lambda: Ranges({}))
+    possible: frozenset[Edge] = frozenset()
+
+    def suggestions(self) -> Mapping[str, Placement]:
+        """Whole-model placements to try first: the user's own, then those of the rules."""
+        found = {}
+        if self.imported is not None:
+            found["imported"] = Placement(self.imported.placement.edges & self.possible)
+        ruled = rules.placements(self.shaped, self.possible)
+        return found | {name: p for name, p in ruled.items() if p not in found.values()}
+
+
+def open_subject(settings: Settings, runner: Runner) -> Subject:
+    """Read the model and the calibration data's first sample, find regions and patterns. Nothing is run.
+
+    Raises:
+        InputError: model, data or options cannot be used, or not together.
+    """
+    numbers = runner.numeric_format(settings.quant_type)
+    notes: list[str] = []
+    model, imported = _float_model(settings, numbers, notes)
+    shaped = with_input_shapes(model, settings.input_shapes) if settings.input_shapes else model
+    samples = open_samples(settings.calibration_data, shaped, seed=settings.seed, limit=settings.calibration_samples)
+    if samples.is_random:
+        notes.append("no --calibration-data: scales come from random inputs, so latency is real but accuracy is not")
+    feed = samples.first(1)[0] | _fixed(settings)
+    found = regions.find(shaped, settings.regions, max_sequence_size=settings.config.maximum_sequence_region_size,
+                         min_topdown_size=settings.config.minimum_topdown_search_size)  # fmt: skip
+    grouped = patterns.group(shaped, found)
+    chosen = _filtered(shaped, grouped, settings.node_filter)
+    return Subject(model, shaped, numbers, samples, feed, chosen, len(found.leaves) + len(found.composites), imported,
+                   tuple(notes))  # fmt: skip
+
+
+def fingerprint(settings: Settings, subject: Subject, engine: Mapping[str, str]) -> dict[str, Any]:
+    """All that makes two runs' measurements interchangeable. Budgets are no part of it."""
+    how = settings.calibration
+    return {
+        "model": subject.model.fingerprint,
+        **{f"engine {name}": value for name, value in engine.items()},
+        "mode": settings.mode,
+        "quant type": settings.quant_type,
+        "numeric format": repr(subject.numbers),
+        "calibration data": f"{subject.samples.digest} ({settings.calibration_samples or 'all'} samples)",
+        "calibration method": how.method + (f" {how.percentile}" if how.method == "percentile" else ""),
+        "input shapes": {n: list(s) for n, s in sorted(settings.input_shapes.items())},
+        "regions": settings.regions,
+        "seed": settings.seed,
+        "rounds": repr(settings.plan),
+        "node filter": list(settings.node_filter),
+        "from Q/DQ": settings.from_qdq,
+    }
+
+
+def calibrated(subject: Subject, settings: Settings, store: Store, observer: Observer) -> Subject:
+    """The subject with ranges: from the store if an earlier run has found them, else by one pass over the samples."""
+    record = store.get("ranges")
+    if record is None:
+        observer.stage(f"calibrating on {subject.samples.origin}")
+        record = store.put("ranges", pack_ranges(calibrate(subject.shaped, subject.samples, settings.calibration)))
+    ranges = unpack_ranges(record)
+    if subject.imported is not None and settings.from_qdq:
+        own = subject.imported.ranges
+        ranges = Ranges({**ranges.activations, **own.activations}, own.weights)
+    possible = rules.possible_edges(subject.shaped, ranges)
+    if settings.node_filter:
+        possible &= frozenset(
+            e for p in subject.patterns for parts in p.edges.values() for es in parts.values() for e in es
+        )
+    if not possible:
+        raise BadModel(f"{settings.model} has no tensor that could be quantized")
+    return replace(subject, ranges=ranges, possible=possible)
+
+
+def _float_model(settings: Settings, numbers: NumericFormat, notes: list[str]) -> tuple[Model, Reading | None]:
+    """The float model, and the pairs that came with it or with another file."""
+    model = _loaded(settings, numbers)
+    if settings.from_qdq:
+        if not is_quantized(model):
+            raise BadOption(f"{settings.model} has no Q/DQ pairs: leave --from-qdq out")
+        stripped = strip_pairs(model)
+        return stripped, _told(read_placement(stripped, model), notes)
+    if is_quantized(model):
+        raise BadModel(
+            f"{settings.model} already has Q/DQ pairs: give --from-qdq to strip them and search from there, "
+            "or the float model with --qdq-baseline"
+        )
+    if settings.qdq_baseline is not None:
+        return model, _told(read_placement(model, load(settings.qdq_baseline)), notes)
+    return model, None
+
+
+def _loaded(settings: Settings, numbers: NumericFormat) -> Model:
+    model = load(settings.model, fix_inputs=settings.fix_inputs, min_opset=numbers.opset)
+    if model.opset < 19 and any(info.dtype in HALF for info in model.tensors.values()):
+        return load(settings.model, fix_inputs=settings.fix_inputs, min_opset=19)
+    return model
+
+
+def _told(reading: Reading, notes: list[str]) -> Reading:
+    if reading.unmatched:
+        notes.append(f"{len(reading.unmatched)} pairs of the Q/DQ model have no counterpart and were left out "
+                     f"(the first: {reading.unmatched[0]})")  # fmt: skip
+    return reading
+
+
+def _fixed(settings: Settings) -> dict[str, Array]:
+    """The inputs that --fix-input has made constant, for the user's own file, which still asks for them."""
+    if not settings.fix_inputs:
+        return {}
+    specs = {s.name: s for s in input_specs(load(settings.model))}
+    return {
+        name: np.full(tuple(d or 1 for d in specs[name].shape), value).astype(specs[name].dtype)
+        for name, value in settings.fix_inputs.items()
+    }
+
+
+def _filtered(model: Model, found: tuple[Pattern, ...], wildcards: tuple[str, ...]) -> tuple[Pattern, ...]:
+    """The patterns with an instance that holds a node whose name matches one of the wildcards (all without any)."""
+    if not wildcards:
+        return found
+    names = {n.index for n in model.nodes if any(fnmatchcase(n.name, w) for w in wildcards)}
+    chosen = tuple(p for p in found if any(names & set(r.all_nodes()) for r in p.instances))
+    if not chosen:
+        raise BadOption("--node-filter-list matches no node of the model")
+    return chosen

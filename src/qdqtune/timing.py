@@ -1,0 +1,129 @@
+"""Deciding which of two models is faster, under noise.
+
+Two models are timed in interleaved rounds, and each round gives one ratio b/a: what drifts between rounds cancels.
+In every round a seeded coin says which model goes first, so for two equal models each ratio is above or below one with
+even odds whatever the noise looks like. The interval for the median ratio therefore comes from ranks alone (the sign
+test turned round), assumes no distribution, and is exact.
+
+Looking early and often would break a fixed interval. Looks happen at preset rounds only, and each look spends its
+share of the error, so that the whole comparison keeps `Plan.error`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import numpy as np
+from scipy.stats import binom
+
+from qdqtune.types import Failure, Measurement, Trial
+
+Verdict = Literal["faster", "slower", "undecided"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """When to look, and the error that a comparison may spend on each side.
+
+    With one-sided error 0.001 over four looks the first look needs 12 rounds, all on one side.
+    """
+
+    looks: tuple[int, ...] = (12, 20, 32, 48)
+    error: float = 0.001
+    slot_seconds: float = 0.02
+    warmup: int = 2
+
+    def __post_init__(self) -> None:
+        if not self.looks or list(self.looks) != sorted(set(self.looks)) or self.looks[0] < 1:
+            raise ValueError("looks are round counts in rising order")
+        if not 0 < self.error < 0.5:
+            raise ValueError("error lies in (0, 0.5)")
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Median of b/a with the interval that holds the true median except with `Plan.error` on either side.
+
+    An end is None where the rounds are too few to bound it.
+    """
+
+    median: float
+    low: float | None
+    high: float | None
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the interval says of b against a."""
+        if self.high is not None and self.high < 1:
+            return "faster"
+        return "slower" if self.low is not None and self.low > 1 else "undecided"
+
+    def __str__(self) -> str:
+        low, high = ("?" if end is None else f"{end:.3f}" for end in (self.low, self.high))
+        return f"{self.median:.3f} [{low}, {high}]"
+
+
+def ratio(measurement: Measurement, plan: Plan) -> Ratio:
+    """Ratio b/a of all rounds, at the error of one look (plan.error / number of looks).
+
+    The k-th smallest and k-th largest of n ratios bound the median with P(Binomial(n, 1/2) < k) on each side.
+    """
+    ratios = np.sort(np.asarray(measurement.b) / np.asarray(measurement.a))
+    rank = _rank(len(ratios), plan.error / len(plan.looks))
+    median = float(np.median(ratios))
+    return Ratio(median, float(ratios[rank - 1]), float(ratios[-rank])) if rank else Ratio(median, None, None)
+
+
+@cache
+def _rank(rounds: int, error: float) -> int:
+    """Largest k with P(Binomial(rounds, 1/2) <= k - 1) <= error; 0 if there is none."""
+    rank = 0
+    while binom.cdf(rank, rounds, 0.5) <= error:
+        rank += 1
+    return rank
+
+
+def envelope(ratios: list[Ratio]) -> Ratio:
+    """One ratio for several pairs of builds: the mean of the medians, and the widest interval.
+
+    Two builds of one file differ for good, by memory layout say, so that each pair of builds has a median of its own.
+    """
+    lows, highs = [r.low for r in ratios], [r.high for r in ratios]
+    low = min(x for x in lows if x is not None) if None not in lows else None
+    high = max(x for x in highs if x is not None) if None not in highs else None
+    return Ratio(float(np.exp(np.mean([np.log(r.median) for r in ratios]))), low, high)
+
+
+def judge(trial: Trial, plan: Plan) -> Ratio | None:
+    """The ratio of a candidate to what it was compared with; None if it failed."""
+    if isinstance(trial.result, Failure) or isinstance(trial.check, Failure):
+        return None
+    first = ratio(trial.result, plan)
+    return first if trial.check is None else envelope([first, ratio(trial.check, plan)])
+
+
+Rounds = Callable[[int, int], Measurement | Failure]
+"""(first round, number of rounds) -> samples."""
+
+
+def compare(rounds: Rounds, plan: Plan, *, decided: Callable[[Ratio], bool] | None = None) -> Measurement | Failure:
+    """Measure until a look decides, or the rounds are spent. All samples are kept.
+
+    `decided` says when to stop; by default as soon as the interval lies on one side of 1. The search stops a
+    candidate that is slower in the same way as one that is faster: both answers are worth the same.
+    """
+    done = decided or (lambda r: r.verdict != "undecided")
+    total: Measurement | None = None
+    for look in plan.looks:
+        first = len(total.a) if total else 0
+        part = rounds(first, look - first)
+        if isinstance(part, Failure):
+            return part
+        total = Measurement(total.a + part.a, total.b + part.b) if total else part
+        if done(ratio(total, plan)):
+            break
+    assert total is not None  # a plan has at least one look
+    return total

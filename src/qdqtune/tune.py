@@ -1,0 +1,320 @@
+"""The loop: propose, measure, accept, and at the end prove. Every mode runs through here."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qdqtune import __version__, placements
+from qdqtune.bench import Bench
+from qdqtune.errors import BaselineFailed, OutputError
+from qdqtune.observer import Observer, Silent, State
+from qdqtune.patterns import Pattern
+from qdqtune.qdq import Inserter
+from qdqtune.runner import Runner
+from qdqtune.settings import Settings
+from qdqtune.store import Store
+from qdqtune.strategies import Strategy, best_of
+from qdqtune.strategies.region import RegionSearch
+from qdqtune.subject import Subject, calibrated, fingerprint, open_subject
+from qdqtune.timing import Plan, Ratio, judge
+from qdqtune.types import Failure, Placement, Region, Trial
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came out: the placement that ships (empty without an improvement), the summary, and every trial.
+
+    `ratio` is final to baseline on the shipped files; None where nothing better was found. `shipped` says what
+    optimized_final.onnx is: the tuned model, the baseline, or a copy of the user's file.
+    """
+
+    shipped: str
+    placement: Placement
+    ratio: Ratio | None
+    summary: Mapping[str, Any]
+    history: tuple[Trial, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def improved(self) -> bool:
+        """Whether the shipped model is faster than the baseline, beyond noise."""
+        return self.shipped == "tuned"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run would do (`--dry-run`). Times in seconds; latency of the float model."""
+
+    regions: int
+    patterns: int
+    builds: int
+    latency: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Proof:
+    """The final file against the baseline and against the user's own file, on fresh builds."""
+
+    shipped: str
+    baseline: Ratio | None
+    given: Ratio | None
+    baseline_seconds: float
+    final_seconds: float
+    notes: tuple[str, ...]
+
+
+def tune(settings: Settings, observer: Observer | None = None) -> Result:
+    """Find the fastest placement for a model on an engine, and write it to the output folder.
+
+    Stop it at any time: the same call goes on where it was.
+
+    Raises:
+        QdqtuneError: see `errors`; BaselineFailed if the engine cannot run the float model.
+        KeyboardInterrupt: everything measured so far is in the state file.
+    """
+    observer = observer or Silent()
+    started = time.monotonic()
+    folder = _folder(settings.output_dir)
+    with Runner(settings.engine, time_limit_s=settings.time_limit, log_dir=folder / "logs") as runner:
+        observer.stage(f"reading {settings.model.name}")
+        subject = open_subject(settings, runner)
+        with Store(
+            settings.state, fingerprint(settings, subject, runner.describe()), restart=settings.restart
+        ) as store:
+            subject = calibrated(subject, settings, store, observer)
+            runner.feed(subject.feed)
+            inserter = Inserter(subject.model, subject.ranges, subject.numbers)
+            samples = subject.samples.first(settings.accuracy_samples)
+            with Bench(runner, inserter, store, folder / "candidates", settings.plan, samples, settings.seed) as bench:
+                observer.stage("measuring the float model")
+                bench.reference()
+                history = _search(_strategy(settings, subject), bench, settings, observer, subject)
+                observer.stage("proving the result on fresh builds")
+                best = best_of(history)
+                proof = _prove(best, bench, settings, folder)
+                final = best if proof.shipped == "tuned" else Placement()
+                _write_records(settings, subject, final, proof, history, folder)
+                summary = _summary(settings, subject, runner, bench, history, proof, final)
+                summary["seconds"] = round(time.monotonic() - started, 3)
+    placements.write_json(folder / "summary.json", summary)
+    return Result(proof.shipped, final, proof.baseline if final.edges else None, summary, tuple(history),
+                  (*subject.notes, *proof.notes))  # fmt: skip
+
+
+def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
+    """What `tune` would do, from one build of the float model. Calibrates nothing and leaves no state."""
+    observer = observer or Silent()
+    folder = _folder(settings.output_dir)
+    with Runner(settings.engine, time_limit_s=settings.time_limit, log_dir=folder / "logs") as runner:
+        observer.stage(f"reading {settings.model.name}")
+        subject = open_subject(settings, runner)
+        runner.feed(subject.feed)
+        observer.stage("measuring the float model")
+        handle = runner.load(settings.model, "estimate")
+        if isinstance(handle, Failure):
+            raise BaselineFailed(f"the engine cannot run the float model: {handle.reason}")
+        measured = runner.rounds(handle, handle, 2, seed=0, first_round=0, slot_seconds=0.0, warmup=1)
+        if isinstance(measured, Failure):
+            raise BaselineFailed(f"the engine cannot run the float model: {measured.reason}")
+    latency = float(np.median(measured.a))
+    slot = max(latency, settings.plan.slot_seconds)
+    schemes = len(subject.patterns) * settings.config.schemes_per_region
+    trials = min(settings.trials, schemes + 5)
+    per_trial = handle.build_seconds + 4 * slot * (settings.plan.looks[0] + settings.plan.warmup)
+    proof = 4 * (2 * handle.build_seconds + 4 * slot * settings.final_rounds)
+    seconds = trials * per_trial * 1.3 + proof  # a third of the candidates takes longer to decide, or is checked again
+    return Estimate(
+        subject.region_count, len(subject.patterns), trials + settings.builds - settings.trials, latency, seconds
+    )
+
+
+def _strategy(settings: Settings, subject: Subject) -> Strategy:
+    cached = placements.read_cache(settings.pattern_cache) if settings.pattern_cache else {}
+    return RegionSearch(
+        model=subject.shaped,
+        patterns=subject.patterns,
+        possible=subject.possible,
+        seeds=subject.suggestions(),
+        cached=cached,
+        config=settings.config,
+        plan=settings.plan,
+        seed=settings.seed,
+    )
+
+
+def _search(strategy: Strategy, bench: Bench, settings: Settings, observer: Observer, subject: Subject) -> list[Trial]:
+    """Trials until the strategy has no more ideas, or a budget is spent."""
+    history: list[Trial] = []
+    started = time.monotonic()
+
+    def left() -> float | None:
+        return None if settings.time_budget is None else settings.time_budget - (time.monotonic() - started)
+
+    def spent() -> bool:
+        remaining = left()
+        return remaining is not None and remaining <= 0
+
+    while len(history) < settings.trials and not spent():
+        batch = strategy.propose(history)[: settings.trials - len(history)]
+        if not batch:
+            break
+        against = best_of(history)
+        trials: list[Trial] = []
+        for proposal in batch:
+            trial, replayed = bench.measure(len(history) + len(trials) + 1, proposal, against)
+            trials.append(trial)
+            state = _state(history, trials, settings, time.monotonic() - started, left(), replayed)
+            observer.trial(trial, _verdict(trial, settings.plan), state)
+            if spent():
+                break
+        judged = _accepted(trials, settings.plan)
+        history += judged
+        bench.keep_only(best_of(history))
+        for trial in judged:
+            if trial.accepted:
+                _write_region_model(subject, bench, trial, settings)
+    return history
+
+
+def _accepted(trials: Sequence[Trial], plan: Plan) -> list[Trial]:
+    """The trials of one batch, the fastest of those that won marked as accepted."""
+    wins = [(found.median, -t.number) for t in trials if (found := judge(t, plan)) and found.verdict == "faster"]
+    chosen = -min(wins)[1] if wins else None
+    return [replace(t, accepted=t.number == chosen) for t in trials]
+
+
+def _verdict(trial: Trial, plan: Plan) -> str:
+    found = judge(trial, plan)
+    return "failed" if found is None else found.verdict
+
+
+def _state(
+    history: Sequence[Trial],
+    trials: Sequence[Trial],
+    settings: Settings,
+    seconds: float,
+    left: float | None,
+    replayed: bool,
+) -> State:
+    done = [*history, *_accepted(trials, settings.plan)]
+    ratios = [found.median for t in done if t.accepted and (found := judge(t, settings.plan))]
+    pace = seconds / len(done) * (settings.trials - len(done))
+    return State(len(done), settings.trials, float(np.prod(ratios)), best_of(done), seconds,
+                 pace if left is None else min(pace, left), replayed)  # fmt: skip
+
+
+def _prove(best: Placement, bench: Bench, settings: Settings, folder: Path) -> _Proof:
+    """Write the two files that may ship, and pair them as they lie on disk; what is not faster does not ship."""
+    baseline, final = folder / "baseline.onnx", folder / "optimized_final.onnx"
+    bench.write_whole(Placement(), baseline)
+    bench.write_whole(best, final)
+    notes: list[str] = []
+    ours = bench.confirm(f"proof:{best.digest}", baseline, final, settings.final_rounds)
+    if isinstance(ours, Failure):
+        raise BaselineFailed(f"the engine failed on the finished files: {ours.reason}")
+    samples = bench.latency(f"proof:{best.digest}")
+    given = bench.confirm(f"given:{best.digest}", settings.model, final, settings.final_rounds)
+    if isinstance(given, Failure):
+        notes.append(f"the engine does not run {settings.model.name} as it is ({given.reason}), so it was not compared")
+    good = bool(best.edges) and ours.verdict == "faster"
+    given_ratio = None if isinstance(given, Failure) else given
+    if given_ratio is not None:
+        good = good and (given_ratio.verdict == "faster" if settings.from_qdq else given_ratio.verdict != "slower")
+    if good:
+        return _Proof(
+            "tuned", ours, given_ratio, float(np.median(samples.a)), float(np.median(samples.b)), tuple(notes)
+        )
+    if best.edges:
+        notes.append(f"the best candidate did not prove faster on fresh builds (ratio {ours})")
+    source = settings.model if settings.from_qdq else baseline
+    _copy(source, final)
+    seconds = float(np.median(samples.a))
+    return _Proof("given" if settings.from_qdq else "baseline", ours, given_ratio, seconds, seconds, tuple(notes))
+
+
+def _copy(source: Path, target: Path) -> None:
+    try:
+        shutil.copyfile(source, target)
+        beside = source.with_name(source.name + ".data")
+        if beside.exists():
+            shutil.copyfile(beside, target.with_name(target.name + ".data"))
+    except OSError as error:
+        raise OutputError(f"cannot write {target}: {error.strerror or error}") from error
+
+
+def _write_region_model(subject: Subject, bench: Bench, trial: Trial, settings: Settings) -> None:
+    """Keep the best model of each region: the whole model with the placement as it was when that region last won."""
+    region = _region_of(subject.patterns, trial.proposal.pattern)
+    if region is not None:
+        name = f"region_{region.id}_level_{region.level}.onnx"
+        bench.write_linked(trial.placement, settings.output_dir / "region_models" / name)
+
+
+def _region_of(found: Sequence[Pattern], digest: str) -> Region | None:
+    return next((p.instances[0] for p in found if p.digest == digest), None)
+
+
+def _write_records(
+    settings: Settings, subject: Subject, final: Placement, proof: _Proof, history: Sequence[Trial], folder: Path
+) -> None:
+    recorded = placements.Recorded(final, settings.quant_type, settings.engine.name, settings.fix_inputs)
+    placements.write_placement(folder / "placement.yaml", recorded, settings.model.name)
+    shipped_ratio = proof.baseline.median if proof.baseline and final.edges else 1.0
+    caches = placements.cache_of(
+        subject.model, subject.patterns, (final, shipped_ratio), history, settings.plan,
+        minimum_distance=settings.config.pattern_cache_minimum_distance,
+        maximum_entries=settings.config.pattern_cache_max_entries_per_pattern,
+    )  # fmt: skip
+    target = settings.state.with_name(settings.state.stem + "_pattern_cache.yaml")
+    placements.write_cache(target, caches, subject.patterns)
+
+
+def _summary(
+    settings: Settings, subject: Subject, runner: Runner, bench: Bench, history: Sequence[Trial], proof: _Proof,
+    final: Placement,
+) -> dict[str, Any]:  # fmt: skip
+    tuned = proof.baseline if final.edges else None
+    sqnr = next((t.sqnr_db for t in history if t.placement == final), None)
+    description = runner.describe()
+    return {
+        "model": str(settings.model),
+        "engine": description,
+        "mode": settings.mode,
+        "shipped": proof.shipped,
+        "baseline_ms": proof.baseline_seconds * 1e3,
+        "final_ms": proof.final_seconds * 1e3,
+        "ratio": tuned.median if tuned else 1.0,
+        "ratio_low": tuned.low if tuned else None,
+        "ratio_high": tuned.high if tuned else None,
+        "ratio_to_given": proof.given.median if tuned and proof.given else None,
+        "builds": bench.builds,
+        "trials": len(history),
+        "engine_seconds": round(runner.engine_seconds, 3),
+        "patterns": len(subject.patterns),
+        "regions": subject.region_count,
+        "pairs": len({e.tensor for e in final}),
+        "edges": len(final),
+        "output_sqnr_db": sqnr,
+        "seed": settings.seed,
+        "versions": {"qdqtune": __version__, "onnx": version("onnx"), "python": platform.python_version(),
+                     settings.engine.name: description.get("version", "")},
+    }  # fmt: skip
+
+
+def _folder(path: Path) -> Path:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "logs").mkdir(exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot write to {path}: {error.strerror or error}") from error
+    return path

@@ -1,0 +1,201 @@
+"""What every engine must do. A test class per engine inherits `EngineContract` and says how to open it."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from qdqtune.engines import Engine, EngineSpec, open_engine
+from qdqtune.errors import EngineFailure
+from qdqtune.types import NumericFormat, QType
+
+RANDOM = np.random.default_rng(7)
+CONV_WEIGHT = (0.2 * RANDOM.standard_normal((8, 4, 3, 3))).astype(np.float32)
+MATMUL_WEIGHT = (0.2 * RANDOM.standard_normal((16, 8))).astype(np.float32)
+IMAGE = {"x": RANDOM.standard_normal((1, 4, 8, 8)).astype(np.float32)}
+ROWS = {"x": RANDOM.standard_normal((3, 16)).astype(np.float32)}
+
+
+def model_of(
+    nodes: list[onnx.NodeProto], shape: list[Any], constants: dict[str, Any], opset: int = 19
+) -> onnx.ModelProto:
+    """A model from input `x` of `shape` to output `y`. Constants are arrays or tensors."""
+    tensors = [numpy_helper.from_array(v, k) if isinstance(v, np.ndarray) else v for k, v in constants.items()]
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        tensors,
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=9)
+    return onnx.shape_inference.infer_shapes(model)
+
+
+def conv_model(side: int = 8) -> onnx.ModelProto:
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["c"], name="conv", pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["c"], ["y"], name="relu"),
+    ]
+    return model_of(nodes, ["batch", 4, side, side], {"w": CONV_WEIGHT})
+
+
+def matmul_model() -> onnx.ModelProto:
+    return model_of([helper.make_node("MatMul", ["x", "w"], ["y"], name="matmul")], ["n", 16], {"w": MATMUL_WEIGHT})
+
+
+def quantized_conv_model(numbers: NumericFormat, side: int = 8) -> onnx.ModelProto:
+    """The convolution with a pair on its input, its weight and its output, in an engine's own numbers."""
+    dtypes = {QType.INT8: TensorProto.INT8, QType.UINT8: TensorProto.UINT8, QType.FP8: TensorProto.FLOAT8E4M3FN}
+    activation, weight = dtypes[numbers.activation], dtypes[numbers.weight]
+    middle = 128 if numbers.activation is QType.UINT8 else 0
+    weight_high = 63 if numbers.reduced_weights else numbers.weight.high
+    channels = np.abs(CONV_WEIGHT).max(axis=(1, 2, 3)) if numbers.per_channel else np.abs(CONV_WEIGHT).max()
+    weight_scale = np.array(channels / weight_high, np.float32)
+    spread = 4.0 / (numbers.activation.high - middle)
+    constants = {
+        "w": CONV_WEIGHT,
+        "s": np.array(spread, np.float32),
+        "z": helper.make_tensor("z", activation, [], [middle]),
+        "ws": weight_scale,
+        "wz": helper.make_tensor("wz", weight, weight_scale.shape, [0] * weight_scale.size),
+    }
+    axis = {"axis": 0} if numbers.per_channel else {}
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["xq"]),
+        helper.make_node("DequantizeLinear", ["xq", "s", "z"], ["xd"]),
+        helper.make_node("QuantizeLinear", ["w", "ws", "wz"], ["wq"], **axis),
+        helper.make_node("DequantizeLinear", ["wq", "ws", "wz"], ["wd"], **axis),
+        helper.make_node("Conv", ["xd", "wd"], ["c"], name="conv", pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["c"], ["r"], name="relu"),
+        helper.make_node("QuantizeLinear", ["r", "s", "z"], ["rq"]),
+        helper.make_node("DequantizeLinear", ["rq", "s", "z"], ["y"]),
+    ]
+    return model_of(nodes, ["batch", 4, side, side], constants)
+
+
+class EngineContract:
+    """Inherit, and set `spec`."""
+
+    spec: EngineSpec
+
+    @pytest.fixture
+    def engine(self) -> Engine:
+        return open_engine(self.spec)
+
+    @pytest.fixture
+    def log(self, tmp_path: Path) -> Path:
+        return tmp_path / "build.log"
+
+    def test_describe_is_stable_text_that_names_engine_and_version(self, engine: Engine) -> None:
+        first, second = engine.describe(), open_engine(self.spec).describe()
+        assert first == second
+        assert first["engine"] == self.spec.name
+        assert {"version", "device", "threads"} <= set(first)
+        assert all(isinstance(value, str) for value in first.values())
+
+    def test_int8_format_has_integer_types(self, engine: Engine) -> None:
+        numbers = engine.numeric_format("int8")
+        assert numbers.activation in (QType.INT8, QType.UINT8)
+        assert numbers.weight is QType.INT8
+
+    @pytest.mark.parametrize(("make", "inputs"), [(conv_model, IMAGE), (matmul_model, ROWS)])
+    def test_outputs_are_those_of_the_reference(
+        self, engine: Engine, tmp_path: Path, log: Path, make: Any, inputs: dict[str, Any]
+    ) -> None:
+        onnx.save(make(), tmp_path / "m.onnx")
+        outputs = engine.build(tmp_path / "m.onnx", log).run(inputs)
+        assert list(outputs) == ["y"]
+        np.testing.assert_allclose(outputs["y"], ReferenceEvaluator(make()).run(None, inputs)[0], atol=1e-4)
+        assert log.exists()
+
+    def test_a_model_quantized_in_its_own_format_is_near_the_float_model(
+        self, engine: Engine, tmp_path: Path, log: Path
+    ) -> None:
+        onnx.save(quantized_conv_model(engine.numeric_format("int8")), tmp_path / "q.onnx")
+        quantized = engine.build(tmp_path / "q.onnx", log).run(IMAGE)["y"]
+        exact = np.clip(ReferenceEvaluator(conv_model()).run(None, IMAGE)[0], 0, 4)
+        assert 0 < np.abs(quantized - exact).max() < 0.2
+
+    def test_external_data_beside_the_file_is_found(self, engine: Engine, tmp_path: Path, log: Path) -> None:
+        onnx.save(
+            conv_model(), tmp_path / "m.onnx", save_as_external_data=True, location="weights.bin", size_threshold=0
+        )
+        assert (tmp_path / "weights.bin").stat().st_size >= CONV_WEIGHT.nbytes
+        outputs = engine.build(tmp_path / "m.onnx", log).run(IMAGE)
+        np.testing.assert_allclose(outputs["y"], ReferenceEvaluator(conv_model()).run(None, IMAGE)[0], atol=1e-4)
+
+    def test_missing_external_data_is_refused(self, engine: Engine, tmp_path: Path, log: Path) -> None:
+        path = tmp_path / "m.onnx"
+        onnx.save(conv_model(), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+        (tmp_path / "weights.bin").unlink()
+        with pytest.raises(EngineFailure):
+            engine.build(path, log)
+
+    @pytest.mark.parametrize("runs", [1, 4])
+    def test_time_is_positive(self, engine: Engine, tmp_path: Path, log: Path, runs: int) -> None:
+        onnx.save(conv_model(), tmp_path / "m.onnx")
+        assert 0 < engine.build(tmp_path / "m.onnx", log).time(IMAGE, runs) < 1
+
+    def test_the_batch_may_differ_from_run_to_run(self, engine: Engine, tmp_path: Path, log: Path) -> None:
+        onnx.save(conv_model(), tmp_path / "m.onnx")
+        built = engine.build(tmp_path / "m.onnx", log)
+        three = {"x": np.concatenate([IMAGE["x"]] * 3)}
+        assert built.run(IMAGE)["y"].shape == (1, 8, 8, 8)
+        assert built.run(three)["y"].shape == (3, 8, 8, 8)
+        assert built.time(three, 1) > 0
+
+    @pytest.mark.parametrize("kind", ["missing", "not onnx", "unknown operator", "dangling input"])
+    def test_a_bad_model_is_refused_in_one_line_with_a_log(
+        self, engine: Engine, tmp_path: Path, log: Path, kind: str
+    ) -> None:
+        path = tmp_path / "bad.onnx"
+        if kind == "not onnx":
+            path.write_bytes(b"this is no model")
+        elif kind == "unknown operator":
+            onnx.save(model_of([helper.make_node("NoSuchOp", ["x"], ["y"])], [1], {}), path)
+        elif kind == "dangling input":
+            onnx.save(model_of([helper.make_node("Add", ["x", "nobody"], ["y"])], [1], {}), path)
+        with pytest.raises(EngineFailure) as refusal:
+            engine.build(path, log)
+        assert len(str(refusal.value).splitlines()) == 1
+        assert log.read_text().strip()
+
+    def test_wrong_inputs_are_a_failure(self, engine: Engine, tmp_path: Path, log: Path) -> None:
+        onnx.save(conv_model(), tmp_path / "m.onnx")
+        built = engine.build(tmp_path / "m.onnx", log)
+        with pytest.raises(EngineFailure):
+            built.run({"x": np.zeros((1, 3, 8, 8), np.float32)})
+        with pytest.raises(EngineFailure):
+            built.run({})
+
+    def test_two_builds_of_one_file_live_side_by_side(self, engine: Engine, tmp_path: Path, log: Path) -> None:
+        onnx.save(matmul_model(), tmp_path / "m.onnx")
+        first, second = (engine.build(tmp_path / "m.onnx", log) for _ in range(2))
+        first.close()
+        assert second.run(ROWS)["y"].shape == (3, 8)
+
+    def test_close_frees_the_model(self, engine: Engine, tmp_path: Path, log: Path) -> None:
+        statm = Path("/proc/self/statm")
+        if not statm.exists():
+            pytest.skip("needs /proc")
+        weight = np.ones((1024, 2048), np.float32)  # 8 MB
+        onnx.save(
+            model_of([helper.make_node("MatMul", ["x", "w"], ["y"])], ["n", 1024], {"w": weight}), tmp_path / "m.onnx"
+        )
+        pages = []
+        for _ in range(8):
+            built = engine.build(tmp_path / "m.onnx", log)
+            built.run({"x": np.ones((1, 1024), np.float32)})
+            built.close()
+            del built
+            gc.collect()
+            pages.append(int(statm.read_text().split()[1]))
+        assert (pages[-1] - pages[1]) * 4096 < 3 * weight.nbytes

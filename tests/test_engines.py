@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import helper
+
+from engine_contract import IMAGE, EngineContract, conv_model, model_of, quantized_conv_model
+from qdqtune.engines import EngineSpec, one_line, open_engine
+from qdqtune.engines import fake as fake_module
+from qdqtune.engines import onnxruntime as ort_module
+from qdqtune.engines.fake import latency
+from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
+from qdqtune.types import NumericFormat, QType
+
+SYMMETRIC = NumericFormat(QType.INT8, QType.INT8, symmetric=True)
+
+
+class TestFake(EngineContract):
+    spec = EngineSpec("fake")
+
+
+class TestFakeAsymmetric(EngineContract):
+    spec = EngineSpec("fake", {"asymmetric": True, "noise": 0.05, "drift": 0.1, "spikes": 0.01})
+
+
+class TestOnnxRuntime(EngineContract):
+    spec = EngineSpec("onnxruntime")
+
+
+class TestOnnxRuntimeThreads(EngineContract):
+    spec = EngineSpec("onnxruntime", {"threads": 2})
+
+
+def test_importing_the_package_imports_no_engine() -> None:
+    code = "import sys, qdqtune.engines, qdqtune.runner; sys.exit(any('onnxruntime' in m for m in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (EngineSpec("nosuch"), "unknown engine 'nosuch'; there are fake, onnxruntime"),
+        (EngineSpec("onnxruntime", {"speed": 1}), "no option 'speed'; it has threads, provider"),
+        (EngineSpec("onnxruntime", {"threads": 0}), "--threads"),
+        (EngineSpec("onnxruntime", {"threads": "two"}), "--threads"),
+        (EngineSpec("fake", {"faults": {"melt": "*"}}), "no fault 'melt'"),
+        (EngineSpec("fake", {"noise": -1}), "negative"),
+    ],
+)
+def test_bad_options_are_named(spec: EngineSpec, words: str) -> None:
+    with pytest.raises(BadOption, match=words.replace("*", r"\*")):
+        open_engine(spec)
+
+
+def test_a_missing_library_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "qdqtune.engines.onnxruntime", None)
+    with pytest.raises(EngineUnavailable, match="'onnxruntime' cannot be loaded"):
+        open_engine(EngineSpec("onnxruntime"))
+
+
+def test_a_missing_provider_names_those_that_exist() -> None:
+    with pytest.raises(EngineUnavailable, match=r"it has .*CPUExecutionProvider"):
+        open_engine(EngineSpec("onnxruntime", {"provider": "NoSuchExecutionProvider"}))
+
+
+def test_onnxruntime_has_no_fp8() -> None:
+    with pytest.raises(BadOption, match="--quant-type int8"):
+        open_engine(EngineSpec("onnxruntime")).numeric_format("fp8")
+
+
+@pytest.mark.parametrize(
+    ("machine", "cpuinfo", "reduced"),
+    [
+        ("x86_64", "model name : Old\nflags\t\t: sse avx2 avx512f\n", True),
+        ("x86_64", "flags\t\t: avx2 avx512_vnni\n", False),
+        ("AMD64", "flags\t\t: avx2 avx_vnni\n", False),
+        ("x86_64", "flags\t\t: avx2 amx_int8\n", False),
+        ("x86_64", "", True),
+        ("aarch64", "Features\t: fp asimd\n", False),
+        ("arm64", "", False),
+    ],
+)
+def test_weights_lose_a_bit_where_products_saturate(
+    monkeypatch: pytest.MonkeyPatch, machine: str, cpuinfo: str, reduced: bool
+) -> None:
+    monkeypatch.setattr(ort_module, "_cpuinfo", lambda: cpuinfo)
+    monkeypatch.setattr(ort_module.platform, "machine", lambda: machine)
+    numbers = ort_module.create().numeric_format("int8")
+    assert numbers.reduced_weights is reduced
+    assert (numbers.activation, numbers.bias, numbers.drop_clamps) == (QType.UINT8, "int32", True)
+
+
+@pytest.mark.parametrize("op", ["MaxPool", "Flatten", "Transpose"])
+def test_onnxruntime_runs_shared_scale_operators_on_integers(tmp_path: Path, op: str) -> None:
+    assert op in ort_module.SHARED_SCALE_OPS
+    attributes = {"kernel_shape": [2, 2]} if op == "MaxPool" else {}
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["d"]),
+        helper.make_node(op, ["d"], ["t"], **attributes),
+        helper.make_node("QuantizeLinear", ["t", "s", "z"], ["u"]),
+        helper.make_node("DequantizeLinear", ["u", "s", "z"], ["y"]),
+    ]
+    model = model_of(nodes, [1, 4, 6, 6], {"s": np.array(0.1, np.float32), "z": np.array(3, np.uint8)}, opset=17)
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    options.log_severity_level = 3
+    onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    ran = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
+    assert ran == ["QuantizeLinear", op, "DequantizeLinear"]
+
+
+def test_one_line_joins_and_shortens() -> None:
+    assert one_line(ValueError("a\n  b")) == "a b"
+    assert one_line(ValueError()) == "ValueError"
+    assert len(one_line("x" * 999, limit=50)) == 50
+
+
+def test_a_pair_around_a_small_operator_costs_and_around_a_large_one_gains() -> None:
+    def gain(side: int) -> float:
+        return latency(conv_model(side)) / latency(quantized_conv_model(SYMMETRIC, side))
+
+    assert gain(4) < 1 < gain(256)
+
+
+def _chain(quantized: set[str]) -> onnx.ModelProto:
+    """Conv, Softmax, Conv: the tensors in `quantized`, and both weights, carry a pair for their one reader."""
+    nodes, current = [], "x"
+    weight = np.ones((16, 16, 3, 3), np.float32)
+    constants = {"s": np.array(0.1, np.float32), "z": np.array(0, np.int8)}
+
+    def pair(tensor: str) -> str:
+        nodes.append(helper.make_node("QuantizeLinear", [tensor, "s", "z"], [f"{tensor}_q"]))
+        nodes.append(helper.make_node("DequantizeLinear", [f"{tensor}_q", "s", "z"], [f"{tensor}_d"]))
+        return f"{tensor}_d"
+
+    for op, out in (("Conv", "a"), ("Softmax", "b"), ("Conv", "y0")):
+        current = pair(current) if current in quantized else current
+        inputs = [current]
+        if op == "Conv":
+            constants[f"w_{out}"] = weight
+            inputs.append(pair(f"w_{out}"))
+        nodes.append(helper.make_node(op, inputs, [out], **({"pads": [1, 1, 1, 1]} if op == "Conv" else {})))
+        current = out
+    current = pair(current) if current in quantized else current
+    nodes.append(helper.make_node("Identity", [current], ["y"]))
+    return model_of(nodes, [1, 16, 16, 16], constants)
+
+
+def test_an_operator_without_integer_kernel_gains_nothing_from_pairs() -> None:
+    nothing, everything = latency(_chain(set())), latency(_chain({"x", "a", "b", "y0"}))
+    last_only = latency(_chain({"b", "y0"}))
+    half_a_pair = latency(_chain({"b"}))
+    assert last_only < nothing < half_a_pair
+    assert everything < nothing
+    assert latency(_chain({"a"})) > nothing
+
+
+def test_pairs_on_constants_are_folded() -> None:
+    without = _chain(set())
+    for node in [n for n in without.graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")]:
+        without.graph.node.remove(node)
+    for node in without.graph.node:
+        node.input[:] = [name.removesuffix("_d") for name in node.input]
+    assert latency(without) == latency(_chain(set()))
+
+
+def _samples(tmp_path: Path, count: int, **options: object) -> np.ndarray:
+    onnx.save(conv_model(), tmp_path / "m.onnx")
+    built = fake_module.create(**options).build(tmp_path / "m.onnx", tmp_path / "log")  # type: ignore[arg-type]
+    return np.array([built.time(IMAGE, 1) for _ in range(count)]) / latency(conv_model())
+
+
+def test_noise_follows_the_seed_and_the_call(tmp_path: Path) -> None:
+    options = {"noise": 0.05, "drift": 0.1, "spikes": 0.02}
+    first = _samples(tmp_path, 50, seed=1, **options)
+    assert (first == _samples(tmp_path, 50, seed=1, **options)).all()
+    assert (first != _samples(tmp_path, 50, seed=2, **options)).all()
+    assert (_samples(tmp_path, 5) == 1).all()
+
+
+def test_noise_has_the_size_that_was_asked_for(tmp_path: Path) -> None:
+    noise = np.log(_samples(tmp_path, 2000, noise=0.05))
+    drift = np.log(_samples(tmp_path, 2000, drift=0.1))
+    spikes = _samples(tmp_path, 2000, spikes=0.02)
+    assert math.isclose(noise.std(), 0.05, rel_tol=0.1)
+    assert abs(np.corrcoef(noise[1:], noise[:-1])[0, 1]) < 0.1
+    assert np.corrcoef(drift[1:], drift[:-1])[0, 1] > 0.95
+    assert 0.03 < drift.std() < 0.2
+    assert 10 < (spikes > 1).sum() < 80
+    assert spikes.max() <= 3
+
+
+def test_a_fault_strikes_only_models_with_a_pair_at_that_node(tmp_path: Path) -> None:
+    engine = fake_module.create(faults={"refuse": "con*"})
+    onnx.save(conv_model(), tmp_path / "float.onnx")
+    onnx.save(quantized_conv_model(SYMMETRIC), tmp_path / "quantized.onnx")
+    assert engine.build(tmp_path / "float.onnx", tmp_path / "log").time(IMAGE, 1) > 0
+    with pytest.raises(EngineFailure, match="no implementation"):
+        engine.build(tmp_path / "quantized.onnx", tmp_path / "log")
+    other = fake_module.create(faults={"refuse": "matmul*"})
+    assert other.build(tmp_path / "quantized.onnx", tmp_path / "log").time(IMAGE, 1) > 0
+
+
+def test_fake_runs_fp8(tmp_path: Path) -> None:
+    engine = fake_module.create()
+    onnx.save(quantized_conv_model(engine.numeric_format("fp8")), tmp_path / "q.onnx")
+    quantized = engine.build(tmp_path / "q.onnx", tmp_path / "log").run(IMAGE)["y"]
+    onnx.save(conv_model(), tmp_path / "f.onnx")
+    exact = engine.build(tmp_path / "f.onnx", tmp_path / "log").run(IMAGE)["y"]
+    assert 0 < np.abs(quantized - np.clip(exact, 0, 4)).max() < 0.5

@@ -1,0 +1,328 @@
+"""Patterns: what makes signatures equal, and that points mean the same edges in every instance."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
+from region_models import Network, networks, resnet, shuffled
+
+from qdqtune import patterns, regions
+from qdqtune.structure import COMMUTATIVE
+from qdqtune.types import ChildInput, Edge, NodeInput, Region, RegionKind, RegionOutput, Scheme
+
+
+def grouped(model, **options):
+    return patterns.group(model, regions.find(model, "topology", **options))
+
+
+def only(net):
+    """The pattern and the region of a network that is one leaf."""
+    model = net.model()
+    (pattern,) = grouped(model)
+    return model, pattern, pattern.instances[0]
+
+
+def signature(op, *inputs, **attributes):
+    net = Network(inputs=["input", "other"])
+    net.outputs = [net.add(op, *inputs, **attributes)]
+    return only(net)[1].signature
+
+
+# ---- signatures
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (("Relu", "input"), ("Sigmoid", "input")),
+        (("Relu", "input"), ("Relu", "input", {"domain": "custom"})),
+        (("Concat", "input", "other"), ("Concat", "input", "other", "input")),
+        (("Concat", "input", "other"), ("Concat", "input", "input")),
+        (("Concat", "input", "other"), ("Concat", "input", "other", {"axis": 1})),
+        (("Conv", "input", "weight"), ("Conv", "input", "weight", "bias")),
+        (("Conv", "input", "weight"), ("Conv", "input", "other")),
+        (("Clip", "input", "", "scalar"), ("Clip", "input", "scalar")),
+        (("MatMul", "input", "weight"), ("MatMul", "weight", "input")),
+        (("Add", "input", "bias"), ("Add", "input", "scalar")),
+        (("Sub", "input", "bias"), ("Sub", "bias", "input")),
+    ],
+)
+def test_signatures_tell_apart(a, b):
+    made = [signature(*(x for x in s if not isinstance(x, dict)), **next((x for x in s if isinstance(x, dict)), {}))
+            for s in (a, b)]  # fmt: skip
+    assert made[0] != made[1]
+
+
+def test_big_attributes_enter_by_content():
+    def made(last):
+        values = numpy_helper.from_array(np.array([0.0] * 500 + [last], np.float32))
+        return signature("Custom", "input", domain="custom", table=values)
+
+    assert made(1.0) == made(1.0)
+    assert made(1.0) != made(2.0)
+    assert len(made(1.0)) < 200
+
+
+def test_bodies_enter_by_their_operators():
+    def made(op):
+        body = helper.make_graph([helper.make_node(op, ["input"], ["y"], name="any")], "body", [],
+                                 [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1])])  # fmt: skip
+        return signature("If", "condition", then_branch=body, else_branch=body)
+
+    assert made("Relu") == made("Relu")
+    assert made("Relu") != made("Sigmoid")
+
+
+def test_the_type_class_enters():
+    def made(dtype):
+        net = Network()
+        half = net.add("Custom", net.add("Custom", "input", domain="c", dtype=dtype), domain="c")
+        net.outputs = [half]
+        return only(net)[1].signature
+
+    assert made(TensorProto.FLOAT) == made(TensorProto.FLOAT16)
+    assert made(TensorProto.FLOAT) != made(TensorProto.INT64)
+
+
+@pytest.mark.parametrize("op", sorted(COMMUTATIVE - {"Equal", "And", "Or", "Xor"}))
+def test_inputs_of_commutative_operators_stand_in_any_order(op):
+    assert signature(op, "input", "bias") == signature(op, "bias", "input")
+
+
+def test_a_depthwise_convolution_is_one_whatever_its_number_of_channels():
+    def made(group):
+        net = Network()
+        net.outputs = [net.add("Conv", "input", "depthwise", group=group)]
+        return only(net)[1].signature
+
+    assert made(8) == made(16)
+    assert made(8) != made(1)
+    assert signature("Conv", "input", "weight", group=2) != signature("Conv", "input", "weight", group=4)
+
+
+def test_the_order_of_children_is_structural():
+    def made(first, second):
+        net = Network()
+        x = net.add("Relu", "input")
+        branches = [net.add(op, net.conv(x)) for op in (first, second)]
+        net.outputs = [net.add("Mul", *branches)]
+        return {p.signature for p in grouped(net.model()) if p.kind is RegionKind.COMPOSITE}
+
+    assert made("Sigmoid", "Tanh") == made("Tanh", "Sigmoid") != set()
+
+
+def test_a_different_division_of_the_same_nodes_is_a_different_pattern():
+    model = resnet(1)
+    (whole,) = (p for p in grouped(model) if p.kind is RegionKind.COMPOSITE)
+    region = whole.instances[0]
+    nodes = region.all_nodes()
+    halves = tuple(Region(100 + k, 1, RegionKind.LEAF, part) for k, part in enumerate((nodes[:1], nodes[1:])))
+    with pytest.raises(ValueError, match="no instance"):
+        patterns.resolve(model, whole, Region(99, 0, RegionKind.COMPOSITE, (), halves), whole.everything)
+
+
+def test_digests_are_the_same_in_every_process():
+    digests = {p.digest: p.ops for p in grouped(resnet(2))}
+    assert digests == DIGESTS
+
+
+# ---- points
+
+
+def test_a_leaf_has_a_point_for_each_edge_that_can_carry():
+    net = Network()
+    x = net.add("Clip", net.conv("input"), "scalar", "scalar")
+    net.outputs = [x]
+    model, pattern, region = only(net)
+    assert pattern.points == (NodeInput(0, 0), NodeInput(0, 1), NodeInput(1, 0), RegionOutput(0, node=1))
+    assert patterns.resolve(model, pattern, region, pattern.everything) == {
+        Edge("input", "node0", 0), Edge("weight", "node0", 1), Edge("node0:0", "node1", 0), Edge("node1:0", "", 0),
+    }  # fmt: skip
+
+
+def test_a_residual_block_has_points_at_the_borders_of_its_leaves_and_at_its_weights():
+    model = resnet(1)
+    (pattern,) = (p for p in grouped(model) if p.kind is RegionKind.COMPOSITE)
+    edges = pattern.edges[pattern.instances[0]]
+    weights = [p for p in edges if isinstance(p, NodeInput)]
+    entries = {p: {str(e) for e in edges[p]} for p in edges if isinstance(p, ChildInput)}
+    assert len(weights) == 2
+    assert entries == {
+        ChildInput(0, 0): {"node1:0 -> node2[0]"},
+        ChildInput(1, 0): {"node3:0 -> node4[0]"},
+        ChildInput(1, 1): {"node1:0 -> node5[1]"},
+    }
+    assert edges[RegionOutput(0, region=1)] == {Edge("node6:0", "", 0)}
+
+
+def test_what_cannot_carry_a_pair_is_no_point():
+    net = Network()
+    integers = net.add("Shape", net.add("Relu", "input"), dtype=TensorProto.INT64)
+    x = net.add("Reshape", "node0:0", integers)
+    unknown = net.add("Custom", x, domain="custom", dtype=TensorProto.UNDEFINED)
+    body = net.branch(x)
+    net.outputs = [net.add("If", "condition", then_branch=body, else_branch=body), net.add("Relu", unknown)]
+    model = net.model()
+    edges = {e for p in grouped(model) for own in p.edges.values() for some in own.values() for e in some}
+    assert {(e.tensor, e.node, e.index) for e in edges} == {
+        ("input", "node0", 0), ("node0:0", "node2", 0), ("node2:0", "node3", 0), ("node4:0", "", 0), ("node5:0", "", 1),
+    }  # fmt: skip
+
+
+def test_regions_without_points_have_no_pattern():
+    net = Network()
+    net.types["input"] = TensorProto.INT64
+    net.outputs = [net.add("Add", "input", "input", dtype=TensorProto.INT64)]
+    assert grouped(net.model()) == ()
+
+
+def test_a_region_output_takes_every_use_outside():
+    net = Network()
+    x = net.add("Relu", net.conv("input"))
+    net.outputs = [net.conv(x), net.conv(x), x]
+    model = net.model()
+    first = grouped(model)[0]
+    out = Scheme(frozenset({RegionOutput(0, node=1)}))
+    assert {str(e) for e in patterns.resolve(model, first, first.instances[0], out)} == {
+        "node1:0 -> node2[0]", "node1:0 -> node3[0]", "node1:0 -> output 2"}  # fmt: skip
+
+
+def test_the_skip_edge_stays_the_skip_edge():
+    """Swapped inputs of Add, and names that sort the other way round: the same point is the same role."""
+    model = resnet(4, swap={1, 3})
+    (pattern,) = (p for p in grouped(model) if "Add" in p.ops and p.kind is RegionKind.LEAF)
+    assert len(pattern.instances) == 4
+    (add,) = {p.node for p in pattern.points if isinstance(p, NodeInput) and pattern.ops[p.node] == "Add"}
+    for region, swapped in zip(pattern.instances, (False, True, False, True), strict=True):
+        main, skip = (patterns.resolve(model, pattern, region, Scheme(frozenset({NodeInput(add, k)}))) for k in (0, 1))
+        assert [e.index for e in (*main, *skip)] == ([1, 0] if swapped else [0, 1])
+        assert model.nodes[model.producers[next(iter(main)).tensor]].op == "Conv"
+
+
+def test_a_foreign_region_or_point_is_refused():
+    model = resnet(1)
+    first, *others = grouped(model)
+    with pytest.raises(ValueError, match="no instance"):
+        patterns.resolve(model, first, others[0].instances[0], first.everything)
+    with pytest.raises(ValueError, match="no point"):
+        patterns.resolve(model, first, first.instances[0], Scheme(frozenset({NodeInput(7, 0)})))
+
+
+def test_place_is_the_union_over_instances():
+    model = resnet(3)
+    made = grouped(model)
+    chosen = [p for p in made if len(p.instances) == 3 and p.kind is RegionKind.LEAF]
+    placement = patterns.place(model, made, {p.digest: p.everything for p in chosen})
+    expected = {e for p in chosen for r in p.instances for e in patterns.resolve(model, p, r, p.everything)}
+    assert placement.edges == expected
+    assert len(expected) > 3
+
+
+# ---- properties
+
+
+@settings(max_examples=150, deadline=None)
+@given(networks(), st.data())
+def test_equal_signatures_mean_equal_shapes(net, data):
+    model = net.model()
+    size = data.draw(st.sampled_from([1, 3, 10]))
+    for pattern in grouped(model, max_sequence_size=size, min_topdown_size=size):
+        shapes = [_shape(model, pattern, region) for region in pattern.instances]
+        assert all(shape == shapes[0] for shape in shapes)
+        for region in pattern.instances:
+            chosen = frozenset(data.draw(st.sets(st.sampled_from(pattern.points))))
+            edges = patterns.resolve(model, pattern, region, Scheme(chosen))
+            assert patterns.scheme_of(model, pattern, region, edges) == Scheme(chosen)
+            assert len(edges) >= len(chosen)
+
+
+def _shape(model, pattern, region):
+    """For each point what its edges join; how many users a region output has is not a matter of the region."""
+
+    def ends(point, edge):
+        made_by = model.nodes[model.producers[edge.tensor]].op if edge.tensor in model.producers else None
+        if isinstance(point, RegionOutput):
+            return made_by
+        user = model.nodes[model.index_of[edge.node]]
+        inside = model.producers.get(edge.tensor) in region.all_nodes()
+        return user.op, None if user.op in COMMUTATIVE else edge.index, made_by if inside else None
+
+    return {p: sorted({ends(p, e) for e in edges}, key=repr) if isinstance(p, RegionOutput)
+            else sorted((ends(p, e) for e in edges), key=repr)
+            for p, edges in pattern.edges[region].items()}  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(networks(tagged=True), st.data())
+def test_names_order_and_commutative_inputs_do_not_matter(net, data):
+    """The same regions in a rewritten model have the same signatures, and points mean the corresponding edges."""
+    model = net.model()
+    order = _topological(net, data)
+    swaps = {k for k, n in enumerate(net.nodes) if n.op_type in COMMUTATIVE and data.draw(st.booleans())}
+    new, names, tensors = shuffled(net, order, swaps)
+    other = new.model()
+    place = {old: k for k, old in enumerate(order)}
+    swapped = {net.nodes[k].name for k in swaps}
+
+    def moved(region):
+        nodes = tuple(sorted(place[n] for n in region.nodes))
+        return Region(region.id, region.level, region.kind, nodes, tuple(map(moved, region.children)))
+
+    def translated(edge):
+        index = 1 - edge.index if edge.node in swapped and edge.index < 2 else edge.index
+        return Edge(tensors.get(edge.tensor, edge.tensor), names.get(edge.node, ""), index)
+
+    for pattern in grouped(model, max_sequence_size=4, min_topdown_size=4):
+        for region in pattern.instances:
+            for point in pattern.points:
+                scheme = Scheme(frozenset({point}))
+                before = patterns.resolve(model, pattern, region, scheme)
+                after = patterns.resolve(other, pattern, moved(region), scheme)
+                assert _roles(other, map(translated, before)) == _roles(other, after)
+
+
+def _roles(model, edges):
+    """Edges, but for which of two inputs: of Add(x, x) either may come first."""
+
+    def index(edge):
+        node = model.nodes[model.index_of[edge.node]] if edge.node else None
+        same = node is not None and node.op in COMMUTATIVE and node.inputs.count(edge.tensor) > 1
+        return None if same else edge.index
+
+    return sorted((e.tensor, e.node, index(e)) for e in edges)
+
+
+def _topological(net, data):
+    """A random order of the nodes in which producers come first."""
+    producer = {t: k for k, n in enumerate(net.nodes) for t in n.output}
+    needs = [set() for _ in net.nodes]
+    for k, node in enumerate(net.nodes):
+        bodies = [a.g for a in node.attribute if a.HasField("g")]
+        read = [*node.input, *(t for b in bodies for n in b.node for t in n.input)]
+        needs[k] = {producer[t] for t in read if t in producer}
+    order, waiting = [], set(range(len(needs)))
+    while waiting:
+        ready = sorted(k for k in waiting if not needs[k] & waiting)
+        order.append(data.draw(st.sampled_from(ready)))
+        waiting.remove(order[-1])
+    return order
+
+
+@settings(max_examples=100, deadline=None)
+@given(networks(max_nodes=15), st.data())
+def test_alike_nodes_do_not_split_a_pattern(net, data):
+    """Untagged, so that many nodes tie: the signature is still that of the rewritten model's region."""
+    model, order = net.model(), _topological(net, data)
+    other = shuffled(net, order, {k for k, n in enumerate(net.nodes) if n.op_type in COMMUTATIVE})[0].model()
+    place = {old: k for k, old in enumerate(order)}
+    for pattern in grouped(model, max_sequence_size=15, min_topdown_size=15):
+        for region in pattern.instances:
+            if not region.children:
+                copy = Region(region.id, 0, region.kind, tuple(sorted(place[n] for n in region.nodes)))
+                assert patterns.resolve(other, pattern, copy, Scheme()) == frozenset()
+
+
+DIGESTS: dict[str, tuple[str, ...]] = {}
