@@ -12,6 +12,8 @@ from qdqtune.graph import Model
 
 SHAPE = [1, 8, 4, 4]
 
+OPS = ["Relu", "Conv", "Add", "Add", "AddConst", "Mul", "Sub", "MatMul", "Split", "Concat", "If", "Shape", "Reshape"]
+
 
 @dataclass
 class Network:
@@ -73,8 +75,7 @@ def networks(draw, tagged=False, max_nodes=30):
     net = Network(inputs=["in0", "in1", "in2"][: draw(st.integers(1, 3))])
     tensors, integers = list(net.inputs), []
     for k in range(draw(st.integers(1, max_nodes))):
-        op = draw(st.sampled_from(["Relu", "Conv", "Add", "Add", "Mul", "Sub", "Split", "Concat", "If", "Shape", "Reshape",
-                                   "MatMul", "AddConst"]))  # fmt: skip
+        op = draw(st.sampled_from(OPS))
         recent = tensors[-draw(st.sampled_from([1, 3, 100])) :]
         picks = [draw(st.sampled_from(recent)) for _ in range(draw(st.integers(2, 3)))]
         tag = {"tag": k} if tagged else {}

@@ -388,6 +388,17 @@ def test_a_branch_may_return_a_constant_and_one_tensor_twice(file: Path) -> None
     assert u.tolist() == [1, 2]
 
 
+def test_a_branch_with_too_few_outputs(file: Path) -> None:
+    proto = model("""g (float[2] x, bool c) => (float[2] y) {
+        y, z = If(c) <
+            then_branch = a () => (float[2] p) { p = Neg(x) },
+            else_branch = b () => (float[2] q) { q = Relu(x) }>
+    }""")
+    file.write_bytes(proto.SerializeToString())
+    with pytest.raises(BadModel, match="has 2 outputs, its body 1"):
+        load(file, fix_inputs={"c": 1})
+
+
 def test_only_small_results_are_folded(file: Path) -> None:
     proto = model("""g (float[2] x, int64[2] n, int64 k) => (int64[2] a, float[N,M] y) {
         a = Add(n, n)

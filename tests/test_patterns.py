@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
-from region_models import Network, networks, resnet, shuffled
 
 from qdqtune import patterns, regions
 from qdqtune.structure import COMMUTATIVE
 from qdqtune.types import ChildInput, Edge, NodeInput, Region, RegionKind, RegionOutput, Scheme
+from region_models import Network, networks, resnet, shuffled
 
 
 def grouped(model, **options):
@@ -325,4 +325,9 @@ def test_alike_nodes_do_not_split_a_pattern(net, data):
                 assert patterns.resolve(other, pattern, copy, Scheme()) == frozenset()
 
 
-DIGESTS: dict[str, tuple[str, ...]] = {}
+DIGESTS = {
+    "5824f93f2bebee86": ("Conv", "Relu"),
+    "dd2a78b746ef66f7": ("Conv", "Relu", "Conv", "Add", "Relu"),
+    "e778a146ba0c7360": ("Conv", "Add", "Relu"),
+}
+"""Pattern caches refer to patterns by digest: these change only with the format of signatures."""

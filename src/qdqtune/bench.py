@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
@@ -12,6 +12,7 @@ from qdqtune.accuracy import is_finite, sqnr_db
 from qdqtune.data import Array, Sample
 from qdqtune.errors import BaselineFailed, OutputError
 from qdqtune.graph import ConstantFile, save
+from qdqtune.pairing import fresh_pair, rounds_of
 from qdqtune.qdq import Inserter
 from qdqtune.runner import Handle, Runner
 from qdqtune.store import Store, pack_placement, pack_result, unpack_result
@@ -109,9 +110,10 @@ class Bench:
         for number in range(2):
             name = f"{key}:{number}"
             known = self._store.get(name)
-            result = unpack_result(known) if known else self._fresh_pair(a, b, plan, number, lambda _: False)
-            if not known:
-                self._store.put(name, pack_result(result))
+            if known is None:
+                self.builds += 2
+                known = self._store.put(name, pack_result(fresh_pair(self._runner, a, b, plan, self._seed + number)))
+            result = unpack_result(known)
             if isinstance(result, Failure):
                 return result
             found.append(ratio(result, plan))
@@ -156,38 +158,19 @@ class Bench:
         elif not is_finite(outputs):
             result = Failure("output", "the outputs hold NaN or infinite values")
         else:
-            result = compare(self._rounds(opponent, candidate, self._plan, 0), self._plan, decided=_settled)
+            result = compare(
+                rounds_of(self._runner, opponent, candidate, self._plan, self._seed), self._plan, decided=_settled
+            )
         if isinstance(result, Failure) or isinstance(outputs, Failure):
             self._drop(placement)
             return result, None, None
         check = None
         if ratio(result, self._plan).verdict == "faster":
-            check = self._fresh_pair(opponent.path, candidate.path, self._plan, 0, _settled)
+            self.builds += 2
+            check = fresh_pair(self._runner, opponent.path, candidate.path, self._plan, self._seed + 1, _settled)
         if check is None or isinstance(check, Failure) or ratio(check, self._plan).verdict != "faster":
             self._drop(placement)
         return result, check, sqnr_db(reference, outputs)
-
-    def _fresh_pair(
-        self, a: Path, b: Path, plan: Plan, number: int, decided: Callable[[Ratio], bool]
-    ) -> Measurement | Failure:
-        self.builds += 2
-        first = self._runner.load(a, f"again_{a.stem}_{number}", fresh=True)
-        if isinstance(first, Failure):
-            return first
-        second = self._runner.load(b, f"again_{b.stem}_{number}", fresh=True)
-        if isinstance(second, Failure):
-            self._runner.unload(first)
-            return second
-        result = compare(self._rounds(first, second, plan, 1 + number), plan, decided=decided)
-        self._runner.unload(first)
-        self._runner.unload(second)
-        return result
-
-    def _rounds(self, a: Handle, b: Handle, plan: Plan, salt: int) -> Callable[[int, int], Measurement | Failure]:
-        seed = self._seed * 4 + salt
-        return lambda first, count: self._runner.rounds(
-            a, b, count, seed=seed, first_round=first, slot_seconds=plan.slot_seconds, warmup=plan.warmup
-        )
 
     def _file(self, placement: Placement) -> Path:
         path = self._folder / f"{placement.digest}.onnx"

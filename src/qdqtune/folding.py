@@ -17,7 +17,7 @@ from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from qdqtune.constants import replace, settle
-from qdqtune.errors import BadOption
+from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph import LARGE, Constant, bodies, captured, defined, static_shape
 
 RANDOM = frozenset({"Bernoulli", "Multinomial", "RandomNormalLike", "RandomUniformLike"})
@@ -66,6 +66,7 @@ def fix_inputs(
     Only small results are computed. An If whose condition stays open is left alone.
 
     Raises:
+        BadModel: the body of a decided If has another number of outputs than the If.
         BadOption: an unknown input, or a value that its type or shape cannot hold.
     """
     graph = proto.graph
@@ -154,7 +155,7 @@ def _fold(proto: onnx.ModelProto, known: set[str]) -> bool:
     for i, node in enumerate(nodes):
         if _is(node, "If") and node.input[0] in small:
             replace(graph.node, kept + nodes[i + 1 :])
-            body = _chosen(graph, node, bool(numpy_helper.to_array(small[node.input[0]]).reshape(-1)[0]))
+            body = _chosen(graph, node, bool(numpy_helper.to_array(small[node.input[0]]).any()))
             replace(graph.node, [*graph.node[: len(kept)], *body, *graph.node[len(kept) :]])
             return True
         inputs = [name for name in node.input if name]
@@ -195,6 +196,10 @@ def _chosen(graph: onnx.GraphProto, node: onnx.NodeProto, condition: bool) -> li
     """The nodes of one body of an If that is no longer in the graph; the body's initializers become the graph's."""
     body = onnx.GraphProto()
     body.CopyFrom(next(a.g for a in node.attribute if a.name == ("then_branch" if condition else "else_branch")))
+    if len(body.output) != len(node.output):
+        raise BadModel(
+            f"invalid graph: If node {node.name!r} has {len(node.output)} outputs, its body {len(body.output)}"
+        )
     own = defined(body)
     names: dict[str, str] = {}
     copies = []

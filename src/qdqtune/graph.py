@@ -7,6 +7,7 @@ join the protobuf only when a file is written: embedded (`save`) or by reference
 from __future__ import annotations
 
 import hashlib
+import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -93,7 +94,7 @@ class Constant:
     @property
     def nbytes(self) -> int:
         """Size of the values."""
-        return int(np.prod(self.shape, dtype=np.int64)) * onnx.helper.tensor_dtype_to_np_dtype(self.dtype).itemsize
+        return math.prod(self.shape) * onnx.helper.tensor_dtype_to_np_dtype(self.dtype).itemsize
 
     def array(self) -> npt.NDArray[Any]:
         """The values. Read only."""
@@ -322,6 +323,19 @@ def rebuild(model: Model, nodes: Sequence[onnx.NodeProto], added: Mapping[str, C
     graph.value_info.extend(infos)
     large = dict(model.large) | {name: c for name, c in added.items() if c.nbytes >= LARGE}
     return Model(result, {name: c for name, c in large.items() if name in read})
+
+
+def with_float_type(model: Model, dtype: int) -> Model:
+    """`model` with `dtype` for the inputs of compute operators whose type shape inference could not find.
+
+    Behind a custom operator types are unknown; what a convolution or a matrix product reads is float all the same.
+    """
+    result = onnx.ModelProto()
+    result.CopyFrom(model.proto)
+    unknown = {t for n in model.nodes if n.op in ("Conv", "ConvTranspose", "Gemm", "MatMul") for t in n.inputs[:2]}
+    for tensor in sorted(unknown - set(model.tensors)):
+        result.graph.value_info.append(onnx.helper.make_tensor_value_info(tensor, dtype, None))
+    return Model(result, model.large)
 
 
 def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:

@@ -45,7 +45,7 @@ def render(
     for region in shown:
         lines += _tree_lines(model, region, pattern_of.get(region), verbose)
     if hidden := summary.regions - len(shown):
-        lines += ["", f"Hidden: {hidden} regions without quantizable operators (--include-all-regions shows them)"]
+        lines += ["", f"Hidden: {_count(hidden, 'region')} without quantizable operators (--include-all-regions)"]
     return "\n".join([*lines, "", *_histogram(summary), "", *_pattern_lines(patterns)])
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from qdqtune.graph import GRAPH
+from qdqtune.structure import Structure
 from qdqtune.topology import ELEMENTWISE, Flow, Outline
 
 
-def form(flow: Flow, outline: Outline, units: Sequence[int], max_size: int) -> list[list[int]]:
+def form(flow: Flow, structure: Structure, outline: Outline, units: Sequence[int], max_size: int) -> list[list[int]]:
     """Divide the nodes into leaves, none of which crosses a group border, and none above `max_size` but for units.
 
     `units[n]` is the last node of the unit of node n; a unit whose nodes lie in several groups is ignored. Leaves are
     in graph order of their first nodes, and so are the nodes in each.
     """
-    clusters = _Clusters(flow, outline, units, max_size)
+    clusters = _Clusters(flow, structure, outline, units, max_size)
     clusters.follow_producers()
     clusters.join_consumers()
     clusters.join_producers()
@@ -24,8 +25,8 @@ def form(flow: Flow, outline: Outline, units: Sequence[int], max_size: int) -> l
 class _Clusters:
     """Sets of nodes that grow; one is named by the last node of the unit that it started with."""
 
-    def __init__(self, flow: Flow, outline: Outline, units: Sequence[int], max_size: int) -> None:
-        self._flow, self._home, self._max_size = flow, outline.home, max_size
+    def __init__(self, flow: Flow, structure: Structure, outline: Outline, units: Sequence[int], max_size: int) -> None:
+        self._flow, self._structure, self._home, self._max_size = flow, structure, outline.home, max_size
         torn = {u for n, u in enumerate(units) if outline.home[n] != outline.home[u]}
         self._unit = [n if u in torn else u for n, u in enumerate(units)]
         self._cluster = list(self._unit)
@@ -58,8 +59,16 @@ class _Clusters:
             sources = [b for b in data or before if b >= flow.first and self._feeds_only(b, unit)]
             sources = [b for b in sources if self._fits(self._cluster[b - flow.first], unit)]
             if sources:
-                best = max(sources, key=lambda b: (self._heavy[self._cluster[b - flow.first]], self._depth[b], b))
-                self._join(unit, self._cluster[best - flow.first])
+                self._join(unit, self._cluster[self._best(sources) - flow.first])
+
+    def _best(self, sources: Sequence[int]) -> int:
+        """The heaviest, deepest source; of equal ones a choice by structure, so that equal blocks choose alike."""
+        rank = {b: (self._heavy[self._cluster[b - self._flow.first]], self._depth[b]) for b in sources}
+        first = [b for b in sources if rank[b] == max(rank.values())]
+        if len(first) == 1:
+            return first[0]
+        texts, prints = self._structure.texts, self._structure.fingerprints
+        return max(first, key=lambda b: (texts[b - self._flow.first], prints[b - self._flow.first], b))
 
     def join_consumers(self) -> None:
         """A light cluster that feeds one cluster joins it; but data do not join a heavy one, which starts a leaf."""

@@ -76,8 +76,9 @@ def find(
     blocks = topology.nest(flow, min_topdown_size)
     groups = names.outline(flow, min_topdown_size) if method == "names" else topology.outline(flow, blocks)
     groups = _without_wrappers(flow, groups)
-    parts = leaves.form(flow, groups, topology.units(flow, blocks), max_sequence_size)
-    assembly = _Assembly(model)
+    structure = Structure(model)
+    parts = leaves.form(flow, structure, groups, topology.units(flow, blocks), max_sequence_size)
+    assembly = _Assembly(structure)
     return Regions(assembly.root(_tree(groups, parts)), method, assembly.listings)
 
 
@@ -121,8 +122,8 @@ def _tree(groups: Outline, parts: Sequence[list[int]]) -> _Draft:
 class _Assembly:
     """Makes regions out of drafts: numbers, levels, borders."""
 
-    def __init__(self, model: Model) -> None:
-        self._model, self._structure = model, Structure(model)
+    def __init__(self, structure: Structure) -> None:
+        self._model, self._structure = structure.model, structure
         self.listings: dict[Region, Listing] = {}
 
     def root(self, draft: _Draft) -> Region:

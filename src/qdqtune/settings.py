@@ -64,6 +64,7 @@ class Settings:
     time_limit: float = 600.0
     seed: int = 0
     node_filter: tuple[str, ...] = ()
+    default_dq_dtype: Literal["float16", "float32", "bfloat16"] | None = None
     state_file: Path | None = None
     pattern_cache: Path | None = None
     qdq_baseline: Path | None = None

@@ -14,7 +14,7 @@ from qdqtune import patterns, regions, rules
 from qdqtune.calibration import calibrate
 from qdqtune.data import Array, Sample, Samples, input_specs, open_samples
 from qdqtune.errors import BadModel, BadOption
-from qdqtune.graph import Model
+from qdqtune.graph import Model, with_float_type
 from qdqtune.loading import load, with_input_shapes
 from qdqtune.observer import Observer
 from qdqtune.patterns import Pattern
@@ -25,6 +25,7 @@ from qdqtune.settings import Settings
 from qdqtune.store import Store, pack_ranges, unpack_ranges
 from qdqtune.types import Edge, NumericFormat, Placement
 
+DTYPES = {"float16": "FLOAT16", "float32": "FLOAT", "bfloat16": "BFLOAT16"}
 HALF = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
 
 
@@ -139,7 +140,9 @@ def _float_model(settings: Settings, numbers: NumericFormat, notes: list[str]) -
 def _loaded(settings: Settings, numbers: NumericFormat) -> Model:
     model = load(settings.model, fix_inputs=settings.fix_inputs, min_opset=numbers.opset)
     if model.opset < 19 and any(info.dtype in HALF for info in model.tensors.values()):
-        return load(settings.model, fix_inputs=settings.fix_inputs, min_opset=19)
+        model = load(settings.model, fix_inputs=settings.fix_inputs, min_opset=19)
+    if settings.default_dq_dtype is not None:
+        model = with_float_type(model, onnx.TensorProto.DataType.Value(DTYPES[settings.default_dq_dtype]))
     return model
 
 

@@ -38,7 +38,7 @@ class Placement:
         return edge in self.edges
 
     def __iter__(self) -> Iterator[Edge]:
-        return iter(sorted(self.edges))
+        return iter(sorted(self.edges, key=lambda e: (e.tensor, e.node, e.index)))  # edges compare slowly
 
     def __len__(self) -> int:
         return len(self.edges)

@@ -1,0 +1,5 @@
+"""`python -m qdqtune` is `qdqtune`."""
+
+from qdqtune.cli import main
+
+main()

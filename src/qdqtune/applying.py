@@ -1,0 +1,54 @@
+"""`qdqtune apply`: a recorded placement on another model, calibrated anew, without a search."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from qdqtune import rules
+from qdqtune.calibration import Calibration, calibrate
+from qdqtune.data import open_samples
+from qdqtune.errors import BadModel
+from qdqtune.graph import save
+from qdqtune.loading import load, with_input_shapes
+from qdqtune.placements import existing, read_placement_file
+from qdqtune.qdq import insert
+from qdqtune.reading import is_quantized
+from qdqtune.types import Edge, NumericFormat, Placement
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What was inserted, and the edges of the placement that the model does not have."""
+
+    placement: Placement
+    lost: tuple[Edge, ...]
+    random_data: bool
+
+
+def apply(
+    model: Path, placement: Path, output: Path, numbers: NumericFormat, *, calibration_data: str | None = None,
+    calibration: Calibration | None = None, input_shapes: Mapping[str, tuple[int, ...]] | None = None,
+    samples: int | None = None, seed: int = 0,
+) -> Applied:  # fmt: skip
+    """Insert the pairs of a placement file into `model` with freshly calibrated scales, and write it to `output`.
+
+    Raises:
+        InputError: model, placement or data cannot be used.
+        BadModel: none of the placement's edges exists in the model.
+    """
+    recorded = read_placement_file(placement)
+    graph = load(model, fix_inputs=recorded.fix_inputs, min_opset=numbers.opset)
+    if is_quantized(graph):
+        raise BadModel(f"{model} already has Q/DQ pairs: apply a placement to the float model")
+    shaped = with_input_shapes(graph, input_shapes) if input_shapes else graph
+    data = open_samples(calibration_data, shaped, seed=seed, limit=samples)
+    ranges = calibrate(shaped, data, calibration)
+    placed, lost = existing(shaped, recorded.placement, rules.possible_edges(shaped, ranges))
+    if recorded.placement.edges and not placed.edges:
+        raise BadModel(
+            f"{model} has none of the {len(recorded.placement)} edges of {placement}: is it the same network?"
+        )
+    save(insert(graph, placed, ranges, numbers), output)
+    return Applied(placed, lost, data.is_random)

@@ -1,0 +1,34 @@
+"""Two files against each other on the engine: a fresh build of each, then interleaved rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from qdqtune.runner import Handle, Runner
+from qdqtune.timing import Plan, Ratio, Rounds, compare
+from qdqtune.types import Failure, Measurement
+
+
+def rounds_of(runner: Runner, a: Handle, b: Handle, plan: Plan, seed: int) -> Rounds:
+    """Rounds of two builds, for `timing.compare`."""
+    return lambda first, count: runner.rounds(
+        a, b, count, seed=seed, first_round=first, slot_seconds=plan.slot_seconds, warmup=plan.warmup
+    )
+
+
+def fresh_pair(
+    runner: Runner, a: Path, b: Path, plan: Plan, seed: int, decided: Callable[[Ratio], bool] | None = None
+) -> Measurement | Failure:
+    """Build both files, beside whatever is loaded of them, and compare them. By default all rounds are taken."""
+    first = runner.load(a, fresh=True)
+    if isinstance(first, Failure):
+        return first
+    second = runner.load(b, fresh=True)
+    if isinstance(second, Failure):
+        runner.unload(first)
+        return second
+    result = compare(rounds_of(runner, first, second, plan, seed), plan, decided=decided or (lambda _: False))
+    runner.unload(first)
+    runner.unload(second)
+    return result

@@ -1,0 +1,100 @@
+"""The text and the JSON of region inspection."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from onnx import TensorProto
+
+from qdqtune import inspection, patterns, regions
+from region_models import Network
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Shape arithmetic, then two residual blocks, then a softmax."""
+    net = Network()
+    net.types["sizes"] = TensorProto.INT64
+    net.inputs.append("sizes")
+    integers = net.add("Sub", net.add("Abs", "sizes", dtype=TensorProto.INT64), "shape", dtype=TensorProto.INT64)
+    x = net.add("Relu", net.conv("input"))
+    x = net.residual(net.residual(x))
+    net.outputs = [net.add("Softmax", net.conv(x)), integers]
+    model = net.model()
+    made = regions.find(model)
+    return model, made, patterns.group(model, made)
+
+
+def test_the_text_has_the_phases_and_the_summary(found):
+    lines = inspection.render(*found).splitlines()
+    assert "Phase 1 complete: 5 regions, 16/16 nodes (100.0%)" in lines
+    assert "Phase 2 complete: refined 2 regions, skipped 3" in lines
+    assert "Summary: 9 regions (7 LEAF, 2 COMPOSITE), 16/16 nodes (100.0%)" in lines
+    assert "LEAF region sizes: min=2, max=3, avg=2.3" in lines
+
+
+def test_the_tree_shows_a_composite_with_its_leaves(found):
+    text = inspection.render(*found)
+    digest = next(p.digest for p in found[2] if p.ops == ("Conv", "Relu", "Conv", "Add", "Relu"))
+    assert (
+        f"""
+├─ Region 2 (Level 0, Type: COMPOSITE)
+│  ├─ Direct nodes: 0
+│  ├─ Total nodes (recursive): 5
+│  ├─ Children: 2
+│  ├─ Flow: divergent
+│  ├─ Pattern: {digest} (2 instances)
+│  ├─ Inputs: 1 tensor
+│  └─ Outputs: 1 tensor
+│    ├─ Region 3 (Level 1, Type: LEAF)
+│    │  ├─ Direct nodes: 2
+"""
+        in text
+    )
+    assert "│    │  ├─ Flow: sequence\n" in text
+    assert "│    │  ├─ Nodes: Conv, Add, Relu\n│    │  ├─ Inputs: 2 tensors\n" in text
+
+
+def test_regions_without_quantizable_operators_are_hidden_but_counted(found):
+    text = inspection.render(*found)
+    assert "Region 0 (" not in text
+    assert "Hidden: 1 region without quantizable operators" in text
+    shown = inspection.render(*found, include_all_regions=True)
+    assert "Region 0 (" in shown
+    assert "Hidden" not in shown
+
+
+def test_verbose_names_nodes_and_tensors(found):
+    text = inspection.render(*found, verbose=True)
+    assert (
+        "│  ├─ Nodes: Conv, Relu\n│  │    - node2\n│  │    - node3\n│  ├─ Inputs: 1 tensor\n│  │    - input\n" in text
+    )
+    assert "│  └─ Outputs: 1 tensor\n│       - node3:0\n" in text
+    assert "node2" not in inspection.render(*found)
+
+
+def test_the_histogram_and_the_most_frequent_patterns_come_last(found):
+    lines = inspection.render(*found).splitlines()
+    at = lines.index("LEAF region size histogram:")
+    assert lines[at + 1].split(" | ")[0].strip() == "2"
+    assert lines[at + 1].endswith("█ 5")
+    assert lines[at + 2].endswith("█ 2")
+    assert lines[at + 4].startswith("Patterns: 4 (3 LEAF, 1 COMPOSITE)")
+    assert lines[at + 5].endswith("3 instances, 4 points: Conv, Relu")
+
+
+def test_json_has_the_same_numbers(found):
+    model, made, grouped = found
+    data = inspection.as_json(*found)
+    assert json.loads(json.dumps(data)) == data
+    assert data["phase2"] == {"refined": 2, "skipped": 3}
+    assert data["summary"] == {"regions": 9, "leaf": 7, "composite": 2, "hidden": 1}
+    assert data["leaf_sizes"] == {"min": 2, "max": 3, "avg": 2.3, "histogram": {"2": 5, "3": 2}}
+    assert [p["digest"] for p in data["patterns"]] == [p.digest for p in grouped]
+    block = next(r for r in data["regions"] if r["id"] == 2)
+    assert block["children"] == [3, 4]
+    assert [r["parent"] for r in data["regions"] if r["id"] in (3, 4)] == [2, 2]
+    everything = inspection.as_json(*found, include_all_regions=True)["regions"]
+    assert sorted(n for r in everything for n in r["nodes"]) == sorted(n.name for n in model.nodes)
+    assert len(everything) == len(list(made.walk()))
