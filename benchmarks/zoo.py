@@ -14,9 +14,6 @@ from pathlib import Path
 
 import onnx
 import onnxruntime
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 FIXED: Mapping[str, Mapping[str, int]] = {"silero_vad": {"sr": 16000}}
 """Inputs that a model wants as constants."""
@@ -55,12 +52,10 @@ def find(folder: Path, names: Sequence[str]) -> list[Entry]:
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A Markdown table; all columns but the first are numbers."""
-    table = Table(box=box.MARKDOWN)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    Console(width=250, highlight=False).print(table)
+    widths = [max(len(cell) for cell in column) for column in zip(columns, *rows, strict=True)]
+    for row in (columns, ["-" * width for width in widths], *rows):
+        cells = [c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        print(f"| {' | '.join(cells)} |")
 
 
 def print_machine() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from qdqtune import rules
 from qdqtune.calibration import Calibration, calibrate
 from qdqtune.data import open_samples
-from qdqtune.errors import BadModel
+from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph import save
 from qdqtune.loading import load, with_input_shapes
 from qdqtune.placements import existing, read_placement_file
@@ -38,6 +38,8 @@ def apply(
         InputError: model, placement or data cannot be used.
         BadModel: none of the placement's edges exists in the model.
     """
+    if output.resolve() == model.resolve():
+        raise BadOption(f"{output} would overwrite the model: choose another --output")
     recorded = read_placement_file(placement)
     graph = load(model, fix_inputs=recorded.fix_inputs, min_opset=numbers.opset)
     if is_quantized(graph):

@@ -39,7 +39,6 @@ class Bench:
         samples: Sequence[Sample],
         seed: int,
     ) -> None:
-        self.builds = 0
         self._runner, self._inserter, self._store = runner, inserter, store
         self._plan, self._samples, self._seed = plan, samples, seed
         self._folder = folder
@@ -69,13 +68,11 @@ class Bench:
         record = self._store.get(key)
         was_known = record is not None
         if record is None:
-            result, check, sqnr = self._measured(proposal.placement, against)
+            result, check, sqnr = self._measured(number, proposal.placement, against)
             record = {"origin": proposal.origin, "pattern": proposal.pattern, "against": against.digest,
                       "placement": pack_placement(proposal.placement), "sqnr_db": sqnr, "result": pack_result(result),
                       "check": None if check is None else pack_result(check)}  # fmt: skip
             self._store.put(key, record)
-        else:
-            self.builds += 1
         result = unpack_result(record["result"])
         check = None if record["check"] is None else unpack_result(record["check"])
         return Trial(number, proposal, against, result, check, record["sqnr_db"]), was_known
@@ -111,8 +108,9 @@ class Bench:
             name = f"{key}:{number}"
             known = self._store.get(name)
             if known is None:
-                self.builds += 2
-                known = self._store.put(name, pack_result(fresh_pair(self._runner, a, b, plan, self._seed + number)))
+                known = self._store.put(
+                    name, pack_result(fresh_pair(self._runner, a, b, plan, self._seed + number, f"final_{number}"))
+                )
             result = unpack_result(known)
             if isinstance(result, Failure):
                 return result
@@ -142,14 +140,14 @@ class Bench:
         return self._reference
 
     def _measured(
-        self, placement: Placement, against: Placement
+        self, number: int, placement: Placement, against: Placement
     ) -> tuple[Measurement | Failure, Measurement | Failure | None, float | None]:
         """Result, its repetition where it is a win, and output SQNR in dB."""
         reference = self.reference()
-        opponent = self._load(against, f"best_{against.digest}")
+        opponent = self._load(against, "best")
         if isinstance(opponent, Failure):
             return opponent, None, None
-        candidate = self._load(placement, f"candidate_{placement.digest}")
+        candidate = self._load(placement, f"trial_{number:03}")
         if isinstance(candidate, Failure):
             return candidate, None, None
         outputs = self._runner.outputs(candidate, self._samples)
@@ -166,8 +164,9 @@ class Bench:
             return result, None, None
         check = None
         if ratio(result, self._plan).verdict == "faster":
-            self.builds += 2
-            check = fresh_pair(self._runner, opponent.path, candidate.path, self._plan, self._seed + 1, _settled)
+            check = fresh_pair(
+                self._runner, opponent.path, candidate.path, self._plan, self._seed + 1, f"trial_{number:03}", _settled
+            )
         if check is None or isinstance(check, Failure) or ratio(check, self._plan).verdict != "faster":
             self._drop(placement)
         return result, check, sqnr_db(reference, outputs)
@@ -180,7 +179,6 @@ class Bench:
 
     def _load(self, placement: Placement, log_name: str) -> Handle | Failure:
         if placement not in self._loaded:
-            self.builds += 1
             handle = self._runner.load(self._file(placement), log_name)
             if isinstance(handle, Failure):
                 return handle

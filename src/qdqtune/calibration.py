@@ -86,14 +86,16 @@ def _minmax(
         if model.tensors[tensor].dtype != TensorProto.FLOAT:
             source = f"__range_{i}_float"
             reduced.graph.node.append(helper.make_node("Cast", [tensor], [source], source, to=TensorProto.FLOAT))
-        for op in ("ReduceMin", "ReduceMax"):
+        zeros = f"__range_{i}_zeros"  # minimum and maximum may pass over a NaN; x - x keeps it, and a sum of x overflows
+        reduced.graph.node.append(helper.make_node("Sub", [source, source], [zeros], zeros))
+        for op, operand in (("ReduceMin", source), ("ReduceMax", source), ("ReduceSum", zeros)):
             name = f"__range_{i}_{op}"
-            reduced.graph.node.append(helper.make_node(op, [source], [name], name, keepdims=0))
+            reduced.graph.node.append(helper.make_node(op, [operand], [name], name, keepdims=0))
             reduced.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, []))
     lows, highs = np.full(len(tensors), np.inf), np.full(len(tensors), -np.inf)
     broken = np.zeros(len(tensors), bool)
     for outputs in _runs(Model(reduced, model.large), samples, folder, threads, progress):
-        values = np.asarray(outputs, np.float64).reshape(-1, 2)
+        values = np.asarray(outputs, np.float64).reshape(-1, 3)
         broken |= ~np.isfinite(values).all(axis=1)
         lows, highs = np.fmin(lows, values[:, 0]), np.fmax(highs, values[:, 1])
     return [None if b else Range(float(lo), float(hi)) for b, lo, hi in zip(broken, lows, highs, strict=True)]

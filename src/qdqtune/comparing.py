@@ -59,7 +59,9 @@ def compare_files(
         raise EngineFailure(f"{files[0]} does not run, so there is nothing to compare with: {reference.reason}")
     rows = []
     for file in files[1:]:
-        results = [fresh_pair(runner, files[0], file, plan, seed + build) for build in range(builds)]
+        results = [
+            fresh_pair(runner, files[0], file, plan, seed + build, f"compare_{build}") for build in range(builds)
+        ]
         measured = [r for r in results if isinstance(r, Measurement)]
         failed = [r for r in results if isinstance(r, Failure)]
         if failed:

@@ -10,7 +10,7 @@ from typing import Any
 from qdqtune.graph import Model
 from qdqtune.patterns import Pattern
 from qdqtune.regions import Regions
-from qdqtune.structure import HEAVY
+from qdqtune.structure import HEAVY, may_be_float
 from qdqtune.types import Region, RegionKind
 
 QUANTIZABLE = HEAVY - {"If", "Loop", "Scan"} | {
@@ -80,7 +80,7 @@ def as_json(
 def is_quantizable(model: Model, region: Region) -> bool:
     """Whether a region holds an operator that engines quantize, working on floats."""
     nodes = (model.nodes[n] for n in region.all_nodes())
-    return any(node.op in QUANTIZABLE and any(_is_float(model, t) for t in node.outputs) for node in nodes)
+    return any(node.op in QUANTIZABLE and any(may_be_float(model, t) for t in node.outputs) for node in nodes)
 
 
 def flow_type(model: Model, region: Region) -> str:
@@ -170,8 +170,3 @@ def _pattern_lines(patterns: Sequence[Pattern]) -> Iterator[str]:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _is_float(model: Model, tensor: str) -> bool:
-    info = model.tensors.get(tensor)
-    return info is None or info.is_float

@@ -10,9 +10,9 @@ from qdqtune.types import Placement, Trial
 
 @dataclass(frozen=True)
 class State:
-    """Where a run stands after a trial. `best_ratio` is best/float as estimated so far (product of accepted ratios)."""
+    """Where a run stands after a trial: builds spent and allowed, and best/float as the accepted ratios multiply."""
 
-    trials: int
+    builds: int
     limit: int
     best_ratio: float
     best: Placement

@@ -18,17 +18,23 @@ def rounds_of(runner: Runner, a: Handle, b: Handle, plan: Plan, seed: int) -> Ro
 
 
 def fresh_pair(
-    runner: Runner, a: Path, b: Path, plan: Plan, seed: int, decided: Callable[[Ratio], bool] | None = None
+    runner: Runner,
+    a: Path,
+    b: Path,
+    plan: Plan,
+    seed: int,
+    log_name: str,
+    decided: Callable[[Ratio], bool] = lambda _: False,
 ) -> Measurement | Failure:
     """Build both files, beside whatever is loaded of them, and compare them. By default all rounds are taken."""
-    first = runner.load(a, fresh=True)
+    first = runner.load(a, f"{log_name}_{a.stem}", fresh=True)
     if isinstance(first, Failure):
         return first
-    second = runner.load(b, fresh=True)
+    second = runner.load(b, f"{log_name}_{b.stem}", fresh=True)
     if isinstance(second, Failure):
         runner.unload(first)
         return second
-    result = compare(rounds_of(runner, first, second, plan, seed), plan, decided=decided or (lambda _: False))
+    result = compare(rounds_of(runner, first, second, plan, seed), plan, decided=decided)
     runner.unload(first)
     runner.unload(second)
     return result

@@ -16,7 +16,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from qdqtune import scales
-from qdqtune.graph import GRAPH, Constant, Model, Node, rebuild
+from qdqtune.graph import GRAPH, LARGE, Constant, Model, Node, rebuild
 from qdqtune.scales import Array, Quantization, Range, Ranges
 from qdqtune.types import Edge, NumericFormat, Placement, QType
 
@@ -62,9 +62,10 @@ class _Draft:
     names: set[str] = field(default_factory=set)
 
     def constant(self, wanted: str, values: Array) -> str:
-        """A small constant under a free name near `wanted`."""
-        name = self.unique(wanted)
-        self.constants[name] = Constant.of(np.asarray(values), key=name)
+        """A constant in memory under a free name near `wanted`."""
+        name, array = self.unique(wanted), np.asarray(values)
+        # Large ones are shared between candidates by key, and candidates differ under one name: the content decides.
+        self.constants[name] = Constant.of(array, key=name if array.nbytes < LARGE else None)
         return name
 
     def unique(self, wanted: str) -> str:
@@ -77,11 +78,12 @@ class _Draft:
 
 
 class Inserter:
-    """Makes candidates of one model; remembers the scales of its weights, which do not depend on the placement."""
+    """Makes candidates of one model; remembers scales and quantized weights, which most placements share."""
 
     def __init__(self, model: Model, ranges: Ranges, fmt: NumericFormat) -> None:
         self._model, self._ranges, self._format = model, ranges, fmt
-        self._weights: dict[tuple[str, int | None], Quantization] = {}
+        self._constants: dict[tuple[str, bool, int | None], Quantization] = {}
+        self._activations: dict[tuple[Range, int], Quantization] = {}
         self._forms: dict[tuple[object, ...], Constant] = {}
 
     def insert(self, placement: Placement) -> Model:
@@ -103,7 +105,7 @@ class Inserter:
     def _problem(self, edge: Edge) -> str | None:
         model = self._model
         if edge.is_graph_output:
-            exists = edge.index < len(model.outputs) and model.outputs[edge.index] == edge.tensor
+            exists = 0 <= edge.index < len(model.outputs) and model.outputs[edge.index] == edge.tensor
             if edge.tensor not in model.producers:
                 return "the graph hands it through"
             if any(use.slot < 0 for use in model.uses(edge.tensor)):
@@ -111,7 +113,7 @@ class Inserter:
         else:
             index = model.index_of.get(edge.node)
             node = model.nodes[index] if index is not None else None
-            exists = node is not None and edge.index < len(node.inputs) and node.inputs[edge.index] == edge.tensor
+            exists = node is not None and 0 <= edge.index < len(node.inputs) and node.inputs[edge.index] == edge.tensor
         if not exists:
             return "the model has no such edge"
         info = model.tensors.get(edge.tensor)
@@ -160,23 +162,31 @@ class Inserter:
         for tensor in sorted(tensors):
             own = self._ranges.activations[tensor]
             common[root(tensor)] = common.get(root(tensor), own) | own
-        return {t: scales.of_range(common[root(t)], self._format, _numpy(self._dtype(t))) for t in sorted(tensors)}
+        return {t: self._activation_scale(common[root(t)], self._dtype(t)) for t in sorted(tensors)}
+
+    def _activation_scale(self, values: Range, dtype: int) -> Quantization:
+        key = (values, dtype)
+        if key not in self._activations:
+            self._activations[key] = scales.of_range(values, self._format, _numpy(dtype))
+        return self._activations[key]
 
     def _constant_scale(self, edge: Edge, floor: Array | None = None) -> Quantization:
         """Per-channel weights for the operators that have them; other constants like activations of known range."""
         constant = self._model.constants[edge.tensor]
         is_weight, axis = weight_role(self._model, edge)
-        if not is_weight:
-            values = constant.array().astype(np.float32)
-            known = Range(float(values.min(initial=0.0)), float(values.max(initial=0.0)))
-            return scales.of_range(known, self._format, _numpy(constant.dtype))
-        given = self._ranges.weights.get(edge.tensor)
-        if floor is not None:
-            return scales.of_weight(constant.array(), axis, self._format, given, floor)
-        key = (edge.tensor, axis)
-        if key not in self._weights:
-            self._weights[key] = scales.of_weight(constant.array(), axis, self._format, given)
-        return self._weights[key]
+        key = (edge.tensor, is_weight, axis)
+        if key not in self._constants:
+            values = constant.array()
+            if is_weight:
+                given = self._ranges.weights.get(edge.tensor)
+                self._constants[key] = scales.of_weight(values, axis, self._format, given)
+            else:
+                known = Range(float(values.min(initial=0.0)), float(values.max(initial=0.0)))
+                self._constants[key] = self._activation_scale(known, constant.dtype)
+        found = self._constants[key]
+        if floor is None:
+            return found
+        return scales.of_weight(constant.array(), axis, self._format, found.scale.reshape(-1), floor)
 
     def _superfluous(self, placement: Placement, activations: Mapping[str, Quantization]) -> Iterator[int]:
         """Relu and Clip nodes whose work the saturation of the pair behind them already does.
@@ -347,7 +357,7 @@ def weight_role(model: Model, edge: Edge) -> tuple[bool, int | None]:
 
 
 def _clamp_bounds(model: Model, node: Node) -> tuple[float, float] | None:
-    """The interval that a Relu or Clip maps to, if it is known and its lower end is zero."""
+    """The interval that a Relu or Clip maps to, if it is known."""
     if node.op == "Relu":
         return 0.0, np.finfo(np.float64).max
     ends = []

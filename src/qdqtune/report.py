@@ -43,7 +43,7 @@ class Live:
         """See `Observer`."""
         left = "" if state.seconds_left is None else f", at most {_duration(state.seconds_left)} left"
         note = f"best {_speedup(state.best_ratio)}{left}"
-        self._progress.update(self._task, description="searching", completed=state.trials, total=state.limit, note=note)
+        self._progress.update(self._task, description="searching", completed=state.builds, total=state.limit, note=note)
         if verdict in ("faster", "failed"):
             self._console.print(_trial_line(trial, verdict, state), highlight=False)
 
@@ -75,7 +75,9 @@ def _trial_line(trial: Trial, verdict: str, state: State) -> str:
     said = f"failed: {failure.reason}" if isinstance(failure, Failure) else verdict
     source = " (from the state file)" if state.replayed else ""
     best = f", best so far {_speedup(state.best_ratio)}"
-    return f"  {trial.number}/{state.limit} {trial.proposal.origin}{where}: {said}{best}{source}"
+    return (
+        f"  {trial.number:3} ({state.builds}/{state.limit} builds) {trial.proposal.origin}{where}: {said}{best}{source}"
+    )
 
 
 def result_table(result: Result) -> Table:

@@ -48,8 +48,11 @@ def possible_edges(model: Model, ranges: Ranges) -> frozenset[Edge]:
     """Every edge that may carry a pair: activations of known range, weights, and float constants of elementwise ops."""
     edges = set()
     for tensor in ranges.activations:
+        if not _is_float(model, tensor):
+            continue
+        is_captured = any(use.slot < 0 for use in model.uses(tensor))  # by its name, which the pair would take
         for user, slot in model.uses(tensor):
-            if user == GRAPH and tensor in model.producers:
+            if user == GRAPH and tensor in model.producers and not is_captured:
                 edges.add(Edge(tensor, "", slot))
             elif user != GRAPH and slot >= 0 and _takes_data(model.nodes[user], slot):
                 edges.add(Edge(tensor, model.nodes[user].name, slot))
@@ -61,6 +64,11 @@ def possible_edges(model: Model, ranges: Ranges) -> frozenset[Edge]:
     return frozenset(edges)
 
 
+def _is_float(model: Model, tensor: str) -> bool:
+    """Whether a tensor is known to be of a float type."""
+    return tensor in model.tensors and model.tensors[tensor].is_float
+
+
 def _takes_data(node: Node, slot: int) -> bool:
     """Whether input `slot` is data, not a setting such as a bound, a scale or a pad value."""
     return not node.domain and slot < SETTINGS_FROM.get(node.op, slot + 1)
@@ -68,7 +76,7 @@ def _takes_data(node: Node, slot: int) -> bool:
 
 def _float_constant(model: Model, edge: Edge, node: Node) -> bool:
     constant = model.constants[edge.tensor]
-    if not model.tensors[edge.tensor].is_float or not constant.nbytes or node.domain:
+    if not _is_float(model, edge.tensor) or not constant.nbytes or node.domain:
         return False
     is_weight, _ = weight_role(model, edge)
     usual = node.op in ("Add", "Mul", "Sub", "Div", "Concat") or (node.op == "Gather" and edge.index == 0)
@@ -111,7 +119,7 @@ def integer_islands(model: Model, possible: frozenset[Edge]) -> Placement:
         if is_compute or (node.op in FUSED_BEHIND and node.inputs[0] in integer):
             integer.update(node.outputs)
         elif node.op in MOVERS | {"Add", "Concat", "GlobalAveragePool"}:
-            data = [t for i, t in enumerate(node.inputs) if _takes_data(node, i) and model.tensors[t].is_float]
+            data = [t for i, t in enumerate(node.inputs) if _takes_data(node, i) and _is_float(model, t)]
             if data and all(t in integer for t in data):
                 edges.update(Edge(t, node.name, i) for i, t in enumerate(node.inputs) if t in data)
                 edges.update(_uses(model, node.outputs))

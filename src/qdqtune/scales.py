@@ -83,8 +83,8 @@ def of_range(values: Range, fmt: NumericFormat, dtype: Any = np.float32) -> Quan
 
     Symmetric: scale = max|x| / 127 (int8) or / 448 (E4M3, whose largest finite value is 448). Asymmetric: the range is
     widened to hold zero, which must be exact for padding and Relu, then scale = (high - low) / 255 and
-    zero point = round(-low / scale). An all-zero range has scale 1. The scale is
-    one that `dtype`, the tensor's own, can hold.
+    zero point = round(-low / scale). An all-zero range has scale 1. The scale is a normal number of `dtype`, the
+    tensor's own: engines may take subnormal ones for zero.
     """
     qtype = fmt.activation
     if fmt.symmetric or qtype is QType.FP8:
@@ -142,7 +142,7 @@ def quantize_bias(values: Array, scale: Array) -> Array | None:
 
 
 def _positive(scale: Any, dtype: Any) -> Array:
-    """Scale as float32, rounded to `dtype`; where that would be zero or denormal, 1: any scale represents zeros."""
-    rounded = np.asarray(scale).astype(dtype).astype(np.float32)
-    tiny = float(ml_dtypes.finfo(dtype).tiny)  # type: ignore[no-untyped-call]
-    return np.where(rounded < tiny, np.float32(1), rounded).astype(np.float32)
+    """Scale as float32 with a value that `dtype` holds, no less than its smallest normal number; 1 instead of 0."""
+    smallest = float(ml_dtypes.finfo(dtype).smallest_normal)  # type: ignore[no-untyped-call]
+    rounded = np.maximum(np.asarray(scale), smallest).astype(dtype).astype(np.float32)
+    return np.where(np.asarray(scale) == 0, np.float32(1), rounded).astype(np.float32)

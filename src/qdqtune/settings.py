@@ -14,8 +14,11 @@ from qdqtune.errors import BadOption
 from qdqtune.strategies.region import Config
 from qdqtune.timing import Plan
 
-FINAL_BUILDS = 10
-"""Builds that are no candidates: the float model, the user's file, and two of each file for the proof at the end."""
+FINAL_BUILDS = 9
+"""Builds that are no candidates: the float model, and two of each file in the two comparisons of the proof."""
+
+TRIAL_BUILDS = 3
+"""Builds that a candidate may take."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,9 @@ class Settings:
     restart: bool = False
 
     def __post_init__(self) -> None:
-        if self.builds <= FINAL_BUILDS:
-            raise BadOption(f"--builds {self.builds} leaves no candidate: give at least {FINAL_BUILDS + 1}")
+        least = FINAL_BUILDS + TRIAL_BUILDS
+        if self.builds < least:
+            raise BadOption(f"--builds {self.builds} leaves no candidate: give at least {least}")
         if self.final_rounds < 10:
             raise BadOption("the final proof needs at least 10 rounds")
         if self.time_budget is not None and self.time_budget <= 0:
@@ -82,8 +86,8 @@ class Settings:
             raise BadOption("--from-qdq and --qdq-baseline exclude each other")
 
     @property
-    def trials(self) -> int:
-        """Candidates that may be built."""
+    def search_builds(self) -> int:
+        """Builds that the search may spend."""
         return self.builds - FINAL_BUILDS
 
     @property

@@ -59,6 +59,9 @@ PARAMETERS: Mapping[str, frozenset[int]] = {
 """Inputs that are no data: limits, scales, statistics, and biases (which follow from the other two inputs)."""
 
 
+TAKES_CONSTANT_DATA = HEAVY | {"Add", "Sub", "Mul", "Div", "Concat", "Gather"}
+"""Operators of which a constant input can carry a pair: engines have integer kernels for them."""
+
 KINDS: Mapping[int, str] = {
     onnx.TensorProto.UNDEFINED: "?",
     onnx.TensorProto.DOUBLE: "d",
@@ -71,7 +74,7 @@ def can_carry(model: Model, tensor: str, node: int, slot: int) -> bool:
     """Whether a Q/DQ pair can stand where input `slot` of node number `node` (or the graph, GRAPH) uses `tensor`.
 
     A tensor of unknown type cannot: nobody knows the type that its scale must have. Nor can a tensor that a body
-    captures (slot -1), or a parameter of an operator.
+    captures (slot -1), a parameter of an operator, or a constant that is neither a weight nor an elementwise operand.
     """
     info = model.tensors.get(tensor)
     if info is None or not info.is_float or slot < 0:
@@ -79,7 +82,15 @@ def can_carry(model: Model, tensor: str, node: int, slot: int) -> bool:
     if node == GRAPH:
         return tensor not in model.constants
     user = model.nodes[node]
+    if tensor in model.constants and (user.domain or user.op not in TAKES_CONSTANT_DATA):
+        return False
     return bool(user.domain) or slot not in PARAMETERS.get(user.op, ())
+
+
+def may_be_float(model: Model, tensor: str) -> bool:
+    """Whether a tensor holds floats as far as one knows: an unknown type may be float."""
+    info = model.tensors.get(tensor)
+    return info is None or info.is_float
 
 
 class Operand(NamedTuple):

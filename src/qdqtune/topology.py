@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from qdqtune.graph import Model
-from qdqtune.structure import HEAVY
+from qdqtune.structure import HEAVY, may_be_float
 
 EPILOGUE = 3
 """Nodes at most that a block draws in behind the point where it converges."""
@@ -53,7 +53,7 @@ class Flow:
             for v in self.before[here]:
                 self.after[v].append(here)
         self.heavy = [False] * self.first + [n.op in HEAVY for n in model.nodes]
-        self.is_float = [True] * self.first + [any(_is_float(model, t) for t in n.outputs if t) for n in model.nodes]
+        self.is_float = [True] * self.first + [any(may_be_float(model, t) for t in n.outputs if t) for n in model.nodes]
         self.leaves_graph = [False] * count
         for tensor in model.outputs:
             if tensor in vertex:
@@ -172,11 +172,6 @@ def _members(flow: Flow, block: Block) -> list[int]:
         if vertex not in inside and not flow.leaves_graph[vertex] and inside.issuperset(flow.after[vertex]):
             inside.add(vertex)
     return [v - flow.first for v in span if v in inside and v >= flow.first]
-
-
-def _is_float(model: Model, tensor: str) -> bool:
-    info = model.tensors.get(tensor)
-    return info is None or info.is_float
 
 
 def _blocks(flow: Flow) -> list[Block]:

@@ -15,18 +15,21 @@ import numpy as np
 
 from qdqtune import __version__, placements
 from qdqtune.bench import Bench
-from qdqtune.errors import BaselineFailed, OutputError
+from qdqtune.errors import BadOption, BaselineFailed, OutputError
 from qdqtune.observer import Observer, Silent, State
 from qdqtune.patterns import Pattern
 from qdqtune.qdq import Inserter
 from qdqtune.runner import Runner
-from qdqtune.settings import Settings
+from qdqtune.settings import FINAL_BUILDS, TRIAL_BUILDS, Settings
 from qdqtune.store import Store
 from qdqtune.strategies import Strategy, best_of
 from qdqtune.strategies.region import RegionSearch
 from qdqtune.subject import Subject, calibrated, fingerprint, open_subject
 from qdqtune.timing import Plan, Ratio, judge
 from qdqtune.types import Failure, Placement, Region, Trial
+
+
+BASELINE, FINAL = "baseline.onnx", "optimized_final.onnx"
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
     """
     observer = observer or Silent()
     started = time.monotonic()
-    folder = _folder(settings.output_dir)
+    folder = _folder(settings)
     with Runner(settings.engine, time_limit_s=settings.time_limit, log_dir=folder / "logs") as runner:
         observer.stage(f"reading {settings.model.name}")
         subject = open_subject(settings, runner)
@@ -114,7 +117,7 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
 def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     """What `tune` would do, from one build of the float model. Calibrates nothing and leaves no state."""
     observer = observer or Silent()
-    folder = _folder(settings.output_dir)
+    folder = _folder(settings)
     with Runner(settings.engine, time_limit_s=settings.time_limit, log_dir=folder / "logs") as runner:
         observer.stage(f"reading {settings.model.name}")
         subject = open_subject(settings, runner)
@@ -129,13 +132,11 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     latency = float(np.median(measured.a))
     slot = max(latency, settings.plan.slot_seconds)
     schemes = len(subject.patterns) * settings.config.schemes_per_region
-    trials = min(settings.trials, schemes + 5)
+    trials = min(settings.search_builds, schemes + 5)
     per_trial = handle.build_seconds + 4 * slot * (settings.plan.looks[0] + settings.plan.warmup)
     proof = 4 * (2 * handle.build_seconds + 4 * slot * settings.final_rounds)
     seconds = trials * per_trial * 1.3 + proof  # a third of the candidates takes longer to decide, or is checked again
-    return Estimate(
-        subject.region_count, len(subject.patterns), trials + settings.builds - settings.trials, latency, seconds
-    )
+    return Estimate(subject.region_count, len(subject.patterns), trials + FINAL_BUILDS, latency, seconds)
 
 
 def _strategy(settings: Settings, subject: Subject) -> Strategy:
@@ -160,23 +161,24 @@ def _search(strategy: Strategy, bench: Bench, settings: Settings, observer: Obse
     def left() -> float | None:
         return None if settings.time_budget is None else settings.time_budget - (time.monotonic() - started)
 
-    def spent() -> bool:
+    def spent(*more: Trial) -> bool:
         remaining = left()
-        return remaining is not None and remaining <= 0
+        builds = sum(t.builds for t in (*history, *more))
+        return builds + TRIAL_BUILDS > settings.search_builds or (remaining is not None and remaining <= 0)
 
-    while len(history) < settings.trials and not spent():
-        batch = strategy.propose(history)[: settings.trials - len(history)]
+    while not spent():
+        batch = strategy.propose(history)
         if not batch:
             break
         against = best_of(history)
         trials: list[Trial] = []
         for proposal in batch:
+            if spent(*trials):
+                break
             trial, replayed = bench.measure(len(history) + len(trials) + 1, proposal, against)
             trials.append(trial)
             state = _state(history, trials, settings, time.monotonic() - started, left(), replayed)
             observer.trial(trial, _verdict(trial, settings.plan), state)
-            if spent():
-                break
         judged = _accepted(trials, settings.plan)
         history += judged
         bench.keep_only(best_of(history))
@@ -208,14 +210,15 @@ def _state(
 ) -> State:
     done = [*history, *_accepted(trials, settings.plan)]
     ratios = [found.median for t in done if t.accepted and (found := judge(t, settings.plan))]
-    pace = seconds / len(done) * (settings.trials - len(done))
-    return State(len(done), settings.trials, float(np.prod(ratios)), best_of(done), seconds,
+    builds = sum(t.builds for t in done)
+    pace = seconds / builds * (settings.search_builds - builds)
+    return State(builds, settings.search_builds, float(np.prod(ratios)), best_of(done), seconds,
                  pace if left is None else min(pace, left), replayed)  # fmt: skip
 
 
 def _prove(best: Placement, bench: Bench, settings: Settings, folder: Path) -> _Proof:
     """Write the two files that may ship, and pair them as they lie on disk; what is not faster does not ship."""
-    baseline, final = folder / "baseline.onnx", folder / "optimized_final.onnx"
+    baseline, final = folder / BASELINE, folder / FINAL
     bench.write_whole(Placement(), baseline)
     bench.write_whole(best, final)
     notes: list[str] = []
@@ -297,7 +300,7 @@ def _summary(
         "ratio_low": tuned.low if tuned else None,
         "ratio_high": tuned.high if tuned else None,
         "ratio_to_given": proof.given.median if tuned and proof.given else None,
-        "builds": bench.builds,
+        "builds": FINAL_BUILDS + sum(t.builds for t in history),
         "trials": len(history),
         "engine_seconds": round(runner.engine_seconds, 3),
         "patterns": len(subject.patterns),
@@ -311,10 +314,12 @@ def _summary(
     }  # fmt: skip
 
 
-def _folder(path: Path) -> Path:
+def _folder(settings: Settings) -> Path:
+    folder = settings.output_dir
+    if settings.model.resolve() in {(folder / name).resolve() for name in (BASELINE, FINAL)}:
+        raise BadOption(f"{settings.model} would be overwritten: choose another --output-dir")
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "logs").mkdir(exist_ok=True)
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OutputError(f"cannot write to {path}: {error.strerror or error}") from error
-    return path
+        raise OutputError(f"cannot write to {folder}: {error.strerror or error}") from error
+    return folder

@@ -255,3 +255,8 @@ class Trial:
     def placement(self) -> Placement:
         """The candidate."""
         return self.proposal.placement
+
+    @property
+    def builds(self) -> int:
+        """Engine builds that it took: one, and two more where a win was checked."""
+        return 1 if self.check is None else 3

@@ -123,11 +123,18 @@ class RegionSearch:
                 yield Proposal("merged winners", (best | added) - removed)
 
     def _alternatives(self, best: Placement, ranked: Sequence[tuple[str, Placement]]) -> Iterator[Proposal]:
-        """Every pattern as another suggestion has it; the first alternative of all patterns, then the second..."""
+        """Every pattern as another suggestion has it; the first alternative of all patterns, then the second...
+
+        Patterns that do much work come first, so composites before what is inside them. The runner-up goes first,
+        then the most reserved suggestions: what is wrong with the best one is that it quantizes too much somewhere.
+        """
         ordered = sorted(self.patterns, key=lambda p: (-self._work(p), p.digest))
-        domains = {p.digest: self._edges(p, p.points) for p in ordered}
-        offers = [(f"as {name}", suggestion.edges) for name, suggestion in ranked]
-        offers += [("float", frozenset()), ("all", self.possible)]
+        domains = {p.digest: self._domain(p) for p in ordered}
+        fewest_first = sorted(ranked[2:], key=lambda item: len(item[1]))
+        offers = [(f"as {name}", p.edges) for name, p in (*ranked[1:2], *fewest_first[:1])]
+        offers += [("float", frozenset())]
+        offers += [(f"as {name}", p.edges) for name, p in (*fewest_first[1:], *ranked[:1])]
+        offers += [("all", self.possible)]
         for name, edges in offers:
             for pattern in ordered:
                 domain = domains[pattern.digest]
@@ -159,6 +166,13 @@ class RegionSearch:
         chosen = frozenset(points)
         parts = (e for edges in pattern.edges.values() for point, e in edges.items() if point in chosen)
         return frozenset().union(*parts) & self.possible
+
+    def _domain(self, pattern: Pattern) -> frozenset[Edge]:
+        """Every possible edge that a node of the pattern reads or writes, in all instances."""
+        inside = {n for r in pattern.instances for n in r.all_nodes()}
+        names = {self.model.nodes[n].name for n in inside}
+        made = {t for n in inside for t in self.model.nodes[n].outputs}
+        return frozenset(e for e in self.possible if e.node in names or e.tensor in made)
 
     def _work(self, pattern: Pattern) -> float:
         """A guess at the share of the work that a pattern does: multiplications, or elements for other operators."""

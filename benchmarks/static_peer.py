@@ -1,0 +1,37 @@
+"""ONNX Runtime's own answer: quantize_static on the same model, samples and number format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
+from onnxruntime.quantization.shape_inference import quant_pre_process
+
+from qdqtune.data import Array, Sample
+from qdqtune.graph import Model, save
+from qdqtune.types import NumericFormat
+
+
+class Reader(CalibrationDataReader):
+    """Samples, handed out one by one."""
+
+    def __init__(self, samples: Iterable[Sample]) -> None:
+        self._left = iter(samples)
+
+    def get_next(self) -> dict[str, Array] | None:
+        sample = next(self._left, None)
+        return None if sample is None else dict(sample)
+
+
+def write_static(model: Model, samples: Iterable[Sample], numbers: NumericFormat, target: Path) -> None:
+    """Write what quantize_static makes of `model`: uint8 activations by their minima and maxima, int8 weights."""
+    with TemporaryDirectory() as folder:
+        plain, prepared = Path(folder) / "float.onnx", Path(folder) / "prepared.onnx"
+        save(model, plain)
+        quant_pre_process(plain, prepared, skip_optimization=True, skip_symbolic_shape=True)
+        quantize_static(
+            prepared, target, Reader(samples), activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
+            per_channel=numbers.per_channel, reduce_range=numbers.reduced_weights,
+        )  # fmt: skip

@@ -1,0 +1,225 @@
+"""Small networks with weights from a fixed generator, and how to run them: for the tests of the numeric stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime
+from onnx import parser
+from onnx.reference import ReferenceEvaluator
+
+from qdqtune.constants import settle
+from qdqtune.engines.onnxruntime import SHARED_SCALE_OPS
+from qdqtune.graph import Constant, Model
+from qdqtune.loading import infer
+from qdqtune.scales import Range, Ranges
+from qdqtune.types import NumericFormat, QType
+
+Array = npt.NDArray[Any]
+Arrays = dict[str, Array]
+
+UINT8 = NumericFormat(QType.UINT8, QType.INT8, symmetric=False, bias="int32", drop_clamps=True,
+                      shared_scale_ops=SHARED_SCALE_OPS)  # fmt: skip
+"""As ONNX Runtime wants its numbers."""
+PLAIN = NumericFormat(QType.UINT8, QType.INT8, symmetric=False)
+"""The same numbers, and no change to the graph but the pairs."""
+REDUCED = NumericFormat(QType.UINT8, QType.INT8, symmetric=False, reduced_weights=True, bias="int32")
+INT8 = NumericFormat(QType.INT8, QType.INT8, symmetric=True, shared_scale_ops=frozenset({"Concat", "MaxPool"}))
+FP8 = NumericFormat(QType.FP8, QType.FP8, symmetric=True, per_channel=False)
+FORMATS = {"uint8": UINT8, "plain": PLAIN, "reduced": REDUCED, "int8": INT8, "fp8": FP8}
+
+CONV_NET = """net (float[N,3,8,8] image) => (float[N,5] logits) {
+    [stem] c0 = Conv <pads=[1,1,1,1]> (image, w0, b0)
+    [stem_relu] r0 = Relu(c0)
+    [pool] p0 = MaxPool <kernel_shape=[2,2], strides=[2,2]> (r0)
+    [depthwise] c1 = Conv <group=16, pads=[1,1,1,1]> (p0, w1, b1)
+    [clip] k1 = Clip(c1, zero, six)
+    [project] c2 = Conv(k1, w2, b2)
+    [add] a = Add(c2, p0)
+    [add_relu] r1 = Relu(a)
+    [side] c3 = Conv <pads=[1,1,1,1]> (r1, w3)
+    [concat] cat = Concat <axis=1> (r1, c3)
+    [average] g = GlobalAveragePool(cat)
+    [flatten] f = Flatten(g)
+    [head] logits = Gemm <transB=1> (f, w4, b4)
+}"""
+
+ATTENTION = """net (float[N,6,16] x) => (float[N,6,16] y) {
+    [norm] n = LayerNormalization <axis=-1> (x, gamma, beta)
+    [query] q0 = MatMul(n, wq)
+    [query_bias] q = Add(q0, bq)
+    [key] k = MatMul(n, wk)
+    [value] v = MatMul(n, wv)
+    [turn] kt = Transpose <perm=[0,2,1]> (k)
+    [scores] s = MatMul(q, kt)
+    [scale] d = Div(s, four)
+    [softmax] p = Softmax <axis=-1> (d)
+    [context] z = MatMul(p, v)
+    [out] o = MatMul(z, wo)
+    [residual] h = Add(x, o)
+    [norm2] n2 = LayerNormalization <axis=-1> (h, gamma, beta)
+    [up] u = MatMul(n2, wu)
+    [gelu_div] e1 = Div(u, root)
+    [gelu_erf] e2 = Erf(e1)
+    [gelu_add] e3 = Add(e2, one)
+    [gelu_mul] e4 = Mul(u, e3)
+    [gelu_half] e5 = Mul(e4, half)
+    [down] m = MatMul(e5, wd)
+    [last] y = Add(h, m)
+}"""
+
+BRANCHING = """net (float[N,4] x, bool flag) => (float[N,4] y, float[N,4] t) {
+    [first] t = MatMul(x, wa)
+    [relu] r = Relu(t)
+    [branch] z = If(flag) <
+        then_branch = a () => (float[N,4] p) { p = Add(t, r) },
+        else_branch = b () => (float[N,4] q) { q = Neg(r) }>
+    [second] y = MatMul(z, wb)
+    [third] unused = MatMul(r, wb)
+    [mark] w = custom.Mark(r)
+}"""
+
+TAPPED = """net (float[N,4,6,6] x) => (float[N,4,6,6] second, float[N,4,6,6] first) {
+    [a] first = Conv <pads=[1,1,1,1]> (x, wa, ba)
+    [relu] r = Relu(first)
+    [b] second = Conv <pads=[1,1,1,1]> (r, wb, bb)
+    [leak] l = Sigmoid(second)
+}"""
+
+EMBEDDING = """net (int64[N,5] ids, float[N,5] mask) => (float[N,5,8] y) {
+    [squeeze] i = Unsqueeze(ids, axes)
+    [flat] j = Squeeze(i, axes)
+    [lookup] e = Gather(table, j)
+    [unsqueeze] u = Unsqueeze(mask, axes)
+    [masked] m = Mul(e, u)
+    [dense] y = MatMul(m, w)
+}"""
+
+
+def build(text: str, constants: Mapping[str, Array] | None = None, opset: int = 19, half: bool = False) -> Model:
+    """A model in ONNX text syntax, with `constants`; all in float16 if `half`."""
+    text = text.replace("float[", "float16[") if half else text
+    proto = parser.parse_model(f'<ir_version: {9 if opset >= 19 else 8}, opset_import: ["": {opset}, "custom": 1]>\n{text}')
+    for name, array in (constants or {}).items():
+        array = np.asarray(array)
+        proto.graph.initializer.append(
+            onnx.numpy_helper.from_array(array.astype(np.float16) if half and array.dtype == np.float32 else array, name)
+        )
+    large: dict[str, Constant] = {}
+    settle(proto.graph, large)
+    return Model(infer(proto, large), large)
+
+
+def normal(*shape: int, scale: float = 1.0, seed: int = 0) -> Array:
+    """Float32 values of a normal distribution."""
+    return (scale * np.random.default_rng((seed, *shape)).standard_normal(shape)).astype(np.float32)
+
+
+def conv_net(half: bool = False, opset: int = 19) -> Model:
+    """Residual Add, Relu and Clip, MaxPool, depthwise convolution, Concat, a convolution without bias, Gemm."""
+    constants = {
+        "w0": normal(16, 3, 3, 3, scale=0.3), "b0": normal(16, scale=0.2),
+        "w1": normal(16, 1, 3, 3, scale=0.5), "b1": normal(16, scale=0.2, seed=1),
+        "w2": normal(16, 16, 1, 1, scale=0.3), "b2": normal(16, scale=0.2, seed=2),
+        "w3": normal(16, 16, 3, 3, scale=0.1),
+        "w4": normal(5, 32, scale=0.3), "b4": normal(5),
+        "zero": np.float32(0), "six": np.float32(6),
+    }  # fmt: skip
+    return build(CONV_NET, constants, opset, half)
+
+
+def attention(half: bool = False, opset: int = 19) -> Model:
+    """LayerNormalization, products of two activations, Softmax, Gelu made of Erf."""
+    constants = {name: normal(16, 16, scale=0.25, seed=k) for k, name in enumerate(("wq", "wk", "wv", "wo"))}
+    constants |= {"wu": normal(16, 32, scale=0.25), "wd": normal(32, 16, scale=0.25), "bq": normal(16, scale=0.2),
+                  "gamma": 1 + normal(16, scale=0.1), "beta": normal(16, scale=0.1, seed=1)}  # fmt: skip
+    scalars = {"four": 4.0, "root": 2**0.5, "one": 1.0, "half": 0.5}
+    return build(ATTENTION, constants | {n: np.float32(v) for n, v in scalars.items()}, opset, half)
+
+
+def branching() -> Model:
+    """An If whose bodies read outer tensors, one of them a graph output; a node of a custom domain (not to be run)."""
+    return build(BRANCHING, {"wa": normal(4, 4), "wb": normal(4, 4, seed=1)})
+
+
+def tapped(half: bool = False, opset: int = 19) -> Model:
+    """Graph outputs that the graph goes on with."""
+    constants = {"wa": normal(4, 4, 3, 3, scale=0.3), "ba": normal(4), "wb": normal(4, 4, 3, 3, scale=0.3, seed=1),
+                 "bb": normal(4, seed=1)}  # fmt: skip
+    return build(TAPPED, constants, opset, half)
+
+
+def embedding(rows: int = 7) -> Model:
+    """Token ids into a table, and a float mask."""
+    return build(EMBEDDING, {"table": normal(rows, 8), "w": normal(8, 8), "axes": np.array([2], np.int64)})
+
+
+def feeds(model: Model, count: int = 4, seed: int = 0) -> list[Arrays]:
+    """Samples: batch 2, normal floats, small integers, True."""
+    result = []
+    for i in range(count):
+        rng = np.random.default_rng((seed, i))
+        sample = {}
+        for name in model.inputs:
+            info = model.tensors[name]
+            shape = tuple(2 if d is None else d for d in info.shape or ())
+            dtype = onnx.helper.tensor_dtype_to_np_dtype(info.dtype)
+            values = rng.integers(0, 3, shape) if dtype.kind == "i" else rng.standard_normal(shape)
+            sample[name] = np.ones(shape, bool) if dtype.kind == "b" else np.asarray(values, dtype)
+        result.append(sample)
+    return result
+
+
+def run(model: Model | onnx.ModelProto, samples: Iterable[Arrays], fused: bool = False) -> list[Arrays]:
+    """Outputs of ONNX Runtime, operator by operator unless `fused`."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = 1
+    if not fused:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    proto = model.to_proto() if isinstance(model, Model) else model
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    names = [o.name for o in session.get_outputs()]
+    return [dict(zip(names, session.run(names, sample), strict=True)) for sample in samples]
+
+
+def evaluate(model: Model, samples: Iterable[Arrays]) -> list[Arrays]:
+    """Outputs of ONNX's reference implementation."""
+    session = ReferenceEvaluator(model.to_proto())
+    return [dict(zip(session.output_names, session.run(None, sample), strict=True)) for sample in samples]
+
+
+def activations(model: Model, samples: Iterable[Arrays]) -> list[Arrays]:
+    """The values of all float inputs and intermediate tensors, as float64."""
+    samples = list(samples)
+    watched = onnx.ModelProto()
+    watched.CopyFrom(model.to_proto())
+    floats = [t for n in model.nodes for t in n.outputs if model.tensors[t].is_float]
+    del watched.graph.output[:]
+    watched.graph.output.extend(onnx.helper.make_empty_tensor_value_info(t) for t in floats)
+    made = run(watched, samples)
+    given = [{n: a for n, a in s.items() if a.dtype.kind == "f"} for s in samples]
+    return [{n: a.astype(np.float64) for n, a in (g | m).items()} for g, m in zip(given, made, strict=True)]
+
+
+def ranges(model: Model, samples: Iterable[Arrays] | None = None) -> Ranges:
+    """Smallest and largest values, by numpy."""
+    found: dict[str, Range] = {}
+    for values in activations(model, feeds(model) if samples is None else samples):
+        for name, array in values.items():
+            own = Range(float(array.min()), float(array.max()))
+            found[name] = found[name] | own if name in found else own
+    return Ranges(found)
+
+
+def sqnr(reference: Iterable[Arrays], outputs: Iterable[Arrays]) -> float:
+    """Of the worst output, in dB."""
+    return min(
+        10 * np.log10(np.square(a.astype(np.float64)).sum() / max(np.square(a.astype(np.float64) - b[n]).sum(), 1e-30))
+        for a_, b in zip(reference, outputs, strict=True)
+        for n, a in a_.items()
+    )
