@@ -86,7 +86,7 @@ def _minmax(
         if model.tensors[tensor].dtype != TensorProto.FLOAT:
             source = f"__range_{i}_float"
             reduced.graph.node.append(helper.make_node("Cast", [tensor], [source], source, to=TensorProto.FLOAT))
-        zeros = f"__range_{i}_zeros"  # minimum and maximum may pass over a NaN; x - x keeps it, and a sum of x overflows
+        zeros = f"__range_{i}_zeros"  # x - x keeps a NaN, which minimum and maximum may pass over
         reduced.graph.node.append(helper.make_node("Sub", [source, source], [zeros], zeros))
         for op, operand in (("ReduceMin", source), ("ReduceMax", source), ("ReduceSum", zeros)):
             name = f"__range_{i}_{op}"
@@ -127,7 +127,7 @@ def _runs(
     with ConstantFile(folder / "constants.bin") as constants:
         constants.save(model, path)
     done = 0
-    spec = EngineSpec("onnxruntime", {"threads": threads or os.cpu_count() or 1})
+    spec = EngineSpec("onnxruntime", {"threads": threads or _cores()})
     with Runner(spec, time_limit_s=3600, log_dir=folder) as runner:
         handle = runner.load(path)
         for sample in samples:
@@ -188,3 +188,8 @@ class Histogram:
         last = 2 * self.BINS - 1 - int(np.searchsorted(above, tail, side="right"))
         low, high = (first - self.BINS) * self._width, (last + 1 - self.BINS) * self._width
         return Range(max(low, self._low), min(max(high, max(low, self._low)), self._high))
+
+
+def _cores() -> int:
+    """Cores that this process may use; more threads than that would wait for each other."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,6 +1,6 @@
 """Calibration data: where samples come from, and whether they fit the model.
 
-A source is iterated as often as needed and never held in memory as a whole. One sample is one set of model inputs.
+A source is iterated as often as needed; no more than one file of it is in memory. One sample is one set of inputs.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib
 import inspect
 import os
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -21,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
+from qdqtune.engines import one_line
 from qdqtune.errors import BadData, BadModel, BadOption
 from qdqtune.graph import Model
 
@@ -87,12 +89,13 @@ def open_samples(source: str | None, model: Model, *, seed: int = 0, limit: int 
     """Calibration samples from `source`: an .npz, a folder of .npy/.npz, or `module:callable`; None means random.
 
     Arrays are named as the model's inputs. An array of the input's rank holds one sample per batch (`a[i:i+1]` for
-    batch 1), one of a rank more holds one per entry (`a[i]`), one that fits as it is serves every sample. A callable
-    returns an iterable of such dictionaries, or of arrays if the model has one input; it is called for each pass.
+    batch 1), one of a rank more holds one per entry (`a[i]`); one that holds a single sample serves for all. A callable
+    returns an iterable of dictionaries that fit as they are, or of arrays if the model has one input; it is called for
+    each pass.
 
     Raises:
-        BadData: the source is missing, unreadable or does not fit the model.
-        BadOption: `module:callable` cannot be imported.
+        BadData: the source is missing, unreadable or does not fit the model (some of it tells only when iterated).
+        BadOption: `module:callable` cannot be imported, or random inputs need shapes that the model leaves open.
     """
     specs = input_specs(model)
     if source is None:
@@ -139,34 +142,34 @@ def _read(path: Path, specs: tuple[InputSpec, ...]) -> dict[str, Array]:
                 raise BadData(f"{path}: a .npy file fits models of one input; this one has {_names(specs)}: use .npz")
             return {specs[0].name: loaded}
         with loaded:
-            return {name: loaded[name] for name in loaded.files}
-    except (OSError, ValueError, EOFError, BadZipFile) as error:
-        raise BadData(f"cannot read {path} as numpy arrays: {error}") from error
+            return {name: np.asarray(loaded[name]) for name in loaded.files}
+    except (OSError, ValueError, EOFError, RuntimeError, BadZipFile, zlib.error) as error:
+        raise BadData(f"cannot read {path} as numpy arrays: {one_line(error)}") from error
 
 
 def _split(arrays: Mapping[str, Array], specs: tuple[InputSpec, ...], origin: str) -> Iterator[Sample]:
     """The samples that one set of arrays holds."""
     _check_names(arrays, specs, origin)
-    counts, cuts = {}, {}
-    for spec in specs:
-        array = arrays[spec.name]
-        _check_values(array, spec, origin)
-        batch = (spec.shape[0] or 1) if spec.shape else 1
-        rest = spec.shape[1:]
-        if array.ndim == len(spec.shape) + 1 and spec.fits(array.shape[1:]):
-            counts[spec.name], cuts[spec.name] = array.shape[0], 0
-        elif spec.shape and array.ndim == len(spec.shape) and array.shape[0] % batch == 0 and array.size \
-                and InputSpec("", spec.dtype, (None, *rest)).fits(array.shape):  # fmt: skip
-            counts[spec.name], cuts[spec.name] = array.shape[0] // batch, batch
-        elif spec.fits(array.shape):
-            cuts[spec.name] = -1
-        else:
-            raise BadData(f"{origin}: array '{spec.name}' has shape {array.shape}, the model wants {spec}")
-    if len(set(counts.values())) > 1:
+    stacks = {spec.name: _stacked(arrays[spec.name], spec, origin) for spec in specs}
+    counts = {name: len(stack) for name, stack in stacks.items()}
+    if len(set(counts.values()) - {1}) > 1:
         raise BadData(f"{origin}: arrays hold different numbers of samples: {counts}")
-    for i in range(next(iter(counts.values()), 1)):
-        yield {name: a if cuts[name] < 0 else a[i] if cuts[name] == 0 else a[i * cuts[name] : (i + 1) * cuts[name]]
-               for name, a in arrays.items()}  # fmt: skip
+    total = next((n for n in counts.values() if n != 1), 1)
+    for i in range(total):
+        yield {name: np.asarray(stack[i if len(stack) > 1 else 0]) for name, stack in stacks.items()}
+
+
+def _stacked(array: Array, spec: InputSpec, origin: str) -> Array:
+    """The array with its samples along a new first axis."""
+    _check_values(array, spec, origin)
+    if spec.fits(array.shape[1:]) and array.ndim:
+        return array
+    if not spec.shape and not array.ndim:
+        return array[None]
+    batch = (spec.shape[0] or 1) if spec.shape else 1
+    if array.ndim and array.shape[0] % batch == 0 and spec.fits((batch, *array.shape[1:])):
+        return array.reshape(array.shape[0] // batch, batch, *array.shape[1:])
+    raise BadData(f"{origin}: array '{spec.name}' has shape {array.shape}, the model wants {spec}")
 
 
 def _from_callable(source: str, specs: tuple[InputSpec, ...]) -> tuple[Callable[[], Iterator[Sample]], str]:
@@ -175,8 +178,8 @@ def _from_callable(source: str, specs: tuple[InputSpec, ...]) -> tuple[Callable[
         sys.path.insert(0, os.getcwd())
     try:
         function = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise BadOption(f"cannot import calibration data '{source}': {error}") from error
+    except Exception as error:  # the module is the user's, and may do anything
+        raise BadOption(f"cannot import calibration data '{source}': {one_line(error)}") from error
     if not callable(function):
         raise BadOption(f"'{source}' is not callable")
     try:
@@ -185,18 +188,28 @@ def _from_callable(source: str, specs: tuple[InputSpec, ...]) -> tuple[Callable[
         code = ""
 
     def produce() -> Iterator[Sample]:
-        for item in function():
-            sample = dict(item) if isinstance(item, Mapping) else {specs[0].name: np.asarray(item)}
-            _check_names(sample, specs, source)
-            for spec in specs:
-                sample[spec.name] = np.asarray(sample[spec.name])
-                _check_values(sample[spec.name], spec, source)
-                if not spec.fits(sample[spec.name].shape):
-                    shape = sample[spec.name].shape
-                    raise BadData(f"{source}: '{spec.name}' has shape {shape}, the model wants {spec}")
-            yield sample
+        try:
+            for item in function():
+                yield _sample(item, specs, source)
+        except BadData:
+            raise
+        except Exception as error:  # so is the function
+            raise BadData(f"{source} failed: {type(error).__name__}: {one_line(error)}") from error
 
     return produce, hashlib.sha256((source + code).encode()).hexdigest()[:16]
+
+
+def _sample(item: Any, specs: tuple[InputSpec, ...], origin: str) -> Sample:
+    """One sample of a callable: a dictionary, or the array of the only input."""
+    given = item if isinstance(item, Mapping) else {specs[0].name: item}
+    _check_names(given, specs, origin)
+    sample = {spec.name: np.asarray(given[spec.name]) for spec in specs}
+    for spec in specs:
+        array = sample[spec.name]
+        _check_values(array, spec, origin)
+        if not spec.fits(array.shape):
+            raise BadData(f"{origin}: array '{spec.name}' has shape {array.shape}, the model wants {spec}")
+    return sample
 
 
 def _check_names(arrays: Mapping[str, Any], specs: tuple[InputSpec, ...], origin: str) -> None:
@@ -228,7 +241,7 @@ def _random(model: Model, specs: tuple[InputSpec, ...], seed: int, count: int) -
                 + "x".join("1" if d is None else str(d) for d in spec.shape)
                 + " (with your sizes), or --calibration-data"
             )
-    tops = {s.name: _largest_index(model, s.name) for s in specs}
+    tops = {s.name: _index_end(model, s.name) for s in specs}
 
     def draw(rng: np.random.Generator, spec: InputSpec) -> Array:
         shape = tuple(1 if d is None else d for d in spec.shape)
@@ -240,12 +253,13 @@ def _random(model: Model, specs: tuple[InputSpec, ...], seed: int, count: int) -
 
     def produce() -> Iterator[Sample]:
         for i in range(count):
-            yield {s.name: draw(np.random.default_rng((seed, i)), s) for s in specs}
+            rng = np.random.default_rng((seed, i))
+            yield {s.name: draw(rng, s) for s in specs}
 
     return Samples("random inputs", f"random-{seed}-{count}", True, produce)
 
 
-def _largest_index(model: Model, name: str) -> int:
+def _index_end(model: Model, name: str) -> int:
     """One more than the largest integer that is safe to feed: the shortest table that `name` looks up, else 2."""
     tables, seen, waiting = [], {name}, [name]
     while waiting:

@@ -16,6 +16,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from qdqtune import scales
+from qdqtune.folding import names_in
 from qdqtune.graph import GRAPH, LARGE, Constant, Model, Node, rebuild
 from qdqtune.scales import Array, Quantization, Range, Ranges
 from qdqtune.types import Edge, NumericFormat, Placement, QType
@@ -85,6 +86,7 @@ class Inserter:
         self._constants: dict[tuple[str, bool, int | None], Quantization] = {}
         self._activations: dict[tuple[Range, int], Quantization] = {}
         self._forms: dict[tuple[object, ...], Constant] = {}
+        self._names = names_in(model.proto.graph) | set(model.index_of)
 
     def insert(self, placement: Placement) -> Model:
         """See `insert`."""
@@ -220,13 +222,15 @@ class Inserter:
         """
         model = self._model
         for node in model.nodes:
-            if node.op not in ("Conv", "ConvTranspose", "Gemm") or len(node.inputs) < 3 or not node.inputs[2]:
+            if node.op not in ("Conv", "ConvTranspose", "Gemm") or node.domain or len(node.inputs) < 3:
                 continue
             x, w = Edge(node.inputs[0], node.name, 0), Edge(node.inputs[1], node.name, 1)
             bias = model.constants.get(node.inputs[2])
             if x.tensor not in activations or x not in placement or w not in weights or bias is None:
                 continue
-            if len(bias.shape) != 1 or any(node.attributes.get(a, 1.0) != 1.0 for a in ("alpha", "beta")):
+            is_plain = all(node.attributes.get(a, 1.0) == 1.0 for a in ("alpha", "beta"))
+            # In float16 the product of two scales is mostly subnormal, or zero.
+            if not is_plain or bias.dtype != TensorProto.FLOAT or len(bias.shape) != 1:
                 continue
             values, sx = bias.array(), activations[x.tensor].scale
             scale = np.asarray(sx * weights[w].scale)
@@ -243,7 +247,7 @@ class Inserter:
 
     def _write(self, decision: _Decision, placement: Placement) -> Model:
         model = self._model
-        draft = _Draft(names=set(model.index_of) | set(model.tensors) | set(model.producers) | set(model.inputs))
+        draft = _Draft(names=set(self._names))
         renamed = {model.nodes[i].inputs[0]: model.nodes[i].outputs[0] for i in decision.dropped}
         paired = {e.tensor: e for e in placement if e.is_graph_output}
         raw = {tensor: draft.unique(tensor + RAW_OUTPUT) for tensor in paired}

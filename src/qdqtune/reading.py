@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 import onnx
 from onnx import TensorProto, helper
@@ -17,6 +18,8 @@ from qdqtune.types import Edge, Placement
 NEVER_NEGATIVE = frozenset({"Relu", "Sigmoid", "Softmax", "Abs", "HardSigmoid", "Exp", "ReduceL2", "Softplus", "Sqrt"})
 PASSES_SIGN = frozenset({"MaxPool", "AveragePool", "GlobalAveragePool", "Reshape", "Transpose", "Flatten", "Squeeze",
                          "Unsqueeze", "Identity", "Slice", "Split", "Gather", "Expand", "Tile"})  # fmt: skip
+JOINS_SIGNS = frozenset({"Add", "Concat", "Max", "Mean", "Min", "Mul", "Sum"})
+"""Operators whose result is not negative where none of their inputs is."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,9 @@ class _Pair:
     def range(self) -> Range:
         """What the pair can represent. Symmetric int8 leaves out -128, so that the scale is max / 127 again."""
         scale, zero = float(np.max(self.scale)), float(np.max(self.zero_point.astype(np.float32)))
-        low, high = {"uint8": (0, 255), "int8": (-128, 127)}.get(str(self.zero_point.dtype), (-448, 448))
+        dtype = self.zero_point.dtype
+        ends = (ml_dtypes.finfo if "float" in dtype.name else ml_dtypes.iinfo)(dtype)  # type: ignore[no-untyped-call]
+        low, high = float(ends.min), float(ends.max)
         low = -high if zero == 0 and low < 0 else low
         return Range((low - zero) * scale, (high - zero) * scale)
 
@@ -99,18 +104,39 @@ def strip_pairs(model: Model) -> Model:
         if pair.is_constant:
             added[name] = _dequantized(model, pair)
             continue
-        if pair.source not in clamps and (lost := _lost_clamp(model, pair)) is not None:
+        if pair.source not in clamps and (lost := _lost_clamp(model, pair, pairs)) is not None:
             clamps[pair.source], bounds = lost
             added |= bounds
         source[name] = clamps[pair.source].output[0] if pair.source in clamps else pair.source
-    gone = {p.dq.index for p in pairs.values()} | {n.index for n in model.nodes if n.op == "QuantizeLinear"}
-    final = {source[o]: o for o in model.outputs if o in source}  # these take a graph output's name back
+    gone = {p.dq.index for p in pairs.values()}
+    gone |= {n.index for n in model.nodes if n.op == "QuantizeLinear"
+             and all(use.node in gone for use in model.uses(n.outputs[0]))}  # fmt: skip
+    final = _names_back(model, source, {c.output[0] for c in clamps.values()})
     nodes = [_renamed(clamps[t], source, final) for t in model.inputs if t in clamps]
     for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
         if node.index not in gone:
             nodes.append(_renamed(proto, source, final))
             nodes += [_renamed(clamps[o], source, final) for o in node.outputs if o in clamps]
+        elif (name := node.outputs[0]) in source and _is_read_by_name(model, name) and name not in final.values():
+            nodes.append(_renamed(helper.make_node("Identity", [name], [name], node.name), source, final))
     return rebuild(model, nodes, added)
+
+
+def _is_read_by_name(model: Model, tensor: str) -> bool:
+    """Whether a body or the graph's caller reads the tensor: such users cannot be pointed at another one."""
+    return any(use.slot < 0 or use.node == GRAPH for use in model.uses(tensor))
+
+
+def _names_back(model: Model, source: Mapping[str, str], clamped: set[str]) -> Mapping[str, str]:
+    """Float tensors that can take the name of the graph output that is their pair's, by that tensor."""
+    final: dict[str, str] = {}
+    for output in model.outputs:
+        tensor = source.get(output)
+        if tensor is None or any(use.slot < 0 for use in model.uses(output)) or _is_read_by_name(model, tensor):
+            continue
+        if tensor in model.producers or tensor in clamped:
+            final.setdefault(tensor, output)
+    return final
 
 
 def _renamed(node: onnx.NodeProto, source: Mapping[str, str], final: Mapping[str, str]) -> onnx.NodeProto:
@@ -198,9 +224,11 @@ def _dequantized(model: Model, pair: _Pair) -> Constant:
     return Constant(key, helper.np_dtype_to_tensor_dtype(dtype), constant.shape, read)
 
 
-def _lost_clamp(model: Model, pair: _Pair) -> tuple[onnx.NodeProto, dict[str, Constant]] | None:
+def _lost_clamp(
+    model: Model, pair: _Pair, pairs: Mapping[str, _Pair]
+) -> tuple[onnx.NodeProto, dict[str, Constant]] | None:
     """A Relu or Clip that stands for the saturation of a pair whose lowest value is zero, if it does anything."""
-    if pair.range.low < 0 or pair.zero_point.dtype != np.uint8 or _never_negative(model, pair.source):
+    if pair.range.low < 0 or pair.zero_point.dtype != np.uint8 or _never_negative(model, pairs, pair.source):
         return None
     name, result = f"{pair.source}_clamp", f"{pair.source}_clamped"
     if abs(pair.range.high - 6) > 0.01:
@@ -210,18 +238,22 @@ def _lost_clamp(model: Model, pair: _Pair) -> tuple[onnx.NodeProto, dict[str, Co
     return helper.make_node("Clip", [pair.source, *bounds], [result], name), bounds
 
 
-def _never_negative(model: Model, tensor: str) -> bool:
-    while True:
-        if tensor not in model.producers:
+def _never_negative(model: Model, pairs: Mapping[str, _Pair], tensor: str) -> bool:
+    """Whether all that flows into a tensor is known to be zero or more."""
+    waiting, seen = [tensor], {tensor}
+    while waiting:
+        name = waiting.pop()
+        node = model.nodes[model.producers[name]] if name in model.producers else None
+        if node is None or (name in pairs and pairs[name].range.low < 0):
             return False
-        node = model.nodes[model.producers[tensor]]
-        if node.op in NEVER_NEGATIVE:
-            return True
         if node.op == "Clip":
             low = model.constants.get(node.inputs[1]) if len(node.inputs) > 1 else None
-            return low is not None and float(low.array().reshape(())) >= 0
-        if node.op == "DequantizeLinear":
-            return True
-        if node.op not in PASSES_SIGN:
+            if low is None or float(low.array().reshape(())) < 0:
+                return False
+        elif node.op in PASSES_SIGN | JOINS_SIGNS:
+            sources = node.inputs if node.op in JOINS_SIGNS else node.inputs[:1]
+            waiting.extend(set(sources) - seen)
+            seen.update(sources)
+        elif node.op not in NEVER_NEGATIVE and name not in pairs:
             return False
-        tensor = node.inputs[0]
+    return True

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from qdqtune.engines import EngineSpec, QuantType, Tensors
 from qdqtune.errors import EngineFailure, EngineUnavailable, OutputError, QdqtuneError
-from qdqtune.types import Failure, Measurement, NumericFormat
+from qdqtune.types import Failure, Layer, Measurement, NumericFormat
 
 LOG_LINES = 50
 START_SECONDS = 120.0
@@ -150,6 +150,21 @@ class Runner:
                 return result
             results.append(result)
         return results
+
+    def layers(self, handle: Handle, runs: int) -> tuple[Layer, ...] | Failure:
+        """`Built.layers` on the sample that was fed."""
+        what = f"profiling {handle.path.name}"
+        result: tuple[Layer, ...] | Failure = self._ready([handle]) or self._try(
+            "layers", handle.build, runs, what=what, extra=SLACK * self._limit
+        )
+        return result
+
+    def save(self, handle: Handle, path: Path) -> Failure | None:
+        """`Built.save`."""
+        failure: Failure | None = self._ready([handle]) or self._try(
+            "save", handle.build, path.absolute(), what=f"saving {handle.path.name}"
+        )
+        return failure
 
     def rounds(
         self, a: Handle, b: Handle, count: int, *, seed: int, first_round: int, slot_seconds: float, warmup: int

@@ -28,7 +28,6 @@ from qdqtune.subject import Subject, calibrated, fingerprint, open_subject
 from qdqtune.timing import Plan, Ratio, judge
 from qdqtune.types import Failure, Placement, Region, Trial
 
-
 BASELINE, FINAL = "baseline.onnx", "optimized_final.onnx"
 
 

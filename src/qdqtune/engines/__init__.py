@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 import numpy.typing as npt
 
 from qdqtune.errors import BadOption, EngineUnavailable
-from qdqtune.types import NumericFormat
+from qdqtune.types import Layer, NumericFormat
 
 Tensors = Mapping[str, npt.NDArray[Any]]
 """Arrays by the name of a graph input or output."""
@@ -57,6 +57,24 @@ class Built(Protocol):
 
         Raises:
             EngineFailure: the engine cannot run the model on these inputs.
+        """
+
+    def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
+        """What the engine made of the model, in the order in which it runs, with the median time of `runs` inferences.
+
+        `Layer.nodes` are names of nodes of the model file: the layers together hold each of them once. A node that the
+        engine fused away stands in the layer that absorbed it; nodes that it computed in advance stand in one last
+        layer of kind "folded". Times are of profiled inferences: they attribute, they do not add up to `time`.
+
+        Raises:
+            EngineFailure: the engine cannot run the model on these inputs, or has no such report.
+        """
+
+    def save(self, path: Path) -> None:
+        """Write the built model in the engine's own format.
+
+        Raises:
+            EngineFailure: the engine has no such format, or cannot write the file.
         """
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from math import exp, prod, sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ from onnx.reference import ReferenceEvaluator
 
 from qdqtune.engines import QuantType, Tensors, one_line
 from qdqtune.errors import BadOption, EngineFailure
-from qdqtune.types import NumericFormat, QType
+from qdqtune.types import Layer, NumericFormat, QType
 
 MULTIPLY_ADDS_PER_SECOND = 2e10
 ELEMENTS_PER_SECOND = 4e9
@@ -120,7 +120,7 @@ class Fake:
                 if len(tensor.raw_data) > SHAPE_BYTES:
                     tensor.ClearField("raw_data")
             fault = self._fault(proto)
-            seconds = latency(proto)
+            seconds = latency(proto)  # also a check that the cost model can read it
         except Exception as error:  # protobuf, the checker and shape inference raise what they like
             with log.open("a") as file:
                 file.write(f"{error}\n")
@@ -133,7 +133,7 @@ class Fake:
             os._exit(70)
         while fault == "hang":
             time.sleep(3600)
-        return FakeModel(model, seconds, self._noise, spoiled=fault == "nan")
+        return FakeModel(model, proto, self._noise, spoiled=fault == "nan")
 
     def _fault(self, proto: onnx.ModelProto) -> str | None:
         dequantized = {n.output[0] for n in proto.graph.node if n.op_type == "DequantizeLinear"}
@@ -145,9 +145,10 @@ class Fake:
 class FakeModel:
     """A model with its modelled latency."""
 
-    def __init__(self, path: Path, seconds: float, noise: _Noise, *, spoiled: bool) -> None:
+    def __init__(self, path: Path, proto: onnx.ModelProto, noise: _Noise, *, spoiled: bool) -> None:
         self._path = path
-        self._seconds = seconds
+        self._costs = _CostModel(proto)
+        self._seconds = self._costs.seconds()
         self._noise = noise
         self._spoiled = spoiled
         self._evaluator: ReferenceEvaluator | None = None
@@ -171,6 +172,18 @@ class FakeModel:
     def time(self, inputs: Tensors, runs: int) -> float:
         """The modelled seconds with noise. Does not wait."""
         return self._seconds * self._noise.factor()
+
+    def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
+        """One layer for each node that costs time, with what it absorbed. Exact: the times add up to the latency."""
+        return self._costs.layers()
+
+    def save(self, path: Path) -> None:
+        """Refuse.
+
+        Raises:
+            EngineFailure: always.
+        """
+        raise EngineFailure("fake engine: it has no format of its own to save")
 
     def close(self) -> None:
         """Drop the weights."""
@@ -218,6 +231,35 @@ class _CostModel:
 
     def seconds(self) -> float:
         return sum(self._node_seconds(node) for node in self.nodes)
+
+    def layers(self) -> tuple[Layer, ...]:
+        """The nodes that run, each with the free ones around it; see `Built.layers`."""
+        covered: dict[int, list[str]] = {}
+        home: dict[str, int] = {}  # tensor to the layer that makes it
+        folded, pending, fixed = list[str](), dict[str, list[str]](), set(self.constants)
+        for number, node in enumerate(self.nodes):
+            if self._node_seconds(node) > 0:
+                waiting = [name for tensor in node.input for name in pending.pop(tensor, [])]
+                covered[number] = [*waiting, node.name]
+                home.update(dict.fromkeys(node.output, number))
+            elif all(t in fixed or not t for t in node.input):
+                folded.append(node.name)
+                fixed.update(node.output)
+            elif node.op_type == "DequantizeLinear":  # belongs to the integer operators that read it
+                pending[node.output[0]] = [node.name]
+            else:  # an epilogue or a Q that the operator in front of it absorbed
+                owner = home[node.input[0]]
+                covered[owner].append(node.name)
+                home.update(dict.fromkeys(node.output, owner))
+        found = [self._layer(self.nodes[number], tuple(names)) for number, names in covered.items()]
+        return (*found, Layer("folded", tuple(folded), "", 0.0, "folded")) if folded else tuple(found)
+
+    def _layer(self, node: onnx.NodeProto, names: tuple[str, ...]) -> Layer:
+        kind: Literal["compute", "quantize"] = (
+            "quantize" if node.op_type in ("QuantizeLinear", "DequantizeLinear") else "compute"
+        )
+        precision = "INT8" if node.output[0] in self.integer else "FP32"
+        return Layer(node.name, names, precision, 1e3 * self._node_seconds(node), kind)
 
     def _end(self, node: onnx.NodeProto) -> str:
         """The tensor that a node gives to others: its output, or that of the epilogue fused into it."""

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from qdqtune.engines import Built, Engine, EngineSpec, QuantType, Tensors, open_engine
 from qdqtune.errors import QdqtuneError
-from qdqtune.types import Measurement, NumericFormat
+from qdqtune.types import Layer, Measurement, NumericFormat
 
 PROBES = 3
 PROBE_SECONDS = 1.0
@@ -66,6 +66,14 @@ class Session:
     def run(self, number: int, inputs: Tensors) -> dict[str, npt.NDArray[Any]]:
         """`Built.run`."""
         return self._models[number].run(inputs)
+
+    def layers(self, number: int, runs: int) -> tuple[Layer, ...]:
+        """`Built.layers`."""
+        return self._models[number].layers(self._inputs, runs)
+
+    def save(self, number: int, path: Path) -> None:
+        """`Built.save`."""
+        self._models[number].save(path)
 
     def probe(self, a: int, b: int, slot_seconds: float) -> tuple[int, float]:
         """How many inferences of the slower model fill a slot, and how long one of them takes."""
