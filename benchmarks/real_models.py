@@ -1,7 +1,6 @@
 """Trained models tuned with their own calibration data: latency before and after, and the accuracy of the outputs.
 
-Each model is NAME/model.onnx with NAME/calib.npz. 'never slower' says whether the interval of final/float, or of
-final/quantize_static's input file as it was given, lies above 1.
+Each model is NAME/model.onnx with NAME/calib.npz. 'never slower' is NO where the interval of final/float lies above 1.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from qdqtune.graph import Model, save
 from qdqtune.types import NumericFormat
 
 
-class Reader(CalibrationDataReader):
+class Reader(CalibrationDataReader):  # type: ignore[misc]  # the library has no types
     """Samples, handed out one by one."""
 
     def __init__(self, samples: Iterable[Sample]) -> None:

@@ -19,7 +19,6 @@ from static_peer import write_static
 
 from qdqtune.comparing import compare_files
 from qdqtune.data import open_samples
-from qdqtune.engines import EngineSpec
 from qdqtune.errors import QdqtuneError
 from qdqtune.loading import load
 from qdqtune.runner import Runner
@@ -100,7 +99,8 @@ def run(entry: zoo.Entry, budget: Budget) -> Facts:
 def against_static(settings: Settings, folder: Path) -> Facts:
     with Runner(settings.engine, time_limit_s=settings.time_limit, log_dir=folder / "logs") as runner:
         model = load(settings.model, fix_inputs=settings.fix_inputs)
-        samples = open_samples(settings.calibration_data, model, limit=settings.calibration_samples)
+        samples = open_samples(settings.calibration_data, model, limit=settings.calibration_samples,
+                               fixed=settings.fix_inputs)  # fmt: skip
         static = folder / "static.onnx"
         try:
             write_static(model, samples, runner.numeric_format("int8"), static)
@@ -112,7 +112,9 @@ def against_static(settings: Settings, folder: Path) -> Facts:
     if final.ratio is None:
         return {"static_failed": final.reason}
     found = {"ms": final.first_ms, "final_ms": final.ms, "sqnr_db": accuracy.sqnr_db}
-    return {"static": found | {"ratio": final.ratio.median, "ratio_low": final.ratio.low, "ratio_high": final.ratio.high}}
+    return {
+        "static": found | {"ratio": final.ratio.median, "ratio_low": final.ratio.low, "ratio_high": final.ratio.high}
+    }
 
 
 def ratio_text(facts: Facts) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +17,9 @@ from qdqtune.constants import settle
 from qdqtune.engines.onnxruntime import SHARED_SCALE_OPS
 from qdqtune.graph import Constant, Model
 from qdqtune.loading import infer
+from qdqtune.rules import possible_edges
 from qdqtune.scales import Range, Ranges
-from qdqtune.types import NumericFormat, QType
+from qdqtune.types import Edge, NumericFormat, QType
 
 Array = npt.NDArray[Any]
 Arrays = dict[str, Array]
@@ -103,11 +105,15 @@ EMBEDDING = """net (int64[N,5] ids, float[N,5] mask) => (float[N,5,8] y) {
 def build(text: str, constants: Mapping[str, Array] | None = None, opset: int = 19, half: bool = False) -> Model:
     """A model in ONNX text syntax, with `constants`; all in float16 if `half`."""
     text = text.replace("float[", "float16[") if half else text
-    proto = parser.parse_model(f'<ir_version: {9 if opset >= 19 else 8}, opset_import: ["": {opset}, "custom": 1]>\n{text}')
+    proto = parser.parse_model(
+        f'<ir_version: {9 if opset >= 19 else 8}, opset_import: ["": {opset}, "custom": 1]>\n{text}'
+    )
     for name, array in (constants or {}).items():
         array = np.asarray(array)
         proto.graph.initializer.append(
-            onnx.numpy_helper.from_array(array.astype(np.float16) if half and array.dtype == np.float32 else array, name)
+            onnx.numpy_helper.from_array(
+                array.astype(np.float16) if half and array.dtype == np.float32 else array, name
+            )
         )
     large: dict[str, Constant] = {}
     settle(proto.graph, large)
@@ -223,3 +229,23 @@ def sqnr(reference: Iterable[Arrays], outputs: Iterable[Arrays]) -> float:
         for a_, b in zip(reference, outputs, strict=True)
         for n, a in a_.items()
     )
+
+
+class Case(NamedTuple):
+    """A model with what the numeric stages need of it."""
+
+    model: Model
+    samples: list[Arrays]
+    ranges: Ranges
+    possible: frozenset[Edge]
+    outputs: list[Arrays]
+
+
+@cache
+def case(name: str) -> Case:
+    """`conv_net`, `attention`, `tapped`, `embedding`, or with `_half` behind it."""
+    makers = {"conv_net": conv_net, "attention": attention, "tapped": tapped, "embedding": lambda half: embedding()}
+    model = makers[name.removesuffix("_half")](half=name.endswith("_half"))
+    samples = feeds(model, 2)
+    found = ranges(model, samples)
+    return Case(model, samples, found, possible_edges(model, found), run(model, samples))

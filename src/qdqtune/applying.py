@@ -9,7 +9,7 @@ from pathlib import Path
 from qdqtune import rules
 from qdqtune.calibration import Calibration, calibrate
 from qdqtune.data import open_samples
-from qdqtune.errors import BadModel, BadOption
+from qdqtune.errors import BadModel, BadOption, OutputError
 from qdqtune.graph import save
 from qdqtune.loading import load, with_input_shapes
 from qdqtune.placements import existing, read_placement_file
@@ -35,17 +35,19 @@ def apply(
     """Insert the pairs of a placement file into `model` with freshly calibrated scales, and write it to `output`.
 
     Raises:
-        InputError: model, placement or data cannot be used.
-        BadModel: none of the placement's edges exists in the model.
+        InputError: model, placement or data cannot be used, or none of the placement's edges exists in the model.
+        OutputError: `output` cannot be written.
     """
     if output.resolve() == model.resolve():
         raise BadOption(f"{output} would overwrite the model: choose another --output")
+    if not output.parent.is_dir():
+        raise OutputError(f"cannot write {output}: there is no folder {output.parent}")
     recorded = read_placement_file(placement)
     graph = load(model, fix_inputs=recorded.fix_inputs, min_opset=numbers.opset)
     if is_quantized(graph):
         raise BadModel(f"{model} already has Q/DQ pairs: apply a placement to the float model")
     shaped = with_input_shapes(graph, input_shapes) if input_shapes else graph
-    data = open_samples(calibration_data, shaped, seed=seed, limit=samples)
+    data = open_samples(calibration_data, shaped, seed=seed, limit=samples, fixed=recorded.fix_inputs)
     ranges = calibrate(shaped, data, calibration)
     placed, lost = existing(shaped, recorded.placement, rules.possible_edges(shaped, ranges))
     if recorded.placement.edges and not placed.edges:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
 from qdqtune.accuracy import is_finite, sqnr_db
 from qdqtune.data import Array, Sample
-from qdqtune.errors import BaselineFailed, OutputError
+from qdqtune.errors import BaselineFailed, EngineFailure, OutputError
 from qdqtune.graph import ConstantFile, save
 from qdqtune.pairing import fresh_pair, rounds_of
 from qdqtune.qdq import Inserter
@@ -55,11 +56,14 @@ class Bench:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._constants.__exit__()
+        with suppress(OSError):  # on a full disk closing fails again
+            self._constants.__exit__()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def measure(self, number: int, proposal: Proposal, against: Placement) -> tuple[Trial, bool]:
         """Time a candidate against another placement; and whether the result was in the store.
+
+        Raises EngineFailure if the engine fails on the other placement, which it ran before.
 
         A win is repeated at once on another build of both files: one build may be fast by the luck of its memory
         layout, and stays so in every round.
@@ -145,8 +149,8 @@ class Bench:
         """Result, its repetition where it is a win, and output SQNR in dB."""
         reference = self.reference()
         opponent = self._load(against, "best")
-        if isinstance(opponent, Failure):
-            return opponent, None, None
+        if isinstance(opponent, Failure):  # it was built before, so the candidate is not to blame
+            raise EngineFailure(f"the engine does not build the best model so far again: {opponent.reason}")
         candidate = self._load(placement, f"trial_{number:03}")
         if isinstance(candidate, Failure):
             return candidate, None, None

@@ -157,10 +157,11 @@ class Histogram:
         flat = values.reshape(-1).astype(np.float64)
         if not flat.size or self._broken:
             return
-        self._low, self._high = min(self._low, float(flat.min())), max(self._high, float(flat.max()))
-        self._broken = not (np.isfinite(self._low) and np.isfinite(self._high))
+        low, high = float(flat.min()), float(flat.max())
+        self._broken = not (np.isfinite(low) and np.isfinite(high))
         if self._broken:
             return
+        self._low, self._high = min(self._low, low), max(self._high, high)
         top = max(-self._low, self._high)
         if self._width == 0.0 and top > 0:
             self._width = float(2.0 ** np.ceil(np.log2(top / self.BINS)))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import re
+import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,13 +16,13 @@ from typing import Any, NoReturn
 import click
 from rich.console import Console
 
-from qdqtune import __version__, patterns, regions, report
+from qdqtune import __version__, options, patterns, regions, report
 from qdqtune.applying import apply
 from qdqtune.calibration import Calibration
-from qdqtune.comparing import compare_files
+from qdqtune.comparing import comparable, compare_files
 from qdqtune.data import open_samples
 from qdqtune.engines import EngineSpec
-from qdqtune.errors import BadOption, QdqtuneError
+from qdqtune.errors import EngineFailure, QdqtuneError
 from qdqtune.inspection import as_json, render
 from qdqtune.loading import load, with_input_shapes
 from qdqtune.placements import read_placement_file
@@ -28,7 +30,7 @@ from qdqtune.runner import Runner
 from qdqtune.settings import EFFORTS, Settings
 from qdqtune.strategies.region import Config
 from qdqtune.timing import Plan
-from qdqtune.tune import estimate, tune
+from qdqtune.tune import FINAL, estimate, tune
 
 NO_IMPROVEMENT, INTERRUPTED, DEFECT = 3, 130, 70
 
@@ -38,36 +40,57 @@ CONTEXT = {
     "token_normalize_func": lambda token: token.replace("_", "-"),  # --timing_runs is --timing-runs
 }
 
-Command = Callable[..., Any]
-
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit: 0 done, 2 usage or bad input, 3 no improvement, 4 a constraint unmet,
     5 engine unavailable or baseline failed, 70 a defect of qdqtune, 130 interrupted.
     """
-    console = Console(stderr=True)
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = app.main(arguments, prog_name="qdqtune", standalone_mode=False)
+        with app.make_context("qdqtune", given) as context:  # `app.main` would turn a closed pipe into code 1
+            code = app.invoke(context)
+        sys.stdout.flush()
         sys.exit(code if isinstance(code, int) else 0)
-    except click.ClickException as error:
+    except click.exceptions.Exit as done:  # --help and --version
+        sys.exit(done.exit_code)
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
-        sys.exit(error.exit_code if error.exit_code != 1 else 2)
-    except QdqtuneError as error:
-        console.print(f"error: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
         sys.exit(error.exit_code)
+    except click.ClickException as error:
+        asked = getattr(error, "ctx", None)
+        hint = f" (see {asked.command_path} --help)" if asked is not None else ""
+        _fail(error.format_message().rstrip(".") + hint, 2)
+    except QdqtuneError as error:
+        _fail(str(error), error.exit_code)
     except (KeyboardInterrupt, click.Abort):
-        console.print("interrupted: what was measured is kept; the same command goes on from there", highlight=False)
+        _say("interrupted")
         sys.exit(INTERRUPTED)
     except BrokenPipeError:  # the reader of our output has gone
-        sys.stderr.close()
+        _drop_output()
         sys.exit(0)
     except OSError as error:
-        console.print(f"error: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
-        sys.exit(2)
+        _drop_output()
+        _fail(str(error), 2)
     except Exception:  # noqa: BLE001  (a defect: shown whole, and never mistaken for one of the promised codes)
-        console.print_exception()
-        console.print("this is a defect of qdqtune: please report it with the lines above", style="red")
-        sys.exit(DEFECT)
+        Console(stderr=True).print_exception()
+        _fail("this is a defect of qdqtune: please report it with the lines above", DEFECT)
+
+
+def _say(text: str, style: str = "") -> None:
+    """One line for people. Standard output is for results."""
+    line = " ".join(text.splitlines())
+    Console(stderr=True).print(line, style=style, highlight=False, soft_wrap=True, markup=False)
+
+
+def _fail(text: str, code: int) -> NoReturn:
+    _say(f"error: {text}", "red")
+    sys.exit(code)
+
+
+def _drop_output() -> None:
+    """Forget what cannot be written any more, or the interpreter would try it again at its end and fail."""
+    with contextlib.suppress(io.UnsupportedOperation):  # standard output was replaced by something in memory
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @click.group(context_settings=CONTEXT)
@@ -83,99 +106,6 @@ def app() -> None:
     """
 
 
-def _engine_options(command: Command) -> Command:
-    options = [
-        click.option("--engine", default="onnxruntime", show_default=True, help="Engine to build and time on."),
-        click.option("--threads", type=click.IntRange(1), default=1, show_default=True,
-                     help="CPU threads of the engine. One gives the most stable timing."),
-        click.option("--provider", help="ONNX Runtime execution provider (default: CPUExecutionProvider)."),
-        click.option("--engine-option", "engine_options", multiple=True, metavar="NAME=VALUE",
-                     help="Any other option of the engine; VALUE is JSON or text. Repeatable."),
-        click.option("--time-limit", default="10m", show_default=True, callback=_seconds,
-                     help="Longest that one build or inference may take: 90s, 10m, 1h."),
-    ]  # fmt: skip
-    return _with(options, command)
-
-
-def _data_options(command: Command) -> Command:
-    options = [
-        click.option("--calibration-data", metavar="SOURCE",
-                     help="An .npz (arrays named as the inputs), a folder of .npy/.npz, or module:callable. "
-                          "Without it, seeded random inputs."),
-        click.option("--calibration-samples", type=click.IntRange(1), help="Use at most this many samples."),
-        click.option("--input-shape", "input_shapes", multiple=True, metavar="NAME:1x3x224x224", callback=_shapes,
-                     help="Shape of a dynamic input while measuring; what ships stays dynamic. Repeatable."),
-        click.option("--seed", type=click.IntRange(0), default=0, show_default=True,
-                     help="Seed of everything random: inputs, order of rounds, mutations."),
-    ]  # fmt: skip
-    return _with(options, command)
-
-
-def _range_options(command: Command) -> Command:
-    options = [
-        click.option("--calibration-method", type=click.Choice(["minmax", "percentile"]), default="minmax",
-                     show_default=True, help="How ranges are found."),
-        click.option("--percentile", type=click.FloatRange(50, 100, min_open=True), default=99.99, show_default=True,
-                     help="Share of the values, in %, that method percentile keeps."),
-    ]  # fmt: skip
-    return _with(options, command)
-
-
-def _with(options: Sequence[Command], command: Command) -> Command:
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
-def _seconds(_: click.Context, __: click.Parameter, value: str | None) -> float | None:
-    if value is None:
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|h|)", value.strip())
-    if match is None or float(match[1]) <= 0:
-        raise click.BadParameter(f"{value!r} is no duration: give 90s, 10m or 1.5h")
-    return float(match[1]) * {"s": 1, "": 1, "m": 60, "h": 3600}[match[2]]
-
-
-def _shapes(_: click.Context, __: click.Parameter, values: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    shapes = {}
-    for value in values:
-        name, _colon, sizes = value.rpartition(":")
-        if not name or not re.fullmatch(r"\d+(x\d+)*|", sizes):
-            raise click.BadParameter(f"{value!r} is no shape: give NAME:1x3x224x224")
-        shapes[name] = tuple(int(size) for size in sizes.split("x") if size)
-    return shapes
-
-
-def _fixed(_: click.Context, __: click.Parameter, values: Sequence[str]) -> dict[str, float | int | str]:
-    fixed: dict[str, float | int | str] = {}
-    for value in values:
-        name, equals, text = value.partition("=")
-        if not equals or not name:
-            raise click.BadParameter(f"{value!r} fixes nothing: give NAME=VALUE")
-        fixed[name] = _value(text) if isinstance(_value(text), int | float) else text
-    return fixed
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
-
-
-def _spec(engine: str, threads: int, provider: str | None, options: Sequence[str]) -> EngineSpec:
-    """The engine with its options. `threads` and `provider` go to the engines that know them."""
-    chosen: dict[str, Any] = {"threads": threads} if engine in ("onnxruntime", "openvino") else {}
-    if provider:
-        chosen["provider"] = provider
-    for option in options:
-        name, equals, text = option.partition("=")
-        if not equals:
-            raise BadOption(f"--engine-option {option} sets nothing: give NAME=VALUE")
-        chosen[name] = _value(text)
-    return EngineSpec(engine, chosen)
-
-
 @app.command("tune")
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("-o", "--output-dir", type=click.Path(path_type=Path), default=Path("qdqtune_output"), show_default=True,
@@ -183,16 +113,16 @@ def _spec(engine: str, threads: int, provider: str | None, options: Sequence[str
 @click.option("--mode", type=click.Choice(["region"]), default="region", show_default=True,
               help="How to search. region: rules first, then pattern by pattern.")  # fmt: skip
 @click.option("--quant-type", type=click.Choice(["int8", "fp8"]), default="int8", show_default=True)
-@_engine_options
-@_data_options
-@_range_options
-@click.option("--fix-input", "fix_inputs", multiple=True, metavar="NAME=VALUE", callback=_fixed,
+@options.engine_options
+@options.data_options
+@options.range_options
+@click.option("--fix-input", "fix_inputs", multiple=True, metavar="NAME=VALUE", callback=options.fixed,
               help="Make an input constant; an If that it decides is folded. Repeatable.")  # fmt: skip
 @click.option("--effort", type=click.Choice(list(EFFORTS)), default="default", show_default=True,
               help="Preset of --builds, --schemes-per-region and --timing-runs; explicit flags win.")  # fmt: skip
 @click.option("--builds", type=int, help="Engine builds that the run may spend.  [30 | 60 | 400 by --effort]")
 @click.option("-s", "--schemes-per-region", type=click.IntRange(0), help="Candidates per pattern.  [4 | 50 | 200]")
-@click.option("--time-budget", callback=_seconds, help="Stop searching after this long: 90s, 10m, 1h.")
+@click.option("--time-budget", callback=options.seconds, help="Stop searching after this long: 90s, 10m, 1h.")
 @click.option("--timing-runs", type=click.IntRange(12), help="Most rounds of one comparison.  [20 | 48 | 96]")
 @click.option("--warmup-runs", type=click.IntRange(0), default=2, show_default=True,
               help="Inferences of each model before its rounds.")  # fmt: skip
@@ -223,22 +153,25 @@ def tune_command(model: Path, dry_run: bool, as_machine: bool, quiet: bool, verb
     qdqtune tune model.onnx --effort quick --input-shape image:1x3x224x224
     """
     settings = _settings(model, given)
-    console = Console(stderr=True, quiet=quiet)
-    observer = report.Live(console) if console.is_terminal and not verbose else report.Plain(console)
-    if dry_run:
-        with observer:
-            expected = estimate(settings, observer)
-        print(json.dumps(vars(expected), indent=2) if as_machine else report.estimate_lines(expected))
-        return 0
-    with observer:
-        result = tune(settings, observer)
+    progress = report.progress(Console(stderr=True, quiet=quiet), verbose=verbose)
+    try:
+        with progress as observer:
+            if dry_run:
+                expected = estimate(settings, observer)
+                print(json.dumps(vars(expected), indent=2) if as_machine else report.estimate_lines(expected))
+                return 0
+            result = tune(settings, observer)
+    except KeyboardInterrupt:
+        without = " without --restart" if settings.restart else ""
+        _say(f"interrupted: what was measured is kept; the same command{without} goes on from there")
+        return INTERRUPTED
     for note in result.notes:
-        console.print(f"note: {note}", highlight=False, soft_wrap=True)
+        _say(f"note: {note}")
     if as_machine:
         print(json.dumps(dict(result.summary), indent=2))
     else:
         Console().print(report.result_table(result))
-        print(f"{'tuned' if result.improved else 'unchanged'} model: {settings.output_dir / 'optimized_final.onnx'}")
+        print(report.result_line(result, settings.output_dir / FINAL))
     return 0 if result.improved else NO_IMPROVEMENT
 
 
@@ -250,7 +183,7 @@ def _settings(model: Path, given: Mapping[str, Any]) -> Settings:
     return Settings(
         model=model,
         output_dir=given["output_dir"],
-        engine=_spec(given["engine"], given["threads"], given["provider"], given["engine_options"]),
+        engine=options.engine_spec(given["engine"], given["threads"], given["provider"], given["engine_options"]),
         mode=given["mode"],
         quant_type=given["quant_type"],
         calibration_data=given["calibration_data"],
@@ -266,7 +199,7 @@ def _settings(model: Path, given: Mapping[str, Any]) -> Settings:
         time_budget=given["time_budget"],
         time_limit=given["time_limit"],
         seed=given["seed"],
-        node_filter=_wildcards(given["node_filter_list"]),
+        node_filter=options.wildcards(given["node_filter_list"]),
         default_dq_dtype=given["default_dq_dtype"],
         state_file=given["state_file"],
         pattern_cache=given["pattern_cache"],
@@ -276,52 +209,48 @@ def _settings(model: Path, given: Mapping[str, Any]) -> Settings:
     )
 
 
-def _wildcards(path: Path | None) -> tuple[str, ...]:
-    if path is None:
-        return ()
-    try:
-        lines = [line.strip() for line in path.read_text().splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadOption(f"cannot read --node-filter-list {path}: {error}") from error
-    found = tuple(line for line in lines if line and not line.startswith("#"))
-    if not found:
-        raise BadOption(f"--node-filter-list {path} holds no wildcard")
-    return found
-
-
 @app.command("compare")
 @click.argument("files", type=click.Path(path_type=Path), nargs=-1, required=True)
-@_engine_options
-@_data_options
+@options.engine_options
+@options.data_options
 @click.option(
     "--timing-runs", type=click.IntRange(12), default=24, show_default=True, help="Rounds per pair of builds."
 )
-@click.option("--warmup-runs", type=click.IntRange(0), default=2, show_default=True)
+@click.option("--warmup-runs", type=click.IntRange(0), default=2, show_default=True,
+              help="Inferences of each model before its rounds.")  # fmt: skip
 @click.option("--json", "as_machine", is_flag=True, help="Print JSON instead of the table.")
 def compare_command(
     files: Sequence[Path], engine: str, threads: int, provider: str | None, engine_options: Sequence[str],
     time_limit: float, calibration_data: str | None, calibration_samples: int | None,
     input_shapes: Mapping[str, tuple[int, ...]], seed: int, timing_runs: int, warmup_runs: int, as_machine: bool,
-) -> None:  # fmt: skip
-    """Time the first of FILES against each other one, in interleaved rounds on two fresh builds of both.
+) -> int:  # fmt: skip
+    """Time every other of FILES against the first, in interleaved rounds on two fresh builds of both.
 
-    A ratio below 1 means faster than the first file; the interval holds the truth but for one time in a thousand.
+    A ratio below 1 means less time than the first file takes. The true ratio lies outside its interval at most twice
+    in a thousand comparisons. Exit code 5: the engine refuses one of the files.
+
+    \b
+    qdqtune compare model.onnx qdqtune_output/optimized_final.onnx
     """
-    model = load(files[0])
-    shaped = with_input_shapes(model, input_shapes) if input_shapes else model
+    models = comparable(files)
+    shaped = with_input_shapes(models[0], input_shapes) if input_shapes else models[0]
     samples = open_samples(calibration_data, shaped, seed=seed, limit=calibration_samples).first(4)
     plan = Plan((timing_runs,), warmup=warmup_runs)
+    spec = options.engine_spec(engine, threads, provider, engine_options)
     with (
+        report.progress(Console(stderr=True)) as observer,
         tempfile.TemporaryDirectory(prefix="qdqtune-") as folder,
-        Runner(
-            _spec(engine, threads, provider, engine_options), time_limit_s=time_limit, log_dir=Path(folder)
-        ) as runner,
+        Runner(spec, time_limit_s=time_limit, log_dir=Path(folder)) as runner,
     ):
-        rows = compare_files(files, runner, samples, plan, seed=seed)
+        rows = compare_files(files, runner, samples, plan, seed=seed, observer=observer)
     if as_machine:
         print(json.dumps({"first": str(files[0]), "others": [row.as_json() for row in rows]}, indent=2))
     else:
         Console().print(report.comparison_table(str(files[0]), rows))
+    refused = [row for row in rows if row.ratio is None]
+    for row in refused:
+        _say(f"error: {row.file} cannot be compared: {row.reason}", "red")
+    return EngineFailure.exit_code if refused else 0
 
 
 @app.command("apply")
@@ -329,8 +258,8 @@ def compare_command(
 @click.option("--placement", type=click.Path(path_type=Path), required=True, help="placement.yaml of a tuning run.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="[default: MODEL with .qdq.onnx]")
 @click.option("--engine", help="Engine whose numeric format to use.  [default: that of the placement]")
-@_data_options
-@_range_options
+@options.data_options
+@options.range_options
 @click.option("--json", "as_machine", is_flag=True, help="Print JSON.")
 def apply_command(
     model: Path, placement: Path, output: Path | None, engine: str | None, calibration_data: str | None,
@@ -344,26 +273,24 @@ def apply_command(
     recorded = read_placement_file(placement)
     target = output or model.with_suffix(".qdq.onnx")
     with (
+        report.progress(Console(stderr=True)) as observer,
         tempfile.TemporaryDirectory(prefix="qdqtune-") as folder,
         Runner(EngineSpec(engine or recorded.engine), time_limit_s=600, log_dir=Path(folder)) as runner,
     ):
         numbers = runner.numeric_format("fp8" if recorded.quant_type == "fp8" else "int8")
-    done = apply(model, placement, target, numbers, calibration_data=calibration_data,
-                 calibration=Calibration(calibration_method, percentile), input_shapes=input_shapes,
-                 samples=calibration_samples, seed=seed)  # fmt: skip
-    console = Console(stderr=True)
+        observer.stage(f"calibrating {model.name}")
+        done = apply(model, placement, target, numbers, calibration_data=calibration_data,
+                     calibration=Calibration(calibration_method, percentile), input_shapes=input_shapes,
+                     samples=calibration_samples, seed=seed)  # fmt: skip
     if done.random_data:
-        console.print("note: no --calibration-data: the scales come from random inputs", highlight=False)
+        _say("note: no --calibration-data: the scales come from random inputs")
     if done.lost:
-        console.print(f"note: {len(done.lost)} edges are not in this model, the first: {done.lost[0]}", markup=False)
+        _say(f"note: {len(done.lost)} edges are not in this model, the first: {done.lost[0]}")
     if as_machine:
-        print(
-            json.dumps(
-                {"output": str(target), "edges": len(done.placement), "lost": [str(e) for e in done.lost]}, indent=2
-            )
-        )
+        lost = [str(edge) for edge in done.lost]
+        print(json.dumps({"output": str(target), "edges": len(done.placement), "lost": lost}, indent=2))
     else:
-        print(f"{target}: {len(done.placement)} edges carry a pair")
+        print(f"{target}: {len(done.placement)} edges carry a Q/DQ pair")
 
 
 @app.command("inspect")
@@ -375,7 +302,7 @@ def apply_command(
     "--max-sequence-size", type=click.IntRange(1), default=10, show_default=True, help="Largest leaf, in nodes."
 )
 @click.option("--include-all-regions", is_flag=True, help="Show regions without quantizable operators as well.")
-@click.option("--fix-input", "fix_inputs", multiple=True, metavar="NAME=VALUE", callback=_fixed)
+@click.option("--fix-input", "fix_inputs", multiple=True, metavar="NAME=VALUE", callback=options.fixed)
 @click.option("-v", "--verbose", is_flag=True, help="Name every node and tensor.")
 @click.option("--json", "as_machine", is_flag=True, help="Print JSON.")
 def inspect_command(

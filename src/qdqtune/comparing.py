@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,11 @@ from typing import Any
 import numpy as np
 
 from qdqtune.accuracy import sqnr_db
-from qdqtune.data import Array, Sample
+from qdqtune.data import Array, InputSpec, Sample, input_specs
 from qdqtune.errors import BadOption, EngineFailure
+from qdqtune.graph import Model
+from qdqtune.loading import load
+from qdqtune.observer import Observer, Silent
 from qdqtune.pairing import fresh_pair
 from qdqtune.runner import Runner
 from qdqtune.timing import Plan, Ratio, Verdict, envelope, ratio
@@ -42,23 +45,41 @@ class Row:
         return asdict(self) | {"verdict": self.verdict}
 
 
-def compare_files(
-    files: Sequence[Path], runner: Runner, samples: Sequence[Sample], plan: Plan, *, builds: int = 2, seed: int = 0
-) -> list[Row]:
-    """Pair the first file with each of the others, on `builds` fresh builds of both.
+def comparable(files: Sequence[Path]) -> list[Model]:
+    """The models in the files.
 
     Raises:
-        BadOption: fewer than two files.
-        EngineFailure: the engine cannot build or run the first file.
+        BadModel: one of them cannot be read.
+        BadOption: fewer than two files, or one that takes other inputs than the first.
     """
     if len(files) < 2:
         raise BadOption("compare needs at least two files")
+    models = [load(file) for file in files]
+    wanted, *others = [{spec.name: spec for spec in input_specs(model)} for model in models]
+    for file, specs in zip(files[1:], others, strict=True):
+        if specs.keys() != wanted.keys() or any(specs[n].dtype != wanted[n].dtype for n in wanted):
+            raise BadOption(f"{file} takes other inputs ({_listed(specs)}) than {files[0]} ({_listed(wanted)})")
+    return models
+
+
+def compare_files(
+    files: Sequence[Path], runner: Runner, samples: Sequence[Sample], plan: Plan, *, builds: int = 2, seed: int = 0,
+    observer: Observer | None = None,
+) -> list[Row]:  # fmt: skip
+    """Pair the first file with each of the others, on `builds` fresh builds of both.
+
+    Raises:
+        EngineFailure: the engine cannot build or run the first file.
+    """
+    observer = observer or Silent()
+    observer.stage(f"running {files[0].name}")
     runner.feed(samples[0])
     reference = _outputs(files[0], runner, samples)
     if isinstance(reference, Failure):
         raise EngineFailure(f"{files[0]} does not run, so there is nothing to compare with: {reference.reason}")
     rows = []
     for file in files[1:]:
+        observer.stage(f"timing {file.name} against {files[0].name}")
         results = [
             fresh_pair(runner, files[0], file, plan, seed + build, f"compare_{build}") for build in range(builds)
         ]
@@ -69,6 +90,10 @@ def compare_files(
         else:
             rows.append(_row(file, measured, plan, _accuracy(file, runner, samples, reference)))
     return rows
+
+
+def _listed(specs: Mapping[str, InputSpec]) -> str:
+    return ", ".join(map(str, specs.values()))
 
 
 def _row(file: Path, measured: Sequence[Measurement], plan: Plan, sqnr: float | None) -> Row:

@@ -11,7 +11,7 @@ import inspect
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -85,13 +85,15 @@ def input_specs(model: Model) -> tuple[InputSpec, ...]:
     return tuple(specs)
 
 
-def open_samples(source: str | None, model: Model, *, seed: int = 0, limit: int | None = None) -> Samples:
+def open_samples(
+    source: str | None, model: Model, *, seed: int = 0, limit: int | None = None, fixed: Collection[str] = ()
+) -> Samples:
     """Calibration samples from `source`: an .npz, a folder of .npy/.npz, or `module:callable`; None means random.
 
     Arrays are named as the model's inputs. An array of the input's rank holds one sample per batch (`a[i:i+1]` for
     batch 1), one of a rank more holds one per entry (`a[i]`); one that holds a single sample serves for all. A callable
     returns an iterable of dictionaries that fit as they are, or of arrays if the model has one input; it is called for
-    each pass.
+    each pass. Arrays of `fixed` inputs, which were made constants, are passed over.
 
     Raises:
         BadData: the source is missing, unreadable or does not fit the model (some of it tells only when iterated).
@@ -102,14 +104,14 @@ def open_samples(source: str | None, model: Model, *, seed: int = 0, limit: int 
         return _random(model, specs, seed, limit or 8)
     path = Path(source)
     if path.suffix == ".npz" or path.is_file():
-        produce, digest = _from_file(path, specs), _digest([path])
+        produce, digest = _from_file(path, specs, fixed), _digest([path])
     elif path.is_dir():
         files = sorted(f for f in path.iterdir() if f.suffix in (".npy", ".npz"))
         if not files:
             raise BadData(f"{path} holds no .npy or .npz file")
-        produce, digest = _from_folder(files, specs), _digest(files)
+        produce, digest = _from_folder(files, specs, fixed), _digest(files)
     elif ":" in source and os.sep + ":" not in source:
-        produce, digest = _from_callable(source, specs)
+        produce, digest = _from_callable(source, specs, fixed)
     else:
         raise BadData(f"calibration data {source} not found: give an .npz, a folder of .npy/.npz, or module:callable")
     return Samples(source, digest, False, lambda: islice(produce(), limit))
@@ -125,12 +127,14 @@ def _digest(files: Iterable[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _from_file(path: Path, specs: tuple[InputSpec, ...]) -> Callable[[], Iterator[Sample]]:
-    return lambda: _split(_read(path, specs), specs, str(path))
+def _from_file(path: Path, specs: tuple[InputSpec, ...], fixed: Collection[str]) -> Callable[[], Iterator[Sample]]:
+    return lambda: _split(_read(path, specs), specs, fixed, str(path))
 
 
-def _from_folder(files: list[Path], specs: tuple[InputSpec, ...]) -> Callable[[], Iterator[Sample]]:
-    return lambda: (sample for path in files for sample in _split(_read(path, specs), specs, str(path)))
+def _from_folder(
+    files: list[Path], specs: tuple[InputSpec, ...], fixed: Collection[str]
+) -> Callable[[], Iterator[Sample]]:
+    return lambda: (sample for path in files for sample in _split(_read(path, specs), specs, fixed, str(path)))
 
 
 def _read(path: Path, specs: tuple[InputSpec, ...]) -> dict[str, Array]:
@@ -147,9 +151,11 @@ def _read(path: Path, specs: tuple[InputSpec, ...]) -> dict[str, Array]:
         raise BadData(f"cannot read {path} as numpy arrays: {one_line(error)}") from error
 
 
-def _split(arrays: Mapping[str, Array], specs: tuple[InputSpec, ...], origin: str) -> Iterator[Sample]:
+def _split(
+    arrays: Mapping[str, Array], specs: tuple[InputSpec, ...], fixed: Collection[str], origin: str
+) -> Iterator[Sample]:
     """The samples that one set of arrays holds."""
-    _check_names(arrays, specs, origin)
+    _check_names(arrays, specs, fixed, origin)
     stacks = {spec.name: _stacked(arrays[spec.name], spec, origin) for spec in specs}
     counts = {name: len(stack) for name, stack in stacks.items()}
     if len(set(counts.values()) - {1}) > 1:
@@ -172,7 +178,9 @@ def _stacked(array: Array, spec: InputSpec, origin: str) -> Array:
     raise BadData(f"{origin}: array '{spec.name}' has shape {array.shape}, the model wants {spec}")
 
 
-def _from_callable(source: str, specs: tuple[InputSpec, ...]) -> tuple[Callable[[], Iterator[Sample]], str]:
+def _from_callable(
+    source: str, specs: tuple[InputSpec, ...], fixed: Collection[str]
+) -> tuple[Callable[[], Iterator[Sample]], str]:
     module_name, _, attribute = source.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -190,7 +198,7 @@ def _from_callable(source: str, specs: tuple[InputSpec, ...]) -> tuple[Callable[
     def produce() -> Iterator[Sample]:
         try:
             for item in function():
-                yield _sample(item, specs, source)
+                yield _sample(item, specs, fixed, source)
         except BadData:
             raise
         except Exception as error:  # so is the function
@@ -199,10 +207,10 @@ def _from_callable(source: str, specs: tuple[InputSpec, ...]) -> tuple[Callable[
     return produce, hashlib.sha256((source + code).encode()).hexdigest()[:16]
 
 
-def _sample(item: Any, specs: tuple[InputSpec, ...], origin: str) -> Sample:
+def _sample(item: Any, specs: tuple[InputSpec, ...], fixed: Collection[str], origin: str) -> Sample:
     """One sample of a callable: a dictionary, or the array of the only input."""
     given = item if isinstance(item, Mapping) else {specs[0].name: item}
-    _check_names(given, specs, origin)
+    _check_names(given, specs, fixed, origin)
     sample = {spec.name: np.asarray(given[spec.name]) for spec in specs}
     for spec in specs:
         array = sample[spec.name]
@@ -212,9 +220,9 @@ def _sample(item: Any, specs: tuple[InputSpec, ...], origin: str) -> Sample:
     return sample
 
 
-def _check_names(arrays: Mapping[str, Any], specs: tuple[InputSpec, ...], origin: str) -> None:
+def _check_names(arrays: Mapping[str, Any], specs: tuple[InputSpec, ...], fixed: Collection[str], origin: str) -> None:
     missing = [s.name for s in specs if s.name not in arrays]
-    unknown = [name for name in arrays if name not in {s.name for s in specs}]
+    unknown = [name for name in arrays if name not in {s.name for s in specs} and name not in fixed]
     if missing or unknown:
         what = f"has no array '{missing[0]}'" if missing else f"has an array '{unknown[0]}' that is no input"
         raise BadData(f"{origin} {what}: the model's inputs are {_names(specs)}")

@@ -119,8 +119,8 @@ class Inserter:
         if not exists:
             return "the model has no such edge"
         info = model.tensors.get(edge.tensor)
-        if info is not None and not info.is_float:
-            return "it is not a float tensor"
+        if info is None or not info.is_float:
+            return "it is not known to be a float tensor"
         if edge.tensor not in model.constants and edge.tensor not in self._ranges.activations:
             return "its range is unknown"
         return None
@@ -130,8 +130,7 @@ class Inserter:
         return max(self._format.opset, 19 if half else 13)
 
     def _dtype(self, tensor: str) -> int:
-        info = self._model.tensors.get(tensor)
-        return info.dtype if info is not None else TensorProto.FLOAT
+        return self._model.tensors[tensor].dtype
 
     # ---- decide
 
@@ -297,11 +296,16 @@ class Inserter:
     def _constant(self, draft: _Draft, tensor: str, constant: Constant, quantization: Quantization) -> str:
         key = (constant.key, quantization.qtype, quantization.axis, quantization.scale.tobytes(), tensor)
         if key not in draft.made:
-            if key not in self._forms:
-                self._forms[key] = _quantized(constant, quantization)
-            name = draft.unique(f"{tensor}_quantized")
-            draft.constants[name] = self._forms[key]
             parameters = self._parameters(draft, tensor, quantization)
+            if constant.shape:
+                if key not in self._forms:
+                    self._forms[key] = _quantized(constant, quantization)
+                name = draft.unique(f"{tensor}_quantized")
+                draft.constants[name] = self._forms[key]
+            else:  # TensorRT gives a number the rank of the other operand, and cannot where its constant is quantized
+                name = draft.unique(f"{tensor}_QuantizeLinear_Output")
+                q_name = draft.unique(f"{tensor}_QuantizeLinear")
+                draft.nodes.append(helper.make_node("QuantizeLinear", [tensor, *parameters], [name], q_name))
             draft.made[key] = draft.unique(f"{tensor}_DequantizeLinear_Output")
             self._dq(draft, tensor, name, parameters, draft.made[key], quantization.axis)
         return draft.made[key]

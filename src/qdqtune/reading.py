@@ -10,16 +10,18 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from qdqtune.graph import GRAPH, Constant, Model, Node, rebuild
+from qdqtune.graph import FLOATS, GRAPH, Constant, Model, Node, rebuild
+from qdqtune.loading import infer
 from qdqtune.qdq import RAW_OUTPUT
 from qdqtune.scales import Array, Range, Ranges
 from qdqtune.types import Edge, Placement
 
-NEVER_NEGATIVE = frozenset({"Relu", "Sigmoid", "Softmax", "Abs", "HardSigmoid", "Exp", "ReduceL2", "Softplus", "Sqrt"})
+LOWER_BOUNDS = {"Relu": 0.0, "Sigmoid": 0.0, "Softmax": 0.0, "Abs": 0.0, "HardSigmoid": 0.0, "Exp": 0.0,
+                "ReduceL2": 0.0, "Softplus": 0.0, "Sqrt": 0.0, "Erf": -1.0, "Tanh": -1.0}  # fmt: skip
+"""The least that these operators give, whatever they get."""
+
 PASSES_SIGN = frozenset({"MaxPool", "AveragePool", "GlobalAveragePool", "Reshape", "Transpose", "Flatten", "Squeeze",
                          "Unsqueeze", "Identity", "Slice", "Split", "Gather", "Expand", "Tile"})  # fmt: skip
-JOINS_SIGNS = frozenset({"Add", "Concat", "Max", "Mean", "Min", "Mul", "Sum"})
-"""Operators whose result is not negative where none of their inputs is."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class _Pair:
         """What the pair can represent. Symmetric int8 leaves out -128, so that the scale is max / 127 again."""
         scale, zero = float(np.max(self.scale)), float(np.max(self.zero_point.astype(np.float32)))
         dtype = self.zero_point.dtype
-        ends = (ml_dtypes.finfo if "float" in dtype.name else ml_dtypes.iinfo)(dtype)  # type: ignore[no-untyped-call]
+        ends = (ml_dtypes.finfo if "float" in dtype.name else ml_dtypes.iinfo)(dtype)
         low, high = float(ends.min), float(ends.max)
         low = -high if zero == 0 and low < 0 else low
         return Range((low - zero) * scale, (high - zero) * scale)
@@ -97,6 +99,7 @@ def strip_pairs(model: Model) -> Model:
     quantizer had dropped), the clamp comes back as a Relu, or as a Clip where the range ends at 6.
     """
     pairs = {p.dq.outputs[0]: p for p in _pairs(model)}
+    bounds = _lower_bounds(model, pairs)
     added: dict[str, Constant] = {}
     source: dict[str, str] = {}
     clamps: dict[str, onnx.NodeProto] = {}
@@ -104,9 +107,10 @@ def strip_pairs(model: Model) -> Model:
         if pair.is_constant:
             added[name] = _dequantized(model, pair)
             continue
-        if pair.source not in clamps and (lost := _lost_clamp(model, pair, pairs)) is not None:
-            clamps[pair.source], bounds = lost
-            added |= bounds
+        clamps_at_zero = pair.range.low == 0 and bounds.get(pair.source, -1.0) < 0
+        if clamps_at_zero and pair.source not in clamps:
+            clamps[pair.source], ends = _lost_clamp(model, pair)
+            added |= ends
         source[name] = clamps[pair.source].output[0] if pair.source in clamps else pair.source
     gone = {p.dq.index for p in pairs.values()}
     gone |= {n.index for n in model.nodes if n.op == "QuantizeLinear"
@@ -119,7 +123,8 @@ def strip_pairs(model: Model) -> Model:
             nodes += [_renamed(clamps[o], source, final) for o in node.outputs if o in clamps]
         elif (name := node.outputs[0]) in source and _is_read_by_name(model, name) and name not in final.values():
             nodes.append(_renamed(helper.make_node("Identity", [name], [name], node.name), source, final))
-    return rebuild(model, nodes, added)
+    stripped = rebuild(model, nodes, added)
+    return Model(infer(stripped.proto, stripped.large), stripped.large)
 
 
 def _is_read_by_name(model: Model, tensor: str) -> bool:
@@ -224,12 +229,8 @@ def _dequantized(model: Model, pair: _Pair) -> Constant:
     return Constant(key, helper.np_dtype_to_tensor_dtype(dtype), constant.shape, read)
 
 
-def _lost_clamp(
-    model: Model, pair: _Pair, pairs: Mapping[str, _Pair]
-) -> tuple[onnx.NodeProto, dict[str, Constant]] | None:
-    """A Relu or Clip that stands for the saturation of a pair whose lowest value is zero, if it does anything."""
-    if pair.range.low < 0 or pair.zero_point.dtype != np.uint8 or _never_negative(model, pairs, pair.source):
-        return None
+def _lost_clamp(model: Model, pair: _Pair) -> tuple[onnx.NodeProto, dict[str, Constant]]:
+    """A Relu or Clip that stands for the saturation of a pair whose lowest value is zero."""
     name, result = f"{pair.source}_clamp", f"{pair.source}_clamped"
     if abs(pair.range.high - 6) > 0.01:
         return helper.make_node("Relu", [pair.source], [result], name), {}
@@ -238,22 +239,41 @@ def _lost_clamp(
     return helper.make_node("Clip", [pair.source, *bounds], [result], name), bounds
 
 
-def _never_negative(model: Model, pairs: Mapping[str, _Pair], tensor: str) -> bool:
-    """Whether all that flows into a tensor is known to be zero or more."""
-    waiting, seen = [tensor], {tensor}
-    while waiting:
-        name = waiting.pop()
-        node = model.nodes[model.producers[name]] if name in model.producers else None
-        if node is None or (name in pairs and pairs[name].range.low < 0):
-            return False
-        if node.op == "Clip":
-            low = model.constants.get(node.inputs[1]) if len(node.inputs) > 1 else None
-            if low is None or float(low.array().reshape(())) < 0:
-                return False
-        elif node.op in PASSES_SIGN | JOINS_SIGNS:
-            sources = node.inputs if node.op in JOINS_SIGNS else node.inputs[:1]
-            waiting.extend(set(sources) - seen)
-            seen.update(sources)
-        elif node.op not in NEVER_NEGATIVE and name not in pairs:
-            return False
-    return True
+def _lower_bounds(model: Model, pairs: Mapping[str, _Pair]) -> Mapping[str, float]:
+    """Tensors to a value that they never fall below, where one is known."""
+    bounds: dict[str, float] = {}
+
+    def bound(tensor: str) -> float | None:
+        constant = model.constants.get(tensor)
+        return bounds.get(tensor) if constant is None else _least(constant)
+
+    for node in model.nodes:
+        if node.op in LOWER_BOUNDS:
+            low: float | None = LOWER_BOUNDS[node.op]
+        elif node.op == "DequantizeLinear" and node.outputs[0] in pairs:
+            pair = pairs[node.outputs[0]]
+            low = _least(_dequantized(model, pair)) if pair.is_constant else pair.range.low
+        elif node.op == "Clip" and len(node.inputs) > 1 and node.inputs[1]:
+            low = bound(node.inputs[1])
+        elif node.op in PASSES_SIGN and (first := bound(node.inputs[0])) is not None:
+            low = min(first, 0.0)  # pools may count zeros of the border
+        elif node.op in ("Add", "Concat", "Mul"):
+            low = _joined(node.op, [bound(tensor) for tensor in node.inputs])
+        else:
+            low = None
+        if low is not None:
+            bounds.update(dict.fromkeys(node.outputs, low))
+    return bounds
+
+
+def _least(constant: Constant) -> float | None:
+    return float(constant.array().min()) if constant.nbytes and constant.dtype in FLOATS else None
+
+
+def _joined(op: str, bounds: list[float | None]) -> float | None:
+    known = [low for low in bounds if low is not None]
+    if len(known) < len(bounds):
+        return None
+    if op == "Mul":
+        return 0.0 if min(known) >= 0 else None
+    return sum(known) if op == "Add" else min(known)

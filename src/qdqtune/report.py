@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+import numpy as np
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live as Display
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
 from rich.table import Table
+from rich.text import Text
 
 from qdqtune.comparing import Row
 from qdqtune.observer import State
@@ -16,40 +24,75 @@ from qdqtune.timing import Ratio
 from qdqtune.tune import Estimate, Result
 from qdqtune.types import Failure, Trial
 
+BAR = 24
+"""Width of the bar of builds, in characters."""
+
+
+def progress(console: Console, *, verbose: bool = False) -> Live | Plain:
+    """What tells of a run on `console`: a picture that changes on a terminal; lines elsewhere, or with `verbose`."""
+    moving = console.is_terminal and not console.is_dumb_terminal and not verbose
+    return Live(console) if moving else Plain(console)
+
 
 class Live:
-    """Progress on a terminal: stage, best so far, builds, time left. A context manager."""
+    """A few lines on a terminal that follow the run. A context manager; the lines vanish at its end.
+
+    Stage and time; while searching also builds, the best so far, time left, and the last candidate. Candidates that
+    were faster or failed stay on the screen.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}"), console=console, transient=True,
+        self._started = self._heard = time.monotonic()
+        self._stage = "starting"
+        self._spinner = Spinner("dots")
+        self._state: State | None = None
+        self._last = self._best = ""
+        self._display = Display(
+            get_renderable=self._picture, console=console, refresh_per_second=8, transient=True, redirect_stdout=False,
         )  # fmt: skip
-        self._task = self._progress.add_task("starting", total=None, note="")
 
     def __enter__(self) -> Self:
-        self._progress.start()
+        self._display.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._progress.stop()
+        self._display.stop()
 
     def stage(self, text: str) -> None:
         """See `Observer`."""
-        self._progress.update(self._task, description=text)
+        self._stage = text
 
     def trial(self, trial: Trial, verdict: str, state: State) -> None:
         """See `Observer`."""
-        left = "" if state.seconds_left is None else f", at most {_duration(state.seconds_left)} left"
-        note = f"best {_speedup(state.best_ratio)}{left}"
-        self._progress.update(self._task, description="searching", completed=state.builds, total=state.limit, note=note)
+        self._heard = time.monotonic()
+        self._state = state
+        self._last = f"{_name(trial)}: {_outcome(trial, verdict)}"
+        if state.best.edges and state.best == trial.placement:
+            self._best = f" ({_name(trial)})"
         if verdict in ("faster", "failed"):
-            self._console.print(_trial_line(trial, verdict, state), highlight=False)
+            self._console.print(_line(trial, verdict, state), highlight=False, markup=False)
+
+    def _picture(self) -> RenderableType:
+        now = time.monotonic()
+        head = Table.grid(padding=(0, 2))
+        cells: list[RenderableType] = [self._spinner, Text(self._stage)]
+        state = self._state
+        if state is not None:
+            cells += [ProgressBar(state.limit, state.builds, BAR), f"{state.builds} of {state.limit} builds"]
+        cells.append(_duration(now - self._started))
+        if state is not None and state.seconds_left is not None and state.builds < state.limit:
+            left = max(0.0, state.seconds_left - (now - self._heard))
+            cells.append(f"about {_duration(left)} left")
+        head.add_row(*cells)
+        if state is None:
+            return head
+        lines = f"  best so far: {_speedup(state.best_ratio)} the speed of float{self._best}", f"  last: {self._last}"
+        return Group(head, *(Text(line, no_wrap=True, overflow="ellipsis") for line in lines))
 
 
 class Plain:
-    """Progress as lines, for logs and pipes. `quiet` leaves out what changed nothing."""
+    """Progress as lines, for logs and pipes. A context manager."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -62,54 +105,74 @@ class Plain:
 
     def stage(self, text: str) -> None:
         """See `Observer`."""
-        self._console.print(text, highlight=False, soft_wrap=True)
+        self._say(text)
 
     def trial(self, trial: Trial, verdict: str, state: State) -> None:
         """See `Observer`."""
-        self._console.print(_trial_line(trial, verdict, state), highlight=False, soft_wrap=True)
+        self._say(_line(trial, verdict, state))
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
-def _trial_line(trial: Trial, verdict: str, state: State) -> str:
-    where = f" on pattern {trial.proposal.pattern[:8]}" if trial.proposal.pattern else ""
-    failure = trial.result if isinstance(trial.result, Failure) else trial.check
-    said = f"failed: {failure.reason}" if isinstance(failure, Failure) else verdict
-    source = " (from the state file)" if state.replayed else ""
-    best = f", best so far {_speedup(state.best_ratio)}"
-    return (
-        f"  {trial.number:3} ({state.builds}/{state.limit} builds) {trial.proposal.origin}{where}: {said}{best}{source}"
-    )
+def _name(trial: Trial) -> str:
+    where = f" in pattern {trial.proposal.pattern[:8]}" if trial.proposal.pattern else ""
+    return trial.proposal.origin + where
+
+
+def _outcome(trial: Trial, verdict: str) -> str:
+    for result in (trial.result, trial.check):
+        if isinstance(result, Failure):
+            return f"failed: {result.reason}"
+    assert not isinstance(trial.result, Failure)
+    share = float(np.median(np.asarray(trial.result.b) / np.asarray(trial.result.a)))
+    return f"{'not clearly faster' if verdict == 'undecided' else verdict} ({share:.3f} of the best's time)"
+
+
+def _line(trial: Trial, verdict: str, state: State) -> str:
+    source = ", from the state file" if state.replayed else ""
+    counts = f"{trial.number:4}  {state.builds:>{len(str(state.limit))}}/{state.limit} builds"
+    return f"{counts}  best {_speedup(state.best_ratio)}  {_name(trial)}: {_outcome(trial, verdict)}{source}"
 
 
 def result_table(result: Result) -> Table:
-    """Latency before and after with its interval, pairs, output SQNR."""
+    """Latency before and after, speedup with its interval, pairs, output SQNR."""
     summary = result.summary
-    table = Table(title=None, show_header=True, header_style="bold")
-    for column in ("", "baseline", "final"):
-        table.add_column(column, justify="left" if not column else "right")
-    table.add_row("latency, ms", f"{summary['baseline_ms']:.3f}", f"{summary['final_ms']:.3f}")
-    table.add_row("final / baseline", "1", interval(result.ratio) if result.ratio else "1 (no improvement)")
-    if result.ratio:
-        table.add_row("speedup", "1x", _speedup(result.ratio.median))
-    table.add_row("tensors with a Q/DQ pair", "0", str(summary["pairs"]))
-    sqnr = summary["output_sqnr_db"]
-    table.add_row("output SQNR, dB", "exact", "exact" if sqnr is None else f"{sqnr:.1f}")
-    table.add_row(
-        "search", "", f"{summary['trials']} candidates, {summary['builds']} builds, {_duration(summary['seconds'])}"
-    )
+    rows = [("latency", f"{summary['baseline_ms']:.3f} ms", f"{summary['final_ms']:.3f} ms")]
+    if result.ratio is not None:
+        rows.append(("speedup [interval]", "1x", speedup(result.ratio)))
+        if summary["ratio_to_given"] is not None:
+            rows.append((f"speedup over {Path(summary['model']).name}", "", _speedup(summary["ratio_to_given"])))
+    rows.append(("tensors with a Q/DQ pair", "0", str(summary["pairs"])))
+    if result.improved:
+        sqnr = summary["output_sqnr_db"]
+        rows.append(("output SQNR against float", "", "exact" if sqnr is None else f"{sqnr:.1f} dB"))
+    table = _table(("", "baseline", "final"), rows)
+    spent = f"{summary['trials']} candidates, {summary['builds']} builds, {_duration(summary['seconds'])}"
+    table.caption = f"search: {spent}"
     return table
 
 
+def result_line(result: Result, final: Path) -> str:
+    """Which file to take, and what it is."""
+    if result.improved:
+        return f"{final} is the tuned model"
+    copied = "the baseline" if result.shipped == "baseline" else "a copy of the model that you gave"
+    return f"no improvement found: {final} is {copied}"
+
+
 def comparison_table(first: str, rows: Sequence[Row]) -> Table:
-    """Every file against the first."""
-    table = Table(title=f"against {first}", title_justify="left", header_style="bold")
-    for column in ("file", "first, ms", "ms", "ratio [interval]", "verdict", "SQNR, dB"):
-        table.add_column(column, justify="left" if column in ("file", "verdict") else "right")
+    """Every file against the first; a file that failed has an empty row."""
+    cells = []
     for row in rows:
         if row.ratio is None or row.ms is None or row.first_ms is None:
-            table.add_row(row.file, "", "", "", f"failed: {row.reason}", "")
+            cells.append((row.file, "", "", "", "failed", ""))
             continue
         sqnr = "" if row.sqnr_db is None else f"{row.sqnr_db:.1f}"
-        table.add_row(row.file, f"{row.first_ms:.3f}", f"{row.ms:.3f}", interval(row.ratio), row.verdict, sqnr)
+        times = f"{row.first_ms:.3f}", f"{row.ms:.3f}"
+        cells.append((row.file, *times, str(row.ratio), row.ratio.verdict, sqnr))
+    table = _table(("file", "first, ms", "ms", "ratio [interval]", "verdict", "SQNR, dB"), cells)
+    table.title, table.title_justify = f"first: {escape(first)}", "left"
     return table
 
 
@@ -121,13 +184,25 @@ def estimate_lines(estimate: Estimate) -> str:
     )
 
 
-def interval(ratio: Ratio) -> str:
-    """A ratio with its interval."""
-    return str(ratio)
+def speedup(ratio: Ratio) -> str:
+    """How many times as fast b is as a, with the interval."""
+    low, high = ("?" if end is None else _speedup(end) for end in (ratio.high, ratio.low))
+    return f"{_speedup(ratio.median)} [{low}, {high}]"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table whose first column gives way where the terminal is narrow."""
+    table = Table(box=box.SIMPLE_HEAD, caption_justify="left", title_style="", caption_style="", pad_edge=False)
+    for number, column in enumerate(columns):
+        left = number == 0 or column == "verdict"
+        table.add_column(Text(column), justify="left" if left else "right", overflow="fold", no_wrap=number > 0)
+    for row in rows:
+        table.add_row(*map(Text, row))  # names may hold square brackets
+    return table
 
 
 def _speedup(ratio: float) -> str:
-    return f"{1 / ratio:.3f}x"
+    return f"{1 / ratio:.2f}x"
 
 
 def _duration(seconds: float) -> str:

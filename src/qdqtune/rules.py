@@ -128,7 +128,10 @@ def integer_islands(model: Model, possible: frozenset[Edge]) -> Placement:
 
 
 def static(model: Model, possible: frozenset[Edge]) -> Placement:
-    """Where ONNX Runtime's quantize_static would put pairs: inputs and outputs of every operator that it knows."""
+    """Where ONNX Runtime's quantize_static would put pairs: inputs and outputs of every operator that it knows.
+
+    Scales of normalizations stay in float: no kernel takes them in 8 bits, so that each would cost a conversion.
+    """
     marked: set[str] = set()
     for node in model.nodes:
         if node.domain or not node.outputs:
@@ -137,6 +140,8 @@ def static(model: Model, possible: frozenset[Edge]) -> Placement:
             marked.update(t for t in (*node.inputs[:1], *node.outputs) if t)
             if node.op in COMPUTE | {"Add", "Mul", "Concat"}:
                 marked.update(t for t in (node.inputs if node.op == "Concat" else node.inputs[:2]) if t)
+        elif node.op == "Gather" and node.inputs[0] in model.constants:
+            marked.update((node.inputs[0], *node.outputs))
         elif (node.op in MOVERS or node.op in ("Relu", "Clip")) and node.inputs[0] in marked:
             if node.op in ("Relu", "Clip") and len(model.uses(node.inputs[0])) == 1:
                 marked.difference_update({node.inputs[0]} - set(model.inputs))

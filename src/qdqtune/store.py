@@ -10,8 +10,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, Self
@@ -21,6 +23,11 @@ from qdqtune.scales import Range, Ranges
 from qdqtune.types import Edge, Failure, Measurement, Placement
 
 VERSION = 1
+HEAD = b'- {"key": "run", '
+"""How every state file begins."""
+
+BARE_EXPONENT = re.compile(r'"(?:[^"\\]|\\.)*"|\d+\.\d+|(\d+)e')
+"""Strings, numbers with a point, and (as group 1) the 1 of 1e-05, a number that YAML wants to be written 1.0e-05."""
 
 Record = dict[str, Any]
 
@@ -42,7 +49,9 @@ class Store:
         self.path = path
         self._found: dict[str, Record] = {}
         try:
-            self._file: IO[bytes] = path.open("r+b" if path.exists() else "w+b")
+            path.touch()
+            # Unbuffered: what a full disk has refused must not come up again when the file is closed.
+            self._file: IO[bytes] = path.open("r+b", buffering=0)
         except OSError as error:
             raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
         try:
@@ -85,16 +94,19 @@ class Store:
     def _lock(self) -> None:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raise BadState(f"{self.path} is in use by another run: choose another --output-dir") from error
 
     def _append(self, record: Record) -> None:
+        end = self._file.seek(0, os.SEEK_END)
+        left = memoryview(_line(record))
         try:
-            self._file.seek(0, os.SEEK_END)
-            self._file.write(_line(record))
-            self._file.flush()
+            while left:
+                left = left[self._file.write(left) :]
             os.fsync(self._file.fileno())
         except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(end)
             raise OutputError(f"cannot write {self.path}: {error.strerror or error}") from error
 
     def _read(self, fingerprint: Mapping[str, Any]) -> None:
@@ -103,6 +115,8 @@ class Store:
         torn = lines.pop()  # what follows the last line break: nothing, or half a record
         records = [_parsed(line, self.path, number) for number, line in enumerate(lines, 1)]
         if not records:
+            if not torn.startswith(HEAD[: len(torn)]):
+                raise BadState(f"{self.path} is no state file: choose another --state-file")
             self._file.truncate(0)
             self._append({"key": "run", "version": VERSION, "fingerprint": fingerprint})
             return
@@ -117,6 +131,7 @@ class Store:
 
 def _line(record: Record) -> bytes:
     text = json.dumps(record, separators=(", ", ": "), allow_nan=False)
+    text = BARE_EXPONENT.sub(lambda m: f"{m[1]}.0e" if m[1] else m[0], text)
     return f'- {text[:-1]}, "crc": "{zlib.crc32(text.encode()):08x}"}}\n'.encode()
 
 
@@ -129,7 +144,7 @@ def _parsed(line: bytes, path: Path, number: int) -> Record:
 
 
 def _compare(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> None:
-    for name in sorted(old.keys() | new.keys()):
+    for name in (*new, *sorted(old.keys() - new.keys())):
         if old.get(name) != new.get(name):
             raise BadState(
                 f"{path} was made with {name} {_shown(old.get(name))}, now it is {_shown(new.get(name))}: "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -23,7 +23,7 @@ from qdqtune.runner import Runner
 from qdqtune.scales import Ranges
 from qdqtune.settings import Settings
 from qdqtune.store import Store, pack_ranges, unpack_ranges
-from qdqtune.types import Edge, NumericFormat, Placement
+from qdqtune.types import Edge, NumericFormat, Placement, QType
 
 DTYPES = {"float16": "FLOAT16", "float32": "FLOAT", "bfloat16": "BFLOAT16"}
 HALF = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
@@ -67,7 +67,8 @@ def open_subject(settings: Settings, runner: Runner) -> Subject:
     notes: list[str] = []
     model, imported = _float_model(settings, numbers, notes)
     shaped = with_input_shapes(model, settings.input_shapes) if settings.input_shapes else model
-    samples = open_samples(settings.calibration_data, shaped, seed=settings.seed, limit=settings.calibration_samples)
+    samples = open_samples(settings.calibration_data, shaped, seed=settings.seed, limit=settings.calibration_samples,
+                           fixed=settings.fix_inputs)  # fmt: skip
     if samples.is_random:
         notes.append("no --calibration-data: scales come from random inputs, so latency is real but accuracy is not")
     feed = samples.first(1)[0] | _fixed(settings)
@@ -80,23 +81,33 @@ def open_subject(settings: Settings, runner: Runner) -> Subject:
 
 
 def fingerprint(settings: Settings, subject: Subject, engine: Mapping[str, str]) -> dict[str, Any]:
-    """All that makes two runs' measurements interchangeable. Budgets are no part of it."""
+    """All that makes two runs' measurements interchangeable. Budgets are no part of it.
+
+    Options come before what follows from them, so that the first difference is the one that the user has made.
+    """
     how = settings.calibration
     return {
-        "model": subject.model.fingerprint,
-        **{f"engine {name}": value for name, value in engine.items()},
         "mode": settings.mode,
         "quant type": settings.quant_type,
-        "numeric format": repr(subject.numbers),
-        "calibration data": f"{subject.samples.digest} ({settings.calibration_samples or 'all'} samples)",
-        "calibration method": how.method + (f" {how.percentile}" if how.method == "percentile" else ""),
-        "input shapes": {n: list(s) for n, s in sorted(settings.input_shapes.items())},
-        "regions": settings.regions,
         "seed": settings.seed,
-        "rounds": repr(settings.plan),
+        "regions": settings.regions,
         "node filter": list(settings.node_filter),
         "from Q/DQ": settings.from_qdq,
+        "input shapes": {n: list(s) for n, s in sorted(settings.input_shapes.items())},
+        "rounds": repr(settings.plan),
+        **{f"engine {name}": value for name, value in engine.items()},
+        "numeric format": _told_apart(subject.numbers),
+        "model": subject.model.fingerprint,
+        "calibration method": how.method + (f" {how.percentile}" if how.method == "percentile" else ""),
+        "calibration data": f"{subject.samples.digest} ({settings.calibration_samples or 'all'} samples)",
     }
+
+
+def _told_apart(numbers: NumericFormat) -> str:
+    """The same text for equal formats in every process: a set's own order changes from one to the next."""
+    values = {f.name: getattr(numbers, f.name) for f in fields(numbers)}
+    values |= {name: sorted(value) for name, value in values.items() if isinstance(value, frozenset)}
+    return ", ".join(f"{name} {v.value if isinstance(v, QType) else v}" for name, v in values.items())
 
 
 def calibrated(subject: Subject, settings: Settings, store: Store, observer: Observer) -> Subject:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 
 from qdqtune import __version__, placements
 from qdqtune.bench import Bench
 from qdqtune.errors import BadOption, BaselineFailed, OutputError
 from qdqtune.observer import Observer, Silent, State
-from qdqtune.patterns import Pattern
 from qdqtune.qdq import Inserter
 from qdqtune.runner import Runner
 from qdqtune.settings import FINAL_BUILDS, TRIAL_BUILDS, Settings
@@ -26,9 +26,10 @@ from qdqtune.strategies import Strategy, best_of
 from qdqtune.strategies.region import RegionSearch
 from qdqtune.subject import Subject, calibrated, fingerprint, open_subject
 from qdqtune.timing import Plan, Ratio, judge
-from qdqtune.types import Failure, Placement, Region, Trial
+from qdqtune.types import Failure, Placement, Trial
 
 BASELINE, FINAL = "baseline.onnx", "optimized_final.onnx"
+CANDIDATES, REGION_MODELS = "candidates", "region_models"
 
 
 @dataclass(frozen=True)
@@ -97,10 +98,12 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
             runner.feed(subject.feed)
             inserter = Inserter(subject.model, subject.ranges, subject.numbers)
             samples = subject.samples.first(settings.accuracy_samples)
-            with Bench(runner, inserter, store, folder / "candidates", settings.plan, samples, settings.seed) as bench:
+            with Bench(runner, inserter, store, folder / CANDIDATES, settings.plan, samples, settings.seed) as bench:
                 observer.stage("measuring the float model")
                 bench.reference()
-                history = _search(_strategy(settings, subject), bench, settings, observer, subject)
+                observer.stage("searching")
+                history = _search(_strategy(settings, subject), bench, settings, observer)
+                _write_region_models(history, subject, bench, folder / REGION_MODELS)
                 observer.stage("proving the result on fresh builds")
                 best = best_of(history)
                 proof = _prove(best, bench, settings, folder)
@@ -152,7 +155,7 @@ def _strategy(settings: Settings, subject: Subject) -> Strategy:
     )
 
 
-def _search(strategy: Strategy, bench: Bench, settings: Settings, observer: Observer, subject: Subject) -> list[Trial]:
+def _search(strategy: Strategy, bench: Bench, settings: Settings, observer: Observer) -> list[Trial]:
     """Trials until the strategy has no more ideas, or a budget is spent."""
     history: list[Trial] = []
     started = time.monotonic()
@@ -181,9 +184,6 @@ def _search(strategy: Strategy, bench: Bench, settings: Settings, observer: Obse
         judged = _accepted(trials, settings.plan)
         history += judged
         bench.keep_only(best_of(history))
-        for trial in judged:
-            if trial.accepted:
-                _write_region_model(subject, bench, trial, settings)
     return history
 
 
@@ -217,7 +217,7 @@ def _state(
 
 def _prove(best: Placement, bench: Bench, settings: Settings, folder: Path) -> _Proof:
     """Write the two files that may ship, and pair them as they lie on disk; what is not faster does not ship."""
-    baseline, final = folder / BASELINE, folder / FINAL
+    baseline, final = folder / BASELINE, folder / CANDIDATES / FINAL  # it moves to its place when it is proven
     bench.write_whole(Placement(), baseline)
     bench.write_whole(best, final)
     notes: list[str] = []
@@ -233,37 +233,55 @@ def _prove(best: Placement, bench: Bench, settings: Settings, folder: Path) -> _
     if given_ratio is not None:
         good = good and (given_ratio.verdict == "faster" if settings.from_qdq else given_ratio.verdict != "slower")
     if good:
+        _move(final, folder / FINAL)
         return _Proof(
             "tuned", ours, given_ratio, float(np.median(samples.a)), float(np.median(samples.b)), tuple(notes)
         )
     if best.edges:
         notes.append(f"the best candidate did not prove faster on fresh builds (ratio {ours})")
     source = settings.model if settings.from_qdq else baseline
-    _copy(source, final)
+    _copy(source, folder / FINAL)
     seconds = float(np.median(samples.a))
     return _Proof("given" if settings.from_qdq else "baseline", ours, given_ratio, seconds, seconds, tuple(notes))
 
 
-def _copy(source: Path, target: Path) -> None:
+def _move(source: Path, target: Path) -> None:
+    """Move a model of ours, in one step unless it has external data."""
     try:
-        shutil.copyfile(source, target)
         beside = source.with_name(source.name + ".data")
         if beside.exists():
-            shutil.copyfile(beside, target.with_name(target.name + ".data"))
+            beside.replace(target.with_name(target.name + ".data"))
+        source.replace(target)
     except OSError as error:
         raise OutputError(f"cannot write {target}: {error.strerror or error}") from error
 
 
-def _write_region_model(subject: Subject, bench: Bench, trial: Trial, settings: Settings) -> None:
-    """Keep the best model of each region: the whole model with the placement as it was when that region last won."""
-    region = _region_of(subject.patterns, trial.proposal.pattern)
-    if region is not None:
-        name = f"region_{region.id}_level_{region.level}.onnx"
-        bench.write_linked(trial.placement, settings.output_dir / "region_models" / name)
+def _copy(source: Path, target: Path) -> None:
+    """Copy a model to another folder or name, and the external data that it refers to."""
+    tensors = onnx.load(source, load_external_data=False).graph.initializer
+    locations = {e.value for t in tensors for e in t.external_data if e.key == "location"}
+    try:
+        shutil.copyfile(source, target)
+        for location in sorted(locations):
+            data, copy = source.parent / location, target.parent / location
+            if not (copy.exists() and copy.samefile(data)):
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(data, copy)
+    except OSError as error:
+        raise OutputError(f"cannot write {target}: {error.strerror or error}") from error
 
 
-def _region_of(found: Sequence[Pattern], digest: str) -> Region | None:
-    return next((p.instances[0] for p in found if p.digest == digest), None)
+def _write_region_models(history: Sequence[Trial], subject: Subject, bench: Bench, folder: Path) -> None:
+    """Keep the best model of each region: the whole model with the placement as it was when that region last won.
+
+    This comes after the search: their constants are links, and ONNX's checker refuses a file with several of them.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    regions = {p.digest: p.instances[0] for p in subject.patterns}
+    wins = {t.proposal.pattern: t.placement for t in history if t.accepted and t.proposal.pattern}
+    for pattern, placement in wins.items():
+        region = regions[pattern]
+        bench.write_linked(placement, folder / f"region_{region.id}_level_{region.level}.onnx")
 
 
 def _write_records(

@@ -228,11 +228,15 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A placement that a strategy wants measured, where it comes from, and the digest of the pattern that it varies."""
+    """A placement that a strategy wants measured, and where it comes from.
+
+    `pattern` is the digest of the pattern that it varies, `predicted` its ratio to the float model if there is a guess.
+    """
 
     origin: str
     placement: Placement
     pattern: str = ""
+    predicted: float | None = None
 
 
 @dataclass(frozen=True)
@@ -249,6 +253,7 @@ class Trial:
     result: Measurement | Failure
     check: Measurement | Failure | None = None
     sqnr_db: float | None = None
+    layers: tuple[Layer, ...] | None = None
     accepted: bool = False
 
     @property

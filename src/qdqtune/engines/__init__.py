@@ -30,6 +30,9 @@ QuantType = Literal["int8", "fp8"]
 MODULES = {
     "fake": "qdqtune.engines.fake",
     "onnxruntime": "qdqtune.engines.onnxruntime",
+    "tensorrt": "qdqtune.engines.tensorrt",
+    "tensorrt-rtx": "qdqtune.engines.tensorrt_rtx",
+    "trtexec": "qdqtune.engines.trtexec",
 }
 """Engine name to the module whose `create(**options)` makes it."""
 
@@ -46,7 +49,7 @@ class Built(Protocol):
     """A model that is built, loaded and ready."""
 
     def run(self, inputs: Tensors) -> dict[str, npt.NDArray[Any]]:
-        """One inference: every graph output by name.
+        """One inference: every graph output by name. Arrays that the model has no input for are passed over.
 
         Raises:
             EngineFailure: the engine cannot run the model on these inputs.

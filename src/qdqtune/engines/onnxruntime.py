@@ -108,10 +108,11 @@ class OnnxRuntime:
 
 
 class OnnxRuntimeModel:
-    """A session and the names of its outputs."""
+    """A session and the names of its inputs and outputs."""
 
     def __init__(self, session: ort.InferenceSession) -> None:
         self._session = session
+        self._inputs = frozenset(given.name for given in session.get_inputs())
         self._outputs = [output.name for output in session.get_outputs()]
 
     def run(self, inputs: Tensors) -> dict[str, npt.NDArray[Any]]:
@@ -121,7 +122,7 @@ class OnnxRuntimeModel:
             EngineFailure: ONNX Runtime cannot run the model on these inputs.
         """
         with _translated():
-            return dict(zip(self._outputs, self._session.run(self._outputs, dict(inputs)), strict=True))
+            return dict(zip(self._outputs, self._session.run(self._outputs, self._taken(inputs)), strict=True))
 
     def time(self, inputs: Tensors, runs: int) -> float:
         """Seconds per inference; inputs are on the device and outputs stay there.
@@ -131,7 +132,7 @@ class OnnxRuntimeModel:
         """
         with _translated():
             binding = self._session.io_binding()
-            for name, array in inputs.items():
+            for name, array in self._taken(inputs).items():
                 binding.bind_cpu_input(name, np.asarray(array, order="C"))  # copies to the provider's device, if any
             for name in self._outputs:
                 binding.bind_output(name)
@@ -141,6 +142,10 @@ class OnnxRuntimeModel:
                 self._session.run_with_iobinding(binding)
             binding.synchronize_outputs()
             return (time.perf_counter() - start) / runs
+
+    def _taken(self, inputs: Tensors) -> dict[str, npt.NDArray[Any]]:
+        """What the model has inputs for: a sample may also serve a file where fewer inputs are constants."""
+        return {name: array for name, array in inputs.items() if name in self._inputs}
 
     def close(self) -> None:
         """Drop the session."""

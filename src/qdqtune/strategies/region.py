@@ -84,9 +84,8 @@ class RegionSearch:
             yield Proposal(idea.origin, placement, idea.pattern)
 
     def _ideas(self, history: Sequence[Trial]) -> Iterator[Proposal]:
-        suggestions = dict(self.seeds)
-        if len(self.cached) and (recalled := self._recalled()).edges:
-            suggestions = {"pattern cache": recalled, **suggestions}
+        offered = {"pattern cache": self._recalled(), **self.seeds}
+        suggestions = {name: c for name, p in offered.items() if (c := rules.consistent(self.model, p)).edges}
         waiting = [name for name, p in suggestions.items() if not any(t.placement == p for t in history)]
         for name in waiting:
             yield Proposal(name, suggestions[name])
@@ -103,7 +102,7 @@ class RegionSearch:
         for pattern in self.patterns:
             for scheme in islice(self.cached.get(pattern.digest, ()), 1):
                 edges |= self._edges(pattern, scheme.points)
-        return rules.consistent(self.model, Placement.of(edges))
+        return Placement.of(edges)
 
     def _ranked(self, suggestions: Mapping[str, Placement], history: Sequence[Trial]) -> list[tuple[str, Placement]]:
         """Suggestions by measured ratio to the float model, failures last."""

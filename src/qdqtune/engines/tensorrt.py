@@ -1,0 +1,225 @@
+"""TensorRT 8.6, 10 and 11 on an NVIDIA GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import onnx
+
+from qdqtune.engines import Built, QuantType, Tensors, one_line, output_to
+from qdqtune.engines.cuda import Cuda
+from qdqtune.engines.tensorrt_build import (
+    Options,
+    Shapes,
+    TimingCache,
+    build_plan,
+    is_strongly_typed,
+    load_plugins,
+    logger_of,
+)
+from qdqtune.engines.tensorrt_execution import Execution
+from qdqtune.engines.tensorrt_report import read_report
+from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
+from qdqtune.types import Layer, NumericFormat, QType
+
+SHARED_SCALE_OPS = frozenset({
+    "Concat", "DepthToSpace", "Expand", "Flatten", "Gather", "Identity", "MaxPool", "Reshape", "Slice", "SpaceToDepth",
+    "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze",
+})  # fmt: skip
+"""What TensorRT moves a Q or a DQ across: with one scale on both sides, the pairs around it become one."""
+
+
+def create(
+    timing_cache: str | None = None,
+    plugin_libraries: Sequence[str] = (),
+    min_shapes: Shapes | None = None,
+    opt_shapes: Shapes | None = None,
+    max_shapes: Shapes | None = None,
+    workspace_mb: int | None = None,
+    builder_level: int | None = None,
+) -> TensorRt:
+    """The engine on the current GPU.
+
+    Args:
+        timing_cache: file of kernel times that builds share, made if it is missing; without it, only in memory.
+        plugin_libraries: shared libraries with plug-ins.
+        min_shapes: smallest sizes of each dynamic input (`opt_shapes`: those to tune for, `max_shapes`: largest).
+        workspace_mb: most scratch memory that a kernel may take.
+        builder_level: 0 (fast builds) to 5 (fast engines); the version's own default is 3.
+
+    Raises:
+        BadOption: an option has a value that cannot be used.
+        EngineUnavailable: TensorRT, cuda-python, a GPU or a plug-in library is missing.
+    """
+    options = Options(min_shapes or {}, opt_shapes or {}, max_shapes or {}, workspace_mb, builder_level)
+    trt = vendor_module("tensorrt", "TensorRT", "pip install 'qdqtune[tensorrt]'")
+    if not hasattr(trt.IExecutionContext, "execute_async_v3"):
+        raise EngineUnavailable(f"TensorRT {trt.__version__} is too old: install 8.6 or later")
+    cuda = Cuda()
+    load_plugins(trt, plugin_libraries)
+    return TensorRt("tensorrt", trt, cuda, options, TimingCache.at(timing_cache))
+
+
+def vendor_module(name: str, product: str, remedy: str) -> Any:
+    """The vendor's module.
+
+    Raises:
+        EngineUnavailable: it is not there, or a library that it needs is not.
+    """
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError) as error:
+        raise EngineUnavailable(f"{product} cannot be loaded ({one_line(error)}): {remedy}") from error
+
+
+class TensorRt:
+    """Builds engines through the vendor's module `trt`, and runs them on one GPU."""
+
+    def __init__(self, name: str, trt: Any, cuda: Cuda, options: Options, cache: TimingCache) -> None:
+        self._name = name
+        self._trt = trt
+        self._cuda = cuda
+        self._options = options
+        self._cache = cache
+
+    def describe(self) -> dict[str, str]:
+        """Version, GPU, its driver and compute capability, and the options that shape latency."""
+        device = self._cuda.device
+        return {
+            "engine": self._name,
+            "version": str(self._trt.__version__),
+            "device": device.name,
+            "compute_capability": device.compute_capability,
+            "driver": device.driver,
+            "threads": "1",
+            "typing": "strong" if is_strongly_typed(self._trt) else "weak, FP16 allowed",
+            **self._options.described(),
+        }
+
+    def numeric_format(self, quant_type: QuantType) -> NumericFormat:
+        """Symmetric int8 with per-channel weights, or FP8 E4M3 per tensor; biases stay in float.
+
+        Raises:
+            BadOption: FP8 before version 10.
+        """
+        return numeric_format(self._trt, quant_type)
+
+    def build(self, model: Path, log: Path) -> Built:
+        """A serialized engine, loaded onto the GPU.
+
+        Raises:
+            EngineFailure: TensorRT refuses the model.
+            BadOption: the model has dynamic inputs, and shapes for them are missing or wrong.
+        """
+        with output_to(log), translated(self._cuda):
+            plan = build_plan(self._trt, model, self._options, self._cache)
+            return TensorRtModel(self._trt, self._cuda, plan, model)
+
+
+def numeric_format(trt: Any, quant_type: QuantType) -> NumericFormat:
+    """See `TensorRt.numeric_format`."""
+    if quant_type == "int8":
+        return NumericFormat(QType.INT8, QType.INT8, symmetric=True, shared_scale_ops=SHARED_SCALE_OPS)
+    if not is_strongly_typed(trt):
+        raise BadOption(f"TensorRT {trt.__version__} has no FP8: use --quant-type int8, or TensorRT 10 or later")
+    return NumericFormat(QType.FP8, QType.FP8, symmetric=True, per_channel=False, shared_scale_ops=SHARED_SCALE_OPS)
+
+
+class TensorRtModel:
+    """An engine on the GPU, and the plan that it came from."""
+
+    def __init__(self, trt: Any, cuda: Cuda, plan: Any, model: Path) -> None:
+        self._trt, self._cuda, self._plan, self._model = trt, cuda, plan, model
+        self._runtime = trt.Runtime(logger_of(trt))
+        self._engine = self._runtime.deserialize_cuda_engine(plan)
+        if self._engine is None:
+            raise EngineFailure("TensorRT: the engine was built, but cannot be loaded here")
+        self._execution = Execution(trt, cuda, self._engine)
+
+    def run(self, inputs: Tensors) -> dict[str, npt.NDArray[Any]]:
+        """One inference.
+
+        Raises:
+            EngineFailure: the inputs do not fit, or the inference fails.
+        """
+        with translated(self._cuda):
+            self._execution.bind(inputs)
+            self._execution.enqueue()
+            return self._execution.outputs()
+
+    def time(self, inputs: Tensors, runs: int) -> float:
+        """Seconds of GPU time per inference, by CUDA events; as a CUDA graph where the model can be captured.
+
+        Raises:
+            EngineFailure: the inputs do not fit, or the inference fails.
+        """
+        with translated(self._cuda):
+            self._execution.bind(inputs)
+            return self._execution.seconds(runs)
+
+    def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
+        """The engine's layers with the times of `runs` profiled inferences.
+
+        Raises:
+            EngineFailure: the inputs do not fit, or an inference fails.
+        """
+        with translated(self._cuda):  # a profiler stays with its context: so one of its own
+            with contextlib.closing(Execution(self._trt, self._cuda, self._engine)) as execution:
+                execution.bind(inputs)
+                graph, times = execution.report(runs)
+            return read_report(graph, times, onnx.load(self._model, load_external_data=False))
+
+    def save(self, path: Path) -> None:
+        """Write the plan, for this version of TensorRT and this kind of GPU.
+
+        Raises:
+            EngineFailure: the file cannot be written.
+        """
+        save_plan(self._plan, path)
+
+    def close(self) -> None:
+        """Free host and device memory."""
+        self._execution.close()
+        del self._execution, self._engine, self._runtime, self._plan  # in this order: a context needs its engine
+
+
+@contextmanager
+def translated(cuda: Cuda | None) -> Iterator[None]:
+    """What the bindings raise, as an EngineFailure; all of its words go to standard error.
+
+    After a failure the device is asked whether it is still usable: an inference that reads wild addresses takes all of
+    the process's CUDA state with it.
+
+    Raises:
+        CudaError: it is not.
+    """
+    try:
+        yield
+    except EngineFailure:
+        if cuda is not None:
+            cuda.check()
+        raise
+    except (RuntimeError, TypeError, ValueError, KeyError) as error:
+        os.write(2, f"{error}\n".encode())
+        if cuda is not None:
+            cuda.check()
+        raise EngineFailure(f"TensorRT: {one_line(error)}") from error
+
+
+def save_plan(plan: Any, path: Path) -> None:
+    """Write a serialized engine.
+
+    Raises:
+        EngineFailure: the file cannot be written.
+    """
+    try:
+        path.write_bytes(memoryview(plan))
+    except OSError as error:
+        raise EngineFailure(f"cannot write {path}: {error.strerror or error}") from error

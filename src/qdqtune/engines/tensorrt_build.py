@@ -1,0 +1,269 @@
+"""From an ONNX file to a serialized TensorRT engine, with the names that 8.6, 10, 11 and TensorRT-RTX have in common.
+
+Where versions differ, the presence of a name decides. `trt` is the vendor's module.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import onnx
+from google.protobuf.message import DecodeError
+
+from qdqtune.engines import one_line
+from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, OutputError
+
+Shapes = Mapping[str, Sequence[int]]
+"""Input name to its sizes; for an input that is itself a shape, to its values."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the builder is told. `target` names a GPU that need not be here (`sm89`); empty means the one at hand."""
+
+    min_shapes: Shapes = field(default_factory=dict)
+    opt_shapes: Shapes = field(default_factory=dict)
+    max_shapes: Shapes = field(default_factory=dict)
+    workspace_mb: int | None = None
+    builder_level: int | None = None
+    target: str = ""
+
+    def __post_init__(self) -> None:
+        if self.workspace_mb is not None and self.workspace_mb < 1:
+            raise BadOption(f"the workspace limit is at least 1 MB, not {self.workspace_mb}")
+        if self.builder_level is not None and not 0 <= self.builder_level <= 5:
+            raise BadOption(f"the builder level is 0 to 5, not {self.builder_level}")
+
+    def shapes(self, name: str) -> tuple[list[int], list[int], list[int]] | None:
+        """Smallest, usual and largest sizes of an input. What is not given follows from what is."""
+        low, usual, high = (s.get(name) for s in (self.min_shapes, self.opt_shapes, self.max_shapes))
+        usual = usual or high or low
+        return (list(low or usual), list(usual), list(high or usual)) if usual else None
+
+    def described(self) -> dict[str, str]:
+        """What of it shapes latency, as text."""
+        shapes = {
+            name: f"{dict(values)}"
+            for name in ("min_shapes", "opt_shapes", "max_shapes")
+            if (values := getattr(self, name))
+        }
+        numbers = {"workspace_mb": self.workspace_mb, "builder_level": self.builder_level, "target": self.target}
+        return shapes | {name: str(value) for name, value in numbers.items() if value not in (None, "")}
+
+
+class TimingCache:
+    """Times of kernels that builds share: in memory, and in a file if there is one.
+
+    A file of another TensorRT version (or one that is no timing cache) is left as it is, and not used.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._data = b""
+
+    @staticmethod
+    def at(path: str | None) -> TimingCache:
+        """The cache of an engine option: a path, or none."""
+        return TimingCache(Path(path) if path else None)
+
+    def lend(self, config: Any) -> None:
+        """Give what is known to a build."""
+        stored = self._read()
+        if stored and not self._accepts(config, stored):
+            os.write(2, f"{self._path} is no timing cache of this TensorRT and GPU: not used\n".encode())
+            self._path = None
+        if self._path is None or not stored:
+            self._accepts(config, self._data)
+
+    def keep(self, config: Any) -> None:
+        """Take over what a build has learned, and add it to the file.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
+        cache = config.get_timing_cache()
+        if cache is None:
+            return
+        if (stored := self._read()) and (other := config.create_timing_cache(stored)) is not None:
+            cache.combine(other, False)  # another process may have written in the meantime
+        self._data = bytes(memoryview(cache.serialize()))
+        if self._path is not None:
+            _replace(self._path, self._data)
+
+    def _read(self) -> bytes:
+        return self._path.read_bytes() if self._path is not None and self._path.is_file() else b""
+
+    @staticmethod
+    def _accepts(config: Any, data: bytes) -> bool:
+        cache = config.create_timing_cache(data)
+        return cache is not None and bool(config.set_timing_cache(cache, False))
+
+
+@cache
+def logger_of(trt: Any) -> Any:
+    """The one logger of this process: TensorRT keeps the first that it gets and ignores all later ones.
+
+    It prints to standard error, which `output_to` sends to the log of the build at hand, and keeps the error messages
+    and the layer list since `clear`.
+    """
+
+    class Logger(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.errors: list[str] = []
+            self.layers = ""
+
+        def clear(self) -> None:
+            self.errors, self.layers = [], ""
+
+        def log(self, severity: Any, message: str) -> None:
+            is_layers = message.startswith("Layers:\n")
+            if is_layers:
+                self.layers = message
+            if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
+                self.errors.append(message)
+            if is_layers or severity != trt.ILogger.VERBOSE:
+                os.write(2, f"{message}\n".encode())
+
+    return Logger()
+
+
+def load_plugins(trt: Any, libraries: Sequence[str]) -> None:
+    """Make TensorRT's own plug-ins known, and those in `libraries`.
+
+    Raises:
+        BadOption: no such file.
+        EngineUnavailable: a library cannot be loaded.
+    """
+    trt.init_libnvinfer_plugins(logger_of(trt), "")
+    registry = trt.get_plugin_registry()
+    for library in libraries:
+        if not Path(library).is_file():
+            raise BadOption(f"--plugin-libraries: there is no file {library}")
+        try:
+            handle = registry.load_library(str(library))
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise EngineUnavailable(f"plug-in library {library} cannot be loaded: {one_line(error)}") from error
+        if handle is None:
+            raise EngineUnavailable(f"plug-in library {library} cannot be loaded: it needs TensorRT {trt.__version__}")
+
+
+def build_plan(trt: Any, model: Path, options: Options, cache: TimingCache) -> Any:
+    """The serialized engine of a model file: a buffer.
+
+    Raises:
+        EngineFailure: the parser or the builder refuses the model.
+        BadOption: shapes are missing or wrong.
+        OutputError: the timing cache cannot be written.
+    """
+    logger = logger_of(trt)
+    logger.clear()
+    builder = trt.Builder(logger)
+    network = builder.create_network(_network_flags(trt))
+    parser = trt.OnnxParser(network, logger)  # holds weights until the build is done
+    if not parser.parse_from_file(str(model)):
+        raise EngineFailure(f"TensorRT: {_refusal(parser, model)}")
+    config = _config(trt, builder, network, options)
+    cache.lend(config)
+    logger.clear()
+    plan = builder.build_serialized_network(network, config)
+    if plan is None:
+        raise EngineFailure(f"TensorRT: {one_line(logger.errors[0] if logger.errors else 'the build gave no engine')}")
+    cache.keep(config)
+    return plan
+
+
+def is_strongly_typed(trt: Any) -> bool:
+    """Whether this version takes all precisions from the graph."""
+    return hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED")
+
+
+def _network_flags(trt: Any) -> int:
+    flags = trt.NetworkDefinitionCreationFlag
+    wanted = "STRONGLY_TYPED" if is_strongly_typed(trt) else "EXPLICIT_BATCH"
+    return 1 << int(getattr(flags, wanted))
+
+
+def _config(trt: Any, builder: Any, network: Any, options: Options) -> Any:
+    config = builder.create_builder_config()
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    if options.workspace_mb is not None:
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_mb << 20)
+    if options.builder_level is not None:
+        config.builder_optimization_level = options.builder_level
+    if not is_strongly_typed(trt):
+        _allow_precisions(trt, network, config)
+    if options.target:
+        config.num_compute_capabilities = 1
+        config.set_compute_capability(getattr(trt.ComputeCapability, options.target.upper()), 0)
+    if (profile := _profile(builder, network, options)) is not None and config.add_optimization_profile(profile) < 0:
+        raise BadOption("the min, opt and max shapes are no valid optimization profile: min <= opt <= max must hold")
+    return config
+
+
+def _allow_precisions(trt: Any, network: Any, config: Any) -> None:
+    """Before strong typing the builder chooses, among what it may use. INT8 without any pair asks for a calibrator."""
+    config.set_flag(trt.BuilderFlag.FP16)
+    layers = (network.get_layer(i) for i in range(network.num_layers))
+    if any(layer.type == trt.LayerType.QUANTIZE for layer in layers):
+        config.set_flag(trt.BuilderFlag.INT8)
+
+
+def _profile(builder: Any, network: Any, options: Options) -> Any | None:
+    """The optimization profile of the dynamic inputs; None without any."""
+    inputs = [network.get_input(i) for i in range(network.num_inputs)]
+    names = [tensor.name for tensor in inputs]
+    if unknown := {*options.min_shapes, *options.opt_shapes, *options.max_shapes} - set(names):
+        raise BadOption(f"shapes given for {min(unknown)!r}: the model's inputs are {', '.join(names)}")
+    profile = None
+    for tensor in inputs:
+        sizes = tuple(tensor.shape)
+        if -1 not in sizes and not tensor.is_shape_tensor:
+            continue
+        shapes = options.shapes(tensor.name)
+        if shapes is None:
+            raise BadOption(
+                f"input {tensor.name!r} has dynamic sizes {sizes}: give its --opt-shapes, and --min-shapes and "
+                "--max-shapes where it varies"
+            )
+        profile = profile or builder.create_optimization_profile()
+        set_shape = profile.set_shape_input if tensor.is_shape_tensor else profile.set_shape
+        try:
+            set_shape(tensor.name, *shapes)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise BadOption(f"input {tensor.name!r} of sizes {sizes} cannot be {shapes}: {one_line(error)}") from error
+    return profile
+
+
+def _refusal(parser: Any, model: Path) -> str:
+    """The parser's first error, with the name of the node that it is about."""
+    if not parser.num_errors:
+        return "the parser cannot read the model"
+    error = parser.get_error(0)
+    name = error.node_name() if hasattr(error, "node_name") else _node_name(model, error.node())
+    return one_line(f"node {name!r}: {error.desc()}" if name else error.desc())
+
+
+def _node_name(model: Path, index: int) -> str:
+    """The name of a node by its place, for versions whose errors have no name."""
+    try:
+        nodes = onnx.load(model, load_external_data=False).graph.node
+    except (OSError, DecodeError):
+        return ""
+    return str(nodes[index].name) if 0 <= index < len(nodes) else ""
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a file such that readers see the old content or the new."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f"{path.name}.{os.getpid()}")
+        beside.write_bytes(data)
+        beside.replace(path)
+    except OSError as error:
+        raise OutputError(f"cannot write timing cache {path}: {error.strerror or error}") from error

@@ -1,0 +1,241 @@
+"""Layers of a TensorRT engine, from what its inspector and its profiler write.
+
+The layer information is JSON of `trtexec --exportLayerInfo` or of the engine inspector, of TensorRT 8, 10 or 11; the
+profile is JSON of `trtexec --exportProfile`, or names and times as `IProfiler` reports them. Nothing of TensorRT is
+imported. `qdqtune.engines.tensorrt_nodes` tells which ONNX nodes a layer covers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import onnx
+
+from qdqtune.engines.tensorrt_nodes import COPY_NODE, assign, mentioned, node_name
+from qdqtune.errors import BadOption
+from qdqtune.types import Layer
+
+Kind = Literal["compute", "reformat", "copy", "quantize", "folded"]
+Times = Sequence[tuple[str, float]]
+
+LOW = ("INT8", "FP8", "INT4", "FP4", "UINT8")
+PRECISIONS = {
+    "int8": "INT8", "uint8": "UINT8", "int4": "INT4", "fp8": "FP8", "fp4": "FP4", "half": "FP16", "fp16": "FP16",
+    "float": "FP32", "fp32": "FP32", "bf16": "BF16", "bfloat16": "BF16", "int32": "INT32", "int64": "INT64",
+    "bool": "BOOL",
+}  # fmt: skip
+DATATYPE = re.compile(rf"\b({'|'.join(PRECISIONS)})\b", re.IGNORECASE)
+
+PAIR = re.compile(r"(?i:quantize_?linear|quantlinearnode)|[_/.]D?Q(_\d+)?$")
+QDQ = frozenset({"QuantizeLinear", "DequantizeLinear"})
+
+COPIES = frozenset({"Concatenation", "NoOp", "Padding", "Shuffle", "Slice", "Wait", "Signal", "shape_call"})
+"""Layer types that only move values. A NoOp does not even that: its output is its input."""
+
+MYELIN = re.compile(r"__myl_([A-Za-z]+)_myl\d+_\d+")
+MOVES = re.compile(r"(Move|Tran|Resh|Cast|Conc|Slic)+")
+ROUNDS = re.compile(r"(Mul|Div|Min|Max|Roun|Cast|Move|Tran|Resh)+")
+"""A kernel of these steps alone, and with a change to or from a low precision, quantizes or dequantizes."""
+
+PROFILE_SUFFIX = re.compile(r" \[profile (\d+)\]$")
+PROFILE_LINE = re.compile(r'\{\s*"name"\s*:\s*"(.*)"\s*,\s*"timeMs"\s*:(.*)\}\s*$', re.MULTILINE)
+FIELD = re.compile(r'"(averageMs|medianMs)"\s*:\s*([-+.\deE]+)')
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One layer as the inspector has it. Precisions are empty where only names were exported."""
+
+    name: str
+    type: str = ""
+    parameter_type: str = ""
+    origin: str = ""
+    inputs: tuple[str, ...] = ()
+    constants: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    metadata: tuple[str, ...] = ()
+
+
+def read_report(
+    graph: Path | str, profile: Path | str | Times | None = None, model: onnx.ModelProto | None = None
+) -> tuple[Layer, ...]:
+    """One `Layer` for each engine layer, in order.
+
+    Args:
+        graph: the layer information: a file, or its text.
+        profile: the profile: a file, its text, or pairs of layer name and milliseconds. Without it times are None; a
+            layer that it lacks (TensorRT does not time layers that do nothing) has None too.
+        model: the model that the engine was built from; its weights are not needed. With it, the layers hold each node
+            once: a node that was fused away without trace stands in the layer of the neighbour that absorbed it, and
+            nodes of constants alone in one last layer of kind "folded". Without it, a layer has the names that it
+            mentions, which may be those of constants.
+
+    `precision` is that of the arithmetic: what the layer multiplies, where it is known, and what it writes otherwise.
+    Layers of an optimization profile that the profiled run did not use are left out.
+
+    Raises:
+        BadOption: a text is not what it should be, or the texts and the model do not belong together.
+    """
+    entries = _entries(_text(graph, "layer information"))
+    times = _times(profile)
+    entries = _of_one_profile(entries, times)
+    operators = None if model is None else {node_name(n): n.op_type for n in model.graph.node}
+    mentions = [_mentions(entry, operators) for entry in entries]
+    nodes, folded = mentions, tuple[str, ...]()
+    if model is not None:
+        nodes, folded = assign(model, [(e.name, names) for e, names in zip(entries, mentions, strict=True)])
+    kinds = [_kind(e, names, operators or {}) for e, names in zip(entries, mentions, strict=True)]
+    layers = [
+        Layer(entry.name, covered, _precision(entry, kind), time, kind)
+        for entry, covered, time, kind in zip(entries, nodes, _aligned(entries, times), kinds, strict=True)
+    ]
+    if folded:
+        layers.append(Layer("folded", folded, "", 0.0, "folded"))
+    return tuple(layers)
+
+
+def _text(source: Path | str, what: str) -> str:
+    if isinstance(source, str):
+        return source
+    try:
+        return source.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise BadOption(f"cannot read the {what} {source}: {error.strerror or error}") from error
+
+
+def _entries(text: str) -> list[_Entry]:
+    try:
+        content = json.loads(text, strict=False)
+    except json.JSONDecodeError as error:
+        raise BadOption(f"the layer information is no JSON, or cut short ({error}): export it again") from error
+    layers = content.get("Layers") if isinstance(content, dict) else None
+    if not isinstance(layers, list) or not layers:
+        raise BadOption("the layer information has no list 'Layers': give what trtexec --exportLayerInfo writes")
+    return [_entry(layer) for layer in layers]
+
+
+def _entry(layer: Any) -> _Entry:
+    if isinstance(layer, str):
+        return _Entry(layer)
+    if not isinstance(layer, dict) or not isinstance(layer.get("Name"), str):
+        raise BadOption("the layer information has a layer without a name: give what trtexec --exportLayerInfo writes")
+    constants = _datatypes(layer.get("Constants"))
+    weights = layer.get("Weights", layer.get("ConvWeights"))
+    if isinstance(weights, Mapping):  # TensorRT 8 and 10; without a count where there are none
+        constants += _datatypes([{"Datatype": weights.get("Type")}]) if weights.get("Count") else ()
+    return _Entry(
+        layer["Name"], str(layer.get("LayerType", "")), str(layer.get("ParameterType", "")),
+        str(layer.get("Origin", "")), _datatypes(layer.get("Inputs")), constants, _datatypes(layer.get("Outputs")),
+        _onnx_layers(str(layer.get("Metadata", ""))),
+    )  # fmt: skip
+
+
+def _datatypes(tensors: Any) -> tuple[str, ...]:
+    """Precisions of tensors, whether the datatype has a field of its own (11) or stands in the format's text."""
+    if not isinstance(tensors, list):
+        return ()
+    texts = [str(t.get("Datatype") or t.get("Format/Datatype") or "") for t in tensors if isinstance(t, Mapping)]
+    found = (DATATYPE.search(text) for text in texts)
+    return tuple(PRECISIONS[match[1].lower()] if match else "" for match in found)
+
+
+def _onnx_layers(metadata: str) -> tuple[str, ...]:
+    """Node names of `[ONNX Layer: a]\\x1e[ONNX Layer: b]`. Names may hold brackets, so the separators count."""
+    return tuple(re.findall(r"\[ONNX Layer: (.*?)\](?=[\x1e\x1f]|\[ONNX Layer: |$)", metadata, re.DOTALL))
+
+
+def _times(profile: Path | str | Times | None) -> Times | None:
+    if profile is None or not isinstance(profile, Path | str):
+        return profile
+    text = _text(profile, "profile").strip()
+    try:
+        content = json.loads(text, strict=False)
+    except json.JSONDecodeError as error:  # names are not escaped: a quote or a backslash in one spoils the JSON
+        found = PROFILE_LINE.findall(text)
+        if not found or not text.endswith("]"):
+            raise BadOption(f"the profile is no JSON, or cut short ({error}): export it again") from error
+        content = [{"name": name, **{k: float(v) for k, v in FIELD.findall(rest)}} for name, rest in found]
+    if not isinstance(content, list):
+        raise BadOption("the profile is no list of layers: give what trtexec --exportProfile writes")
+    return [_time(entry) for entry in content if not (isinstance(entry, Mapping) and "name" not in entry)]
+
+
+def _time(entry: Any) -> tuple[str, float]:
+    milliseconds = entry.get("medianMs", entry.get("averageMs")) if isinstance(entry, Mapping) else None
+    if not isinstance(milliseconds, int | float):
+        raise BadOption("the profile has a layer without a time: give what trtexec --exportProfile writes")
+    return str(entry["name"]), float(milliseconds)
+
+
+def _of_one_profile(entries: list[_Entry], times: Times | None) -> list[_Entry]:
+    """The layers of the optimization profile that ran: the one that the times are of, or else the first."""
+    numbers = [_profile_number(e.name) for e in entries]
+    ran = {_profile_number(name) for name, _ in times or ()} or set(numbers)
+    return [e for e, number in zip(entries, numbers, strict=True) if number == min(ran)]
+
+
+def _profile_number(name: str) -> int:
+    match = PROFILE_SUFFIX.search(name)
+    return int(match[1]) if match else 0
+
+
+def _aligned(entries: Iterable[_Entry], times: Times | None) -> list[float | None]:
+    """The time of each layer, by name. Layers of one name are in the same order on both sides."""
+    waiting: dict[str, deque[float]] = {}
+    for name, milliseconds in times or ():
+        waiting.setdefault(name, deque()).append(milliseconds)
+    found = [waiting[e.name].popleft() if waiting.get(e.name) else None for e in entries]
+    if lost := next((name for name, left in waiting.items() if left), None):
+        raise BadOption(f"the profile has layer {lost!r:.200}, the layer information has not: they are of two engines")
+    return found
+
+
+def _mentions(entry: _Entry, known: Collection[str] | None) -> tuple[str, ...]:
+    """Names of nodes that a layer gives itself. One that serves another layer says whose it is, but covers nothing."""
+    if entry.name.startswith(COPY_NODE):
+        return ()
+    name = PROFILE_SUFFIX.sub("", entry.name)
+    if known is None:
+        return entry.metadata or mentioned(name, None)
+    return tuple(dict.fromkeys((*mentioned(name, known), *(n for n in entry.metadata if n in known))))
+
+
+def _kind(entry: _Entry, mentions: Sequence[str], operators: Mapping[str, str]) -> Kind:
+    steps = MYELIN.match(entry.name)
+    pairs_only = bool(mentions) and all(
+        operators[n] in QDQ if n in operators else PAIR.search(n) is not None for n in mentions)  # fmt: skip
+    if entry.origin == "QDQ" or entry.type in ("Quantize", "Dequantize"):
+        return "quantize"
+    if entry.type == "NoOp":
+        return "copy"
+    if entry.type == "Reformat" or entry.name.startswith(COPY_NODE):
+        return "reformat"
+    if pairs_only and (not entry.type or entry.type in ("Scale", "kgen") or "ointWise" in entry.type):
+        return "quantize"
+    if steps and not mentions:
+        low = set(LOW) & {*entry.inputs, *entry.constants} != set(LOW) & set(entry.outputs)
+        if low and ROUNDS.fullmatch(steps[1]):
+            return "quantize"
+        if MOVES.fullmatch(steps[1]):
+            return "reformat"
+    return "copy" if {entry.type, entry.parameter_type} & COPIES else "compute"
+
+
+def _precision(entry: _Entry, kind: Kind) -> str:
+    written = entry.outputs[0] if entry.outputs else ""
+    read = entry.inputs[0] if entry.inputs else ""
+    if kind != "compute" or not read:
+        return written
+    multiplied = {read, *(c for c in entry.constants if c in LOW)} if set(entry.constants) & set(LOW) else set()
+    if read in LOW:
+        # With weights, they and the first input decide: a further input may be the other side of an Add. Without, all
+        # inputs do, or the kernel converts some of them first.
+        same = len(multiplied) == 1 if multiplied else set(entry.inputs) == {read}
+        return read if same else written
+    return read if written in LOW else written  # a Q that was fused behind float arithmetic

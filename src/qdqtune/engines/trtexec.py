@@ -1,0 +1,396 @@
+"""TensorRT through its command line program trtexec, of TensorRT 8.6, 10 or 11.
+
+Every build and every measurement is a process of its own, which loads the engine again. So this engine is slower to
+measure with than `tensorrt`, but it needs nothing from Python, takes any flag of trtexec, and times what trtexec times.
+trtexec prints outputs with six digits: enough to judge accuracy by, not for bit-exact comparison.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from google.protobuf.message import DecodeError
+
+from qdqtune.engines import QuantType, Tensors, one_line
+from qdqtune.engines.tensorrt import SHARED_SCALE_OPS
+from qdqtune.engines.tensorrt_build import Options, Shapes
+from qdqtune.engines.tensorrt_report import read_report
+from qdqtune.engines.trtexec_program import Program, find, flag_name, gpu
+from qdqtune.errors import BadOption, EngineFailure, InputError
+from qdqtune.types import Layer, NumericFormat, QType
+
+STRONG_TYPING = (10, 0)
+BETTER_DEFAULTS = (11, 0)
+"""From here on CUDA graphs, spinning, no transfers and a separate profiling run are what trtexec does anyway."""
+
+PRECISIONS = frozenset({"best", "bf16", "fp16", "fp8", "int4", "int8"})
+SHAPES = frozenset({"maxShapes", "minShapes", "optShapes", "shapes"})
+
+SUMMARY = re.compile(r"(?<!Total )GPU Compute Time: min = .*?median = ([-+.\deE]+) ms")
+OUTPUT = re.compile(r'"name" : "(.*?)"\s*, "dimensions" : "(.*?)"\s*, "values" : \[(.*?)\]\s*\}', re.DOTALL)
+
+
+def create(
+    trtexec: str = "trtexec",
+    trtexec_args: str = "",
+    timing_cache: str | None = None,
+    plugin_libraries: Sequence[str] = (),
+    min_shapes: Shapes | None = None,
+    opt_shapes: Shapes | None = None,
+    max_shapes: Shapes | None = None,
+    workspace_mb: int | None = None,
+    builder_level: int | None = None,
+    warmup_ms: int = 200,
+) -> Trtexec:
+    """The engine.
+
+    Args:
+        trtexec: the program: a path, or a name on the search path.
+        trtexec_args: more flags for every call of it, as on a command line. They win over the engine's own.
+        timing_cache: file of kernel times that builds share; trtexec makes it if it is missing.
+        plugin_libraries: shared libraries with plug-ins.
+        min_shapes: smallest sizes of each dynamic input (`opt_shapes`: those to tune for, `max_shapes`: largest). If
+            none are given, the model is built for the sizes of each input that it meets.
+        workspace_mb: most scratch memory that a kernel may take.
+        builder_level: 0 (fast builds) to 5 (fast engines); the version's own default is 3.
+        warmup_ms: how long trtexec runs the model before it measures.
+
+    Raises:
+        BadOption: an option has a value that cannot be used.
+        EngineUnavailable: there is no such program, or it is no trtexec of 8.6 or later.
+    """
+    options = Options(min_shapes or {}, opt_shapes or {}, max_shapes or {}, workspace_mb, builder_level)
+    if warmup_ms < 0:
+        raise BadOption(f"warmup_ms is 0 or more milliseconds, not {warmup_ms}")
+    program = find(trtexec, trtexec_args)
+    files = [f"--staticPlugins={library}" for library in plugin_libraries]
+    if timing_cache is not None:
+        files.append(f"--timingCacheFile={Path(timing_cache).absolute()}")
+    return Trtexec(program, options, tuple(files), warmup_ms)
+
+
+class Trtexec:
+    """Builds plans with trtexec and times them with it."""
+
+    def __init__(self, program: Program, options: Options, files: tuple[str, ...], warmup_ms: int) -> None:
+        self._program = program
+        self._options = options
+        self._files = files
+        self._warmup_ms = warmup_ms
+
+    def describe(self) -> dict[str, str]:
+        """Version, GPU, driver, and the options that shape latency."""
+        device = next((f.partition("=")[2] for f in self._program.arguments if flag_name(f) == "device"), "0")
+        name, driver = gpu(device)
+        strong = self._program.version >= STRONG_TYPING and not self._precisions()
+        return {
+            "engine": "trtexec",
+            "version": ".".join(map(str, self._program.version)),
+            "device": name,
+            "driver": driver,
+            "threads": "1",
+            "typing": "strong" if strong else "weak",
+            "arguments": shlex.join(self._program.arguments),
+            **self._options.described(),
+        }
+
+    def numeric_format(self, quant_type: QuantType) -> NumericFormat:
+        """Symmetric int8 with per-channel weights, or FP8 E4M3 per tensor; biases stay in float.
+
+        Raises:
+            BadOption: FP8 before version 10.
+        """
+        if quant_type == "int8":
+            return NumericFormat(QType.INT8, QType.INT8, symmetric=True, shared_scale_ops=SHARED_SCALE_OPS)
+        if self._program.version < STRONG_TYPING:
+            raise BadOption("TensorRT 8.6 reads no FP8: use --quant-type int8, or TensorRT 10 or later")
+        return NumericFormat(QType.FP8, QType.FP8, symmetric=True, per_channel=False, shared_scale_ops=SHARED_SCALE_OPS)
+
+    def build(self, model: Path, log: Path) -> TrtexecModel:
+        """A plan, in a folder beside the log. What trtexec prints now and later goes to the log.
+
+        Raises:
+            EngineFailure: trtexec refuses the model.
+            BadOption: shapes are given, but not for each dynamic input.
+        """
+        log.write_bytes(b"")
+        try:
+            signature = _signature(model)
+        except (OSError, DecodeError) as error:
+            log.write_text(f"{error}\n")
+            raise EngineFailure(f"trtexec: cannot read {model.name}: {one_line(error)}") from error
+        flags = [f"--onnx={model}", "--skipInference", "--profilingVerbosity=detailed", *self._files,
+                 *self._typing(signature)]  # fmt: skip
+        if self._options.workspace_mb is not None:
+            flags.append(f"--memPoolSize=workspace:{self._options.workspace_mb}")
+        if self._options.builder_level is not None:
+            flags.append(f"--builderOptimizationLevel={self._options.builder_level}")
+        shapes = self._given_shapes(signature)
+        built = TrtexecModel(self._program, model, signature, flags, shapes, log, self._warmup_ms)
+        try:
+            built.plan({name: [size or 1 for size in spec.sizes] for name, spec in signature.inputs.items()})
+        except EngineFailure:
+            built.close()
+            raise
+        return built
+
+    def _typing(self, signature: _Signature) -> list[str]:
+        if self._precisions():
+            return []  # the user's, and strong typing excludes them
+        if self._program.version >= STRONG_TYPING:
+            return ["--stronglyTyped"] if self._program.version < BETTER_DEFAULTS else []
+        return ["--fp16", *(["--int8"] if signature.has_pairs else [])]
+
+    def _precisions(self) -> bool:
+        return any(flag_name(flag) in PRECISIONS for flag in self._program.arguments)
+
+    def _given_shapes(self, signature: _Signature) -> list[str] | None:
+        """Flags for the shapes that the user gives; None if there are none for a model that needs some."""
+        if any(flag_name(flag) in SHAPES for flag in self._program.arguments) or not signature.dynamic:
+            return []
+        shapes = {name: self._options.shapes(name) for name in signature.dynamic}
+        given = {name: three for name, three in shapes.items() if three is not None}
+        if not given:
+            return None
+        if lacking := [name for name in signature.dynamic if name not in given]:
+            raise BadOption(f"input {lacking[0]!r} has dynamic sizes as well: give --opt-shapes {lacking[0]}:1x...")
+        return [
+            f"--{which}Shapes=" + _sizes({name: three[i] for name, three in given.items()})
+            for i, which in enumerate(("min", "opt", "max"))
+        ]
+
+
+class TrtexecModel:
+    """A model with its plans: one, or where no shapes are given, one for each set of input sizes that it met."""
+
+    def __init__(
+        self,
+        program: Program,
+        model: Path,
+        signature: _Signature,
+        flags: Sequence[str],
+        shapes: Sequence[str] | None,
+        log: Path,
+        warmup_ms: int,
+    ) -> None:
+        self._program = program
+        self._model = model
+        self._signature = signature
+        self._flags, self._shapes = flags, shapes
+        self._log = log
+        self._warmup_ms = warmup_ms
+        self._folder = tempfile.TemporaryDirectory(prefix="trtexec-", dir=log.parent)
+        self._plans: dict[str, Path] = {}
+        self._fed: Tensors | None = None
+
+    def plan(self, sizes: Mapping[str, Sequence[int]]) -> Path:
+        """The plan for inputs of these sizes, which is built if there is none yet.
+
+        Raises:
+            EngineFailure: trtexec refuses the model.
+        """
+        needed = _sizes({name: sizes[name] for name in self._signature.dynamic}) if self._shapes is None else ""
+        if needed not in self._plans:
+            shapes = self._shapes
+            if shapes is None:
+                shapes = [f"--{which}Shapes={needed}" for which in ("min", "opt", "max")]
+            plan = self._file(f"{len(self._plans)}.plan")
+            self._program.run([*self._flags, *shapes, f"--saveEngine={plan}"], self._log)
+            if not plan.is_file():
+                raise EngineFailure("trtexec: it reports success, but has written no engine")
+            self._plans[needed] = plan
+        return self._plans[needed]
+
+    def run(self, inputs: Tensors) -> dict[str, npt.NDArray[Any]]:
+        """One inference; outputs have the six digits that trtexec prints.
+
+        Raises:
+            EngineFailure: the inputs do not fit, or trtexec fails.
+        """
+        target = self._file("outputs.json")
+        self._infer(inputs, ["--iterations=1", "--avgRuns=1", "--warmUp=0", f"--exportOutput={target}"])
+        found = dict(_outputs(_read(target)))
+        try:
+            return {name: found[name].astype(dtype) for name, dtype in self._signature.outputs.items()}
+        except KeyError as error:
+            raise EngineFailure(f"trtexec: it gives no output {error}") from error
+
+    def time(self, inputs: Tensors, runs: int) -> float:
+        """Median GPU seconds of `runs` inferences, as a CUDA graph where the model can be captured.
+
+        Raises:
+            EngineFailure: the inputs do not fit, or trtexec fails.
+        """
+        target = self._file("times.json")
+        quick = ["--useCudaGraph", "--useSpinWait", "--noDataTransfers"]
+        flags = [*self._iterations(runs), f"--exportTimes={target}"]
+        printed = self._infer(inputs, flags + (quick if self._program.version < BETTER_DEFAULTS else []))
+        return _milliseconds(_read(target), printed) / 1e3
+
+    def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
+        """The engine's layers, with the median times of `runs` profiled inferences.
+
+        Raises:
+            EngineFailure: the inputs do not fit, trtexec fails, or it cannot profile.
+        """
+        graph, profile = self._file("graph.json"), self._file("profile.json")
+        flags = [*self._iterations(runs), "--profilingVerbosity=detailed", f"--exportLayerInfo={graph}",
+                 f"--exportProfile={profile}"]  # fmt: skip
+        separate = ["--separateProfileRun"] if self._program.version < BETTER_DEFAULTS else []
+        self._infer(inputs, flags + separate)
+        if not self._program.profiles:
+            raise EngineFailure("trtexec: this one knows no profiling flags, so it cannot tell its layers")
+        try:
+            return read_report(graph, profile, onnx.load(self._model, load_external_data=False))
+        except InputError as error:
+            raise EngineFailure(f"trtexec: {error}") from error
+
+    def save(self, path: Path) -> None:
+        """Copy the plan, which is for this TensorRT version and this kind of GPU.
+
+        Raises:
+            EngineFailure: the file cannot be written.
+        """
+        try:
+            shutil.copyfile(list(self._plans.values())[-1], path)
+        except OSError as error:
+            raise EngineFailure(f"cannot write {path}: {error.strerror or error}") from error
+
+    def close(self) -> None:
+        """Delete the plans."""
+        self._folder.cleanup()
+
+    def _file(self, name: str) -> Path:
+        return Path(self._folder.name, name)
+
+    def _iterations(self, runs: int) -> list[str]:
+        return [f"--iterations={runs}", f"--avgRuns={runs}", f"--warmUp={self._warmup_ms}"]
+
+    def _infer(self, inputs: Tensors, flags: Sequence[str]) -> str:
+        """Load the plan and run it as long as the flags say: without `--duration=0`, for at least three seconds."""
+        arrays = self._signature.checked(inputs)
+        plan = self.plan({name: array.shape for name, array in arrays.items()})
+        files = {name: self._file(f"{number}.bin") for number, name in enumerate(arrays)}
+        if self._fed is not inputs:
+            for name, array in arrays.items():
+                # Before version 10 TensorRT has no 64-bit integers: its parser makes them 32 bits wide.
+                narrow = array.dtype == np.int64 and self._program.version < STRONG_TYPING
+                array.astype(np.int32 if narrow else array.dtype).tofile(files[name])
+            self._fed = inputs
+        sizes = _sizes({name: arrays[name].shape for name in self._signature.dynamic})
+        return self._program.run(
+            [f"--loadEngine={plan}", "--duration=0", *(f for f in self._flags if flag_name(f) == "staticPlugins"),
+             "--loadInputs=" + ",".join(f"{name}:{file}" for name, file in files.items()),
+             *([f"--shapes={sizes}"] if sizes else []), *flags],
+            self._log,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Spec:
+    dtype: np.dtype[Any]
+    sizes: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class _Signature:
+    """What goes into a model and what comes out of it."""
+
+    inputs: Mapping[str, _Spec]
+    outputs: Mapping[str, np.dtype[Any]]
+    has_pairs: bool
+
+    @property
+    def dynamic(self) -> list[str]:
+        """Inputs with sizes that the model leaves open."""
+        return [name for name, spec in self.inputs.items() if None in spec.sizes]
+
+    def checked(self, inputs: Tensors) -> dict[str, npt.NDArray[Any]]:
+        """The arrays of the inputs. trtexec itself would make random ones for those that are missing.
+
+        Raises:
+            EngineFailure: an array is missing, or has another type or other sizes.
+        """
+        arrays = {}
+        for name, spec in self.inputs.items():
+            if name not in inputs:
+                raise EngineFailure(f"trtexec: there is no array for input {name!r}")
+            array = np.asarray(inputs[name])
+            fits = len(array.shape) == len(spec.sizes) and all(
+                want in (None, have) for want, have in zip(spec.sizes, array.shape, strict=True)
+            )
+            if array.dtype != spec.dtype or not fits:
+                raise EngineFailure(
+                    f"trtexec: input {name!r} is {spec.dtype} of sizes {spec.sizes}, not {array.dtype} of {array.shape}"
+                )
+            arrays[name] = array
+        return arrays
+
+
+def _signature(path: Path) -> _Signature:
+    graph = onnx.load(path, load_external_data=False).graph
+    constants = {tensor.name for tensor in graph.initializer}
+    inputs = {
+        value.name: _Spec(
+            _dtype(value),
+            tuple(d.dim_value if d.HasField("dim_value") else None for d in value.type.tensor_type.shape.dim),
+        )
+        for value in graph.input
+        if value.name not in constants
+    }
+    has_pairs = any(node.op_type == "QuantizeLinear" for node in graph.node)
+    return _Signature(inputs, {value.name: _dtype(value) for value in graph.output}, has_pairs)
+
+
+def _dtype(value: onnx.ValueInfoProto) -> np.dtype[Any]:
+    return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type or onnx.TensorProto.FLOAT))
+
+
+def _sizes(shapes: Mapping[str, Sequence[int]]) -> str:
+    return ",".join(f"{name}:{'x'.join(map(str, sizes))}" for name, sizes in shapes.items())
+
+
+def _read(path: Path) -> str:
+    """A file that trtexec was to write, read once: an old one must not pass for the next call's."""
+    if not path.is_file():
+        return ""
+    text = path.read_text(errors="replace")
+    path.unlink()
+    return text
+
+
+def _milliseconds(times: str, printed: str) -> float:
+    """The median of the exported times, or the one of the printed summary."""
+    try:
+        samples = [float(entry["computeMs"]) for entry in json.loads(times)] if times else []
+    except (ValueError, KeyError, TypeError):
+        samples = []
+    summary = SUMMARY.search(printed)
+    if not samples and summary is None:
+        raise EngineFailure("trtexec: it has printed no GPU Compute Time")
+    milliseconds = median(samples) if samples else float(summary[1]) if summary else 0.0
+    if not milliseconds > 0:
+        raise EngineFailure(f"trtexec: it gives a latency of {milliseconds} ms")
+    return milliseconds
+
+
+def _outputs(text: str) -> Iterable[tuple[str, npt.NDArray[Any]]]:
+    """Names and values of exported outputs. Not by a JSON parser: names are not escaped, and nan is no JSON."""
+    for name, sizes, values in OUTPUT.findall(text):
+        numbers = np.array([float(v) for v in values.split(",") if v.strip()])
+        try:
+            yield name, numbers.reshape([int(size) for size in re.findall(r"\d+", sizes)])
+        except ValueError as error:
+            raise EngineFailure(f"trtexec: output {name!r} has {numbers.size} values for sizes {sizes}") from error

@@ -1,0 +1,140 @@
+"""Options that several commands share, and what the text behind an option means."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from qdqtune.engines import MODULES, EngineSpec
+from qdqtune.errors import BadOption
+
+Command = Callable[..., Any]
+
+
+def engine_options(command: Command) -> Command:
+    """Which engine, and how it runs."""
+    engines = " or ".join(sorted(MODULES, reverse=True))
+    options = [
+        click.option("--engine", default="onnxruntime", show_default=True, metavar="NAME",
+                     help=f"Engine to build and time on: {engines}."),
+        click.option("--threads", type=click.IntRange(1), default=1, show_default=True,
+                     help="CPU threads of the engine. One gives the most stable timing."),
+        click.option("--provider", help="ONNX Runtime execution provider (default: CPUExecutionProvider)."),
+        click.option("--engine-option", "engine_options", multiple=True, metavar="NAME=VALUE",
+                     help="Any other option of the engine; VALUE is JSON or text. Repeatable."),
+        click.option("--time-limit", default="10m", show_default=True, callback=seconds,
+                     help="Longest that one build or inference may take: 90s, 10m, 1h."),
+    ]  # fmt: skip
+    return _with(options, command)
+
+
+def data_options(command: Command) -> Command:
+    """What the model is fed."""
+    options = [
+        click.option("--calibration-data", metavar="SOURCE",
+                     help="An .npz (arrays named as the inputs), a folder of .npy/.npz, or module:callable. "
+                          "Without it, seeded random inputs."),
+        click.option("--calibration-samples", type=click.IntRange(1), help="Use at most this many samples."),
+        click.option("--input-shape", "input_shapes", multiple=True, metavar="NAME:1x3x224x224", callback=shapes,
+                     help="Shape of a dynamic input while measuring; what ships stays dynamic. Repeatable."),
+        click.option("--seed", type=click.IntRange(0), default=0, show_default=True,
+                     help="Seed of everything random: inputs, order of rounds, mutations."),
+    ]  # fmt: skip
+    return _with(options, command)
+
+
+def range_options(command: Command) -> Command:
+    """How scales are found."""
+    options = [
+        click.option("--calibration-method", type=click.Choice(["minmax", "percentile"]), default="minmax",
+                     show_default=True, help="How ranges are found."),
+        click.option("--percentile", type=click.FloatRange(50, 100, min_open=True), default=99.99, show_default=True,
+                     help="Share of the values, in %, that method percentile keeps."),
+    ]  # fmt: skip
+    return _with(options, command)
+
+
+def _with(options: Sequence[Command], command: Command) -> Command:
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def seconds(_: click.Context, __: click.Parameter, value: str | None) -> float | None:
+    """Seconds of a duration such as 90s, 10m or 1.5h; a bare number is seconds."""
+    if value is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|h|)", value.strip())
+    if match is None or float(match[1]) <= 0:
+        raise click.BadParameter(f"{value!r} is no duration: give 90s, 10m or 1.5h")
+    return float(match[1]) * {"s": 1, "": 1, "m": 60, "h": 3600}[match[2]]
+
+
+def shapes(_: click.Context, __: click.Parameter, values: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Shapes by input name, of NAME:1x3x224x224; NAME: is a scalar."""
+    found = {}
+    for value in values:
+        name, _colon, sizes = value.rpartition(":")
+        if not name or not re.fullmatch(r"\d+(x\d+)*|", sizes):
+            raise click.BadParameter(f"{value!r} is no shape: give NAME:1x3x224x224")
+        found[name] = tuple(int(size) for size in sizes.split("x") if size)
+    return found
+
+
+def fixed(_: click.Context, __: click.Parameter, values: Sequence[str]) -> dict[str, float | int | str]:
+    """Values by input name, of NAME=VALUE."""
+    found: dict[str, float | int | str] = {}
+    for value in values:
+        name, equals, text = value.partition("=")
+        if not equals or not name:
+            raise click.BadParameter(f"{value!r} fixes nothing: give NAME=VALUE")
+        found[name] = _value(text) if isinstance(_value(text), int | float) else text
+    return found
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def engine_spec(engine: str, threads: int, provider: str | None, options: Sequence[str]) -> EngineSpec:
+    """The engine with its options. `threads` goes to the engines that know it.
+
+    Raises:
+        BadOption: an option is not NAME=VALUE.
+    """
+    chosen: dict[str, Any] = {"threads": threads} if engine in ("onnxruntime", "openvino") else {}
+    if provider:
+        chosen["provider"] = provider
+    for option in options:
+        name, equals, text = option.partition("=")
+        if not equals:
+            raise BadOption(f"--engine-option {option} sets nothing: give NAME=VALUE")
+        chosen[name] = _value(text)
+    return EngineSpec(engine, chosen)
+
+
+def wildcards(path: Path | None) -> tuple[str, ...]:
+    """The lines of a --node-filter-list; empty lines and those that begin with # do not count.
+
+    Raises:
+        BadOption: the file cannot be read, or holds nothing.
+    """
+    if path is None:
+        return ()
+    try:
+        lines = [line.strip() for line in path.read_text().splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise BadOption(f"cannot read --node-filter-list {path}: {why}") from error
+    found = tuple(line for line in lines if line and not line.startswith("#"))
+    if not found:
+        raise BadOption(f"--node-filter-list {path} holds no wildcard")
+    return found

@@ -1,0 +1,142 @@
+"""Units: the pieces that are quantized as a whole, and what a decision about them means for the edges.
+
+A unit is a set of nodes that the engine runs as one kernel. No pair stands inside it. Whether it runs quantized is one
+yes or no; whether a tensor that it writes is stored quantized is another: some kernels take 8 bits and give floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from qdqtune.graph import GRAPH, Model
+from qdqtune.types import Edge, Layer, Placement
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Nodes by index. `inputs` are the edges that enter, `weights` the constants, `outputs` the tensors that leave."""
+
+    number: int
+    nodes: tuple[int, ...]
+    inputs: tuple[Edge, ...]
+    weights: tuple[Edge, ...]
+    outputs: tuple[str, ...]
+    kind: str
+    """Equal for units of equal operators, attributes and shapes, which share their measurements."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """All units of a model. Only `possible` edges ever carry a pair."""
+
+    model: Model
+    possible: frozenset[Edge]
+    units: tuple[Unit, ...]
+
+    @cached_property
+    def owner(self) -> Mapping[str, int]:
+        """Node name to the number of its unit."""
+        return {self.model.nodes[n].name: u.number for u in self.units for n in u.nodes}
+
+    @cached_property
+    def producer(self) -> Mapping[str, int]:
+        """Tensor that leaves a unit to the unit's number; graph inputs are absent."""
+        return {t: u.number for u in self.units for t in u.outputs}
+
+    @cached_property
+    def edges(self) -> Mapping[str, tuple[Edge, ...]]:
+        """Every possible edge of each tensor that crosses a border, graph outputs included."""
+        found: dict[str, list[Edge]] = {}
+        for unit in self.units:
+            for edge in unit.inputs:
+                found.setdefault(edge.tensor, []).append(edge)
+        for edge in sorted(self.possible):
+            if edge.is_graph_output and edge.tensor in self.producer:
+                found.setdefault(edge.tensor, []).append(edge)
+        return {t: tuple(es) for t, es in found.items()}
+
+    def placement(self, quantized: Collection[int], stored: Collection[str]) -> Placement:
+        """The pairs that make the units of `quantized` run in 8 bits and keep the tensors of `stored` in 8 bits.
+
+        A stored tensor has pairs on all its edges; any other only where a quantized unit reads it.
+        """
+        edges = {e for n in quantized for e in (*self.units[n].inputs, *self.units[n].weights)}
+        edges.update(e for t in stored for e in self.edges.get(t, ()))
+        return Placement.of(edges)
+
+
+def partition(model: Model, possible: frozenset[Edge], groups: Iterable[Collection[str]]) -> Partition:
+    """Units of the given groups of node names; every node that is in none is a unit of its own."""
+    taken: set[int] = set()
+    sets: list[tuple[int, ...]] = []
+    for group in groups:
+        inside = sorted({model.index_of[n] for n in group if n in model.index_of} - taken)
+        taken.update(inside)
+        sets += [tuple(inside)] if inside else []
+    sets += [(n.index,) for n in model.nodes if n.index not in taken]
+    by_node: dict[str, list[Edge]] = {}
+    for edge in sorted(possible):
+        by_node.setdefault(edge.node, []).append(edge)
+    units = tuple(_unit(model, by_node, number, nodes) for number, nodes in enumerate(sorted(sets)))
+    return Partition(model, possible, units)
+
+
+def fusion_groups(model: Model, layers: Sequence[Layer]) -> list[tuple[str, ...]]:
+    """The sets of model nodes that one layer runs together."""
+    known = [tuple(n for n in layer.nodes if n in model.index_of) for layer in layers if layer.kind == "compute"]
+    return [group for group in known if len(group) > 1]
+
+
+def inner_edges(model: Model, group: Collection[str], possible: frozenset[Edge]) -> tuple[Edge, ...]:
+    """The possible edges between nodes of a group, in graph order."""
+    inside = {model.index_of[n] for n in group}
+    made = {t for n in inside for t in model.nodes[n].outputs}
+    found = (e for e in possible if e.tensor in made and e.node in group)
+    return tuple(sorted(found, key=lambda e: (model.index_of[e.node], e.index)))
+
+
+def split(model: Model, group: Collection[str], cuts: Collection[Edge]) -> list[tuple[str, ...]]:
+    """The parts that a group falls into where pairs stand on the inner edges `cuts`."""
+    parent = {name: name for name in group}
+
+    def root(name: str) -> str:
+        while parent[name] != name:
+            name = parent[name]
+        return name
+
+    made = {t: model.nodes[model.index_of[n]].name for n in group for t in model.nodes[model.index_of[n]].outputs}
+    for name in group:
+        for slot, tensor in enumerate(model.nodes[model.index_of[name]].inputs):
+            if tensor in made and Edge(tensor, name, slot) not in cuts:
+                parent[root(name)] = root(made[tensor])
+    parts: dict[str, list[str]] = {}
+    for name in sorted(group, key=model.index_of.__getitem__):
+        parts.setdefault(root(name), []).append(name)
+    return [tuple(part) for part in parts.values()]
+
+
+def _unit(model: Model, by_node: Mapping[str, Sequence[Edge]], number: int, nodes: tuple[int, ...]) -> Unit:
+    made = {t for n in nodes for t in model.nodes[n].outputs if t}
+    inside = set(nodes)
+    edges = [e for n in nodes for e in by_node.get(model.nodes[n].name, ())]
+    entering = tuple(e for e in edges if e.tensor not in made and e.tensor not in model.constants)
+    weights = tuple(e for e in edges if e.tensor in model.constants)
+    leaving = tuple(t for n in nodes for t in model.nodes[n].outputs
+                    if t and any(u.node == GRAPH or u.node not in inside for u in model.uses(t)))  # fmt: skip
+    return Unit(number, nodes, entering, weights, leaving, kind_of(model, nodes))
+
+
+def kind_of(model: Model, nodes: tuple[int, ...]) -> str:
+    """Operators, attributes and shapes of some nodes: equal kinds take equal time."""
+
+    def shape(tensor: str) -> str:
+        info = model.tensors.get(tensor)
+        return "?" if info is None else f"{info.dtype}{info.shape}"
+
+    return ";".join(
+        f"{n.domain}:{n.op}{sorted((k, str(v)) for k, v in n.attributes.items())}"
+        f"({','.join(shape(t) for t in n.inputs)})->{','.join(shape(t) for t in n.outputs)}"
+        for n in (model.nodes[i] for i in nodes)
+    )

@@ -1,0 +1,203 @@
+"""Ranges of all tensors in one pass: exact for min-max, to a bin for percentiles, in memory that does not grow."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models import Arrays, activations, branching, build, conv_net, embedding, feeds, normal
+from qdqtune.calibration import Calibration, Histogram, calibrate, candidate_tensors
+from qdqtune.errors import BadData, BadModel
+from qdqtune.graph import Model
+from qdqtune.scales import Range
+
+Array = npt.NDArray[Any]
+
+
+def without_mark() -> Model:
+    """The model with an If, without the node that no engine knows."""
+    net = branching()
+    net.proto.graph.node.pop()
+    return Model(net.proto, net.large)
+
+
+def spread(values: list[Arrays], tensor: str) -> tuple[float, float]:
+    return min(v[tensor].min() for v in values), max(v[tensor].max() for v in values)
+
+
+def half_conv_net() -> Model:
+    return conv_net(half=True)
+
+
+# Which tensors
+
+
+def test_candidates_are_the_float_tensors_that_somebody_uses() -> None:
+    assert candidate_tensors(embedding()) == ("mask", "e", "u", "m", "y")
+    assert set(candidate_tensors(without_mark())) == {"x", "t", "r", "z", "y"}  # nobody reads "unused"
+    assert candidate_tensors(build("n (float[0,2] x, double[2] d) => (float[0,2] y) { y = Relu(x) }")) == ()
+
+
+# Min and max
+
+
+@pytest.mark.parametrize("make", [conv_net, half_conv_net, embedding, without_mark])
+def test_min_and_max_are_those_of_numpy_over_all_samples(make: Any) -> None:
+    net = make()
+    samples = feeds(net, 5)
+    done: list[int] = []
+    found = calibrate(net, iter(samples), threads=1, progress=done.append).activations
+    values = activations(net, samples)
+    assert set(found) == set(candidate_tensors(net))
+    for tensor, own in found.items():
+        np.testing.assert_allclose(
+            (own.low, own.high), spread(values, tensor), rtol=2e-3 if make is half_conv_net else 1e-5, atol=1e-6
+        )
+    assert done == [1, 2, 3, 4, 5]
+
+
+MASKED = """net (float[1,64] x, float[1,64] m) => (float[1,64] y, float[1,64] z) {
+    l = Log(x)
+    s = Add(x, m)
+    y = Relu(s)
+    h = Mul(m, huge)
+    z = Add(h, l)
+}"""
+
+
+@pytest.mark.parametrize("method", ["minmax", "percentile"])
+def test_tensors_with_nan_or_infinite_values_get_no_range(method: Any) -> None:
+    """Log of a negative number is NaN, Log of zero is infinite; one such value in one sample is enough."""
+    net = build(MASKED, {"huge": np.float32(3e38)})
+    x = np.abs(normal(4, 1, 64)) + 0.1
+    masks = np.zeros((4, 1, 64), np.float32)
+    masks[0, 0, ::2] = 1  # 3e38 in half the places: finite, though the sum is not
+    samples = [{"x": a, "m": m} for a, m in zip(x, masks, strict=True)]
+    usual = set(candidate_tensors(net))
+    assert set(calibrate(net, samples, Calibration(method), threads=1).activations) == usual
+    for value in (0.0, -1.0):
+        bad = [dict(s) for s in samples]
+        bad[2]["x"] = x[2].copy()
+        bad[2]["x"][0, 37] = value
+        assert usual - set(calibrate(net, bad, Calibration(method), threads=1).activations) == {"l", "z"}
+
+
+def test_no_sample_and_a_model_that_does_not_run() -> None:
+    net = build("net (float[N,2] x) => (float[N,2] y) { y = Relu(x) }")
+    with pytest.raises(BadData, match="no sample"):
+        calibrate(net, [], threads=1)
+    with pytest.raises(BadModel, match="cannot run the model") as error:
+        calibrate(branching(), feeds(branching(), 1), threads=1)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("method", ["minmax", "percentile"])
+def test_memory_does_not_grow_with_the_number_of_samples(method: Any) -> None:
+    net = build("net (float[N,20000] x) => (float[N,20000] y) { y = Relu(x) }")
+    sample_bytes, count = 80_000, 60
+
+    def long() -> Iterator[Arrays]:
+        for i in range(count):
+            yield {"x": np.full((1, 20000), i, np.float32)}
+
+    tracemalloc.start()
+    try:
+        found = calibrate(net, long(), Calibration(method, 100.0), threads=1).activations
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found["x"] == Range(0, count - 1)
+    assert peak < 0.5 * count * sample_bytes  # the values of one tensor would take twice that
+
+
+# Percentiles
+
+
+def filled(*parts: Array) -> Histogram:
+    histogram = Histogram()
+    for part in parts:
+        histogram.add(part)
+    return histogram
+
+
+def close(found: Range, values: Array, percentile: float, bin_width: float) -> None:
+    """Both ends lie between the two values that numpy would interpolate, give or take a bin."""
+    tails = [(100 - percentile) / 2, (100 + percentile) / 2]
+    least, most = (np.percentile(values, tails, method=m) for m in ("lower", "higher"))
+    ends = np.array([found.low, found.high])
+    assert (least - 1.001 * bin_width <= ends).all()
+    assert (ends <= most + 1.001 * bin_width).all()
+
+
+@pytest.mark.parametrize("percentile", [90.0, 99.0, 99.9, 100.0])
+@pytest.mark.parametrize("kind", ["normal", "one sided", "shifted"])
+def test_percentiles_are_within_a_bin_of_those_of_numpy(percentile: float, kind: str) -> None:
+    values = normal(50_000).astype(np.float64)
+    values = {"normal": values, "one sided": np.abs(values), "shifted": values + 20}[kind]
+    found = filled(*np.split(values, 10)).range(percentile)
+    assert found is not None
+    bin_width = 2.0 ** np.ceil(np.log2(np.abs(values).max())) / Histogram.BINS
+    close(found, values, percentile, bin_width)
+    if percentile == 100:
+        assert found == Range(values.min(), values.max())
+
+
+@given(st.lists(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=20), min_size=1, max_size=6))
+def test_counts_are_those_of_one_histogram_with_the_final_bins(parts: list[list[float]]) -> None:
+    """Widening merges bins exactly: the order of the samples does not matter, nor that they came in parts."""
+    arrays = [np.array(part, np.float64) for part in parts]
+    forward, backward = filled(*arrays), filled(*arrays[::-1])
+    assert forward._width == backward._width or not forward._width
+    np.testing.assert_array_equal(forward._counts, backward._counts)
+    whole = np.concatenate(arrays)
+    assert forward._counts.sum() == whole.size
+    if forward._width:
+        edges = np.arange(-Histogram.BINS, Histogram.BINS + 1) * forward._width
+        np.testing.assert_array_equal(forward._counts, np.histogram(whole, edges)[0])
+
+
+def test_outliers_are_left_out() -> None:
+    values = np.concatenate([np.linspace(-1, 1, 99_990), np.full(10, 1000.0)])
+    found = filled(values).range(99.9)
+    assert found is not None
+    assert found.high < 2
+    assert found.low < -0.99
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([np.zeros(5)], Range(0, 0)),
+        ([np.zeros(5), np.ones(5)], Range(0, 1)),
+        ([np.full(3, 7.0)], Range(7, 7)),
+        ([np.full(3, -7.0)], Range(-7, -7)),
+        ([np.full(3, 2.0**-149), np.full(3, 2.0**127)], Range(2.0**-149, 2.0**127)),
+        ([np.zeros(0)], None),
+        ([np.ones(3), np.float64([1, np.nan])], None),
+        ([np.float64([1, -np.inf]), np.ones(3)], None),
+    ],
+)
+def test_odd_histograms(parts: list[Array], expected: Range | None) -> None:
+    assert filled(*parts).range(100.0) == expected
+
+
+def test_percentiles_of_a_model_over_samples() -> None:
+    net = embedding()
+    samples = feeds(net, 6)
+    found = calibrate(net, samples, Calibration("percentile", 90.0), threads=1).activations
+    for tensor in ("mask", "y"):
+        values = np.concatenate([v[tensor].reshape(-1) for v in activations(net, samples)])
+        close(found[tensor], values, 90.0, 2.0 ** np.ceil(np.log2(np.abs(values).max())) / Histogram.BINS)
+
+
+@pytest.mark.parametrize("percentile", [50.0, 100.1, 0.0])
+def test_percentiles_that_make_no_sense(percentile: float) -> None:
+    with pytest.raises(ValueError, match="percentile"):
+        Calibration("percentile", percentile)

@@ -1,0 +1,353 @@
+"""Calibration data: every form that is promised, and one clear line for everything that does not fit."""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from models import build, embedding, normal
+from qdqtune.data import Samples, input_specs, open_samples
+from qdqtune.errors import BadData, BadModel, BadOption, InputError
+from qdqtune.graph import Model
+
+Array = npt.NDArray[Any]
+
+
+def model(inputs: str = "float[1,3] x") -> Model:
+    first = inputs.split(",")[0 if "[" not in inputs else -1].split()[-1]
+    return build(f"net ({inputs}) => (float[A] y) {{ y = Cast <to=1> ({first}) }}")
+
+
+def saved(folder: Path, **arrays: Array) -> str:
+    np.savez(folder / "data.npz", **arrays)
+    return str(folder / "data.npz")
+
+
+def lists(samples: Samples) -> list[dict[str, Any]]:
+    return [{name: array.tolist() for name, array in sample.items()} for sample in samples]
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
+    """Writes a module in the current folder and gives its name, a new one for each test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    name = f"calibration_{tmp_path.name}"
+
+    def write(text: str) -> str:
+        (tmp_path / f"{name}.py").write_text("import numpy as np\n" + text)
+        return name
+
+    yield write
+    sys.modules.pop(name, None)
+
+
+# Shapes
+
+
+@pytest.mark.parametrize(
+    ("inputs", "shape", "expected"),
+    [
+        ("float[1,3] x", (4, 3), [(1, 3)] * 4),
+        ("float[1,3] x", (4, 1, 3), [(1, 3)] * 4),
+        ("float[1,3] x", (1, 3), [(1, 3)]),
+        ("float[N,3] x", (4, 3), [(1, 3)] * 4),
+        ("float[N,3] x", (2, 5, 3), [(5, 3)] * 2),
+        ("float[2,3] x", (6, 3), [(2, 3)] * 3),
+        ("float[2,3] x", (4, 2, 3), [(2, 3)] * 4),
+        ("float[N,M] x", (2, 7), [(1, 7)] * 2),
+        ("float[N] x", (3,), [(1,)] * 3),
+        ("float x", (), [()]),
+        ("float x", (3,), [()] * 3),
+        ("float[1,0] x", (1, 0), [(1, 0)]),
+        ("float[N,M] x", (3, 0), [(1, 0)] * 3),
+    ],
+)
+def test_arrays_are_cut_into_samples(tmp_path: Path, inputs: str, shape: Any, expected: list[Any]) -> None:
+    array = normal(*shape)
+    found = list(open_samples(saved(tmp_path, x=array), model(inputs)))
+    assert [s["x"].shape for s in found] == expected
+    assert all(isinstance(s["x"], np.ndarray) and s["x"].dtype == np.float32 for s in found)
+    np.testing.assert_array_equal(np.concatenate([s["x"].reshape(-1) for s in found]), array.reshape(-1))
+
+
+def test_arrays_that_hold_one_sample_serve_for_all(tmp_path: Path) -> None:
+    net = model("float[2,1,K] state, int64 rate, float[N,4] x")
+    source = saved(tmp_path, x=normal(3, 4), state=normal(2, 1, 5), rate=np.array(16000))
+    found = list(open_samples(source, net))
+    assert [{n: a.shape for n, a in s.items()} for s in found] == [{"state": (2, 1, 5), "rate": (), "x": (1, 4)}] * 3
+    assert all(s["rate"] == 16000 and np.array_equal(s["state"], normal(2, 1, 5)) for s in found)
+    np.testing.assert_array_equal(np.concatenate([s["x"] for s in found]), normal(3, 4))
+
+
+def test_every_pass_gives_the_same_and_a_limit_ends_it(tmp_path: Path) -> None:
+    samples = open_samples(saved(tmp_path, x=normal(5, 3)), model(), limit=3)
+    assert len(lists(samples)) == 3
+    assert lists(samples) == lists(samples)
+    assert [s["x"].shape for s in samples.first(2)] == [(1, 3)] * 2
+    assert len(samples.first(9)) == 3
+    assert not samples.is_random
+
+
+# Folders and callables
+
+
+def test_a_folder_is_read_file_by_file_in_order(tmp_path: Path) -> None:
+    for name, start in (("b", 10), ("a", 0), ("c", 20)):
+        np.save(tmp_path / f"{name}.npy", np.arange(start, start + 6, dtype=np.float32).reshape(2, 3))
+    np.savez(tmp_path / "d.npz", x=np.full((1, 3), 30, np.float32))
+    (tmp_path / "notes.txt").write_text("not data")
+    samples = open_samples(str(tmp_path), model())
+    assert [s["x"][0, 0] for s in samples] == [0, 3, 10, 13, 20, 23, 30]
+    before = samples.digest
+    np.save(tmp_path / "c.npy", np.zeros((1, 3), np.float32))
+    assert open_samples(str(tmp_path), model()).digest != before
+
+
+def test_a_folder_is_not_read_further_than_asked(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", normal(2, 3))
+    (tmp_path / "b.npy").write_bytes(b"rubbish")
+    samples = open_samples(str(tmp_path), model())
+    assert len(samples.first(2)) == 2
+    with pytest.raises(BadData, match=r"b\.npy"):
+        list(samples)
+
+
+def test_a_callable_is_called_for_each_pass_and_never_collected(module: Callable[[str], str]) -> None:
+    name = module(
+        "calls = []\ngiven = []\n"
+        "def endless():\n"
+        "    calls.append(1)\n"
+        "    i = 0\n"
+        "    while True:\n"
+        "        given.append(i)\n"
+        "        yield {'x': np.full((1, 3), i, np.float32)}\n"
+        "        i += 1\n"
+    )
+    samples = open_samples(f"{name}:endless", model())
+    loaded = sys.modules[name]
+    assert (loaded.calls, loaded.given) == ([], [])
+    iterator = iter(samples)
+    assert [next(iterator)["x"][0, 0] for _ in range(3)] == [0, 1, 2]
+    assert loaded.given == [0, 1, 2]
+    assert [s["x"][0, 0] for s in samples.first(2)] == [0, 1]
+    assert loaded.calls == [1, 1]
+
+
+def test_a_callable_may_yield_arrays_for_one_input(module: Callable[[str], str]) -> None:
+    name = module("def images():\n    return [np.ones((1, 3), np.float32), np.zeros((1, 3), np.float32).tolist()]\n")
+    samples = open_samples(f"{name}:images", model())
+    assert samples.first(1)[0]["x"].tolist() == [[1, 1, 1]]
+    with pytest.raises(BadData, match="float64, the model wants float32"):  # lists have no type of their own
+        list(samples)
+
+
+# What does not fit
+
+
+BAD_ARRAYS: list[tuple[str, str, dict[str, Array], str]] = [
+    ("other name", "float[1,3] x", {"y": normal(2, 3)}, "no array 'x'"),
+    ("one too many", "float[1,3] x", {"x": normal(2, 3), "y": normal(2, 3)}, "'y' that is no input"),
+    ("one missing", "float[1,3] x, float[1,3] z", {"z": normal(2, 3)}, "no array 'x'"),
+    ("wrong size", "float[1,3] x", {"x": normal(2, 4)}, r"shape \(2, 4\), the model wants x: float32\[1,3\]"),
+    ("rank too low", "float[1,3] x", {"x": normal(3)}, "shape"),
+    ("rank too high", "float[1,3] x", {"x": normal(2, 1, 1, 3)}, "shape"),
+    ("batch", "float[4,3] x", {"x": normal(6, 3)}, "shape"),
+    ("scalar", "float[1,3] x", {"x": np.float32(1)}, "shape"),
+    ("not a scalar", "float x", {"x": normal(2, 2)}, "shape"),
+    ("float64", "float[1,3] x", {"x": normal(2, 3).astype(np.float64)}, "float64, the model wants float32"),
+    ("integers", "int64[1,3] x", {"x": np.ones((2, 3), np.int32)}, "int32, the model wants int64"),
+    ("text", "float[1,3] x", {"x": np.array([["a", "b", "c"]])}, "the model wants float32"),
+    ("NaN", "float[1,3] x", {"x": np.float32([[1, np.nan, 2]])}, "NaN"),
+    ("infinite", "float[1,3] x", {"x": np.float32([[1, np.inf, 2]])}, "infinite"),
+    ("counts", "float[1,3] x, float[1,3] z", {"x": normal(2, 3), "z": normal(3, 3)}, "different numbers of samples"),
+    ("objects", "float[1,3] x", {"x": np.array([{}], object)}, "numpy arrays"),
+]
+
+
+def one_line(error: pytest.ExceptionInfo[InputError]) -> None:
+    assert "\n" not in str(error.value)
+    assert error.value.exit_code == 2
+
+
+@pytest.mark.parametrize(("inputs", "arrays", "message"), [b[1:] for b in BAD_ARRAYS], ids=[b[0] for b in BAD_ARRAYS])
+def test_arrays_that_do_not_fit(tmp_path: Path, inputs: str, arrays: dict[str, Array], message: str) -> None:
+    with pytest.raises(BadData, match=message) as error:
+        list(open_samples(saved(tmp_path, **arrays), model(inputs)))
+    one_line(error)
+    assert "data.npz" in str(error.value)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (0, 1, 3)])
+def test_no_sample_at_all(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    samples = open_samples(saved(tmp_path, x=normal(*shape)), model())
+    assert list(samples) == []
+    with pytest.raises(BadData, match="no sample") as error:
+        samples.first(1)
+    one_line(error)
+
+
+def damaged(path: Path) -> None:
+    np.savez_compressed(path, x=normal(50, 3))
+    content = bytearray(path.read_bytes())
+    content[100:140] = bytes(40)
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    np.savez(path, x=normal(50, 3))
+    path.write_bytes(path.read_bytes()[:200])
+
+
+def with_text(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x", "no array")
+
+
+@pytest.mark.parametrize(
+    "write", [damaged, cut, with_text, Path.touch, Path.mkdir, lambda p: p.write_bytes(b"rubbish\n" * 9)]
+)
+def test_files_that_are_no_arrays(tmp_path: Path, write: Callable[[Path], Any]) -> None:
+    path = tmp_path / "data.npz"
+    write(path)
+    with pytest.raises(BadData, match=r"data\.npz") as error:
+        list(open_samples(str(path), model()))
+    one_line(error)
+
+
+@pytest.mark.parametrize("source", ["missing.npz", "missing", "/no/such/folder", "missing.npy", ""])
+def test_sources_that_do_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadData, match=r"not found|no \.npy") as error:
+        open_samples(source, model())
+    one_line(error)
+
+
+def test_a_folder_without_arrays(tmp_path: Path) -> None:
+    (tmp_path / "image.png").touch()
+    with pytest.raises(BadData, match=r"no \.npy or \.npz") as error:
+        open_samples(str(tmp_path), model())
+    one_line(error)
+
+
+def test_a_bare_array_for_a_model_of_two_inputs(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", normal(2, 3))
+    with pytest.raises(BadData, match="one input") as error:
+        list(open_samples(str(tmp_path), model("float[1,3] x, float[1,3] z")))
+    one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "source", "message"),
+    [
+        ("", "no_such_module:f", "no_such_module"),
+        ("", "{}:missing", "missing"),
+        ("f = 3", "{}:f", "not callable"),
+        ("raise SystemError('not\\ntoday')", "{}:f", "not today"),
+        ("def f(:", "{}:f", "syntax"),
+        ("", ":f", "cannot import"),
+    ],
+)
+def test_callables_that_do_not_exist(module: Callable[[str], str], text: str, source: str, message: str) -> None:
+    name = module(text)
+    with pytest.raises(BadOption, match=message) as error:
+        open_samples(source.format(name), model())
+    one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return None", "TypeError"),
+        ("return 3", "TypeError"),
+        ("raise RuntimeError('disk\\nfull')", "disk full"),
+        ("yield {'x': np.ones((1, 3), np.float32)}; raise OSError('gone')", "gone"),
+        ("return ['text']", "the model wants float32"),
+        ("return [None]", "the model wants float32"),
+        ("return [[[1], [1, 2]]]", "failed"),
+        ("return [{}]", "no array 'x'"),
+        ("return [{'x': np.ones((2, 4), np.float32)}]", "shape"),
+        ("return [{'x': np.full((1, 3), np.nan, np.float32)}]", "NaN"),
+        ("return [{'x': np.ones((1, 3), np.float32), 'y': 1}]", "'y'"),
+        ("return [np.ones((1, 3))]", "float64"),
+    ],
+)
+def test_callables_that_give_rubbish(module: Callable[[str], str], body: str, message: str) -> None:
+    name = module(f"def f():\n    {body}\n")
+    with pytest.raises(BadData, match=message) as error:
+        list(open_samples(f"{name}:f", model()))
+    one_line(error)
+
+
+def test_errors_of_the_one_who_iterates_are_not_blamed_on_the_callable(module: Callable[[str], str]) -> None:
+    name = module("def f():\n    yield np.ones((1, 3), np.float32)\n")
+    with pytest.raises(ZeroDivisionError):
+        [1 // 0 for _ in open_samples(f"{name}:f", model())]
+
+
+# Random inputs
+
+
+def test_random_inputs_are_the_same_in_every_pass_and_differ_by_number_and_input() -> None:
+    net = model("float[N,3] x, float[N,3] z, bool[2] flag, float16[1] h")
+    samples = open_samples(None, net, seed=7)
+    assert samples.is_random
+    found = lists(samples)
+    assert found == lists(samples) == lists(open_samples(None, net, seed=7))
+    assert len(found) == 8
+    assert found != lists(open_samples(None, net, seed=8))
+    assert found[0]["x"] != found[1]["x"]
+    assert found[0]["x"] != found[0]["z"]
+    assert {n: (a.dtype, a.shape) for n, a in samples.first(1)[0].items()} == {
+        "x": (np.float32, (1, 3)), "z": (np.float32, (1, 3)), "flag": (np.bool_, (2,)), "h": (np.float16, (1,)),
+    }  # fmt: skip
+    assert len(open_samples(None, net, limit=3).first(9)) == 3
+
+
+def test_random_token_ids_stay_inside_every_table_they_look_up() -> None:
+    ids = np.concatenate([s["ids"] for s in open_samples(None, embedding(rows=7), limit=60)])
+    assert set(np.unique(ids)) == set(range(7))
+    both = build(
+        "net (int64[1,4] ids) => (float[1,4,2] a, float[2,1,4] b) {\n a = Gather(long, ids)\n"
+        "n = Cast<to=6>(ids)\n b = Gather<axis=1>(wide, n) }",
+        {"long": normal(9, 2), "wide": normal(2, 5)},
+    )
+    ids = np.concatenate([s["ids"] for s in open_samples(None, both, limit=60)])
+    assert set(np.unique(ids)) == set(range(5))
+
+
+def test_other_integers_are_zero_or_one() -> None:
+    values = np.concatenate([s["x"] for s in open_samples(None, model("int32[1,30] x"))])
+    assert values.dtype == np.int32
+    assert set(np.unique(values)) == {0, 1}
+
+
+def test_open_dimensions_are_refused_with_the_flag_that_closes_them() -> None:
+    with pytest.raises(BadOption, match="--input-shape x:1x3x1x1 ") as error:
+        open_samples(None, model("float[N,3,H,W] x"))
+    one_line(error)
+    assert open_samples(None, model("float[N,3] x")).first(1)[0]["x"].shape == (1, 3)
+
+
+# The model's side
+
+
+def test_inputs_are_described() -> None:
+    specs = input_specs(model("float[N,3] x, int64 n"))
+    assert [str(s) for s in specs] == ["x: float32[?,3]", "n: int64[]"]
+    assert specs[0].fits((9, 3))
+    assert not specs[0].fits((3,))
+
+
+def test_inputs_of_unknown_rank_are_refused() -> None:
+    net = model()
+    net.proto.graph.input[0].type.tensor_type.ClearField("shape")
+    with pytest.raises(BadModel, match="'x'"):
+        input_specs(Model(net.proto))

@@ -1,0 +1,82 @@
+"""`make demo`, with less to do: it tunes, says what it typed, and prints latency and accuracy before and after."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import digits
+import run
+from qdqtune import cli
+
+TABLE = re.compile(r"""
+ +before +after
+latency +([\d.]+) ms +([\d.]+) ms
+accuracy on 20 unseen images +([\d.]+)% +([\d.]+)%
+""")
+
+
+def numbers(printed: str) -> list[float]:
+    found = TABLE.search(printed)
+    assert found is not None, printed
+    return [float(number) for number in found.groups()]
+
+
+def test_it_tunes_and_prints_before_and_after(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run.demo(tmp_path, ("--effort", "quick", "--builds", "12", "--calibration-samples", "2"), images=20) == 0
+    printed = capfd.readouterr().out
+    before, after, *accuracies = numbers(printed)
+    assert min(accuracies) > 90
+    assert after <= before
+    assert (tmp_path / "tuned" / "optimized_final.onnx").is_file()
+
+
+def test_what_it_types_is_what_it_runs_and_starts_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[Sequence[str]] = []
+
+    def refused(command: Sequence[str], check: bool) -> SimpleNamespace:
+        ran.append(command)
+        return SimpleNamespace(returncode=5)
+
+    monkeypatch.setattr(run.subprocess, "run", refused)
+    assert run.demo(tmp_path) == 5
+    (typed,) = capsys.readouterr().out.splitlines()
+    program, command, *arguments = shlex.split(typed.removeprefix("$ "))
+    assert (program, command) == ("qdqtune", "tune")
+    assert ran[0][-len(arguments) :] == arguments
+    given = cli.tune_command.make_context("tune", arguments).params
+    assert given["time_budget"] <= 60
+    assert given["restart"]
+    with np.load(given["calibration_data"]) as arrays:
+        assert arrays[digits.INPUT_NAME].shape == (digits.CALIBRATION_IMAGES, 1, digits.SIZE, digits.SIZE)
+
+
+def test_where_nothing_is_faster_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def in_vain(command: Sequence[str], check: bool) -> SimpleNamespace:
+        output = Path(command[command.index("--output-dir") + 1])
+        output.mkdir()
+        for name in ("baseline.onnx", "optimized_final.onnx"):
+            shutil.copyfile(run.MODEL, output / name)
+        (output / "summary.json").write_text(json.dumps({"baseline_ms": 9.5, "final_ms": 9.5, "ratio": 1.0}))
+        return SimpleNamespace(returncode=cli.NO_IMPROVEMENT)
+
+    monkeypatch.setattr(run.subprocess, "run", in_vain)
+    assert run.demo(tmp_path, images=20) == 0
+    printed = capsys.readouterr().out
+    before, after, *accuracies = numbers(printed)
+    assert before == after == 9.5
+    assert accuracies[0] == accuracies[1] > 90
+    assert "Nothing was faster" in printed
+    assert "times as fast" not in printed

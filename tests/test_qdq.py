@@ -1,0 +1,655 @@
+"""Insertion: what comes out is valid, computes the same up to rounding, and follows the engine's format."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto
+
+from models import (
+    FORMATS,
+    FP8,
+    INT8,
+    PLAIN,
+    REDUCED,
+    UINT8,
+    Arrays,
+    Case,
+    branching,
+    build,
+    case,
+    conv_net,
+    evaluate,
+    feeds,
+    normal,
+    ranges,
+    run,
+    sqnr,
+    tapped,
+)
+from qdqtune import rules
+from qdqtune.graph import ConstantFile, Model, Node
+from qdqtune.qdq import RAW_OUTPUT, Inserter, insert, weight_role
+from qdqtune.scales import Range, Ranges
+from qdqtune.types import Edge, NumericFormat, Placement
+
+CASES = ("conv_net", "attention", "tapped", "embedding", "conv_net_half", "attention_half")
+
+
+def check(model: Model) -> None:
+    onnx.checker.check_model(model.to_proto(), full_check=True)
+
+
+def of_type(model: Model, op: str) -> list[Node]:
+    return [n for n in model.nodes if n.op == op]
+
+
+def everything(given: Case) -> Placement:
+    return Placement(given.possible)
+
+
+def placements(name: str) -> st.SearchStrategy[Placement]:
+    """Any subset of the possible edges."""
+    edges = sorted(case(name).possible)
+    return st.lists(st.booleans(), min_size=len(edges), max_size=len(edges)).map(
+        lambda chosen: Placement.of(e for e, use in zip(edges, chosen, strict=True) if use)
+    )
+
+
+def constant(model: Model, tensor: str) -> Any:
+    return model.constants[tensor].array()
+
+
+def dq_of(model: Model, tensor: str, node: str) -> Node:
+    """The DequantizeLinear that feeds an input of a node, which is `tensor` in the float model."""
+    target = model.nodes[model.index_of[node]]
+    found = [model.nodes[model.producers[t]] for t in target.inputs if t.startswith(f"{tensor}_DequantizeLinear")]
+    assert len(found) == 1
+    return found[0]
+
+
+def scale_of(model: Model, tensor: str, node: str) -> tuple[Any, Any]:
+    """Scale and zero point of the pair on an edge."""
+    dq = dq_of(model, tensor, node)
+    return constant(model, dq.inputs[1]), constant(model, dq.inputs[2])
+
+
+# Any placement
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("fmt", [UINT8, FP8])
+def test_the_empty_placement_is_the_model_itself(name: str, fmt: NumericFormat) -> None:
+    model, samples, found, _, outputs = case(name)
+    same = insert(model, Placement(), found, fmt)
+    assert [n.name for n in same.nodes] == [n.name for n in model.nodes]
+    assert {n: c.key for n, c in same.constants.items()} == {n: c.key for n, c in model.constants.items()}
+    assert same.opset == model.opset
+    for mine, theirs in zip(run(same, samples), outputs, strict=True):
+        for output, array in theirs.items():
+            np.testing.assert_array_equal(mine[output], array)
+
+
+@pytest.mark.parametrize("name", CASES)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_any_placement_gives_a_valid_model_that_computes_the_same(name: str, data: st.DataObject) -> None:
+    given_case = case(name)
+    model, samples, found, _, outputs = given_case
+    placement = data.draw(placements(name))
+    fmt = data.draw(st.sampled_from(list(FORMATS.values())))
+    quantized = insert(model, placement, found, fmt)
+    check(quantized)
+    assert [o.SerializeToString() for o in quantized.proto.graph.output] == [
+        o.SerializeToString() for o in model.proto.graph.output
+    ]
+    tensors = {e.tensor for e in placement if e.tensor not in model.constants}
+    assert len(of_type(quantized, "QuantizeLinear")) == len(tensors)
+    assert all(n.inputs[0] not in quantized.constants for n in of_type(quantized, "QuantizeLinear"))
+    floor = 14 if fmt is FP8 else 22
+    assert sqnr(outputs, run(quantized, samples)) > floor
+    assert sqnr(outputs[:1], evaluate(quantized, samples[:1])) > floor
+
+
+@pytest.mark.parametrize("name", ["conv_net", "attention", "tapped", "embedding"])
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_any_placement_runs_in_integer_kernels(name: str, data: st.DataObject) -> None:
+    model, samples, found, _, outputs = case(name)
+    quantized = insert(model, data.draw(placements(name)), found, replace(UINT8, reduced_weights=True))
+    assert sqnr(outputs, run(quantized, samples, fused=True)) > 20
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_insertion_changes_nothing_and_repeats_itself(name: str) -> None:
+    given_case = case(name)
+    model, _, found, possible, _ = given_case
+    before, content = model.fingerprint, model.proto.SerializeToString(deterministic=True)
+    inserter = Inserter(model, found, UINT8)
+    some = Placement.of(sorted(possible)[::3])
+    first = inserter.insert(everything(given_case))
+    inserter.insert(some)
+    for other in (inserter.insert(everything(given_case)), insert(model, everything(given_case), found, UINT8)):
+        assert other.fingerprint == first.fingerprint
+        assert other.to_proto().SerializeToString() == first.to_proto().SerializeToString()
+    assert inserter.insert(some).fingerprint == insert(model, some, found, UINT8).fingerprint != first.fingerprint
+    fresh = Model(onnx.ModelProto.FromString(content), model.large)
+    assert (model.fingerprint, model.proto.SerializeToString(deterministic=True)) == (before, content)
+    assert fresh.fingerprint == before
+
+
+def test_one_pair_serves_all_users_of_a_tensor() -> None:
+    model, _, found, possible, _ = case("attention")
+    edges = [e for e in possible if e.tensor == "n"]
+    assert len(edges) == 3
+    quantized = insert(model, Placement.of(edges), found, PLAIN)
+    assert Counter(n.op for n in quantized.nodes if "Linear" in n.op) == {"QuantizeLinear": 1, "DequantizeLinear": 1}
+    two = insert(model, Placement.of(edges[:2]), found, PLAIN)
+    assert len(of_type(two, "QuantizeLinear")) == 1
+    assert sorted(n.name for n in two.nodes if "n" in n.inputs) == sorted(["n_QuantizeLinear", edges[2].node])
+
+
+# Graph outputs
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_pair_on_a_graph_output_that_is_used_inside(inside: bool) -> None:
+    """The output is the rounded tensor, under its name; other users read the float one unless they have the pair."""
+    model, samples, found, _, outputs = case("tapped")
+    edges = [Edge("first", "", 1)] + [Edge("first", "relu", 0)] * inside
+    quantized = insert(model, Placement.of(edges), found, PLAIN)
+    check(quantized)
+    assert quantized.outputs == model.outputs == ("second", "first")
+    (q,) = of_type(quantized, "QuantizeLinear")
+    assert q.inputs[0] == "first" + RAW_OUTPUT
+    relu = quantized.nodes[quantized.index_of["relu"]]
+    assert relu.inputs[0] == ("first" if inside else "first" + RAW_OUTPUT)
+    scale = constant(quantized, q.inputs[1])
+    for mine, exact in zip(run(quantized, samples), outputs, strict=True):
+        steps = mine["first"] / scale
+        np.testing.assert_allclose(steps, np.rint(steps), atol=1e-3)
+        np.testing.assert_allclose(mine["first"], exact["first"], atol=0.51 * scale)
+        assert np.array_equal(mine["second"], exact["second"]) != inside
+
+
+def test_a_pair_inside_leaves_the_graph_output_exact() -> None:
+    model, samples, found, _, outputs = case("tapped")
+    quantized = insert(model, Placement.of([Edge("first", "relu", 0)]), found, PLAIN)
+    for mine, exact in zip(run(quantized, samples), outputs, strict=True):
+        np.testing.assert_array_equal(mine["first"], exact["first"])
+        assert not np.array_equal(mine["second"], exact["second"])
+
+
+# Clamps
+
+
+CLAMPS = """net (float[N,4] x) => (float[N,4] y) {
+    [mm] c = MatMul(x, w)
+    [clamp] k = CLAMP
+    [mm2] d = MatMul(k, w)
+    [mm3] e = MatMul(k, v)
+    [add] y = Add(d, e)
+}"""
+
+
+def clamped(clamp: str = "Relu(c)", text: str = CLAMPS) -> Model:
+    constants = {"w": normal(4, 4), "v": normal(4, 4, seed=1), "zero": np.float32(0), "six": np.float32(6),
+                 "one": np.float32(1)}  # fmt: skip
+    return build(text.replace("CLAMP", clamp), constants)
+
+
+def on(model: Model, *tensors: str) -> Placement:
+    """All uses of these tensors."""
+    return Placement.of(
+        Edge(t, model.nodes[u.node].name if u.node >= 0 else "", u.slot) for t in tensors for u in model.uses(t)
+    )
+
+
+@pytest.mark.parametrize(
+    ("clamp", "low", "high"),
+    [("Relu(c)", 0, 5), ("Clip(c, zero, six)", 0, 3), ("Clip(c, zero, six)", 0, 6), ("Clip(c, zero)", 0, 9),
+     ("Clip(c, , six)", -2, 6)],
+)  # fmt: skip
+def test_clamps_whose_work_the_pair_does_are_dropped(clamp: str, low: float, high: float) -> None:
+    model = clamped(clamp)
+    found = Ranges(ranges(model).activations | {"k": Range(low, high)})
+    with_clamp = insert(model, on(model, "k"), found, PLAIN)
+    without = insert(model, on(model, "k"), found, replace(PLAIN, drop_clamps=True))
+    assert "clamp" in with_clamp.index_of
+    assert "clamp" not in without.index_of
+    check(without)
+    samples = [{"x": 10 * normal(50, 4, seed=s)} for s in range(3)]  # far beyond the range on both sides
+    for a, b in zip(run(with_clamp, samples), run(without, samples), strict=True):
+        np.testing.assert_array_equal(a["y"], b["y"])
+
+
+@pytest.mark.parametrize(
+    ("clamp", "low", "high", "fmt"),
+    [
+        ("Relu(c)", 0, 5, INT8),
+        ("Relu(c)", -1, 5, UINT8),
+        ("Clip(c, zero, six)", 0, 8, UINT8),
+        ("Clip(c, one, six)", 1, 6, UINT8),
+        ("Clip(c, zero, six)", -0.5, 6, UINT8),
+        ("Relu(c)", 0, 5, PLAIN),
+        ("Clip(c, zero, x0)", 0, 5, UINT8),
+        ("LeakyRelu(c)", 0, 5, UINT8),
+    ],
+)
+def test_clamps_that_do_more_than_the_pair_stay(clamp: str, low: float, high: float, fmt: NumericFormat) -> None:
+    text = CLAMPS.replace("(float[N,4] x)", "(float[N,4] x, float x0)") if "x0" in clamp else CLAMPS
+    model = clamped(clamp, text)
+    found = Ranges({t: Range(-9, 9) for t in ("x", "c", "d", "e", "y")} | {"k": Range(low, high)})
+    assert "clamp" in insert(model, on(model, "k"), found, fmt).index_of
+
+
+@pytest.mark.parametrize(
+    ("text", "placed"),
+    [
+        (CLAMPS, [Edge("k", "mm2", 0)]),  # the other user wants the clamped float tensor
+        (CLAMPS, [Edge("k", "mm2", 0), Edge("k", "mm3", 0), Edge("c", "clamp", 0)]),  # c's own pair reads c
+        (CLAMPS.replace("Add(d, e)", "Add(d, c)"), [Edge("k", "mm2", 0), Edge("k", "mm3", 0)]),  # c is used as well
+        (CLAMPS.replace("float[N,4] y)", "float[N,4] y, float[N,4] k)"),
+         [Edge("k", "mm2", 0), Edge("k", "mm3", 0), Edge("k", "", 1)]),
+        (CLAMPS.replace("float[N,4] y)", "float[N,4] y, float[N,4] c)"), [Edge("k", "mm2", 0), Edge("k", "mm3", 0)]),
+        (CLAMPS.replace("[mm] c = MatMul(x, w)", "").replace("CLAMP", "Relu(x)"),  # a graph input cannot be renamed
+         [Edge("k", "mm2", 0), Edge("k", "mm3", 0)]),
+    ],
+)  # fmt: skip
+def test_clamps_that_somebody_else_sees_stay(text: str, placed: list[Edge]) -> None:
+    model = clamped(text=text)
+    found = Ranges({t: Range(0 if t == "k" else -9, 9) for t in ("x", "c", "k", "d", "e", "y")})
+    quantized = insert(model, Placement.of(placed), found, UINT8)
+    check(quantized)
+    assert "clamp" in quantized.index_of
+
+
+def test_dropped_clamps_in_a_network() -> None:
+    """Relu behind convolution and behind Add, Clip before a convolution: all go, and nothing changes."""
+    model, samples, found, possible, _ = case("conv_net")
+    placement = rules.everything(model, possible) - Placement.of([Edge("a", "add_relu", 0)])
+    kept = insert(model, placement, found, replace(UINT8, drop_clamps=False))
+    dropped = insert(model, placement, found, UINT8)
+    assert {n.name for n in kept.nodes} - {n.name for n in dropped.nodes} == {"stem_relu", "clip", "add_relu"}
+    for a, b in zip(run(kept, samples), run(dropped, samples), strict=True):
+        np.testing.assert_array_equal(a["logits"], b["logits"])
+
+
+# Biases
+
+
+def bias_dq(model: Model, node: str) -> Node | None:
+    name = model.nodes[model.index_of[node]].inputs[2]
+    return model.nodes[model.producers[name]] if name in model.producers else None
+
+
+@pytest.mark.parametrize("node", ["stem", "depthwise", "project", "head"])
+@pytest.mark.parametrize("fmt", [UINT8, REDUCED, replace(INT8, bias="int32", per_channel=False)])
+def test_biases_are_int32_with_the_scale_of_the_accumulator(node: str, fmt: NumericFormat) -> None:
+    model, _, found, possible, _ = case("conv_net")
+    quantized = insert(model, Placement(possible), found, fmt)
+    dq = bias_dq(quantized, node)
+    assert dq is not None
+    float_node = model.nodes[model.index_of[node]]
+    sx, _ = scale_of(quantized, float_node.inputs[0], node)
+    sw, _ = scale_of(quantized, float_node.inputs[1], node)
+    values, scale = constant(quantized, dq.inputs[0]), constant(quantized, dq.inputs[1])
+    assert (values.dtype, scale.dtype, scale.shape) == (np.int32, np.float32, sw.shape)
+    np.testing.assert_array_equal(scale, sx * sw)
+    np.testing.assert_array_equal(values, np.rint(constant(model, float_node.inputs[2]) / scale.astype(np.float64)))
+    assert dq.attributes.get("axis", 1) == (0 if fmt.per_channel else 1)
+
+
+def test_a_bias_stays_float_without_both_pairs_or_where_the_format_says_so() -> None:
+    model, _, found, _, _ = case("conv_net")
+    x, w = Edge("image", "stem", 0), Edge("w0", "stem", 1)
+    for placed, fmt in (({x}, UINT8), ({w}, UINT8), ({x, w}, PLAIN), ({x, w}, INT8)):
+        assert bias_dq(insert(model, Placement.of(placed), found, fmt), "stem") is None
+    assert bias_dq(insert(model, Placement.of({x, w}), found, UINT8), "stem") is not None
+    half = case("conv_net_half")
+    assert bias_dq(insert(half.model, Placement(half.possible), half.ranges, UINT8), "stem") is None
+
+
+@pytest.mark.parametrize(
+    ("gemm", "bias", "quantized"),
+    [
+        ("Gemm(x, w, b)", normal(3), True),
+        ("Gemm<transB=1>(x, v, b)", normal(3), True),
+        ("Gemm<alpha=0.5>(x, w, b)", normal(3), False),
+        ("Gemm<beta=2.0>(x, w, b)", normal(3), False),
+        ("Gemm(x, w, b)", normal(1, 3), False),
+        ("Gemm(x, w, b)", normal(1), False),
+        ("Gemm(x, w, c)", normal(1), False),
+    ],
+)
+def test_only_plain_biases_of_gemm_are_quantized(gemm: str, bias: Any, quantized: bool) -> None:
+    head = "float[N,4] x, float[3] c" if ", c)" in gemm else "float[N,4] x"
+    text = f"net ({head}) => (float[N,3] y) {{ [gemm] y = {gemm} }}"
+    model = build(text, {"w": normal(4, 3), "v": normal(3, 4), "b": bias})
+    weight = model.nodes[0].inputs[1]
+    samples = feeds(model)
+    result = insert(model, Placement.of([Edge("x", "gemm", 0), Edge(weight, "gemm", 1)]), ranges(model), UINT8)
+    check(result)
+    assert (bias_dq(result, "gemm") is not None) == quantized
+    assert sqnr(run(model, samples), run(result, samples)) > 30
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_a_bias_that_would_overflow_raises_the_scale_of_its_weight(per_channel: bool) -> None:
+    """A channel with almost no weight and a large bias: its sum fits 31 bits, and the other channels keep theirs."""
+    weight = normal(4, 4, 1, 1)
+    weight[2] *= 1e-12 if per_channel else 1
+    bias = np.float32([1, -2, 1000, 3])
+    if not per_channel:
+        weight *= np.float32(1e-12)
+    model = build("net (float[1,4,3,3] x) => (float[1,4,3,3] y) { [conv] y = Conv(x, w, b) }", {"w": weight, "b": bias})
+    samples = feeds(model)
+    found = ranges(model)
+    fmt = replace(UINT8, per_channel=per_channel)
+    quantized = insert(model, Placement.of([Edge("x", "conv", 0), Edge("w", "conv", 1)]), found, fmt)
+    check(quantized)
+    dq = bias_dq(quantized, "conv")
+    assert dq is not None
+    values = constant(quantized, dq.inputs[0])
+    sx, sw = scale_of(quantized, "x", "conv")[0], scale_of(quantized, "w", "conv")[0]
+    np.testing.assert_array_equal(constant(quantized, dq.inputs[1]), sx * sw)
+    assert np.abs(values.astype(np.int64)).max() < 2**31
+    assert (np.abs(values * (sx * sw).astype(np.float64) - bias) <= 0.5001 * sx * sw).all()
+    if per_channel:
+        usual = insert(model, Placement.of([Edge("w", "conv", 1)]), found, fmt)
+        raised = scale_of(usual, "w", "conv")[0] != sw
+        assert raised.tolist() == [False, False, True, False]
+    for mine, exact in zip(run(quantized, samples), run(model, samples), strict=True):
+        np.testing.assert_allclose(mine["y"], exact["y"], rtol=0.02, atol=0.05)
+
+
+# Scales
+
+
+CHAIN = """net (float[1,4,6,6] x, float[1,4,3,3] z) => (float[1,72] y) {
+    [pool] p = MaxPool <kernel_shape=[2,2], strides=[2,2]> (x)
+    [turn] t = Transpose <perm=[0,2,3,1]> (p)
+    [back] u = Transpose <perm=[0,3,1,2]> (t)
+    [join] c = Concat <axis=1> (u, z)
+    [flat] y = Flatten(c)
+}"""
+CHAIN_RANGES = Ranges({"x": Range(-1, 8), "p": Range(0, 8), "t": Range(0, 8), "u": Range(-0.1, 7), "z": Range(-2, 1),
+                       "c": Range(-3, 8), "y": Range(-3, 8)})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ops", "groups"),
+    [
+        ({"MaxPool", "Transpose", "Concat", "Flatten"}, [{"x", "p", "t", "u", "z", "c", "y"}]),
+        ({"MaxPool", "Transpose"}, [{"x", "p", "t", "u"}, {"z"}, {"c"}, {"y"}]),
+        ({"Concat"}, [{"x"}, {"p"}, {"t"}, {"u", "z", "c"}, {"y"}]),
+        (set(), [{t} for t in "xptuzcy"]),
+    ],
+)
+def test_tensors_of_value_passing_operators_share_their_range(ops: set[str], groups: list[set[str]]) -> None:
+    model = build(CHAIN)
+    quantized = insert(model, on(model, *"xptuzcy"), CHAIN_RANGES, replace(PLAIN, shared_scale_ops=frozenset(ops)))
+    check(quantized)
+    found = {}
+    for q in of_type(quantized, "QuantizeLinear"):
+        found[q.inputs[0].removesuffix(RAW_OUTPUT)] = q.inputs[1:]
+    for group in groups:
+        whole = CHAIN_RANGES.activations[min(group)]
+        for tensor in group:
+            whole |= CHAIN_RANGES.activations[tensor]
+        expected = np.float32((max(whole.high, 0) - min(whole.low, 0)) / 255)
+        for tensor in group:
+            assert constant(quantized, found[tensor][0]) == expected
+        assert len({int(constant(quantized, found[t][1])) for t in group}) == 1
+
+
+def test_scales_are_shared_only_where_pairs_stand_on_both_sides_of_the_operator() -> None:
+    model = build(CHAIN)
+    fmt = replace(PLAIN, shared_scale_ops=frozenset({"MaxPool", "Concat"}))
+    quantized = insert(model, on(model, "p", "z", "c"), CHAIN_RANGES, fmt)
+    assert scale_of(quantized, "p", "turn")[0] == np.float32(8 / 255)
+    assert scale_of(quantized, "z", "join")[0] == scale_of(quantized, "c", "flat")[0] == np.float32(11 / 255)
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("name", ["conv_net_half", "attention_half"])
+def test_float16_models_get_float16_scales(name: str, fmt: NumericFormat) -> None:
+    model, samples, found, possible, outputs = case(name)
+    quantized = insert(model, Placement(possible), found, fmt)
+    check(quantized)
+    for node in quantized.nodes:
+        if node.op in ("QuantizeLinear", "DequantizeLinear"):
+            scale = constant(quantized, node.inputs[1])
+            assert scale.dtype == np.float16
+            assert (scale >= ml_dtypes.finfo(np.float16).smallest_normal).all()
+    assert sqnr(outputs, run(quantized, samples)) > (14 if fmt is FP8 else 22)
+
+
+@pytest.mark.parametrize(("half", "fmt"), [(True, UINT8), (True, FP8), (False, FP8)])
+def test_opsets_that_are_too_low(half: bool, fmt: NumericFormat) -> None:
+    model = conv_net(half, opset=17)
+    placement = Placement.of([Edge("image", "stem", 0)])
+    with pytest.raises(ValueError, match="opset 17, its pairs need 19"):
+        insert(model, placement, ranges(model), fmt)
+    assert insert(model, Placement(), ranges(model), fmt).opset == 17
+
+
+def test_float_models_of_opset_17_take_integer_pairs() -> None:
+    model = conv_net(opset=17)
+    found, samples = ranges(model), feeds(model, 2)
+    quantized = insert(model, Placement(rules.possible_edges(model, found)), found, UINT8)
+    check(quantized)
+    assert sqnr(run(model, samples), run(quantized, samples)) > 25
+
+
+def test_fp8_pairs_hold_e4m3_with_zero_point_zero() -> None:
+    model, _, found, possible, _ = case("conv_net")
+    quantized = insert(model, Placement(possible), found, FP8)
+    check(quantized)
+    assert quantized.opset == 19
+    assert quantized.proto.ir_version >= 9
+    for node in of_type(quantized, "DequantizeLinear"):
+        zero = quantized.constants[node.inputs[2]]
+        assert (zero.dtype, zero.shape, float(zero.array())) == (TensorProto.FLOAT8E4M3FN, (), 0)
+    largest = found.activations["r0"].magnitude
+    assert scale_of(insert(model, Placement(possible), found, replace(FP8)), "r0", "pool")[0] == np.float32(
+        largest / 448
+    )
+
+
+# Weights
+
+
+WEIGHTS = [
+    ("Conv(x, w)", (1, 4, 5, 5), (6, 4, 2, 2), 0),
+    ("Conv<group=2>(x, w)", (1, 4, 5, 5), (6, 2, 2, 2), 0),
+    ("Conv<group=4>(x, w)", (1, 4, 5, 5), (4, 1, 2, 2), 0),
+    ("ConvTranspose(x, w)", (1, 4, 5, 5), (4, 6, 2, 2), 1),
+    ("ConvTranspose<group=2>(x, w)", (1, 4, 5, 5), (4, 3, 2, 2), None),
+    ("Gemm(x, w)", (3, 4), (4, 6), 1),
+    ("Gemm<transB=1>(x, w)", (3, 4), (6, 4), 0),
+    ("Gemm(w, x)", (4, 3), (6, 4), None),
+    ("MatMul(x, w)", (3, 4), (4, 6), 1),
+    ("MatMul(x, w)", (2, 3, 4), (2, 4, 6), 2),
+    ("MatMul(x, w)", (3, 4), (4,), None),
+    ("MatMul(w, x)", (4, 3), (6, 4), None),
+]
+
+
+@pytest.mark.parametrize(("op", "shape", "weight", "axis"), WEIGHTS)
+@pytest.mark.parametrize("fmt", [PLAIN, REDUCED, FP8, replace(PLAIN, per_channel=False)])
+def test_weights_have_a_scale_for_each_output_channel(
+    op: str, shape: tuple[int, ...], weight: tuple[int, ...], axis: int | None, fmt: NumericFormat
+) -> None:
+    values = normal(*weight)
+    if axis is not None:  # channels of very different size: one scale for all would lose the small ones
+        values *= np.logspace(-3, 0, weight[axis], dtype=np.float32).reshape(
+            [-1 if i == axis else 1 for i in range(len(weight))]
+        )
+    dims, open_dims = ",".join(map(str, shape)), ",".join("ABCD"[: max(len(shape) - (len(weight) == 1), 1)])
+    model = build(f"net (float[{dims}] x) => (float[{open_dims}] y) {{ [node] y = {op} }}", {"w": values})
+    edge = Edge("w", "node", model.nodes[0].inputs.index("w"))
+    assert weight_role(model, edge) == (True, axis)
+    quantized = insert(model, Placement.of([edge]), Ranges({}), fmt)
+    check(quantized)
+    (dq,) = of_type(quantized, "DequantizeLinear")
+    scale, integers = constant(quantized, dq.inputs[1]), constant(quantized, dq.inputs[0])
+    assert not constant(quantized, dq.inputs[2]).astype(int).any()
+    by_channel = axis is not None and fmt.per_channel
+    assert scale.shape == ((weight[axis],) if by_channel else ())
+    assert dq.attributes.get("axis") == (axis if by_channel else None)
+    top = 64 if fmt.reduced_weights else fmt.weight.high
+    others = tuple(i for i in range(len(weight)) if i != axis)
+    assert (np.abs(integers.astype(float)).max(axis=others if by_channel else None) == top).all()
+    samples = feeds(model)
+    if fmt is not FP8 and (by_channel or axis is None):
+        assert sqnr(run(model, samples), run(quantized, samples)) > 30
+
+
+def test_constants_of_other_operators_are_quantized_like_activations() -> None:
+    model = build("net (float[N,4] x) => (float[N,4] y) { [add] y = Add(x, c) }", {"c": np.float32([1, 2, 3, 5])})
+    assert weight_role(model, Edge("c", "add", 1)) == (False, None)
+    quantized = insert(model, Placement.of([Edge("c", "add", 1)]), Ranges({}), UINT8)
+    check(quantized)
+    (dq,) = of_type(quantized, "DequantizeLinear")
+    scale, zero = scale_of(quantized, "c", "add")
+    assert (scale, zero, zero.dtype) == (np.float32(5 / 255), 0, np.uint8)
+    assert constant(quantized, dq.inputs[0]).tolist() == [51, 102, 153, 255]
+    fp8 = insert(model, Placement.of([Edge("c", "add", 1)]), Ranges({}), FP8)
+    assert scale_of(fp8, "c", "add")[0] == np.float32(5 / 448)
+
+
+def test_a_weight_in_two_roles_is_quantized_for_each() -> None:
+    text = "net (float[N,4] x) => (float[N,4] y) {\n [a] p = MatMul(x, w)\n [b] y = Gemm<transB=1>(p, w) }"
+    model = build(text, {"w": normal(4, 4) * np.float32([1, 10, 100, 1000])})
+    both = Placement.of([Edge("w", "a", 1), Edge("w", "b", 1)])
+    quantized = insert(model, both, Ranges({}), PLAIN)
+    check(quantized)
+    assert len(of_type(quantized, "DequantizeLinear")) == 2
+    assert [dq_of(quantized, "w", n).attributes["axis"] for n in "ab"] == [1, 0]
+    samples = feeds(model)
+    assert sqnr(run(model, samples), run(quantized, samples)) > 30
+
+
+def test_candidates_share_their_weights(tmp_path: Path) -> None:
+    model, samples, found, possible, _ = case("conv_net")
+    inserter = Inserter(model, found, UINT8)
+    first = inserter.insert(Placement(possible))
+    second = inserter.insert(rules.compute_inputs(model, possible))
+    shared = [n for n in first.large if n in second.large]
+    assert {"w2_quantized", "w3_quantized"} <= set(inserter.insert(Placement(possible)).constants)
+    assert "w3_quantized" in shared
+    assert all(first.large[n] is second.large[n] for n in shared)
+    with ConstantFile(tmp_path / "constants.bin") as constants:
+        constants.save(first, tmp_path / "a.onnx")
+        size = (tmp_path / "constants.bin").stat().st_size
+        constants.save(second, tmp_path / "b.onnx")
+        assert (tmp_path / "constants.bin").stat().st_size == size
+        constants.save(inserter.insert(Placement()), tmp_path / "c.onnx")
+        with_floats = (tmp_path / "constants.bin").stat().st_size
+        constants.save(inserter.insert(Placement.of([Edge("image", "stem", 0)])), tmp_path / "d.onnx")
+        assert with_floats == (tmp_path / "constants.bin").stat().st_size > size
+    for file, candidate in (("a", first), ("b", second)):
+        session = onnxruntime.InferenceSession(tmp_path / f"{file}.onnx", providers=["CPUExecutionProvider"])
+        expected: list[Arrays] = run(candidate, samples, fused=True)
+        np.testing.assert_array_equal(session.run(None, samples[0])[0], expected[0]["logits"])
+
+
+# Edges and names
+
+
+@pytest.mark.parametrize(
+    ("edge", "message"),
+    [
+        (Edge("c0", "no_such_node", 0), "no such edge"),
+        (Edge("c0", "stem", 0), "no such edge"),
+        (Edge("c0", "stem_relu", 1), "no such edge"),
+        (Edge("c0", "stem_relu", -1), "no such edge"),
+        (Edge("image", "stem", 9), "no such edge"),
+        (Edge("nothing", "stem_relu", 0), "no such edge"),
+        (Edge("logits", "", 1), "no such edge"),
+        (Edge("logits", "", -1), "no such edge"),
+        (Edge("cat", "", 0), "no such edge"),
+        (Edge("image", "", 0), "no such edge|hands it through"),
+        (Edge("a", "add_relu", 0), "range is unknown"),
+    ],
+)
+def test_edges_where_no_pair_can_stand(edge: Edge, message: str) -> None:
+    model, _, found, _, _ = case("conv_net")
+    known = Ranges({t: r for t, r in found.activations.items() if t != "a"})
+    with pytest.raises(ValueError, match=message):
+        insert(model, Placement.of([edge]), known, UINT8)
+
+
+def test_integers_and_what_bodies_read_take_no_pair() -> None:
+    model = case("embedding").model
+    for edge in (Edge("ids", "squeeze", 0), Edge("j", "lookup", 1), Edge("axes", "unsqueeze", 1)):
+        with pytest.raises(ValueError, match="not known to be a float tensor"):
+            insert(model, Placement.of([edge]), Ranges({"ids": Range(0, 1), "j": Range(0, 1)}), UINT8)
+    net = branching()
+    known = Ranges({t: Range(-1, 1) for t in "xtrzy"})
+    for edge, message in ((Edge("t", "", 1), "a body reads it"), (Edge("r", "branch", -1), "no such edge")):
+        with pytest.raises(ValueError, match=message):
+            insert(net, Placement.of([edge]), known, UINT8)
+
+
+def test_bodies_go_on_reading_the_float_tensors() -> None:
+    net = branching()
+    net.proto.graph.node.pop()
+    net = Model(net.proto, net.large)
+    samples = feeds(net, 2)
+    found = ranges(net, samples)
+    placement = Placement(rules.possible_edges(net, found))
+    assert {e.tensor for e in placement} == {"x", "wa", "wb", "t", "r", "z", "y"}
+    for flag in (True, False):
+        tried = [s | {"flag": np.array(flag)} for s in samples]
+        quantized = insert(net, placement, ranges(net, tried), UINT8)
+        check(quantized)
+        assert sqnr(run(net, tried), run(quantized, tried)) > 25
+
+
+def test_new_names_collide_with_nothing() -> None:
+    text = """net (float[N,4] x, bool flag, float[4] x_scale) => (float[N,4] y, float[N,4] y_QuantizeLinear_Input) {
+        [x_QuantizeLinear] a = Relu(x)
+        [x_DequantizeLinear] y_QuantizeLinear_Input = Add(a, x_scale)
+        [branch] z = If(flag) <
+            then_branch = t () => (float[N,4] a_QuantizeLinear_Output) { a_QuantizeLinear_Output = Neg(a) },
+            else_branch = e () => (float[N,4] a_zero_point) { a_zero_point = Abs(a) }>
+        [difference] b = Sub(z, a)
+        [last] y = Mul(b, b_scale)
+    }"""
+    model = build(text, {"b_scale": np.float32([1, 2, 3, 4])})
+    samples = feeds(model, 2)
+    found = ranges(model, samples)
+    quantized = insert(model, Placement(rules.possible_edges(model, found)), found, UINT8)
+    check(quantized)
+    assert quantized.outputs == model.outputs
+    assert len(quantized.index_of) == len(quantized.nodes)
+    assert sqnr(run(model, samples), run(quantized, samples)) > 30
+
+
+def test_the_reference_agrees_with_onnx_runtime() -> None:
+    model, samples, found, possible, _ = case("tapped")
+    quantized = insert(model, Placement(possible), found, UINT8)
+    for a, b in zip(run(quantized, samples), evaluate(quantized, samples), strict=True):
+        for name, array in a.items():
+            np.testing.assert_allclose(array, b[name], atol=1.1 * found.activations[name].magnitude / 127)
+
+
+def test_a_model_that_is_written_carries_the_ir_version_that_its_opset_needs() -> None:
+    model = tapped()
+    model.proto.ir_version = 7
+    older = Model(model.proto, model.large)
+    found = ranges(case("tapped").model)
+    assert insert(older, Placement.of([Edge("x", "a", 0)]), found, UINT8).proto.ir_version == 9
+    assert model.proto.ir_version == 7

@@ -1,0 +1,397 @@
+"""Q/DQ models read back: ours exactly, those of quantize_static and of others as far as they go, and stripped again."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+
+from models import (
+    FORMATS,
+    FP8,
+    INT8,
+    PLAIN,
+    UINT8,
+    Arrays,
+    branching,
+    build,
+    case,
+    feeds,
+    normal,
+    ranges,
+    run,
+    sqnr,
+)
+from qdqtune import rules
+from qdqtune.graph import Model, save
+from qdqtune.loading import load
+from qdqtune.qdq import insert
+from qdqtune.reading import is_quantized, read_placement, strip_pairs
+from qdqtune.scales import Range, Ranges
+from qdqtune.types import Edge, Placement
+
+CASES = ("conv_net", "attention", "tapped", "embedding", "conv_net_half", "attention_half")
+
+
+def placements(name: str) -> st.SearchStrategy[Placement]:
+    edges = sorted(case(name).possible)
+    return st.lists(st.booleans(), min_size=len(edges), max_size=len(edges)).map(
+        lambda chosen: Placement.of(e for e, use in zip(edges, chosen, strict=True) if use)
+    )
+
+
+def counts(model: Model) -> Counter[str]:
+    return Counter(n.op for n in model.nodes)
+
+
+def sorted_nodes(model: Model) -> list[tuple[str, str]]:
+    return sorted((n.name, n.op) for n in model.nodes)
+
+
+# Our own
+
+
+@pytest.mark.parametrize("name", CASES)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_our_own_models_are_read_exactly(name: str, data: st.DataObject) -> None:
+    """Placement, scales and zero points: inserted again, the same model comes out, bit for bit."""
+    model, _, found, _, _ = case(name)
+    placement = data.draw(placements(name))
+    fmt = data.draw(st.sampled_from(list(FORMATS.values())))
+    quantized = insert(model, placement, found, fmt)
+    reading = read_placement(model, quantized)
+    assert reading.placement == placement
+    assert reading.unmatched == ()
+    assert insert(model, placement, reading.ranges, fmt).fingerprint == quantized.fingerprint
+
+
+@pytest.mark.parametrize("name", CASES)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_stripping_gives_the_float_model_back(name: str, data: st.DataObject) -> None:
+    model, samples, found, _, outputs = case(name)
+    placement = data.draw(placements(name))
+    fmt = data.draw(st.sampled_from([UINT8, PLAIN, INT8, FP8]))
+    quantized = insert(model, placement, found, fmt)
+    stripped = strip_pairs(quantized)
+    onnx.checker.check_model(stripped.to_proto(), full_check=True)
+    assert not is_quantized(stripped)
+    assert (stripped.inputs, stripped.outputs) == (model.inputs, model.outputs)
+    assert {o.name: o.type for o in stripped.proto.graph.output} == {o.name: o.type for o in model.proto.graph.output}
+    if fmt is not UINT8:
+        assert [n.name for n in stripped.nodes] == [n.name for n in model.nodes]
+    assert sum(counts(stripped)[op] for op in ("Relu", "Clip")) == sum(counts(model)[op] for op in ("Relu", "Clip"))
+    assert sqnr(outputs, run(stripped, samples)) > (20 if fmt is FP8 else 30)  # only the weights are rounded now
+
+
+@pytest.mark.parametrize("name", ["conv_net", "attention", "tapped", "conv_net_half"])
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_pairs_can_be_put_back_on_a_stripped_model(name: str, data: st.DataObject) -> None:
+    """What `--from-qdq` does: strip, read against the stripped model, insert with the scales that came."""
+    model, samples, found, _, _ = case(name)
+    fmt = data.draw(st.sampled_from([UINT8, INT8, FP8]))
+    quantized = insert(model, data.draw(placements(name)), found, fmt)
+    stripped = strip_pairs(quantized)
+    reading = read_placement(stripped, quantized)
+    assert reading.unmatched == ()
+    again = insert(stripped, reading.placement, reading.ranges, fmt)
+    assert counts(again) == counts(quantized)
+    for mine, theirs in zip(run(again, samples), run(quantized, samples), strict=True):
+        for output, array in theirs.items():
+            half = array.dtype == np.float16
+            np.testing.assert_allclose(mine[output], array, rtol=1e-2 if half else 1e-4, atol=1e-2 if half else 1e-5)
+
+
+def test_weights_without_pairs_come_through_unchanged() -> None:
+    model, _, found, possible, _ = case("conv_net")
+    activations = Placement.of(e for e in possible if e.tensor not in model.constants)
+    stripped = strip_pairs(insert(model, activations, found, PLAIN))
+    assert {n: c.key for n, c in stripped.constants.items()} == {n: c.key for n, c in model.constants.items()}
+
+
+def test_the_empty_placement() -> None:
+    model, _, found, _, _ = case("attention")
+    quantized = insert(model, Placement(), found, UINT8)
+    assert not is_quantized(quantized)
+    assert read_placement(model, quantized).placement == Placement()
+    assert strip_pairs(quantized).fingerprint == model.fingerprint
+
+
+# Clamps that a quantizer dropped
+
+
+@pytest.mark.parametrize(
+    ("clamp", "high", "restored"), [("Relu(c)", 5, "Relu"), ("Clip(c, zero, six)", 6, "Clip"), ("Relu(c)", 6.5, "Relu")]
+)
+def test_dropped_clamps_come_back(clamp: str, high: float, restored: str) -> None:
+    text = "net (float[N,4] x) => (float[N,4] y) {{ [mm] c = MatMul(x, w)\n [clamp] k = {}\n [mm2] y = MatMul(k, w) }}"
+    model = build(text.format(clamp), {"w": normal(4, 4), "zero": np.float32(0), "six": np.float32(6)})
+    quantized = insert(model, Placement.of([Edge("k", "mm2", 0)]), Ranges({"k": Range(0, high)}), UINT8)
+    assert "clamp" not in quantized.index_of
+    stripped = strip_pairs(quantized)
+    assert [n.op for n in stripped.nodes] == ["MatMul", restored, "MatMul"]
+    samples = [{"x": 10 * normal(50, 4)}]
+    np.testing.assert_array_equal(run(stripped, samples)[0]["y"], run(model, samples)[0]["y"])
+
+
+NEVER_NEGATIVE = [
+    "Relu(x)", "Sigmoid(x)", "Softmax(x)", "MaxPool<kernel_shape=[1,1]>(r)", "Add(r, r)", "Concat<axis=1>(r, r)",
+    "Mul(r, r)", "Add(e, one)", "Clip(x, zero)", "Add(r, one)", "Flatten(r)",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "op", [*NEVER_NEGATIVE, "Add(r, x)", "Mul(r, x)", "Concat<axis=1>(r, x)", "Add(e, half)", "Neg(x)"]
+)
+def test_no_clamp_comes_back_where_nothing_was_negative(op: str) -> None:
+    text = f"""net (float[1,2,3,3] x) => (float[A,B,C,D] y) {{ [relu] r = Relu(x)\n [erf] e = Erf(x)\n [node] k = {op}
+        [last] y = Tanh(k) }}"""
+    model = build(text, {"one": np.float32(1), "half": np.float32(0.5), "zero": np.float32(0)})
+    fmt = replace(UINT8, drop_clamps=False)
+    quantized = insert(model, Placement.of([Edge("k", "last", 0)]), Ranges({"k": Range(0, 2)}), fmt)
+    assert ("k_clamp" in strip_pairs(quantized).index_of) == (op not in NEVER_NEGATIVE)
+
+
+def test_a_signed_pair_in_front_does_not_hide_a_lost_clamp() -> None:
+    """The pool reads a pair that goes below zero, so the Relu behind it did something."""
+    text = """net (float[N,2,4,4] x) => (float[N,2,2,2] y) {
+        [pool] p = MaxPool <kernel_shape=[2,2], strides=[2,2]> (x)
+        [relu] r = Relu(p)
+        [last] y = Sigmoid(r)
+    }"""
+    model = build(text)
+    samples = [{"x": normal(2, 2, 4, 4) - 1}]
+    found = Ranges({"x": Range(-4, 2), "p": Range(-3, 2), "r": Range(0, 2)})
+    quantized = insert(model, Placement.of([Edge("x", "pool", 0), Edge("r", "last", 0)]), found, UINT8)
+    assert "relu" not in quantized.index_of
+    stripped = strip_pairs(quantized)
+    np.testing.assert_array_equal(run(stripped, samples)[0]["y"], run(model, samples)[0]["y"])
+
+
+# quantize_static
+
+
+class Reader(CalibrationDataReader):  # type: ignore[misc]
+    def __init__(self, samples: list[Arrays]) -> None:
+        self._samples = iter(samples)
+
+    def get_next(self) -> Arrays | None:
+        return next(self._samples, None)
+
+
+@cache
+def static(name: str, **options: bool) -> tuple[Model, Model]:
+    """A model, and what quantize_static makes of it."""
+    model, samples = case(name).model, feeds(case(name).model, 16)
+    with TemporaryDirectory() as folder:
+        float_file, quantized_file = Path(folder) / "float.onnx", Path(folder) / "quantized.onnx"
+        save(model, float_file)
+        level = logging.getLogger().level
+        logging.getLogger().setLevel(logging.ERROR)
+        quantize_static(float_file, quantized_file, Reader(samples), quant_format=QuantFormat.QDQ,
+                        activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8, **options)  # fmt: skip
+        logging.getLogger().setLevel(level)
+        quantized = load(quantized_file)
+        return load(float_file), Model(quantized.proto, {n: held(c) for n, c in quantized.large.items()})
+
+
+def held(constant):  # type: ignore[no-untyped-def]
+    """A constant whose file may go."""
+    return type(constant).of(np.array(constant.array()), constant.key)
+
+
+@pytest.mark.parametrize("name", ["conv_net", "attention", "tapped", "embedding"])
+@pytest.mark.parametrize("options", [(), ("per_channel",), ("per_channel", "reduce_range")])
+def test_quantize_static_is_read_and_reached(name: str, options: tuple[str, ...]) -> None:
+    """Every pair is found; inserted again it gives as many Q and DQ and the same accuracy."""
+    model, quantized = static(name, **dict.fromkeys(options, True))
+    samples = feeds(model, 16)
+    outputs = run(model, samples)
+    assert is_quantized(quantized)
+    reading = read_placement(model, quantized)
+    assert reading.unmatched == ()
+    assert reading.placement.edges <= case(name).possible
+    mine = insert(model, reading.placement, reading.ranges, replace(UINT8, per_channel="per_channel" in options))
+    theirs, ours = counts(quantized), counts(mine)
+    assert theirs - ours == ({"DequantizeLinear": 2} if name == "attention" else {})  # LayerNormalization's two biases
+    assert ours - theirs == {}
+    reached, wanted = sqnr(outputs, run(mine, samples)), sqnr(outputs, run(quantized, samples))
+    assert reached > wanted - 0.5
+    own = insert(model, reading.placement, ranges(model, samples), replace(UINT8, per_channel="per_channel" in options))
+    assert sqnr(outputs, run(own, samples)) > wanted - 0.5
+
+
+@pytest.mark.parametrize("name", ["conv_net", "attention", "embedding"])
+def test_quantize_static_is_stripped(name: str) -> None:
+    _, samples, _, _, outputs = case(name)
+    model, quantized = static(name, per_channel=True)
+    stripped = strip_pairs(quantized)
+    onnx.checker.check_model(stripped.to_proto(), full_check=True)
+    assert counts(stripped) - Counter(Relu=9, Clip=9) == counts(model) - Counter(Relu=9, Clip=9)
+    assert sum(counts(stripped)[op] for op in ("Relu", "Clip")) == sum(counts(model)[op] for op in ("Relu", "Clip"))
+    assert sqnr(outputs, run(stripped, samples)) > 38
+    assert read_placement(stripped, quantized).unmatched == ()
+
+
+# Other quantizers
+
+
+FLOAT = """net (float[N,3,6,6] x) => (float[N,3,6,6] y) {
+    [conv] c = Conv <pads=[1,1,1,1]> (x, w, b)
+    [relu] r = Relu(c)
+    [conv2] d = Conv <pads=[1,1,1,1]> (r, w, b)
+    [add] y = Add(d, x)
+}"""
+QDQ = """net (float[N,3,6,6] x) => (float[N,3,6,6] y) {
+    [x_q] xq = QuantizeLinear(x, sx, zero)
+    [x_dq] xd = DequantizeLinear(xq, sx, zero)
+    [w_q] wq = QuantizeLinear <axis=0> (w, sw, zeros)
+    [w_dq] wd = DequantizeLinear <axis=0> (wq, sw, zeros)
+    [conv] c = Conv <pads=[1,1,1,1]> (xd, wd, b)
+    [relu] r = Relu(c)
+    [r_q] rq = QuantizeLinear(r, sr, zero)
+    [r_dq] rd = DequantizeLinear(rq, sr, zero)
+    [conv2] d = Conv <pads=[1,1,1,1]> (rd, wd, b)
+    [add] y = Add(d, xd)
+}"""
+SCALES = {"sx": np.float32(0.03), "sr": np.float32(0.02), "sw": np.float32([0.01, 0.02, 0.03]), "zero": np.int8(0),
+          "zeros": np.zeros(3, np.int8)}  # fmt: skip
+WEIGHTS = {"w": normal(3, 3, 3, 3), "b": normal(3)}
+
+
+def test_float_weights_with_pairs_of_their_own() -> None:
+    """ModelOpt leaves weights in float in front of Q and DQ, symmetric int8; one pair serves several users."""
+    model, quantized = build(FLOAT, WEIGHTS), build(QDQ, WEIGHTS | SCALES)
+    reading = read_placement(model, quantized)
+    assert reading.placement == Placement.of(
+        [Edge("x", "conv", 0), Edge("x", "add", 1), Edge("w", "conv", 1), Edge("w", "conv2", 1), Edge("r", "conv2", 0)]
+    )
+    assert reading.unmatched == ()
+    mine = insert(model, reading.placement, reading.ranges, INT8)
+    samples = feeds(model, 2)
+    for a, b in zip(run(mine, samples), run(quantized, samples), strict=True):
+        np.testing.assert_allclose(a["y"], b["y"], atol=1e-5)
+    stripped = strip_pairs(quantized)
+    assert sorted_nodes(stripped) == sorted_nodes(model)
+    for a, b in zip(run(stripped, samples), run(model, samples), strict=True):
+        np.testing.assert_array_equal(a["y"], b["y"])
+
+
+def test_renamed_nodes_are_found_by_what_they_make_and_else_counted() -> None:
+    model = build(FLOAT, WEIGHTS)
+    renamed = build(QDQ.replace("[conv]", "[first]").replace("[add]", "[sum]"), WEIGHTS | SCALES)
+    assert read_placement(model, renamed).placement == read_placement(model, build(QDQ, WEIGHTS | SCALES)).placement
+    foreign = build(QDQ.replace("[conv] c", "[first] c0").replace("Relu(c)", "Relu(c0)"), WEIGHTS | SCALES)
+    reading = read_placement(model, foreign)
+    assert reading.unmatched == ("x_dq", "w_dq")
+    assert reading.placement == Placement.of([Edge("x", "add", 1), Edge("w", "conv2", 1), Edge("r", "conv2", 0)])
+
+
+def test_another_model_altogether_has_no_counterpart() -> None:
+    reading = read_placement(case("embedding").model, build(QDQ, WEIGHTS | SCALES))
+    assert reading.placement == Placement()
+    assert reading.unmatched == ("x_dq", "x_dq", "w_dq", "w_dq", "r_dq")
+    swapped = build(FLOAT.replace("Relu(c)", "Sigmoid(c)").replace("Add(d, x)", "Mul(d, x)"), WEIGHTS)
+    assert {e.node for e in read_placement(swapped, build(QDQ, WEIGHTS | SCALES)).placement} == {"conv", "conv2"}
+
+
+def test_scales_that_are_computed_and_integer_operators_are_left_alone() -> None:
+    text = """net (float[N,4] x) => (float[N,4] y, int32[N,4] z) {
+        [max] m = ReduceMax <keepdims=0> (x)
+        [scale] s = Div(m, top)
+        [q] q1 = QuantizeLinear(x, s, zero)
+        [dq] d1 = DequantizeLinear(q1, s, zero)
+        [mm] y = MatMul(d1, w)
+        [q2] q2 = QuantizeLinear(x, fixed, zero)
+        [dq2] d2 = DequantizeLinear(q2, fixed, zero)
+        [relu] r = Relu(d2)
+        [integer] z = MatMulInteger(q2, wi)
+    }"""
+    model = build(text, {"top": np.float32(127), "zero": np.int8(0), "fixed": np.float32(0.1), "w": normal(4, 4),
+                         "wi": np.ones((4, 4), np.int8)})  # fmt: skip
+    stripped = strip_pairs(model)
+    onnx.checker.check_model(stripped.to_proto(), full_check=True)
+    assert {n.name for n in stripped.nodes} == {"max", "scale", "q", "dq", "mm", "q2", "relu", "integer"}
+    samples = feeds(model)
+    for a, b in zip(run(stripped, samples), run(model, samples), strict=True):
+        np.testing.assert_array_equal(a["y"], b["y"])
+        np.testing.assert_array_equal(a["z"], b["z"])
+
+
+def test_outputs_and_bodies_that_read_a_pair_directly() -> None:
+    """A pair on a graph input that is an output, one that two outputs share, and one that the bodies of an If read."""
+    text = """net (float[N,4] x, bool flag) => (float[N,4] y, float[N,4] t, float[N,4] u, float[N,4] z) {
+        [q1] q1 = QuantizeLinear(x, s, zero)
+        [dq1] y = DequantizeLinear(q1, s, zero)
+        [mm] t = MatMul(y, w)
+        [q2] q2 = QuantizeLinear(t, s, zero)
+        [dq2] u = DequantizeLinear(q2, s, zero)
+        [neg] n = Neg(u)
+        [q3] q3 = QuantizeLinear(n, s, zero)
+        [dq3] d = DequantizeLinear(q3, s, zero)
+        [branch] z = If(flag) <
+            then_branch = a () => (float[N,4] p) { p = Relu(d) },
+            else_branch = b () => (float[N,4] q) { q = Abs(d) }>
+    }"""
+    model = build(text, {"s": np.float32(0.001), "zero": np.int16(0), "w": normal(4, 4)}, opset=21)
+    stripped = strip_pairs(model)
+    assert not is_quantized(stripped)
+    assert stripped.outputs == model.outputs
+    samples = feeds(model)
+    assert sqnr(run(model, samples), run(stripped, samples)) > 50
+
+
+@pytest.mark.parametrize(
+    ("zero", "expected"),
+    [
+        (np.uint8(0), (0, 255)), (np.uint8(100), (-100, 155)), (np.int8(0), (-127, 127)), (np.int8(-128), (0, 255)),
+        (np.uint16(0), (0, 65535)), (np.int16(0), (-32767, 32767)),
+    ],
+)  # fmt: skip
+def test_ranges_are_what_a_pair_can_represent(zero: np.generic, expected: tuple[int, int]) -> None:
+    text = """net (float[N,4] x) => (float[N,4] y) {
+        xq = QuantizeLinear(x, s, z)
+        xd = DequantizeLinear(xq, s, z)
+        [relu] y = Relu(xd)
+    }"""
+    model = build("net (float[N,4] x) => (float[N,4] y) { [relu] y = Relu(x) }")
+    quantized = build(text, {"s": np.float32(0.5), "z": zero}, opset=21)
+    reading = read_placement(model, quantized)
+    assert reading.placement == Placement.of([Edge("x", "relu", 0)])
+    assert reading.ranges.activations == {"x": Range(expected[0] / 2, expected[1] / 2)}
+
+
+def test_a_missing_zero_point_is_uint8_zero() -> None:
+    pair = "q = QuantizeLinear(x, s)\n d = DequantizeLinear(q, s)\n [relu] y = Relu(d)"
+    model, quantized = (build(f"net (float[N,4] x) => (float[N,4] y) {{ {body} }}", {"s": np.float32(2)})
+                        for body in ("[relu] y = Relu(x)", pair))  # fmt: skip
+    reading = read_placement(model, quantized)
+    assert reading.ranges.activations == {"x": Range(0, 510)}
+
+
+def test_a_model_with_bodies() -> None:
+    net = branching()
+    found = Ranges({t: Range(-3, 3) for t in "xtrzy"})
+    placement = Placement(rules.possible_edges(net, found))
+    quantized = insert(net, placement, found, UINT8)
+    assert read_placement(net, quantized).placement == placement
+    assert [n.name for n in strip_pairs(quantized).nodes] == [n.name for n in net.nodes]
+
+
+def test_a_model_that_is_not_quantized() -> None:
+    model = case("conv_net").model
+    assert not is_quantized(model)
+    assert strip_pairs(model).fingerprint == model.fingerprint
+    assert ranges(build(FLOAT, WEIGHTS)).activations.keys() == {"x", "c", "r", "d", "y"}

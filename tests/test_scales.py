@@ -1,0 +1,257 @@
+"""The arithmetic of quantization against exact references: numpy in float64, and ONNX's own operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from models import FP8, INT8, PLAIN, REDUCED, normal
+from qdqtune import scales
+from qdqtune.scales import Quantization, Range, Ranges, of_range, of_weight, quantize, quantize_bias
+from qdqtune.types import NumericFormat, QType
+
+Array = npt.NDArray[Any]
+
+SIGNED = NumericFormat(QType.INT8, QType.INT8, symmetric=False)
+HALVES = (np.float16, ml_dtypes.bfloat16)
+
+ends = st.floats(-1e30, 1e30).filter(lambda v: v == 0 or abs(v) > 1e-30)
+intervals = st.tuples(ends, ends).map(lambda pair: Range(min(pair), max(pair)))
+
+
+def dequantized(values: Array, how: Quantization) -> Array:
+    return (quantize(values, how).astype(np.float64) - how.zero_point) * how.scale.astype(np.float64)
+
+
+# Activations
+
+
+@given(intervals)
+def test_asymmetric_scales_follow_the_formula(values: Range) -> None:
+    low, high = min(values.low, 0.0), max(values.high, 0.0)
+    for fmt in (PLAIN, SIGNED):
+        how = of_range(values, fmt)
+        assert how.scale.dtype == np.float32
+        assert how.scale.shape == ()
+        if low == high:
+            assert how.scale == 1
+        else:
+            assert how.scale == np.float32((high - low) / 255)
+        expected = np.rint(fmt.activation.low - low / np.float64(how.scale))
+        assert how.zero_point == np.clip(expected, fmt.activation.low, fmt.activation.high)
+
+
+@given(intervals)
+def test_symmetric_scales_follow_the_formula(values: Range) -> None:
+    largest = max(abs(values.low), abs(values.high))
+    for fmt, top in ((INT8, 127), (FP8, 448)):
+        how = of_range(values, fmt)
+        assert how.zero_point == 0
+        assert how.scale == (np.float32(largest / top) if largest else 1)
+
+
+@given(intervals, st.sampled_from([PLAIN, SIGNED, INT8, FP8]))
+def test_zero_is_exact_and_the_range_is_represented_to_half_a_step(values: Range, fmt: NumericFormat) -> None:
+    how = of_range(values, fmt)
+    assert how.qtype.low <= how.zero_point <= how.qtype.high
+    zero, low, high = dequantized(np.array([0, values.low, values.high], np.float32), how)
+    assert zero == 0
+    # An asymmetric range that is rounded to whole steps may be cut by half a step; E4M3 has 3 bits of mantissa.
+    step = float(how.scale) * (0.501 if fmt.activation is not QType.FP8 else 448 / 16)
+    assert abs(low - values.low) <= step
+    assert abs(high - values.high) <= step
+
+
+@pytest.mark.parametrize("fmt", [PLAIN, SIGNED, INT8, FP8])
+def test_an_all_zero_tensor_has_scale_one(fmt: NumericFormat) -> None:
+    how = of_range(Range(0.0, 0.0), fmt)
+    assert how.scale == 1
+    assert how.zero_point == max(fmt.activation.low, -128 if fmt is SIGNED else 0)
+    assert not dequantized(np.zeros(3, np.float32), how).any()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@given(values=st.tuples(*[st.floats(-6e4, 6e4)] * 2).map(lambda pair: Range(min(pair), max(pair))))
+def test_scales_of_half_precision_tensors_are_normal_numbers_of_their_type(values: Range, dtype: Any) -> None:
+    for fmt in (PLAIN, INT8, FP8):
+        scale = of_range(values, fmt, dtype).scale
+        assert scale.dtype == np.float32
+        assert scale == scale.astype(dtype).astype(np.float32)
+        assert scale >= float(ml_dtypes.finfo(dtype).smallest_normal)
+
+
+@pytest.mark.parametrize("fmt", [PLAIN, INT8, FP8])
+def test_a_small_range_in_float16_keeps_its_values(fmt: NumericFormat) -> None:
+    """The exact scale would be subnormal: it becomes the smallest normal number, not one of another magnitude."""
+    how = of_range(Range(-0.004, 0.004), fmt, np.float16)
+    assert how.scale == np.float32(2.0**-14)
+    np.testing.assert_allclose(dequantized(np.array([0.004], np.float32), how), 0.004, rtol=0.07)
+    weight = of_weight(np.full((2, 2), 0.004, np.float16), 0, fmt)
+    np.testing.assert_allclose(dequantized(np.full((2, 2), 0.004, np.float16), weight), 0.004, rtol=0.07)
+
+
+# Weights
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((8, 4, 3, 3), 0), ((8, 4, 3, 3), 1), ((6, 9), 1), ((2, 3, 4, 5), 3)])
+def test_weights_are_symmetric_per_channel(shape: tuple[int, ...], axis: int) -> None:
+    values = normal(*shape)
+    others = tuple(i for i in range(len(shape)) if i != axis)
+    how = of_weight(values, axis, PLAIN)
+    np.testing.assert_array_equal(how.scale, (np.abs(values.astype(np.float64)).max(others) / 127).astype(np.float32))
+    assert (how.axis, how.zero_point) == (axis, 0)
+    quantized = quantize(values, how)
+    assert quantized.dtype == np.int8
+    np.testing.assert_array_equal(np.abs(quantized.astype(int)).max(others), 127)
+    expected = how.scale.reshape([-1 if i == axis else 1 for i in range(len(shape))])
+    assert (np.abs(dequantized_by_channel(values, how) - values) <= expected * 0.50001).all()
+
+
+def dequantized_by_channel(values: Array, how: Quantization) -> Array:
+    shape = [-1 if i == how.axis else 1 for i in range(values.ndim)]
+    return quantize(values, how).astype(np.float64) * how.scale.astype(np.float64).reshape(shape)
+
+
+def test_weights_per_tensor_where_there_is_no_channel_or_the_format_says_so() -> None:
+    values = normal(4, 6)
+    largest = np.abs(values).max()
+    for axis, fmt in ((None, PLAIN), (1, FP8), (1, NumericFormat(QType.INT8, QType.INT8, True, per_channel=False))):
+        how = of_weight(values, axis, fmt)
+        assert how.axis is None
+        assert how.scale == np.float32(np.float64(largest) / (448 if fmt is FP8 else 127))
+
+
+def test_reduced_weights_stay_within_seven_bits() -> None:
+    values = normal(16, 8)
+    how = of_weight(values, 0, REDUCED)
+    np.testing.assert_array_equal(how.scale, (np.abs(values.astype(np.float64)).max(1) / 64).astype(np.float32))
+    assert np.abs(quantize(values, how).astype(int)).max() == 64
+
+
+def test_fp8_scale_maps_the_largest_value_to_448() -> None:
+    values = normal(8, 8)
+    how = of_weight(values, None, FP8)
+    quantized = quantize(values, how).astype(np.float32)
+    assert np.abs(quantized).max() == 448
+    assert of_range(Range(-3.0, 7.0), FP8).scale == np.float32(7 / 448)
+
+
+def test_a_channel_of_zeros_has_scale_one() -> None:
+    values = normal(3, 5)
+    values[1] = 0
+    how = of_weight(values, 0, PLAIN)
+    assert how.scale[1] == 1
+    assert not quantize(values, how)[1].any()
+
+
+def test_given_scales_are_kept_and_a_floor_raises_them() -> None:
+    values = normal(3, 5)
+    given_scales = (0.5, 0.25, 0.125)
+    np.testing.assert_array_equal(of_weight(values, 0, PLAIN, given_scales).scale, given_scales)
+    raised = of_weight(values, 0, PLAIN, given_scales, np.array([0.1, 1.0, 0.1]))
+    np.testing.assert_array_equal(raised.scale, [0.5, 1.0, 0.125])
+    for how in (of_weight(values, None, PLAIN, given_scales), of_weight(values, 1, PLAIN, given_scales)):
+        assert (how.scale, how.axis) == (0.5, None)
+
+
+# The operators
+
+
+def operators(values: Array, how: Quantization) -> list[Array]:
+    """What the QuantizeLinear of ONNX's reference and of ONNX Runtime give, as integers or E4M3."""
+    types = {QType.UINT8: TensorProto.UINT8, QType.INT8: TensorProto.INT8, QType.FP8: TensorProto.FLOAT8E4M3FN}
+    qtype = types[how.qtype]
+    zeros = helper.make_tensor("z", qtype, how.scale.shape, [how.zero_point] * how.scale.size)
+    axis = {} if how.axis is None else {"axis": how.axis}
+    graph = helper.make_graph(
+        [helper.make_node("QuantizeLinear", ["x", "s", "z"], ["y"], **axis),
+         helper.make_node("Cast", ["y"], ["f"], to=TensorProto.FLOAT)],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, values.shape)],
+        [helper.make_tensor_value_info("f", TensorProto.FLOAT, values.shape)],
+        [numpy_helper.from_array(how.scale, "s"), zeros],
+    )  # fmt: skip
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9)
+    onnx.checker.check_model(model)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return [ReferenceEvaluator(model).run(None, {"x": values})[0], session.run(None, {"x": values})[0]]
+
+
+@pytest.mark.parametrize("fmt", [PLAIN, SIGNED, INT8, FP8])
+@settings(max_examples=25, deadline=None)
+@given(values=intervals, seed=st.integers(0, 2**32))
+def test_quantize_equals_the_operator(fmt: NumericFormat, values: Range, seed: int) -> None:
+    how = of_range(values, fmt)
+    rng = np.random.default_rng(seed)
+    spread = max(values.high - values.low, 1e-3)
+    array = rng.uniform(values.low - spread / 4, values.high + spread / 4, 300).astype(np.float32)
+    halves = ((np.arange(-20, 20) + 0.5) * how.scale).astype(np.float32)
+    array = np.concatenate([array, halves, np.float32([0, -0.0, values.low, values.high])])
+    mine = quantize(array, how)
+    assert mine.dtype == scales.NUMPY_TYPE[fmt.activation]
+    for theirs in operators(array, how):
+        np.testing.assert_array_equal(mine.astype(np.float32), theirs)
+
+
+@pytest.mark.parametrize(("fmt", "axis"), [(PLAIN, 0), (PLAIN, 1), (REDUCED, 0), (FP8, None), (INT8, 3)])
+def test_quantize_equals_the_operator_on_weights(fmt: NumericFormat, axis: int | None) -> None:
+    values = normal(4, 6, 3, 2)
+    how = of_weight(values, axis, fmt)
+    for theirs in operators(values, how):
+        np.testing.assert_array_equal(quantize(values, how).astype(np.float32), theirs)
+
+
+def test_halves_go_to_the_even_neighbour_and_ends_saturate() -> None:
+    how = Quantization(QType.UINT8, np.float32(2), 10)
+    values = np.float32([1, 3, 5, -1, -3, 489, 1e9, -1e9, -20])
+    assert quantize(values, how).tolist() == [10, 12, 12, 10, 8, 254, 255, 0, 0]
+    fp8 = Quantization(QType.FP8, np.float32(1))
+    assert quantize(np.float32([17, 19, 1e9, -1e9]), fp8).astype(float).tolist() == [16, 20, 448, -448]
+
+
+def test_biases_are_rounded_in_units_of_their_scale_or_refused() -> None:
+    scale = np.float32([0.5, 0.25])
+    found = quantize_bias(np.float32([1.25, -0.375]), scale)
+    assert found is not None
+    assert (found.dtype, found.tolist()) == (np.int32, [2, -2])
+    assert quantize_bias(np.float32([3.0]), np.float32([1e-9])) is None
+
+
+# Values
+
+
+def test_clamping_covers_exactly_what_saturation_does() -> None:
+    relu = (0.0, float(np.finfo(np.float64).max))
+    assert of_range(Range(0, 5), PLAIN).covers(*relu)
+    assert not of_range(Range(-1, 5), PLAIN).covers(*relu)
+    assert not of_range(Range(0, 5), INT8).covers(*relu)
+    assert of_range(Range(0, 5), PLAIN).covers(0, 6)
+    assert of_range(Range(0, 6), PLAIN).covers(0, 6)
+    assert not of_range(Range(0, 7), PLAIN).covers(0, 6)
+
+
+def test_ranges_join_and_reject_what_is_none() -> None:
+    assert Range(-1, 2) | Range(0, 3) == Range(-1, 3)
+    assert Range(-4, 2).magnitude == 4
+    for low, high in ((1, 0), (float("nan"), 1), (0, float("inf"))):
+        with pytest.raises(ValueError, match="not a range"):
+            Range(low, high)
+
+
+def test_the_digest_of_ranges_depends_on_all_of_them() -> None:
+    base = Ranges({"a": Range(0, 1), "b": Range(0, 2)}, {"w": (0.5,)})
+    same = Ranges({"b": Range(0, 2), "a": Range(0, 1)}, {"w": (0.5,)})
+    others = [Ranges({"a": Range(0, 1)}, {"w": (0.5,)}), Ranges({"a": Range(0, 1), "b": Range(0, 2)}),
+              Ranges({"a": Range(0, 1), "b": Range(0, 2.1)}, {"w": (0.5,)})]  # fmt: skip
+    assert base.digest == same.digest
+    assert len({base.digest, *(o.digest for o in others)}) == 4

@@ -1,0 +1,133 @@
+"""What the tests of the search share: models on which pairs pay in parts, settings, and a worker without a process."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from models import build, feeds, normal
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.fake import latency
+from qdqtune.engines.worker import Session
+from qdqtune.errors import QdqtuneError
+from qdqtune.graph import Model, save
+from qdqtune.settings import Settings
+from qdqtune.strategies.region import Config
+from qdqtune.timing import Plan
+
+MIXED = """net (float[B,32,64] x) => (float[B,32,8] y) {
+    [first] a = MatMul(x, w0)
+    [relu] b = Relu(a)
+    [second] c = MatMul(b, w1)
+    [skip] d = Add(c, b)
+    [softmax] e = Softmax(d)
+    [third] f = MatMul(e, w2)
+    [tanh] g = Tanh(f)
+    [head] y = MatMul(g, w3)
+}"""
+
+HOPELESS = """net (float[2,8] x) => (float[2,8] y) {
+    [first] a = MatMul(x, w0)
+    [tanh] b = Tanh(a)
+    [second] y = MatMul(b, w1)
+}"""
+
+
+def mixed(batch: int | None = 2) -> Model:
+    """Two large products in a row, a residual, and two products that are too small to gain from 8 bits."""
+    weights = {"w0": normal(64, 128, scale=0.1), "w1": normal(128, 128, scale=0.1),
+               "w2": normal(128, 4), "w3": normal(4, 8)}  # fmt: skip
+    return build(MIXED.replace("B", "N" if batch is None else str(batch)), weights)
+
+
+def hopeless() -> Model:
+    """Products so small that every pair costs more than it saves."""
+    return build(HOPELESS, {"w0": normal(8, 8), "w1": normal(8, 8, seed=1)})
+
+
+def write(model: Model, folder: Path, name: str = "model") -> Path:
+    """The model as a file, with three samples beside it."""
+    path = folder / f"{name}.onnx"
+    save(model, path)
+    samples = feeds(model, 3)
+    np.savez(path.with_suffix(".npz"), **{k: np.stack([s[k] for s in samples]) for k in model.inputs})
+    return path
+
+
+def settings(model: Path, **changes: Any) -> Settings:
+    """A short run on the noise-free fake engine, into `out` beside the model."""
+    base = Settings(
+        model,
+        model.parent / "out",
+        EngineSpec("fake"),
+        calibration_data=str(model.with_suffix(".npz")),
+        accuracy_samples=1,
+        plan=Plan(slot_seconds=0.0),
+        config=Config(schemes_per_region=8),
+        builds=40,
+    )
+    return replace(base, **changes)
+
+
+def cost(path: Path) -> float:
+    """Exact latency on the fake engine, in seconds."""
+    return latency(onnx.load(path))
+
+
+class InProcess:
+    """Answers the runner's requests as the worker process does, without starting one."""
+
+    alive = True
+
+    def __init__(self, log: Path) -> None:
+        log.touch()
+        self._session: Session | None = None
+
+    def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
+        try:
+            if self._session is None:
+                self._session = Session(*arguments)
+                return True, None
+            return True, getattr(self._session, name)(*arguments)
+        except QdqtuneError as error:
+            return False, error
+
+    def kill(self) -> None:
+        self._session = None
+
+    def printed(self) -> str:
+        return ""
+
+
+def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every runner work in this process: some times faster, and good for all but crashes and hangs."""
+    monkeypatch.setattr("qdqtune.runner._Worker", InProcess)
+    still = SimpleNamespace(collect=lambda: 0, enable=lambda: None, disable=lambda: None)
+    monkeypatch.setattr("qdqtune.engines.worker.gc", still)  # a full collection per comparison, in a large process
+
+
+def environment() -> dict[str, str]:
+    """For a Python of its own that finds what this one finds."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+
+
+@contextmanager
+def room_for(size: int) -> Iterator[None]:
+    """No file of this process may grow beyond `size` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
