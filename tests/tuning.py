@@ -65,7 +65,7 @@ def write(model: Model, folder: Path, name: str = "model") -> Path:
     return path
 
 
-def settings(model: Path, **changes: Any) -> Settings:
+def settings(model: Path, /, **changes: Any) -> Settings:
     """A short run on the noise-free fake engine, into `out` beside the model."""
     base = Settings(
         model,

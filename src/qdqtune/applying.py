@@ -48,6 +48,7 @@ def apply(
         raise BadModel(f"{model} already has Q/DQ pairs: apply a placement to the float model")
     shaped = with_input_shapes(graph, input_shapes) if input_shapes else graph
     data = open_samples(calibration_data, shaped, seed=seed, limit=samples, fixed=recorded.fix_inputs)
+    data.first(1)  # refuses an empty source by its name
     ranges = calibrate(shaped, data, calibration)
     placed, lost = existing(shaped, recorded.placement, rules.possible_edges(shaped, ranges))
     if recorded.placement.edges and not placed.edges:

@@ -63,10 +63,12 @@ class Bench:
     def measure(self, number: int, proposal: Proposal, against: Placement) -> tuple[Trial, bool]:
         """Time a candidate against another placement; and whether the result was in the store.
 
-        Raises EngineFailure if the engine fails on the other placement, which it ran before.
-
         A win is repeated at once on another build of both files: one build may be fast by the luck of its memory
         layout, and stays so in every round.
+
+        Raises:
+            BaselineFailed: the engine cannot run the float model.
+            EngineFailure: the engine refuses the other placement, which it has built before.
         """
         key = job_key("trial", proposal.placement, against)
         record = self._store.get(key)

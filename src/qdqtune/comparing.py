@@ -57,7 +57,7 @@ def comparable(files: Sequence[Path]) -> list[Model]:
     models = [load(file) for file in files]
     wanted, *others = [{spec.name: spec for spec in input_specs(model)} for model in models]
     for file, specs in zip(files[1:], others, strict=True):
-        if specs.keys() != wanted.keys() or any(specs[n].dtype != wanted[n].dtype for n in wanted):
+        if specs.keys() != wanted.keys() or not all(_agree(specs[name], wanted[name]) for name in wanted):
             raise BadOption(f"{file} takes other inputs ({_listed(specs)}) than {files[0]} ({_listed(wanted)})")
     return models
 
@@ -90,6 +90,13 @@ def compare_files(
         else:
             rows.append(_row(file, measured, plan, _accuracy(file, runner, samples, reference)))
     return rows
+
+
+def _agree(a: InputSpec, b: InputSpec) -> bool:
+    """Whether one array can fit both: an unknown dimension fits every size."""
+    if a.dtype != b.dtype or len(a.shape) != len(b.shape):
+        return False
+    return all(None in (m, n) or m == n for m, n in zip(a.shape, b.shape, strict=True))
 
 
 def _listed(specs: Mapping[str, InputSpec]) -> str:

@@ -43,6 +43,10 @@ def insert(model: Model, placement: Placement, ranges: Ranges, fmt: NumericForma
     return Inserter(model, ranges, fmt).insert(placement)
 
 
+_Member = str | Edge
+"""What may share a scale: an activation by name, or a constant by its edge, since it may be a weight elsewhere."""
+
+
 @dataclass(frozen=True)
 class _Decision:
     """What insertion will do: the quantization of each activation, and of each constant in each role."""
@@ -83,7 +87,8 @@ class Inserter:
 
     def __init__(self, model: Model, ranges: Ranges, fmt: NumericFormat) -> None:
         self._model, self._ranges, self._format = model, ranges, fmt
-        self._constants: dict[tuple[str, bool, int | None], Quantization] = {}
+        self._constants: dict[str, Range] = {}
+        self._weights: dict[tuple[str, int | None], Quantization] = {}
         self._activations: dict[tuple[Range, int], Quantization] = {}
         self._forms: dict[tuple[object, ...], Constant] = {}
         self._names = names_in(model.proto.graph) | set(model.index_of)
@@ -136,34 +141,40 @@ class Inserter:
 
     def _decide(self, placement: Placement, by_tensor: Mapping[str, list[Edge]]) -> _Decision:
         constants = self._model.constants
-        activations = self._scales({t for t in by_tensor if t not in constants}, placement)
-        weights = {e: self._constant_scale(e) for t, edges in by_tensor.items() if t in constants for e in edges}
+        fixed = [e for tensor, edges in by_tensor.items() if tensor in constants for e in edges]
+        weights = {e: self._weight_scale(e) for e in fixed if weight_role(self._model, e)[0]}
+        members: dict[_Member, Range] = {t: self._ranges.activations[t] for t in by_tensor if t not in constants}
+        members.update({e: self._constant_range(e.tensor) for e in fixed if e not in weights})
+        found = self._scales(members, placement)
+        activations = {m: q for m, q in found.items() if isinstance(m, str)}
+        weights.update({m: q for m, q in found.items() if isinstance(m, Edge)})
         dropped = frozenset(self._superfluous(placement, activations)) if self._format.drop_clamps else frozenset()
         biases = dict(self._biases(placement, activations, weights)) if self._format.bias == "int32" else {}
         return _Decision(activations, weights, biases, dropped)
 
-    def _scales(self, tensors: set[str], placement: Placement) -> dict[str, Quantization]:
-        """One quantization per tensor; tensors that a value-passing operator ties together get a common range."""
-        group = {t: t for t in tensors}
+    def _scales(self, members: Mapping[_Member, Range], placement: Placement) -> dict[_Member, Quantization]:
+        """One quantization per member; those that a value-passing operator ties together get a common range."""
+        group = {m: m for m in members}
 
-        def root(tensor: str) -> str:
-            while group[tensor] != tensor:
-                group[tensor] = tensor = group[group[tensor]]
-            return tensor
+        def root(member: _Member) -> _Member:
+            while group[member] != member:
+                group[member] = member = group[group[member]]
+            return member
 
         shared = self._format.shared_scale_ops
         for node in self._model.nodes if shared else ():
-            if node.op not in shared or not node.outputs[0] or not any(o in group for o in node.outputs):
+            if node.op not in shared or not any(o in group for o in node.outputs):
                 continue
             data = node.inputs if node.op == "Concat" else node.inputs[:1]
-            ends = [t for i, t in enumerate(data) if t in group and Edge(t, node.name, i) in placement]
+            uses = [e for i, t in enumerate(data) if (e := Edge(t, node.name, i)) in placement]
+            ends: list[_Member] = [e if e in group else e.tensor for e in uses]
             for other in (*ends[1:], *(o for o in node.outputs if o in group)) if ends else ():
                 group[root(other)] = root(ends[0])
-        common: dict[str, Range] = {}
-        for tensor in sorted(tensors):
-            own = self._ranges.activations[tensor]
-            common[root(tensor)] = common.get(root(tensor), own) | own
-        return {t: self._activation_scale(common[root(t)], self._dtype(t)) for t in sorted(tensors)}
+        common: dict[_Member, Range] = {}
+        for member, own in members.items():
+            common[root(member)] = common.get(root(member), own) | own
+        tensors = {m: m.tensor if isinstance(m, Edge) else m for m in members}
+        return {m: self._activation_scale(common[root(m)], self._dtype(tensors[m])) for m in members}
 
     def _activation_scale(self, values: Range, dtype: int) -> Quantization:
         key = (values, dtype)
@@ -171,20 +182,21 @@ class Inserter:
             self._activations[key] = scales.of_range(values, self._format, _numpy(dtype))
         return self._activations[key]
 
-    def _constant_scale(self, edge: Edge, floor: Array | None = None) -> Quantization:
-        """Per-channel weights for the operators that have them; other constants like activations of known range."""
-        constant = self._model.constants[edge.tensor]
-        is_weight, axis = weight_role(self._model, edge)
-        key = (edge.tensor, is_weight, axis)
-        if key not in self._constants:
-            values = constant.array()
-            if is_weight:
-                given = self._ranges.weights.get(edge.tensor)
-                self._constants[key] = scales.of_weight(values, axis, self._format, given)
-            else:
-                known = Range(float(values.min(initial=0.0)), float(values.max(initial=0.0)))
-                self._constants[key] = self._activation_scale(known, constant.dtype)
-        found = self._constants[key]
+    def _constant_range(self, tensor: str) -> Range:
+        """The range of a constant that is treated like an activation: the one that came with it, or its own."""
+        if tensor not in self._constants:
+            values = self._model.constants[tensor].array()
+            own = Range(float(values.min(initial=0.0)), float(values.max(initial=0.0)))
+            self._constants[tensor] = self._ranges.activations.get(tensor, own)
+        return self._constants[tensor]
+
+    def _weight_scale(self, edge: Edge, floor: Array | None = None) -> Quantization:
+        constant, (_, axis) = self._model.constants[edge.tensor], weight_role(self._model, edge)
+        key = (edge.tensor, axis)
+        if key not in self._weights:
+            given = self._ranges.weights.get(edge.tensor)
+            self._weights[key] = scales.of_weight(constant.array(), axis, self._format, given)
+        found = self._weights[key]
         if floor is None:
             return found
         return scales.of_weight(constant.array(), axis, self._format, found.scale.reshape(-1), floor)
@@ -236,7 +248,7 @@ class Inserter:
             needed = np.abs(values.astype(np.float64)) / (2.0**30)
             if (needed > scale).any():
                 raised = needed / sx if weights[w].axis is not None else np.max(needed) / sx
-                weights[w] = self._constant_scale(w, np.asarray(raised))
+                weights[w] = self._weight_scale(w, np.asarray(raised))
                 scale = np.asarray(sx * weights[w].scale)
             quantized = scales.quantize_bias(values, scale)
             if quantized is not None and scale.size in (1, values.size):
@@ -281,7 +293,7 @@ class Inserter:
         tensor = edge.tensor
         constant = self._model.constants.get(tensor)
         if constant is not None:
-            return self._constant(draft, tensor, constant, decision.constants[edge])
+            return self._constant(draft, tensor, self._ranked(edge, constant), decision.constants[edge])
         key: tuple[object, ...] = ("activation", tensor)
         if key not in draft.made:
             parameters = self._parameters(draft, tensor, decision.activations[tensor])
@@ -293,19 +305,25 @@ class Inserter:
             self._dq(draft, tensor, quantized, parameters, draft.made[key])
         return draft.made[key]
 
+    def _ranked(self, edge: Edge, constant: Constant) -> Constant:
+        """The constant, and a single number as a vector of one where that is the same to the node.
+
+        TensorRT would give a number the rank of the other operand, and cannot where it is quantized.
+        """
+        others = self._model.nodes[self._model.index_of[edge.node]].inputs if edge.node else ()
+        known = [self._model.tensors[t].shape for t in others if t in self._model.tensors]
+        if constant.shape or not any(known):
+            return constant
+        return Constant(f"{constant.key}:vector", constant.dtype, (1,), lambda: constant.array().reshape(1))
+
     def _constant(self, draft: _Draft, tensor: str, constant: Constant, quantization: Quantization) -> str:
         key = (constant.key, quantization.qtype, quantization.axis, quantization.scale.tobytes(), tensor)
         if key not in draft.made:
+            if key not in self._forms:
+                self._forms[key] = _quantized(constant, quantization)
+            name = draft.unique(f"{tensor}_quantized")
+            draft.constants[name] = self._forms[key]
             parameters = self._parameters(draft, tensor, quantization)
-            if constant.shape:
-                if key not in self._forms:
-                    self._forms[key] = _quantized(constant, quantization)
-                name = draft.unique(f"{tensor}_quantized")
-                draft.constants[name] = self._forms[key]
-            else:  # TensorRT gives a number the rank of the other operand, and cannot where its constant is quantized
-                name = draft.unique(f"{tensor}_QuantizeLinear_Output")
-                q_name = draft.unique(f"{tensor}_QuantizeLinear")
-                draft.nodes.append(helper.make_node("QuantizeLinear", [tensor, *parameters], [name], q_name))
             draft.made[key] = draft.unique(f"{tensor}_DequantizeLinear_Output")
             self._dq(draft, tensor, name, parameters, draft.made[key], quantization.axis)
         return draft.made[key]

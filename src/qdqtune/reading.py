@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 
 from qdqtune.graph import FLOATS, GRAPH, Constant, Model, Node, rebuild
 from qdqtune.loading import infer
-from qdqtune.qdq import RAW_OUTPUT
+from qdqtune.qdq import RAW_OUTPUT, weight_role
 from qdqtune.scales import Array, Range, Ranges
 from qdqtune.types import Edge, Placement
 
@@ -85,7 +85,7 @@ def read_placement(float_model: Model, qdq_model: Model) -> Reading:
                 unmatched.append(pair.dq.name)
                 continue
             edges.add(edge)
-            if edge.tensor in float_model.constants:
+            if edge.tensor in float_model.constants and weight_role(float_model, edge)[0]:
                 weights[edge.tensor] = tuple(float(s) for s in pair.scale.reshape(-1))
             else:
                 activations[edge.tensor] = pair.range

@@ -48,7 +48,7 @@ def possible_edges(model: Model, ranges: Ranges) -> frozenset[Edge]:
     """Every edge that may carry a pair: activations of known range, weights, and float constants of elementwise ops."""
     edges = set()
     for tensor in ranges.activations:
-        if not _is_float(model, tensor):
+        if not _is_float(model, tensor) or tensor in model.constants:
             continue
         is_captured = any(use.slot < 0 for use in model.uses(tensor))  # by its name, which the pair would take
         for user, slot in model.uses(tensor):

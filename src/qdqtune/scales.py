@@ -47,7 +47,10 @@ class Range:
 
 @dataclass(frozen=True)
 class Ranges:
-    """Calibration's result: activation ranges by tensor; for models that came with Q/DQ, their weights' scales too."""
+    """Calibration's result: activation ranges by tensor.
+
+    For models that came with Q/DQ, also the scales of their weights, and the ranges of their other constants.
+    """
 
     activations: Mapping[str, Range]
     weights: Mapping[str, tuple[float, ...]] = field(default_factory=dict)

@@ -1,0 +1,147 @@
+"""The program trtexec: where it is, of which version it is, which flags it takes, and what it says when it fails."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from qdqtune.engines import one_line
+from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
+
+OLDEST = (8, 6)
+
+OURS = frozenset({
+    "exportLayerInfo", "exportOutput", "exportProfile", "exportTimes", "help", "loadEngine", "loadInputs", "onnx",
+    "saveEngine", "skipInference",
+})  # fmt: skip
+PROFILING = frozenset({"exportLayerInfo", "exportProfile", "profilingVerbosity", "separateProfileRun"})
+REPEATABLE = frozenset({"dynamicPlugins", "plugins", "staticPlugins"})
+
+UNKNOWN_OPTION = re.compile(r"Unknown option: -*(\w+)")
+ERROR = re.compile(r"\[[EF]\] (?:\[TRT\] )?(.*)")
+
+
+def find(name: str, arguments: str) -> Program:
+    """The program of that name or path, and the user's flags for it.
+
+    Raises:
+        BadOption: the flags cannot be read, or are not the user's to set.
+        EngineUnavailable: there is no such program, or it is no trtexec of 8.6 or later.
+    """
+    flags = _arguments(arguments)
+    path = shutil.which(name)
+    if path is None:
+        raise EngineUnavailable(
+            f"there is no program {name!r}: it comes with TensorRT (in its bin folder; in NVIDIA's containers "
+            "/usr/src/tensorrt/bin/trtexec); give its place with --engine-option trtexec=PATH"
+        )
+    return Program(path, _version(path), flags)
+
+
+def _arguments(text: str) -> tuple[str, ...]:
+    """The user's flags, each once; of several values of one flag the last counts, as trtexec has it."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise BadOption(f"trtexec_args cannot be read ({error}): {text!r}") from error
+    for word in words:
+        if not word.startswith("--"):
+            raise BadOption(f"trtexec_args: {word!r} is no flag; write --name or --name=value")
+        if flag_name(word) in OURS:
+            raise BadOption(f"trtexec_args: --{flag_name(word)} is set by qdqtune; leave it out")
+    return tuple({word if flag_name(word) in REPEATABLE else flag_name(word): word for word in words}.values())
+
+
+def flag_name(flag: str) -> str:
+    """`name` of `--name=value`."""
+    return flag.removeprefix("--").partition("=")[0]
+
+
+def _version(program: str) -> tuple[int, int, int]:
+    """The version in the program's banner: `[TensorRT v8601]`, from 10 on two digits for each part, `v100001`."""
+    try:
+        done = subprocess.run([program, "--help"], stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    except OSError as error:
+        raise EngineUnavailable(f"{program} cannot be started: {error.strerror or error}") from error
+    banner = re.search(r"\[TensorRT v(\d+)\]", (done.stdout + done.stderr).decode(errors="replace"))
+    if banner is None:
+        words = one_line((done.stderr or done.stdout).decode(errors="replace").strip() or f"status {done.returncode}")
+        raise EngineUnavailable(f"{program} --help tells no TensorRT version ({words:.200}): is it trtexec?")
+    number = int(banner[1])
+    major, rest = divmod(number, 10_000 if number >= 100_000 else 1000)
+    version = (major, *divmod(rest, 100))
+    if version < OLDEST:
+        raise EngineUnavailable(f"{program} is of TensorRT {'.'.join(map(str, version))}: 8.6 or later is needed")
+    return version
+
+
+@dataclass
+class Program:
+    """The program, what the user adds to every call, and what calls have taught about it."""
+
+    path: str
+    version: tuple[int, int, int]
+    arguments: tuple[str, ...]
+    profiles: bool = field(default=True, init=False)
+    """Whether it knows the profiling flags."""
+
+    def run(self, flags: Iterable[str], log: Path) -> str:
+        """What one call prints. It is added to the log.
+
+        A call that is refused for a profiling flag is repeated without any, and no later call has them.
+
+        Raises:
+            EngineFailure: the call fails.
+        """
+        command = self._merged(flags)
+        status, printed = self._call(command, log)
+        if status and self.profiles and PROFILING & set(UNKNOWN_OPTION.findall(printed)):
+            self.profiles = False
+            status, printed = self._call(self._merged(flags), log)
+        if status or re.search(r"^&&&& FAILED", printed, re.MULTILINE):
+            raise EngineFailure(f"trtexec: {_reason(status, printed)}")
+        return printed
+
+    def _merged(self, flags: Iterable[str]) -> list[str]:
+        given = {flag_name(flag) for flag in self.arguments} - REPEATABLE
+        both = [*(flag for flag in flags if flag_name(flag) not in given), *self.arguments]
+        return [flag for flag in dict.fromkeys(both) if self.profiles or flag_name(flag) not in PROFILING]
+
+    def _call(self, flags: Sequence[str], log: Path) -> tuple[int, str]:
+        with log.open("ab") as file:
+            file.write(f"$ {shlex.join([self.path, *flags])}\n".encode())
+            file.flush()
+            start = file.tell()
+            # The child stays in the worker's process group, so that it dies with the worker.
+            status = subprocess.run(
+                [self.path, *flags], stdin=subprocess.DEVNULL, stdout=file, stderr=file, check=False
+            ).returncode
+        with log.open("rb") as file:
+            file.seek(start)
+            return status, file.read().decode(errors="replace")
+
+
+def _reason(status: int, printed: str) -> str:
+    """The first error, which is the cause, and the last, which tells the stage."""
+    if status < 0:
+        return f"ended with signal {signal.Signals(-status).name}"
+    errors = [text for text in ERROR.findall(printed) if text.strip()]
+    lines = errors or [line for line in printed.splitlines() if line and not line.startswith("&&&&")]
+    return one_line("; ".join(dict.fromkeys([lines[0], lines[-1]]))) if lines else f"exit status {status}"
+
+
+def gpu(device: str) -> tuple[str, str]:
+    """Name and driver version of the GPU, as far as nvidia-smi tells."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return "unknown", "unknown"
+    query = [program, f"--id={device}", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    found = subprocess.run(query, stdin=subprocess.DEVNULL, capture_output=True, check=False, text=True)
+    name, _, driver = found.stdout.strip().partition(", ")
+    return (name, driver) if found.returncode == 0 and driver else ("unknown", "unknown")
