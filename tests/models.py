@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,11 +15,12 @@ import onnx
 import onnxruntime
 from onnx import parser
 from onnx.reference import ReferenceEvaluator
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
 from qdqtune.constants import settle
 from qdqtune.engines.onnxruntime import SHARED_SCALE_OPS
-from qdqtune.graph import Constant, Model
-from qdqtune.loading import infer
+from qdqtune.graph import Constant, Model, save
+from qdqtune.loading import infer, load
 from qdqtune.rules import possible_edges
 from qdqtune.scales import Range, Ranges
 from qdqtune.types import Edge, NumericFormat, QType
@@ -249,3 +253,32 @@ def case(name: str) -> Case:
     samples = feeds(model, 2)
     found = ranges(model, samples)
     return Case(model, samples, found, possible_edges(model, found), run(model, samples))
+
+
+class Reader(CalibrationDataReader):
+    def __init__(self, samples: list[Arrays]) -> None:
+        self._samples = iter(samples)
+
+    def get_next(self) -> Arrays | None:
+        return next(self._samples, None)
+
+
+@cache
+def static(name: str, **options: bool) -> tuple[Model, Model]:
+    """A model, and what quantize_static makes of it with 64 samples."""
+    model, samples = case(name).model, feeds(case(name).model, 64)
+    with TemporaryDirectory() as folder:
+        float_file, quantized_file = Path(folder) / "float.onnx", Path(folder) / "quantized.onnx"
+        save(model, float_file)
+        level = logging.getLogger().level
+        logging.getLogger().setLevel(logging.ERROR)
+        quantize_static(float_file, quantized_file, Reader(samples), quant_format=QuantFormat.QDQ,
+                        activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8, **options)  # fmt: skip
+        logging.getLogger().setLevel(level)
+        quantized = load(quantized_file)
+        return load(float_file), Model(quantized.proto, {n: held(c) for n, c in quantized.large.items()})
+
+
+def held(constant: Constant) -> Constant:
+    """A constant whose file may go."""
+    return Constant.of(np.array(constant.array()), constant.key)

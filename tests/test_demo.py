@@ -31,7 +31,7 @@ def numbers(printed: str) -> list[float]:
 
 
 def test_it_tunes_and_prints_before_and_after(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run.demo(tmp_path, ("--effort", "quick", "--builds", "12", "--calibration-samples", "2"), images=20) == 0
+    assert run.demo(tmp_path, ("--effort", "quick", "--builds", "4", "--calibration-samples", "2"), images=20) == 0
     printed = capfd.readouterr().out
     before, after, *accuracies = numbers(printed)
     assert min(accuracies) > 90

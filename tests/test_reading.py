@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
 from models import (
     FORMATS,
@@ -22,7 +17,6 @@ from models import (
     INT8,
     PLAIN,
     UINT8,
-    Arrays,
     branching,
     build,
     case,
@@ -31,10 +25,10 @@ from models import (
     ranges,
     run,
     sqnr,
+    static,
 )
 from qdqtune import rules
-from qdqtune.graph import Model, save
-from qdqtune.loading import load
+from qdqtune.graph import Model
 from qdqtune.qdq import insert
 from qdqtune.reading import is_quantized, read_placement, strip_pairs
 from qdqtune.scales import Range, Ranges
@@ -183,41 +177,12 @@ def test_a_signed_pair_in_front_does_not_hide_a_lost_clamp() -> None:
 # quantize_static
 
 
-class Reader(CalibrationDataReader):  # type: ignore[misc]
-    def __init__(self, samples: list[Arrays]) -> None:
-        self._samples = iter(samples)
-
-    def get_next(self) -> Arrays | None:
-        return next(self._samples, None)
-
-
-@cache
-def static(name: str, **options: bool) -> tuple[Model, Model]:
-    """A model, and what quantize_static makes of it."""
-    model, samples = case(name).model, feeds(case(name).model, 16)
-    with TemporaryDirectory() as folder:
-        float_file, quantized_file = Path(folder) / "float.onnx", Path(folder) / "quantized.onnx"
-        save(model, float_file)
-        level = logging.getLogger().level
-        logging.getLogger().setLevel(logging.ERROR)
-        quantize_static(float_file, quantized_file, Reader(samples), quant_format=QuantFormat.QDQ,
-                        activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8, **options)  # fmt: skip
-        logging.getLogger().setLevel(level)
-        quantized = load(quantized_file)
-        return load(float_file), Model(quantized.proto, {n: held(c) for n, c in quantized.large.items()})
-
-
-def held(constant):  # type: ignore[no-untyped-def]
-    """A constant whose file may go."""
-    return type(constant).of(np.array(constant.array()), constant.key)
-
-
 @pytest.mark.parametrize("name", ["conv_net", "attention", "tapped", "embedding"])
 @pytest.mark.parametrize("options", [(), ("per_channel",), ("per_channel", "reduce_range")])
 def test_quantize_static_is_read_and_reached(name: str, options: tuple[str, ...]) -> None:
     """Every pair is found; inserted again it gives as many Q and DQ and the same accuracy."""
     model, quantized = static(name, **dict.fromkeys(options, True))
-    samples = feeds(model, 16)
+    samples = feeds(model, 64)
     outputs = run(model, samples)
     assert is_quantized(quantized)
     reading = read_placement(model, quantized)

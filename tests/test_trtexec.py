@@ -13,7 +13,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from engine_contract import IMAGE, ROWS, EngineContract, conv_model, matmul_model, model_of, quantized_conv_model
-from qdqtune.engines import EngineSpec, open_engine
+from qdqtune.engines import Engine, EngineSpec, open_engine
 from qdqtune.engines.trtexec import create
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.runner import Runner
@@ -58,6 +58,14 @@ class TestContract(EngineContract):
     @pytest.fixture(autouse=True)
     def _program(self, tmp_path: Path) -> None:
         self.spec = EngineSpec("trtexec", {"trtexec": stand_in(tmp_path, "10.16")})
+
+    def test_close_frees_the_model(self, engine: Engine, tmp_path: Path, log: Path) -> None:
+        """It is never in this process; what stays is a folder."""
+        onnx.save(conv_model(), tmp_path / "m.onnx")
+        built = engine.build(tmp_path / "m.onnx", log)
+        assert len(list(tmp_path.glob("trtexec-*/*.plan"))) == 1
+        built.close()
+        assert not list(tmp_path.glob("trtexec-*"))
 
 
 @pytest.fixture(params=VERSIONS)
@@ -166,6 +174,15 @@ def test_user_arguments_win_and_are_passed_once(tmp_path: Path, quantized: Path)
 
 
 @pytest.mark.parametrize(
+    ("options", "words"),
+    [({"warmup_ms": -1}, "warmup_ms"), ({"builder_level": 9}, "builder level"), ({"workspace_mb": 0}, "workspace")],
+)
+def test_options_that_cannot_be_used(tmp_path: Path, options: dict[str, int], words: str) -> None:
+    with pytest.raises(BadOption, match=words):
+        open_engine(EngineSpec("trtexec", {"trtexec": stand_in(tmp_path, "10.0"), **options}))
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [("--onnx=a.onnx", "--onnx is set by qdqtune"), ("fast", "'fast' is no flag"), ("--a='b", "cannot be read")],
 )
@@ -218,6 +235,7 @@ def test_shapes_for_some_dynamic_inputs_only(tmp_path: Path) -> None:
         engine.build(tmp_path / "m.onnx", tmp_path / "build.log")
 
 
+@pytest.mark.parametrize("version", ["8.6", "10.0"])
 def test_64_bit_integers_are_narrow_before_10(tmp_path: Path, version: str) -> None:
     gather = model_of([helper.make_node("Gather", ["w", "x"], ["y"])], [2], {"w": np.arange(12, dtype=np.float32)})
     gather.graph.input[0].type.tensor_type.elem_type = TensorProto.INT64
@@ -236,6 +254,7 @@ def test_outputs_may_be_nan(tmp_path: Path) -> None:
     assert outputs["y"].dtype == np.float32
 
 
+@pytest.mark.parametrize("version", ["8.6", "11.1"])
 def test_a_refusal_tells_cause_and_stage(tmp_path: Path, quantized: Path, version: str) -> None:
     engine = create(stand_in(tmp_path, version, refuse="conv"))
     with pytest.raises(EngineFailure, match=r"any implementation for node conv.*; Engine set up failed$"):
@@ -292,8 +311,7 @@ def test_a_crash_is_told_by_its_signal(tmp_path: Path, quantized: Path) -> None:
 
 def test_a_call_that_hangs_ends_with_the_worker(tmp_path: Path, quantized: Path) -> None:
     spec = EngineSpec("trtexec", {"trtexec": stand_in(tmp_path, "10.0", hang="inference")})
-    with Runner(spec, time_limit_s=5, log_dir=tmp_path / "logs") as runner:
-        runner.feed(IMAGE)
+    with Runner(spec, time_limit_s=3, log_dir=tmp_path / "logs") as runner:
         handle = runner.load(quantized, "hanging")
         assert not isinstance(handle, Failure)
         result = runner.outputs(handle, [IMAGE])

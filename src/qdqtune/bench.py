@@ -16,12 +16,16 @@ from qdqtune.graph import ConstantFile, save
 from qdqtune.pairing import fresh_pair, rounds_of
 from qdqtune.qdq import Inserter
 from qdqtune.runner import Handle, Runner
-from qdqtune.store import Store, pack_placement, pack_result, unpack_result
+from qdqtune.store import Store, pack_layers, pack_placement, pack_result, unpack_layers, unpack_result
 from qdqtune.timing import Plan, Ratio, compare, envelope, ratio
-from qdqtune.types import Failure, Measurement, Placement, Proposal, Trial
+from qdqtune.types import Failure, Layer, Measurement, Placement, Proposal, Trial
 
 FUTILE = 0.997
 """A candidate whose median ratio is no better than this at a look is not worth more rounds."""
+
+
+PROFILED_RUNS = 12
+"""Inferences behind a layer report."""
 
 
 class Bench:
@@ -39,9 +43,13 @@ class Bench:
         plan: Plan,
         samples: Sequence[Sample],
         seed: int,
+        *,
+        check_wins: bool = True,
+        profile: bool = False,
     ) -> None:
         self._runner, self._inserter, self._store = runner, inserter, store
         self._plan, self._samples, self._seed = plan, samples, seed
+        self._check_wins, self._profile = check_wins, profile
         self._folder = folder
         try:
             shutil.rmtree(folder, ignore_errors=True)
@@ -74,14 +82,30 @@ class Bench:
         record = self._store.get(key)
         was_known = record is not None
         if record is None:
-            result, check, sqnr = self._measured(number, proposal.placement, against)
+            trial = self._measured(number, proposal, against)
             record = {"origin": proposal.origin, "pattern": proposal.pattern, "against": against.digest,
-                      "placement": pack_placement(proposal.placement), "sqnr_db": sqnr, "result": pack_result(result),
-                      "check": None if check is None else pack_result(check)}  # fmt: skip
+                      "placement": pack_placement(proposal.placement), "sqnr_db": trial.sqnr_db,
+                      "result": pack_result(trial.result),
+                      "check": None if trial.check is None else pack_result(trial.check),
+                      "layers": None if trial.layers is None else pack_layers(trial.layers)}  # fmt: skip
             self._store.put(key, record)
         result = unpack_result(record["result"])
         check = None if record["check"] is None else unpack_result(record["check"])
-        return Trial(number, proposal, against, result, check, record["sqnr_db"]), was_known
+        layers = None if record.get("layers") is None else unpack_layers(record["layers"])
+        return Trial(number, proposal, against, result, check, record["sqnr_db"], layers), was_known
+
+    def float_layers(self) -> tuple[Layer, ...]:
+        """The layer report of the float build; empty if the engine has none.
+
+        Raises:
+            BaselineFailed: the engine cannot build or run the float model.
+        """
+        record = self._store.get("layers")
+        if record is None:
+            self.reference()
+            found = self._runner.layers(self._loaded[Placement()], PROFILED_RUNS)
+            record = self._store.put("layers", {"layers": [] if isinstance(found, Failure) else pack_layers(found)})
+        return unpack_layers(record["layers"])
 
     def keep_only(self, placement: Placement) -> None:
         """Unload every model but this one, and the float model's outputs stay."""
@@ -106,18 +130,16 @@ class Bench:
         """Write a placement as a self-contained file."""
         save(self._inserter.insert(placement), path)
 
-    def confirm(self, key: str, a: Path, b: Path, rounds: int) -> Ratio | Failure:
+    def confirm(self, key: str, a: Path, b: Path, plan: Plan) -> Ratio | Failure:
         """Ratio of two files as they lie on disk, from fresh rounds on two fresh builds of each."""
-        plan = Plan((rounds,), self._plan.error, self._plan.slot_seconds, self._plan.warmup)
         found: list[Ratio] = []
         for number in range(2):
             name = f"{key}:{number}"
-            known = self._store.get(name)
-            if known is None:
-                known = self._store.put(
-                    name, pack_result(fresh_pair(self._runner, a, b, plan, self._seed + number, f"final_{number}"))
-                )
-            result = unpack_result(known)
+            record = self._store.get(name)
+            if record is None:
+                result = fresh_pair(self._runner, a, b, plan, self._seed + number, f"final_{number}", _decided)
+                record = self._store.put(name, pack_result(result))
+            result = unpack_result(record)
             if isinstance(result, Failure):
                 return result
             found.append(ratio(result, plan))
@@ -140,22 +162,31 @@ class Bench:
             outputs = handle if isinstance(handle, Failure) else self._runner.outputs(handle, self._samples)
             if isinstance(outputs, Failure):
                 raise BaselineFailed(f"the engine cannot run the float model: {outputs.reason}")
+            timed = self._runner.rounds(
+                self._loaded[Placement()],
+                self._loaded[Placement()],
+                1,
+                seed=0,
+                first_round=0,
+                slot_seconds=0.0,
+                warmup=0,
+            )
+            if isinstance(timed, Failure):
+                raise BaselineFailed(f"the engine cannot time the float model: {timed.reason}")
             if not is_finite(outputs):
                 raise BaselineFailed("the float model's outputs hold NaN or infinite values on the calibration data")
             self._reference = outputs
         return self._reference
 
-    def _measured(
-        self, number: int, placement: Placement, against: Placement
-    ) -> tuple[Measurement | Failure, Measurement | Failure | None, float | None]:
-        """Result, its repetition where it is a win, and output SQNR in dB."""
+    def _measured(self, number: int, proposal: Proposal, against: Placement) -> Trial:
         reference = self.reference()
         opponent = self._load(against, "best")
         if isinstance(opponent, Failure):  # it was built before, so the candidate is not to blame
             raise EngineFailure(f"the engine does not build the best model so far again: {opponent.reason}")
+        placement = proposal.placement
         candidate = self._load(placement, f"trial_{number:03}")
         if isinstance(candidate, Failure):
-            return candidate, None, None
+            return Trial(number, proposal, against, candidate)
         outputs = self._runner.outputs(candidate, self._samples)
         if isinstance(outputs, Failure):
             result: Measurement | Failure = outputs
@@ -167,15 +198,18 @@ class Bench:
             )
         if isinstance(result, Failure) or isinstance(outputs, Failure):
             self._drop(placement)
-            return result, None, None
+            return Trial(number, proposal, against, result)
+        layers = self._runner.layers(candidate, PROFILED_RUNS) if self._profile else None
+        won = ratio(result, self._plan).verdict == "faster"
         check = None
-        if ratio(result, self._plan).verdict == "faster":
-            check = fresh_pair(
-                self._runner, opponent.path, candidate.path, self._plan, self._seed + 1, f"trial_{number:03}", _settled
-            )
-        if check is None or isinstance(check, Failure) or ratio(check, self._plan).verdict != "faster":
+        if won and self._check_wins:
+            log = f"trial_{number:03}"
+            check = fresh_pair(self._runner, opponent.path, candidate.path, self._plan, self._seed + 1, log, _settled)
+            won = not isinstance(check, Failure) and ratio(check, self._plan).verdict == "faster"
+        if not won:
             self._drop(placement)
-        return result, check, sqnr_db(reference, outputs)
+        report = None if isinstance(layers, Failure) else layers
+        return Trial(number, proposal, against, result, check, sqnr_db(reference, outputs), report)
 
     def _file(self, placement: Placement) -> Path:
         path = self._folder / f"{placement.digest}.onnx"
@@ -203,3 +237,7 @@ def job_key(kind: str, placement: Placement, against: Placement) -> str:
 
 def _settled(found: Ratio) -> bool:
     return found.verdict != "undecided" or found.median > FUTILE
+
+
+def _decided(found: Ratio) -> bool:
+    return found.verdict != "undecided"

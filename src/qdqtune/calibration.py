@@ -66,6 +66,8 @@ def calibrate(
     """
     how = how or Calibration()
     tensors = candidate_tensors(model)
+    if not tensors:
+        return Ranges({})
     with tempfile.TemporaryDirectory(prefix="qdqtune-") as folder:
         if how.method == "minmax":
             found = _minmax(model, tensors, samples, Path(folder), threads, progress)

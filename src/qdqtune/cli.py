@@ -19,6 +19,7 @@ from rich.console import Console
 from qdqtune import __version__, options, patterns, regions, report
 from qdqtune.applying import apply
 from qdqtune.calibration import Calibration
+from qdqtune.cli_layers import layers_command
 from qdqtune.comparing import comparable, compare_files
 from qdqtune.data import open_samples
 from qdqtune.engines import EngineSpec
@@ -110,8 +111,9 @@ def app() -> None:
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("-o", "--output-dir", type=click.Path(path_type=Path), default=Path("qdqtune_output"), show_default=True,
               help="Where everything goes. The same folder again resumes.")  # fmt: skip
-@click.option("--mode", type=click.Choice(["region"]), default="region", show_default=True,
-              help="How to search. region: rules first, then pattern by pattern.")  # fmt: skip
+@click.option("--mode", type=click.Choice(["region", "cut"]), default="region", show_default=True,
+              help="How to search. region: rules first, then pattern by pattern. cut: price every fusion group from "
+                   "layer times and take the optimum of the prices.")  # fmt: skip
 @click.option("--quant-type", type=click.Choice(["int8", "fp8"]), default="int8", show_default=True)
 @options.engine_options
 @options.data_options
@@ -120,7 +122,11 @@ def app() -> None:
               help="Make an input constant; an If that it decides is folded. Repeatable.")  # fmt: skip
 @click.option("--effort", type=click.Choice(list(EFFORTS)), default="default", show_default=True,
               help="Preset of --builds, --schemes-per-region and --timing-runs; explicit flags win.")  # fmt: skip
-@click.option("--builds", type=int, help="Engine builds that the run may spend.  [30 | 60 | 400 by --effort]")
+@click.option(
+    "--builds",
+    type=int,
+    help="Engine builds that the search may spend.  [by --effort: region 24, 52, 400; cut 8, 12, 30]",
+)
 @click.option("-s", "--schemes-per-region", type=click.IntRange(0), help="Candidates per pattern.  [4 | 50 | 200]")
 @click.option("--time-budget", callback=options.seconds, help="Stop searching after this long: 90s, 10m, 1h.")
 @click.option("--timing-runs", type=click.IntRange(12), help="Most rounds of one comparison.  [20 | 48 | 96]")
@@ -194,8 +200,8 @@ def _settings(model: Path, given: Mapping[str, Any]) -> Settings:
         regions=given["region_method"],
         config=Config(schemes_per_region=effort.schemes_per_region if schemes is None else schemes),
         plan=replace(Plan(), looks=looks, warmup=given["warmup_runs"]),
-        final_rounds=effort.final_rounds,
-        builds=effort.builds if given["builds"] is None else given["builds"],
+        proof=effort.proof,
+        builds=effort.builds[given["mode"]] if given["builds"] is None else given["builds"],
         time_budget=given["time_budget"],
         time_limit=given["time_limit"],
         seed=given["seed"],
@@ -320,3 +326,6 @@ def inspect_command(
         print(json.dumps(as_json(graph, found, grouped, include_all_regions=include_all_regions), indent=2))
     else:
         print(render(graph, found, grouped, include_all_regions=include_all_regions, verbose=verbose))
+
+
+app.add_command(layers_command)

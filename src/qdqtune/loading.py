@@ -44,7 +44,7 @@ def load(
     try:
         proto = _parse(path)
         large = take_external(proto, path.absolute().parent)
-        _name_nodes(proto.graph)
+        name_nodes(proto.graph)
         settle(proto.graph, large)
         proto = _copy(proto)
         proto.ir_version = max(proto.ir_version, 4)  # before, constants had to be listed as inputs
@@ -53,7 +53,7 @@ def load(
         proto = _inlined(proto, large)
         if fix_inputs:
             fix(proto, large, fix_inputs)
-        _name_nodes(proto.graph)
+        name_nodes(proto.graph)
         drop_identities(proto.graph)
         drop_unused(proto.graph, large)
         proto = _with_opset(proto, large, max(13, min_opset))
@@ -94,6 +94,17 @@ def with_input_shapes(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> Mo
             if dim.dim_param in symbols:
                 dim.dim_value = symbols[dim.dim_param]
     return Model(infer(proto, model.large), model.large)
+
+
+def checked(proto: ModelProto, large: Mapping[str, Constant]) -> Model:
+    """A model of nodes in any order (which `proto` gets sorted), with its types and shapes inferred.
+
+    Raises:
+        BadModel: the graph is invalid.
+    """
+    _sort(proto.graph)
+    _check(proto, large)
+    return Model(infer(proto, large), large)
 
 
 def infer(proto: ModelProto, large: Mapping[str, Constant]) -> ModelProto:
@@ -142,7 +153,7 @@ def _without_inputs(proto: ModelProto, large: Mapping[str, Constant]) -> ModelPr
     return proto
 
 
-def _name_nodes(graph: onnx.GraphProto) -> None:
+def name_nodes(graph: onnx.GraphProto) -> None:
     """Name the unnamed nodes after operator and position, and number the second and further users of a name."""
     names = Names(node.name for node in graph.node)
     seen: set[str] = set()
@@ -218,7 +229,7 @@ def _with_opset(proto: ModelProto, large: MutableMapping[str, Constant], target:
         settle(proto.graph, large)
         if have < 11:
             _keep_sampling(proto.graph)
-        _name_nodes(proto.graph)
+        name_nodes(proto.graph)
         _check(proto, large)
     needed = onnx.helper.find_min_ir_version_for(proto.opset_import, ignore_unknown=True)
     proto.ir_version = max(proto.ir_version, needed)

@@ -240,7 +240,7 @@ def _lost_clamp(model: Model, pair: _Pair) -> tuple[onnx.NodeProto, dict[str, Co
 
 
 def _lower_bounds(model: Model, pairs: Mapping[str, _Pair]) -> Mapping[str, float]:
-    """Tensors to a value that they never fall below, where one is known."""
+    """Tensors to a value that they never fall below once the pairs are gone and the lost clamps back."""
     bounds: dict[str, float] = {}
 
     def bound(tensor: str) -> float | None:
@@ -252,7 +252,10 @@ def _lower_bounds(model: Model, pairs: Mapping[str, _Pair]) -> Mapping[str, floa
             low: float | None = LOWER_BOUNDS[node.op]
         elif node.op == "DequantizeLinear" and node.outputs[0] in pairs:
             pair = pairs[node.outputs[0]]
-            low = _least(_dequantized(model, pair)) if pair.is_constant else pair.range.low
+            if pair.is_constant:
+                low = _least(_dequantized(model, pair))
+            else:
+                low = 0.0 if pair.range.low == 0 else bound(pair.source)
         elif node.op == "Clip" and len(node.inputs) > 1 and node.inputs[1]:
             low = bound(node.inputs[1])
         elif node.op in PASSES_SIGN and (first := bound(node.inputs[0])) is not None:

@@ -47,6 +47,7 @@ class Live:
         self._stage = "starting"
         self._spinner = Spinner("dots")
         self._state: State | None = None
+        self._searching = False
         self._last = self._best = ""
         self._display = Display(
             get_renderable=self._picture, console=console, refresh_per_second=8, transient=True, redirect_stdout=False,
@@ -61,12 +62,12 @@ class Live:
 
     def stage(self, text: str) -> None:
         """See `Observer`."""
-        self._stage = text
+        self._stage, self._searching = text, False
 
     def trial(self, trial: Trial, verdict: str, state: State) -> None:
         """See `Observer`."""
         self._heard = time.monotonic()
-        self._state = state
+        self._state, self._searching = state, True
         self._last = f"{_name(trial)}: {_outcome(trial, verdict)}"
         if state.best.edges and state.best == trial.placement:
             self._best = f" ({_name(trial)})"
@@ -75,20 +76,21 @@ class Live:
 
     def _picture(self) -> RenderableType:
         now = time.monotonic()
-        head = Table.grid(padding=(0, 2))
-        cells: list[RenderableType] = [self._spinner, Text(self._stage)]
+        cells: list[RenderableType] = [self._spinner, Text(self._stage, no_wrap=True)]
+        below: list[str] = []
         state = self._state
         if state is not None:
+            below.append(f"  best so far: {_speedup(state.best_ratio)} the speed of float{self._best}")
+        if state is not None and self._searching:
+            below.append(f"  last: {self._last}")
             cells += [ProgressBar(state.limit, state.builds, BAR), f"{state.builds} of {state.limit} builds"]
         cells.append(_duration(now - self._started))
-        if state is not None and state.seconds_left is not None and state.builds < state.limit:
+        if state is not None and self._searching and state.seconds_left is not None:
             left = max(0.0, state.seconds_left - (now - self._heard))
             cells.append(f"about {_duration(left)} left")
+        head = Table.grid(padding=(0, 2))
         head.add_row(*cells)
-        if state is None:
-            return head
-        lines = f"  best so far: {_speedup(state.best_ratio)} the speed of float{self._best}", f"  last: {self._last}"
-        return Group(head, *(Text(line, no_wrap=True, overflow="ellipsis") for line in lines))
+        return Group(head, *(Text(line, no_wrap=True, overflow="ellipsis") for line in below))
 
 
 class Plain:

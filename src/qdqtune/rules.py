@@ -180,7 +180,7 @@ def placements(model: Model, possible: frozenset[Edge]) -> Mapping[str, Placemen
     """Every rule's placement by the rule's name; equal placements once, under the first name, empty ones not at all."""
     found: dict[str, Placement] = {}
     for rule in RULES:
-        placement = rule.place(model, possible)
+        placement = consistent(model, rule.place(model, possible))
         if placement.edges and placement not in found.values():
             found[rule.name] = placement
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -14,28 +14,27 @@ from qdqtune.errors import BadOption
 from qdqtune.strategies.region import Config
 from qdqtune.timing import Plan
 
-FINAL_BUILDS = 9
-"""Builds that are no candidates: the float model, and two of each file in the two comparisons of the proof."""
+PROOF_BUILDS = 8
+"""Builds of the proof: two of each file in two comparisons."""
 
-TRIAL_BUILDS = 3
-"""Builds that a candidate may take."""
+Mode = Literal["region", "cut"]
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much a run may spend: schemes per region, builds in all, rounds of a comparison and of the final proof."""
+    """How much a run may spend: schemes per region, builds by mode, and when comparisons and the final proof look."""
 
     schemes_per_region: int
-    builds: int
+    builds: Mapping[Mode, int]
     looks: tuple[int, ...]
-    final_rounds: int
+    proof: tuple[int, ...]
 
 
 EFFORTS: Mapping[str, Effort] = MappingProxyType(
     {
-        "quick": Effort(4, 30, (12, 20), 16),
-        "default": Effort(50, 60, (12, 20, 32, 48), 24),
-        "extensive": Effort(200, 400, (12, 24, 48, 96), 48),
+        "quick": Effort(4, {"region": 24, "cut": 8}, (12, 20), (16, 32)),
+        "default": Effort(50, {"region": 52, "cut": 12}, (12, 20, 32, 48), (24, 48, 96)),
+        "extensive": Effort(200, {"region": 400, "cut": 30}, (12, 24, 48, 96), (48, 96, 192)),
     }
 )
 
@@ -44,13 +43,14 @@ EFFORTS: Mapping[str, Effort] = MappingProxyType(
 class Settings:
     """Everything that a tuning run is told. Budgets (`builds`, `time_budget`) may grow when a run is resumed.
 
-    `time_budget` and `time_limit` are in seconds: of the search, and of one request to the engine.
+    `builds` is what the search may spend, the float model's build included; the proof takes 8 more, or 16 if its first
+    candidate fails. `time_budget` and `time_limit` are in seconds: of the search, and of one request to the engine.
     """
 
     model: Path
     output_dir: Path = Path("qdqtune_output")
     engine: EngineSpec = field(default_factory=lambda: EngineSpec("onnxruntime"))
-    mode: Literal["region"] = "region"
+    mode: Mode = "region"
     quant_type: QuantType = "int8"
     calibration_data: str | None = None
     calibration_samples: int | None = None
@@ -61,8 +61,8 @@ class Settings:
     regions: Literal["auto", "names", "topology"] = "auto"
     config: Config = field(default_factory=Config)
     plan: Plan = field(default_factory=Plan)
-    final_rounds: int = EFFORTS["default"].final_rounds
-    builds: int = EFFORTS["default"].builds
+    proof: tuple[int, ...] = EFFORTS["default"].proof
+    builds: int = EFFORTS["default"].builds["region"]
     time_budget: float | None = None
     time_limit: float = 600.0
     seed: int = 0
@@ -75,20 +75,33 @@ class Settings:
     restart: bool = False
 
     def __post_init__(self) -> None:
-        least = FINAL_BUILDS + TRIAL_BUILDS
+        least = 1 + self.trial_builds
         if self.builds < least:
             raise BadOption(f"--builds {self.builds} leaves no candidate: give at least {least}")
-        if self.final_rounds < 10:
-            raise BadOption("the final proof needs at least 10 rounds")
         if self.time_budget is not None and self.time_budget <= 0:
             raise BadOption("--time-budget is above zero")
         if self.from_qdq and self.qdq_baseline:
             raise BadOption("--from-qdq and --qdq-baseline exclude each other")
 
     @property
+    def proof_plan(self) -> Plan:
+        """When the proof looks. Each of its two pairs of builds spends the whole error of a comparison."""
+        return replace(self.plan, looks=self.proof)
+
+    @property
+    def checks_wins(self) -> bool:
+        """Whether a win is repeated on a second build: where hundreds of candidates try, luck wins too often."""
+        return self.mode == "region"
+
+    @property
+    def trial_builds(self) -> int:
+        """Builds that one candidate may take."""
+        return 3 if self.checks_wins else 1
+
+    @property
     def search_builds(self) -> int:
-        """Builds that the search may spend."""
-        return self.builds - FINAL_BUILDS
+        """Builds that candidates may spend: all but the float model's."""
+        return self.builds - 1
 
     @property
     def state(self) -> Path:

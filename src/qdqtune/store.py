@@ -12,7 +12,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import IO, Any, Self
 
 from qdqtune.errors import BadState, OutputError
 from qdqtune.scales import Range, Ranges
-from qdqtune.types import Edge, Failure, Measurement, Placement
+from qdqtune.types import Edge, Failure, Layer, Measurement, Placement
 
 VERSION = 1
 HEAD = b'- {"key": "run", '
@@ -175,6 +175,16 @@ def unpack_ranges(record: Record) -> Ranges:
     """The ranges of `pack_ranges`."""
     activations = {t: Range(*ends) for t, ends in record["activations"].items()}
     return Ranges(activations, {t: tuple(s) for t, s in record["weights"].items()})
+
+
+def pack_layers(layers: Iterable[Layer]) -> list[list[Any]]:
+    """A layer report as JSON values."""
+    return [[x.name, list(x.nodes), x.precision, x.time_ms, x.kind] for x in layers]
+
+
+def unpack_layers(values: list[list[Any]]) -> tuple[Layer, ...]:
+    """The report of `pack_layers`."""
+    return tuple(Layer(name, tuple(nodes), precision, ms, kind) for name, nodes, precision, ms, kind in values)
 
 
 def pack_result(result: Measurement | Failure) -> Record:

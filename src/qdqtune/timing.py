@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from math import comb
 from typing import Literal
 
 import numpy as np
-from scipy.stats import binom
 
 from qdqtune.types import Failure, Measurement, Trial
 
@@ -80,9 +80,10 @@ def ratio(measurement: Measurement, plan: Plan) -> Ratio:
 @cache
 def _rank(rounds: int, error: float) -> int:
     """Largest k with P(Binomial(rounds, 1/2) <= k - 1) <= error; 0 if there is none."""
-    rank = 0
-    while binom.cdf(rank, rounds, 0.5) <= error:
+    rank, ways = 0, 1
+    while ways / 2**rounds <= error:
         rank += 1
+        ways += comb(rounds, rank)
     return rank
 
 

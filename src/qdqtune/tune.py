@@ -20,13 +20,17 @@ from qdqtune.errors import BadOption, BaselineFailed, OutputError
 from qdqtune.observer import Observer, Silent, State
 from qdqtune.qdq import Inserter
 from qdqtune.runner import Runner
-from qdqtune.settings import FINAL_BUILDS, TRIAL_BUILDS, Settings
+from qdqtune.settings import PROOF_BUILDS, Settings
 from qdqtune.store import Store
 from qdqtune.strategies import Strategy, best_of
+from qdqtune.strategies.cut import CutSearch
 from qdqtune.strategies.region import RegionSearch
 from qdqtune.subject import Subject, calibrated, fingerprint, open_subject
 from qdqtune.timing import Plan, Ratio, judge
 from qdqtune.types import Failure, Placement, Trial
+
+FINALISTS = 2
+"""Placements that may try to prove themselves."""
 
 BASELINE, FINAL = "baseline.onnx", "optimized_final.onnx"
 CANDIDATES, REGION_MODELS = "candidates", "region_models"
@@ -69,11 +73,13 @@ class _Proof:
     """The final file against the baseline and against the user's own file, on fresh builds."""
 
     shipped: str
+    placement: Placement
     baseline: Ratio | None
     given: Ratio | None
     baseline_seconds: float
     final_seconds: float
     notes: tuple[str, ...]
+    builds: int
 
 
 def tune(settings: Settings, observer: Observer | None = None) -> Result:
@@ -98,16 +104,19 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
             runner.feed(subject.feed)
             inserter = Inserter(subject.model, subject.ranges, subject.numbers)
             samples = subject.samples.first(settings.accuracy_samples)
-            with Bench(runner, inserter, store, folder / CANDIDATES, settings.plan, samples, settings.seed) as bench:
+            with Bench(
+                runner, inserter, store, folder / CANDIDATES, settings.plan, samples, settings.seed,
+                check_wins=settings.checks_wins, profile=settings.mode == "cut",
+            ) as bench:  # fmt: skip
                 observer.stage("measuring the float model")
                 bench.reference()
                 observer.stage("searching")
-                history = _search(_strategy(settings, subject), bench, settings, observer)
+                strategy = _strategy(settings, subject, bench)
+                history = _search(strategy, bench, settings, observer)
                 _write_region_models(history, subject, bench, folder / REGION_MODELS)
                 observer.stage("proving the result on fresh builds")
-                best = best_of(history)
-                proof = _prove(best, bench, settings, folder)
-                final = best if proof.shipped == "tuned" else Placement()
+                proof = _prove(history, bench, settings, folder)
+                final = proof.placement
                 _write_records(settings, subject, final, proof, history, folder)
                 summary = _summary(settings, subject, runner, bench, history, proof, final)
                 summary["seconds"] = round(time.monotonic() - started, 3)
@@ -136,12 +145,14 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     schemes = len(subject.patterns) * settings.config.schemes_per_region
     trials = min(settings.search_builds, schemes + 5)
     per_trial = handle.build_seconds + 4 * slot * (settings.plan.looks[0] + settings.plan.warmup)
-    proof = 4 * (2 * handle.build_seconds + 4 * slot * settings.final_rounds)
+    proof = 4 * (2 * handle.build_seconds + 4 * slot * settings.proof[0])
     seconds = trials * per_trial * 1.3 + proof  # a third of the candidates takes longer to decide, or is checked again
-    return Estimate(subject.region_count, len(subject.patterns), trials + FINAL_BUILDS, latency, seconds)
+    return Estimate(subject.region_count, len(subject.patterns), trials + 1, latency, seconds)
 
 
-def _strategy(settings: Settings, subject: Subject) -> Strategy:
+def _strategy(settings: Settings, subject: Subject, bench: Bench) -> Strategy:
+    if settings.mode == "cut":
+        return CutSearch(subject.shaped, subject.possible, bench.float_layers(), _cut_seeds(subject), settings.plan)
     cached = placements.read_cache(settings.pattern_cache) if settings.pattern_cache else {}
     return RegionSearch(
         model=subject.shaped,
@@ -155,6 +166,11 @@ def _strategy(settings: Settings, subject: Subject) -> Strategy:
     )
 
 
+def _cut_seeds(subject: Subject) -> Mapping[str, Placement]:
+    """What the cut prices besides its own: the user's placement, and that of the usual static quantizer."""
+    return {name: p for name, p in subject.suggestions().items() if name in ("imported", "static")}
+
+
 def _search(strategy: Strategy, bench: Bench, settings: Settings, observer: Observer) -> list[Trial]:
     """Trials until the strategy has no more ideas, or a budget is spent."""
     history: list[Trial] = []
@@ -166,7 +182,7 @@ def _search(strategy: Strategy, bench: Bench, settings: Settings, observer: Obse
     def spent(*more: Trial) -> bool:
         remaining = left()
         builds = sum(t.builds for t in (*history, *more))
-        return builds + TRIAL_BUILDS > settings.search_builds or (remaining is not None and remaining <= 0)
+        return builds + settings.trial_builds > settings.search_builds or (remaining is not None and remaining <= 0)
 
     while not spent():
         batch = strategy.propose(history)
@@ -215,34 +231,44 @@ def _state(
                  pace if left is None else min(pace, left), replayed)  # fmt: skip
 
 
-def _prove(best: Placement, bench: Bench, settings: Settings, folder: Path) -> _Proof:
-    """Write the two files that may ship, and pair them as they lie on disk; what is not faster does not ship."""
+def _prove(history: Sequence[Trial], bench: Bench, settings: Settings, folder: Path) -> _Proof:
+    """Write the files that may ship, and pair them as they lie on disk; what is not faster does not ship.
+
+    The search's favourite is flattered by its luck. Where it does not prove itself, the one before it gets a chance.
+    """
     baseline, final = folder / BASELINE, folder / CANDIDATES / FINAL  # it moves to its place when it is proven
     bench.write_whole(Placement(), baseline)
-    bench.write_whole(best, final)
+    accepted = [t.placement for t in reversed(history) if t.accepted]
     notes: list[str] = []
-    ours = bench.confirm(f"proof:{best.digest}", baseline, final, settings.final_rounds)
-    if isinstance(ours, Failure):
-        raise BaselineFailed(f"the engine failed on the finished files: {ours.reason}")
-    samples = bench.latency(f"proof:{best.digest}")
-    given = bench.confirm(f"given:{best.digest}", settings.model, final, settings.final_rounds)
-    if isinstance(given, Failure):
-        notes.append(f"the engine does not run {settings.model.name} as it is ({given.reason}), so it was not compared")
-    good = bool(best.edges) and ours.verdict == "faster"
-    given_ratio = None if isinstance(given, Failure) else given
-    if given_ratio is not None:
-        good = good and (given_ratio.verdict == "faster" if settings.from_qdq else given_ratio.verdict != "slower")
-    if good:
-        _move(final, folder / FINAL)
-        return _Proof(
-            "tuned", ours, given_ratio, float(np.median(samples.a)), float(np.median(samples.b)), tuple(notes)
-        )
-    if best.edges:
-        notes.append(f"the best candidate did not prove faster on fresh builds (ratio {ours})")
-    source = settings.model if settings.from_qdq else baseline
-    _copy(source, folder / FINAL)
-    seconds = float(np.median(samples.a))
-    return _Proof("given" if settings.from_qdq else "baseline", ours, given_ratio, seconds, seconds, tuple(notes))
+    last: Ratio | None = None
+    builds = 0
+    for placement in (*accepted[:FINALISTS], Placement())[:FINALISTS]:
+        bench.write_whole(placement, final)
+        key = f"proof:{placement.digest}"
+        ours = bench.confirm(key, baseline, final, settings.proof_plan)
+        if isinstance(ours, Failure):
+            raise BaselineFailed(f"the engine failed on the finished files: {ours.reason}")
+        last = ours
+        builds += PROOF_BUILDS
+        samples = bench.latency(key)
+        before, after = float(np.median(samples.a)), float(np.median(samples.b))
+        given = bench.confirm(f"given:{placement.digest}", settings.model, final, settings.proof_plan)
+        if isinstance(given, Failure):
+            notes.append(
+                f"the engine does not run {settings.model.name} as it is, so it was not compared: {given.reason}"
+            )
+        good = bool(placement.edges) and ours.verdict == "faster"
+        to_given = None if isinstance(given, Failure) else given
+        if to_given is not None:
+            good = good and (to_given.verdict == "faster" if settings.from_qdq else to_given.verdict != "slower")
+        if good:
+            _move(final, folder / FINAL)
+            return _Proof("tuned", placement, ours, to_given, before, after, tuple(notes), builds)
+        if placement.edges:
+            notes.append(f"a candidate of {len(placement)} edges did not prove faster on fresh builds (ratio {ours})")
+    _copy(settings.model if settings.from_qdq else baseline, folder / FINAL)
+    kept = "given" if settings.from_qdq else "baseline"
+    return _Proof(kept, Placement(), last, to_given, before, before, tuple(notes), builds)
 
 
 def _move(source: Path, target: Path) -> None:
@@ -305,6 +331,7 @@ def _summary(
 ) -> dict[str, Any]:  # fmt: skip
     tuned = proof.baseline if final.edges else None
     sqnr = next((t.sqnr_db for t in history if t.placement == final), None)
+    predicted = next((t.proposal.predicted for t in history if t.placement == final), None)
     description = runner.describe()
     return {
         "model": str(settings.model),
@@ -317,7 +344,9 @@ def _summary(
         "ratio_low": tuned.low if tuned else None,
         "ratio_high": tuned.high if tuned else None,
         "ratio_to_given": proof.given.median if tuned and proof.given else None,
-        "builds": FINAL_BUILDS + sum(t.builds for t in history),
+        "builds": 1 + sum(t.builds for t in history),
+        "proof_builds": proof.builds,
+        "predicted_ratio": predicted,
         "trials": len(history),
         "engine_seconds": round(runner.engine_seconds, 3),
         "patterns": len(subject.patterns),

@@ -6,24 +6,33 @@ import os
 import platform
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import onnx
 import onnxruntime as ort
+from onnxruntime import InferenceSession as Session
 
-from qdqtune.engines import QuantType, Tensors, one_line, output_to
+from qdqtune.engines import QuantType, Tensors, one_line, onnxruntime_layers, output_to
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, QdqtuneError
-from qdqtune.types import NumericFormat, QType
+from qdqtune.graph import PROTOBUF_LIMIT
+from qdqtune.types import Layer, NumericFormat, QType
 
 CPU = "CPUExecutionProvider"
 ISA = ("avx2", "avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm")
 DOT_PRODUCTS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
-WARNING = 2
+WARNING, ERROR = 2, 3
+WARMUP = 1
+"""Inferences that are profiled in vain: the first one allocates."""
+EXTERNAL = "session.optimized_model_external_initializers_file_name"
 
 # Observed with ONNX Runtime 1.31: between a DQ and a Q of one scale it runs exactly these on 8-bit values (Resize when
 # it is nearest). Pad, SpaceToDepth and GatherND stay in float whatever their scales are; Concat and the average pools
@@ -93,24 +102,34 @@ class OnnxRuntime:
             EngineFailure: ONNX Runtime refuses the model.
             EngineUnavailable: the provider does not start on this machine.
         """
+        with output_to(log), _translated():
+            session = self.session(model)
+        # A provider whose driver is missing makes ONNX Runtime warn and use the CPU.
+        if self.provider not in session.get_providers():
+            raise EngineUnavailable(f"ONNX Runtime cannot start provider {self.provider!r} on this machine; see {log}")
+        return OnnxRuntimeModel(self, model, session)
+
+    def session(self, model: Path, entries: Mapping[str, str] = MappingProxyType({}), **more: Any) -> Session:
+        """A session as this engine runs them; `more` are attributes of its options, `entries` their config entries."""
         options = ort.SessionOptions()
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
         options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
         options.log_severity_level = WARNING
-        with output_to(log), _translated():
-            session = ort.InferenceSession(str(model), options, providers=[self.provider])
-        # A provider whose driver is missing makes ONNX Runtime warn and use the CPU.
-        if self.provider not in session.get_providers():
-            raise EngineUnavailable(f"ONNX Runtime cannot start provider {self.provider!r} on this machine; see {log}")
-        return OnnxRuntimeModel(session)
+        for name, value in more.items():
+            setattr(options, name, value)
+        for name, value in entries.items():
+            options.add_session_config_entry(name, value)
+        return ort.InferenceSession(str(model), options, providers=[self.provider])
 
 
 class OnnxRuntimeModel:
     """A session and the names of its inputs and outputs."""
 
-    def __init__(self, session: ort.InferenceSession) -> None:
+    def __init__(self, engine: OnnxRuntime, path: Path, session: Session) -> None:
+        self._engine = engine
+        self._path = path
         self._session = session
         self._inputs = frozenset(given.name for given in session.get_inputs())
         self._outputs = [output.name for output in session.get_outputs()]
@@ -143,6 +162,40 @@ class OnnxRuntimeModel:
             binding.synchronize_outputs()
             return (time.perf_counter() - start) / runs
 
+    def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
+        """What a second session of the same file reports when it is profiled; see `Built.layers`.
+
+        Raises:
+            EngineFailure: ONNX Runtime cannot run the model on these inputs, or cannot write its optimized graph.
+        """
+        with TemporaryDirectory(prefix="qdqtune-") as name:
+            folder, feed = Path(name), self._taken(inputs)
+            with _translated():
+                session = self._engine.session(
+                    self._path, {EXTERNAL: "constants"}, optimized_model_filepath=str(folder / "optimized.onnx"),
+                    enable_profiling=True, profile_file_prefix=str(folder / "profile"), log_severity_level=ERROR,
+                )  # fmt: skip
+                for _ in range(WARMUP + runs):
+                    session.run(self._outputs, feed)
+                profile = Path(session.end_profiling())
+            return onnxruntime_layers.report(self._path, folder / "optimized.onnx", profile, WARMUP)
+
+    def save(self, path: Path) -> None:
+        """Write the optimized model as an ONNX file; beyond 2 GB its constants go to `<name>.data` beside it.
+
+        It holds the fusions that any machine can use. The last level of optimization chooses layouts for the CPU at
+        hand: a session makes that choice again when it opens the file.
+
+        Raises:
+            EngineFailure: the file cannot be written.
+        """
+        entries = {EXTERNAL: f"{path.name}.data"} if _nbytes(self._path) >= PROTOBUF_LIMIT else {}
+        level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+        with _translated():
+            self._engine.session(
+                self._path, entries, optimized_model_filepath=str(path), graph_optimization_level=level
+            )
+
     def _taken(self, inputs: Tensors) -> dict[str, npt.NDArray[Any]]:
         """What the model has inputs for: a sample may also serve a file where fewer inputs are constants."""
         return {name: array for name, array in inputs.items() if name in self._inputs}
@@ -162,6 +215,14 @@ def _translated() -> Iterator[None]:
         os.write(2, f"{error}\n".encode())  # all of its lines, where its own output goes
         words = re.sub(r"^\[ONNXRuntimeError\] : \d+ : ", "", one_line(error))
         raise EngineFailure(f"ONNX Runtime: {words}") from error
+
+
+def _nbytes(model: Path) -> int:
+    """Size of a model with its external data."""
+    tensors = onnx.load(model, load_external_data=False).graph.initializer
+    outside = (t for t in tensors if t.data_location == onnx.TensorProto.EXTERNAL)
+    sizes = (prod(t.dims) * onnx.helper.tensor_dtype_to_np_dtype(t.data_type).itemsize for t in outside)
+    return model.stat().st_size + sum(sizes)
 
 
 def _cpuinfo() -> str:

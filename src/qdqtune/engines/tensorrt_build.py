@@ -153,7 +153,7 @@ def load_plugins(trt: Any, libraries: Sequence[str]) -> None:
             raise EngineUnavailable(f"plug-in library {library} cannot be loaded: it needs TensorRT {trt.__version__}")
 
 
-def build_plan(trt: Any, model: Path, options: Options, cache: TimingCache) -> Any:
+def build_plan(trt: Any, model: Path, options: Options, times: TimingCache) -> Any:
     """The serialized engine of a model file: a buffer.
 
     Raises:
@@ -169,12 +169,12 @@ def build_plan(trt: Any, model: Path, options: Options, cache: TimingCache) -> A
     if not parser.parse_from_file(str(model)):
         raise EngineFailure(f"TensorRT: {_refusal(parser, model)}")
     config = _config(trt, builder, network, options)
-    cache.lend(config)
+    times.lend(config)
     logger.clear()
     plan = builder.build_serialized_network(network, config)
     if plan is None:
         raise EngineFailure(f"TensorRT: {one_line(logger.errors[0] if logger.errors else 'the build gave no engine')}")
-    cache.keep(config)
+    times.keep(config)
     return plan
 
 
@@ -244,9 +244,9 @@ def _refusal(parser: Any, model: Path) -> str:
     """The parser's first error, with the name of the node that it is about."""
     if not parser.num_errors:
         return "the parser cannot read the model"
-    error = parser.get_error(0)
-    name = error.node_name() if hasattr(error, "node_name") else _node_name(model, error.node())
-    return one_line(f"node {name!r}: {error.desc()}" if name else error.desc())
+    refusal = parser.get_error(0)
+    name = refusal.node_name() if hasattr(refusal, "node_name") else _node_name(model, refusal.node())
+    return one_line(f"node {name!r}: {refusal.desc()}" if name else refusal.desc())
 
 
 def _node_name(model: Path, index: int) -> str:

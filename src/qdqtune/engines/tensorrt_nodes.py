@@ -26,34 +26,39 @@ def node_name(node: onnx.NodeProto) -> str:
     return node.name or f"node_of_{node.output[0]}"
 
 
-def mentioned(layer: str, known: Collection[str] | None) -> tuple[str, ...]:
-    """The nodes that a layer's name mentions: `a + b`, `PWN(PWN(a), b)`, `a || b`, `{ForeignNode[a...b]}`, `a_myl0_2`.
+class Names:
+    """The names of a model's nodes, to be found in names of layers."""
 
-    Node names may themselves hold any of this, so with `known` names the longest that fits is taken. Without, all that
-    is left of the name after division counts, constants (`conv1.weight`) included.
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = frozenset(names)
+        self._longest = max(map(len, names), default=0)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def mentioned(self, layer: str) -> tuple[str, ...]:
+        """The nodes in a layer's name. Node names may hold anything of the grammar: the longest that fits is taken."""
+        breaks = list(BREAK.finditer(layer))
+        starts = [0, *(b.end() for b in breaks)]
+        ends = [*(b.start() for b in breaks), len(layer)]
+        found, position = [], 0
+        for start in starts:
+            if start < position:
+                continue
+            fitting = [e for e in ends if start < e <= start + self._longest and layer[start:e] in self._names]
+            if fitting:
+                position = max(fitting)
+                found.append(layer[start:position])
+        return tuple(found)
+
+
+def mentioned(layer: str) -> tuple[str, ...]:
+    """What a layer's name mentions: `a + b`, `PWN(PWN(a), b)`, `a || b`, `{ForeignNode[a...b]}`, `a_myl0_2`.
+
+    Without the model's names that is all that is left of it after division, constants (`conv1.weight`) included.
     """
-    return _parts(layer) if known is None else _known_parts(layer, known)
-
-
-def _known_parts(layer: str, known: Collection[str]) -> tuple[str, ...]:
-    longest = max(map(len, known), default=0)
-    breaks = list(BREAK.finditer(layer))
-    starts = [0, *(b.end() for b in breaks)]
-    ends = [*(b.start() for b in breaks), len(layer)]
-    found, position = [], 0
-    for start in starts:
-        if start < position:
-            continue
-        fitting = [end for end in ends if start < end <= start + longest and layer[start:end] in known]
-        if fitting:
-            position = max(fitting)
-            found.append(layer[start:position])
-    return tuple(found)
-
-
-def _parts(layer: str) -> tuple[str, ...]:
     if foreign := FOREIGN.fullmatch(layer):
-        return tuple(dict.fromkeys(part for end in foreign.groups() for part in _parts(end)))
+        return tuple(dict.fromkeys(part for end in foreign.groups() for part in mentioned(end)))
     parts = []
     for part in re.split(r" \+ | \|\| |, ", UNNAMED.sub("(Unnamed Layer* ", layer)):
         plain = re.sub(r"_myl\d+_\d+$", "", part)
@@ -78,7 +83,7 @@ def assign(
     home = _claimed(graph, layers)
     for number, (name, _) in enumerate(layers):
         if foreign := FOREIGN.search(name):
-            home |= dict.fromkeys(graph.between(*foreign.groups(), free=graph.names - set(home)), number)
+            home |= dict.fromkeys(graph.between(*foreign.groups(), free=set(graph.order) - set(home)), number)
     folded = graph.constant - set(home)
     folded -= graph.behind(folded, home)
     _absorb(graph, home, folded)
@@ -93,7 +98,7 @@ def _claimed(graph: _Graph, layers: Sequence[tuple[str, Sequence[str]]]) -> dict
     """The layer of each node that one mentions. Of several, the one whose name it is; else the first."""
     home: dict[str, int] = {}
     for number, (layer, names) in enumerate(layers):
-        for name in _known_parts(layer, graph.names):
+        for name in graph.names.mentioned(layer):
             if name in names:
                 home.setdefault(name, number)
     for number, (_, names) in enumerate(layers):
@@ -116,7 +121,7 @@ class _Graph:
     def __init__(self, model: onnx.ModelProto) -> None:
         nodes = {node_name(n): n for n in model.graph.node}
         self.order = tuple(nodes)
-        self.names = frozenset(nodes)
+        self.names = Names(nodes)
         self.operators = {name: n.op_type for name, n in nodes.items()}
         maker = {tensor: name for name, n in nodes.items() for tensor in n.output if tensor}
         self.before: dict[str, list[str]] = {}
@@ -134,7 +139,7 @@ class _Graph:
 
     def between(self, first: str, last: str, *, free: Collection[str]) -> set[str]:
         """The nodes of `free` on paths from `first` to `last`, names that need not be nodes."""
-        begin, end = _known_parts(first, self.names), _known_parts(last, self.names)
+        begin, end = self.names.mentioned(first), self.names.mentioned(last)
         return (_reached(begin, self.after) & _reached(end, self.before)).intersection(free)
 
     def behind(self, nodes: Collection[str], home: dict[str, int]) -> set[str]:

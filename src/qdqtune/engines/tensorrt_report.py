@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import onnx
 
-from qdqtune.engines.tensorrt_nodes import COPY_NODE, assign, mentioned, node_name
+from qdqtune.engines.tensorrt_nodes import COPY_NODE, Names, assign, mentioned, node_name
 from qdqtune.errors import BadOption
 from qdqtune.types import Layer
 
@@ -86,7 +86,8 @@ def read_report(
     times = _times(profile)
     entries = _of_one_profile(entries, times)
     operators = None if model is None else {node_name(n): n.op_type for n in model.graph.node}
-    mentions = [_mentions(entry, operators) for entry in entries]
+    names = None if operators is None else Names(operators)
+    mentions = [_mentions(entry, names) for entry in entries]
     nodes, folded = mentions, tuple[str, ...]()
     if model is not None:
         nodes, folded = assign(model, [(e.name, names) for e, names in zip(entries, mentions, strict=True)])
@@ -196,14 +197,14 @@ def _aligned(entries: Iterable[_Entry], times: Times | None) -> list[float | Non
     return found
 
 
-def _mentions(entry: _Entry, known: Collection[str] | None) -> tuple[str, ...]:
+def _mentions(entry: _Entry, known: Names | None) -> tuple[str, ...]:
     """Names of nodes that a layer gives itself. One that serves another layer says whose it is, but covers nothing."""
     if entry.name.startswith(COPY_NODE):
         return ()
     name = PROFILE_SUFFIX.sub("", entry.name)
     if known is None:
-        return entry.metadata or mentioned(name, None)
-    return tuple(dict.fromkeys((*mentioned(name, known), *(n for n in entry.metadata if n in known))))
+        return entry.metadata or mentioned(name)
+    return tuple(dict.fromkeys((*known.mentioned(name), *(n for n in entry.metadata if n in known))))
 
 
 def _kind(entry: _Entry, mentions: Sequence[str], operators: Mapping[str, str]) -> Kind:

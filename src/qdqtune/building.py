@@ -1,0 +1,90 @@
+"""`qdqtune build`: a model in an engine's own format, ready to deploy."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+from google.protobuf.message import DecodeError
+
+from qdqtune.engines import MODULES, EngineSpec, one_line
+from qdqtune.errors import BadModel, BadOption, EngineFailure, OutputError
+from qdqtune.runner import Handle, Runner
+from qdqtune.types import Failure
+
+FORMATS = {
+    "onnxruntime": "an optimized ONNX file",
+    "openvino": "an OpenVINO IR",
+    "tensorrt": "a TensorRT plan",
+    "tensorrt-rtx": "a TensorRT-RTX plan",
+    "trtexec": "a TensorRT plan",
+}
+"""Engines that can save what they build, and what that is. A plan runs on one version, on one kind of GPU."""
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """What was written: the files (weights may have one of their own), their size, and how long the build took."""
+
+    files: tuple[Path, ...]
+    nbytes: int
+    seconds: float
+
+
+def build(model: Path, output: Path, spec: EngineSpec, *, time_limit_s: float) -> Artifact:
+    """Build the model in a file, and write it in the engine's format. `output` appears whole or not at all.
+
+    Raises:
+        BadModel: the file cannot be read.
+        BadOption: what is written would replace the model or its weights, or an engine option cannot be used.
+        OutputError: `output` cannot be written.
+        EngineUnavailable, EngineFailure: the engine cannot be opened, refuses the model, or has no format to save it in.
+    """
+    inputs = _files_of(model)
+    _refuse_overwriting(inputs, output)
+    if output.is_dir():
+        raise OutputError(f"cannot write {output}: it is a folder")
+    if spec.name in MODULES and spec.name not in FORMATS:
+        able = ", ".join(FORMATS)
+        raise EngineFailure(f"engine {spec.name!r} has no format of its own to save; these have: {able}")
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix=".qdqtune-", dir=output.parent) as folder,
+            Runner(spec, time_limit_s=time_limit_s, log_dir=Path(folder, "logs")) as runner,
+        ):
+            handle = _saved(runner, model, Path(folder, output.name))
+            made = sorted(path for path in Path(folder).iterdir() if path.is_file())
+            for path in made:
+                _refuse_overwriting(inputs, output.with_name(path.name))
+            nbytes = sum(path.stat().st_size for path in made)
+            files = tuple(path.replace(output.with_name(path.name)) for path in made)
+    except OSError as error:
+        raise OutputError(f"cannot write {output}: {error.strerror or error}") from error
+    return Artifact(files, nbytes, handle.build_seconds)
+
+
+def _saved(runner: Runner, model: Path, target: Path) -> Handle:
+    handle = runner.load(model, "build")
+    if isinstance(handle, Failure):
+        raise EngineFailure(handle.reason)
+    if failure := runner.save(handle, target):
+        raise EngineFailure(failure.reason)
+    return handle
+
+
+def _files_of(model: Path) -> list[Path]:
+    """The model file and the files of its external data."""
+    try:
+        proto = onnx.load(model, load_external_data=False)
+    except (OSError, DecodeError) as error:
+        raise BadModel(f"cannot read {model}: {one_line(getattr(error, 'strerror', None) or error)}") from error
+    places = {e.value for t in proto.graph.initializer for e in t.external_data if e.key == "location"}
+    return [model, *(model.parent / place for place in sorted(places))]
+
+
+def _refuse_overwriting(inputs: list[Path], target: Path) -> None:
+    for path in inputs:
+        if target.resolve() == path.resolve() or (target.exists() and path.exists() and target.samefile(path)):
+            raise BadOption(f"{target} would overwrite the model: choose another --output")

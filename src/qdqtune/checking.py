@@ -1,0 +1,143 @@
+"""What an engine did not fuse: pairs that run as kernels of their own, operators that stayed in float, reformats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from qdqtune.graph import Model, Node
+from qdqtune.reasons import UNKNOWN, Reasons, is_conversion, is_float, is_low
+from qdqtune.rules import COMPUTE
+from qdqtune.types import Layer, NumericFormat
+
+Kind = Literal["standalone pair", "float compute", "reformat", "boundary"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A layer that a better placement might do without.
+
+    Kinds: "standalone pair", a Q or a DQ that runs as a kernel of its own; "float compute", an operator that runs in
+    float although its inputs carry pairs; "reformat", a layer beside a quantized one that only moves values;
+    "boundary", a conversion that has to be there, since the model's own inputs and outputs are float, or that the user
+    allows. `nodes` are the ONNX nodes that it is about, `beside` those in float to which it converts.
+    """
+
+    kind: Kind
+    layer: str
+    nodes: tuple[str, ...]
+    time_ms: float | None
+    reason: str
+    beside: tuple[str, ...] = ()
+
+    @property
+    def fails(self) -> bool:
+        """Whether a check that finds this has failed."""
+        return self.kind != "boundary"
+
+
+def check(model: Model, layers: Sequence[Layer], numbers: NumericFormat | None = None) -> tuple[Finding, ...]:
+    """What is not fused in a Q/DQ model, in the order of the engine's layers.
+
+    `layers` name nodes of `model`; names that it has not are passed over. With `numbers`, the format that the engine
+    wants, pairs in another one are recognised as a reason.
+    """
+    checker = _Checker(model, layers, Reasons(model, layers, numbers))
+    found = (checker.finding(number) for number in range(len(layers)))
+    return tuple(finding for finding in found if finding is not None)
+
+
+def allow(findings: Iterable[Finding], wildcards: Sequence[str]) -> tuple[Finding, ...]:
+    """The findings, where conversions of or beside nodes whose name matches a wildcard have become boundaries."""
+
+    def is_meant(finding: Finding) -> bool:
+        names = (*finding.nodes, *finding.beside)
+        return finding.kind in ("standalone pair", "reformat") and any(
+            fnmatchcase(name, wildcard) for name in names for wildcard in wildcards
+        )
+
+    return tuple(replace(f, kind="boundary", reason=f"allowed: {f.reason}") if is_meant(f) else f for f in findings)
+
+
+class _Checker:
+    def __init__(self, model: Model, layers: Sequence[Layer], reasons: Reasons) -> None:
+        self._nodes = {node.name: node for node in model.nodes}
+        self._float_types = {name for name, info in model.tensors.items() if info.is_float}
+        self._layers = layers
+        self._reasons = reasons
+        self._computing = [number for number, layer in enumerate(layers) if layer.kind == "compute"]
+
+    def finding(self, number: int) -> Finding | None:
+        layer = self._layers[number]
+        nodes = [self._nodes[name] for name in layer.nodes if name in self._nodes]
+        pairs = [node for node in nodes if is_conversion(node)]
+        others = [node for node in nodes if not is_conversion(node)]
+        if layer.kind == "folded":
+            return None
+        if layer.kind == "quantize" or (pairs and not others and layer.kind != "copy"):
+            return self._conversion(number, pairs)
+        if others:
+            return self._in_float(layer, others)
+        return self._inserted(number)
+
+    def _conversion(self, number: int, pairs: Sequence[Node]) -> Finding:
+        layer = self._layers[number]
+        verdicts = [
+            self._reasons.of_quantize(n) if n.op == "QuantizeLinear" else self._reasons.of_dequantize(n) for n in pairs
+        ]
+        known = [v for v in verdicts if v.reason != UNKNOWN and not v.is_boundary]
+        if not known and (border := next((v for v in verdicts if v.is_boundary), None)):
+            return Finding("boundary", layer.name, _names(pairs), layer.time_ms, border.reason)
+        reason = "; ".join(dict.fromkeys(v.reason for v in known)) or UNKNOWN
+        if not pairs:
+            reason = f"{UNKNOWN}: the engine does not tell its nodes; it runs {self._place(number)}"
+        beside = tuple(dict.fromkeys(name for v in known for name in v.beside))
+        return Finding("standalone pair", layer.name, _names(pairs), layer.time_ms, reason, beside)
+
+    def _in_float(self, layer: Layer, others: Sequence[Node]) -> Finding | None:
+        """An operator, or one that only moves values, that a pair should have brought into 8 bits."""
+        if not is_float(layer.precision):
+            return None
+        meant = [n for n in others if self._is_meant_for_8_bits(n)]
+        if not meant:
+            return None
+        first = next((n for n in meant if n.op in COMPUTE), meant[0])
+        kind: Kind = "float compute" if layer.kind == "compute" else "reformat"
+        return Finding(kind, layer.name, _names(meant), layer.time_ms, self._reasons.of_float(first))
+
+    def _is_meant_for_8_bits(self, node: Node) -> bool:
+        """Whether all its inputs carry pairs; of a convolution or product, one is enough to show the intent."""
+        paired = [operand.dq is not None for operand in self._reasons.operands(node)]
+        gives_float = any(output in self._float_types for output in node.outputs)
+        return gives_float and bool(paired) and (any(paired) if node.op in COMPUTE else all(paired))
+
+    def _inserted(self, number: int) -> Finding | None:
+        """A layer that the engine added to move values, beside one that runs in 8 bits."""
+        layer = self._layers[number]
+        if layer.kind == "compute" or (layer.kind == "copy" and not layer.time_ms):
+            return None  # a copy that takes no time is none
+        before, behind = self._neighbours(number)
+        if not any(is_low(n.precision) for n in (before, behind) if n is not None):
+            return None
+        kind: Kind = "boundary" if before is None or behind is None else "reformat"
+        beside = tuple(name for n in (before, behind) if n is not None and is_float(n.precision) for name in n.nodes)
+        return Finding(
+            kind, layer.name, (), layer.time_ms, f"the engine changes the layout {self._place(number)}", beside
+        )
+
+    def _neighbours(self, number: int) -> tuple[Layer | None, Layer | None]:
+        """The layers that compute before and after one, in the order in which the engine runs them."""
+        before = next((self._layers[i] for i in reversed(self._computing) if i < number), None)
+        return before, next((self._layers[i] for i in self._computing if i > number), None)
+
+    def _place(self, number: int) -> str:
+        before, behind = (None if n is None else f"{n.name} ({n.precision})" for n in self._neighbours(number))
+        if before and behind:
+            return f"between {before} and {behind}"
+        return f"behind {before}" if before else f"in front of {behind}"
+
+
+def _names(nodes: Iterable[Node]) -> tuple[str, ...]:
+    return tuple(node.name for node in nodes)

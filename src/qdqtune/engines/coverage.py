@@ -1,0 +1,138 @@
+"""Which nodes of the model file the layers of an engine cover.
+
+An engine says for each layer which nodes it knows to be in it, and which tensors of the model it still reads and
+writes. Those tensors are borders: what lies between two of them, and nobody named, went into the layer between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+
+from qdqtune.graph import bodies, captured
+from qdqtune.loading import name_nodes
+from qdqtune.types import Layer
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What an engine tells of one layer: names of nodes in it, and the model's tensors that it reads and writes."""
+
+    nodes: tuple[str, ...] = ()
+    reads: frozenset[str] = frozenset()
+    writes: frozenset[str] = frozenset()
+
+
+def read_graph(path: Path) -> onnx.GraphProto:
+    """The graph in a model file. Nodes that have no name of their own carry the one that `loading.load` gives them."""
+    graph = onnx.load(path, load_external_data=False).graph
+    name_nodes(graph)
+    return graph
+
+
+def cover(graph: onnx.GraphProto, claims: Sequence[Claim]) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
+    """Each node of `graph` once: in one of the layers, or among those that no layer runs.
+
+    A node that several layers claim is the first one's. Nodes nobody claims join a neighbour: a DequantizeLinear what
+    reads it, anything else what makes its input, or else what reads its output, across borders only as a last resort.
+    Constant nodes join a layer only where it reads what they start from (int8 weights behind a fused
+    DequantizeLinear); the others, and shapes known in advance, run nowhere.
+    """
+    return _Assignment(graph, claims).result()
+
+
+def folded(nodes: tuple[str, ...]) -> tuple[Layer, ...]:
+    """The layer that stands for nodes that nothing runs at inference; none if there are no such nodes."""
+    return (Layer("folded", nodes, "", 0.0, "folded"),) if nodes else ()
+
+
+class _Assignment:
+    def __init__(self, graph: onnx.GraphProto, claims: Sequence[Claim]) -> None:
+        self._claims = claims
+        self._borders = frozenset[str]().union(*(claim.reads | claim.writes for claim in claims))
+        self._nodes = {node.name: node for node in graph.node}
+        self._inputs = {node.name: tuple(_read(node)) for node in graph.node}
+        self._maker = {tensor: node.name for node in graph.node for tensor in node.output if tensor}
+        self._users: dict[str, list[str]] = {}
+        for name, tensors in self._inputs.items():
+            for tensor in tensors:
+                self._users.setdefault(tensor, []).append(name)
+        self._home: dict[str, int] = {}
+        for number, claim in enumerate(claims):
+            for name in claim.nodes:
+                if name in self._nodes:
+                    self._home.setdefault(name, number)
+        self._known = {t.name for t in graph.initializer}
+        self._fixed = self._constants()
+        self._draw_in_weights()
+        self._join()
+
+    def result(self) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
+        covered: list[list[str]] = [[] for _ in self._claims]
+        for name in self._nodes:
+            if name in self._home:
+                covered[self._home[name]].append(name)
+        return [tuple(names) for names in covered], tuple(n for n in self._nodes if n not in self._home)
+
+    def _constants(self) -> frozenset[str]:
+        """Nodes that nobody claims and whose results, from now on `_known`, do not depend on the graph's inputs."""
+        found = set()
+        for name, node in self._nodes.items():
+            is_static = node.op_type in ("Shape", "Size") or self._known.issuperset(self._inputs[name])
+            if name not in self._home and is_static and not node.op_type.startswith("Random"):
+                found.add(name)
+                self._known.update(node.output)
+        return frozenset(found)
+
+    def _draw_in_weights(self) -> None:
+        for name in reversed(self._nodes):
+            if name in self._fixed:
+                for tensor in self._nodes[name].output:
+                    owners = (self._home[u] for u in self._users.get(tensor, ()) if u in self._home)
+                    owner = next((o for o in owners if tensor not in self._claims[o].reads), None)
+                    if owner is not None and self._starts_at(name, self._claims[owner].reads):
+                        self._home.setdefault(name, owner)
+
+    def _starts_at(self, name: str, tensors: frozenset[str]) -> bool:
+        """Whether a constant node computes its result from one of `tensors` that is constant itself."""
+        seen, stack = {name}, [name]
+        while stack:
+            inputs = self._known.intersection(self._inputs[stack.pop()])
+            if inputs & tensors:
+                return True
+            fresh = {self._maker[t] for t in inputs if t in self._maker} - seen
+            seen |= fresh
+            stack.extend(fresh)
+        return False
+
+    def _join(self) -> None:
+        for borders in (self._borders, frozenset[str]()):
+            before = -1
+            while before != len(self._home):
+                before = len(self._home)
+                for name in self._left():
+                    if self._nodes[name].op_type != "DequantizeLinear":
+                        makers = (self._maker.get(t) for t in self._inputs[name] if t not in borders)
+                        self._follow(name, makers)
+                for name in reversed(list(self._left())):
+                    outputs = (t for t in self._nodes[name].output if t not in borders)
+                    self._follow(name, (user for t in outputs for user in self._users.get(t, ())))
+        for name in self._left():  # a DequantizeLinear that makes a graph output has nobody behind it
+            self._follow(name, (self._maker.get(t) for t in self._inputs[name]))
+
+    def _left(self) -> Iterator[str]:
+        return (name for name in self._nodes if name not in self._home and name not in self._fixed)
+
+    def _follow(self, name: str, neighbours: Iterable[str | None]) -> None:
+        owner = next((self._home[n] for n in neighbours if n in self._home), None)
+        if owner is not None:
+            self._home[name] = owner
+
+
+def _read(node: onnx.NodeProto) -> Iterator[str]:
+    yield from (tensor for tensor in node.input if tensor)
+    for body in bodies(node):
+        yield from sorted(captured(body))

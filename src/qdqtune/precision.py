@@ -1,0 +1,81 @@
+"""A float32 model as a float16 one, for engines that take precision from the graph.
+
+ONNX Runtime's converter does it. It knows which operators are unsafe in half precision and casts around them, and
+clips finite constants to what float16 holds, so that a mask of -3e38 stays a mask. It works on one protobuf in memory:
+large constants are shown to it as graph inputs, and converted here when somebody reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import onnx
+from onnx import TensorProto, helper
+
+from qdqtune.constants import replace
+from qdqtune.errors import BadModel, BadOption
+from qdqtune.graph import Constant, Model
+from qdqtune.loading import checked
+
+OPSET = 19
+"""Pairs on float16 tensors need it."""
+
+
+def to_float16(model: Model, keep: Sequence[str] = ()) -> Model:
+    """`model` (opset 19 or later) in float16. Graph inputs and outputs stay float32, with a Cast at each.
+
+    The operators of the converter's own list stay in float32, and so do nodes of other domains, whose kernels nobody
+    knows, and those named in `keep` or of an operator named there.
+
+    Raises:
+        BadModel: the model cannot be converted.
+        BadOption: `keep` names nothing in the model.
+    """
+    from onnxruntime.transformers import float16  # slow to import
+
+    operators = {node.op for node in model.nodes}
+    if unknown := [name for name in keep if name not in operators and name not in model.index_of]:
+        raise BadOption(f"nothing to keep in float32: the model has no node and no operator {unknown[0]!r}")
+    foreign = [node for node in model.nodes if node.domain]
+    try:
+        proto = float16.convert_float_to_float16(
+            _shown(model, {name for node in foreign for name in node.outputs if name}),
+            keep_io_types=[*model.inputs, *model.outputs],
+            disable_shape_infer=True,
+            op_block_list=[*float16.DEFAULT_OP_BLOCK_LIST, *(name for name in keep if name in operators)],
+            node_block_list=[*(node.name for node in foreign), *(name for name in keep if name in model.index_of)],
+        )
+    except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise BadModel(f"cannot convert the model to float16: {error}") from error
+    replace(proto.graph.input, [v for v in proto.graph.input if v.name not in model.large])
+    replace(proto.graph.node, _once(proto.graph.node))
+    try:
+        return checked(proto, {name: _half(c) for name, c in model.large.items()})
+    except BadModel as error:
+        raise BadModel(f"cannot convert the model to float16: {error}") from error
+
+
+def _shown(model: Model, foreign: Iterable[str]) -> onnx.ModelProto:
+    """A copy with the large constants as graph inputs, and with a type for what custom operators make."""
+    proto = onnx.ModelProto()
+    proto.CopyFrom(model.proto)
+    for name, constant in model.large.items():
+        proto.graph.input.append(helper.make_tensor_value_info(name, constant.dtype, constant.shape))
+    for name in sorted(set(foreign) - set(model.tensors)):
+        proto.graph.value_info.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
+    return proto
+
+
+def _half(constant: Constant) -> Constant:
+    """A float32 constant in float16, converted when it is read; others as they are."""
+    if constant.dtype != TensorProto.FLOAT:
+        return constant
+    from onnxruntime.transformers.float16 import convert_np_to_float16
+
+    key = f"{constant.key}:float16"
+    return Constant(key, TensorProto.FLOAT16, constant.shape, lambda: convert_np_to_float16(constant.array()))
+
+
+def _once(nodes: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:
+    """The nodes without repeated ones: the converter makes a Cast for each float32 reader of a tensor, all of one name."""
+    return list({node.name: node for node in nodes}.values())

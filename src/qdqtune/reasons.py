@@ -1,0 +1,321 @@
+"""Why an engine left a part of a Q/DQ model in float, read from the graph around it.
+
+An operator runs in 8 bits if all its operands come out of DQs, its result goes into Qs, and the engine has a kernel for
+that. What breaks one of these is the likely reason; engines do not tell theirs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from onnx import TensorProto
+
+from qdqtune.graph import GRAPH, Constant, Model, Node
+from qdqtune.qdq import ONNX_TYPE
+from qdqtune.rules import COMPUTE, FUSED_BEHIND, MOVERS, SETTINGS_FROM
+from qdqtune.types import Layer, NumericFormat
+
+UNKNOWN = "unknown"
+
+LOW = re.compile(r"(u?int|[ui]|fp|f|float)[48]", re.IGNORECASE)
+FLOAT = re.compile(r"bf|tf|fp|f|half", re.IGNORECASE)
+
+CONVERSIONS = frozenset({"QuantizeLinear", "DequantizeLinear"})
+PASSES = MOVERS | {"Cast"}
+"""What a value of the graph's border may meet before it is quantized, or after."""
+USUAL = COMPUTE | MOVERS | {"Add", "Mul", "Concat", "GlobalAveragePool"}
+"""Operators that most engines run in 8 bits, so that other reasons are likelier than a missing kernel."""
+AROUND_SOFTMAX = MOVERS | CONVERSIONS | {"Add", "Cast", "Div", "Dropout", "Mul", "Where"}
+"""What stands between the two products of attention and their Softmax."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why a conversion runs. `beside` are the float nodes that it serves; at a boundary it has to be there."""
+
+    reason: str
+    beside: tuple[str, ...] = ()
+    is_boundary: bool = False
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A float value that a node computes with, and the DQ that it comes from, if it carries a pair.
+
+    `source` is the float tensor in front of the pair; None where the pair holds a constant that is stored quantized.
+    """
+
+    tensor: str
+    dq: Node | None
+    source: str | None
+    is_constant: bool
+
+
+def is_low(precision: str) -> bool:
+    """Whether a layer's precision is one of 8 bits or less."""
+    return LOW.match(precision) is not None
+
+
+def is_float(precision: str) -> bool:
+    """Whether it is a float type of more than 8 bits. An unknown precision is neither."""
+    return FLOAT.match(precision) is not None and not is_low(precision)
+
+
+def is_conversion(node: Node) -> bool:
+    """Whether a node is a Q or a DQ."""
+    return node.op in CONVERSIONS
+
+
+def told(node: Node) -> str:
+    """A node with its operator, for people."""
+    return f"{node.name} ({node.op})"
+
+
+class Reasons:
+    """A Q/DQ model, and in which precision an engine runs its nodes. `numbers` is the format that the engine wants."""
+
+    def __init__(self, model: Model, layers: Sequence[Layer], numbers: NumericFormat | None) -> None:
+        self._model = model
+        self._home = {name: layer for layer in layers for name in layer.nodes}
+        self._numbers = numbers
+
+    def runs_in_8_bits(self, node: Node) -> bool:
+        """Whether the layer that covers the node does."""
+        layer = self._home.get(node.name)
+        return layer is not None and layer.kind not in ("quantize", "folded") and is_low(layer.precision)
+
+    def operands(self, node: Node) -> list[Operand]:
+        """What the node computes with, biases aside."""
+        end = 2 if node.op in COMPUTE else SETTINGS_FROM.get(node.op, len(node.inputs))
+        return [found for tensor in node.inputs[:end] if tensor and (found := self._operand(tensor)) is not None]
+
+    def of_quantize(self, q: Node) -> Verdict:
+        """Why a Q runs: what makes its input runs in float, or somebody else reads that input."""
+        tensor = q.inputs[0]
+        maker = self._maker(tensor)
+        if tensor in self._model.constants:
+            return Verdict("it quantizes a constant, which the engine has not done in advance")
+        if self._comes_from_input(tensor):
+            readers = [n for dq in self._readers(q.outputs[0]) for n in self._readers(dq.outputs[0])]
+            if any(self.runs_in_8_bits(n) for n in readers):
+                return Verdict("first Q behind a float input of the model", is_boundary=True)
+            return Verdict("nothing that reads it runs in 8 bits", tuple(n.name for n in readers))
+        if maker is None:
+            return Verdict(UNKNOWN)
+        if maker.op == "DequantizeLinear":
+            return Verdict(self._twice(maker, q))
+        if not self.runs_in_8_bits(maker):
+            return Verdict(f"{told(maker)} in front of it runs in float: {self.of_float(maker)}", (maker.name,))
+        others = [n for n in self._readers(tensor) if n.op != "QuantizeLinear"]
+        if others or self._is_output(tensor):
+            return Verdict(f"{told(maker)} in front of it is read in float as well: {self._users(tensor, others)}",
+                           tuple(n.name for n in others))  # fmt: skip
+        return Verdict(UNKNOWN)
+
+    def of_dequantize(self, dq: Node) -> Verdict:
+        """Why a DQ runs: somebody reads its output in float."""
+        tensor = dq.outputs[0]
+        if self._ends_at_output(tensor):
+            return Verdict("last DQ in front of a float output of the model", is_boundary=True)
+        readers = self._readers(tensor)
+        if again := next((n for n in readers if n.op == "QuantizeLinear"), None):
+            return Verdict(self._twice(dq, again))
+        in_float = [n for n in readers if not self.runs_in_8_bits(n)]
+        if in_float:
+            only = f"one of its {len(readers)} readers, " if len(in_float) < len(readers) else ""
+            reason = f"{only}{told(in_float[0])}, runs in float" if only else f"{told(in_float[0])} runs in float"
+            return Verdict(f"{reason}: {self.of_float(in_float[0])}", tuple(n.name for n in in_float))
+        return Verdict(f"{tensor} is an output of the model as well" if self._is_output(tensor) else UNKNOWN)
+
+    def of_float(self, node: Node) -> str:
+        """Why an operator runs in float, as far as the graph tells."""
+        operands = self.operands(node)
+        bare = [o for o in operands if o.dq is None]
+        if len(bare) == len(operands):
+            return "none of its inputs carries a pair" if len(operands) > 1 else "its input carries no pair"
+        if bare:
+            return _partial(node, operands)
+        causes = [self._clamp, self._format, self._bias, self._output, self._kernel, self._attention]
+        if node.op not in USUAL:
+            causes = [self._clamp, self._kernel, self._format, self._output]
+        return next((reason for cause in causes if (reason := cause(node))), UNKNOWN)
+
+    def _clamp(self, node: Node) -> str:
+        source = self.operands(node)[0].source
+        before = self._maker(source) if source else None
+        if node.op in FUSED_BEHIND and before is not None and before.op in COMPUTE:
+            return f"a pair stands between {told(before)} and it, which engines fuse: put the pair behind it instead"
+        return ""
+
+    def _format(self, node: Node) -> str:
+        """What is unusual about the numbers of its pairs."""
+        for number, operand in enumerate(self.operands(node)):
+            if operand.dq is not None:
+                reason = self._scale(node, number, operand, operand.dq) or self._type(operand, operand.dq)
+                if reason:
+                    return reason
+        return ""
+
+    def _scale(self, node: Node, number: int, operand: Operand, dq: Node) -> str:
+        scale = self._constant(dq, 1)
+        q = self._maker(dq.inputs[0])
+        if scale is None:
+            return f"the scale of {dq.name} is no constant"
+        if q is not None and q.op == "QuantizeLinear" and not self._same_numbers(q, dq):
+            return f"{q.name} and {dq.name} differ in scale or zero point"
+        if np.size(scale.array()) == 1:
+            return ""
+        if not operand.is_constant:
+            return f"{dq.name} has a scale for each channel of an activation, and engines want one for all"
+        if self._numbers is not None and not self._numbers.per_channel:
+            return f"{dq.name} has a scale for each channel, and this engine wants one for all"
+        info = self._model.tensors.get(dq.outputs[0])
+        wanted = _channel_axis(node, number)
+        if info is None or info.shape is None or wanted is None:
+            return ""
+        axis: int = dq.attributes.get("axis", 1) % len(info.shape)
+        if axis == wanted % len(info.shape):
+            return ""
+        return f"{dq.name} has its scales along axis {axis}, which is not that of the output channels"
+
+    def _type(self, operand: Operand, dq: Node) -> str:
+        """What the engine does not take, if it has said what it wants."""
+        if self._numbers is None:
+            return ""
+        zero = self._constant(dq, 2)
+        if self._numbers.symmetric and zero is not None and np.any(zero.array().astype(np.float32)):
+            return f"the zero point of {dq.name} is not 0, and this engine takes symmetric pairs only"
+        wanted = self._numbers.weight if operand.is_constant else self._numbers.activation
+        info = self._model.tensors.get(dq.inputs[0])
+        if info is None or info.dtype == ONNX_TYPE[wanted]:
+            return ""
+        return f"{dq.name} takes {TensorProto.DataType.Name(info.dtype).lower()}, and this engine wants {wanted.value}"
+
+    def _bias(self, node: Node) -> str:
+        bias = node.inputs[2] if node.op in COMPUTE and len(node.inputs) > 2 else ""
+        if not bias or self._numbers is None:
+            return ""
+        dq = self._maker(bias)
+        is_quantized = dq is not None and dq.op == "DequantizeLinear"
+        if self._numbers.bias == "int32" and not is_quantized:
+            return f"its bias {bias} is in float, and this engine wants it in int32 behind a DQ"
+        if self._numbers.bias == "float" and is_quantized:
+            return f"its bias {bias} comes out of a DQ, and this engine wants it in float"
+        return ""
+
+    def _output(self, node: Node) -> str:
+        """Who reads the result in float, behind what engines fuse into the operator."""
+        tensor = node.outputs[0]
+        readers = self._readers(tensor)
+        while node.op in COMPUTE and len(readers) == 1 and readers[0].op in FUSED_BEHIND:
+            tensor = readers[0].outputs[0]
+            readers = self._readers(tensor)
+        others = [n for n in readers if n.op != "QuantizeLinear"]
+        if not others and not self._is_output(tensor):
+            return ""
+        return f"its output is not quantized for all who read it: {self._users(tensor, others)}"
+
+    def _kernel(self, node: Node) -> str:
+        """That no node of its kind runs in 8 bits. For convolutions and products this would say little."""
+        if node.op in ("Conv", "Gemm", "MatMul") or any(
+            self.runs_in_8_bits(n) for n in self._model.nodes if n.op == node.op
+        ):
+            return ""
+        return f"no {node.op} of this model runs in 8 bits: this engine seems to have no such kernel"
+
+    def _attention(self, node: Node) -> str:
+        if node.op != "MatMul" or any(o.is_constant for o in self.operands(node)):
+            return ""
+        if not (self._meets_softmax(node, forward=True) or self._meets_softmax(node, forward=False)):
+            return ""
+        which = "it is one of the two products of attention"
+        if self._numbers is not None and self._numbers.symmetric:
+            return f"{which}: this engine fuses them in float16, or in FP8 with pairs on q, k, v and behind the Softmax"
+        return f"{which}: not every engine runs them in 8 bits"
+
+    def _meets_softmax(self, node: Node, *, forward: bool) -> bool:
+        seen, stack = {node.index}, [node]
+        while stack:
+            here = stack.pop()
+            near = [n for t in here.outputs for n in self._readers(t)] if forward else [
+                n for t in here.inputs if (n := self._maker(t)) is not None]  # fmt: skip
+            if any(n.op == "Softmax" for n in near):
+                return True
+            fresh = [n for n in near if n.op in AROUND_SOFTMAX and n.index not in seen]
+            seen.update(n.index for n in fresh)
+            stack.extend(fresh)
+        return False
+
+    def _twice(self, dq: Node, q: Node) -> str:
+        if self._same_numbers(dq, q):
+            return f"{q.name} follows {dq.name} directly with the same scale: one pair is enough"
+        return f"{q.name} follows {dq.name} directly with another scale: give both pairs one scale"
+
+    def _same_numbers(self, a: Node, b: Node) -> bool:
+        for slot in (1, 2):
+            if a.inputs[slot : slot + 1] == b.inputs[slot : slot + 1]:
+                continue
+            first, second = self._constant(a, slot), self._constant(b, slot)
+            if first is None or second is None or not np.array_equal(first.array(), second.array()):
+                return False
+        return True
+
+    def _users(self, tensor: str, nodes: Sequence[Node]) -> str:
+        users = [told(n) for n in nodes] + ["the model's output"] * self._is_output(tensor)
+        return ", ".join(users[:2]) + (f" and {len(users) - 2} more" if len(users) > 2 else "")
+
+    def _operand(self, tensor: str) -> Operand | None:
+        maker = self._maker(tensor)
+        if maker is None or maker.op != "DequantizeLinear":
+            info = self._model.tensors.get(tensor)
+            is_known = info is not None and info.is_float
+            return Operand(tensor, None, tensor, tensor in self._model.constants) if is_known else None
+        q = self._maker(maker.inputs[0])
+        source = q.inputs[0] if q is not None and q.op == "QuantizeLinear" else None
+        fixed = (source or maker.inputs[0]) in self._model.constants
+        return Operand(tensor, maker, source, fixed)
+
+    def _comes_from_input(self, tensor: str) -> bool:
+        while (maker := self._maker(tensor)) is not None and maker.op in PASSES and not self.runs_in_8_bits(maker):
+            tensor = maker.inputs[0]
+        return tensor in self._model.inputs
+
+    def _ends_at_output(self, tensor: str) -> bool:
+        """Whether all that becomes of a tensor are outputs of the graph."""
+        while len(readers := self._readers(tensor)) == 1 and readers[0].op in PASSES and not self._is_output(tensor):
+            tensor = readers[0].outputs[0]
+        return not readers and self._is_output(tensor)
+
+    def _maker(self, tensor: str) -> Node | None:
+        index = self._model.producers.get(tensor)
+        return None if index is None else self._model.nodes[index]
+
+    def _readers(self, tensor: str) -> list[Node]:
+        return [self._model.nodes[i] for i in dict.fromkeys(u.node for u in self._model.uses(tensor)) if i != GRAPH]
+
+    def _is_output(self, tensor: str) -> bool:
+        return tensor in self._model.outputs
+
+    def _constant(self, node: Node, slot: int) -> Constant | None:
+        return self._model.constants.get(node.inputs[slot]) if len(node.inputs) > slot else None
+
+
+def _partial(node: Node, operands: Sequence[Operand]) -> str:
+    """That only some of its inputs carry a pair."""
+    bare = next(o for o in operands if o.dq is None)
+    if node.op in COMPUTE and any(o.is_constant for o in operands):
+        has, lacks = ("activation", "weight") if bare.is_constant else ("weight", "activation")
+        return f"only its {has} carries a pair, its {lacks} {bare.tensor} does not"
+    paired = sum(o.dq is not None for o in operands)
+    return f"only {paired} of its {len(operands)} inputs carries a pair, {bare.tensor} does not"
+
+
+def _channel_axis(node: Node, slot: int) -> int | None:
+    """The axis of a weight along which the output channels lie, from the front or from the back."""
+    if slot != 1:
+        return None
+    gemm = 0 if node.attributes.get("transB", 0) else 1
+    return {"Conv": 0, "ConvTranspose": 1, "MatMul": -1, "Gemm": gemm}.get(node.op)

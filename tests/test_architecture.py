@@ -1,0 +1,159 @@
+"""Rules that keep the modules apart, checked on the source itself."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tuning import environment
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "qdqtune"
+MODULES = {".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): p
+           for p in sorted(PACKAGE.rglob("*.py"))}  # fmt: skip
+VENDORS = {
+    "onnxruntime", "openvino", "tensorrt", "tensorrt_rtx", "tensorrt_bindings", "tensorrt_rtx_bindings", "torch",
+}  # fmt: skip
+GRAPH_TOOLS = {"onnxruntime.transformers"}
+"""Parts of vendor packages that rewrite models and run nothing; to be imported where they are used."""
+ENGINE_SIDE = {f"qdqtune.{name}" for name in ("engines", "runner", "bench", "pairing", "tune", "cli")}
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module that a file imports, at its top or inside a function, with the names it takes from packages."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            yield str(node.module)
+            yield from (f"{node.module}.{a.name}" for a in node.names if f"{node.module}.{a.name}" in MODULES)
+
+
+def ours(name: str) -> set[str]:
+    return {m for m in imports(MODULES[name]) if m in MODULES}
+
+
+def within(name: str, packages: set[str]) -> bool:
+    return any(name == p or name.startswith(p + ".") for p in packages)
+
+
+def test_the_modules_are_found() -> None:
+    assert {"qdqtune", "qdqtune.tune", "qdqtune.strategies.region", "qdqtune.engines.fake"} <= MODULES.keys()
+    assert "qdqtune.tune" in ours("qdqtune.cli")
+
+
+@pytest.mark.parametrize("name", [m for m in MODULES if within(m, {"qdqtune.strategies"})])
+def test_strategies_never_reach_an_engine(name: str) -> None:
+    seen, waiting = set(), [name]
+    while waiting:
+        for module in ours(waiting.pop()) - seen - {"qdqtune"}:
+            seen.add(module)
+            waiting.append(module)
+    assert not {m for m in seen if within(m, ENGINE_SIDE)}
+    assert not {m for m in seen if within(m, {"qdqtune.store"})}
+
+
+def test_types_and_errors_stand_on_nothing_of_ours() -> None:
+    assert ours("qdqtune.errors") == set()
+    assert ours("qdqtune.types") <= {"qdqtune.errors"}
+    assert ours("qdqtune.graph") <= {"qdqtune.errors", "qdqtune.types"}
+
+
+def test_only_the_command_line_knows_the_command_line() -> None:
+    for name in MODULES:
+        if not within(name, {"qdqtune.cli", "qdqtune.__main__"}) and not name.startswith("qdqtune.cli_"):
+            assert "qdqtune.cli" not in ours(name), name
+
+
+@pytest.mark.parametrize("name", [m for m in MODULES if not within(m, {"qdqtune.engines"})])
+def test_vendor_libraries_are_imported_by_their_engine_only(name: str) -> None:
+    vendors = {m for m in imports(MODULES[name]) if m.split(".")[0] in VENDORS}
+    assert not {m for m in vendors if not within(m, GRAPH_TOOLS)}
+
+
+@pytest.mark.parametrize("name", [m for m in MODULES if within(m, {"qdqtune.engines"})])
+def test_an_engine_imports_no_other_engine_and_nothing_of_the_search(name: str) -> None:
+    forbidden = {f"qdqtune.{part}" for part in ("tune", "bench", "strategies", "store", "cli", "runner")}
+    assert not {m for m in ours(name) if within(m, forbidden)}
+    if name == "qdqtune.engines":
+        assert not {m for m in ours(name) if m.startswith("qdqtune.engines.")}
+
+
+def test_no_two_modules_import_each_other() -> None:
+    graph = {name: ours(name) - {name, "qdqtune"} for name in MODULES if name != "qdqtune"}
+    while free := {name for name, needs in graph.items() if not needs & graph.keys()}:
+        for name in free:
+            del graph[name]
+    assert not graph, f"a cycle through {sorted(graph)}"
+
+
+def test_importing_loads_no_vendor_library() -> None:
+    code = "import sys, qdqtune, qdqtune.cli; print(*{m.split('.')[0] for m in sys.modules})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment(), cwd=ROOT
+    )
+    loaded = set(done.stdout.split())
+    assert {"qdqtune", "onnx"} <= loaded
+    assert not loaded & VENDORS
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_module_is_too_long(name: str) -> None:
+    assert len(MODULES[name].read_text().splitlines()) <= 450
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_what_is_public_says_what_it_does(name: str) -> None:
+    tree = ast.parse(MODULES[name].read_text())
+    assert ast.get_docstring(tree)
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            assert ast.get_docstring(node), f"{name}.{node.name}"
+            for inner in node.body if isinstance(node, ast.ClassDef) else ():
+                if isinstance(inner, ast.FunctionDef) and not inner.name.startswith("_"):
+                    assert ast.get_docstring(inner), f"{name}.{node.name}.{inner.name}"
+
+
+def test_no_module_has_a_name_that_says_nothing() -> None:
+    words = {"utils", "util", "common", "base", "helpers", "helper", "misc"}
+    assert not {name for name in MODULES if words & set(re.split(r"[._]", name))}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_broad_catches_stand_at_the_border_to_foreign_code_only(name: str) -> None:
+    allowed = within(name, {"qdqtune.engines", "qdqtune.cli", "qdqtune.data"})  # data: the user's own callable
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if isinstance(node, ast.ExceptHandler):
+            caught = ast.unparse(node.type) if node.type else "BaseException"
+            cleans_up = any(isinstance(inner, ast.Raise) and inner.exc is None for inner in node.body)
+            assert allowed or cleans_up or caught not in ("Exception", "BaseException"), f"{name}:{node.lineno}"
+
+
+def tracked() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)
+    if listed.returncode == 0 and listed.stdout:
+        files = [ROOT / name for name in listed.stdout.decode().split("\0") if name]
+    else:
+        files = [p for part in ("src", "tests", "benchmarks", "demo") for p in (ROOT / part).rglob("*")]
+    return [p for p in files if p.is_file() and "__pycache__" not in p.parts]
+
+
+def test_nothing_names_a_place_on_the_machine_of_its_author() -> None:
+    places = re.compile(r"(?<![\w.}])/(?:work|home|root|Users)/\w|\.\./(?:shared|seeds)\b")
+    debts = re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|XXX)\b")
+    found = []
+    for path in tracked():
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError:
+            continue
+        lines = enumerate(text.splitlines(), 1)
+        found += [f"{path.relative_to(ROOT)}:{n}: {s}" for n, s in lines if places.search(s) or debts.search(s)]
+    assert not found, "\n".join(found)

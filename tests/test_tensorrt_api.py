@@ -1,0 +1,411 @@
+"""TensorRT without TensorRT: names against the lists of three versions, and the whole call order on stand-ins."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import importlib
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, parser
+from onnx.reference import ReferenceEvaluator
+
+import qdqtune.engines
+from engine_contract import CONV_WEIGHT, IMAGE, conv_model, model_of, quantized_conv_model
+from qdqtune.engines import EngineSpec, open_engine
+from qdqtune.engines.cuda import CudaError
+from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
+from qdqtune.types import QType
+from tensorrt_fakes import FLAGS, VERSIONS, FakeCuda, Module, names_of
+
+ENGINES = Path(qdqtune.engines.__file__).parent
+SOURCES = [ENGINES / f"{name}.py" for name in ("tensorrt", "tensorrt_build", "tensorrt_execution", "tensorrt_rtx")]
+
+VARIABLES = {
+    "builder": "Builder", "network": "INetworkDefinition", "parser": "OnnxParser", "config": "IBuilderConfig",
+    "profile": "IOptimizationProfile", "tensor": "ITensor", "layer": "ILayer", "refusal": "ParserError",
+    "cache": "ITimingCache", "registry": "IPluginRegistry", "_engine": "ICudaEngine", "engine": "ICudaEngine",
+    "_context": "IExecutionContext", "_runtime": "Runtime", "inspector": "EngineInspector",
+}  # fmt: skip
+"""What a variable or a private attribute of that name is, in the sources above."""
+
+RTX_ONLY = {"ComputeCapability", "IBuilderConfig.num_compute_capabilities", "IBuilderConfig.set_compute_capability"}
+GUARDED = {
+    "8.6.1": {"ParserError.node_name", *RTX_ONLY},
+    "10.16.1": RTX_ONLY,
+    "11.4.0": {"BuilderFlag.FP16", "BuilderFlag.INT8", *RTX_ONLY},
+    "rtx": {"BuilderFlag.FP16", "BuilderFlag.INT8"},
+}
+"""Names that a version lacks, and that the code reaches only behind a question about the version."""
+
+
+def used_names() -> set[str]:
+    """`Class.member` and names of the module, as the sources use them."""
+    found = set()
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Attribute):
+                continue
+            owner = node.value
+            root = owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else ""
+            if root in ("trt", "_trt"):
+                found.add(node.attr)
+            elif isinstance(owner, ast.Attribute) and ast.unparse(owner.value) in ("trt", "self._trt"):
+                found.add(f"{owner.attr}.{node.attr}")
+            elif root in VARIABLES and ast.unparse(owner) in (root, f"self.{root}"):
+                found.add(f"{VARIABLES[root]}.{node.attr}")
+    return {name for name in found if name.rpartition(".")[2][:2] != "__"}
+
+
+@pytest.mark.parametrize(
+    ("file", "version"), [*((f"tensorrt-{v}", v) for v in VERSIONS), ("tensorrt_rtx-1.7.1", "rtx")]
+)
+def test_every_name_exists_in_the_version(file: str, version: str) -> None:
+    names = names_of(file)
+    used = used_names()
+    assert len(used) > 60
+    missing = {n for n in used if (n.partition(".")[2] or n) not in names.get(n.rpartition(".")[0], {})}
+    assert missing == GUARDED[version]
+
+
+def test_every_name_of_cuda_python_exists() -> None:
+    runtime = pytest.importorskip("cuda.bindings.runtime")
+    used = set(re.findall(r"\b(?:cuda[A-Z]\w+\.)?cuda[A-Z]\w+", (ENGINES / "cuda.py").read_text()))
+    assert len(used) > 20
+    for name in used:
+        owner, _, member = name.rpartition(".")
+        known = getattr(runtime, owner) if owner else runtime
+        assert hasattr(known, member), name
+
+
+class Rig(SimpleNamespace):
+    """The stand-ins of one version, a folder, and how to open the engine on them."""
+
+    trt: Module
+    cuda: FakeCuda
+    folder: Path
+
+    def open(self, **options: Any) -> Any:
+        return open_engine(EngineSpec("tensorrt", options))
+
+    def build(self, model: onnx.ModelProto, **options: Any) -> Any:
+        onnx.save(model, self.folder / "m.onnx")
+        return self.open(**options).build(self.folder / "m.onnx", self.folder / "build.log")
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "build.log").read_text()
+
+
+@pytest.fixture(params=VERSIONS)
+def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Rig:
+    cuda = FakeCuda()
+    trt = Module(request.param, cuda)
+    monkeypatch.setitem(sys.modules, "tensorrt", trt)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", cuda)
+    return Rig(trt=trt, cuda=cuda, folder=tmp_path, version=request.param)
+
+
+def static(model: onnx.ModelProto, batch: int = 1) -> onnx.ModelProto:
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = batch
+    return model
+
+
+def expected(model: onnx.ModelProto, inputs: dict[str, Any]) -> Any:
+    return ReferenceEvaluator(model).run(None, inputs)[0]
+
+
+def test_a_model_is_built_and_computed(rig: Rig) -> None:
+    built = rig.build(static(conv_model()))
+    outputs = built.run(IMAGE)
+    assert list(outputs) == ["y"]
+    np.testing.assert_allclose(outputs["y"], expected(conv_model(), IMAGE), rtol=1e-6)
+    assert rig.trt.seen.flags == FLAGS[rig.version]
+    assert rig.trt.seen.config.profiling_verbosity.name == "DETAILED"
+    assert "Detected 1 inputs" in rig.log
+    assert "chatter" not in rig.log
+
+
+def test_precisions_are_allowed_only_where_typing_is_weak(rig: Rig) -> None:
+    rig.build(static(conv_model()))
+    assert rig.trt.seen.config._flags == (["FP16"] if rig.version == "8.6.1" else [])
+    rig.build(static(quantized_conv_model(rig.open().numeric_format("int8"))))
+    assert rig.trt.seen.config._flags == (["FP16", "INT8"] if rig.version == "8.6.1" else [])
+
+
+def test_external_data_is_found(rig: Rig) -> None:
+    onnx.save(static(conv_model()), rig.folder / "e.onnx", save_as_external_data=True, location="w", size_threshold=0)
+    assert (rig.folder / "w").stat().st_size >= CONV_WEIGHT.nbytes
+    built = rig.open().build(rig.folder / "e.onnx", rig.folder / "build.log")
+    np.testing.assert_allclose(built.run(IMAGE)["y"], expected(conv_model(), IMAGE), rtol=1e-6)
+
+
+def test_numbers(rig: Rig) -> None:
+    int8 = rig.open().numeric_format("int8")
+    assert (int8.activation, int8.weight, int8.symmetric, int8.per_channel) == (QType.INT8, QType.INT8, True, True)
+    assert (int8.bias, int8.drop_clamps) == ("float", False)
+    assert {"Concat", "MaxPool"} <= int8.shared_scale_ops
+    if rig.version == "8.6.1":
+        with pytest.raises(BadOption, match="TensorRT 10"):
+            rig.open().numeric_format("fp8")
+    else:
+        assert rig.open().numeric_format("fp8").weight is QType.FP8
+
+
+def test_description_names_all_that_latency_depends_on(rig: Rig) -> None:
+    told = rig.open(workspace_mb=512, builder_level=4, opt_shapes={"x": [8, 4]}).describe()
+    assert told["engine"] == "tensorrt"
+    assert (told["version"], told["device"], told["compute_capability"]) == (rig.version, "Stand-in GPU", "8.9")
+    assert (told["driver"], told["threads"]) == ("CUDA 12.8", "1")
+    assert (told["workspace_mb"], told["builder_level"], told["opt_shapes"]) == ("512", "4", "{'x': [8, 4]}")
+
+
+def test_time_is_that_of_the_device_by_a_graph(rig: Rig) -> None:
+    built = rig.build(static(conv_model()))
+    assert built.time(IMAGE, 5) == pytest.approx(2e-3)
+    assert rig.cuda.launches == 5
+    built.time(IMAGE, 3)
+    assert rig.cuda.launches == 8
+    assert rig.cuda.alive == {"stream": 1, "event": 0, "graph": 1}
+
+
+def test_time_without_a_graph_where_nothing_can_be_captured(rig: Rig) -> None:
+    rig.cuda.capturable = False
+    built = rig.build(static(conv_model()))
+    assert built.time(IMAGE, 5) == pytest.approx(2e-3)
+    assert built.time(IMAGE, 5) == pytest.approx(2e-3)
+    assert (rig.cuda.launches, rig.cuda.alive["graph"]) == (0, 0)
+
+
+def test_shapes_may_change_from_run_to_run(rig: Rig) -> None:
+    built = rig.build(conv_model(), min_shapes={"x": [1, 4, 8, 8]}, max_shapes={"x": [4, 4, 8, 8]})
+    assert rig.trt.seen.profile == {"x": ([1, 4, 8, 8], [4, 4, 8, 8], [4, 4, 8, 8])}
+    three = {"x": np.concatenate([IMAGE["x"]] * 3)}
+    for inputs in (IMAGE, three, IMAGE):
+        assert built.time(inputs, 2) > 0
+        np.testing.assert_allclose(built.run(inputs)["y"], expected(conv_model(), inputs), rtol=1e-6)
+    assert rig.cuda.alive["graph"] == 1
+
+
+def test_a_dynamic_input_without_shapes_names_the_flags(rig: Rig) -> None:
+    with pytest.raises(BadOption, match=r"'x' has dynamic sizes \(-1, 4, 8, 8\).*--opt-shapes.*--min-shapes"):
+        rig.build(conv_model())
+    with pytest.raises(BadOption, match=r"'z'.*inputs are x"):
+        rig.build(conv_model(), opt_shapes={"z": [1]})
+    with pytest.raises(BadOption, match="inconsistent"):
+        rig.build(conv_model(), min_shapes={"x": [2, 4, 8, 8]}, max_shapes={"x": [1, 4, 8, 8]})
+
+
+def test_limits_reach_the_builder(rig: Rig) -> None:
+    rig.build(static(conv_model()), workspace_mb=3, builder_level=5)
+    assert rig.trt.seen.config._limits == {"WORKSPACE": 3 << 20}
+    assert rig.trt.seen.config.builder_optimization_level == 5
+    for bad in ({"workspace_mb": 0}, {"builder_level": 6}):
+        with pytest.raises(BadOption):
+            rig.open(**bad)
+
+
+def test_a_refused_node_is_named_in_one_line(rig: Rig) -> None:
+    model = static(model_of([helper.make_node("NoSuchOp", ["x"], ["y"], name="strange")], [1], {}))
+    with pytest.raises(EngineFailure, match=r"^TensorRT: node 'strange': Plugin not found, are") as refusal:
+        rig.build(model)
+    assert len(str(refusal.value).splitlines()) == 1
+
+
+def test_a_refused_network_gives_the_first_error(rig: Rig) -> None:
+    model = static(model_of([helper.make_node("Refused", ["x"], ["y"])], [1], {}))
+    with pytest.raises(EngineFailure, match=r"^TensorRT: Error Code 4: no implementation$"):
+        rig.build(model)
+    assert "Error Code 2" in rig.log
+
+
+def test_layers_have_names_nodes_and_median_times(rig: Rig) -> None:
+    built = rig.build(static(conv_model()))
+    conv, relu = built.layers(IMAGE, 3)
+    assert (conv.name, conv.nodes, conv.time_ms, conv.precision) == ("conv", ("conv",), 0.25, "FP32")
+    assert (relu.name, relu.time_ms) == ("relu", 0.5)
+    assert rig.cuda.alive["stream"] == 1
+
+
+def test_the_plan_is_saved(rig: Rig) -> None:
+    built = rig.build(static(conv_model()))
+    built.save(rig.folder / "m.plan")
+    assert onnx.load(rig.folder / "m.plan").graph.node[0].name == "conv"
+    with pytest.raises(EngineFailure, match="cannot write"):
+        built.save(rig.folder / "none" / "m.plan")
+
+
+def test_close_gives_everything_back(rig: Rig) -> None:
+    engine = rig.open()
+    onnx.save(static(conv_model()), rig.folder / "m.onnx")
+    first, second = (engine.build(rig.folder / "m.onnx", rig.folder / "build.log") for _ in range(2))
+    for built in (first, second):
+        built.run(IMAGE)
+        built.time(IMAGE, 2)
+        built.layers(IMAGE, 1)
+    first.close()
+    np.testing.assert_allclose(second.run(IMAGE)["y"], expected(conv_model(), IMAGE), rtol=1e-6)
+    second.close()
+    gc.collect()
+    assert rig.cuda.memory == {}
+    assert rig.cuda.alive == {"stream": 0, "event": 0, "graph": 0}
+
+
+def test_wrong_inputs_are_failures(rig: Rig) -> None:
+    built = rig.build(static(conv_model()))
+    with pytest.raises(EngineFailure, match="no array for input 'x'"):
+        built.run({})
+    for shape in ((1, 3, 8, 8), (4, 8, 8)):
+        with pytest.raises(EngineFailure, match="'x' cannot have sizes"):
+            built.run({"x": np.zeros(shape, np.float32)})
+    np.testing.assert_allclose(built.run(IMAGE)["y"], expected(conv_model(), IMAGE), rtol=1e-6)
+
+
+def test_inputs_get_the_element_type_of_the_engine(rig: Rig) -> None:
+    outputs = rig.build(static(conv_model())).run({"x": IMAGE["x"].astype(np.float64)})
+    np.testing.assert_allclose(outputs["y"], expected(conv_model(), IMAGE), rtol=1e-6)
+
+
+def test_an_inference_that_is_refused(rig: Rig) -> None:
+    model = static(conv_model())
+    model.graph.name = "refuse"
+    built = rig.build(model)
+    for call in (lambda: built.run(IMAGE), lambda: built.time(IMAGE, 1), lambda: built.layers(IMAGE, 1)):
+        with pytest.raises(EngineFailure, match="refused"):
+            call()
+    rig.cuda.fail["cudaDeviceSynchronize"] = rig.cuda.cudaError_t.cudaErrorIllegalAddress
+    with pytest.raises(CudaError, match="cudaErrorIllegalAddress"):
+        built.run(IMAGE)
+
+
+def test_too_little_memory_is_a_failure_of_the_model(rig: Rig) -> None:
+    built = rig.build(static(conv_model()))
+    rig.cuda.fail["cudaMalloc"] = rig.cuda.cudaError_t.cudaErrorMemoryAllocation
+    with pytest.raises(EngineFailure, match="too little free memory"):
+        built.run(IMAGE)
+    rig.cuda.fail["cudaMalloc"] = rig.cuda.cudaError_t.cudaErrorIllegalAddress
+    with pytest.raises(CudaError):
+        built.run(IMAGE)
+
+
+def test_outputs_whose_size_depends_on_values(rig: Rig) -> None:
+    nodes = [helper.make_node("NonZero", ["x"], ["y"], name="nonzero")]
+    model = static(model_of(nodes, [7], {}), 7)
+    model.graph.output[0].type.tensor_type.elem_type = TensorProto.INT64
+    if rig.version == "8.6.1":  # there such outputs are int32, and the stand-in has but the model's type
+        return
+    built = rig.build(model)
+    for count in (2, 5, 0):
+        x = np.array([1.0] * count + [0.0] * (7 - count), np.float32)
+        np.testing.assert_array_equal(built.run({"x": x})["y"], [list(range(count))])
+        assert built.time({"x": x}, 2) == pytest.approx(2e-3)
+    assert rig.cuda.launches == 0
+
+
+def test_an_input_that_is_a_shape_stays_on_the_host(rig: Rig) -> None:
+    model = parser.parse_model(
+        '<ir_version: 9, opset_import: ["": 19]> g (float[2,3] x, int32[2] shape) => (float[a,b] y) {'
+        " wide = Cast<to=7>(shape) y = Reshape(x, wide) }"
+    )
+    built = rig.build(model, opt_shapes={"shape": [3, 2]})
+    assert rig.trt.seen.profile == {"shape": ("values", [3, 2], [3, 2], [3, 2])}
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    for shape in ([3, 2], [1, 6]):
+        inputs = {"x": x, "shape": np.array(shape, np.int32)}
+        assert built.time(inputs, 1) > 0
+        np.testing.assert_array_equal(built.run(inputs)["y"], x.reshape(shape))
+
+
+def test_the_timing_cache_is_combined_with_its_file(rig: Rig) -> None:
+    file = rig.folder / "new" / "timing.cache"
+    rig.build(static(conv_model()), timing_cache=str(file))
+    assert file.read_bytes() == b"fresh"
+    engine = rig.open(timing_cache=str(file))
+    rig.trt.seen.cache = b"later"
+    file.write_bytes(b"other process")
+    engine.build(rig.folder / "m.onnx", rig.folder / "build.log")
+    assert set(file.read_bytes().split(b"+")) == {b"other process", b"later"}
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_builds_share_a_timing_cache_in_memory(rig: Rig) -> None:
+    engine = rig.open()
+    onnx.save(static(conv_model()), rig.folder / "m.onnx")
+    for data in (b"one", b"two", b"three"):
+        rig.trt.seen.cache = data
+        engine.build(rig.folder / "m.onnx", rig.folder / "build.log")
+    assert set(rig.trt.seen.config._cache._data.split(b"+")) == {b"one", b"two", b"three"}
+
+
+def test_a_timing_cache_of_another_version_is_left_alone(rig: Rig) -> None:
+    file = rig.folder / "timing.cache"
+    file.write_bytes(b"other version")
+    engine = rig.open(timing_cache=str(file))
+    onnx.save(static(conv_model()), rig.folder / "m.onnx")
+    engine.build(rig.folder / "m.onnx", rig.folder / "build.log")
+    assert "no timing cache of this TensorRT" in rig.log
+    engine.build(rig.folder / "m.onnx", rig.folder / "build.log")
+    assert file.read_bytes() == b"other version"
+    assert b"fresh" in rig.trt.seen.config._cache._data
+
+
+def test_plugin_libraries(rig: Rig) -> None:
+    library = rig.folder / "plugin.so"
+    with pytest.raises(BadOption, match=r"--plugin-libraries.*plugin\.so"):
+        rig.open(plugin_libraries=[str(library)])
+    library.touch()
+    rig.open(plugin_libraries=[str(library)])
+    rig.trt.seen.plugin = None
+    with pytest.raises(EngineUnavailable, match=r"plugin\.so cannot be loaded"):
+        rig.open(plugin_libraries=[str(library)])
+    (rig.folder / "raise.so").touch()
+    with pytest.raises(EngineUnavailable, match="undefined symbol"):
+        rig.open(plugin_libraries=[str(rig.folder / "raise.so")])
+
+
+def test_without_a_gpu(rig: Rig) -> None:
+    rig.cuda.devices = 0
+    with pytest.raises(EngineUnavailable, match="no NVIDIA GPU"):
+        rig.open()
+    rig.cuda.fail["cudaGetDeviceCount"] = rig.cuda.cudaError_t.cudaErrorInsufficientDriver
+    with pytest.raises(EngineUnavailable, match="cudaErrorInsufficientDriver"):
+        rig.open()
+
+
+def test_without_cuda_python(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", None)
+    monkeypatch.setitem(sys.modules, "cuda.cudart", None)
+    with pytest.raises(EngineUnavailable, match="pip install cuda-python"):
+        rig.open()
+    monkeypatch.setitem(sys.modules, "cuda.cudart", rig.cuda)  # as older releases have it
+    assert rig.open().describe()["device"] == "Stand-in GPU"
+
+
+def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    with pytest.raises(
+        EngineUnavailable, match=r"TensorRT cannot be loaded.*pip install 'qdqtune\[tensorrt\]'"
+    ) as error:
+        open_engine(EngineSpec("tensorrt"))
+    assert error.value.exit_code == 5
+
+
+def test_a_version_that_is_too_old(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(rig.trt.__dict__, "IExecutionContext", object)
+    with pytest.raises(EngineUnavailable, match=r"too old: install 8\.6"):
+        rig.open()
+
+
+def test_the_engine_module_needs_no_vendor_library() -> None:
+    for name in ("cuda", "tensorrt", "tensorrt_build", "tensorrt_execution", "tensorrt_rtx"):
+        tree = ast.parse((ENGINES / f"{name}.py").read_text())
+        imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+        assert not {n for n in imported if n.split(".")[0] in ("tensorrt", "tensorrt_rtx_bindings", "cuda")}
+        importlib.import_module(f"qdqtune.engines.{name}")

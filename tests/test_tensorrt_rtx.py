@@ -1,0 +1,282 @@
+"""TensorRT-RTX itself, on a machine without a GPU: what this project inserts is parsed, built and fused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+from engine_contract import IMAGE, conv_model, matmul_model, model_of
+from models import attention, build, conv_net, feeds, normal, ranges
+from qdqtune import rules
+from qdqtune.engines import EngineSpec, QuantType, open_engine
+from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
+from qdqtune.graph import Model, save
+from qdqtune.precision import to_float16
+from qdqtune.qdq import Inserter
+from qdqtune.runner import Runner
+from qdqtune.types import Edge, Layer, Placement
+
+pytest.importorskip("tensorrt_rtx_bindings")
+
+UPSAMPLING = """net (float[N,8,6,6] x) => (float[N,6,12,12] y) {
+    [up] u = ConvTranspose <strides=[2,2]> (x, w0, b0)
+    [relu] r = Relu(u)
+    [next] y = Conv <pads=[1,1,1,1]> (r, w1)
+}"""
+LOW = {"int8": "INT8", "fp8": "FP8"}
+
+
+def upsampling(half: bool = False) -> Model:
+    weights = {"w0": normal(8, 16, 2, 2, scale=0.3), "b0": normal(16), "w1": normal(6, 16, 3, 3, scale=0.2)}
+    return build(UPSAMPLING, weights, half=half)
+
+
+NETWORKS = {"convolutions": conv_net, "attention": attention, "upsampling": upsampling}
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without a GPU, also where there is one."""
+    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", None)
+    monkeypatch.setitem(sys.modules, "cuda.cudart", None)
+
+
+def engine(**options: Any) -> Any:
+    return open_engine(EngineSpec("tensorrt-rtx", {"target": "sm89", **options}))
+
+
+def layers_of(model: Model, folder: Path) -> tuple[Layer, ...]:
+    """The layers of a model, built for batch 2 where it is dynamic."""
+    save(model, folder / "m.onnx")
+    shapes = {name: list(array.shape) for name, array in feeds(model, 1)[0].items()}
+    built = engine(opt_shapes=shapes).build(folder / "m.onnx", folder / "build.log")
+    return tuple(built.layers({}, 1))
+
+
+def quantized(model: Model, quant_type: QuantType, rule: str) -> tuple[Model, Placement]:
+    found = ranges(model)
+    possible = rules.possible_edges(model, found)
+    placement = Placement(possible) if rule == "all" else rules.placements(model, possible)[rule]
+    return Inserter(model, found, engine().numeric_format(quant_type)).insert(placement), placement
+
+
+def carriers(model: Model, placement: Placement) -> dict[str, str]:
+    """Convolutions and matrix products with a pair on both inputs, and their operators."""
+    return {
+        node.name: node.op
+        for node in model.nodes
+        if node.op in rules.COMPUTE and all(Edge(t, node.name, i) in placement for i, t in enumerate(node.inputs[:2]))
+    }
+
+
+def precision_of(layers: tuple[Layer, ...]) -> dict[str, str]:
+    return {name: layer.precision for layer in layers for name in layer.nodes}
+
+
+@pytest.mark.parametrize("rule", ["compute", "all"])
+@pytest.mark.parametrize("quant_type", ["int8", "fp8"])
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "float16"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_what_is_inserted_builds_and_runs_in_low_precision(
+    name: str, half: bool, quant_type: QuantType, rule: str, tmp_path: Path
+) -> None:
+    """TensorRT-RTX 1.7 has low-precision kernels for all of it but ConvTranspose, whatever the axis of its scales."""
+    model = NETWORKS[name](half=half)
+    inserted, placement = quantized(model, quant_type, rule)
+    found = layers_of(inserted, tmp_path)
+    names = [n for layer in found for n in layer.nodes]
+    assert sorted(names) == sorted(inserted.index_of)
+    assert all(layer.time_ms is None for layer in found if layer.kind != "folded")
+    kernels, expected = precision_of(found), carriers(model, placement)
+    assert len(expected) >= 2
+    float_type = "FP16" if half else "FP32"
+    for node, op in expected.items():
+        assert kernels[node] == (float_type if op == "ConvTranspose" else LOW[quant_type]), node
+
+
+@pytest.mark.parametrize("name", ["convolutions", "attention"])
+@pytest.mark.parametrize("quant_type", ["int8", "fp8"])
+def test_pairs_on_a_converted_model_leave_float16_around_them(name: str, quant_type: QuantType, tmp_path: Path) -> None:
+    model = to_float16(NETWORKS[name]())
+    inserted, placement = quantized(model, quant_type, "compute")
+    found = layers_of(inserted, tmp_path)
+    assert {LOW[quant_type], "FP16"} <= {layer.precision for layer in found}
+    kernels = precision_of(found)
+    assert {kernels[node] for node in carriers(model, placement)} == {LOW[quant_type]}
+    plain = {layer.precision for layer in layers_of(model, tmp_path)}
+    assert "FP16" in plain
+    assert LOW[quant_type] not in plain
+
+
+def test_without_pairs_everything_is_float(tmp_path: Path) -> None:
+    assert {layer.precision for layer in layers_of(conv_net(), tmp_path)} == {"FP32"}
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm86", "sm120"])
+def test_other_targets(target: str, tmp_path: Path) -> None:
+    inserted, placement = quantized(conv_net(), "int8", "compute")
+    save(inserted, tmp_path / "m.onnx")
+    built = engine(target=target, opt_shapes={"image": [1, 3, 8, 8]}).build(tmp_path / "m.onnx", tmp_path / "log")
+    kernels = precision_of(built.layers({}, 1))
+    assert {kernels[node] for node in carriers(conv_net(), placement)} == {"INT8"}
+
+
+def test_running_needs_a_gpu_and_says_so(tmp_path: Path) -> None:
+    onnx.save(conv_model(), tmp_path / "m.onnx")
+    built = engine(opt_shapes={"x": [1, 4, 8, 8]}).build(tmp_path / "m.onnx", tmp_path / "log")
+    for call in (lambda: built.run(IMAGE), lambda: built.time(IMAGE, 1)):
+        with pytest.raises(EngineUnavailable, match=r"for sm89 here: there is no such GPU; building, .* layers work"):
+            call()
+    built.save(tmp_path / "m.engine")
+    assert (tmp_path / "m.engine").stat().st_size > 1000
+    with pytest.raises(EngineFailure, match="cannot write"):
+        built.save(tmp_path / "none" / "m.engine")
+    built.close()
+
+
+def test_targets_are_checked_and_needed() -> None:
+    with pytest.raises(BadOption, match=r"'sm90'; it does for .*sm89"):
+        engine(target="sm90")
+    with pytest.raises(EngineUnavailable, match="without a GPU give --target sm89"):
+        open_engine(EngineSpec("tensorrt-rtx"))
+
+
+def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx_bindings", None)
+    with pytest.raises(EngineUnavailable, match=r"TensorRT-RTX cannot.*pip install 'qdqtune\[tensorrt-rtx\]'"):
+        engine()
+
+
+def test_description_is_stable_and_names_the_target() -> None:
+    first = engine(builder_level=2).describe()
+    assert first == engine(builder_level=2).describe()
+    assert (first["engine"], first["device"], first["target"]) == ("tensorrt-rtx", "none", "sm89")
+    assert first["builder_level"] == "2"
+    assert all(isinstance(value, str) for value in first.values())
+
+
+def test_dynamic_sizes_need_shapes(tmp_path: Path) -> None:
+    onnx.save(matmul_model(), tmp_path / "m.onnx")
+    with pytest.raises(BadOption, match=r"'x' has dynamic sizes \(-1, 16\).*--opt-shapes.*--min-shapes"):
+        engine().build(tmp_path / "m.onnx", tmp_path / "log")
+    bounds = {"min_shapes": {"x": [1, 16]}, "opt_shapes": {"x": [4, 16]}, "max_shapes": {"x": [8, 16]}}
+    assert engine(**bounds).build(tmp_path / "m.onnx", tmp_path / "log").layers({}, 1)[0].nodes == ("matmul",)
+    with pytest.raises(BadOption, match="'x'|valid optimization profile"):
+        engine(**bounds | {"max_shapes": {"x": [2, 16]}}).build(tmp_path / "m.onnx", tmp_path / "log")
+    with pytest.raises(BadOption, match="'x'"):
+        engine(opt_shapes={"x": [4, 16, 1]}).build(tmp_path / "m.onnx", tmp_path / "log")
+
+
+@pytest.mark.parametrize("kind", ["missing", "not onnx", "unknown operator", "dangling input", "no external data"])
+def test_a_bad_model_is_refused_in_one_line_with_a_log(kind: str, tmp_path: Path) -> None:
+    path, log = tmp_path / "bad.onnx", tmp_path / "log"
+    if kind == "not onnx":
+        path.write_bytes(b"this is no model")
+    elif kind == "unknown operator":
+        onnx.save(model_of([helper.make_node("NoSuchOp", ["x"], ["y"], name="strange")], [1], {}), path)
+    elif kind == "dangling input":
+        onnx.save(model_of([helper.make_node("Add", ["x", "nobody"], ["y"])], [1], {}), path)
+    elif kind == "no external data":
+        onnx.save(conv_model(), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+        (tmp_path / "weights.bin").unlink()
+    with pytest.raises(EngineFailure) as refusal:
+        engine(opt_shapes={} if kind != "no external data" else {"x": [1, 4, 8, 8]}).build(path, log)
+    assert len(str(refusal.value).splitlines()) == 1
+    assert log.read_text().strip()
+    if kind == "unknown operator":
+        assert "node 'strange'" in str(refusal.value)
+
+
+def test_external_data_beside_the_file_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    onnx.save(conv_model(), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    built = engine(opt_shapes={"x": [1, 4, 8, 8]}).build(path, tmp_path / "log")
+    assert "conv" in precision_of(built.layers({}, 1))
+
+
+def test_builds_of_one_process_have_their_own_logs_and_layers(tmp_path: Path) -> None:
+    """TensorRT keeps the first logger of a process: all engines share it."""
+    onnx.save(conv_model(), tmp_path / "conv.onnx")
+    onnx.save(matmul_model(), tmp_path / "matmul.onnx")
+    first = engine(opt_shapes={"x": [1, 4, 8, 8]}).build(tmp_path / "conv.onnx", tmp_path / "conv.log")
+    second = engine(opt_shapes={"x": [1, 16]}).build(tmp_path / "matmul.onnx", tmp_path / "matmul.log")
+    assert "conv" in precision_of(first.layers({}, 1))
+    assert set(precision_of(second.layers({}, 1))) == {"matmul"}
+    assert "[ONNX Layer: conv]" in (tmp_path / "conv.log").read_text()
+    assert "[ONNX Layer: conv]" not in (tmp_path / "matmul.log").read_text()
+
+
+def test_the_timing_cache_is_written_and_read(tmp_path: Path) -> None:
+    onnx.save(conv_model(), tmp_path / "m.onnx")
+    options = {"timing_cache": str(tmp_path / "new" / "t.cache"), "opt_shapes": {"x": [1, 4, 8, 8]}}
+    engine(**options).build(tmp_path / "m.onnx", tmp_path / "log")
+    size = (tmp_path / "new" / "t.cache").stat().st_size
+    assert size > 0
+    engine(**options).build(tmp_path / "m.onnx", tmp_path / "log")
+    assert "no timing cache" not in (tmp_path / "log").read_text()
+    (tmp_path / "new" / "t.cache").write_bytes(b"something else altogether")
+    engine(**options).build(tmp_path / "m.onnx", tmp_path / "log")
+    assert "no timing cache" in (tmp_path / "log").read_text()
+    assert (tmp_path / "new" / "t.cache").read_bytes() == b"something else altogether"
+
+
+def test_plugin_libraries_that_cannot_be_loaded(tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match="there is no file"):
+        engine(plugin_libraries=[str(tmp_path / "none.so")])
+    (tmp_path / "empty.so").touch()
+    with pytest.raises(EngineUnavailable, match=r"empty\.so cannot be loaded"):
+        engine(plugin_libraries=[str(tmp_path / "empty.so")])
+
+
+def test_int32_bias_would_be_refused(tmp_path: Path) -> None:
+    """Why the numeric format leaves biases in float."""
+    nodes = [
+        helper.make_node("DequantizeLinear", ["b", "s"], ["bias"], name="bias_dq"),
+        helper.make_node("Conv", ["x", "w", "bias"], ["y"], name="conv"),
+    ]
+    constants = {"b": np.zeros(8, np.int32), "s": np.array(0.1, np.float32), "w": normal(8, 4, 3, 3)}
+    onnx.save(model_of(nodes, [1, 4, 8, 8], constants), tmp_path / "m.onnx")
+    with pytest.raises(EngineFailure, match="'bias_dq'.*Int32 but must have type"):
+        engine().build(tmp_path / "m.onnx", tmp_path / "log")
+
+
+def test_the_layer_list_is_read_whole() -> None:
+    from qdqtune.engines.tensorrt_rtx import layers_from_log
+
+    tensor = "{ Name: %s, Dimensions: [%s], Strides: [1], Datatype: %s, Format: (Linear) Row major linear format }"
+    line = (
+        f"Name: /a, b]/Conv_myl0_1, LayerType: correlation, Inputs: [ {tensor % ('x', '1,2', 'Int8')}, "
+        f"{tensor % ('y', '', 'Half')}], Constants: [], Outputs: [ {tensor % ('z', '3', 'Float')}], TacticName: t_0x1, "
+        "StreamId: 0, Metadata: [ONNX Layer: /a, b]/Conv]\x1e[ONNX Layer: c]"
+    )
+    text = f"Layers:\n{line}\nName: s, LayerType: signal, StreamId: 1\n\nI/O Tensors:\n Name: x, IOMode: Input"
+    first, second = json.loads(layers_from_log(text))["Layers"]
+    assert (first["Name"], first["LayerType"], first["TacticName"]) == ("/a, b]/Conv_myl0_1", "correlation", "t_0x1")
+    assert first["Inputs"] == [
+        {"Name": "x", "Dimensions": [1, 2], "Datatype": "Int8"},
+        {"Name": "y", "Dimensions": [], "Datatype": "Half"},
+    ]
+    assert [t["Name"] for t in first["Outputs"]] == ["z"]
+    assert first["Metadata"] == "[ONNX Layer: /a, b]/Conv]\x1e[ONNX Layer: c]"
+    assert (second["Name"], second["Inputs"]) == ("s", [])
+
+
+def test_layers_through_the_runner(tmp_path: Path) -> None:
+    onnx.save(conv_model(), tmp_path / "m.onnx")
+    spec = EngineSpec("tensorrt-rtx", {"target": "sm75", "opt_shapes": {"x": [1, 4, 8, 8]}})
+    with Runner(spec, time_limit_s=60, log_dir=tmp_path / "logs") as runner:
+        handle = runner.load(tmp_path / "m.onnx", "build")
+        layers = runner.layers(handle, 1)
+        assert isinstance(layers, tuple)
+        assert {"conv", "relu"} == set(precision_of(layers))
+        assert runner.save(handle, tmp_path / "m.engine") is None
+        with pytest.raises(EngineUnavailable, match="no such GPU"):
+            runner.outputs(handle, [IMAGE])
+    assert "Layers:" in (tmp_path / "logs" / "build.log").read_text()
