@@ -119,7 +119,7 @@ def test_a_trial_holds_what_was_compared_and_is_stored(opened: Open) -> None:
     assert (trial.check, trial.accepted, trial.builds) == (None, False, 1)
     again, was_known = setup.measure(3, candidate)
     assert (again, was_known) == (trial, True)
-    assert setup.runner.timed == 12
+    assert setup.runner.timed == 1 + 12  # the float model's own, and one look
 
 
 def test_a_stored_trial_is_never_measured_again(opened: Open) -> None:
@@ -239,6 +239,8 @@ def test_a_hopeless_candidate_costs_one_look_a_close_one_all(opened: Open) -> No
     setup = opened()
     slower, close = setup.placements[:2]
     setup = opened(speed=by_digest({slower.digest: 1.001}))
+    setup.bench.reference()
+    setup.runner.timed = 0
     setup.measure(1, slower)
     assert setup.runner.timed == 12
 
@@ -257,7 +259,7 @@ def test_the_proof_takes_all_rounds_on_two_fresh_builds_of_each_file(opened: Ope
     setup = opened(speed=lambda path, build: {"baseline": 1.0, "final": 0.8 if build < 2 else 0.9}.get(path.stem, 1.0))
     for path, placement in zip(files, (FLOAT, setup.placements[0]), strict=True):
         setup.bench.write_whole(placement, path)
-    proven = setup.bench.confirm("proof:x", *files, 16)
+    proven = setup.bench.confirm("proof:x", *files, Plan((16,)))
     assert not isinstance(proven, Failure)
     assert (proven.low, proven.high) == (0.8, 0.9)
     assert proven.median == pytest.approx((0.8 * 0.9) ** 0.5)
@@ -265,7 +267,7 @@ def test_the_proof_takes_all_rounds_on_two_fresh_builds_of_each_file(opened: Ope
     assert setup.runner.present == set()
     assert setup.bench.latency("proof:x").b == (0.8,) * 16 + (0.9,) * 16
     later = opened()
-    assert later.bench.confirm("proof:x", *files, 16) == proven
+    assert later.bench.confirm("proof:x", *files, Plan((16,))) == proven
     assert later.runner.builds == []
 
 

@@ -33,7 +33,7 @@ FILES = [STATE, "autotuner_state_pattern_cache.yaml", "baseline.onnx", "optimize
 def command(model: Path, out: Path, *more: str) -> list[str]:
     data = ["--calibration-data", str(model.with_suffix(".npz"))]
     fake = ["--engine", "fake", "--engine-option", "asymmetric=true"]
-    return [sys.executable, "-m", "qdqtune", "tune", str(model), "-o", str(out), "--builds", "32", *data, *fake, *more]
+    return [sys.executable, "-m", "qdqtune", "tune", str(model), "-o", str(out), "--builds", "24", *data, *fake, *more]
 
 
 def environ(number: int) -> dict[str, str]:
@@ -136,23 +136,27 @@ def parsed(state: bytes) -> list[Any]:
 
 
 @pytest.mark.usefixtures("here")
-def test_a_state_file_cut_off_after_any_record_is_completed_to_the_same_file(model: Path) -> None:
-    first = tune(settings(model, builds=24))
+@pytest.mark.parametrize(("mode", "builds"), [("region", 16), ("cut", 8)])
+def test_a_state_file_cut_off_after_any_record_is_completed_to_the_same_file(
+    model: Path, mode: str, builds: int
+) -> None:
+    first = tune(settings(model, builds=builds, mode=mode))
+    assert len(first.history) > 3
     out = model.parent / "out"
     expected = contents(out)
     lines = expected[STATE].splitlines(keepends=True)
     for kept in range(1, len(lines)):
         torn = lines[kept][: len(lines[kept]) // 2] if kept % 2 else b""
         (out / STATE).write_bytes(b"".join(lines[:kept]) + torn)
-        again = tune(settings(model, builds=24))
+        again = tune(settings(model, builds=builds, mode=mode))
         assert contents(out) == expected
         assert again.history == first.history
 
 
 @pytest.mark.usefixtures("here")
 def test_a_larger_budget_goes_on_where_the_smaller_one_ended(model: Path) -> None:
-    whole = tune(settings(model, builds=40, output_dir=model.parent / "whole"))
-    for builds in (12, 21, 26, 40):
+    whole = tune(settings(model, builds=32, output_dir=model.parent / "whole"))
+    for builds in (4, 13, 18, 32):
         part = tune(settings(model, builds=builds))
         assert part.history[:-4] == whole.history[: len(part.history[:-4])]
     assert part.history == whole.history
@@ -163,10 +167,10 @@ def test_a_larger_budget_goes_on_where_the_smaller_one_ended(model: Path) -> Non
 
 @pytest.mark.usefixtures("here")
 def test_a_smaller_budget_measures_nothing_more(model: Path) -> None:
-    tune(settings(model, builds=40))
+    tune(settings(model, builds=32))
     before = parsed((model.parent / "out" / STATE).read_bytes())
-    less = tune(settings(model, builds=20, time_limit=5.0, time_budget=1e6))
-    assert less.summary["builds"] <= 20
+    less = tune(settings(model, builds=12, time_limit=5.0, time_budget=1e6))
+    assert less.summary["builds"] <= 12
     after = parsed((model.parent / "out" / STATE).read_bytes())
     assert after[: len(before)] == before
     assert all(not r["key"].startswith("trial") for r in after[len(before) :])
@@ -174,7 +178,7 @@ def test_a_smaller_budget_measures_nothing_more(model: Path) -> None:
 
 @pytest.mark.usefixtures("here")
 def test_noise_is_not_measured_twice(model: Path) -> None:
-    noisy = settings(model, engine=EngineSpec("fake", {"noise": 0.02, "drift": 0.05}), builds=20)
+    noisy = settings(model, engine=EngineSpec("fake", {"noise": 0.02, "drift": 0.05}), builds=12)
     first = tune(noisy)
     assert tune(noisy).history == first.history
     assert tune(noisy).ratio == first.ratio
@@ -184,7 +188,7 @@ def test_noise_is_not_measured_twice(model: Path) -> None:
 def test_the_first_failure_of_an_engine_is_remembered_the_state_stays_good(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = tune(settings(model, builds=18))
+    first = tune(settings(model, builds=10))
     original = Runner.load
 
     def dead(self: Runner, path: Path, *args: Any, **kwargs: Any) -> Any:
@@ -194,8 +198,8 @@ def test_the_first_failure_of_an_engine_is_remembered_the_state_stays_good(
     with monkeypatch.context() as patch:
         patch.setattr(Runner, "load", dead)
         with pytest.raises(EngineFailure, match="the device is gone"):
-            tune(settings(model, builds=40))
-    whole = tune(settings(model, builds=40))
+            tune(settings(model, builds=32))
+    whole = tune(settings(model, builds=32))
     assert whole.history[: len(first.history[:-4])] == first.history[:-4]
     assert not [t for t in whole.history if isinstance(t.result, Failure)]
 
@@ -233,7 +237,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, bytes
     with pytest.MonkeyPatch.context() as patch:
         without_processes(patch)
         model = write(mixed(), tmp_path_factory.mktemp("done"))
-        tune(settings(model, builds=12))
+        tune(settings(model, builds=4))
         yield model, (model.parent / "out" / STATE).read_bytes()
 
 
@@ -246,19 +250,19 @@ def test_a_change_that_matters_is_refused_by_its_name(done: tuple[Path, bytes], 
     (tmp_path / "out" / STATE).write_bytes(state)
     change = CHANGES[name](model) if callable(CHANGES[name]) else CHANGES[name]
     with pytest.raises(BadState, match=f"was made with {name} ") as refusal:
-        tune(settings(model, builds=12, **change))
+        tune(settings(model, builds=4, **change))
     assert len(str(refusal.value).splitlines()) == 1
     assert (tmp_path / "out" / STATE).read_bytes() == state
-    assert tune(settings(model, builds=12, restart=True, **change)).history
+    assert tune(settings(model, builds=4, restart=True, **change)).history
 
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
-    "change", [{"builds": 14}, {"time_budget": 100.0}, {"time_limit": 9.0}, {"config": Config(schemes_per_region=9)}]
+    "change", [{"builds": 6}, {"time_budget": 100.0}, {"time_limit": 9.0}, {"config": Config(schemes_per_region=9)}]
 )
 def test_budgets_may_change(done: tuple[Path, bytes], change: dict[str, Any]) -> None:
     model, state = done
-    assert tune(settings(model, **{"builds": 12, **change})).history
+    assert tune(settings(model, **{"builds": 4, **change})).history
     assert (model.parent / "out" / STATE).read_bytes().startswith(state)
 
 
@@ -276,7 +280,7 @@ def test_a_damaged_state_file_ends_the_run_with_one_line(done: tuple[Path, bytes
 def test_the_state_may_lie_elsewhere(model: Path, tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir()
     elsewhere = tmp_path / "kept" / "run.yaml"
-    tune(settings(model, builds=12, state_file=elsewhere))
+    tune(settings(model, builds=4, state_file=elsewhere))
     assert elsewhere.exists()
     assert (tmp_path / "kept" / "run_pattern_cache.yaml").exists()
     assert not (model.parent / "out" / STATE).exists()

@@ -167,8 +167,9 @@ def test_dynamic_sizes_need_shapes(tmp_path: Path) -> None:
     with pytest.raises(BadOption, match=r"'x' has dynamic sizes \(-1, 16\).*--opt-shapes.*--min-shapes"):
         engine().build(tmp_path / "m.onnx", tmp_path / "log")
     bounds = {"min_shapes": {"x": [1, 16]}, "opt_shapes": {"x": [4, 16]}, "max_shapes": {"x": [8, 16]}}
-    assert engine(**bounds).build(tmp_path / "m.onnx", tmp_path / "log").layers({}, 1)[0].nodes == ("matmul",)
-    with pytest.raises(BadOption, match="'x'|valid optimization profile"):
+    built = engine(**bounds).build(tmp_path / "m.onnx", tmp_path / "log")
+    assert set(precision_of(built.layers({}, 1))) == {"matmul"}
+    with pytest.raises(BadOption, match=r"'x'|valid optimization profile"):
         engine(**bounds | {"max_shapes": {"x": [2, 16]}}).build(tmp_path / "m.onnx", tmp_path / "log")
     with pytest.raises(BadOption, match="'x'"):
         engine(opt_shapes={"x": [4, 16, 1]}).build(tmp_path / "m.onnx", tmp_path / "log")
@@ -213,20 +214,6 @@ def test_builds_of_one_process_have_their_own_logs_and_layers(tmp_path: Path) ->
     assert "[ONNX Layer: conv]" not in (tmp_path / "matmul.log").read_text()
 
 
-def test_the_timing_cache_is_written_and_read(tmp_path: Path) -> None:
-    onnx.save(conv_model(), tmp_path / "m.onnx")
-    options = {"timing_cache": str(tmp_path / "new" / "t.cache"), "opt_shapes": {"x": [1, 4, 8, 8]}}
-    engine(**options).build(tmp_path / "m.onnx", tmp_path / "log")
-    size = (tmp_path / "new" / "t.cache").stat().st_size
-    assert size > 0
-    engine(**options).build(tmp_path / "m.onnx", tmp_path / "log")
-    assert "no timing cache" not in (tmp_path / "log").read_text()
-    (tmp_path / "new" / "t.cache").write_bytes(b"something else altogether")
-    engine(**options).build(tmp_path / "m.onnx", tmp_path / "log")
-    assert "no timing cache" in (tmp_path / "log").read_text()
-    assert (tmp_path / "new" / "t.cache").read_bytes() == b"something else altogether"
-
-
 def test_plugin_libraries_that_cannot_be_loaded(tmp_path: Path) -> None:
     with pytest.raises(BadOption, match="there is no file"):
         engine(plugin_libraries=[str(tmp_path / "none.so")])
@@ -243,7 +230,7 @@ def test_int32_bias_would_be_refused(tmp_path: Path) -> None:
     ]
     constants = {"b": np.zeros(8, np.int32), "s": np.array(0.1, np.float32), "w": normal(8, 4, 3, 3)}
     onnx.save(model_of(nodes, [1, 4, 8, 8], constants), tmp_path / "m.onnx")
-    with pytest.raises(EngineFailure, match="'bias_dq'.*Int32 but must have type"):
+    with pytest.raises(EngineFailure, match=r"'bias_dq'.*Int32 but must have type"):
         engine().build(tmp_path / "m.onnx", tmp_path / "log")
 
 

@@ -75,7 +75,7 @@ def settings(model: Path, /, **changes: Any) -> Settings:
         accuracy_samples=1,
         plan=Plan(slot_seconds=0.0),
         config=Config(schemes_per_region=8),
-        builds=40,
+        builds=32,
     )
     return replace(base, **changes)
 

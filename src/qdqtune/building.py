@@ -40,7 +40,7 @@ def build(model: Path, output: Path, spec: EngineSpec, *, time_limit_s: float) -
         BadModel: the file cannot be read.
         BadOption: what is written would replace the model or its weights, or an engine option cannot be used.
         OutputError: `output` cannot be written.
-        EngineUnavailable, EngineFailure: the engine cannot be opened, refuses the model, or has no format to save it in.
+        EngineUnavailable, EngineFailure: the engine cannot be opened, refuses the model, or cannot save it.
     """
     inputs = _files_of(model)
     _refuse_overwriting(inputs, output)

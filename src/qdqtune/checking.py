@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from qdqtune.graph import Model, Node
-from qdqtune.reasons import UNKNOWN, Reasons, is_conversion, is_float, is_low
+from qdqtune.reasons import UNKNOWN, Reasons, Verdict, is_conversion, is_float, is_low, told
 from qdqtune.rules import COMPUTE
 from qdqtune.types import Layer, NumericFormat
 
@@ -17,12 +17,13 @@ Kind = Literal["standalone pair", "float compute", "reformat", "boundary"]
 
 @dataclass(frozen=True)
 class Finding:
-    """A layer that a better placement might do without.
+    """A layer that a better placement might do without, if it `fails`; else one to know about.
 
     Kinds: "standalone pair", a Q or a DQ that runs as a kernel of its own; "float compute", an operator that runs in
-    float although its inputs carry pairs; "reformat", a layer beside a quantized one that only moves values;
-    "boundary", a conversion that has to be there, since the model's own inputs and outputs are float, or that the user
-    allows. `nodes` are the ONNX nodes that it is about, `beside` those in float to which it converts.
+    float although its inputs carry pairs; "reformat", a layer beside a quantized one that only moves values (it fails
+    if the other side is float); "boundary", a conversion that has to be there, since the model's own inputs and outputs
+    are float, or that the user allows. `nodes` are the ONNX nodes that it is about; `cause` is the node that `reason`
+    speaks of, which has several findings around it.
     """
 
     kind: Kind
@@ -30,12 +31,8 @@ class Finding:
     nodes: tuple[str, ...]
     time_ms: float | None
     reason: str
-    beside: tuple[str, ...] = ()
-
-    @property
-    def fails(self) -> bool:
-        """Whether a check that finds this has failed."""
-        return self.kind != "boundary"
+    cause: str = ""
+    fails: bool = True
 
 
 def check(model: Model, layers: Sequence[Layer], numbers: NumericFormat | None = None) -> tuple[Finding, ...]:
@@ -53,12 +50,14 @@ def allow(findings: Iterable[Finding], wildcards: Sequence[str]) -> tuple[Findin
     """The findings, where conversions of or beside nodes whose name matches a wildcard have become boundaries."""
 
     def is_meant(finding: Finding) -> bool:
-        names = (*finding.nodes, *finding.beside)
+        names = (*finding.nodes, finding.cause)
         return finding.kind in ("standalone pair", "reformat") and any(
             fnmatchcase(name, wildcard) for name in names for wildcard in wildcards
         )
 
-    return tuple(replace(f, kind="boundary", reason=f"allowed: {f.reason}") if is_meant(f) else f for f in findings)
+    return tuple(
+        replace(f, kind="boundary", reason=f"allowed: {f.reason}", fails=False) if is_meant(f) else f for f in findings
+    )
 
 
 class _Checker:
@@ -89,12 +88,12 @@ class _Checker:
         ]
         known = [v for v in verdicts if v.reason != UNKNOWN and not v.is_boundary]
         if not known and (border := next((v for v in verdicts if v.is_boundary), None)):
-            return Finding("boundary", layer.name, _names(pairs), layer.time_ms, border.reason)
-        reason = "; ".join(dict.fromkeys(v.reason for v in known)) or UNKNOWN
+            return Finding("boundary", layer.name, _names(pairs), layer.time_ms, border.reason, fails=False)
         if not pairs:
-            reason = f"{UNKNOWN}: the engine does not tell its nodes; it runs {self._place(number)}"
-        beside = tuple(dict.fromkeys(name for v in known for name in v.beside))
-        return Finding("standalone pair", layer.name, _names(pairs), layer.time_ms, reason, beside)
+            reason = f"{UNKNOWN}: the engine names no node for it; it runs {self._place(number)}"
+            return Finding("standalone pair", layer.name, (), layer.time_ms, reason)
+        first = known[0] if known else Verdict(UNKNOWN)
+        return Finding("standalone pair", layer.name, _names(pairs), layer.time_ms, first.reason, first.cause)
 
     def _in_float(self, layer: Layer, others: Sequence[Node]) -> Finding | None:
         """An operator, or one that only moves values, that a pair should have brought into 8 bits."""
@@ -105,7 +104,8 @@ class _Checker:
             return None
         first = next((n for n in meant if n.op in COMPUTE), meant[0])
         kind: Kind = "float compute" if layer.kind == "compute" else "reformat"
-        return Finding(kind, layer.name, _names(meant), layer.time_ms, self._reasons.of_float(first))
+        reason = f"{told(first)} runs in float: {self._reasons.of_float(first)}"
+        return Finding(kind, layer.name, _names(meant), layer.time_ms, reason, first.name)
 
     def _is_meant_for_8_bits(self, node: Node) -> bool:
         """Whether all its inputs carry pairs; of a convolution or product, one is enough to show the intent."""
@@ -118,14 +118,16 @@ class _Checker:
         layer = self._layers[number]
         if layer.kind == "compute" or (layer.kind == "copy" and not layer.time_ms):
             return None  # a copy that takes no time is none
-        before, behind = self._neighbours(number)
-        if not any(is_low(n.precision) for n in (before, behind) if n is not None):
+        around = self._neighbours(number)
+        beside = [neighbour for neighbour in around if neighbour is not None]
+        if not any(is_low(neighbour.precision) for neighbour in beside):
             return None
-        kind: Kind = "boundary" if before is None or behind is None else "reformat"
-        beside = tuple(name for n in (before, behind) if n is not None and is_float(n.precision) for name in n.nodes)
-        return Finding(
-            kind, layer.name, (), layer.time_ms, f"the engine changes the layout {self._place(number)}", beside
-        )
+        reason = f"the engine changes the layout {self._place(number)}"
+        if None in around:
+            return Finding("boundary", layer.name, (), layer.time_ms, reason, fails=False)
+        in_float = [neighbour for neighbour in beside if is_float(neighbour.precision)]
+        cause = next((name for neighbour in in_float for name in neighbour.nodes[:1]), "")
+        return Finding("reformat", layer.name, (), layer.time_ms, reason, cause, bool(in_float))
 
     def _neighbours(self, number: int) -> tuple[Layer | None, Layer | None]:
         """The layers that compute before and after one, in the order in which the engine runs them."""

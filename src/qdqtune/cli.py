@@ -19,6 +19,7 @@ from rich.console import Console
 from qdqtune import __version__, options, patterns, regions, report
 from qdqtune.applying import apply
 from qdqtune.calibration import Calibration
+from qdqtune.cli_engines import build_command, check_command, doctor_command
 from qdqtune.cli_layers import layers_command
 from qdqtune.comparing import comparable, compare_files
 from qdqtune.data import open_samples
@@ -115,6 +116,9 @@ def app() -> None:
               help="How to search. region: rules first, then pattern by pattern. cut: price every fusion group from "
                    "layer times and take the optimum of the prices.")  # fmt: skip
 @click.option("--quant-type", type=click.Choice(["int8", "fp8"]), default="int8", show_default=True)
+@click.option("--precision", type=click.Choice(["fp32", "fp16"]), default="fp32", show_default=True,
+              help="fp16: make MODEL float16 first, as TensorRT takes precision from the graph. Inputs and outputs keep "
+                   "their types.")  # fmt: skip
 @options.engine_options
 @options.data_options
 @options.range_options
@@ -192,6 +196,7 @@ def _settings(model: Path, given: Mapping[str, Any]) -> Settings:
         engine=options.engine_spec(given["engine"], given["threads"], given["provider"], given["engine_options"]),
         mode=given["mode"],
         quant_type=given["quant_type"],
+        precision=given["precision"],
         calibration_data=given["calibration_data"],
         calibration_samples=given["calibration_samples"],
         calibration=Calibration(given["calibration_method"], given["percentile"]),
@@ -329,3 +334,6 @@ def inspect_command(
 
 
 app.add_command(layers_command)
+app.add_command(build_command)
+app.add_command(check_command)
+app.add_command(doctor_command)

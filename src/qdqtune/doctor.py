@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
 import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from qdqtune.engines import MODULES, EngineSpec, one_line
-from qdqtune.errors import EngineUnavailable, QdqtuneError
+from qdqtune.errors import QdqtuneError
 from qdqtune.runner import Runner
 
 PRETENDS = "fake"
@@ -22,20 +24,21 @@ PRETENDS = "fake"
 AHEAD_OF_TIME = {"tensorrt-rtx": {"target": "sm89"}}
 """Options with which an engine builds for a device that is not there."""
 
-INSTALL = {
-    "onnxruntime": "pip install onnxruntime",
-    "openvino": "pip install 'qdqtune[openvino]'",
-    "tensorrt": "pip install 'qdqtune[tensorrt]'",
-    "tensorrt-rtx": "pip install 'qdqtune[tensorrt-rtx]'",
-    "trtexec": "install TensorRT, and put its bin folder on PATH",
+NEEDS = {
+    "onnxruntime": (("onnxruntime",), "pip install onnxruntime"),
+    "openvino": (("openvino",), "pip install 'qdqtune[openvino]'"),
+    "tensorrt": (("tensorrt", "cuda"), "pip install 'qdqtune[tensorrt]'"),
+    "tensorrt-rtx": (("tensorrt_rtx_bindings", "cuda"), "pip install 'qdqtune[tensorrt-rtx]'"),
 }
+"""The Python packages without which an engine cannot be opened, and the command that installs them."""
 
 ISA = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "amx_int8", "avx512_bf16", "amx_bf16", "asimddp", "i8mm", "sve")
 """Flags of /proc/cpuinfo that decide which kernels run."""
-DOT_PRODUCTS = frozenset({"avx_vnni", "avx512_vnni", "amx_int8", "asimddp", "i8mm"})
+NO_DOT_PRODUCT = "no dot products in hardware: int8 gains are moderate"
 
 OPENING_SECONDS = 120.0
-NVIDIA_SMI = ("--query-gpu=name,driver_version,compute_cap,memory.total", "--format=csv,noheader")
+NVIDIA_SMI_SECONDS = 30.0
+QUERY = ("--query-gpu=name,driver_version,compute_cap,memory.total", "--format=csv,noheader")
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class EngineState:
 
 @dataclass(frozen=True)
 class Processor:
-    """The CPU: its instruction sets for low precision, and what follows from them for int8."""
+    """The CPU: the cores that this process may use, instruction sets for low precision, and what follows for int8."""
 
     name: str
     cores: int
@@ -77,7 +80,7 @@ class Diagnosis:
     engines: tuple[EngineState, ...]
     processor: Processor
     gpus: tuple[Gpu, ...]
-    gpu_note: str = ""
+    gpu_note: str
 
     @property
     def is_usable(self) -> bool:
@@ -86,28 +89,72 @@ class Diagnosis:
 
 
 def examine(log_dir: Path, names: Sequence[str] = tuple(MODULES)) -> Diagnosis:
-    """Try every engine, each in a process of its own, and look at the hardware. Nothing here fails."""
-    gpus, note = gpus_of(_nvidia_smi())
-    return Diagnosis(tuple(engine_state(name, log_dir) for name in names), processor(_cpuinfo()), gpus, note)
+    """Try the engines, each in a process of its own, and look at the hardware. What does not work is in the answer."""
+    gpus, note = find_gpus()
+    return Diagnosis(tuple(engine_state(name, log_dir) for name in names), processor(), gpus, note)
 
 
 def engine_state(name: str, log_dir: Path) -> EngineState:
-    """Open one engine without options, or if that fails and it can, for a device that is not there."""
+    """Open one engine without options, or where that fails and it can, for a device that is not there."""
     try:
-        return _opened(EngineSpec(name), log_dir, "usable")
+        told = _described(EngineSpec(name), log_dir)
+        return EngineState(name, "usable", told["version"], told["device"])
     except QdqtuneError as error:
         reason = one_line(error)
+    packages, command = NEEDS.get(name, ((), ""))
+    if not all(importlib.util.find_spec(package) for package in packages):
+        return EngineState(name, "missing", reason=reason.removesuffix(f": {command}"), remedy=command)
     if name in AHEAD_OF_TIME:
-        try:
-            state = _opened(EngineSpec(name, AHEAD_OF_TIME[name]), log_dir, "builds only")
-        except QdqtuneError:
-            pass
-        else:
-            return EngineState(name, state.status, state.version, state.device, reason)
-    return EngineState(name, "missing", reason=reason, remedy=INSTALL.get(name, ""))
+        with contextlib.suppress(QdqtuneError):
+            told = _described(EngineSpec(name, AHEAD_OF_TIME[name]), log_dir)
+            return EngineState(name, "builds only", told["version"], told["device"], reason)
+    return EngineState(name, "missing", reason=reason)
 
 
-def _opened(spec: EngineSpec, log_dir: Path, status: Literal["usable", "builds only"]) -> EngineState:
-    with Runner(spec, time_limit_s=OPENING_SECONDS, log_dir=log_dir / spec.name) as runner:
-        told = runner.describe()
-    return EngineState(spec.name, status, told["version"], told["device"])
+def _described(spec: EngineSpec, log_dir: Path) -> dict[str, str]:
+    with Runner(spec, time_limit_s=OPENING_SECONDS, log_dir=log_dir) as runner:
+        return runner.describe()
+
+
+def processor(cpuinfo: str | None = None, machine: str | None = None) -> Processor:
+    """The CPU, of the text of /proc/cpuinfo (this machine's if None)."""
+    if cpuinfo is None:
+        with contextlib.suppress(OSError):
+            cpuinfo = Path("/proc/cpuinfo").read_text()
+    fields = dict(re.findall(r"^([^\t:]+?)\s*: (.*)$", cpuinfo or "", re.MULTILINE))
+    flags = set((fields.get("flags") or fields.get("Features") or "").split())
+    machine = machine or platform.machine()
+    name = fields.get("model name") or platform.processor() or machine
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Processor(name, cores, tuple(flag for flag in ISA if flag in flags), _consequence(machine, flags))
+
+
+def _consequence(machine: str, flags: Collection[str]) -> str:
+    if not flags:
+        return "instruction sets unknown: only a measurement tells what int8 gains"
+    if machine.lower() in ("aarch64", "arm64"):
+        if "i8mm" in flags:
+            return "int8 matrix products in hardware: int8 gains most here"
+        return "int8 dot products in hardware: int8 gains much" if "asimddp" in flags else NO_DOT_PRODUCT
+    if "amx_int8" in flags:
+        return "AMX: int8 matrix products in hardware, int8 gains most here"
+    if {"avx_vnni", "avx512_vnni"} & set(flags):
+        return "VNNI: int8 dot products in hardware, int8 gains much"
+    return "no VNNI: weights take 7 bits, for sums of two 8-bit products saturate, and int8 gains are moderate"
+
+
+def find_gpus() -> tuple[tuple[Gpu, ...], str]:
+    """The NVIDIA GPUs, or why there is none."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return (), "no NVIDIA driver: there is no nvidia-smi"
+    try:
+        done = subprocess.run([program, *QUERY], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+                              timeout=NVIDIA_SMI_SECONDS)  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return (), f"nvidia-smi does not answer: {one_line(error)}"
+    rows = [line.split(", ") for line in done.stdout.splitlines()]
+    found = tuple(Gpu(*row) for row in rows if len(row) == QUERY[0].count(",") + 1)
+    if done.returncode or not found:
+        return (), f"nvidia-smi finds none: {one_line(done.stderr.strip() or done.stdout)}"
+    return found, ""

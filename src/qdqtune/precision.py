@@ -7,12 +7,13 @@ large constants are shown to it as graph inputs, and converted here when somebod
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 import onnx
 from onnx import TensorProto, helper
 
 from qdqtune.constants import replace
+from qdqtune.engines import one_line
 from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph import Constant, Model
 from qdqtune.loading import checked
@@ -36,33 +37,40 @@ def to_float16(model: Model, keep: Sequence[str] = ()) -> Model:
     operators = {node.op for node in model.nodes}
     if unknown := [name for name in keep if name not in operators and name not in model.index_of]:
         raise BadOption(f"nothing to keep in float32: the model has no node and no operator {unknown[0]!r}")
-    foreign = [node for node in model.nodes if node.domain]
+    blocked_ops = {*float16.DEFAULT_OP_BLOCK_LIST, *keep}
+    blocked = {n.index for n in model.nodes if n.domain or n.op in blocked_ops or n.name in keep}
+    full = {c for c in model.large if all(use.slot >= 0 and use.node in blocked for use in model.uses(c))}
     try:
         proto = float16.convert_float_to_float16(
-            _shown(model, {name for node in foreign for name in node.outputs if name}),
+            _shown(model, full),
             keep_io_types=[*model.inputs, *model.outputs],
             disable_shape_infer=True,
-            op_block_list=[*float16.DEFAULT_OP_BLOCK_LIST, *(name for name in keep if name in operators)],
-            node_block_list=[*(node.name for node in foreign), *(name for name in keep if name in model.index_of)],
+            op_block_list=sorted(blocked_ops),  # in bodies too
+            node_block_list=[model.nodes[i].name for i in blocked],
         )
     except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
-        raise BadModel(f"cannot convert the model to float16: {error}") from error
+        raise BadModel(f"cannot convert the model to float16: {one_line(error)}") from error
     replace(proto.graph.input, [v for v in proto.graph.input if v.name not in model.large])
     replace(proto.graph.node, _once(proto.graph.node))
     try:
-        return checked(proto, {name: _half(c) for name, c in model.large.items()})
+        return checked(proto, {name: c if name in full else _half(c) for name, c in model.large.items()})
     except BadModel as error:
         raise BadModel(f"cannot convert the model to float16: {error}") from error
 
 
-def _shown(model: Model, foreign: Iterable[str]) -> onnx.ModelProto:
-    """A copy with the large constants as graph inputs, and with a type for what custom operators make."""
+def _shown(model: Model, full: Set[str]) -> onnx.ModelProto:
+    """A copy with a type for what custom operators make, and with the large constants as graph inputs.
+
+    Those in `full`, which stay in float32, are left out: the converter does not miss them.
+    """
     proto = onnx.ModelProto()
     proto.CopyFrom(model.proto)
     for name, constant in model.large.items():
-        proto.graph.input.append(helper.make_tensor_value_info(name, constant.dtype, constant.shape))
-    for name in sorted(set(foreign) - set(model.tensors)):
-        proto.graph.value_info.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
+        if name not in full:
+            proto.graph.input.append(helper.make_tensor_value_info(name, constant.dtype, constant.shape))
+    for name in (t for node in model.nodes if node.domain for t in node.outputs):
+        if name and name not in model.tensors:
+            proto.graph.value_info.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
     return proto
 
 
@@ -77,5 +85,5 @@ def _half(constant: Constant) -> Constant:
 
 
 def _once(nodes: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:
-    """The nodes without repeated ones: the converter makes a Cast for each float32 reader of a tensor, all of one name."""
+    """The nodes without repeats: the converter makes a Cast for each float32 reader of a tensor, all of one name."""
     return list({node.name: node for node in nodes}.values())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from onnx import TensorProto
@@ -34,10 +34,10 @@ AROUND_SOFTMAX = MOVERS | CONVERSIONS | {"Add", "Cast", "Div", "Dropout", "Mul",
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a conversion runs. `beside` are the float nodes that it serves; at a boundary it has to be there."""
+    """Why a conversion runs, and the node that is the cause; at a boundary it has to be there."""
 
     reason: str
-    beside: tuple[str, ...] = ()
+    cause: str = ""
     is_boundary: bool = False
 
 
@@ -102,17 +102,17 @@ class Reasons:
             readers = [n for dq in self._readers(q.outputs[0]) for n in self._readers(dq.outputs[0])]
             if any(self.runs_in_8_bits(n) for n in readers):
                 return Verdict("first Q behind a float input of the model", is_boundary=True)
-            return Verdict("nothing that reads it runs in 8 bits", tuple(n.name for n in readers))
+            return self._in_float(readers[0]) if readers else Verdict("nothing reads it")
         if maker is None:
             return Verdict(UNKNOWN)
         if maker.op == "DequantizeLinear":
             return Verdict(self._twice(maker, q))
         if not self.runs_in_8_bits(maker):
-            return Verdict(f"{told(maker)} in front of it runs in float: {self.of_float(maker)}", (maker.name,))
+            return self._in_float(maker)
         others = [n for n in self._readers(tensor) if n.op != "QuantizeLinear"]
         if others or self._is_output(tensor):
-            return Verdict(f"{told(maker)} in front of it is read in float as well: {self._users(tensor, others)}",
-                           tuple(n.name for n in others))  # fmt: skip
+            users = self._users(tensor, others)
+            return Verdict(f"the result of {told(maker)} is read in float as well: {users}", maker.name)
         return Verdict(UNKNOWN)
 
     def of_dequantize(self, dq: Node) -> Verdict:
@@ -124,11 +124,15 @@ class Reasons:
         if again := next((n for n in readers if n.op == "QuantizeLinear"), None):
             return Verdict(self._twice(dq, again))
         in_float = [n for n in readers if not self.runs_in_8_bits(n)]
-        if in_float:
-            only = f"one of its {len(readers)} readers, " if len(in_float) < len(readers) else ""
-            reason = f"{only}{told(in_float[0])}, runs in float" if only else f"{told(in_float[0])} runs in float"
-            return Verdict(f"{reason}: {self.of_float(in_float[0])}", tuple(n.name for n in in_float))
-        return Verdict(f"{tensor} is an output of the model as well" if self._is_output(tensor) else UNKNOWN)
+        if not in_float:
+            return Verdict(f"{tensor} is an output of the model as well" if self._is_output(tensor) else UNKNOWN)
+        verdict = self._in_float(in_float[0])
+        others = len(readers) - len(in_float)
+        return replace(verdict, reason=f"{verdict.reason}; {others} of {len(readers)} readers take 8 bits") if (
+            others) else verdict  # fmt: skip
+
+    def _in_float(self, node: Node) -> Verdict:
+        return Verdict(f"{told(node)} runs in float: {self.of_float(node)}", node.name)
 
     def of_float(self, node: Node) -> str:
         """Why an operator runs in float, as far as the graph tells."""

@@ -150,8 +150,8 @@ def result_table(result: Result) -> Table:
         sqnr = summary["output_sqnr_db"]
         rows.append(("output SQNR against float", "", "exact" if sqnr is None else f"{sqnr:.1f} dB"))
     table = _table(("", "baseline", "final"), rows)
-    spent = f"{summary['trials']} candidates, {summary['builds']} builds, {_duration(summary['seconds'])}"
-    table.caption = f"search: {spent}"
+    spent = f"candidates: {summary['trials']}, builds: {summary['builds']}"
+    table.caption = f"{spent}, time: {_duration(summary['seconds'])}"
     return table
 
 

@@ -52,6 +52,7 @@ class Settings:
     engine: EngineSpec = field(default_factory=lambda: EngineSpec("onnxruntime"))
     mode: Mode = "region"
     quant_type: QuantType = "int8"
+    precision: Literal["fp32", "fp16"] = "fp32"
     calibration_data: str | None = None
     calibration_samples: int | None = None
     accuracy_samples: int = 4

@@ -18,6 +18,7 @@ from qdqtune.graph import Model, with_float_type
 from qdqtune.loading import load, with_input_shapes
 from qdqtune.observer import Observer
 from qdqtune.patterns import Pattern
+from qdqtune.precision import OPSET, to_float16
 from qdqtune.reading import Reading, is_quantized, read_placement, strip_pairs
 from qdqtune.runner import Runner
 from qdqtune.scales import Ranges
@@ -144,14 +145,20 @@ def _float_model(settings: Settings, numbers: NumericFormat, notes: list[str]) -
             "or the float model with --qdq-baseline"
         )
     if settings.qdq_baseline is not None:
-        return model, _told(read_placement(model, load(settings.qdq_baseline)), notes)
+        baseline = load(settings.qdq_baseline)
+        if settings.precision == "fp16":
+            baseline = to_float16(load(settings.qdq_baseline, min_opset=OPSET))
+        return model, _told(read_placement(model, baseline), notes)
     return model, None
 
 
 def _loaded(settings: Settings, numbers: NumericFormat) -> Model:
     model = load(settings.model, fix_inputs=settings.fix_inputs, min_opset=numbers.opset)
-    if model.opset < 19 and any(info.dtype in HALF for info in model.tensors.values()):
-        model = load(settings.model, fix_inputs=settings.fix_inputs, min_opset=19)
+    is_half = settings.precision == "fp16" or any(info.dtype in HALF for info in model.tensors.values())
+    if model.opset < OPSET and is_half:
+        model = load(settings.model, fix_inputs=settings.fix_inputs, min_opset=OPSET)
+    if settings.precision == "fp16":
+        model = to_float16(model)
     if settings.default_dq_dtype is not None:
         model = with_float_type(model, onnx.TensorProto.DataType.Value(DTYPES[settings.default_dq_dtype]))
     return model

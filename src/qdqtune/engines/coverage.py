@@ -6,7 +6,7 @@ writes. Those tensors are borders: what lies between two of them, and nobody nam
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,9 @@ import onnx
 from qdqtune.graph import bodies, captured
 from qdqtune.loading import name_nodes
 from qdqtune.types import Layer
+
+HEADS = frozenset({"Conv", "ConvTranspose", "DequantizeLinear", "Gemm", "MatMul"})
+"""Operators that a fusion begins with: what others add to stands behind them."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,8 @@ def read_graph(path: Path) -> onnx.GraphProto:
 def cover(graph: onnx.GraphProto, claims: Sequence[Claim]) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
     """Each node of `graph` once: in one of the layers, or among those that no layer runs.
 
-    A node that several layers claim is the first one's. Nodes nobody claims join a neighbour: a DequantizeLinear what
-    reads it, anything else what makes its input, or else what reads its output, across borders only as a last resort.
+    A node that several layers claim is the first one's. Nodes nobody claims join a neighbour: what makes their input
+    (not the operators of `HEADS`), or else what reads their output, across borders only as a last resort.
     Constant nodes join a layer only where it reads what they start from (int8 weights behind a fused
     DequantizeLinear); the others, and shapes known in advance, run nowhere.
     """
@@ -114,22 +117,24 @@ class _Assignment:
             while before != len(self._home):
                 before = len(self._home)
                 for name in self._left():
-                    if self._nodes[name].op_type != "DequantizeLinear":
-                        makers = (self._maker.get(t) for t in self._inputs[name] if t not in borders)
-                        self._follow(name, makers)
+                    if self._nodes[name].op_type not in HEADS:
+                        self._follow(name, self._makers(name, borders), max)
                 for name in reversed(list(self._left())):
                     outputs = (t for t in self._nodes[name].output if t not in borders)
-                    self._follow(name, (user for t in outputs for user in self._users.get(t, ())))
-        for name in self._left():  # a DequantizeLinear that makes a graph output has nobody behind it
-            self._follow(name, (self._maker.get(t) for t in self._inputs[name]))
+                    self._follow(name, (user for t in outputs for user in self._users.get(t, ())), min)
+        for name in self._left():  # a DequantizeLinear that makes a graph output is read by nobody
+            self._follow(name, self._makers(name), max)
 
     def _left(self) -> Iterator[str]:
         return (name for name in self._nodes if name not in self._home and name not in self._fixed)
 
-    def _follow(self, name: str, neighbours: Iterable[str | None]) -> None:
-        owner = next((self._home[n] for n in neighbours if n in self._home), None)
-        if owner is not None:
-            self._home[name] = owner
+    def _makers(self, name: str, borders: frozenset[str] = frozenset()) -> Iterator[str]:
+        return (self._maker[t] for t in self._inputs[name] if t in self._maker and t not in borders)
+
+    def _follow(self, name: str, neighbours: Iterable[str], choose: Callable[[Iterable[int]], int]) -> None:
+        """Join a neighbour: of those that make its inputs the one that runs last, of those that read it the first."""
+        if owners := [self._home[n] for n in neighbours if n in self._home]:
+            self._home[name] = choose(owners)
 
 
 def _read(node: onnx.NodeProto) -> Iterator[str]:

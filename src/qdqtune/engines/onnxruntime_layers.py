@@ -8,7 +8,7 @@ writes tensors that the model does not have.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -73,46 +73,62 @@ def _inferences(profile: Iterable[Event], nodes: Sequence[onnx.NodeProto]) -> li
 
 def _claims(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> list[Claim]:
     """What each optimized node says of itself by its name and its tensors."""
-    by_name = {node.name: node for node in graph.node}
-    makers = {tensor: node for node in graph.node for tensor in node.output if tensor}
-    tensors = {t for node in graph.node for t in (*node.input, *node.output)} - {""}
-    exact = {node.name for node in nodes}
-    writes = _written(nodes, makers, tensors)
+    model = _Names(graph)
+    tensors = {name: model.tensor(name) for node in nodes for name in (*node.input, *node.output)}
+    exact = {node.name for node in nodes if node.name in model.nodes}
+    made = _made(nodes, model, tensors)
     claims = []
-    for i, node in enumerate(nodes):
-        named = [by_name[node.name]] if node.name in by_name else []
-        origin = _origin(node.name, by_name, makers)
-        guesses = ([origin] if origin is not None else []) + [makers[t] for t in writes[i] if t in makers]
+    for node, makes in zip(nodes, made, strict=True):
+        origin = None if node.name in exact else model.origin(node.name)
+        guesses = makes if origin is None else [origin, *makes]
         if node.op_type in INSERTED:  # a node of the model in its own right, or none
-            guesses = [g for g in guesses if g.op_type == node.op_type]
-        named += [g for g in guesses if g.name not in exact]
-        claims.append(Claim(tuple(n.name for n in named), tensors.intersection(node.input), frozenset(writes[i])))
+            guesses = [g for g in guesses if _stands_for(node, model.nodes[g])]
+        claimed = [node.name] * (node.name in exact) + [g for g in guesses if g not in exact]
+        reads, writes = (frozenset(tensors[t] for t in part) - {""} for part in (node.input, node.output))
+        claims.append(Claim(tuple(claimed), reads, writes))
     return claims
 
 
-def _written(
-    nodes: Sequence[onnx.NodeProto], makers: Mapping[str, onnx.NodeProto], tensors: Collection[str]
-) -> list[list[str]]:
-    """The tensors of the model that each node makes. Inserted nodes make theirs for the node in front of them."""
-    written: list[list[str]] = [[t for t in node.output if t in tensors] for node in nodes]
+def _made(nodes: Sequence[onnx.NodeProto], model: _Names, tensors: Mapping[str, str]) -> list[list[str]]:
+    """The nodes of the model whose results each node has. An inserted one hands on those of the node in front of it."""
+    made = [[n for t in node.output if (n := model.maker(tensors[t] or t))] for node in nodes]
     producer = {tensor: i for i, node in enumerate(nodes) for tensor in node.output if tensor}
     for i in reversed(range(len(nodes))):
         node = nodes[i]
-        is_own = any(makers[t].op_type == node.op_type for t in written[i] if t in makers)
-        if node.op_type in INSERTED and not is_own and node.input[0] in producer and node.input[0] not in tensors:
-            written[producer[node.input[0]]] += written[i]
-            written[i] = []
-    return written
+        is_own = any(_stands_for(node, model.nodes[n]) for n in made[i])
+        if node.op_type in INSERTED and not is_own and node.input[0] in producer and not tensors[node.input[0]]:
+            made[producer[node.input[0]]] += made[i]
+    return made
 
 
-def _origin(
-    name: str, nodes: Mapping[str, onnx.NodeProto], makers: Mapping[str, onnx.NodeProto]
-) -> onnx.NodeProto | None:
-    """The node whose name, or whose tensor, the name of an optimized node begins with."""
-    for end in range(len(name) - 1, 0, -1):
-        if name[end] in "/_" and (origin := nodes.get(name[:end]) or makers.get(name[:end])) is not None:
-            return origin
-    return None
+def _stands_for(optimized: onnx.NodeProto, node: onnx.NodeProto) -> bool:
+    return optimized.op_type == node.op_type or {optimized.op_type, node.op_type} <= MOVES
+
+
+class _Names:
+    """The model's nodes and tensors, and how the optimizer writes their names."""
+
+    def __init__(self, graph: onnx.GraphProto) -> None:
+        self.nodes = {node.name: node for node in graph.node}
+        self._makers = {tensor: node.name for node in graph.node for tensor in node.output if tensor}
+        self._tensors = {t for node in graph.node for t in (*node.input, *node.output)} - {""}
+
+    def tensor(self, name: str) -> str:
+        """The tensor of the model that `name`, or the longest part of it that ends before a suffix, is; or ''."""
+        return next((part for part in _parts(name) if part in self._tensors), "")
+
+    def maker(self, tensor: str) -> str:
+        """The node that makes a tensor of that name, or whose own name it is; or ''."""
+        return self._makers.get(tensor) or (tensor if tensor in self.nodes else "")
+
+    def origin(self, name: str) -> str | None:
+        """The node that an optimized node's name begins with, or whose tensor's name it begins with."""
+        return next((node for part in _parts(name) if (node := self.maker(part))), None)
+
+
+def _parts(name: str) -> Iterator[str]:
+    """A name, and what is left of it without its last suffixes: `a_token_3`, `a_token`, `a`."""
+    return (name[:end] for end in range(len(name), 0, -1) if end == len(name) or name[end] in "/_")
 
 
 def _kind(node: onnx.NodeProto, names: Sequence[str]) -> Kind:

@@ -82,12 +82,12 @@ def vendor_module(name: str, product: str, remedy: str) -> Any:
 class TensorRt:
     """Builds engines through the vendor's module `trt`, and runs them on one GPU."""
 
-    def __init__(self, name: str, trt: Any, cuda: Cuda, options: Options, cache: TimingCache) -> None:
+    def __init__(self, name: str, trt: Any, cuda: Cuda, options: Options, times: TimingCache | None) -> None:
         self._name = name
         self._trt = trt
         self._cuda = cuda
         self._options = options
-        self._cache = cache
+        self._times = times
 
     def describe(self) -> dict[str, str]:
         """Version, GPU, its driver and compute capability, and the options that shape latency."""
@@ -119,7 +119,7 @@ class TensorRt:
             BadOption: the model has dynamic inputs, and shapes for them are missing or wrong.
         """
         with output_to(log), translated(self._cuda):
-            plan = build_plan(self._trt, model, self._options, self._cache)
+            plan = build_plan(self._trt, model, self._options, self._times)
             return TensorRtModel(self._trt, self._cuda, plan, model)
 
 

@@ -153,8 +153,8 @@ def load_plugins(trt: Any, libraries: Sequence[str]) -> None:
             raise EngineUnavailable(f"plug-in library {library} cannot be loaded: it needs TensorRT {trt.__version__}")
 
 
-def build_plan(trt: Any, model: Path, options: Options, times: TimingCache) -> Any:
-    """The serialized engine of a model file: a buffer.
+def build_plan(trt: Any, model: Path, options: Options, times: TimingCache | None) -> Any:
+    """The serialized engine of a model file: a buffer. `times` is None where the builder measures nothing.
 
     Raises:
         EngineFailure: the parser or the builder refuses the model.
@@ -169,12 +169,14 @@ def build_plan(trt: Any, model: Path, options: Options, times: TimingCache) -> A
     if not parser.parse_from_file(str(model)):
         raise EngineFailure(f"TensorRT: {_refusal(parser, model)}")
     config = _config(trt, builder, network, options)
-    times.lend(config)
+    if times is not None:
+        times.lend(config)
     logger.clear()
     plan = builder.build_serialized_network(network, config)
     if plan is None:
         raise EngineFailure(f"TensorRT: {one_line(logger.errors[0] if logger.errors else 'the build gave no engine')}")
-    times.keep(config)
+    if times is not None:
+        times.keep(config)
     return plan
 
 
@@ -233,11 +235,18 @@ def _profile(builder: Any, network: Any, options: Options) -> Any | None:
             )
         profile = profile or builder.create_optimization_profile()
         set_shape = profile.set_shape_input if tensor.is_shape_tensor else profile.set_shape
+        if not tensor.is_shape_tensor and not all(_fits(shape, sizes) for shape in shapes):
+            raise BadOption(f"input {tensor.name!r} has sizes {sizes}: it cannot have {', '.join(map(str, shapes))}")
         try:
             set_shape(tensor.name, *shapes)
         except (RuntimeError, TypeError, ValueError) as error:
             raise BadOption(f"input {tensor.name!r} of sizes {sizes} cannot be {shapes}: {one_line(error)}") from error
     return profile
+
+
+def _fits(shape: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether a shape has these sizes, of which -1 may be any."""
+    return len(shape) == len(sizes) and all(known in (-1, given) for given, known in zip(shape, sizes, strict=True))
 
 
 def _refusal(parser: Any, model: Path) -> str:

@@ -2,6 +2,7 @@
 
 It builds for a GPU that is not there (`target`), and says what it fused: so a model can be checked for TensorRT on a
 machine without a GPU. It cannot run or time anything there, and has no kernels for data-centre GPUs but the A100's.
+It measures nothing while it builds, so that there is no timing cache.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import onnx
 from qdqtune.engines import Built, QuantType, Tensors, output_to
 from qdqtune.engines.cuda import Cuda
 from qdqtune.engines.tensorrt import TensorRt, numeric_format, save_plan, translated, vendor_module
-from qdqtune.engines.tensorrt_build import Options, Shapes, TimingCache, build_plan, load_plugins, logger_of
+from qdqtune.engines.tensorrt_build import Options, Shapes, build_plan, load_plugins, logger_of
 from qdqtune.engines.tensorrt_report import read_report
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.types import Layer, NumericFormat
@@ -29,7 +30,6 @@ TENSOR = re.compile(r"\{ Name: (.*?), Dimensions: \[(.*?)\].*?, Datatype: (\w+)"
 
 def create(
     target: str | None = None,
-    timing_cache: str | None = None,
     plugin_libraries: Sequence[str] = (),
     min_shapes: Shapes | None = None,
     opt_shapes: Shapes | None = None,
@@ -41,7 +41,6 @@ def create(
 
     Args:
         target: architecture to build for: sm75, sm80, sm86, sm89, sm120, sm121.
-        timing_cache: as for TensorRT, like all that follow; see `qdqtune.engines.tensorrt.create`.
         plugin_libraries: shared libraries with plug-ins.
         min_shapes: smallest sizes of each dynamic input (`opt_shapes`: those to tune for, `max_shapes`: largest).
         workspace_mb: most scratch memory that a kernel may take.
@@ -55,16 +54,15 @@ def create(
     trt = vendor_module("tensorrt_rtx_bindings", "TensorRT-RTX", "pip install 'qdqtune[tensorrt-rtx]'")
     options = Options(*shapes, workspace_mb, builder_level, _known(trt, target))
     load_plugins(trt, plugin_libraries)
-    cache = TimingCache.at(timing_cache)
     try:
         cuda = Cuda()
     except EngineUnavailable as error:
         if not target:
             raise EngineUnavailable(f"{error}; to check builds without a GPU give --target sm89") from error
-        return AheadOfTime(trt, options, cache)
+        return AheadOfTime(trt, options)
     if target and target != cuda.device.target:
-        return AheadOfTime(trt, options, cache)
-    return TensorRt("tensorrt-rtx", trt, cuda, options, cache)
+        return AheadOfTime(trt, options)
+    return TensorRt("tensorrt-rtx", trt, cuda, options, None)
 
 
 def _known(trt: Any, target: str | None) -> str:
@@ -79,10 +77,9 @@ def _known(trt: Any, target: str | None) -> str:
 class AheadOfTime:
     """Builds for a GPU that this machine does not have."""
 
-    def __init__(self, trt: Any, options: Options, cache: TimingCache) -> None:
+    def __init__(self, trt: Any, options: Options) -> None:
         self._trt = trt
         self._options = options
-        self._cache = cache
 
     def describe(self) -> dict[str, str]:
         """Version and target; there is no device."""
@@ -106,7 +103,7 @@ class AheadOfTime:
             BadOption: the model has dynamic inputs, and shapes for them are missing or wrong.
         """
         with output_to(log), translated(None):
-            plan = build_plan(self._trt, model, self._options, self._cache)
+            plan = build_plan(self._trt, model, self._options, None)
             return AheadOfTimeModel(plan, model, logger_of(self._trt).layers, self._options.target)
 
 

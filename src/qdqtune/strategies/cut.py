@@ -138,7 +138,7 @@ class CutSearch:
                     options.setdefault(kind, {}).setdefault(chosen, []).append(spent)
         for group, edges, kind in members:
             prices = options.get(kind, {})
-            best = min(prices, key=lambda o: (float(np.median(prices[o])), len(o), sorted(o)), default=frozenset[int]())
+            best = min(prices, key=lambda o: (min(prices[o]), len(o), sorted(o)), default=frozenset[int]())
             yield from split(self.model, group, {edges[i] for i in best})
 
     def _kind(self, group: Group) -> str:

@@ -1,0 +1,228 @@
+"""`qdqtune build`, `check` and `doctor`: a model on its engine, outside of any search."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+import onnx
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from qdqtune import options
+from qdqtune.building import FORMATS, build
+from qdqtune.checking import Finding, allow, check
+from qdqtune.data import open_samples
+from qdqtune.doctor import Diagnosis, examine
+from qdqtune.engines import EngineSpec, QuantType, Tensors
+from qdqtune.engines.tensorrt_report import read_report
+from qdqtune.errors import BadOption, ConstraintUnmet, EngineFailure, EngineUnavailable
+from qdqtune.graph import Model
+from qdqtune.loading import load, with_input_shapes
+from qdqtune.reading import is_quantized
+from qdqtune.reasons import is_low
+from qdqtune.runner import Runner
+from qdqtune.types import Failure, Layer, NumericFormat, QType
+
+TENSORRT = {
+    "int8": NumericFormat(QType.INT8, QType.INT8, symmetric=True),
+    "fp8": NumericFormat(QType.FP8, QType.FP8, symmetric=True, per_channel=False),
+}
+
+
+@click.command("build")
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="File to write.")
+@options.engine_options
+@click.option("--json", "as_machine", is_flag=True, help="Print JSON.")
+def build_command(
+    model: Path, output: Path, engine: str, threads: int, provider: str | None, engine_options: Sequence[str],
+    time_limit: float, as_machine: bool,
+) -> None:  # fmt: skip
+    """Build MODEL, and save it in the engine's own format: a TensorRT plan, an OpenVINO IR, an optimized ONNX file.
+
+    What a Q/DQ model leaves in float runs in float, everything between pairs in 8 bits: a mixed-precision engine.
+
+    \b
+    qdqtune build optimized_final.onnx -o model.plan --engine tensorrt
+    """
+    spec = options.engine_spec(engine, threads, provider, engine_options)
+    made = build(model, output, spec, time_limit_s=time_limit)
+    if as_machine:
+        files = [str(path) for path in made.files]
+        print(json.dumps({"engine": engine, "files": files, "bytes": made.nbytes, "seconds": made.seconds}, indent=2))
+    else:
+        written = " and ".join(map(str, made.files))
+        print(f"{written}: {FORMATS[engine]}, {made.nbytes / 1e6:.1f} MB, built in {made.seconds:.1f} s")
+
+
+@click.command("check")
+@click.argument("model", type=click.Path(path_type=Path))
+@options.engine_options
+@options.data_options
+@click.option("--runs", type=click.IntRange(1), default=20, show_default=True, help="Inferences to take the times of.")
+@click.option("--allow-boundary", "allowed", multiple=True, metavar="WILDCARD",
+              help="Nodes that are meant to stay in float, or conversions that are meant to run: "
+                   "what stands at them does not fail. Repeatable.")  # fmt: skip
+@click.option("--graph-json", type=click.Path(path_type=Path), metavar="FILE",
+              help="Check what trtexec --exportLayerInfo wrote for MODEL, and run nothing.")  # fmt: skip
+@click.option("--profile-json", type=click.Path(path_type=Path), metavar="FILE",
+              help="The times to it: what trtexec --exportProfile wrote.")  # fmt: skip
+@click.option("--json", "as_machine", is_flag=True, help="Print JSON.")
+def check_command(
+    model: Path, engine: str, threads: int, provider: str | None, engine_options: Sequence[str], time_limit: float,
+    calibration_data: str | None, calibration_samples: int | None, input_shapes: Mapping[str, tuple[int, ...]],
+    seed: int, runs: int, allowed: Sequence[str], graph_json: Path | None, profile_json: Path | None, as_machine: bool,
+) -> int:  # fmt: skip
+    """Check that the engine fuses the Q/DQ pairs of MODEL, and say what it does not fuse and why.
+
+    Found are pairs that run as kernels of their own, operators that stay in float although their inputs carry pairs,
+    and reformats beside quantized layers. Exit code 4 if there is any; the conversions at the model's own float inputs
+    and outputs have to be there, and do not count.
+
+    \b
+    qdqtune check optimized_final.onnx
+    qdqtune check model.qdq.onnx --graph-json layers.json --profile-json profile.json
+    """
+    if profile_json is not None and graph_json is None:
+        raise BadOption("--profile-json goes with --graph-json")
+    graph = load(model)
+    quant_type = _quant_type(graph)
+    layers: Sequence[Layer] = ()
+    found: tuple[Finding, ...] = ()
+    if graph_json is not None:
+        engine = "tensorrt"
+    if is_quantized(graph):
+        if graph_json is not None:
+            layers = read_report(graph_json, profile_json, onnx.load(model, load_external_data=False))
+            numbers = TENSORRT[quant_type]
+        else:
+            shaped = with_input_shapes(graph, input_shapes) if input_shapes else graph
+            sample = open_samples(calibration_data, shaped, seed=seed, limit=calibration_samples).first(1)[0]
+            spec = options.engine_spec(engine, threads, provider, engine_options)
+            layers, numbers = _profiled(model, spec, quant_type, sample, runs, time_limit)
+        found = allow(check(graph, layers, numbers), allowed)
+    if as_machine:
+        print(json.dumps(_as_json(model, engine, graph, layers, found), indent=2))
+    else:
+        print("\n".join(_lines(model, engine, graph, layers, found)))
+    return ConstraintUnmet.exit_code if any(finding.fails for finding in found) else 0
+
+
+def _quant_type(model: Model) -> QuantType:
+    types = {model.tensors[n.inputs[0]].dtype for n in model.nodes
+             if n.op == "DequantizeLinear" and n.inputs[0] in model.tensors}  # fmt: skip
+    return "fp8" if onnx.TensorProto.FLOAT8E4M3FN in types else "int8"
+
+
+def _profiled(
+    model: Path, spec: EngineSpec, quant_type: QuantType, sample: Tensors, runs: int, time_limit: float
+) -> tuple[Sequence[Layer], NumericFormat]:
+    with (
+        tempfile.TemporaryDirectory(prefix="qdqtune-") as folder,
+        Runner(spec, time_limit_s=time_limit, log_dir=Path(folder)) as runner,
+    ):
+        numbers = runner.numeric_format(quant_type)
+        runner.feed(sample)
+        handle = runner.load(model, "check")
+        result = handle if isinstance(handle, Failure) else runner.layers(handle, runs)
+    if isinstance(result, Failure):
+        raise EngineFailure(f"{spec.name} has no layers of {model}: {result.reason}")
+    return result, numbers
+
+
+def _pairs(model: Model) -> int:
+    return sum(node.op == "DequantizeLinear" for node in model.nodes)
+
+
+def _as_json(
+    model: Path, engine: str, graph: Model, layers: Sequence[Layer], found: Sequence[Finding]
+) -> dict[str, Any]:
+    running = [layer for layer in layers if layer.kind != "folded"]
+    return {
+        "model": str(model),
+        "engine": engine,
+        "pairs": _pairs(graph),
+        "layers": len(running),
+        "layers_in_8_bits": sum(is_low(layer.precision) for layer in running),
+        "time_ms": _sum(running),
+        "failing": sum(finding.fails for finding in found),
+        "findings": [asdict(finding) for finding in found],
+    }
+
+
+def _lines(model: Path, engine: str, graph: Model, layers: Sequence[Layer], found: Sequence[Finding]) -> Iterator[str]:
+    if not is_quantized(graph):
+        yield f"{model}: no pairs, nothing to check"
+        return
+    for group in _groups(found):
+        yield min((finding.reason for finding in group), key=len)
+        for finding in group:
+            time = "" if finding.time_ms is None else f"{finding.time_ms:.4f} ms"
+            yield f"    {finding.kind:15}  {time:>10}  {', '.join(finding.nodes) or finding.layer}"
+    failing = [finding for finding in found if finding.fails]
+    running = [layer for layer in layers if layer.kind != "folded"]
+    total, spent = _sum(running), _sum(failing)
+    share = f", {spent:.3f} of {total:.3f} ms" if total and spent is not None else ""
+    low = sum(is_low(layer.precision) for layer in running)
+    yield (f"{model} on {engine}: {_pairs(graph)} pairs, {low} of {len(running)} layers in 8 bits; "
+           f"{len(failing)} findings{share}, {len(found) - len(failing)} notes")  # fmt: skip
+
+
+def _groups(found: Sequence[Finding]) -> list[list[Finding]]:
+    """The findings by cause: first those that fail, what costs most in front."""
+    groups: dict[tuple[bool, str], list[Finding]] = {}
+    for finding in sorted(found, key=lambda f: f.kind != "float compute"):
+        groups.setdefault((finding.fails, finding.cause or finding.reason), []).append(finding)
+    return sorted(groups.values(), key=lambda group: (not group[0].fails, -(_sum(group) or 0.0)))
+
+
+def _sum(timed: Sequence[Layer] | Sequence[Finding]) -> float | None:
+    times = [item.time_ms for item in timed if item.time_ms is not None]
+    return sum(times) if times else None
+
+
+@click.command("doctor")
+@click.option("--json", "as_machine", is_flag=True, help="Print JSON.")
+def doctor_command(as_machine: bool) -> int:
+    """Show which engines work on this machine, on what hardware, and what to install for the others.
+
+    Exit code 5 only if none does.
+    """
+    with tempfile.TemporaryDirectory(prefix="qdqtune-") as folder:
+        diagnosis = examine(Path(folder))
+    if as_machine:
+        print(json.dumps(asdict(diagnosis), indent=2))
+    else:
+        Console().print(_engines(diagnosis))
+        print("\n".join(_remarks(diagnosis)))
+    return 0 if diagnosis.is_usable else EngineUnavailable.exit_code
+
+
+def _engines(diagnosis: Diagnosis) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("engine", "status", "version", "device"):
+        table.add_column(column, no_wrap=True)
+    for engine in diagnosis.engines:
+        table.add_row(*map(Text, (engine.name, engine.status, engine.version, engine.device)))
+    return table
+
+
+def _remarks(diagnosis: Diagnosis) -> Iterator[str]:
+    cpu = diagnosis.processor
+    cores = f"{cpu.cores} core" + "s" * (cpu.cores != 1)
+    yield f"CPU: {cpu.name}, {cores} ({' '.join(cpu.isa) or 'no known instruction sets'}); {cpu.consequence}"
+    for gpu in diagnosis.gpus:
+        yield f"GPU: {gpu.name}, {gpu.memory}, compute capability {gpu.compute_capability}, driver {gpu.driver}"
+    if diagnosis.gpu_note:
+        yield f"GPU: none ({diagnosis.gpu_note})"
+    for engine in diagnosis.engines:
+        if engine.reason:
+            yield f"{engine.name}: " + ": ".join(filter(None, (engine.reason, engine.remedy)))

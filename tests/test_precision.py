@@ -1,0 +1,245 @@
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto
+
+from models import INT8, attention, build, conv_net, feeds, normal, ranges, run, sqnr
+from qdqtune import rules
+from qdqtune.engines import EngineSpec
+from qdqtune.errors import BadModel, BadOption
+from qdqtune.graph import Constant, Model
+from qdqtune.loading import load
+from qdqtune.precision import to_float16
+from qdqtune.qdq import insert
+from qdqtune.reading import read_placement, strip_pairs
+from qdqtune.runner import Runner
+from qdqtune.settings import Settings
+from qdqtune.subject import open_subject
+
+
+def dtypes(model: Model) -> dict[str, str]:
+    names = {TensorProto.FLOAT: "float32", TensorProto.FLOAT16: "float16"}
+    return {t: names.get(i.dtype, "other") for t, i in model.tensors.items()}
+
+
+def valid(model: Model) -> bool:
+    """Also as to element types, which the checker alone does not compare."""
+    onnx.shape_inference.infer_shapes(model.to_proto(), strict_mode=True, check_type=True)
+    return True
+
+
+@pytest.mark.parametrize("make", [conv_net, attention])
+def test_values_are_those_of_float32_up_to_rounding(make) -> None:  # type: ignore[no-untyped-def]
+    model = make()
+    half = to_float16(model)
+    assert valid(half)
+    samples = feeds(model)
+    assert sqnr(run(model, samples), run(half, samples)) > 50
+    found = dtypes(half)
+    inside = {t for n in model.nodes for t in n.outputs} - set(model.outputs)
+    assert {found[t] for t in inside} == {"float16"}
+    assert {found[t] for t in model.constants} == {"float16"}
+    assert half.index_of.keys() >= model.index_of.keys()
+
+
+def test_inputs_and_outputs_stay_as_they_are() -> None:
+    model = conv_net()
+    half = to_float16(model)
+    assert (half.inputs, half.outputs) == (model.inputs, model.outputs)
+    assert [i.SerializeToString() for i in half.proto.graph.output] == [
+        i.SerializeToString() for i in model.proto.graph.output
+    ]
+    assert Counter(n.op for n in half.nodes) - Counter(n.op for n in model.nodes) == {"Cast": 2}
+    assert half.opset == model.opset == 19
+
+
+def test_the_model_given_is_not_touched() -> None:
+    model = attention()
+    before = model.fingerprint
+    assert to_float16(model).fingerprint != before == model.fingerprint
+    assert to_float16(model).fingerprint == to_float16(model).fingerprint
+
+
+def test_large_constants_are_converted_when_they_are_read() -> None:
+    reads = []
+
+    def read() -> np.ndarray:
+        reads.append(1)
+        return np.full((16, 64), 1e6, np.float32)
+
+    model = build("net (float[N,16] x) => (float[N,64] y) { [mm] y = MatMul(x, w) }", {"w": normal(16, 64)})
+    assert "w" in model.large
+    half = to_float16(Model(model.proto, {"w": Constant("key", TensorProto.FLOAT, (16, 64), read)}))
+    assert reads == []
+    assert (half.large["w"].dtype, half.large["w"].nbytes) == (TensorProto.FLOAT16, 16 * 64 * 2)
+    values = half.large["w"].array()
+    assert values.dtype == np.float16
+    assert (values == np.finfo(np.float16).max).all()  # clipped, not infinite
+    assert half.inputs == ("x",)
+
+
+def test_masks_stay_finite_and_infinities_infinite() -> None:
+    text = """net (float[2,4] x) => (float[2,4] y, float[2,4] z) {
+        [masked] m = Add(x, mask)
+        [soft] y = Softmax(m)
+        [cut] z = Add(x, inf)
+    }"""
+    mask = np.array([0, -3.4e38, 0, -1e9], np.float32)
+    model = build(text, {"mask": mask, "inf": np.array([0, -np.inf, np.inf, 0], np.float32)})
+    half = to_float16(model)
+    low = np.finfo(np.float16).min
+    np.testing.assert_array_equal(half.constants["mask"].array(), np.array([0, low, 0, low], np.float16))
+    np.testing.assert_array_equal(half.constants["inf"].array(), np.array([0, -np.inf, np.inf, 0], np.float16))
+    x = normal(2, 4)
+    (outputs,) = run(half, [{"x": x}])
+    np.testing.assert_allclose(outputs["y"], run(model, [{"x": x}])[0]["y"], atol=2e-3)
+    assert np.isfinite(outputs["y"]).all()
+
+
+def test_unsafe_operators_stay_in_float32() -> None:
+    """Two of them read one tensor: the Cast in front of both is there once."""
+    text = """net (float[2,4] x) => (float[2,4] y) {
+        [first] a = Mul(x, two)
+        [low] b = Min(a, one)
+        [high] c = Max(a, one)
+        [last] y = Sub(b, c)
+    }"""
+    model = build(text, {"two": np.float32(2), "one": np.float32(1)})
+    half = to_float16(model)
+    assert valid(half)
+    types = dtypes(half)
+    by_name = {n.name: n for n in half.nodes}
+    for name in ("low", "high"):
+        assert {types[t] for t in (*by_name[name].inputs, *by_name[name].outputs)} == {"float32"}
+    assert {types[t] for n in ("first", "last") for t in by_name[n].outputs} == {"float16"}
+    x = normal(2, 4)
+    np.testing.assert_allclose(run(half, [{"x": x}])[0]["y"], run(model, [{"x": x}])[0]["y"], atol=5e-3)
+
+
+def test_named_nodes_and_operators_stay_in_float32() -> None:
+    model = conv_net()
+    half = to_float16(model, keep=["head", "GlobalAveragePool"])
+    assert valid(half)
+    types = dtypes(half)
+    by_name = {n.name: n for n in half.nodes}
+    assert {types[t] for n in ("head", "average") for t in by_name[n].outputs} == {"float32"}
+    assert types["w4"] == "float32"
+    assert types[by_name["concat"].outputs[0]] == types[by_name["flatten"].outputs[0]] == "float16"
+    assert sqnr(run(model, feeds(model)), run(half, feeds(model))) > 50
+    with pytest.raises(BadOption, match="'nothing'"):
+        to_float16(model, keep=["nothing"])
+
+
+def test_a_large_weight_of_a_node_that_stays_keeps_its_precision() -> None:
+    text = """net (float[N,16] x) => (float[N,16] y) {
+        [one] t = MatMul(x, w)
+        [two] u = MatMul(t, v)
+        [three] y = MatMul(u, w)
+    }"""
+    model = build(text, {"w": normal(16, 16), "v": normal(16, 16, seed=1)})
+    assert set(model.large) == {"w", "v"}
+    half = to_float16(model, keep=["two", "three"])
+    assert valid(half)
+    assert half.large["v"].key == model.large["v"].key
+    assert half.large["w"].dtype == TensorProto.FLOAT16
+    assert sqnr(run(model, feeds(model)), run(half, feeds(model))) > 50
+
+
+def test_custom_operators_stay_in_float32() -> None:
+    text = """net (float[N,4] x) => (float[N,4] y) {
+        [first] t = MatMul(x, w)
+        [mark] m = custom.Mark(t)
+        [second] y = MatMul(m, w)
+    }"""
+    half = to_float16(build(text, {"w": normal(4, 4)}))
+    casts = {n.inputs[0]: n for n in half.nodes if n.op == "Cast"}
+    by_name = {n.name: n for n in half.nodes}
+    mark, second = by_name["mark"], by_name["second"]
+    assert mark.inputs[0] == casts["t"].outputs[0] != "t"
+    assert second.inputs[0] == casts[mark.outputs[0]].outputs[0]
+
+
+def test_bodies_are_converted_with_what_they_capture() -> None:
+    text = """net (float[N,4] x, bool flag) => (float[N,4] y) {
+        [first] t = MatMul(x, w)
+        [branch] z = If(flag) <
+            then_branch = a () => (float[N,4] p) { p = Add(t, w0) },
+            else_branch = b () => (float[N,4] q) { q = Neg(t) }>
+        [second] y = MatMul(z, w)
+    }"""
+    model = build(text, {"w": normal(4, 4), "w0": normal(4)})
+    half = to_float16(model)
+    assert valid(half)
+    for flag in (True, False):
+        feed = {"x": normal(2, 4), "flag": np.array(flag)}
+        assert sqnr(run(model, [feed]), run(half, [feed])) > 50
+
+
+def test_an_unsafe_operator_in_a_body_is_refused_in_one_line() -> None:
+    text = """net (float[N,4] x, bool flag) => (float[N,4] y) {
+        [first] t = MatMul(x, w)
+        [branch] y = If(flag) <
+            then_branch = a () => (float[N,4] p) { s = Neg(t)  p = Min(s, t) },
+            else_branch = b () => (float[N,4] q) { q = Neg(t) }>
+    }"""
+    with pytest.raises(BadModel, match="cannot convert the model to float16") as refusal:
+        to_float16(build(text, {"w": normal(4, 4)}))
+    assert "\n" not in str(refusal.value)
+
+
+def test_integers_and_casts_to_float() -> None:
+    text = """net (int64[N,4] ids, float[N,4] x) => (float[N,4] y) {
+        [cast] f = Cast<to=1>(ids)
+        [add] y = Add(f, x)
+    }"""
+    model = build(text)
+    half = to_float16(model)
+    assert valid(half)
+    assert dtypes(half)["f"] == "float16"
+    feed = {"ids": np.arange(8).reshape(2, 4), "x": normal(2, 4)}
+    np.testing.assert_allclose(run(half, [feed])[0]["y"], run(model, [feed])[0]["y"], atol=1e-2)
+
+
+def test_an_old_file_is_raised_first(tmp_path: Path) -> None:
+    proto = conv_net(opset=13).to_proto()
+    onnx.save(proto, tmp_path / "m.onnx")
+    half = to_float16(load(tmp_path / "m.onnx", min_opset=19))
+    assert half.opset == 19
+    assert valid(half)
+
+
+def test_a_model_in_float16_stays_as_it_is() -> None:
+    model = conv_net(half=True)
+    assert [n.op for n in to_float16(model).nodes] == [n.op for n in model.nodes]
+    assert dtypes(to_float16(model)) == dtypes(model)
+
+
+def test_a_quantized_model_keeps_its_pairs() -> None:
+    model = conv_net()
+    found = ranges(model)
+    placement = rules.placements(model, rules.possible_edges(model, found))["static"]
+    half = to_float16(insert(model, placement, found, INT8))
+    assert valid(half)
+    assert {half.tensors[n.inputs[1]].dtype for n in half.nodes if n.op == "QuantizeLinear"} == {TensorProto.FLOAT16}
+    stripped = strip_pairs(half)
+    reading = read_placement(stripped, half)
+    assert reading.unmatched == ()
+    assert len(reading.placement) == len(placement)
+    samples = feeds(model)
+    assert sqnr(run(model, samples), run(insert(stripped, reading.placement, reading.ranges, INT8), samples)) > 25
+
+
+def test_tuning_in_float16_ships_a_float16_model(tmp_path: Path) -> None:
+    onnx.save(conv_net(opset=13).to_proto(), tmp_path / "m.onnx")
+    settings = Settings(tmp_path / "m.onnx", engine=EngineSpec("fake"), precision="fp16")
+    with Runner(settings.engine, time_limit_s=60, log_dir=tmp_path / "logs") as runner:
+        subject = open_subject(settings, runner)
+    assert subject.model.opset >= 19
+    assert subject.model.inputs == ("image",)
+    assert subject.model.tensors["c1"].dtype == TensorProto.FLOAT16
+    assert subject.model.tensors["image"].dtype == TensorProto.FLOAT
