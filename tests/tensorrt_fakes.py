@@ -419,10 +419,14 @@ class Builder(Vendor):
 
 class Runtime(Vendor):
     def __init__(self, logger: Any) -> None:
-        pass
+        self._logger = logger
 
     def deserialize_cuda_engine(self, serialized_engine: bytes) -> Any:
-        return self._module._make(Engine, "ICudaEngine", onnx.ModelProto.FromString(serialized_engine))
+        model = onnx.ModelProto.FromString(serialized_engine)
+        if model.graph.name == "unloadable":
+            self._logger.log(self._logger.ERROR, "Error Code 6: built for another GPU")
+            return None
+        return self._module._make(Engine, "ICudaEngine", model)
 
 
 class Engine(Vendor):

@@ -94,6 +94,7 @@ TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
     "--output-dir": (["x/y"], lambda s: s.output_dir, Path("x/y")),
     "--mode": (["cut"], lambda s: s.mode, "cut"),
     "--quant-type": (["fp8"], lambda s: s.quant_type, "fp8"),
+    "--precision": (["fp16"], lambda s: s.precision, "fp16"),
     "--engine": (["fake"], lambda s: s.engine, EngineSpec("fake")),
     "--threads": (["3"], lambda s: s.engine.options.get("threads"), 3),
     "--provider": (["CUDA"], lambda s: s.engine.options.get("provider"), "CUDA"),

@@ -219,6 +219,13 @@ def test_a_refused_node_is_named_in_one_line(rig: Rig) -> None:
     assert len(str(refusal.value).splitlines()) == 1
 
 
+def test_an_engine_that_cannot_be_loaded(rig: Rig) -> None:
+    model = static(conv_model())
+    model.graph.name = "unloadable"
+    with pytest.raises(EngineFailure, match="Error Code 6: built for another GPU"):
+        rig.build(model)
+
+
 def test_a_refused_network_gives_the_first_error(rig: Rig) -> None:
     model = static(model_of([helper.make_node("Refused", ["x"], ["y"])], [1], {}))
     with pytest.raises(EngineFailure, match=r"^TensorRT: Error Code 4: no implementation$"):

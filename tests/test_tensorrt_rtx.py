@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from qdqtune.precision import to_float16
 from qdqtune.qdq import Inserter
 from qdqtune.runner import Runner
 from qdqtune.types import Edge, Layer, Placement
+from tensorrt_fakes import FakeCuda
 
 pytest.importorskip("tensorrt_rtx_bindings")
 
@@ -146,6 +148,16 @@ def test_targets_are_checked_and_needed() -> None:
         engine(target="sm90")
     with pytest.raises(EngineUnavailable, match="without a GPU give --target sm89"):
         open_engine(EngineSpec("tensorrt-rtx"))
+
+
+def test_a_gpu_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda()
+    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", cuda)
+    device = SimpleNamespace(name=b"Data-centre GPU", major=9, minor=0)
+    monkeypatch.setattr(cuda, "cudaGetDeviceProperties", lambda number: (cuda.cudaError_t.cudaSuccess, device))
+    with pytest.raises(EngineUnavailable, match=r"no kernels for Data-centre GPU \(sm90\).*--target sm89"):
+        open_engine(EngineSpec("tensorrt-rtx"))
+    assert engine().describe()["target"] == "sm89"
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:

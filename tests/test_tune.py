@@ -556,7 +556,7 @@ def test_where_no_placement_changes_the_latency_noise_ships_nothing(
         wins += sum(t.check is not None for t in verdicts)
         accepted += sum(t.accepted for t in verdicts)
         assert result.shipped == "baseline"
-    assert comparisons > 300
+    assert comparisons > 200
     assert wins <= 3
     assert accepted == 0
 

@@ -76,7 +76,9 @@ class _Checker:
         if layer.kind == "folded":
             return None
         if layer.kind == "quantize" or (pairs and not others and layer.kind != "copy"):
-            return self._conversion(number, pairs)
+            finding = self._conversion(number, pairs)
+            # A kernel that only computes a Q of the model's, but is no conversion: what is left of an operator before.
+            return None if layer.kind == "compute" and finding.fails else finding
         if others:
             return self._in_float(layer, others)
         return self._inserted(number)
@@ -90,7 +92,7 @@ class _Checker:
         if not known and (border := next((v for v in verdicts if v.is_boundary), None)):
             return Finding("boundary", layer.name, _names(pairs), layer.time_ms, border.reason, fails=False)
         if not pairs:
-            reason = f"{UNKNOWN}: the engine names no node for it; it runs {self._place(number)}"
+            reason = f"the engine names no node for it, and may have added it: it runs {self._place(number)}"
             return Finding("standalone pair", layer.name, (), layer.time_ms, reason)
         first = known[0] if known else Verdict(UNKNOWN)
         return Finding("standalone pair", layer.name, _names(pairs), layer.time_ms, first.reason, first.cause)
@@ -108,10 +110,17 @@ class _Checker:
         return Finding(kind, layer.name, _names(meant), layer.time_ms, reason, first.name)
 
     def _is_meant_for_8_bits(self, node: Node) -> bool:
-        """Whether all its inputs carry pairs; of a convolution or product, one is enough to show the intent."""
-        paired = [operand.dq is not None for operand in self._reasons.operands(node)]
-        gives_float = any(output in self._float_types for output in node.outputs)
-        return gives_float and bool(paired) and (any(paired) if node.op in COMPUTE else all(paired))
+        """Whether a convolution or product has a pair, or another operator only pairs of which one runs in vain.
+
+        Elsewhere float arithmetic in a kernel that reads and writes 8 bits is no loss.
+        """
+        operands = self._reasons.operands(node)
+        paired = [operand.dq for operand in operands if operand.dq is not None]
+        if not paired or not any(output in self._float_types for output in node.outputs):
+            return False
+        if node.op in COMPUTE:
+            return True
+        return len(paired) == len(operands) and self._reasons.has_running_pair(node)
 
     def _inserted(self, number: int) -> Finding | None:
         """A layer that the engine added to move values, beside one that runs in 8 bits."""

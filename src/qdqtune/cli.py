@@ -117,8 +117,8 @@ def app() -> None:
                    "layer times and take the optimum of the prices.")  # fmt: skip
 @click.option("--quant-type", type=click.Choice(["int8", "fp8"]), default="int8", show_default=True)
 @click.option("--precision", type=click.Choice(["fp32", "fp16"]), default="fp32", show_default=True,
-              help="fp16: make MODEL float16 first, as TensorRT takes precision from the graph. Inputs and outputs keep "
-                   "their types.")  # fmt: skip
+              help="fp16: make MODEL float16 first, as TensorRT takes precision from the graph. Its inputs and "
+                   "outputs keep their types.")  # fmt: skip
 @options.engine_options
 @options.data_options
 @options.range_options

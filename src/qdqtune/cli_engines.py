@@ -31,6 +31,9 @@ from qdqtune.reasons import is_low
 from qdqtune.runner import Runner
 from qdqtune.types import Failure, Layer, NumericFormat, QType
 
+ORDER = ("float compute", "standalone pair", "reformat", "boundary")
+"""Of the findings with one cause: what the cause itself does, then what follows from it."""
+
 TENSORRT = {
     "int8": NumericFormat(QType.INT8, QType.INT8, symmetric=True),
     "fp8": NumericFormat(QType.FP8, QType.FP8, symmetric=True, per_channel=False),
@@ -163,7 +166,7 @@ def _lines(model: Path, engine: str, graph: Model, layers: Sequence[Layer], foun
         yield f"{model}: no pairs, nothing to check"
         return
     for group in _groups(found):
-        yield min((finding.reason for finding in group), key=len)
+        yield group[0].reason
         for finding in group:
             time = "" if finding.time_ms is None else f"{finding.time_ms:.4f} ms"
             yield f"    {finding.kind:15}  {time:>10}  {', '.join(finding.nodes) or finding.layer}"
@@ -179,7 +182,7 @@ def _lines(model: Path, engine: str, graph: Model, layers: Sequence[Layer], foun
 def _groups(found: Sequence[Finding]) -> list[list[Finding]]:
     """The findings by cause: first those that fail, what costs most in front."""
     groups: dict[tuple[bool, str], list[Finding]] = {}
-    for finding in sorted(found, key=lambda f: f.kind != "float compute"):
+    for finding in sorted(found, key=lambda f: ORDER.index(f.kind)):
         groups.setdefault((finding.fails, finding.cause or finding.reason), []).append(finding)
     return sorted(groups.values(), key=lambda group: (not group[0].fails, -(_sum(group) or 0.0)))
 

@@ -87,6 +87,12 @@ class Reasons:
         layer = self._home.get(node.name)
         return layer is not None and layer.kind not in ("quantize", "folded") and is_low(layer.precision)
 
+    def has_running_pair(self, node: Node) -> bool:
+        """Whether a DQ in front of the node or a Q behind it is a layer of its own."""
+        behind = [n for tensor in node.outputs for n in self._readers(tensor)]
+        layers = [self._home.get(n.name) for n in (*(o.dq for o in self.operands(node) if o.dq), *behind)]
+        return any(layer is not None and layer.kind == "quantize" for layer in layers)
+
     def operands(self, node: Node) -> list[Operand]:
         """What the node computes with, biases aside."""
         end = 2 if node.op in COMPUTE else SETTINGS_FROM.get(node.op, len(node.inputs))
@@ -142,9 +148,9 @@ class Reasons:
             return "none of its inputs carries a pair" if len(operands) > 1 else "its input carries no pair"
         if bare:
             return _partial(node, operands)
-        causes = [self._clamp, self._format, self._bias, self._output, self._kernel, self._attention]
+        causes = [self._clamp, self._format, self._bias, self._output, self._kernel, self._attention, self._shared]
         if node.op not in USUAL:
-            causes = [self._clamp, self._kernel, self._format, self._output]
+            causes = [self._clamp, self._kernel, self._format, self._output, self._shared]
         return next((reason for cause in causes if (reason := cause(node))), UNKNOWN)
 
     def _clamp(self, node: Node) -> str:
@@ -214,13 +220,13 @@ class Reasons:
         """Who reads the result in float, behind what engines fuse into the operator."""
         tensor = node.outputs[0]
         readers = self._readers(tensor)
-        while node.op in COMPUTE and len(readers) == 1 and readers[0].op in FUSED_BEHIND:
+        while node.op in COMPUTE | {"Add"} and len(readers) == 1 and readers[0].op in FUSED_BEHIND:
             tensor = readers[0].outputs[0]
             readers = self._readers(tensor)
         others = [n for n in readers if n.op != "QuantizeLinear"]
         if not others and not self._is_output(tensor):
             return ""
-        return f"its output is not quantized for all who read it: {self._users(tensor, others)}"
+        return f"its output carries no pair on the way to {self._users(tensor, others)}"
 
     def _kernel(self, node: Node) -> str:
         """That no node of its kind runs in 8 bits. For convolutions and products this would say little."""
@@ -239,6 +245,15 @@ class Reasons:
         if self._numbers is not None and self._numbers.symmetric:
             return f"{which}: this engine fuses them in float16, or in FP8 with pairs on q, k, v and behind the Softmax"
         return f"{which}: not every engine runs them in 8 bits"
+
+    def _shared(self, node: Node) -> str:
+        """Another reader of one of its DQs that has reasons of its own to take floats."""
+        for dq in [operand.dq for operand in self.operands(node) if operand.dq is not None]:
+            for other in self._readers(dq.outputs[0]):
+                lacks = other.op in COMPUTE or any(operand.dq is None for operand in self.operands(other))
+                if other.index != node.index and lacks and not self.runs_in_8_bits(other):
+                    return f"it shares {dq.name} with {told(other)}, which runs in float as well"
+        return ""
 
     def _meets_softmax(self, node: Node, *, forward: bool) -> bool:
         seen, stack = {node.index}, [node]

@@ -152,7 +152,10 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
 
 def _strategy(settings: Settings, subject: Subject, bench: Bench) -> Strategy:
     if settings.mode == "cut":
-        return CutSearch(subject.shaped, subject.possible, bench.float_layers(), _cut_seeds(subject), settings.plan)
+        layers = bench.float_layers()
+        if not any(layer.time_ms for layer in layers):
+            raise BadOption(f"engine {settings.engine.name} reports no layer times, which cut mode needs: --mode region")
+        return CutSearch(subject.shaped, subject.possible, layers, _cut_seeds(subject), settings.plan)
     cached = placements.read_cache(settings.pattern_cache) if settings.pattern_cache else {}
     return RegionSearch(
         model=subject.shaped,

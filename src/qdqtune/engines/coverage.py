@@ -29,11 +29,11 @@ class Claim:
     writes: frozenset[str] = frozenset()
 
 
-def read_graph(path: Path) -> onnx.GraphProto:
-    """The graph in a model file. Nodes that have no name of their own carry the one that `loading.load` gives them."""
-    graph = onnx.load(path, load_external_data=False).graph
-    name_nodes(graph)
-    return graph
+def read_model(path: Path) -> onnx.ModelProto:
+    """A model file without external data. Unnamed nodes carry the names that `loading.load` gives them."""
+    model = onnx.load(path, load_external_data=False)
+    name_nodes(model.graph)
+    return model
 
 
 def cover(graph: onnx.GraphProto, claims: Sequence[Claim]) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:

@@ -22,6 +22,7 @@ import onnxruntime as ort
 from onnxruntime import InferenceSession as Session
 
 from qdqtune.engines import QuantType, Tensors, one_line, onnxruntime_layers, output_to
+from qdqtune.engines.coverage import read_model
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, QdqtuneError
 from qdqtune.graph import PROTOBUF_LIMIT
 from qdqtune.types import Layer, NumericFormat, QType
@@ -32,6 +33,7 @@ DOT_PRODUCTS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
 WARNING, ERROR = 2, 3
 WARMUP = 1
 """Inferences that are profiled in vain: the first one allocates."""
+INPUT_FOLDER = "session.model_external_initializers_file_folder_path"
 EXTERNAL = "session.optimized_model_external_initializers_file_name"
 
 # Observed with ONNX Runtime 1.31: between a DQ and a Q of one scale it runs exactly these on 8-bit values (Resize when
@@ -109,7 +111,7 @@ class OnnxRuntime:
             raise EngineUnavailable(f"ONNX Runtime cannot start provider {self.provider!r} on this machine; see {log}")
         return OnnxRuntimeModel(self, model, session)
 
-    def session(self, model: Path, entries: Mapping[str, str] = MappingProxyType({}), **more: Any) -> Session:
+    def session(self, model: Path | bytes, entries: Mapping[str, str] = MappingProxyType({}), **more: Any) -> Session:
         """A session as this engine runs them; `more` are attributes of its options, `entries` their config entries."""
         options = ort.SessionOptions()
         options.intra_op_num_threads = self.threads
@@ -121,7 +123,7 @@ class OnnxRuntime:
             setattr(options, name, value)
         for name, value in entries.items():
             options.add_session_config_entry(name, value)
-        return ort.InferenceSession(str(model), options, providers=[self.provider])
+        return Session(model if isinstance(model, bytes) else str(model), options, providers=[self.provider])
 
 
 class OnnxRuntimeModel:
@@ -163,22 +165,26 @@ class OnnxRuntimeModel:
             return (time.perf_counter() - start) / runs
 
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
-        """What a second session of the same file reports when it is profiled; see `Built.layers`.
+        """What a second session of the same model reports when it is profiled; see `Built.layers`.
+
+        There every node has a name: fused nodes are called after those that they were made of.
 
         Raises:
             EngineFailure: ONNX Runtime cannot run the model on these inputs, or cannot write its optimized graph.
         """
+        model, feed = read_model(self._path), self._taken(inputs)
         with TemporaryDirectory(prefix="qdqtune-") as name:
-            folder, feed = Path(name), self._taken(inputs)
+            folder = Path(name)
             with _translated():
                 session = self._engine.session(
-                    self._path, {EXTERNAL: "constants"}, optimized_model_filepath=str(folder / "optimized.onnx"),
+                    model.SerializeToString(), {EXTERNAL: "constants", INPUT_FOLDER: str(self._path.parent)},
+                    optimized_model_filepath=str(folder / "optimized.onnx"),
                     enable_profiling=True, profile_file_prefix=str(folder / "profile"), log_severity_level=ERROR,
                 )  # fmt: skip
                 for _ in range(WARMUP + runs):
                     session.run(self._outputs, feed)
                 profile = Path(session.end_profiling())
-            return onnxruntime_layers.report(self._path, folder / "optimized.onnx", profile, WARMUP)
+            return onnxruntime_layers.report(model.graph, folder / "optimized.onnx", profile, WARMUP)
 
     def save(self, path: Path) -> None:
         """Write the optimized model as an ONNX file; beyond 2 GB its constants go to `<name>.data` beside it.

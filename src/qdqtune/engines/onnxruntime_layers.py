@@ -8,6 +8,7 @@ writes tensors that the model does not have.
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -15,7 +16,7 @@ from typing import Any, Literal
 
 import onnx
 
-from qdqtune.engines.coverage import Claim, cover, folded, read_graph
+from qdqtune.engines.coverage import Claim, cover, folded
 from qdqtune.errors import EngineFailure
 from qdqtune.types import Layer
 
@@ -28,11 +29,14 @@ MOVES = frozenset({"Cast", "ReorderInput", "ReorderOutput", "Reshape", "Squeeze"
 INSERTED = COPIES | CONVERSIONS | MOVES
 """What the optimizer puts between two nodes; anything else is a node of the model in another form."""
 
+PASSIVE = CONVERSIONS | MOVES | {"Flatten", "Gather", "Identity", "MaxPool", "Slice", "Split"}
+"""Operators that the optimizer moves conversions across."""
+
 PRECISIONS: Mapping[str, str] = {"float": "FP32", "float16": "FP16", "int8": "INT8", "uint8": "INT8"}
 SUFFIX = "_kernel_time"
 
 
-def report(model: Path, optimized: Path, profile: Path, warmup: int) -> tuple[Layer, ...]:
+def report(graph: onnx.GraphProto, optimized: Path, profile: Path, warmup: int) -> tuple[Layer, ...]:
     """The layers of a session, in the order in which it ran them; see `Built.layers`.
 
     The first `warmup` inferences in the profile do not count.
@@ -40,7 +44,6 @@ def report(model: Path, optimized: Path, profile: Path, warmup: int) -> tuple[La
     Raises:
         EngineFailure: the profile is not that of the optimized graph.
     """
-    graph = read_graph(model)
     nodes = onnx.load(optimized, load_external_data=False).graph.node
     runs = _inferences(json.loads(profile.read_text()), nodes)[warmup:]
     covered, rest = cover(graph, _claims(graph, nodes))
@@ -75,18 +78,45 @@ def _claims(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> list[Cla
     """What each optimized node says of itself by its name and its tensors."""
     model = _Names(graph)
     tensors = {name: model.tensor(name) for node in nodes for name in (*node.input, *node.output)}
+    claimed = _named(nodes, model, _made(nodes, model, tensors))
+    free = set(model.nodes).difference(*claimed)
+    for i, moved in _moved(nodes, model, tensors):
+        found = next((name for name in moved if name in free), None)
+        if found is not None and not claimed[i]:
+            claimed[i] = [found]
+            free.remove(found)
+    borders = [[frozenset(tensors[t] for t in part) - {""} for part in (n.input, n.output)] for n in nodes]
+    return [Claim(tuple(names), *around) for names, around in zip(claimed, borders, strict=True)]
+
+
+def _named(nodes: Sequence[onnx.NodeProto], model: _Names, made: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The nodes of the model that each node is called after, or whose results it has."""
     exact = {node.name for node in nodes if node.name in model.nodes}
-    made = _made(nodes, model, tensors)
-    claims = []
+    claimed = []
     for node, makes in zip(nodes, made, strict=True):
         origin = None if node.name in exact else model.origin(node.name)
         guesses = makes if origin is None else [origin, *makes]
         if node.op_type in INSERTED:  # a node of the model in its own right, or none
             guesses = [g for g in guesses if _stands_for(node, model.nodes[g])]
-        claimed = [node.name] * (node.name in exact) + [g for g in guesses if g not in exact]
-        reads, writes = (frozenset(tensors[t] for t in part) - {""} for part in (node.input, node.output))
-        claims.append(Claim(tuple(claimed), reads, writes))
-    return claims
+        claimed.append([node.name] * (node.name in exact) + [g for g in guesses if g not in exact])
+    return claimed
+
+
+def _moved(
+    nodes: Sequence[onnx.NodeProto], model: _Names, tensors: Mapping[str, str]
+) -> Iterator[tuple[int, Iterator[str]]]:
+    """Every conversion, and the conversions of the model that it may be: behind its input, moves of data between."""
+    producer = {tensor: node for node in nodes for tensor in node.output}
+    for i, node in enumerate(nodes):
+        if node.op_type in CONVERSIONS:
+            source = node.input[0]
+            while not (tensors[source] or model.maker(source)) and source in producer:
+                if producer[source].op_type not in INSERTED:
+                    break
+                source = producer[source].input[0]
+            makers = model.origin(source)
+            start = [tensors[source]] if tensors[source] else list(model.nodes[makers].output) if makers else []
+            yield i, (n for n in model.behind(start) if model.nodes[n].op_type == node.op_type)
 
 
 def _made(nodes: Sequence[onnx.NodeProto], model: _Names, tensors: Mapping[str, str]) -> list[list[str]]:
@@ -112,6 +142,10 @@ class _Names:
         self.nodes = {node.name: node for node in graph.node}
         self._makers = {tensor: node.name for node in graph.node for tensor in node.output if tensor}
         self._tensors = {t for node in graph.node for t in (*node.input, *node.output)} - {""}
+        self._users: dict[str, list[str]] = {}
+        for node in graph.node:
+            for tensor in node.input:
+                self._users.setdefault(tensor, []).append(node.name)
 
     def tensor(self, name: str) -> str:
         """The tensor of the model that `name`, or the longest part of it that ends before a suffix, is; or ''."""
@@ -120,6 +154,17 @@ class _Names:
     def maker(self, tensor: str) -> str:
         """The node that makes a tensor of that name, or whose own name it is; or ''."""
         return self._makers.get(tensor) or (tensor if tensor in self.nodes else "")
+
+    def behind(self, tensors: Sequence[str]) -> Iterator[str]:
+        """The nodes that read one of the tensors, or what nodes that only move data make of it, nearest first."""
+        seen = set(tensors)
+        queue = deque(tensors)
+        while queue:
+            for name in self._users.get(queue.popleft(), ()):
+                yield name
+                if self.nodes[name].op_type in PASSIVE:
+                    queue.extend(t for t in self.nodes[name].output if t not in seen)
+                    seen.update(self.nodes[name].output)
 
     def origin(self, name: str) -> str | None:
         """The node that an optimized node's name begins with, or whose tensor's name it begins with."""

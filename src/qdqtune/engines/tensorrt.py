@@ -137,10 +137,12 @@ class TensorRtModel:
 
     def __init__(self, trt: Any, cuda: Cuda, plan: Any, model: Path) -> None:
         self._trt, self._cuda, self._plan, self._model = trt, cuda, plan, model
-        self._runtime = trt.Runtime(logger_of(trt))
+        logger = logger_of(trt)
+        logger.clear()
+        self._runtime = trt.Runtime(logger)
         self._engine = self._runtime.deserialize_cuda_engine(plan)
         if self._engine is None:
-            raise EngineFailure("TensorRT: the engine was built, but cannot be loaded here")
+            raise EngineFailure(f"TensorRT: {logger.reason('the engine was built, but cannot be loaded here')}")
         self._execution = Execution(trt, cuda, self._engine)
 
     def run(self, inputs: Tensors) -> dict[str, npt.NDArray[Any]]:

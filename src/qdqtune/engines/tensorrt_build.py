@@ -121,6 +121,10 @@ def logger_of(trt: Any) -> Any:
         def clear(self) -> None:
             self.errors, self.layers = [], ""
 
+        def reason(self, otherwise: str) -> str:
+            """The first error message; the others mostly follow from it."""
+            return one_line(self.errors[0] if self.errors else otherwise)
+
         def log(self, severity: Any, message: str) -> None:
             is_layers = message.startswith("Layers:\n")
             if is_layers:
@@ -174,7 +178,7 @@ def build_plan(trt: Any, model: Path, options: Options, times: TimingCache | Non
     logger.clear()
     plan = builder.build_serialized_network(network, config)
     if plan is None:
-        raise EngineFailure(f"TensorRT: {one_line(logger.errors[0] if logger.errors else 'the build gave no engine')}")
+        raise EngineFailure(f"TensorRT: {logger.reason('the build gave no engine')}")
     if times is not None:
         times.keep(config)
     return plan

@@ -60,18 +60,24 @@ def create(
         if not target:
             raise EngineUnavailable(f"{error}; to check builds without a GPU give --target sm89") from error
         return AheadOfTime(trt, options)
-    if target and target != cuda.device.target:
+    here = cuda.device
+    if target and target != here.target:
         return AheadOfTime(trt, options)
+    if here.target not in _targets(trt):
+        raise EngineUnavailable(f"TensorRT-RTX has no kernels for {here.name} ({here.target}); to check builds for "
+                                "another GPU give --target sm89")  # fmt: skip
     return TensorRt("tensorrt-rtx", trt, cuda, options, None)
 
 
+def _targets(trt: Any) -> list[str]:
+    return [name.lower() for name in trt.ComputeCapability.__members__ if name.startswith("SM")]
+
+
 def _known(trt: Any, target: str | None) -> str:
-    if not target:
-        return ""
-    known = [name.lower() for name in trt.ComputeCapability.__members__ if name.startswith("SM")]
-    if target not in known:
+    known = _targets(trt)
+    if target and target not in known:
         raise BadOption(f"TensorRT-RTX {trt.__version__} does not build for {target!r}; it does for {', '.join(known)}")
-    return target
+    return target or ""
 
 
 class AheadOfTime:
