@@ -1,6 +1,6 @@
 # Needs Python 3.11 and make, nothing else: every target prepares .venv itself.
 #
-#   make setup   prepare .venv with every extra
+#   make setup   prepare .venv with every extra but tensorrt, which needs a GPU
 #   make test    lint, type check and run the tests
 #   make demo    tune the bundled classifier
 #   make lock    resolve requirements.lock again after a change in pyproject.toml
@@ -43,7 +43,8 @@ demo: setup
 lock:
 	$(PYTHON) -m venv --clear $(LOCKER)
 	$(LOCKER)/bin/python $(PIP) uv
-	$(LOCKER)/bin/uv pip compile pyproject.toml --all-extras --group dev --universal --python-version 3.11 \
+	$(LOCKER)/bin/uv pip compile pyproject.toml --extra openvino --extra tensorrt-rtx --extra demo --group dev \
+	  --universal --python-version 3.11 \
 	  --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock" --quiet -o requirements.lock
 
 clean:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import Arrays, activations, branching, build, conv_net, embedding, feeds, normal
@@ -149,6 +149,7 @@ def test_percentiles_are_within_a_bin_of_those_of_numpy(percentile: float, kind:
         assert found == Range(values.min(), values.max())
 
 
+@settings(derandomize=True, deadline=None)
 @given(st.lists(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=20), min_size=1, max_size=6))
 def test_counts_are_those_of_one_histogram_with_the_final_bins(parts: list[list[float]]) -> None:
     """Widening merges bins exactly: the order of the samples does not matter, nor that they came in parts."""

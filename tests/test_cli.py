@@ -192,7 +192,7 @@ def test_options_of_compare_reach_the_measurement(monkeypatch, call, made, tmp_p
     assert code == 0
     files, _, samples, plan = given.a
     assert (files, given.seed, plan.looks, plan.warmup) == ((path, path), 4, (30,), 1)
-    assert [s["x"].shape for s in samples] == [(5, 32, 64)] * 2
+    assert [s["x"].shape for s in samples] == [(5, 64, 64)] * 2
     assert made == [(EngineSpec("fake", {"noise": 0.1, "provider": "P"}), 180)]
     code, _, _ = call("compare", path, path, "--calibration-data", path.with_suffix(".npz"), "--threads", 2, "--json")
     assert code == 0
@@ -369,7 +369,7 @@ def test_compare_refuses_a_bad_file_in_second_place(call, tuned, model):
 BAD_DATA: dict[str, tuple[Callable[[np.ndarray], dict[str, np.ndarray]], str]] = {
     "wrong name": (lambda x: {"y": x}, "has no array 'x'"),
     "one too many": (lambda x: {"x": x, "z": x}, "'z' that is no input"),
-    "wrong shape": (lambda x: {"x": x[..., :5]}, "has shape (3, 2, 32, 5), the model wants x: float32[2,32,64]"),
+    "wrong shape": (lambda x: {"x": x[..., :5]}, "has shape (3, 8, 8, 5), the model wants x: float32[8,8,64]"),
     "wrong dtype": (lambda x: {"x": x.astype(np.float64)}, "is float64, the model wants float32"),
     "NaN in the last sample": (lambda x: {"x": np.concatenate([x, np.full_like(x, np.nan)])}, "holds NaN"),
     "no sample": (lambda x: {"x": x[:0]}, "holds no sample"),

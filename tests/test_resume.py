@@ -227,7 +227,7 @@ CHANGES: dict[str, Any] = {
     "rounds": {"plan": Plan((12,), slot_seconds=0.0)},
     "regions": {"regions": "topology"},
     "node filter": {"node_filter": ("first",)},
-    "input shapes": {"input_shapes": {"x": (2, 32, 64)}},
+    "input shapes": {"input_shapes": {"x": (8, 8, 64)}},
 }
 
 

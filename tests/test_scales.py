@@ -36,6 +36,7 @@ def dequantized(values: Array, how: Quantization) -> Array:
 # Activations
 
 
+@settings(derandomize=True, deadline=None)
 @given(intervals)
 def test_asymmetric_scales_follow_the_formula(values: Range) -> None:
     low, high = min(values.low, 0.0), max(values.high, 0.0)
@@ -51,6 +52,7 @@ def test_asymmetric_scales_follow_the_formula(values: Range) -> None:
         assert how.zero_point == np.clip(expected, fmt.activation.low, fmt.activation.high)
 
 
+@settings(derandomize=True, deadline=None)
 @given(intervals)
 def test_symmetric_scales_follow_the_formula(values: Range) -> None:
     largest = max(abs(values.low), abs(values.high))
@@ -60,6 +62,7 @@ def test_symmetric_scales_follow_the_formula(values: Range) -> None:
         assert how.scale == (np.float32(largest / top) if largest else 1)
 
 
+@settings(derandomize=True, deadline=None)
 @given(intervals, st.sampled_from([PLAIN, SIGNED, INT8, FP8]))
 def test_zero_is_exact_and_the_range_is_represented_to_half_a_step(values: Range, fmt: NumericFormat) -> None:
     how = of_range(values, fmt)
@@ -81,6 +84,7 @@ def test_an_all_zero_tensor_has_scale_one(fmt: NumericFormat) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES)
+@settings(derandomize=True, deadline=None)
 @given(values=st.tuples(*[st.floats(-6e4, 6e4)] * 2).map(lambda pair: Range(min(pair), max(pair))))
 def test_scales_of_half_precision_tensors_are_normal_numbers_of_their_type(values: Range, dtype: Any) -> None:
     for fmt in (PLAIN, INT8, FP8):
@@ -188,7 +192,7 @@ def operators(values: Array, how: Quantization) -> list[Array]:
 
 
 @pytest.mark.parametrize("fmt", [PLAIN, SIGNED, INT8, FP8])
-@settings(max_examples=25, deadline=None)
+@settings(derandomize=True, max_examples=25, deadline=None)
 @given(values=intervals, seed=st.integers(0, 2**32))
 def test_quantize_equals_the_operator(fmt: NumericFormat, values: Range, seed: int) -> None:
     how = of_range(values, fmt)

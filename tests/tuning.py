@@ -26,7 +26,7 @@ from qdqtune.settings import Settings
 from qdqtune.strategies.region import Config
 from qdqtune.timing import Plan
 
-MIXED = """net (float[B,32,64] x) => (float[B,32,8] y) {
+MIXED = """net (float[B,ROWS,64] x) => (float[B,ROWS,8] y) {
     [first] a = MatMul(x, w0)
     [relu] b = Relu(a)
     [second] c = MatMul(b, w1)
@@ -44,11 +44,11 @@ HOPELESS = """net (float[2,8] x) => (float[2,8] y) {
 }"""
 
 
-def mixed(batch: int | None = 2) -> Model:
+def mixed(batch: int | None = 8) -> Model:
     """Two large products in a row, a residual, and two products that are too small to gain from 8 bits."""
     weights = {"w0": normal(64, 128, scale=0.1), "w1": normal(128, 128, scale=0.1),
                "w2": normal(128, 4), "w3": normal(4, 8)}  # fmt: skip
-    return build(MIXED.replace("B", "N" if batch is None else str(batch)), weights)
+    return build(MIXED.replace("B,ROWS", "N,64" if batch is None else f"{batch},8"), weights)
 
 
 def hopeless() -> Model:

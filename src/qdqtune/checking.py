@@ -41,6 +41,9 @@ def check(model: Model, layers: Sequence[Layer], numbers: NumericFormat | None =
     `layers` name nodes of `model`; names that it has not are passed over. With `numbers`, the format that the engine
     wants, pairs in another one are recognised as a reason.
     """
+    # What a file leaves without a name, TensorRT calls after its output, and `loading.load` after its operator.
+    names = {f"node_of_{node.outputs[0]}": node.name for node in model.nodes}
+    layers = [replace(layer, nodes=tuple(names.get(name, name) for name in layer.nodes)) for layer in layers]
     checker = _Checker(model, layers, Reasons(model, layers, numbers))
     found = (checker.finding(number) for number in range(len(layers)))
     return tuple(finding for finding in found if finding is not None)
@@ -135,7 +138,8 @@ class _Checker:
         if None in around:
             return Finding("boundary", layer.name, (), layer.time_ms, reason, fails=False)
         in_float = [neighbour for neighbour in beside if is_float(neighbour.precision)]
-        cause = next((name for neighbour in in_float for name in neighbour.nodes[:1]), "")
+        around_it = [self._nodes[name] for neighbour in in_float for name in neighbour.nodes if name in self._nodes]
+        cause = next((node.name for node in around_it if not is_conversion(node)), "")
         return Finding("reformat", layer.name, (), layer.time_ms, reason, cause, bool(in_float))
 
     def _neighbours(self, number: int) -> tuple[Layer | None, Layer | None]:

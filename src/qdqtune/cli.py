@@ -185,6 +185,13 @@ def tune_command(model: Path, dry_run: bool, as_machine: bool, quiet: bool, verb
     return 0 if result.improved else NO_IMPROVEMENT
 
 
+def _with_cache(spec: EngineSpec, folder: Path) -> EngineSpec:
+    """The engine with its timing cache beside the output, where the user has named none."""
+    if spec.name not in ("tensorrt", "trtexec") or "timing_cache" in spec.options:
+        return spec
+    return EngineSpec(spec.name, {**spec.options, "timing_cache": str(folder.absolute() / "timing.cache")})
+
+
 def _settings(model: Path, given: Mapping[str, Any]) -> Settings:
     effort = EFFORTS[given["effort"]]
     runs = given["timing_runs"]
@@ -193,7 +200,7 @@ def _settings(model: Path, given: Mapping[str, Any]) -> Settings:
     return Settings(
         model=model,
         output_dir=given["output_dir"],
-        engine=options.engine_spec(given["engine"], given["threads"], given["provider"], given["engine_options"]),
+        engine=_with_cache(given["spec"], given["output_dir"]),
         mode=given["mode"],
         quant_type=given["quant_type"],
         precision=given["precision"],
@@ -231,7 +238,7 @@ def _settings(model: Path, given: Mapping[str, Any]) -> Settings:
               help="Inferences of each model before its rounds.")  # fmt: skip
 @click.option("--json", "as_machine", is_flag=True, help="Print JSON instead of the table.")
 def compare_command(
-    files: Sequence[Path], engine: str, threads: int, provider: str | None, engine_options: Sequence[str],
+    files: Sequence[Path], engine: str, spec: EngineSpec,
     time_limit: float, calibration_data: str | None, calibration_samples: int | None,
     input_shapes: Mapping[str, tuple[int, ...]], seed: int, timing_runs: int, warmup_runs: int, as_machine: bool,
 ) -> int:  # fmt: skip
@@ -247,7 +254,6 @@ def compare_command(
     shaped = with_input_shapes(models[0], input_shapes) if input_shapes else models[0]
     samples = open_samples(calibration_data, shaped, seed=seed, limit=calibration_samples).first(4)
     plan = Plan((timing_runs,), warmup=warmup_runs)
-    spec = options.engine_spec(engine, threads, provider, engine_options)
     with (
         report.progress(Console(stderr=True)) as observer,
         tempfile.TemporaryDirectory(prefix="qdqtune-") as folder,

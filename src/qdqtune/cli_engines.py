@@ -46,7 +46,7 @@ TENSORRT = {
 @options.engine_options
 @click.option("--json", "as_machine", is_flag=True, help="Print JSON.")
 def build_command(
-    model: Path, output: Path, engine: str, threads: int, provider: str | None, engine_options: Sequence[str],
+    model: Path, output: Path, engine: str, spec: EngineSpec,
     time_limit: float, as_machine: bool,
 ) -> None:  # fmt: skip
     """Build MODEL, and save it in the engine's own format: a TensorRT plan, an OpenVINO IR, an optimized ONNX file.
@@ -56,7 +56,6 @@ def build_command(
     \b
     qdqtune build optimized_final.onnx -o model.plan --engine tensorrt
     """
-    spec = options.engine_spec(engine, threads, provider, engine_options)
     made = build(model, output, spec, time_limit_s=time_limit)
     if as_machine:
         files = [str(path) for path in made.files]
@@ -80,7 +79,7 @@ def build_command(
               help="The times to it: what trtexec --exportProfile wrote.")  # fmt: skip
 @click.option("--json", "as_machine", is_flag=True, help="Print JSON.")
 def check_command(
-    model: Path, engine: str, threads: int, provider: str | None, engine_options: Sequence[str], time_limit: float,
+    model: Path, engine: str, spec: EngineSpec, time_limit: float,
     calibration_data: str | None, calibration_samples: int | None, input_shapes: Mapping[str, tuple[int, ...]],
     seed: int, runs: int, allowed: Sequence[str], graph_json: Path | None, profile_json: Path | None, as_machine: bool,
 ) -> int:  # fmt: skip
@@ -109,7 +108,6 @@ def check_command(
         else:
             shaped = with_input_shapes(graph, input_shapes) if input_shapes else graph
             sample = open_samples(calibration_data, shaped, seed=seed, limit=calibration_samples).first(1)[0]
-            spec = options.engine_spec(engine, threads, provider, engine_options)
             layers, numbers = _profiled(model, spec, quant_type, sample, runs, time_limit)
         found = allow(check(graph, layers, numbers), allowed)
     if as_machine:
@@ -137,7 +135,7 @@ def _profiled(
         handle = runner.load(model, "check")
         result = handle if isinstance(handle, Failure) else runner.layers(handle, runs)
     if isinstance(result, Failure):
-        raise EngineFailure(f"{spec.name} has no layers of {model}: {result.reason}")
+        raise EngineFailure(f"{model} cannot be checked: {result.reason}")
     return result, numbers
 
 

@@ -41,7 +41,7 @@ LEAST = 12
               help="The times to it: what trtexec --exportProfile wrote.")  # fmt: skip
 @click.option("--json", "as_machine", is_flag=True, help="Print JSON instead of the table.")
 def layers_command(
-    model: Path | None, engine: str, threads: int, provider: str | None, engine_options: Sequence[str],
+    model: Path | None, engine: str, spec: EngineSpec,
     time_limit: float, calibration_data: str | None, calibration_samples: int | None,
     input_shapes: Mapping[str, tuple[int, ...]], seed: int, runs: int, graph_json: Path | None,
     profile_json: Path | None, as_machine: bool,
@@ -64,7 +64,6 @@ def layers_command(
     else:
         shaped = with_input_shapes(load(model), input_shapes) if input_shapes else load(model)
         sample = open_samples(calibration_data, shaped, seed=seed, limit=calibration_samples).first(1)[0]
-        spec = options.engine_spec(engine, threads, provider, engine_options)
         found = _profiled(model, spec, sample, runs, time_limit)
     if as_machine:
         print(json.dumps({"engine": engine, "layers": [asdict(layer) for layer in found]}, indent=2))

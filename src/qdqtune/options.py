@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +17,53 @@ from qdqtune.errors import BadOption
 Command = Callable[..., Any]
 
 
+SHAPE_ENGINES = frozenset({"tensorrt", "tensorrt-rtx", "trtexec"})
+"""Engines that build for given input sizes."""
+
+THREAD_ENGINES = frozenset({"onnxruntime", "openvino"})
+
+
 def engine_options(command: Command) -> Command:
-    """Which engine, and how it runs."""
-    engines = " or ".join(sorted(MODULES, reverse=True))
-    options = [
+    """Which engine, and how it runs. `command` gets its name as `engine`, and name and options together as `spec`."""
+
+    @functools.wraps(command)
+    def wrapped(**given: Any) -> Any:
+        chosen = {name: given.pop(name) for name in OWN}
+        spec = _spec(given["engine"], chosen, given.get("input_shapes"))
+        return command(**given, spec=spec)
+
+    engines = ", ".join(sorted(set(MODULES) - {"fake"})) + " or fake"
+    every = [
         click.option("--engine", default="onnxruntime", show_default=True, metavar="NAME",
                      help=f"Engine to build and time on: {engines}."),
         click.option("--threads", type=click.IntRange(1), default=1, show_default=True,
-                     help="CPU threads of the engine. One gives the most stable timing."),
-        click.option("--provider", help="ONNX Runtime execution provider (default: CPUExecutionProvider)."),
+                     help="CPU threads of onnxruntime and openvino. One gives the most stable timing."),
+        click.option("--provider", help="onnxruntime: execution provider (default: CPUExecutionProvider)."),
+        click.option("--target", help="tensorrt-rtx: GPU to build for, such as sm89; needs none here."),
+        click.option("--min-shapes", multiple=True, metavar="NAME:1x3x224x224", callback=shapes,
+                     help="TensorRT: smallest sizes of a dynamic input. Repeatable."),
+        click.option("--opt-shapes", multiple=True, metavar="NAME:1x3x224x224", callback=shapes,
+                     help="TensorRT: sizes to tune for.  [default: --input-shape]"),
+        click.option("--max-shapes", multiple=True, metavar="NAME:1x3x224x224", callback=shapes,
+                     help="TensorRT: largest sizes."),
+        click.option("--timing-cache", type=click.Path(), help="TensorRT: file of kernel times that builds share."),
+        click.option("--plugin-libraries", "--plugins", multiple=True, type=click.Path(), metavar="FILE",
+                     help="TensorRT: shared library with plug-ins. Repeatable."),
+        click.option("--workspace-mb", type=click.IntRange(1), help="TensorRT: memory limit of the builder."),
+        click.option("--builder-level", type=click.IntRange(0, 5), help="TensorRT: builder optimization level."),
+        click.option("--trtexec", help="trtexec: the program.  [default: trtexec on the PATH]"),
+        click.option("--trtexec-args", help="trtexec: more arguments, as one string."),
         click.option("--engine-option", "engine_options", multiple=True, metavar="NAME=VALUE",
                      help="Any other option of the engine; VALUE is JSON or text. Repeatable."),
         click.option("--time-limit", default="10m", show_default=True, callback=seconds,
                      help="Longest that one build or inference may take: 90s, 10m, 1h."),
     ]  # fmt: skip
-    return _with(options, command)
+    return _with(every, wrapped)
+
+
+OWN = ("threads", "provider", "target", "min_shapes", "opt_shapes", "max_shapes", "timing_cache", "plugin_libraries",
+       "workspace_mb", "builder_level", "trtexec", "trtexec_args", "engine_options")  # fmt: skip
+"""Parameters that go into the engine's options."""
 
 
 def data_options(command: Command) -> Command:
@@ -104,16 +137,27 @@ def _value(text: str) -> Any:
         return text
 
 
-def engine_spec(engine: str, threads: int, provider: str | None, options: Sequence[str]) -> EngineSpec:
-    """The engine with its options. `threads` goes to the engines that know it.
+def _spec(engine: str, given: Mapping[str, Any], input_shapes: Mapping[str, Sequence[int]] | None) -> EngineSpec:
+    """The engine with the options that were given; the engine itself refuses those that it does not know.
+
+    `threads` has a default and goes only to engines that have threads; the shapes that a model is measured with are
+    what an engine for fixed shapes is built for.
 
     Raises:
         BadOption: an option is not NAME=VALUE.
     """
-    chosen: dict[str, Any] = {"threads": threads} if engine in ("onnxruntime", "openvino") else {}
-    if provider:
-        chosen["provider"] = provider
-    for option in options:
+    free = given["engine_options"]
+    chosen = {name: given[name] for name in OWN if given[name] and name not in ("threads", "engine_options")}
+    for name in ("min_shapes", "opt_shapes", "max_shapes"):
+        if name in chosen:
+            chosen[name] = {tensor: list(shape) for tensor, shape in chosen[name].items()}
+    if engine in THREAD_ENGINES:
+        chosen["threads"] = given["threads"]
+    if engine in SHAPE_ENGINES and input_shapes and "opt_shapes" not in chosen:
+        chosen["opt_shapes"] = {tensor: list(shape) for tensor, shape in input_shapes.items()}
+    if "plugin_libraries" in chosen:
+        chosen["plugin_libraries"] = list(chosen["plugin_libraries"])
+    for option in free:
         name, equals, text = option.partition("=")
         if not equals:
             raise BadOption(f"--engine-option {option} sets nothing: give NAME=VALUE")

@@ -88,10 +88,16 @@ class Reasons:
         return layer is not None and layer.kind not in ("quantize", "folded") and is_low(layer.precision)
 
     def has_running_pair(self, node: Node) -> bool:
-        """Whether a DQ in front of the node or a Q behind it is a layer of its own."""
-        behind = [n for tensor in node.outputs for n in self._readers(tensor)]
-        layers = [self._home.get(n.name) for n in (*(o.dq for o in self.operands(node) if o.dq), *behind)]
-        return any(layer is not None and layer.kind == "quantize" for layer in layers)
+        """Whether a DQ in front of the node or a Q behind it is a layer of its own that need not be there."""
+        dqs = [operand.dq for operand in self.operands(node) if operand.dq is not None]
+        qs = [n for tensor in node.outputs for n in self._readers(tensor) if n.op == "QuantizeLinear"]
+        return any(self._runs_alone(dq) and not self.of_dequantize(dq).is_boundary for dq in dqs) or any(
+            map(self._runs_alone, qs)
+        )
+
+    def _runs_alone(self, node: Node) -> bool:
+        layer = self._home.get(node.name)
+        return layer is not None and layer.kind == "quantize"
 
     def operands(self, node: Node) -> list[Operand]:
         """What the node computes with, biases aside."""
@@ -105,10 +111,11 @@ class Reasons:
         if tensor in self._model.constants:
             return Verdict("it quantizes a constant, which the engine has not done in advance")
         if self._comes_from_input(tensor):
-            readers = [n for dq in self._readers(q.outputs[0]) for n in self._readers(dq.outputs[0])]
-            if any(self.runs_in_8_bits(n) for n in readers):
+            dqs = self._readers(q.outputs[0])
+            readers = [n for dq in dqs for n in self._readers(dq.outputs[0])]
+            if not all(map(self._runs_alone, dqs)) or any(map(self.runs_in_8_bits, readers)):
                 return Verdict("first Q behind a float input of the model", is_boundary=True)
-            return self._in_float(readers[0]) if readers else Verdict("nothing reads it")
+            return self._in_float(readers[0]) if readers else Verdict(UNKNOWN)
         if maker is None:
             return Verdict(UNKNOWN)
         if maker.op == "DequantizeLinear":
@@ -138,6 +145,9 @@ class Reasons:
             others) else verdict  # fmt: skip
 
     def _in_float(self, node: Node) -> Verdict:
+        before = self._maker(node.inputs[0]) if node.op in FUSED_BEHIND else None
+        if before is not None and not is_conversion(before) and not self.runs_in_8_bits(before):
+            return self._in_float(before)
         return Verdict(f"{told(node)} runs in float: {self.of_float(node)}", node.name)
 
     def of_float(self, node: Node) -> str:
@@ -148,26 +158,43 @@ class Reasons:
             return "none of its inputs carries a pair" if len(operands) > 1 else "its input carries no pair"
         if bare:
             return _partial(node, operands)
-        causes = [self._clamp, self._format, self._bias, self._output, self._kernel, self._attention, self._shared]
+        causes = [self._clamp_before, self._scales, self._clamp_behind, self._types, self._bias, self._output,
+                  self._kernel, self._attention]  # fmt: skip
+        if node.op not in COMPUTE:
+            causes.append(self._shared)
         if node.op not in USUAL:
-            causes = [self._clamp, self._kernel, self._format, self._output, self._shared]
+            causes = [self._clamp_before, self._kernel, self._scales, self._types, self._output, self._shared]
         return next((reason for cause in causes if (reason := cause(node))), UNKNOWN)
 
-    def _clamp(self, node: Node) -> str:
+    def _clamp_before(self, node: Node) -> str:
         source = self.operands(node)[0].source
         before = self._maker(source) if source else None
         if node.op in FUSED_BEHIND and before is not None and before.op in COMPUTE:
             return f"a pair stands between {told(before)} and it, which engines fuse: put the pair behind it instead"
         return ""
 
-    def _format(self, node: Node) -> str:
-        """What is unusual about the numbers of its pairs."""
-        for number, operand in enumerate(self.operands(node)):
-            if operand.dq is not None:
-                reason = self._scale(node, number, operand, operand.dq) or self._type(operand, operand.dq)
-                if reason:
-                    return reason
+    def _clamp_behind(self, node: Node) -> str:
+        """Where the engine fuses no clamp, but drops one that a pair makes superfluous: why it cannot drop it."""
+        readers = self._readers(node.outputs[0])
+        if self._numbers is None or not self._numbers.drop_clamps or len(readers) != 1:
+            return ""
+        clamp = readers[0]
+        qs = [n for n in self._readers(clamp.outputs[0]) if n.op == "QuantizeLinear"] * (clamp.op in ("Relu", "Clip"))
+        for q in qs:
+            zero = self._constant(q, 2)
+            if zero is not None and np.any(zero.array() != np.iinfo(zero.array().dtype).min):
+                return f"{told(clamp)} behind it has to run, since {q.name} keeps values below 0"
         return ""
+
+    def _scales(self, node: Node) -> str:
+        """What is unusual about the scales of its pairs."""
+        found = (self._scale(node, n, o, o.dq) for n, o in enumerate(self.operands(node)) if o.dq is not None)
+        return next(filter(None, found), "")
+
+    def _types(self, node: Node) -> str:
+        """What the engine does not take, if it has said what it wants, and has not taken it elsewhere."""
+        found = (self._type(node, n, o, o.dq) for n, o in enumerate(self.operands(node)) if o.dq is not None)
+        return next(filter(None, found), "")
 
     def _scale(self, node: Node, number: int, operand: Operand, dq: Node) -> str:
         scale = self._constant(dq, 1)
@@ -191,30 +218,45 @@ class Reasons:
             return ""
         return f"{dq.name} has its scales along axis {axis}, which is not that of the output channels"
 
-    def _type(self, operand: Operand, dq: Node) -> str:
-        """What the engine does not take, if it has said what it wants."""
+    def _type(self, node: Node, number: int, operand: Operand, dq: Node) -> str:
         if self._numbers is None:
             return ""
         zero = self._constant(dq, 2)
         if self._numbers.symmetric and zero is not None and np.any(zero.array().astype(np.float32)):
             return f"the zero point of {dq.name} is not 0, and this engine takes symmetric pairs only"
         wanted = self._numbers.weight if operand.is_constant else self._numbers.activation
-        info = self._model.tensors.get(dq.inputs[0])
-        if info is None or info.dtype == ONNX_TYPE[wanted]:
+        dtype = self._dtype(dq)
+        if dtype in (None, ONNX_TYPE[wanted]):
             return ""
-        return f"{dq.name} takes {TensorProto.DataType.Name(info.dtype).lower()}, and this engine wants {wanted.value}"
+        taken = [self.operands(n)[number : number + 1] for n in self._like(node)]
+        if any(o.dq is not None and self._dtype(o.dq) == dtype for operands in taken for o in operands):
+            return ""
+        return f"{dq.name} takes {TensorProto.DataType.Name(dtype).lower()}, and this engine wants {wanted.value}"
 
     def _bias(self, node: Node) -> str:
-        bias = node.inputs[2] if node.op in COMPUTE and len(node.inputs) > 2 else ""
-        if not bias or self._numbers is None:
+        if self._numbers is None or (is_quantized := self._has_quantized_bias(node)) is None:
             return ""
-        dq = self._maker(bias)
-        is_quantized = dq is not None and dq.op == "DequantizeLinear"
+        if any(self._has_quantized_bias(n) == is_quantized for n in self._like(node)):
+            return ""
         if self._numbers.bias == "int32" and not is_quantized:
-            return f"its bias {bias} is in float, and this engine wants it in int32 behind a DQ"
+            return f"its bias {node.inputs[2]} is in float, and this engine wants it in int32 behind a DQ"
         if self._numbers.bias == "float" and is_quantized:
-            return f"its bias {bias} comes out of a DQ, and this engine wants it in float"
+            return f"its bias {node.inputs[2]} comes out of a DQ, and this engine wants it in float"
         return ""
+
+    def _has_quantized_bias(self, node: Node) -> bool | None:
+        if node.op not in COMPUTE or len(node.inputs) < 3 or not node.inputs[2]:
+            return None
+        dq = self._maker(node.inputs[2])
+        return dq is not None and dq.op == "DequantizeLinear"
+
+    def _like(self, node: Node) -> list[Node]:
+        """Nodes of the same operator that do run in 8 bits: what they have is no hurdle."""
+        return [n for n in self._model.nodes if n.op == node.op and self.runs_in_8_bits(n)]
+
+    def _dtype(self, dq: Node) -> int | None:
+        info = self._model.tensors.get(dq.inputs[0])
+        return None if info is None else info.dtype
 
     def _output(self, node: Node) -> str:
         """Who reads the result in float, behind what engines fuse into the operator."""
@@ -230,9 +272,7 @@ class Reasons:
 
     def _kernel(self, node: Node) -> str:
         """That no node of its kind runs in 8 bits. For convolutions and products this would say little."""
-        if node.op in ("Conv", "Gemm", "MatMul") or any(
-            self.runs_in_8_bits(n) for n in self._model.nodes if n.op == node.op
-        ):
+        if node.op in ("Conv", "Gemm", "MatMul") or self._like(node):
             return ""
         return f"no {node.op} of this model runs in 8 bits: this engine seems to have no such kernel"
 

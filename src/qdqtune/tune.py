@@ -154,7 +154,9 @@ def _strategy(settings: Settings, subject: Subject, bench: Bench) -> Strategy:
     if settings.mode == "cut":
         layers = bench.float_layers()
         if not any(layer.time_ms for layer in layers):
-            raise BadOption(f"engine {settings.engine.name} reports no layer times, which cut mode needs: --mode region")
+            raise BadOption(
+                f"engine {settings.engine.name} reports no layer times, which cut mode needs: --mode region"
+            )
         return CutSearch(subject.shaped, subject.possible, layers, _cut_seeds(subject), settings.plan)
     cached = placements.read_cache(settings.pattern_cache) if settings.pattern_cache else {}
     return RegionSearch(

@@ -35,7 +35,8 @@ DATATYPE = re.compile(rf"\b({'|'.join(PRECISIONS)})\b", re.IGNORECASE)
 PAIR = re.compile(r"(?i:quantize_?linear|quantlinearnode)|[_/.]D?Q(_\d+)?$")
 QDQ = frozenset({"QuantizeLinear", "DequantizeLinear"})
 
-COPIES = frozenset({"Concatenation", "NoOp", "Padding", "Shuffle", "Slice", "Wait", "Signal", "shape_call"})
+COPIES = frozenset({"Concatenation", "NoOp", "Padding", "Shuffle", "Slice", "Wait", "Signal", "wait", "signal",
+                    "shape_call"})  # fmt: skip
 """Layer types that only move values. A NoOp does not even that: its output is its input."""
 
 MYELIN = re.compile(r"__myl_([A-Za-z]+)_myl\d+_\d+")

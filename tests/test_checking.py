@@ -1,0 +1,393 @@
+"""What `check` finds in a Q/DQ model and an engine's layers, and the reasons that it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+from models import FP8, INT8, PLAIN, UINT8, build, normal
+from qdqtune.checking import Finding, allow, check
+from qdqtune.engines import EngineSpec, open_engine
+from qdqtune.graph import Model, save
+from qdqtune.types import Layer, NumericFormat
+
+CONSTANTS: dict[str, Any] = {
+    "w": np.ones((4, 4, 3, 3), np.int8), "wf": normal(4, 4, 3, 3), "ws": np.full(4, 0.1, np.float32),
+    "wz": np.zeros(4, np.int8), "s": np.float32(0.1), "s2": np.float32(0.2), "z": np.int8(0), "z5": np.int8(5),
+    "low": np.int8(-128), "zu": np.uint8(0), "bias": np.ones(4, np.int32), "bf": normal(4),
+}  # fmt: skip
+FIRST = "[xq] a = QuantizeLinear(x, s, z) [xd] b = DequantizeLinear(a, s, z)"
+WEIGHT = "[wd] v = DequantizeLinear <axis=0>(w, ws, wz)"
+CONV = "[conv] c = Conv <pads=[1,1,1,1]>(b, v)"
+LAST = "[yq] e = QuantizeLinear(d, s, z) [yd] y = DequantizeLinear(e, s, z)"
+
+
+Kind = Literal["compute", "quantize", "reformat"]
+
+
+def net(*parts: str, outputs: Sequence[str] = ("y",), shape: str = "1,4,8,8") -> Model:
+    results = ", ".join(f"float[{shape}] {output}" for output in outputs)
+    text = f"net (float[{shape}] x) => ({results}) {{ {' '.join(parts)} }}"
+    used = {n: v for n, v in CONSTANTS.items() if any(f"{before}{n}{after}" in text
+            for before in "( " for after in ",)")}  # fmt: skip
+    return build(text, used)
+
+
+def layers(*given: str) -> tuple[Layer, ...]:
+    """Of `nodes joined by +: precision`. A layer of Qs and DQs alone is of kind quantize, one without nodes a reformat.
+
+    Nodes of constants that no layer has are folded.
+    """
+    found = []
+    for number, text in enumerate(given):
+        names, _, precision = text.partition(": ")
+        nodes = tuple(names.split(" + ")) if names else ()
+        computes = any(not name.endswith(("q", "d")) for name in nodes)
+        kind: Kind = "compute" if computes else "quantize" if nodes else "reformat"
+        found.append(Layer(f"layer {number}", nodes, precision, 0.5, kind))
+    return tuple(found)
+
+
+def failing(model: Model, *given: str, numbers: NumericFormat | None = None) -> list[Finding]:
+    return [finding for finding in check(model, layers(*given), numbers) if finding.fails]
+
+
+def reason(model: Model, *given: str, numbers: NumericFormat | None = None) -> str:
+    """Of the one float layer."""
+    (finding,) = [f for f in failing(model, *given, numbers=numbers) if f.kind == "float compute"]
+    return finding.reason
+
+
+def fake_layers(model: Model, folder: Path) -> tuple[Layer, ...]:
+    save(model, folder / "m.onnx")
+    return open_engine(EngineSpec("fake")).build(folder / "m.onnx", folder / "log").layers({}, 1)
+
+
+# Which layers are findings
+
+
+def test_a_fused_model_has_only_its_border(tmp_path):
+    model = net(FIRST, WEIGHT, CONV, "[relu] d = Relu(c)", LAST)
+    found = check(model, fake_layers(model, tmp_path))
+    assert [(f.kind, f.nodes, f.fails) for f in found] == [("boundary", ("xq",), False), ("boundary", ("yd",), False)]
+    assert [f.reason for f in found] == [
+        "first Q behind a float input of the model",
+        "last DQ in front of a float output of the model",
+    ]
+    assert all(f.time_ms is not None and f.time_ms > 0 for f in found)
+
+
+def test_a_pair_between_convolution_and_relu(tmp_path):
+    middle = "[cq] c1 = QuantizeLinear(c, s, z) [cd] c2 = DequantizeLinear(c1, s, z) [relu] d = Relu(c2)"
+    model = net(FIRST, WEIGHT, CONV, middle, LAST)
+    found = [f for f in check(model, fake_layers(model, tmp_path)) if f.fails]
+    assert [(f.kind, f.nodes, f.cause) for f in found] == [
+        ("standalone pair", ("cd",), "relu"), ("float compute", ("relu",), "relu"),
+        ("standalone pair", ("yq",), "relu"),
+    ]  # fmt: skip
+    assert {f.reason for f in found} == {
+        "relu (Relu) runs in float: a pair stands between conv (Conv) and it, which engines fuse: "
+        "put the pair behind it instead"
+    }
+
+
+def test_an_activation_without_its_weight(tmp_path):
+    model = net(FIRST, "[conv] d = Conv <pads=[1,1,1,1]>(b, wf)", LAST)
+    found = [f for f in check(model, fake_layers(model, tmp_path)) if f.fails]
+    assert [(f.kind, f.nodes, f.cause) for f in found] == [
+        ("standalone pair", ("xq",), "conv"), ("standalone pair", ("xd",), "conv"),
+        ("float compute", ("conv",), "conv"), ("standalone pair", ("yq",), "conv"),
+    ]  # fmt: skip
+    assert {f.reason for f in found} == {
+        "conv (Conv) runs in float: only its activation carries a pair, its weight wf does not"
+    }
+
+
+def test_a_weight_without_its_activation_that_the_engine_folded():
+    model = net(WEIGHT, "[conv] y = Conv <pads=[1,1,1,1]>(x, v)")
+    given = (*layers("conv: FP32"), Layer("folded", ("wd",), "", 0.0, "folded"))
+    (finding,) = check(model, given)
+    assert finding.reason == "conv (Conv) runs in float: only its weight carries a pair, its activation x does not"
+
+
+def test_a_pair_on_one_input_of_an_addition(tmp_path):
+    pair = "[cq] c1 = QuantizeLinear(c, s, z) [cd] c2 = DequantizeLinear(c1, s, z) [add] d = Add(c2, x)"
+    model = net(FIRST, WEIGHT, CONV, pair, LAST)
+    found = [f for f in check(model, fake_layers(model, tmp_path)) if f.fails]
+    assert [(f.kind, f.nodes) for f in found] == [("standalone pair", ("cd",)), ("standalone pair", ("yq",))]
+    assert {f.reason for f in found} == {"add (Add) runs in float: only 1 of its 2 inputs carries a pair, x does not"}
+
+
+def test_an_operator_of_float_inputs_is_no_finding():
+    model = net("[tanh] t = Tanh(x) [aq] a = QuantizeLinear(t, s, z) [ad] b = DequantizeLinear(a, s, z)", WEIGHT,
+                "[conv] y = Conv <pads=[1,1,1,1]>(b, v)")  # fmt: skip
+    (finding,) = check(model, layers("tanh: FP32", "aq: INT8", "ad + wd + conv: INT8"))
+    assert (finding.nodes, finding.cause) == (("aq",), "tanh")
+    assert finding.reason == "tanh (Tanh) runs in float: its input carries no pair"
+
+
+def test_a_float_kernel_that_reads_and_writes_8_bits_is_no_finding_but_a_float_product_is():
+    model = net(FIRST, "[pool] d = AveragePool <kernel_shape=[1,1]>(b)", LAST)
+    assert not failing(model, "xq: INT8", "xd + pool + yq: FP16", "yd: FP32")
+    model = net(FIRST, WEIGHT, CONV.replace("c =", "d ="), LAST)
+    assert [f.kind for f in failing(model, "xq: INT8", "xd + wd + conv + yq: FP16", "yd: FP32")] == ["float compute"]
+
+
+@pytest.mark.parametrize(("precision", "fails"), [
+    ("FP32", True), ("FP16", True), ("BF16", True), ("f32", True), ("INT8", False), ("UINT8", False), ("FP8", False),
+    ("u8", False), ("i8", False), ("", False), ("INT32", False),
+])  # fmt: skip
+def test_precisions(precision, fails):
+    model = net(FIRST, WEIGHT, CONV.replace("c =", "y ="))
+    assert bool(failing(model, f"xd + wd + conv: {precision}")) == fails
+
+
+def test_a_compute_layer_that_holds_only_a_q_is_the_rest_of_an_operator():
+    model = net(FIRST, WEIGHT, CONV.replace("c =", "d ="), LAST)
+    given = [*layers("xq: INT8", "xd + wd + conv: INT8"), Layer("scale", ("yq",), "FP32", 0.1, "compute")]
+    assert [f.nodes for f in check(model, given)] == [("xq",)]
+
+
+def test_integer_results_of_paired_inputs_are_no_finding():
+    model = net(FIRST, "[shape] n = Shape(b) [keep] y = Reshape(x, n)")
+    assert not [f for f in failing(model, "xq: INT8", "xd: FP32", "shape: FP32") if f.kind == "float compute"]
+
+
+def test_nodes_without_a_name_and_names_that_are_no_nodes():
+    model = net(FIRST, WEIGHT, CONV.replace("c =", "y ="))
+    (finding,) = check(model, [Layer("l", ("node_of_y", "stranger"), "FP32", None, "compute")])
+    assert (finding.nodes, finding.time_ms) == (("conv",), None)
+
+
+# Layers that the engine added
+
+
+def reformats(*given: str) -> list[tuple[str, bool, str]]:
+    model = net(FIRST, WEIGHT, CONV, "[tanh] t = Tanh(c) [exp] y = Exp(t)")
+    found = check(model, layers(*given))
+    return [(f.kind, f.fails, f.reason) for f in found if f.layer == "layer 1"]
+
+
+def test_a_change_of_layout_fails_beside_float():
+    fused = "xd + wd + conv: INT8"
+    assert reformats(fused, ": FP16", "tanh: FP16") == [
+        ("reformat", True, "the engine changes the layout between layer 0 (INT8) and layer 2 (FP16)")
+    ]
+    assert [f[:2] for f in reformats(fused, ": INT8", "tanh: INT8")] == [("reformat", False)]
+    assert [f[:2] for f in reformats(fused, ": INT8")] == [("boundary", False)]
+    assert not reformats("tanh: FP16", ": FP16", "exp: FP16")
+
+
+def test_an_added_copy_counts_if_it_takes_time():
+    model = net(FIRST, WEIGHT, CONV, "[tanh] y = Tanh(c)")
+    for time_ms, count in ((0.0, 0), (None, 0), (0.1, 1)):
+        first, last = layers("xd + wd + conv: INT8", "tanh: FP32")
+        assert len(check(model, [first, Layer("copy", (), "FP32", time_ms, "copy"), last])) == count
+
+
+def test_a_node_that_moves_floats_between_pairs():
+    model = net(FIRST, "[turn] d = Transpose <perm=[0,1,3,2]>(b)", LAST)
+    given = [*layers("xq: INT8", "xd: FP32"), Layer("t", ("turn",), "FP32", 0.1, "copy"), *layers("yq: INT8")]
+    assert [(f.kind, f.nodes) for f in check(model, given) if f.layer == "t"] == [("reformat", ("turn",))]
+
+
+def test_a_conversion_without_a_node():
+    model = net(FIRST, WEIGHT, CONV.replace("c =", "y ="))
+    (finding,) = check(model, [*layers("xd + wd + conv: INT8"), Layer("q", (), "INT8", 0.1, "quantize")])
+    assert (finding.kind, finding.nodes) == ("standalone pair", ())
+    assert finding.reason == "the engine names no node for it, and may have added it: it runs behind layer 0 (INT8)"
+
+
+# Reasons: the graph around
+
+
+def test_one_of_several_readers_is_float():
+    model = net(FIRST, WEIGHT, CONV, "[tanh] y = Tanh(b)", outputs=("y", "c"))
+    found = failing(model, "xq: INT8", "xd: FP32", "wd + conv: INT8", "tanh: FP32")
+    assert [f.nodes for f in found] == [("xd",), ("tanh",)]
+    assert found[0].reason == (
+        "tanh (Tanh) runs in float: no Tanh of this model runs in 8 bits: this engine seems to have no such kernel; "
+        "1 of 2 readers take 8 bits"
+    )
+
+
+def test_the_result_has_another_reader():
+    model = net(FIRST, WEIGHT, CONV.replace("c =", "d ="), LAST, "[tanh] t = Tanh(d)", outputs=("y", "t"))
+    assert (
+        reason(model, "wd + conv: FP32")
+        == "conv (Conv) runs in float: its output carries no pair on the way to tanh (Tanh)"
+    )
+    found = failing(model, "xd + wd + conv: INT8", "yq: INT8", "tanh: FP32")
+    assert [f.reason for f in found] == ["the result of conv (Conv) is read in float as well: tanh (Tanh)"]
+
+
+def test_the_result_is_an_output_of_the_model():
+    model = net(FIRST, WEIGHT, CONV, "[relu] y = Relu(c)")
+    assert reason(model, "wd + conv + relu: FP32").endswith(
+        "its output carries no pair on the way to the model's output"
+    )
+    model = net(FIRST, WEIGHT, CONV.replace("c =", "d ="), LAST, outputs=("y", "b"))
+    (finding,) = failing(model, "xd: FP32", "wd + conv + yq: INT8")
+    assert finding.reason == "b is an output of the model as well"
+
+
+def test_pairs_one_behind_the_other():
+    again = "[cq] c1 = QuantizeLinear(b, {0}, z) [cd] c2 = DequantizeLinear(c1, {0}, z) [conv] y = Conv(c2, v)"
+    for scale, words in (
+        ("s", "with the same scale: one pair is enough"),
+        ("s2", "with another scale: give both pairs one"),
+    ):
+        (first, second) = failing(
+            net(FIRST, WEIGHT, again.format(scale)), "xd: FP32", "cq: INT8", "cd + wd + conv: INT8"
+        )
+        assert first.reason == second.reason
+        assert f"cq follows xd directly {words}" in first.reason
+
+
+def test_what_carries_a_value_in_or_out_of_the_model_is_no_obstacle():
+    model = net("[turn] t = Transpose <perm=[0,1,3,2]>(x)", FIRST.replace("(x,", "(t,"), WEIGHT,
+                CONV.replace("c =", "d ="), LAST.replace("y =", "f ="),
+                "[back] y = Transpose <perm=[0,1,3,2]>(f)")  # fmt: skip
+    found = check(model, layers("turn: FP32", "xq: INT8", "xd + wd + conv + yq: INT8", "yd: FP32", "back: FP32"))
+    assert [(f.kind, f.nodes) for f in found] == [("boundary", ("xq",)), ("boundary", ("yd",))]
+
+
+def test_a_first_q_that_serves_nobody():
+    model = net(FIRST, "[tanh] y = Tanh(b)")
+    assert [f.nodes for f in failing(model, "xq: INT8", "xd: FP32", "tanh: FP32")] == [("xq",), ("xd",), ("tanh",)]
+
+
+def test_a_constant_that_is_quantized_each_time():
+    model = net("[wq] q = QuantizeLinear <axis=0>(wf, ws, wz)", FIRST, "[wd] v = DequantizeLinear <axis=0>(q, ws, wz)",
+                CONV.replace("c =", "y ="))  # fmt: skip
+    (finding,) = failing(model, "wq: INT8", "xd + wd + conv: INT8")
+    assert finding.reason == "it quantizes a constant, which the engine has not done in advance"
+
+
+def test_no_reason_is_invented():
+    model = net(FIRST, WEIGHT, CONV.replace("c =", "d ="), LAST)
+    assert (
+        reason(model, "xq: INT8", "xd: FP32", "wd + conv: FP32", "yq: INT8", numbers=INT8)
+        == "conv (Conv) runs in float: unknown"
+    )
+
+
+def test_a_reader_that_shares_its_pair_with_a_float_one():
+    model = net(FIRST, "[conv] c = Conv <pads=[1,1,1,1]>(b, wf) [cq] c1 = QuantizeLinear(c, s, z) "
+                "[cd] c2 = DequantizeLinear(c1, s, z) [add] d = Add(c2, b)", LAST)  # fmt: skip
+    found = failing(model, "xq: INT8", "xd: FP32", "conv: FP32", "cq: INT8", "cd + add: FP32", "yq: INT8")
+    words = {f.reason for f in found if f.cause == "add"}
+    assert words == {
+        "add (Add) runs in float: no Add of this model runs in 8 bits: this engine seems to have no such kernel"
+    }
+    more = net(FIRST, "[conv] c = Conv <pads=[1,1,1,1]>(b, wf) [cq] c1 = QuantizeLinear(c, s, z) "
+               "[cd] c2 = DequantizeLinear(c1, s, z) [add] d = Add(c2, b) [dq] d1 = QuantizeLinear(d, s, z) "
+               "[dd] d2 = DequantizeLinear(d1, s, z) [add2] y = Add(d2, d2)")  # fmt: skip
+    given = ("xd: FP32", "conv: FP32", "cq: INT8", "cd + add + dq: FP32", "dd + add2: INT8")
+    assert {f.reason for f in failing(more, *given) if f.cause == "add"} == {
+        "add (Add) runs in float: it shares xd with conv (Conv), which runs in float as well"
+    }
+
+
+@pytest.mark.parametrize(("numbers", "words"), [
+    (INT8, "this engine fuses them in float16, or in FP8 with pairs on q, k, v and behind the Softmax"),
+    (UINT8, "not every engine runs them in 8 bits"),
+])  # fmt: skip
+def test_both_products_of_attention(numbers, words):
+    zero = "z" if numbers is INT8 else "zu"
+    pair = f"[{{0}}q] {{0}}1 = QuantizeLinear({{0}}, s, {zero}) [{{0}}d] {{0}}2 = DequantizeLinear({{0}}1, s, {zero})"
+    model = net(pair.format("x"), "[scores] t = MatMul(x2, x2)", pair.format("t"), "[softmax] p = Softmax(t2)",
+                pair.format("p"), "[context] c = MatMul(p2, x2)", pair.format("c"), "[end] y = Tanh(c2)",
+                shape="8,8")  # fmt: skip
+    found = failing(model, "xd + scores: FP32", "tq: INT8", "td + softmax: FP32", "context + pd: FP32", "cq: INT8",
+                    numbers=numbers)  # fmt: skip
+    told = {f.cause: f.reason for f in found if f.kind == "float compute"}
+    assert told == {
+        name: f"{name} (MatMul) runs in float: it is one of the two products of attention: {words}"
+        for name in ("scores", "context")
+    }
+
+
+# Reasons: the numbers
+
+
+def of_numbers(first: str = FIRST, weight: str = WEIGHT, bias: str = "", numbers: NumericFormat | None = PLAIN) -> str:
+    model = net(first, weight, bias, f"[conv] d = Conv <pads=[1,1,1,1]>(b, v{', h' if bias else ''})", LAST)
+    return reason(model, "conv: FP32", numbers=numbers).removeprefix("conv (Conv) runs in float: ")
+
+
+def test_scales():
+    assert of_numbers("[s1] sx = Abs(s) [xq] a = QuantizeLinear(x, s, z) [xd] b = DequantizeLinear(a, sx, z)") == (
+        "the scale of xd is no constant"
+    )
+    assert of_numbers("[xq] a = QuantizeLinear(x, s, z) [xd] b = DequantizeLinear(a, s2, z)") == (
+        "xq and xd differ in scale or zero point"
+    )
+    channels = "[xq] a = QuantizeLinear <axis=1>(x, ws, wz) [xd] b = DequantizeLinear <axis=1>(a, ws, wz)"
+    assert of_numbers(channels) == "xd has a scale for each channel of an activation, and engines want one for all"
+    assert of_numbers(weight=WEIGHT.replace("axis=0", "axis=1")) == (
+        "wd has its scales along axis 1, which is not that of the output channels"
+    )
+    assert of_numbers(numbers=FP8) == "wd has a scale for each channel, and this engine wants one for all"
+
+
+def test_types():
+    five = FIRST.replace(", z)", ", z5)")
+    assert of_numbers(five, numbers=INT8) == (
+        "the zero point of xd is not 0, and this engine takes symmetric pairs only"
+    )
+    assert of_numbers(FIRST, numbers=PLAIN) == "xd takes int8, and this engine wants uint8"
+    assert of_numbers(FIRST.replace(", z)", ", zu)"), numbers=INT8) == "xd takes uint8, and this engine wants int8"
+    assert of_numbers(five, numbers=None) == "unknown"
+
+
+def test_what_runs_elsewhere_is_no_obstacle():
+    second = "[yq] e = QuantizeLinear(d, s, z) [yd] f = DequantizeLinear(e, s, z) [conv2] y = Conv(f, v)"
+    model = net(FIRST, WEIGHT, CONV.replace("c =", "d ="), second)
+    assert reason(model, "conv: FP32", "yd + conv2: INT8", numbers=PLAIN).endswith(": unknown")
+
+
+@pytest.mark.parametrize(("bias", "numbers", "words"), [
+    ("[hd] h = DequantizeLinear <axis=0>(bias, ws)", INT8,
+     "its bias h comes out of a DQ, and this engine wants it in float"),
+    ("[hd] h = Abs(bf)", UINT8, "its bias h is in float, and this engine wants it in int32 behind a DQ"),
+])  # fmt: skip
+def test_biases(bias, numbers, words):
+    first = FIRST if numbers is INT8 else FIRST.replace(", z)", ", zu)")
+    assert of_numbers(first, bias=bias, numbers=numbers) == words
+
+
+def test_a_clamp_that_the_pair_behind_it_does_not_replace():
+    relu = "[relu] d = Relu(c)"
+    model = net(FIRST, WEIGHT, CONV, relu, LAST)
+    given = ("wd + conv + relu: FP32", "yq: INT8")
+    assert reason(model, *given, numbers=UINT8) == (
+        "conv (Conv) runs in float: relu (Relu) behind it has to run, since yq keeps values below 0"
+    )
+    lowest = net(FIRST, WEIGHT, CONV, relu, LAST.replace(", z)", ", low)"))
+    assert "relu (Relu) behind it" not in reason(lowest, *given, numbers=UINT8)
+    assert reason(model, *given, numbers=INT8).endswith(": unknown")
+
+
+# What the user allows
+
+
+def test_allowed_conversions_become_boundaries():
+    model = net("[tanh] t = Tanh(x) [aq] a = QuantizeLinear(t, s, z) [ad] b = DequantizeLinear(a, s, z)",
+                "[conv] y = Conv <pads=[1,1,1,1]>(b, wf)")  # fmt: skip
+    found = check(model, layers("tanh: FP32", "aq: INT8", "ad: FP32", "conv: FP32"))
+    assert [f.kind for f in found] == ["standalone pair", "standalone pair", "float compute"]
+    for wildcard, kinds in (
+        ("ta*", ["boundary", "standalone pair", "float compute"]),
+        ("a?", ["boundary", "boundary", "float compute"]),
+        ("conv", ["standalone pair", "boundary", "float compute"]),
+        ("other", ["standalone pair", "standalone pair", "float compute"]),
+    ):
+        after = allow(found, [wildcard])
+        assert [f.kind for f in after] == kinds
+        assert [f.fails for f in after] == [f.kind != "boundary" for f in after]
+    assert allow(found, ["tanh"])[0].reason == "allowed: tanh (Tanh) runs in float: its input carries no pair"
