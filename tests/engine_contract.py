@@ -81,10 +81,18 @@ def quantized_conv_model(numbers: NumericFormat, side: int = 8) -> onnx.ModelPro
     return model_of(nodes, ["batch", 4, side, side], constants)
 
 
+def named(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with a name for every node."""
+    for i, node in enumerate(model.graph.node):
+        node.name = node.name or f"{node.op_type.lower()}{i}"
+    return model
+
+
 class EngineContract:
-    """Inherit, and set `spec`."""
+    """Inherit, and set `spec`, and `saved`: a good name for what the engine saves, None if it saves nothing."""
 
     spec: EngineSpec
+    saved: str | None = "saved.plan"
 
     @pytest.fixture
     def engine(self) -> Engine:
@@ -181,6 +189,59 @@ class EngineContract:
         first, second = (engine.build(tmp_path / "m.onnx", log) for _ in range(2))
         first.close()
         assert second.run(ROWS)["y"].shape == (3, 8)
+
+    @pytest.mark.parametrize("kind", ["conv", "matmul", "quantized"])
+    def test_layers_hold_every_node_once(self, engine: Engine, tmp_path: Path, log: Path, kind: str) -> None:
+        make = {"conv": conv_model, "matmul": matmul_model,
+                "quantized": lambda: quantized_conv_model(engine.numeric_format("int8"))}[kind]  # fmt: skip
+        model = named(make())
+        onnx.save(model, tmp_path / "m.onnx")
+        layers = engine.build(tmp_path / "m.onnx", log).layers(ROWS if kind == "matmul" else IMAGE, 3)
+        assert sorted(n for layer in layers for n in layer.nodes) == sorted(n.name for n in model.graph.node)
+        assert [layer.kind for layer in layers[:-1]].count("folded") == 0
+        assert all(layer.time_ms == 0 for layer in layers if layer.kind == "folded")
+        timed = [layer.time_ms for layer in layers if layer.time_ms is not None]
+        assert min(timed) >= 0
+        assert sum(timed) > 0
+        assert {layer.kind for layer in layers} <= {"compute", "reformat", "copy", "quantize", "folded"}
+
+    def test_a_layer_holds_what_was_fused_into_it(self, engine: Engine, tmp_path: Path, log: Path) -> None:
+        onnx.save(named(conv_model()), tmp_path / "m.onnx")
+        layers = engine.build(tmp_path / "m.onnx", log).layers(IMAGE, 1)
+        assert [set(layer.nodes) for layer in layers if layer.kind == "compute"] == [{"conv", "relu"}]
+
+    def test_a_layer_tells_its_precision(self, engine: Engine, tmp_path: Path, log: Path) -> None:
+        onnx.save(named(conv_model()), tmp_path / "f.onnx")
+        onnx.save(named(quantized_conv_model(engine.numeric_format("int8"))), tmp_path / "q.onnx")
+        found = [next(x.precision for x in engine.build(tmp_path / name, log).layers(IMAGE, 1) if "conv" in x.nodes)
+                 for name in ("f.onnx", "q.onnx")]  # fmt: skip
+        assert found == ["FP32", "INT8"]
+
+    def test_layers_of_a_model_with_external_data(self, engine: Engine, tmp_path: Path, log: Path) -> None:
+        path = tmp_path / "m.onnx"
+        onnx.save(conv_model(), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+        assert engine.build(path, log).layers(IMAGE, 1)
+
+    def test_layers_of_wrong_inputs_are_a_failure(self, engine: Engine, tmp_path: Path, log: Path) -> None:
+        if self.spec.name == "fake":
+            pytest.skip("its layers do not depend on inputs")
+        onnx.save(conv_model(), tmp_path / "m.onnx")
+        with pytest.raises(EngineFailure):
+            engine.build(tmp_path / "m.onnx", log).layers({"x": np.zeros((1, 3, 8, 8), np.float32)}, 1)
+
+    def test_what_is_built_can_be_saved_or_the_refusal_says_why(
+        self, engine: Engine, tmp_path: Path, log: Path
+    ) -> None:
+        onnx.save(conv_model(), tmp_path / "m.onnx")
+        built = engine.build(tmp_path / "m.onnx", log)
+        if self.saved is None:
+            with pytest.raises(EngineFailure, match=self.spec.name):
+                built.save(tmp_path / "saved")
+        else:
+            built.save(tmp_path / self.saved)
+            assert (tmp_path / self.saved).stat().st_size > 0
+            with pytest.raises(EngineFailure):
+                built.save(tmp_path / "no such folder" / self.saved)
 
     def test_close_frees_the_model(self, engine: Engine, tmp_path: Path, log: Path) -> None:
         statm = Path("/proc/self/statm")

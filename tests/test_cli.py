@@ -98,6 +98,16 @@ TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
     "--engine": (["fake"], lambda s: s.engine, EngineSpec("fake")),
     "--threads": (["3"], lambda s: s.engine.options.get("threads"), 3),
     "--provider": (["CUDA"], lambda s: s.engine.options.get("provider"), "CUDA"),
+    "--target": (["sm89"], lambda s: s.engine.options.get("target"), "sm89"),
+    "--min-shapes": (["a:1x2"], lambda s: s.engine.options.get("min_shapes"), {"a": [1, 2]}),
+    "--opt-shapes": (["a:1x2"], lambda s: s.engine.options.get("opt_shapes"), {"a": [1, 2]}),
+    "--max-shapes": (["a:1x2"], lambda s: s.engine.options.get("max_shapes"), {"a": [1, 2]}),
+    "--timing-cache": (["t.cache"], lambda s: s.engine.options.get("timing_cache"), "t.cache"),
+    "--plugin-libraries": (["p.so"], lambda s: s.engine.options.get("plugin_libraries"), ["p.so"]),
+    "--workspace-mb": (["64"], lambda s: s.engine.options.get("workspace_mb"), 64),
+    "--builder-level": (["3"], lambda s: s.engine.options.get("builder_level"), 3),
+    "--trtexec": (["/x/trtexec"], lambda s: s.engine.options.get("trtexec"), "/x/trtexec"),
+    "--trtexec-args": (["--fp16 --best"], lambda s: s.engine.options.get("trtexec_args"), "--fp16 --best"),
     "--engine-option": (["noise=0.5"], lambda s: s.engine.options.get("noise"), 0.5),
     "--time-limit": (["90s"], lambda s: s.time_limit, 90),
     "--calibration-data": (["a:b"], lambda s: s.calibration_data, "a:b"),
@@ -138,6 +148,17 @@ def test_every_option_of_tune_reaches_its_setting(option, spelling, monkeypatch,
     written = "--" + option[2:].replace("-", spelling)
     assert look(Settings(Path("m"))) != expected
     assert look(settings_of(monkeypatch, call, "m.onnx", written, *values)) == expected
+
+
+@pytest.mark.parametrize("engine", ["tensorrt", "trtexec"])
+def test_a_timing_cache_lies_beside_the_output_unless_named(engine, monkeypatch, call, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    beside = settings_of(monkeypatch, call, "m.onnx", "--engine", engine, "-o", "out").engine
+    assert beside.options == {"timing_cache": str(tmp_path / "out" / "timing.cache")}
+    named = settings_of(
+        monkeypatch, call, "m.onnx", "--engine", engine, "--timing-cache", "t", "--input-shape", "x:1x2"
+    )
+    assert named.engine.options == {"timing_cache": "t", "opt_shapes": {"x": [1, 2]}}
 
 
 def test_no_option_of_tune_is_left_out():
@@ -187,7 +208,7 @@ def test_options_of_compare_reach_the_measurement(monkeypatch, call, made, tmp_p
     given = SimpleNamespace()
     monkeypatch.setattr(cli, "compare_files", lambda *a, **k: given.__dict__.update(a=a, **k) or [])
     code, _, _ = call("compare", path, path, "--engine", "fake", "--engine_option", "noise=0.1", "--time-limit", "3m",
-                      "--input-shape", "x:5x32x64", "--calibration_samples", 2, "--seed", 4,
+                      "--input-shape", "x:5x64x64", "--calibration_samples", 2, "--seed", 4,
                       "--timing_runs", 30, "--warmup-runs", 1, "--threads", 2, "--provider", "P")  # fmt: skip
     assert code == 0
     files, _, samples, plan = given.a

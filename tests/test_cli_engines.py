@@ -72,10 +72,11 @@ def test_a_fused_model_passes(call, fused):
     code, out, err = call("check", fused, "--engine", "fake")
     assert (code, err) == (0, "")
     *notes, last = out.splitlines()
-    assert notes == [
-        "first Q behind a float input of the model", notes[1], "last DQ in front of a float output of the model", notes[3],
-    ]  # fmt: skip
-    assert [note.split()[0] for note in (notes[1], notes[3])] == ["boundary", "boundary"]
+    assert notes[::2] == [
+        "first Q behind a float input of the model",
+        "last DQ in front of a float output of the model",
+    ]
+    assert [note.split()[0] for note in notes[1::2]] == ["boundary", "boundary"]
     assert last.startswith(f"{fused} on fake: 3 pairs, 1 of 3 layers in 8 bits; 0 findings, 2 notes")
 
 
@@ -129,20 +130,25 @@ def test_a_float_model_has_no_pairs_and_runs_nothing(json_flag, call, float_file
 
 
 def test_onnxruntime_fuses_its_own_format_and_says_what_it_misses(call, tmp_path):
-    fused, mixed = tmp_path / "fused.onnx", tmp_path / "mixed.onnx"
-    onnx.save(quantized_conv_model(UINT8), fused)
-    code, out, _ = call("check", fused, "--input-shape", "x:1x4x8x8", "--json")
-    found = json.loads(out)
-    assert code == 0
-    assert {f["kind"] for f in found["findings"]} <= {"boundary", "reformat"}
-    assert found["layers_in_8_bits"] >= 1
-    model = quantized_conv_model(UINT8)
-    model.graph.node[5].op_type = "Tanh"
-    onnx.save(model, mixed)
-    code, out, _ = call("check", mixed, "--input-shape", "x:1x4x8x8", "--json")
-    reasons = {f["reason"] for f in json.loads(out)["findings"] if f["fails"]}
+    path = tmp_path / "m.onnx"
+    model = quantized_conv_model(UINT8)  # its zero points are in the middle, so that the Relu has work to do
+    onnx.save(model, path)
+    code, out, _ = call("check", path, "--input-shape", "x:1x4x8x8", "--json")
+    failing = {f["kind"]: f for f in json.loads(out)["findings"] if f["fails"]}
     assert code == 4
-    assert "conv (Conv) runs in float: its output carries no pair on the way to relu (Tanh)" in reasons
+    assert failing["float compute"]["reason"] == (
+        "conv (Conv) runs in float: relu (Relu) behind it has to run, since QuantizeLinear_6 keeps values below 0"
+    )
+    assert failing["float compute"]["nodes"] == ["conv"]
+    assert failing["standalone pair"]["cause"] == "conv"
+    zero = next(t for t in model.graph.initializer if t.name == "z")
+    zero.CopyFrom(onnx.helper.make_tensor("z", onnx.TensorProto.UINT8, [], [0]))
+    onnx.save(model, path)
+    code, out, _ = call("check", path, "--input-shape", "x:1x4x8x8", "--json")
+    found = json.loads(out)
+    assert (code, found["failing"]) == (0, 0)
+    assert found["layers_in_8_bits"] >= 1
+    assert found["time_ms"] > 0
 
 
 def exported(folder: Path, case: str) -> Path:

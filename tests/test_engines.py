@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import math
 import subprocess
 import sys
@@ -12,30 +13,41 @@ import pytest
 from onnx import helper
 
 from engine_contract import IMAGE, EngineContract, conv_model, model_of, quantized_conv_model
-from qdqtune.engines import EngineSpec, one_line, open_engine
+from qdqtune.engines import EngineSpec, cpu, one_line, open_engine
 from qdqtune.engines import fake as fake_module
 from qdqtune.engines import onnxruntime as ort_module
 from qdqtune.engines.fake import latency
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.types import NumericFormat, QType
 
+needs_openvino = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="needs OpenVINO")
 SYMMETRIC = NumericFormat(QType.INT8, QType.INT8, symmetric=True)
 
 
 class TestFake(EngineContract):
     spec = EngineSpec("fake")
+    saved = None
 
 
 class TestFakeAsymmetric(EngineContract):
     spec = EngineSpec("fake", {"asymmetric": True, "noise": 0.05, "drift": 0.1, "spikes": 0.01})
+    saved = None
 
 
 class TestOnnxRuntime(EngineContract):
     spec = EngineSpec("onnxruntime")
+    saved = "saved.onnx"
 
 
 class TestOnnxRuntimeThreads(EngineContract):
     spec = EngineSpec("onnxruntime", {"threads": 2})
+    saved = "saved.onnx"
+
+
+@needs_openvino
+class TestOpenVino(EngineContract):
+    spec = EngineSpec("openvino")
+    saved = "saved.xml"
 
 
 def test_importing_the_package_imports_no_engine() -> None:
@@ -90,8 +102,8 @@ def test_onnxruntime_has_no_fp8() -> None:
 def test_weights_lose_a_bit_where_products_saturate(
     monkeypatch: pytest.MonkeyPatch, machine: str, cpuinfo: str, reduced: bool
 ) -> None:
-    monkeypatch.setattr(ort_module, "_cpuinfo", lambda: cpuinfo)
-    monkeypatch.setattr(ort_module.platform, "machine", lambda: machine)
+    monkeypatch.setattr(cpu, "_cpuinfo", lambda: cpuinfo)
+    monkeypatch.setattr(cpu.platform, "machine", lambda: machine)
     numbers = ort_module.create().numeric_format("int8")
     assert numbers.reduced_weights is reduced
     assert (numbers.activation, numbers.bias, numbers.drop_clamps) == (QType.UINT8, "int32", True)

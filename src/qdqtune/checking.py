@@ -50,13 +50,11 @@ def check(model: Model, layers: Sequence[Layer], numbers: NumericFormat | None =
 
 
 def allow(findings: Iterable[Finding], wildcards: Sequence[str]) -> tuple[Finding, ...]:
-    """The findings, where conversions of or beside nodes whose name matches a wildcard have become boundaries."""
+    """The findings; those of which a node or the cause matches a wildcard have become boundaries."""
 
     def is_meant(finding: Finding) -> bool:
         names = (*finding.nodes, finding.cause)
-        return finding.kind in ("standalone pair", "reformat") and any(
-            fnmatchcase(name, wildcard) for name in names for wildcard in wildcards
-        )
+        return finding.fails and any(fnmatchcase(name, wildcard) for name in names for wildcard in wildcards)
 
     return tuple(
         replace(f, kind="boundary", reason=f"allowed: {f.reason}", fails=False) if is_meant(f) else f for f in findings
@@ -134,7 +132,7 @@ class _Checker:
         beside = [neighbour for neighbour in around if neighbour is not None]
         if not any(is_low(neighbour.precision) for neighbour in beside):
             return None
-        reason = f"the engine changes the layout {self._place(number)}"
+        reason = f"the engine changes layout or type {self._place(number)}"
         if None in around:
             return Finding("boundary", layer.name, (), layer.time_ms, reason, fails=False)
         in_float = [neighbour for neighbour in beside if is_float(neighbour.precision)]

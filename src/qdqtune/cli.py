@@ -180,16 +180,11 @@ def tune_command(model: Path, dry_run: bool, as_machine: bool, quiet: bool, verb
     if as_machine:
         print(json.dumps(dict(result.summary), indent=2))
     else:
+        if verbose and result.units:
+            Console().print(report.units_table(result))
         Console().print(report.result_table(result))
         print(report.result_line(result, settings.output_dir / FINAL))
     return 0 if result.improved else NO_IMPROVEMENT
-
-
-def _with_cache(spec: EngineSpec, folder: Path) -> EngineSpec:
-    """The engine with its timing cache beside the output, where the user has named none."""
-    if spec.name not in ("tensorrt", "trtexec") or "timing_cache" in spec.options:
-        return spec
-    return EngineSpec(spec.name, {**spec.options, "timing_cache": str(folder.absolute() / "timing.cache")})
 
 
 def _settings(model: Path, given: Mapping[str, Any]) -> Settings:
@@ -200,7 +195,7 @@ def _settings(model: Path, given: Mapping[str, Any]) -> Settings:
     return Settings(
         model=model,
         output_dir=given["output_dir"],
-        engine=_with_cache(given["spec"], given["output_dir"]),
+        engine=options.with_timing_cache(given["spec"], given["output_dir"]),
         mode=given["mode"],
         quant_type=given["quant_type"],
         precision=given["precision"],

@@ -46,9 +46,8 @@ TENSORRT = {
 @options.engine_options
 @click.option("--json", "as_machine", is_flag=True, help="Print JSON.")
 def build_command(
-    model: Path, output: Path, engine: str, spec: EngineSpec,
-    time_limit: float, as_machine: bool,
-) -> None:  # fmt: skip
+    model: Path, output: Path, engine: str, spec: EngineSpec, time_limit: float, as_machine: bool
+) -> None:
     """Build MODEL, and save it in the engine's own format: a TensorRT plan, an OpenVINO IR, an optimized ONNX file.
 
     What a Q/DQ model leaves in float runs in float, everything between pairs in 8 bits: a mixed-precision engine.
@@ -56,7 +55,7 @@ def build_command(
     \b
     qdqtune build optimized_final.onnx -o model.plan --engine tensorrt
     """
-    made = build(model, output, spec, time_limit_s=time_limit)
+    made = build(model, output, options.with_timing_cache(spec, output.parent), time_limit_s=time_limit)
     if as_machine:
         files = [str(path) for path in made.files]
         print(json.dumps({"engine": engine, "files": files, "bytes": made.nbytes, "seconds": made.seconds}, indent=2))
@@ -79,9 +78,9 @@ def build_command(
               help="The times to it: what trtexec --exportProfile wrote.")  # fmt: skip
 @click.option("--json", "as_machine", is_flag=True, help="Print JSON.")
 def check_command(
-    model: Path, engine: str, spec: EngineSpec, time_limit: float,
-    calibration_data: str | None, calibration_samples: int | None, input_shapes: Mapping[str, tuple[int, ...]],
-    seed: int, runs: int, allowed: Sequence[str], graph_json: Path | None, profile_json: Path | None, as_machine: bool,
+    model: Path, engine: str, spec: EngineSpec, time_limit: float, calibration_data: str | None,
+    calibration_samples: int | None, input_shapes: Mapping[str, tuple[int, ...]], seed: int, runs: int,
+    allowed: Sequence[str], graph_json: Path | None, profile_json: Path | None, as_machine: bool,
 ) -> int:  # fmt: skip
     """Check that the engine fuses the Q/DQ pairs of MODEL, and say what it does not fuse and why.
 
@@ -178,11 +177,11 @@ def _lines(model: Path, engine: str, graph: Model, layers: Sequence[Layer], foun
 
 
 def _groups(found: Sequence[Finding]) -> list[list[Finding]]:
-    """The findings by cause: first those that fail, what costs most in front."""
+    """The findings by cause: those that fail first, what costs most in front; then the notes, as they came."""
     groups: dict[tuple[bool, str], list[Finding]] = {}
     for finding in sorted(found, key=lambda f: ORDER.index(f.kind)):
         groups.setdefault((finding.fails, finding.cause or finding.reason), []).append(finding)
-    return sorted(groups.values(), key=lambda group: (not group[0].fails, -(_sum(group) or 0.0)))
+    return sorted(groups.values(), key=lambda group: -(_sum(group) or 0.0) if group[0].fails else 1.0)
 
 
 def _sum(timed: Sequence[Layer] | Sequence[Finding]) -> float | None:
@@ -209,8 +208,10 @@ def doctor_command(as_machine: bool) -> int:
 
 def _engines(diagnosis: Diagnosis) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("engine", "status", "version", "device"):
-        table.add_column(column, no_wrap=True)
+    table.add_column("engine", min_width=max(len(engine.name) for engine in diagnosis.engines))
+    table.add_column("status", min_width=len("builds only"))
+    table.add_column("version", overflow="fold")
+    table.add_column("device")
     for engine in diagnosis.engines:
         table.add_row(*map(Text, (engine.name, engine.status, engine.version, engine.device)))
     return table

@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import os
 import platform
-import re
 import shutil
 import subprocess
 from collections.abc import Collection, Sequence
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from qdqtune.engines import MODULES, EngineSpec, one_line
+from qdqtune.engines import MODULES, EngineSpec, cpu, one_line
 from qdqtune.errors import QdqtuneError
 from qdqtune.runner import Runner
 
@@ -31,10 +30,6 @@ NEEDS = {
     "tensorrt-rtx": (("tensorrt_rtx_bindings", "cuda"), "pip install 'qdqtune[tensorrt-rtx]'"),
 }
 """The Python packages without which an engine cannot be opened, and the command that installs them."""
-
-ISA = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "amx_int8", "avx512_bf16", "amx_bf16", "asimddp", "i8mm", "sve")
-"""Flags of /proc/cpuinfo that decide which kernels run."""
-NO_DOT_PRODUCT = "no dot products in hardware: int8 gains are moderate"
 
 OPENING_SECONDS = 120.0
 NVIDIA_SMI_SECONDS = 30.0
@@ -116,30 +111,22 @@ def _described(spec: EngineSpec, log_dir: Path) -> dict[str, str]:
         return runner.describe()
 
 
-def processor(cpuinfo: str | None = None, machine: str | None = None) -> Processor:
-    """The CPU, of the text of /proc/cpuinfo (this machine's if None)."""
-    if cpuinfo is None:
-        with contextlib.suppress(OSError):
-            cpuinfo = Path("/proc/cpuinfo").read_text()
-    fields = dict(re.findall(r"^([^\t:]+?)\s*: (.*)$", cpuinfo or "", re.MULTILINE))
-    flags = set((fields.get("flags") or fields.get("Features") or "").split())
-    machine = machine or platform.machine()
-    name = fields.get("model name") or platform.processor() or machine
+def processor() -> Processor:
+    """The CPU of this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Processor(name, cores, tuple(flag for flag in ISA if flag in flags), _consequence(machine, flags))
+    isa = tuple(cpu.instruction_sets().split())
+    return Processor(cpu.model_name(), cores, isa, consequence(platform.machine(), isa))
 
 
-def _consequence(machine: str, flags: Collection[str]) -> str:
-    if not flags:
-        return "instruction sets unknown: only a measurement tells what int8 gains"
-    if machine.lower() in ("aarch64", "arm64"):
-        if "i8mm" in flags:
-            return "int8 matrix products in hardware: int8 gains most here"
-        return "int8 dot products in hardware: int8 gains much" if "asimddp" in flags else NO_DOT_PRODUCT
-    if "amx_int8" in flags:
-        return "AMX: int8 matrix products in hardware, int8 gains most here"
-    if {"avx_vnni", "avx512_vnni"} & set(flags):
-        return "VNNI: int8 dot products in hardware, int8 gains much"
+def consequence(machine: str, isa: Collection[str]) -> str:
+    """What the instruction sets of a machine mean for int8."""
+    is_arm = machine.lower() in ("aarch64", "arm64")
+    if not isa:
+        return "no instruction set that is known to matter: only a measurement tells what int8 gains"
+    if "i8mm" in isa or "amx_int8" in isa:
+        return f"{'I8MM' if is_arm else 'AMX'}: int8 matrix products in hardware, int8 gains most here"
+    if is_arm or cpu.DOT_PRODUCTS & set(isa):
+        return f"{'ASIMDDP' if is_arm else 'VNNI'}: int8 dot products in hardware, int8 gains much"
     return "no VNNI: weights take 7 bits, for sums of two 8-bit products saturate, and int8 gains are moderate"
 
 

@@ -165,6 +165,13 @@ def _spec(engine: str, given: Mapping[str, Any], input_shapes: Mapping[str, Sequ
     return EngineSpec(engine, chosen)
 
 
+def with_timing_cache(spec: EngineSpec, folder: Path) -> EngineSpec:
+    """The engine with its timing cache beside the output, where the user has named none."""
+    if spec.name not in ("tensorrt", "trtexec") or "timing_cache" in spec.options:
+        return spec
+    return EngineSpec(spec.name, {**spec.options, "timing_cache": str(folder.absolute() / "timing.cache")})
+
+
 def wildcards(path: Path | None) -> tuple[str, ...]:
     """The lines of a --node-filter-list; empty lines and those that begin with # do not count.
 

@@ -26,6 +26,8 @@ FLOAT = re.compile(r"bf|tf|fp|f|half", re.IGNORECASE)
 CONVERSIONS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 PASSES = MOVERS | {"Cast"}
 """What a value of the graph's border may meet before it is quantized, or after."""
+KEEPS_VALUES = MOVERS - {"AveragePool", "MaxPool", "Resize"}
+"""Operators that neither compute nor choose: integers pass through them, if the scale is one on both sides."""
 USUAL = COMPUTE | MOVERS | {"Add", "Mul", "Concat", "GlobalAveragePool"}
 """Operators that most engines run in 8 bits, so that other reasons are likelier than a missing kernel."""
 AROUND_SOFTMAX = MOVERS | CONVERSIONS | {"Add", "Cast", "Div", "Dropout", "Mul", "Where"}
@@ -118,15 +120,16 @@ class Reasons:
             return self._in_float(readers[0]) if readers else Verdict(UNKNOWN)
         if maker is None:
             return Verdict(UNKNOWN)
-        if maker.op == "DequantizeLinear":
-            return Verdict(self._twice(maker, q))
+        before = self._unmoved(tensor)
+        if before is not None and (before.index == maker.index or not self._same_numbers(before, q)):
+            return Verdict(self._twice(before, q))
         if not self.runs_in_8_bits(maker):
             return self._in_float(maker)
         others = [n for n in self._readers(tensor) if n.op != "QuantizeLinear"]
         if others or self._is_output(tensor):
             users = self._users(tensor, others)
             return Verdict(f"the result of {told(maker)} is read in float as well: {users}", maker.name)
-        return Verdict(UNKNOWN)
+        return Verdict(UNKNOWN if before is None else self._twice(before, q))
 
     def of_dequantize(self, dq: Node) -> Verdict:
         """Why a DQ runs: somebody reads its output in float."""
@@ -308,10 +311,17 @@ class Reasons:
             stack.extend(fresh)
         return False
 
+    def _unmoved(self, tensor: str) -> Node | None:
+        """The DQ whose values a tensor holds, be it in another shape or order."""
+        maker = self._maker(tensor)
+        while maker is not None and maker.op in KEEPS_VALUES:
+            maker = self._maker(maker.inputs[0])
+        return maker if maker is not None and maker.op == "DequantizeLinear" else None
+
     def _twice(self, dq: Node, q: Node) -> str:
         if self._same_numbers(dq, q):
-            return f"{q.name} follows {dq.name} directly with the same scale: one pair is enough"
-        return f"{q.name} follows {dq.name} directly with another scale: give both pairs one scale"
+            return f"{q.name} follows {dq.name} with the same scale: one pair is enough"
+        return f"{q.name} follows {dq.name} with another scale: give both pairs one"
 
     def _same_numbers(self, a: Node, b: Node) -> bool:
         for slot in (1, 2):

@@ -27,6 +27,8 @@ from qdqtune.types import Failure, Trial
 BAR = 24
 """Width of the bar of builds, in characters."""
 
+LARGEST_UNITS = 12
+
 
 def progress(console: Console, *, verbose: bool = False) -> Live | Plain:
     """What tells of a run on `console`: a picture that changes on a terminal; lines elsewhere, or with `verbose`."""
@@ -152,6 +154,20 @@ def result_table(result: Result) -> Table:
     table = _table(("", "baseline", "final"), rows)
     spent = f"candidates: {summary['trials']}, builds: {summary['builds']}"
     table.caption = f"{spent}, time: {_duration(summary['seconds'])}"
+    return table
+
+
+def units_table(result: Result) -> Table:
+    """The dozen units that take the most time in float: what each costs either way, and what was decided."""
+    rows = []
+    for unit in result.units[:LARGEST_UNITS]:
+        quantized = "" if unit.quantized_ms is None else f"{unit.quantized_ms:.3f}" + ("" if unit.seen else " ?")
+        margin = "" if unit.margin_ms is None else f"{unit.margin_ms:+.3f}"
+        decision = "8 bits" if unit.quantized else "float"
+        name = unit.nodes[0] + (f" and {len(unit.nodes) - 1} more" if len(unit.nodes) > 1 else "")
+        rows.append((name, f"{unit.float_ms:.3f}", quantized, f"{unit.boundary_ms:.3f}", decision, margin))
+    table = _table(("unit", "float, ms", "8 bits, ms", "borders, ms", "runs in", "otherwise, ms"), rows)
+    table.caption = "the largest units; ?: guessed, not measured; otherwise: what the other decision would cost more"
     return table
 
 

@@ -17,6 +17,7 @@ import onnx
 from qdqtune import __version__, placements
 from qdqtune.bench import Bench
 from qdqtune.errors import BadOption, BaselineFailed, OutputError
+from qdqtune.explanation import UnitPrice, explain, record
 from qdqtune.observer import Observer, Silent, State
 from qdqtune.qdq import Inserter
 from qdqtune.runner import Runner
@@ -24,6 +25,7 @@ from qdqtune.settings import PROOF_BUILDS, Settings
 from qdqtune.store import Store
 from qdqtune.strategies import Strategy, best_of
 from qdqtune.strategies.cut import CutSearch
+from qdqtune.strategies.grouped import GroupedSearch
 from qdqtune.strategies.region import RegionSearch
 from qdqtune.subject import Subject, calibrated, fingerprint, open_subject
 from qdqtune.timing import Plan, Ratio, judge
@@ -33,6 +35,7 @@ FINALISTS = 2
 """Placements that may try to prove themselves."""
 
 BASELINE, FINAL = "baseline.onnx", "optimized_final.onnx"
+UNITS = "units.json"
 CANDIDATES, REGION_MODELS = "candidates", "region_models"
 
 
@@ -50,6 +53,8 @@ class Result:
     summary: Mapping[str, Any]
     history: tuple[Trial, ...]
     notes: tuple[str, ...]
+    units: tuple[UnitPrice, ...] = ()
+    """What cut mode knows about each unit, the largest first; empty in other modes."""
 
     @property
     def improved(self) -> bool:
@@ -119,10 +124,13 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
                 final = proof.placement
                 _write_records(settings, subject, final, proof, history, folder)
                 summary = _summary(settings, subject, runner, bench, history, proof, final)
+                units = explain(strategy.costs(history), final) if isinstance(strategy, CutSearch) else ()
                 summary["seconds"] = round(time.monotonic() - started, 3)
     placements.write_json(folder / "summary.json", summary)
+    if units:
+        placements.write_json(folder / UNITS, {"units": record(units)})
     return Result(proof.shipped, final, proof.baseline if final.edges else None, summary, tuple(history),
-                  (*subject.notes, *proof.notes))  # fmt: skip
+                  (*subject.notes, *proof.notes), units)  # fmt: skip
 
 
 def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
@@ -154,9 +162,7 @@ def _strategy(settings: Settings, subject: Subject, bench: Bench) -> Strategy:
     if settings.mode == "cut":
         layers = bench.float_layers()
         if not any(layer.time_ms for layer in layers):
-            raise BadOption(
-                f"engine {settings.engine.name} reports no layer times, which cut mode needs: --mode region"
-            )
+            return GroupedSearch(subject.shaped, subject.possible, subject.suggestions())
         return CutSearch(subject.shaped, subject.possible, layers, _cut_seeds(subject), settings.plan)
     cached = placements.read_cache(settings.pattern_cache) if settings.pattern_cache else {}
     return RegionSearch(
@@ -352,6 +358,7 @@ def _summary(
         "builds": 1 + sum(t.builds for t in history),
         "proof_builds": proof.builds,
         "predicted_ratio": predicted,
+        "predicted_ms": None if predicted is None else predicted * proof.baseline_seconds * 1e3,
         "trials": len(history),
         "engine_seconds": round(runner.engine_seconds, 3),
         "patterns": len(subject.patterns),

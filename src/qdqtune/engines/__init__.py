@@ -30,6 +30,7 @@ QuantType = Literal["int8", "fp8"]
 MODULES = {
     "fake": "qdqtune.engines.fake",
     "onnxruntime": "qdqtune.engines.onnxruntime",
+    "openvino": "qdqtune.engines.openvino",
     "tensorrt": "qdqtune.engines.tensorrt",
     "tensorrt-rtx": "qdqtune.engines.tensorrt_rtx",
     "trtexec": "qdqtune.engines.trtexec",

@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import exp, prod, sqrt
 from pathlib import Path
@@ -31,6 +32,7 @@ import onnx
 from onnx.reference import ReferenceEvaluator
 
 from qdqtune.engines import QuantType, Tensors, one_line
+from qdqtune.engines.coverage import read_model
 from qdqtune.errors import BadOption, EngineFailure
 from qdqtune.types import Layer, NumericFormat, QType
 
@@ -59,6 +61,7 @@ def create(
     asymmetric: bool = False,
     build_seconds: float = 0.0,
     faults: Mapping[str, str] | None = None,
+    hide_times: bool = False,
 ) -> Fake:
     """The engine.
 
@@ -71,6 +74,7 @@ def create(
         build_seconds: how long each build takes, in real time.
         faults: `refuse`, `crash`, `hang` (when built) or `nan` (when run) to a pattern of node names: what happens to
             a model that has a Q/DQ pair on an input of such a node.
+        hide_times: layer reports have no times, like those of engines that cannot tell.
 
     Raises:
         BadOption: an unknown kind of fault, or a negative number.
@@ -79,17 +83,20 @@ def create(
         raise BadOption(f"engine 'fake' knows no fault {unknown[0]!r}; it has {', '.join(FAULTS)}")
     if min(noise, drift, spikes, build_seconds, seed) < 0:
         raise BadOption("engine 'fake' takes no negative numbers")
-    return Fake(_Noise(seed, noise, drift, spikes), asymmetric, build_seconds, dict(faults or {}))
+    return Fake(_Noise(seed, noise, drift, spikes), asymmetric, build_seconds, dict(faults or {}), hide_times)
 
 
 class Fake:
     """Builds models for the reference evaluator and the cost model."""
 
-    def __init__(self, noise: _Noise, asymmetric: bool, build_seconds: float, faults: Mapping[str, str]) -> None:
+    def __init__(
+        self, noise: _Noise, asymmetric: bool, build_seconds: float, faults: Mapping[str, str], hide_times: bool
+    ) -> None:
         self._noise = noise
         self._asymmetric = asymmetric
         self._build_seconds = build_seconds
         self._faults = faults
+        self._hide_times = hide_times
 
     def describe(self) -> dict[str, str]:
         """Name, version of the cost model, and what shapes its answers."""
@@ -115,7 +122,7 @@ class Fake:
         log.write_text(f"building {model}\n")
         try:
             onnx.checker.check_model(str(model))
-            proto = onnx.load(model, load_external_data=False)
+            proto = read_model(model)
             for tensor in proto.graph.initializer:
                 if len(tensor.raw_data) > SHAPE_BYTES:
                     tensor.ClearField("raw_data")
@@ -133,7 +140,7 @@ class Fake:
             os._exit(70)
         while fault == "hang":
             time.sleep(3600)
-        return FakeModel(model, proto, self._noise, spoiled=fault == "nan")
+        return FakeModel(model, proto, self._noise, spoiled=fault == "nan", timed=not self._hide_times)
 
     def _fault(self, proto: onnx.ModelProto) -> str | None:
         dequantized = {n.output[0] for n in proto.graph.node if n.op_type == "DequantizeLinear"}
@@ -145,12 +152,13 @@ class Fake:
 class FakeModel:
     """A model with its modelled latency."""
 
-    def __init__(self, path: Path, proto: onnx.ModelProto, noise: _Noise, *, spoiled: bool) -> None:
+    def __init__(self, path: Path, proto: onnx.ModelProto, noise: _Noise, *, spoiled: bool, timed: bool) -> None:
         self._path = path
         self._costs = _CostModel(proto)
         self._seconds = self._costs.seconds()
         self._noise = noise
         self._spoiled = spoiled
+        self._timed = timed
         self._evaluator: ReferenceEvaluator | None = None
 
     def run(self, inputs: Tensors) -> dict[str, npt.NDArray[Any]]:
@@ -175,7 +183,8 @@ class FakeModel:
 
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
         """One layer for each node that costs time, with what it absorbed. Exact: the times add up to the latency."""
-        return self._costs.layers()
+        layers = self._costs.layers()
+        return layers if self._timed else tuple(replace(layer, time_ms=None) for layer in layers)
 
     def save(self, path: Path) -> None:
         """Refuse.

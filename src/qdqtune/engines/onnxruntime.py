@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -21,15 +20,13 @@ import onnx
 import onnxruntime as ort
 from onnxruntime import InferenceSession as Session
 
-from qdqtune.engines import QuantType, Tensors, one_line, onnxruntime_layers, output_to
+from qdqtune.engines import QuantType, Tensors, cpu, one_line, onnxruntime_layers, output_to
 from qdqtune.engines.coverage import read_model
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, QdqtuneError
 from qdqtune.graph import PROTOBUF_LIMIT
 from qdqtune.types import Layer, NumericFormat, QType
 
 CPU = "CPUExecutionProvider"
-ISA = ("avx2", "avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm")
-DOT_PRODUCTS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
 WARNING, ERROR = 2, 3
 WARMUP = 1
 """Inferences that are profiled in vain: the first one allocates."""
@@ -69,14 +66,13 @@ class OnnxRuntime:
 
     def describe(self) -> dict[str, str]:
         """Version, CPU, and the instruction sets that decide which integer kernels run."""
-        cpuinfo = _cpuinfo()
         return {
             "engine": "onnxruntime",
             "version": ort.__version__,
             "provider": self.provider,
             "threads": str(self.threads),
-            "device": _field(cpuinfo, "model name") or platform.processor() or platform.machine(),
-            "isa": " ".join(flag for flag in ISA if flag in _flags(cpuinfo)),
+            "device": cpu.model_name(),
+            "isa": cpu.instruction_sets(),
         }
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
@@ -93,7 +89,7 @@ class OnnxRuntime:
         if self.provider != CPU:
             return NumericFormat(QType.INT8, QType.INT8, symmetric=True)
         return NumericFormat(
-            QType.UINT8, QType.INT8, symmetric=False, reduced_weights=_saturates(platform.machine(), _cpuinfo()),
+            QType.UINT8, QType.INT8, symmetric=False, reduced_weights=cpu.products_saturate(),
             bias="int32", drop_clamps=True, shared_scale_ops=SHARED_SCALE_OPS,
         )  # fmt: skip
 
@@ -229,24 +225,3 @@ def _nbytes(model: Path) -> int:
     outside = (t for t in tensors if t.data_location == onnx.TensorProto.EXTERNAL)
     sizes = (prod(t.dims) * onnx.helper.tensor_dtype_to_np_dtype(t.data_type).itemsize for t in outside)
     return model.stat().st_size + sum(sizes)
-
-
-def _cpuinfo() -> str:
-    try:
-        return Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return ""
-
-
-def _field(cpuinfo: str, *names: str) -> str:
-    found = re.search(rf"^(?:{'|'.join(names)})\s*:\s*(.*)$", cpuinfo, re.MULTILINE)
-    return found[1].strip() if found else ""
-
-
-def _flags(cpuinfo: str) -> frozenset[str]:
-    return frozenset(_field(cpuinfo, "flags", "Features").split())
-
-
-def _saturates(machine: str, cpuinfo: str) -> bool:
-    """Whether sums of two u8 x s8 products saturate: on x86 without a dot product, and where nothing is known."""
-    return machine.lower() not in ("aarch64", "arm64") and not DOT_PRODUCTS & _flags(cpuinfo)

@@ -3,14 +3,16 @@
 Every build prices every unit at once, in the state that its placement puts the unit in:
 
     float      no pair on its inputs                                      c0
+    fed        pairs on some or all inputs, none on its weights           c0 + e0
     quantized  pairs on all inputs, and on all uses of its outputs        c1
     handing    pairs on all inputs, none on its outputs                   c1 + o
     mixed      anything else: says nothing about the unit
 
-A Q that runs by itself behind a float unit is the price q of its tensor, a DQ that runs in front of a float unit its
-price d. Conversions that run although the units on both sides are quantized belong to the unit that did not absorb
-them. What was never seen is guessed low, so that it is tried: prices of equal units are shared, conversions follow
-a + b * bytes.
+and a quantized unit may cost e1 more behind float units than behind quantized ones, since engines lay 8-bit tensors out
+in another way than floats. A Q that runs by itself behind a float unit is the price q of its tensor, a DQ that runs in
+front of a float unit its price d. Conversions that run although the units on both sides are quantized belong to the
+unit that did not absorb them. What was never seen is guessed low, so that it is tried: prices of equal units are
+shared, conversions follow a + b * bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from qdqtune.strategies.region import work
 from qdqtune.strategies.units import Partition, Unit
 from qdqtune.types import Edge, Layer, Placement
 
-State = Literal["float", "quantized", "handing", "mixed"]
+State = Literal["float", "fed", "handing", "mixed", "quantized"]
+Behind = Literal["quantized", "both", "float"]
 
 HOPE = 0.25
 """An unseen quantized unit is hoped to take this share of its float time."""
@@ -53,6 +56,8 @@ class Times:
     nodes: Mapping[str, float]
     quantize: Mapping[str, float]
     dequantize: Mapping[str, float]
+    copies: Mapping[str, int]
+    """How many DQs of a tensor ran: some engines run one for each consumer."""
 
 
 def attribute(model: Model, build: Priced, float_ms: float) -> Times:
@@ -65,6 +70,7 @@ def attribute(model: Model, build: Priced, float_ms: float) -> Times:
     scale = build.ratio * float_ms / total if total > 0 else 0.0
     nodes: dict[str, float] = {}
     converted: dict[str, dict[str, float]] = {"Quantize": {}, "Dequantize": {}}
+    copies: dict[str, int] = {}
     waiting = 0.0
     for layer in build.layers:
         own = scale * (layer.time_ms or 0.0)
@@ -79,30 +85,56 @@ def attribute(model: Model, build: Priced, float_ms: float) -> Times:
             for match in pairs:
                 spent = converted[match["op"]]
                 spent[match["tensor"]] = spent.get(match["tensor"], 0.0) + own / len(pairs)
+                copies[match["tensor"]] = copies.get(match["tensor"], 0) + (match["op"] == "Dequantize")
         else:
             waiting += own
-    return Times(build.placement, nodes, converted["Quantize"], converted["Dequantize"])
+    return Times(build.placement, nodes, converted["Quantize"], converted["Dequantize"], copies)
 
 
 def state(unit: Unit, partition: Partition, placement: Placement) -> State:
     """What a placement makes of a unit."""
+    if any(e in placement for e in unit.inner):
+        return "mixed"  # not the unit any more
     entering = [e in placement for e in unit.inputs]
+    weights = [e in placement for e in unit.weights]
     if not any(entering):
         return "float"
+    if weights and not any(weights):
+        return "fed"
+    if not all(entering) or not all(weights):
+        return "mixed" if weights else "fed"
     leaving = [e in placement for t in unit.outputs for e in partition.edges.get(t, ())]
-    if not all(entering) or not all(e in placement for e in unit.weights):
-        return "mixed"
     return "quantized" if all(leaving) else "mixed" if any(leaving) else "handing"
+
+
+def behind(unit: Unit, partition: Partition, placement: Placement) -> Behind:
+    """Whether the tensors that a unit reads are stored quantized: by pairs on all their edges, behind a unit that runs
+    quantized. Tensors that come from no unit say nothing."""
+    stored = [is_stored(t, partition, placement) for t in partition.storable(unit)]
+    return "quantized" if all(stored) else "both" if any(stored) else "float"
+
+
+def is_stored(tensor: str, partition: Partition, placement: Placement) -> bool:
+    """Whether a tensor that a unit writes stays in 8 bits."""
+    producer = partition.units[partition.producer[tensor]]
+    return state(producer, partition, placement) == "quantized" and all(e in placement for e in partition.edges[tensor])
+
+
+Sample = tuple[str, State, Behind]
 
 
 @dataclass
 class _Samples:
-    """Prices seen so far, the latest build last. Units are known by kind."""
+    """Prices seen so far, those of the latest build that has any. Units are known by kind."""
 
-    units: dict[tuple[str, State], list[float]] = field(default_factory=dict)
+    units: dict[Sample, list[float]] = field(default_factory=dict)
+    extra: dict[str, float] = field(default_factory=dict)
+    """By kind, what a float unit takes more for each quantized tensor that it reads."""
     quantize: dict[str, float] = field(default_factory=dict)
     dequantize: dict[str, float] = field(default_factory=dict)
     sizes: list[tuple[float, float]] = field(default_factory=list)
+    medians: dict[Sample, list[float]] = field(default_factory=dict)
+    per_consumer: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,70 +144,102 @@ class Costs:
     partition: Partition
     as_float: tuple[float, ...]
     as_quantized: tuple[float, ...]
+    fed: tuple[float, ...]
+    """Extra of a float unit for each quantized tensor that it reads."""
+    behind_float: tuple[float, ...]
+    """Extra of a quantized unit for each tensor that it reads from a float unit."""
     handing: tuple[float, ...]
+    """Extra of a quantized unit for each output that is not stored quantized."""
     quantize: Mapping[str, float]
     dequantize: Mapping[str, float]
+    per_consumer: bool
+    """Whether each consumer of a tensor has a DQ of its own."""
     seen: frozenset[int]
     """Units whose quantized price was measured."""
+    doubt: Mapping[str, float] = field(default_factory=dict)
+    """By kind, how far apart builds that should price a unit of it alike have priced it."""
 
     def total(self, quantized: Collection[int], stored: Collection[str]) -> float:
         """The predicted ms of a decision."""
-        found = 0.0
-        for unit in self.partition.units:
-            runs = unit.number in quantized
-            found += self.as_quantized[unit.number] if runs else self.as_float[unit.number]
-            if runs and any(t not in stored for t in unit.outputs if t in self.partition.edges):
-                found += self.handing[unit.number]
-        for tensor, edges in self.partition.edges.items():
-            users = [None if e.is_graph_output else self.partition.owner[e.node] for e in edges]
-            if tensor in stored:
-                found += self.dequantize[tensor] * sum(u is None or u not in quantized for u in users)
-            elif any(u in quantized for u in users if u is not None):
-                found += self.quantize[tensor]
-        return found
+        return sum(self.of_unit(u, quantized, stored) for u in self.partition.units) + sum(
+            self.of_tensor(t, quantized, stored) for t in self.partition.edges
+        )
+
+    def of_unit(self, unit: Unit, quantized: Collection[int], stored: Collection[str]) -> float:
+        """The predicted ms of one unit, without conversions that run by themselves."""
+        number, entering = unit.number, self.partition.storable(unit)
+        if number not in quantized:
+            return self.as_float[number] + self.fed[number] * sum(t in stored for t in entering)
+        leaving = sum(t not in stored for t in unit.outputs if t in self.partition.edges)
+        extra = self.behind_float[number] * sum(t not in stored for t in entering)
+        return self.as_quantized[number] + extra + self.handing[number] * leaving
+
+    def of_tensor(self, tensor: str, quantized: Collection[int], stored: Collection[str]) -> float:
+        """The predicted ms of the conversions of one tensor."""
+        users = self.partition.users(tensor)
+        if tensor in stored:
+            floats = sum(u is None or u not in quantized for u in users)
+            return self.dequantize[tensor] * (floats if self.per_consumer else min(floats, 1))
+        return self.quantize[tensor] if any(u in quantized for u in users if u is not None) else 0.0
 
 
 def learn(partition: Partition, builds: Sequence[Times]) -> Costs:
-    """Prices from the builds so far; a later build counts before an earlier one, being nearer to the solution."""
+    """Prices from the builds so far, the first of them the float model's; a later build counts before an earlier one,
+    being nearer to the solution."""
     samples = _Samples()
     for times in builds:
-        _take(samples, partition, times)
+        _take(samples, partition, times, builds[0])
     return _priced(partition, samples)
 
 
-def _take(samples: _Samples, partition: Partition, times: Times) -> None:
-    taken: set[tuple[str, State]] = set()
-    for unit in partition.units:
-        how = state(unit, partition, times.placement)
-        if how == "mixed":
-            continue
-        spent = sum(times.nodes.get(partition.model.nodes[n].name, 0.0) for n in unit.nodes)
-        if how != "float":
-            spent += _absorbed_by(unit, partition, times, how)
-        key = (unit.kind, how)
-        if key not in taken:
-            samples.units[key] = []
-            taken.add(key)
-        samples.units[key].append(spent)
+def _take(samples: _Samples, partition: Partition, times: Times, floats: Times) -> None:
+    states = [state(u, partition, times.placement) for u in partition.units]
+    paid = _conversions(partition, times, floats, states)
+    fresh: dict[Sample, list[float]] = {}
+    for unit, how in zip(partition.units, states, strict=True):
+        spent = _spent(unit, partition, times)
+        if how in ("quantized", "handing"):
+            spent += paid.get(unit.number, 0.0)
+            if how == "quantized":
+                spent += sum(times.quantize.get(t, 0.0) for t in unit.outputs)
+        if how == "fed" and (fed := sum(is_stored(t, partition, times.placement) for t in partition.storable(unit))):
+            samples.extra[unit.kind] = max(0.0, spent - _spent(unit, partition, floats)) / fed
+        elif how not in ("fed", "mixed"):
+            fresh.setdefault((unit.kind, how, behind(unit, partition, times.placement)), []).append(spent)
+    samples.units |= fresh
+    for key, found in fresh.items():
+        samples.medians.setdefault(key, []).append(float(np.median(found)))
+    samples.per_consumer |= any(n > 1 for n in times.copies.values())
     for op, seen in (("quantize", times.quantize), ("dequantize", times.dequantize)):
         for tensor, spent in seen.items():
             if tensor in partition.edges:
-                users = len([e for e in partition.edges[tensor] if e in times.placement]) if op == "dequantize" else 1
-                each = spent / max(users, 1)
+                each = spent / times.copies[tensor] if op == "dequantize" else spent
                 getattr(samples, op)[tensor] = each
                 samples.sizes.append((_bytes(partition.model, tensor), each))
 
 
-def _absorbed_by(unit: Unit, partition: Partition, times: Times, how: State) -> float:
-    """The conversions around a unit with pairs on all its inputs: it had the chance to absorb them."""
-    spent = 0.0
-    for tensor in {e.tensor for e in (*unit.inputs, *unit.weights)}:
-        users = [e for e in partition.edges.get(tensor, ()) if e in times.placement]
-        mine = sum(e in unit.inputs for e in users)
-        spent += times.dequantize.get(tensor, 0.0) * (mine / len(users) if users else 1.0)
-    if how == "quantized":
-        spent += sum(times.quantize.get(t, 0.0) for t in unit.outputs)
-    return spent
+def _spent(unit: Unit, partition: Partition, times: Times) -> float:
+    return sum(times.nodes.get(partition.model.nodes[n].name, 0.0) for n in unit.nodes)
+
+
+def _conversions(partition: Partition, times: Times, floats: Times, states: Sequence[State]) -> Mapping[int, float]:
+    """DQs that ran by unit. Each is for the sake of the consumer that is the least quantized, judged by its state and
+    then by its time compared with its time in the float build: the others absorbed theirs."""
+    ranks = ("float", "fed", "handing", "mixed", "quantized")
+    found: dict[int, float] = {}
+    for tensor, spent in times.dequantize.items():
+        edges = [e for e in partition.reading.get(tensor, ()) if e in times.placement]
+        users = sorted({partition.owner[e.node] for e in edges if e.node}, key=lambda u: (
+            ranks.index(states[u]), -_slowness(partition.units[u], partition, times, floats), u))  # fmt: skip
+        copies = times.copies[tensor] - sum(e.is_graph_output for e in edges)
+        for user in users[: max(copies, 0)]:
+            found[user] = found.get(user, 0.0) + spent / times.copies[tensor]
+    return found
+
+
+def _slowness(unit: Unit, partition: Partition, times: Times, floats: Times) -> float:
+    before = _spent(unit, partition, floats)
+    return _spent(unit, partition, times) / before if before > 0 else 0.0
 
 
 def _priced(partition: Partition, samples: _Samples) -> Costs:
@@ -184,23 +248,34 @@ def _priced(partition: Partition, samples: _Samples) -> Costs:
     def conversion(tensor: str, seen: Mapping[str, float]) -> float:
         return seen.get(tensor, fixed + per_byte * _bytes(partition.model, tensor))
 
-    def price(unit: Unit, how: State) -> float | None:
-        found = samples.units.get((unit.kind, how))
+    def price(unit: Unit, how: State, *where: Behind) -> float | None:
+        found = next((f for w in where if (f := samples.units.get((unit.kind, how, w)))), None)
         return float(np.median(found)) if found else None
 
-    as_float, as_quantized, handing, seen = [], [], [], set()
+    dequantize = {t: conversion(t, samples.dequantize) for t in partition.edges}
+    rows, seen = [], set()
     for unit in partition.units:
-        c0, c1, c10 = price(unit, "float") or 0.0, price(unit, "quantized"), price(unit, "handing")
-        if c1 is not None:
+        c0 = price(unit, "float", "float", "quantized") or 0.0
+        known = price(unit, "quantized", "quantized", "both", "float")
+        c1 = HOPE * c0 if known is None else known
+        if known is not None:
             seen.add(unit.number)
-        as_float.append(c0)
-        as_quantized.append(HOPE * c0 if c1 is None else c1)
-        handing.append(0.0 if c10 is None else max(0.0, c10 - as_quantized[-1]))
-    return Costs(
-        partition, tuple(as_float), tuple(as_quantized), tuple(handing),
-        {t: conversion(t, samples.quantize) for t in partition.edges},
-        {t: conversion(t, samples.dequantize) for t in partition.edges}, frozenset(seen),
-    )  # fmt: skip
+        entering = partition.storable(unit)
+        alone = price(unit, "quantized", "float")
+        e1 = 0.0 if alone is None else max(0.0, alone - c1) / max(1, len(entering))
+        handed = price(unit, "handing", "quantized", "both", "float")
+        leaving = sum(t in partition.edges for t in unit.outputs)
+        o = 0.0 if handed is None else max(0.0, handed - c1) / max(1, leaving)
+        e0 = samples.extra.get(unit.kind, 0.0)
+        if handed is not None and not unit.weights and entering:  # the same build as a float unit behind DQs
+            e0 = max(e0, (handed - c0 - sum(dequantize[t] for t in entering)) / len(entering))
+        rows.append((c0, c1, e0, e1, o))
+    c0s, c1s, e0s, e1s, os = zip(*rows, strict=True)
+    quantize = {t: conversion(t, samples.quantize) for t in partition.edges}
+    doubt: dict[str, float] = {}
+    for (kind, _, _), medians in samples.medians.items():
+        doubt[kind] = doubt.get(kind, 0.0) + max(medians) - min(medians)
+    return Costs(partition, c0s, c1s, e0s, e1s, os, quantize, dequantize, samples.per_consumer, frozenset(seen), doubt)
 
 
 def _line(sizes: Iterable[tuple[float, float]]) -> tuple[float, float]:
@@ -209,7 +284,7 @@ def _line(sizes: Iterable[tuple[float, float]]) -> tuple[float, float]:
     if len(points) == 0:
         return 0.0, 0.0
     per_byte = float(np.median(points[:, 1] / np.maximum(points[:, 0], 1)))
-    if len(points) < 3 or np.ptp(points[:, 0]) == 0:
+    if np.ptp(points[:, 0]) == 0:
         return 0.0, per_byte
     slope, offset = np.polyfit(points[:, 0], points[:, 1], 1)
     return (max(0.0, float(offset)), float(slope)) if slope > 0 else (float(points[:, 1].mean()), 0.0)

@@ -1,14 +1,17 @@
 """Cut search: price every unit from layer reports, take the exact optimum of the prices as a minimum cut, build it,
 read its layers, and cut again.
 
-Let x_u say that unit u runs quantized, s_t that its output t is stored in 8 bits, r_t that 8-bit values of t exist.
-The predicted time is
+Let x_u say that unit u runs quantized, s_t that its output t is stored in 8 bits, r_t that 8-bit values of t exist,
+a_t that all its consumers run quantized. The predicted time is
 
     sum_u  c0_u (1 - x_u) + c1_u x_u
-  + sum_t  o_u x_u (1 - s_t)         the unit hands a float over
-         + q_t r_t (1 - s_t)         a Q runs behind a float
-         + sum_v d_t s_t (1 - x_v)   a DQ runs in front of each float consumer v
-    with  s_t <= x_u,  x_v <= r_t
+  + sum_u  e0_u s_t (1 - x_u)       for each t that u reads: a float unit behind a quantized one
+         + e1_u x_u (1 - s_t)       and a quantized unit behind a float one
+         + o_u x_u (1 - s_t)        for each t that u writes: it hands a float over
+  + sum_t  q_t r_t (1 - s_t)        a Q runs behind a float
+         + d_t s_t (1 - a_t)        a DQ runs in front of float consumers; or
+         + sum_v d_t s_t (1 - x_v)  one in front of each, where the engine does so
+    with  s_t <= x_u,  x_v <= r_t,  a_t <= x_v
 
 and each term charges one yes against one no, so that a minimum cut is the exact optimum over all placements.
 """
@@ -18,20 +21,25 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain, islice
 
 import numpy as np
 
 from qdqtune.graph import Model
-from qdqtune.strategies.costs import Costs, Priced, Times, attribute, group_cost, inner_pairs, learn
+from qdqtune.strategies import best_of
+from qdqtune.strategies.costs import Costs, Priced, Times, attribute, group_cost, inner_pairs, is_stored, learn, state
 from qdqtune.strategies.mincut import Problem, solve
-from qdqtune.strategies.units import Partition, fusion_groups, inner_edges, kind_of, partition, split
+from qdqtune.strategies.units import Partition, Unit, fusion_groups, inner_edges, kind_of, partition, split
 from qdqtune.timing import Plan, judge
 from qdqtune.types import Edge, Layer, Placement, Proposal, Trial
 
 Group = tuple[str, ...]
 
 POLISH = 3
-"""Candidates kept back for the polish, at most: the cut itself comes first."""
+"""Kinds of units that one build of the polish decides otherwise; its layers price each of them by itself."""
+
+CLOSE = 0.02
+"""A decision is worth a build of its own if the other way is predicted to cost at most this share of the best."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +65,12 @@ class CutSearch:
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """See `Strategy`. The first batch prices every unit: as the engine fuses, apart, and as the seeds have it."""
         tried = {t.placement for t in history} | {Placement()}
-        for ideas in (self._first(), self._cut(history), self._polish(history)):
-            fresh: dict[Placement, Proposal] = {}
-            for idea in ideas:
-                if idea.placement not in tried:
-                    fresh.setdefault(idea.placement, idea)
-            if fresh:
-                return tuple(fresh.values())
-        return ()
+        first = {p.placement: p for p in self._first() if p.placement not in tried}
+        if first:
+            return tuple(first.values())
+        costs = self.costs(history)
+        rest = chain(self._cut(costs), self._polish(costs, history))
+        return tuple(islice((p for p in rest if p.placement not in tried), 1))
 
     @cached_property
     def float_ms(self) -> float:
@@ -84,28 +90,28 @@ class CutSearch:
         for name, placement in self.seeds.items():
             yield Proposal(name, placement)
 
-    def _cut(self, history: Sequence[Trial]) -> Iterator[Proposal]:
-        """The optimum of what is known; nothing if it was built already, for then the search is at a fixed point."""
-        costs = self.costs(history)
+    def _cut(self, costs: Costs) -> Iterator[Proposal]:
+        """The optimum of what is known. If it was built already, the prices are at a fixed point."""
         decision = cut(costs)
         yield Proposal("cut", _placement(costs.partition, decision), predicted=decision.predicted_ms / self.float_ms)
 
-    def _polish(self, history: Sequence[Trial]) -> Iterator[Proposal]:
-        """Flips of the units whose decision was closest, all together, then by halves."""
-        costs = self.costs(history)
-        decision = cut(costs)
-        close = sorted((abs(m), kind) for kind, m in margins(costs, decision).items())
-        kinds = [kind for _, kind in close[: 2 * POLISH]]
-        queue = [kinds]
-        while queue:
-            part = queue.pop(0)
-            if not part:
-                continue
-            flipped = flip(costs, decision, part)
-            placement = _placement(costs.partition, flipped)
-            yield Proposal("polish", placement, predicted=flipped.predicted_ms / self.float_ms)
-            half = len(part) // 2
-            queue += [part[:half], part[half:]] if half else []
+    def _polish(self, costs: Costs, history: Sequence[Trial]) -> Iterator[Proposal]:
+        """The best placement with its closest decisions made otherwise: a few kinds of units together, so that the
+        build prices each of them anew, and then each kind alone. Prices that builds disagree about come first."""
+        best = best_of(history)
+        ratio = next(b.ratio for b in self.builds(history) if b.placement == best)
+        base = decision_of(costs, best)
+        ranked: list[tuple[float, str]] = []
+        for kind, margin in margins(costs, base).items():
+            doubt = costs.doubt.get(kind, 0.0)
+            if margin <= 2 * doubt + CLOSE * ratio * self.float_ms:
+                ranked.append((margin - 2 * doubt, kind))
+        kinds = [kind for _, kind in sorted(ranked)]
+        groups = [kinds[i : i + POLISH] for i in range(0, len(kinds), POLISH)]
+        for group in (*groups, *([kind] for kind in kinds)):
+            other = flip(costs, base, group)
+            predicted = ratio + (other.predicted_ms - base.predicted_ms) / self.float_ms
+            yield Proposal("polish", _placement(costs.partition, other), predicted=predicted)
 
     def builds(self, history: Sequence[Trial]) -> list[Priced]:
         """The float build and every candidate with a report and a ratio, in order."""
@@ -153,54 +159,113 @@ def everything(parts: Partition) -> Decision:
 
 def cut(costs: Costs) -> Decision:
     """The optimum of the prices."""
-    parts, problem = costs.partition, Problem()
-    runs = [problem.decision(costs.as_float[u.number], costs.as_quantized[u.number] if u.inputs else np.inf)
-            for u in parts.units]  # fmt: skip
-    stored: dict[str, int] = {}
-    for tensor, edges in parts.edges.items():
-        producer = parts.producer.get(tensor)
-        users = [None if e.is_graph_output else parts.owner[e.node] for e in edges]
-        exists = problem.decision()
-        stored[tensor] = problem.decision(if_yes=costs.dequantize[tensor] * users.count(None))
-        problem.charge(exists, stored[tensor], costs.quantize[tensor])
-        if producer is None:
-            problem.if_yes[stored[tensor]] = np.inf  # a graph input comes as a float
-        else:
-            problem.charge(stored[tensor], runs[producer], np.inf)
-            leaving = max(1, sum(t in parts.edges for t in parts.units[producer].outputs))
-            problem.charge(runs[producer], stored[tensor], costs.handing[producer] / leaving)
-        for user in users:
-            if user is not None:
-                problem.charge(stored[tensor], runs[user], costs.dequantize[tensor])
-                problem.charge(runs[user], exists, np.inf)
+    problem, runs, stored = problem_of(costs)
     answers = solve(problem)
-    quantized = frozenset(u.number for u in parts.units if answers[runs[u.number]])
+    quantized = frozenset(u for u, number in enumerate(runs) if answers[number])
     kept = frozenset(t for t, number in stored.items() if answers[number])
     return Decision(quantized, kept, costs.total(quantized, kept))
 
 
+def problem_of(costs: Costs) -> tuple[Problem, list[int], dict[str, int]]:
+    """`Costs.total` as a minimum cut; the numbers of the decisions to run a unit quantized, and to store a tensor."""
+    parts, problem = costs.partition, Problem()
+    runs = [problem.decision(costs.as_float[u.number], costs.as_quantized[u.number] if u.inputs else np.inf)
+            for u in parts.units]  # fmt: skip
+    stored = {tensor: problem.decision() for tensor in parts.edges}
+    for tensor, kept in stored.items():
+        producer, users = parts.producer.get(tensor), parts.users(tensor)
+        exists = problem.decision()
+        problem.charge(exists, kept, costs.quantize[tensor])
+        if producer is None:
+            problem.if_yes[kept] = np.inf  # a graph input comes as a float
+        else:
+            problem.charge(kept, runs[producer], np.inf)
+            problem.charge(runs[producer], kept, costs.handing[producer])
+        if not costs.per_consumer:
+            absorbed = problem.decision(if_yes=np.inf if None in users else 0.0)
+            problem.charge(kept, absorbed, costs.dequantize[tensor])
+        for user in users:
+            if user is None:
+                problem.if_yes[kept] += costs.dequantize[tensor] if costs.per_consumer else 0.0
+                continue
+            problem.charge(runs[user], exists, np.inf)
+            if costs.per_consumer:
+                problem.charge(kept, runs[user], costs.dequantize[tensor])
+            else:
+                problem.charge(absorbed, runs[user], np.inf)
+            if producer is not None:
+                problem.charge(kept, runs[user], costs.fed[user])
+                problem.charge(runs[user], kept, costs.behind_float[user])
+    return problem, runs, stored
+
+
+def decision_of(costs: Costs, placement: Placement) -> Decision:
+    """The decision that a placement comes nearest to; the cheaper one where it can be read in two ways."""
+    parts = costs.partition
+    quantized, stored = nearest(parts, placement)
+    for unit in parts.units:
+        if unit.number not in quantized and state(unit, parts, placement) == "handing":
+            either = quantized | {unit.number}
+            change = [costs.of_unit(unit, q, stored) + sum(costs.of_tensor(e.tensor, q, stored) for e in unit.inputs)
+                      for q in (either, quantized)]  # fmt: skip
+            quantized = either if change[0] < change[1] else quantized
+    return Decision(quantized, stored, costs.total(quantized, stored))
+
+
+def nearest(parts: Partition, placement: Placement) -> tuple[frozenset[int], frozenset[str]]:
+    """The units that a placement makes run quantized, at least in part, and the tensors that it keeps in 8 bits.
+
+    A unit without weights that reads such tensors and hands floats over counts as a float one behind DQs.
+    """
+    states = {u.number: state(u, parts, placement) for u in parts.units}
+    stored = frozenset(t for t in parts.edges if t in parts.producer and is_stored(t, parts, placement))
+    quantized = frozenset(
+        u.number for u in parts.units
+        if states[u.number] in ("quantized", "mixed")
+        or (states[u.number] == "handing" and (u.weights or any(e.tensor not in stored for e in u.inputs)))
+    )  # fmt: skip
+    return quantized, stored
+
+
 def margins(costs: Costs, decision: Decision) -> dict[str, float]:
-    """By kind of unit, what it would cost in ms to decide otherwise for one unit of it, all else as it is."""
+    """By kind of unit, what it would cost in ms to decide otherwise for one unit of it, all else as it is; summed over
+    its units."""
     found: dict[str, float] = {}
     for unit in costs.partition.units:
         if unit.inputs and costs.as_float[unit.number] > 0:
-            other = _flipped(costs, decision, [unit.number])
-            found[unit.kind] = found.get(unit.kind, 0.0) + other.predicted_ms - decision.predicted_ms
+            found[unit.kind] = found.get(unit.kind, 0.0) + margin(costs, decision, unit)
     return found
+
+
+def margin(costs: Costs, decision: Decision, unit: Unit) -> float:
+    """What it would cost in ms to decide otherwise for one unit, all else as it is."""
+    parts = costs.partition
+    quantized, stored = other(parts, decision.quantized, decision.stored, [unit.number])
+    leaving = [t for t in unit.outputs if t in parts.edges]
+    readers = {user for t in leaving for user in parts.users(t) if user is not None}
+    units = [parts.units[n] for n in {unit.number} | readers]
+    tensors = {*leaving, *(e.tensor for e in unit.inputs)}
+    return sum(
+        sign * (sum(costs.of_unit(u, q, s) for u in units) + sum(costs.of_tensor(t, q, s) for t in tensors))
+        for sign, q, s in ((1, quantized, stored), (-1, decision.quantized, decision.stored))
+    )
 
 
 def flip(costs: Costs, decision: Decision, kinds: Collection[str]) -> Decision:
     """The decision with all units of some kinds the other way."""
-    return _flipped(costs, decision, [u.number for u in costs.partition.units if u.kind in kinds and u.inputs])
+    units = [u.number for u in costs.partition.units if u.kind in kinds and u.inputs]
+    quantized, stored = other(costs.partition, decision.quantized, decision.stored, units)
+    return Decision(quantized, stored, costs.total(quantized, stored))
 
 
-def _flipped(costs: Costs, decision: Decision, units: Sequence[int]) -> Decision:
-    quantized = decision.quantized ^ frozenset(units)
-    stored = {t for t in decision.stored if costs.partition.producer.get(t) in quantized}
-    for number in units:
-        if number in quantized:
-            stored.update(t for t in costs.partition.units[number].outputs if t in costs.partition.edges)
-    return Decision(quantized, frozenset(stored), costs.total(quantized, stored))
+def other(
+    parts: Partition, quantized: frozenset[int], stored: frozenset[str], units: Collection[int]
+) -> tuple[frozenset[int], frozenset[str]]:
+    """A decision with some units the other way: what units store that become quantized, and all else as it was."""
+    changed = quantized ^ frozenset(units)
+    fresh = {t for n in units if n in changed for t in parts.units[n].outputs if t in parts.edges}
+    lost = {t for n in units if n not in changed for t in parts.units[n].outputs}
+    return changed, (stored | fresh) - lost
 
 
 def _placement(parts: Partition, decision: Decision) -> Placement:

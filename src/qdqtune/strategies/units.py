@@ -16,12 +16,14 @@ from qdqtune.types import Edge, Layer, Placement
 
 @dataclass(frozen=True)
 class Unit:
-    """Nodes by index. `inputs` are the edges that enter, `weights` the constants, `outputs` the tensors that leave."""
+    """Nodes by index. `inputs` are the edges that enter, `weights` the constants, `inner` those between its nodes,
+    `outputs` the tensors that leave."""
 
     number: int
     nodes: tuple[int, ...]
     inputs: tuple[Edge, ...]
     weights: tuple[Edge, ...]
+    inner: tuple[Edge, ...]
     outputs: tuple[str, ...]
     kind: str
     """Equal for units of equal operators, attributes and shapes, which share their measurements."""
@@ -56,6 +58,26 @@ class Partition:
             if edge.is_graph_output and edge.tensor in self.producer:
                 found.setdefault(edge.tensor, []).append(edge)
         return {t: tuple(es) for t, es in found.items()}
+
+    @cached_property
+    def reading(self) -> Mapping[str, tuple[Edge, ...]]:
+        """Every possible edge of each tensor, constants and graph outputs included."""
+        found: dict[str, list[Edge]] = {}
+        for edge in sorted(self.possible):
+            found.setdefault(edge.tensor, []).append(edge)
+        return {t: tuple(es) for t, es in found.items()}
+
+    @cached_property
+    def _storable(self) -> tuple[tuple[str, ...], ...]:
+        return tuple(tuple(dict.fromkeys(e.tensor for e in u.inputs if e.tensor in self.producer)) for u in self.units)
+
+    def storable(self, unit: Unit) -> tuple[str, ...]:
+        """The tensors that a unit reads through possible edges and that another unit writes."""
+        return self._storable[unit.number]
+
+    def users(self, tensor: str) -> tuple[int | None, ...]:
+        """The units that read a tensor of `edges`, each once; None stands for a graph output."""
+        return tuple(dict.fromkeys(None if e.is_graph_output else self.owner[e.node] for e in self.edges[tensor]))
 
     def placement(self, quantized: Collection[int], stored: Collection[str]) -> Placement:
         """The pairs that make the units of `quantized` run in 8 bits and keep the tensors of `stored` in 8 bits.
@@ -123,9 +145,10 @@ def _unit(model: Model, by_node: Mapping[str, Sequence[Edge]], number: int, node
     edges = [e for n in nodes for e in by_node.get(model.nodes[n].name, ())]
     entering = tuple(e for e in edges if e.tensor not in made and e.tensor not in model.constants)
     weights = tuple(e for e in edges if e.tensor in model.constants)
+    inner = tuple(e for e in edges if e.tensor in made)
     leaving = tuple(t for n in nodes for t in model.nodes[n].outputs
                     if t and any(u.node == GRAPH or u.node not in inside for u in model.uses(t)))  # fmt: skip
-    return Unit(number, nodes, entering, weights, leaving, kind_of(model, nodes))
+    return Unit(number, nodes, entering, weights, inner, leaving, kind_of(model, nodes))
 
 
 def kind_of(model: Model, nodes: tuple[int, ...]) -> str:

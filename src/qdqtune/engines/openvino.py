@@ -1,0 +1,198 @@
+"""OpenVINO on the CPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from qdqtune.engines import QuantType, Tensors, cpu, one_line, openvino_layers, output_to
+from qdqtune.engines.coverage import read_model
+from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, QdqtuneError
+from qdqtune.types import Layer, NumericFormat, QType
+
+try:
+    import openvino as ov
+except ImportError as error:
+    raise EngineUnavailable(f"OpenVINO cannot be imported ({error}): pip install 'qdqtune[openvino]'") from error
+
+DEVICE = "CPU"
+PRECISIONS = ("f32", "f16", "bf16")
+WARMUP = 1
+"""Inferences that are profiled in vain: the first one allocates."""
+PLACE = re.compile(r"Exception from \S+:\d+:\s*|Check '.*?' failed at \S+:\d+:\s*|FrontEnd API failed with \w+:\s*")
+"""Where in OpenVINO's sources an error comes from: it precedes the message, once a level."""
+
+
+def create(threads: int = 1, precision: str = "f32") -> OpenVino:
+    """The engine with `threads` threads; `precision` is that of everything that carries no pair.
+
+    Raises:
+        BadOption: `threads` is not a positive whole number, or there is no such precision.
+        EngineUnavailable: this build of OpenVINO cannot use the CPU.
+    """
+    if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
+        raise BadOption(f"--threads must be a whole number from 1 on, not {threads!r}")
+    if precision not in PRECISIONS:
+        raise BadOption(f"engine 'openvino' has no precision {precision!r}; it has {', '.join(PRECISIONS)}")
+    core = ov.Core()
+    if DEVICE not in core.available_devices:
+        raise EngineUnavailable("OpenVINO here has no CPU plug-in: pip install --force-reinstall openvino")
+    return OpenVino(core, threads, precision)
+
+
+@dataclass(frozen=True)
+class OpenVino:
+    """Models compiled for one stream of inferences, one after the other."""
+
+    core: ov.Core
+    threads: int
+    precision: str
+
+    def describe(self) -> dict[str, str]:
+        """Version, CPU, the instruction sets that decide which integer kernels run, and the float precision."""
+        return {
+            "engine": "openvino",
+            "version": ov.get_version(),
+            "threads": str(self.threads),
+            "precision": self.precision,
+            "device": cpu.model_name(),
+            "isa": cpu.instruction_sets(),
+        }
+
+    def numeric_format(self, quant_type: QuantType) -> NumericFormat:
+        """Symmetric int8 on both sides.
+
+        Observed with OpenVINO 2026.4 on x86, one thread. The product of two activations has an integer kernel for
+        symmetric numbers only, and each zero point elsewhere is work of its own: quantized throughout, deit_small takes
+        1.15 times float with int8 and 1.27 with uint8, efficientnet_b0 1.17 and 1.47; convolutions do not care, since
+        they get uint8 either way (resnet18 and mobilenet_v2 differ by less than the noise). Without VNNI, sums of two
+        products saturate (weights of 127: 99 % off; 63: exact). A clamp between a convolution and a pair is fused with
+        both, so dropping it gains nothing; nor does an int32 bias. Between two pairs, every operator runs the same
+        kernels whether the scales are equal or not.
+
+        Raises:
+            BadOption: for FP8.
+        """
+        if quant_type == "fp8":
+            raise BadOption("OpenVINO has no FP8 kernels for the CPU: use --quant-type int8, or another engine")
+        return NumericFormat(QType.INT8, QType.INT8, symmetric=True, reduced_weights=cpu.products_saturate())
+
+    def build(self, model: Path, log: Path) -> OpenVinoModel:
+        """The model, compiled.
+
+        Raises:
+            EngineFailure: OpenVINO refuses the model.
+        """
+        with output_to(log), _translated():
+            compiled = self.core.compile_model(str(model), DEVICE, self.configuration())
+            outputs = tuple(output.name for output in read_model(model).graph.output)
+        return OpenVinoModel(self, model, compiled, outputs)
+
+    def configuration(self, **more: Any) -> dict[str, Any]:
+        """The properties that models are compiled with, and `more`."""
+        return {
+            "PERFORMANCE_HINT": "LATENCY",
+            "NUM_STREAMS": 1,
+            "INFERENCE_NUM_THREADS": self.threads,
+            "INFERENCE_PRECISION_HINT": self.precision,
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # activations are quantized where pairs say so, and nowhere else
+            "ENABLE_CPU_PINNING": False,
+        } | more
+
+
+class OpenVinoModel:
+    """A compiled model with one request, and the names of its outputs."""
+
+    def __init__(self, engine: OpenVino, path: Path, compiled: ov.CompiledModel, outputs: tuple[str, ...]) -> None:
+        self._engine = engine
+        self._path = path
+        self._request = compiled.create_infer_request()
+        self._outputs = outputs
+
+    def run(self, inputs: Tensors) -> dict[str, npt.NDArray[Any]]:
+        """One inference.
+
+        Raises:
+            EngineFailure: OpenVINO cannot run the model on these inputs.
+        """
+        with _translated():
+            _feed(self._request, inputs)
+            self._request.infer(share_outputs=True)
+            return {name: np.array(self._request.get_output_tensor(i).data) for i, name in enumerate(self._outputs)}
+
+    def time(self, inputs: Tensors, runs: int) -> float:
+        """Seconds per inference; inputs are set before, outputs stay where they are.
+
+        Raises:
+            EngineFailure: OpenVINO cannot run the model on these inputs.
+        """
+        with _translated():
+            _feed(self._request, inputs)
+            start = time.perf_counter()
+            for _ in range(runs):
+                self._request.infer(share_outputs=True)
+            return (time.perf_counter() - start) / runs
+
+    def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
+        """What a second build of the same file reports when it is profiled; see `Built.layers`.
+
+        Raises:
+            EngineFailure: OpenVINO cannot run the model on these inputs.
+        """
+        graph = read_model(self._path).graph
+        with _translated():
+            model = self._engine.core.read_model(str(self._path))
+            tags = openvino_layers.tag(model, graph)
+            compiled = self._engine.core.compile_model(model, DEVICE, self._engine.configuration(PERF_COUNT=True))
+            request = compiled.create_infer_request()
+            _feed(request, inputs)
+            profiles = []
+            for _ in range(WARMUP + runs):
+                request.infer(share_outputs=True)
+                profiles.append(request.get_profiling_info())
+            executed = compiled.get_runtime_model().get_ordered_ops()
+        return openvino_layers.report(graph, tags, executed, profiles[WARMUP:])
+
+    def save(self, path: Path) -> None:
+        """Write an OpenVINO IR: the graph as XML, its constants to a file beside it that ends in .bin.
+
+        Raises:
+            EngineFailure: the name does not end in .xml, or a file cannot be written.
+        """
+        if path.suffix != ".xml":
+            raise EngineFailure(f"OpenVINO: an IR is NAME.xml and NAME.bin: give {path.with_suffix('.xml').name}")
+        with _translated():
+            ov.save_model(self._engine.core.read_model(str(self._path)), str(path), compress_to_fp16=False)
+
+    def close(self) -> None:
+        """Drop the compiled model."""
+        del self._request
+
+
+def _feed(request: ov.InferRequest, inputs: Tensors) -> None:
+    """Set every input of the model: a sample may hold more arrays than it has inputs."""
+    for port in request.model_inputs:
+        name = next((name for name in port.get_names() if name in inputs), None)
+        if name is None:
+            raise EngineFailure(f"OpenVINO: no array for input {port.get_any_name()!r}")
+        request.set_tensor(port, ov.Tensor(np.asarray(inputs[name], order="C")))
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except QdqtuneError:
+        raise
+    except Exception as error:  # OpenVINO's errors share no base class but Exception
+        os.write(2, f"{error}\n".encode())  # all of its lines, where its own output goes
+        raise EngineFailure(f"OpenVINO: {one_line(PLACE.sub('', one_line(error, limit=10_000)))}") from error

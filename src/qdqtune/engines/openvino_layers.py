@@ -1,0 +1,179 @@
+"""The layer report of OpenVINO: what its runtime model says of the operations that each layer was fused from.
+
+OpenVINO tells them by name, but names of its own making may equal those of the model, its ONNX front end makes several
+operations of one node, and a list of names does not stand commas. So before it compiles the model for a report, each
+operation is renamed after the nodes that it comes from.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal
+
+import onnx
+
+from qdqtune.engines.coverage import Claim, cover, folded
+from qdqtune.types import Layer
+
+Kind = Literal["compute", "reformat", "quantize"]
+
+TAG = re.compile(r"@(\d+)@")
+PRECISIONS: Mapping[str, str] = {
+    "f32": "FP32", "f16": "FP16", "i8": "INT8", "u8": "INT8", "i32": "INT32", "i64": "INT64",
+}  # fmt: skip
+PAIRS = frozenset({"DequantizeLinear", "QuantizeLinear"})
+BORDERS = frozenset({"Input", "Output"})
+"""Kinds of layers that stand for the arrays of the caller."""
+
+
+@dataclass(frozen=True)
+class Tag:
+    """What an operation was called, the nodes that it is part of, and, if it is a constant, its tensors.
+
+    `is_logical` where it reads or makes booleans, which OpenVINO reports as 8-bit values.
+    """
+
+    name: str
+    nodes: tuple[str, ...] = ()
+    tensors: frozenset[str] = frozenset()
+    is_logical: bool = False
+
+
+def tag(model: Any, graph: onnx.GraphProto) -> tuple[Tag, ...]:
+    """Rename the operations of an `ov.Model` to `@number@`; the tag of each number.
+
+    An operation without a tensor of the ONNX model is part of the node that it works for.
+    """
+    makers = {tensor: node.name for node in graph.node for tensor in node.output if tensor}
+    order = {node.name: i for i, node in enumerate(graph.node)}
+    tags: list[Tag] = []
+    owners: dict[str, tuple[str, ...]] = {}
+    for operation in reversed(model.get_ordered_ops()):
+        name = operation.get_friendly_name()
+        if operation.get_type_name() in ("Parameter", "Result"):
+            continue
+        tensors = frozenset(name for output in operation.outputs() for name in output.get_names())
+        nodes = sorted({makers[t] for t in tensors if t in makers}, key=order.__getitem__)
+        if not tensors:
+            nodes = next((list(owners[u]) for u in _users(operation) if owners.get(u)), [])
+        operation.set_friendly_name(f"@{len(tags)}@")
+        owners[operation.get_friendly_name()] = tuple(nodes)
+        if operation.get_type_name() == "Constant":
+            tags.append(Tag(name, tensors=tensors))
+        else:
+            ports = (*operation.inputs(), *operation.outputs())
+            is_logical = any(port.get_element_type().get_type_name() == "boolean" for port in ports)
+            tags.append(Tag(name, tuple(nodes), is_logical=is_logical))
+    return tuple(tags)
+
+
+def report(
+    graph: onnx.GraphProto, tags: Sequence[Tag], executed: Iterable[Any], profiles: Sequence[Iterable[Any]]
+) -> tuple[Layer, ...]:
+    """The layers of a compiled model, in the order in which it runs them; see `Built.layers`.
+
+    `executed` are the operations of the runtime model, `profiles` the profiling information of each inference.
+    """
+    times = _times(profiles)
+    infos = {op.get_friendly_name(): _info(op) for op in executed}
+    before = {
+        op.get_friendly_name(): [i.get_source_output().get_node().get_friendly_name() for i in op.inputs()]
+        for op in executed
+    }
+    fixed = _fixed(infos, before)
+    running = sorted(
+        (name for name, info in infos.items() if name not in fixed and info["layerType"] not in BORDERS),
+        key=lambda name: int(infos[name]["execOrder"]),
+    )
+    weights = _weights(graph)
+    claims, precisions = [], []
+    for name in running:
+        fused = [tags[int(found[1])] for found in TAG.finditer(infos[name]["originalLayersNames"])]
+        nodes = tuple(dict.fromkeys(node for part in fused for node in part.nodes))
+        constants = _constants(before[name], before, fixed, tags)
+        precisions.append(_precision(infos[name], any(part.is_logical for part in fused)))
+        if precisions[-1] == "INT8":  # it has its weights in 8 bits, in whatever form
+            constants = constants.union(*(weights.get(node, frozenset()) for node in nodes))
+        claims.append(Claim(nodes, constants))
+    covered, rest = cover(graph, claims)
+    operators = {node.name: node.op_type for node in graph.node}
+    layers = []
+    for name, nodes, precision in zip(running, covered, precisions, strict=True):
+        known = TAG.sub(lambda match: tags[int(match[1])].name, name)
+        kind = _kind(infos[name], known, [operators[n] for n in nodes])
+        if kind == "quantize":
+            precision = _type(infos[name]["outputPrecisions"])
+        layers.append(Layer(known, nodes, precision, times.get(name, 0.0), kind))
+    return (*layers, *folded(rest))
+
+
+def _users(operation: Any) -> Iterator[str]:
+    for output in operation.outputs():
+        for user in output.get_target_inputs():
+            yield user.get_node().get_friendly_name()
+
+
+def _times(profiles: Sequence[Iterable[Any]]) -> dict[str, float]:
+    """Milliseconds of each layer, by name."""
+    samples: dict[str, list[float]] = {}
+    for profile in profiles:
+        for entry in profile:
+            samples.setdefault(entry.node_name, []).append(1e3 * entry.real_time.total_seconds())
+    return {name: median(values) for name, values in samples.items()}
+
+
+def _info(operation: Any) -> dict[str, str]:
+    return {key: value.astype(str) for key, value in operation.get_rt_info().items()}
+
+
+def _fixed(infos: Mapping[str, Mapping[str, str]], before: Mapping[str, Sequence[str]]) -> frozenset[str]:
+    """Constants, and layers that only prepare them: they ran when the model was compiled."""
+    fixed: set[str] = set()
+    for name, info in infos.items():
+        if info["layerType"] == "Const" or (before[name] and fixed.issuperset(before[name])):
+            fixed.add(name)
+    return frozenset(fixed)
+
+
+def _weights(graph: onnx.GraphProto) -> dict[str, frozenset[str]]:
+    """What the DequantizeLinear nodes in front of each node read."""
+    sources = {n.output[0]: n.input[0] for n in graph.node if n.op_type == "DequantizeLinear"}
+    return {node.name: frozenset(sources[t] for t in node.input if t in sources) for node in graph.node}
+
+
+def _constants(
+    names: Sequence[str], before: Mapping[str, Sequence[str]], fixed: frozenset[str], tags: Sequence[Tag]
+) -> frozenset[str]:
+    """The model's constants that a layer reads, prepared or as they are."""
+    found: set[str] = set()
+    stack = [name for name in names if name in fixed]
+    while stack:
+        name = stack.pop()
+        stack.extend(before[name])
+        for match in TAG.finditer(name):
+            found |= tags[int(match[1])].tensors
+    return frozenset(found)
+
+
+def _kind(info: Mapping[str, str], name: str, operators: Sequence[str]) -> Kind:
+    if operators:
+        return "quantize" if PAIRS.issuperset(operators) else "compute"
+    if info["layerType"] in ("Convert", "Reorder"):
+        return "reformat"
+    return "quantize" if "FakeQuantize" in (info["layerType"], name.split("_")[0]) else "compute"  # a pair that moved
+
+
+def _precision(info: Mapping[str, str], is_logical: bool) -> str:
+    """The type that a layer computes in."""
+    if not is_logical:
+        return _type(info["runtimePrecision"])
+    made = _type(info["outputPrecisions"])
+    return "BOOL" if made == "INT8" else made
+
+
+def _type(names: str) -> str:
+    first = names.split(",")[0]
+    return PRECISIONS.get(first, first.upper())

@@ -1,0 +1,69 @@
+"""What a cut search knows about each unit, and what it decided: a result that explains itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from qdqtune.strategies.costs import Costs
+from qdqtune.strategies.cut import decision_of, margin
+from qdqtune.types import Placement
+
+
+@dataclass(frozen=True)
+class UnitPrice:
+    """One unit. All times in ms, as the search predicts them beside the final decisions about the units around it.
+
+    `boundary_ms` is what the conversions and float outputs at its borders cost as decided, those that neighbours
+    share included. `margin_ms` is what the other decision would cost more; None where the unit can only be float.
+    """
+
+    nodes: tuple[str, ...]
+    operators: tuple[str, ...]
+    float_ms: float
+    quantized_ms: float | None
+    quantize_ms: float
+    dequantize_ms: float
+    handing_ms: float
+    boundary_ms: float
+    quantized: bool
+    margin_ms: float | None
+    seen: bool
+    """Whether its quantized time was measured, not guessed."""
+
+
+def explain(costs: Costs, placement: Placement) -> tuple[UnitPrice, ...]:
+    """A row for every unit, the largest time in float first.
+
+    `quantize_ms`, `dequantize_ms` and `handing_ms` are the prices for its outputs: of a Q behind it as a float, of a DQ
+    in front of a float consumer, and of handing floats over while it runs quantized.
+    """
+    decision, parts = decision_of(costs, placement), costs.partition
+    rows = []
+    for unit in parts.units:
+        number, able = unit.number, bool(unit.inputs)
+        leaving = [t for t in unit.outputs if t in parts.edges]
+        own = costs.of_unit(unit, decision.quantized, decision.stored)
+        inside = costs.as_quantized[number] if number in decision.quantized else costs.as_float[number]
+        around = {*leaving, *(e.tensor for e in unit.inputs)}
+        conversions = sum(costs.of_tensor(t, decision.quantized, decision.stored) for t in around)
+        rows.append(UnitPrice(
+            nodes=tuple(parts.model.nodes[n].name for n in unit.nodes),
+            operators=tuple(parts.model.nodes[n].op for n in unit.nodes),
+            float_ms=costs.as_float[number],
+            quantized_ms=costs.as_quantized[number] if able else None,
+            quantize_ms=sum(costs.quantize[t] for t in leaving),
+            dequantize_ms=sum(costs.dequantize[t] for t in leaving),
+            handing_ms=costs.handing[number] * len(leaving),
+            boundary_ms=own - inside + conversions,
+            quantized=number in decision.quantized,
+            margin_ms=margin(costs, decision, unit) if able else None,
+            seen=number in costs.seen,
+        ))  # fmt: skip
+    return tuple(sorted(rows, key=lambda r: (-r.float_ms, r.nodes)))
+
+
+def record(units: Sequence[UnitPrice]) -> list[Mapping[str, Any]]:
+    """The rows for a JSON file."""
+    return [asdict(unit) for unit in units]

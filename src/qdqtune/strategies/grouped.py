@@ -1,0 +1,94 @@
+"""Grouped search: for engines that tell no layer times. Each build asks one question of the whole latency.
+
+First come the placements that rules suggest. Then all units of one kind are decided the other way than in the best
+placement so far, the kinds that do the most work first; then stretches of the graph, for a border pays only where both
+of its sides agree; then halves of the kinds and of the stretches, and so on. Answers that were got beside an earlier
+best are asked for again at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from qdqtune import rules
+from qdqtune.graph import Model
+from qdqtune.strategies import best_of
+from qdqtune.strategies.cut import nearest, other
+from qdqtune.strategies.region import work
+from qdqtune.strategies.units import Partition, Unit, partition
+from qdqtune.types import Edge, Placement, Proposal, Trial
+
+
+@dataclass(frozen=True)
+class GroupedSearch:
+    """See the module. `seeds` are the placements to begin with."""
+
+    model: Model
+    possible: frozenset[Edge]
+    seeds: Mapping[str, Placement]
+
+    def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
+        """See `Strategy`. The seeds in one batch, then one group of units at a time."""
+        tried = {t.placement for t in history} | {Placement()}
+        seeds = dict.fromkeys(p for p in self.seeds.values() if p not in tried)
+        if seeds:
+            names = {p: name for name, p in reversed(list(self.seeds.items()))}
+            return tuple(Proposal(names[p], p) for p in seeds)
+        best = best_of(history)
+        asked = {t.proposal.origin: t.against == best for t in history}
+        for again in (False, True):
+            for group in self._groups():
+                origin = self._name(group)
+                if again == (origin in asked) and not asked.get(origin):
+                    placement = self._flipped(best, group)
+                    if placement not in tried:
+                        return (Proposal(origin, placement),)
+        return ()
+
+    @cached_property
+    def units(self) -> Partition:
+        """Compute operators with what engines usually fuse into them, and all other nodes by themselves."""
+        inside = sorted(e for e in self.possible - rules.everything(self.model, self.possible).edges if e.node)
+        group_of: dict[str, list[str]] = {}
+        for edge in sorted(inside, key=lambda e: self.model.index_of[e.node]):
+            maker = self.model.nodes[self.model.producers[edge.tensor]].name
+            group = group_of.setdefault(maker, [maker])
+            group.append(edge.node)
+            group_of[edge.node] = group
+        return partition(self.model, self.possible, group_of.values())
+
+    def _groups(self) -> Iterator[Sequence[Unit]]:
+        """Kinds of units by falling work and the halves of the graph, then the halves of all these, and so on."""
+        able = [unit for unit in self.units.units if unit.inputs]
+        kinds: dict[str, list[Unit]] = {}
+        for unit in able:
+            kinds.setdefault(unit.kind, []).append(unit)
+        level, stretches = list(kinds.values()), _halves([able])
+        while level or stretches:
+            for groups in (level, stretches):
+                yield from sorted(groups, key=lambda units: (-self._work(units), units[0].number))
+            level, stretches = _halves(level), _halves(stretches)
+
+    def _flipped(self, best: Placement, group: Sequence[Unit]) -> Placement:
+        """The best placement with a group in float if most of its work runs quantized there, and quantized if not."""
+        quantized, stored = nearest(self.units, best)
+        running = [u for u in group if u.number in quantized]
+        rest = [u for u in group if u.number not in quantized]
+        turned = running if self._work(running) >= self._work(rest) else rest
+        return self.units.placement(*other(self.units, quantized, stored, [u.number for u in turned]))
+
+    def _work(self, units: Collection[Unit]) -> float:
+        return sum(work(self.model, self.model.nodes[n]) for u in units for n in u.nodes)
+
+    def _name(self, group: Sequence[Unit]) -> str:
+        first, last = (self.model.nodes[group[k].nodes[0]].name for k in (0, -1))
+        if len(group) == 1:
+            return f"flip {first}"
+        alike = len({unit.kind for unit in group}) == 1
+        return f"flip {first} and {len(group) - 1} like it" if alike else f"flip {first} to {last}"
+
+
+def _halves(groups: Sequence[Sequence[Unit]]) -> list[Sequence[Unit]]:
+    return [half for g in groups if len(g) > 1 for half in (g[: len(g) // 2], g[len(g) // 2 :])]
