@@ -51,7 +51,7 @@ def matmul_model() -> onnx.ModelProto:
     return model_of([helper.make_node("MatMul", ["x", "w"], ["y"], name="matmul")], ["n", 16], {"w": MATMUL_WEIGHT})
 
 
-def quantized_conv_model(numbers: NumericFormat, side: int = 8) -> onnx.ModelProto:
+def quantized_conv_model(numbers: NumericFormat, side: int = 8, *, relu: bool = True) -> onnx.ModelProto:
     """The convolution with a pair on its input, its weight and its output, in an engine's own numbers."""
     dtypes = {QType.INT8: TensorProto.INT8, QType.UINT8: TensorProto.UINT8, QType.FP8: TensorProto.FLOAT8E4M3FN}
     activation, weight = dtypes[numbers.activation], dtypes[numbers.weight]
@@ -74,8 +74,8 @@ def quantized_conv_model(numbers: NumericFormat, side: int = 8) -> onnx.ModelPro
         helper.make_node("QuantizeLinear", ["w", "ws", "wz"], ["wq"], **axis),
         helper.make_node("DequantizeLinear", ["wq", "ws", "wz"], ["wd"], **axis),
         helper.make_node("Conv", ["xd", "wd"], ["c"], name="conv", pads=[1, 1, 1, 1]),
-        helper.make_node("Relu", ["c"], ["r"], name="relu"),
-        helper.make_node("QuantizeLinear", ["r", "s", "z"], ["rq"]),
+        *([helper.make_node("Relu", ["c"], ["r"], name="relu")] if relu else []),
+        helper.make_node("QuantizeLinear", ["r" if relu else "c", "s", "z"], ["rq"]),
         helper.make_node("DequantizeLinear", ["rq", "s", "z"], ["y"]),
     ]
     return model_of(nodes, ["batch", 4, side, side], constants)
@@ -131,6 +131,21 @@ class EngineContract:
         quantized = engine.build(tmp_path / "q.onnx", log).run(IMAGE)["y"]
         exact = np.clip(ReferenceEvaluator(conv_model()).run(None, IMAGE)[0], 0, 4)
         assert 0 < np.abs(quantized - exact).max() < 0.2
+
+    def test_outputs_have_their_names_where_one_is_a_copy(self, engine: Engine, tmp_path: Path, log: Path) -> None:
+        nodes = [
+            helper.make_node("Abs", ["x"], ["a"], name="abs"),
+            helper.make_node("Identity", ["a"], ["y"], name="copy"),
+            helper.make_node("Neg", ["a"], ["b"], name="neg"),
+        ]
+        model = model_of(nodes, [2, 3], {})
+        model.graph.output.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, 3]) for name in "ba")
+        onnx.save(model, tmp_path / "m.onnx")
+        x = np.array([[-1, 2, -3], [4, 5, 6]], np.float32)
+        outputs = engine.build(tmp_path / "m.onnx", log).run({"x": x, "nobody's": x})
+        assert list(outputs) == ["y", "b", "a"]
+        for name, expected in (("y", abs(x)), ("b", -abs(x)), ("a", abs(x))):
+            np.testing.assert_array_equal(outputs[name], expected)
 
     def test_external_data_beside_the_file_is_found(self, engine: Engine, tmp_path: Path, log: Path) -> None:
         onnx.save(
@@ -212,7 +227,7 @@ class EngineContract:
 
     def test_a_layer_tells_its_precision(self, engine: Engine, tmp_path: Path, log: Path) -> None:
         onnx.save(named(conv_model()), tmp_path / "f.onnx")
-        onnx.save(named(quantized_conv_model(engine.numeric_format("int8"))), tmp_path / "q.onnx")
+        onnx.save(named(quantized_conv_model(engine.numeric_format("int8"), relu=False)), tmp_path / "q.onnx")
         found = [next(x.precision for x in engine.build(tmp_path / name, log).layers(IMAGE, 1) if "conv" in x.nodes)
                  for name in ("f.onnx", "q.onnx")]  # fmt: skip
         assert found == ["FP32", "INT8"]
@@ -241,7 +256,7 @@ class EngineContract:
             built.save(tmp_path / self.saved)
             assert (tmp_path / self.saved).stat().st_size > 0
             with pytest.raises(EngineFailure):
-                built.save(tmp_path / "no such folder" / self.saved)
+                built.save(tmp_path / "m.onnx" / self.saved)
 
     def test_close_frees_the_model(self, engine: Engine, tmp_path: Path, log: Path) -> None:
         statm = Path("/proc/self/statm")

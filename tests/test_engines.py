@@ -77,6 +77,49 @@ def test_a_missing_library_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> No
         open_engine(EngineSpec("onnxruntime"))
 
 
+def test_a_missing_openvino_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    monkeypatch.delitem(sys.modules, "qdqtune.engines.openvino", raising=False)
+    with pytest.raises(EngineUnavailable, match=r"pip install 'qdqtune\[openvino\]'"):
+        open_engine(EngineSpec("openvino"))
+
+
+@needs_openvino
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"threads": 0}, "--threads must be a whole number"),
+        ({"precision": "f64"}, "no precision 'f64'; it has f32, f16, bf16"),
+        ({"provider": "x"}, "no option 'provider'; it has threads, precision"),
+    ],
+)
+def test_bad_options_of_openvino_are_named(options: dict[str, object], words: str) -> None:
+    with pytest.raises(BadOption, match=words):
+        open_engine(EngineSpec("openvino", options))
+
+
+@needs_openvino
+def test_openvino_says_its_precision_and_wants_symmetric_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_cpuinfo", lambda: "flags : avx2\n")
+    monkeypatch.setattr(cpu.platform, "machine", lambda: "x86_64")
+    engine = open_engine(EngineSpec("openvino", {"precision": "bf16", "threads": 2}))
+    assert (engine.describe()["precision"], engine.describe()["threads"]) == ("bf16", "2")
+    numbers = engine.numeric_format("int8")
+    assert (numbers.activation, numbers.symmetric, numbers.reduced_weights) == (QType.INT8, True, True)
+    assert (numbers.bias, numbers.drop_clamps, numbers.shared_scale_ops) == ("float", False, frozenset())
+    with pytest.raises(BadOption, match="--quant-type int8"):
+        engine.numeric_format("fp8")
+
+
+@needs_openvino
+def test_openvino_refuses_in_its_own_words_without_its_source_places(tmp_path: Path) -> None:
+    onnx.save(model_of([helper.make_node("NoSuchOp", ["x"], ["y"])], [1], {}), tmp_path / "m.onnx")
+    with pytest.raises(EngineFailure, match=r"^OpenVINO: Model wasn't fully converted.*NoSuchOp") as refusal:
+        open_engine(EngineSpec("openvino")).build(tmp_path / "m.onnx", tmp_path / "log")
+    assert ".cpp" not in str(refusal.value)
+    assert ".cpp" in (tmp_path / "log").read_text()
+
+
 def test_a_missing_provider_names_those_that_exist() -> None:
     with pytest.raises(EngineUnavailable, match=r"it has .*CPUExecutionProvider"):
         open_engine(EngineSpec("onnxruntime", {"provider": "NoSuchExecutionProvider"}))

@@ -17,7 +17,7 @@ COSTS = st.integers(0, 6).map(float) | st.just(inf)
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    """Small whole costs, so that ties are common and exact; some forbid; pairs repeat, and may name one decision twice."""
+    """Small whole costs, so that ties are common and exact. Some forbid; pairs repeat, also of one decision."""
     count = draw(st.integers(1, 7))
     numbers = st.integers(0, count - 1)
     problem = Problem()

@@ -39,7 +39,8 @@ POLISH = 3
 """Kinds of units that one build of the polish decides otherwise; its layers price each of them by itself."""
 
 CLOSE = 0.02
-"""A decision is worth a build of its own if the other way is predicted to cost at most this share of the best."""
+"""A decision is worth a build of its own if the other way is predicted to cost at most this share of the best, or twice
+that where builds disagree about the prices."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,14 @@ class CutSearch:
         best = best_of(history)
         ratio = next(b.ratio for b in self.builds(history) if b.placement == best)
         base = decision_of(costs, best)
+        failed = {t.placement for t in history if judge(t, self.plan) is None}
+        stuck = _placement(costs.partition, cut(costs)) in failed  # no prices lead further: try the nearest ones
+        close = CLOSE * ratio * self.float_ms
         ranked: list[tuple[float, str]] = []
-        for kind, margin in margins(costs, base).items():
-            doubt = costs.doubt.get(kind, 0.0)
-            if margin <= 2 * doubt + CLOSE * ratio * self.float_ms:
-                ranked.append((margin - 2 * doubt, kind))
+        for kind, loss in margins(costs, base).items():
+            doubt = min(2 * costs.doubt.get(kind, 0.0), close)
+            if stuck or loss <= doubt + close:
+                ranked.append((loss - doubt, kind))
         kinds = [kind for _, kind in sorted(ranked)]
         groups = [kinds[i : i + POLISH] for i in range(0, len(kinds), POLISH)]
         for group in (*groups, *([kind] for kind in kinds)):

@@ -65,7 +65,8 @@ class GroupedSearch:
         kinds: dict[str, list[Unit]] = {}
         for unit in able:
             kinds.setdefault(unit.kind, []).append(unit)
-        level, stretches = list(kinds.values()), _halves([able])
+        level: list[Sequence[Unit]] = list(kinds.values())
+        stretches = _halves([able])
         while level or stretches:
             for groups in (level, stretches):
                 yield from sorted(groups, key=lambda units: (-self._work(units), units[0].number))

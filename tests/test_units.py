@@ -1,0 +1,106 @@
+"""Units: every node in one of them, and what decisions about them mean for the edges."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models import attention, build, conv_net, normal, ranges, tapped
+from qdqtune import rules
+from qdqtune.graph import Model
+from qdqtune.strategies.units import Partition, fusion_groups, inner_edges, partition, split
+from qdqtune.types import Edge, Layer, Placement
+from region_models import networks
+
+
+def parts_of(model: Model, *groups: tuple[str, ...]) -> Partition:
+    return partition(model, rules.possible_edges(model, ranges(model)), groups)
+
+
+def unit_of(parts: Partition, name: str):
+    return parts.units[parts.owner[name]]
+
+
+@given(networks(), st.data())
+@settings(max_examples=60, deadline=None)
+def test_every_node_is_in_one_unit(net, data: st.DataObject) -> None:
+    """Whatever the groups are: overlapping, unknown names, disconnected."""
+    model = net.model()
+    names = st.sampled_from([*(n.name for n in model.nodes), "unknown"])
+    groups = data.draw(st.lists(st.lists(names, max_size=4), max_size=5))
+    possible = frozenset(Edge(t, n.name, k) for n in model.nodes for k, t in enumerate(n.inputs) if t)
+    parts = partition(model, possible, groups)
+    assert sorted(n for u in parts.units for n in u.nodes) == list(range(len(model.nodes)))
+    assert [u.number for u in parts.units] == list(range(len(parts.units)))
+    edges = [e for u in parts.units for e in (*u.inputs, *u.weights, *u.inner)]
+    assert sorted(edges) == sorted(possible)
+
+
+def test_edges_of_a_fused_unit() -> None:
+    parts = parts_of(conv_net(), ("stem", "stem_relu"))
+    unit = unit_of(parts, "stem_relu")
+    assert unit is unit_of(parts, "stem")
+    assert unit.inputs == (Edge("image", "stem", 0),)
+    assert unit.weights == (Edge("w0", "stem", 1),)
+    assert unit.inner == (Edge("c0", "stem_relu", 0),)
+    assert unit.outputs == ("r0",)
+    assert parts.storable(unit) == ()
+    assert parts.storable(unit_of(parts, "pool")) == ("r0",)
+
+
+def test_a_stored_tensor_has_pairs_on_all_edges_and_any_other_where_it_is_needed() -> None:
+    model = conv_net()
+    parts = parts_of(model)
+    project, add = unit_of(parts, "project"), unit_of(parts, "add")
+    assert parts.placement({project.number}, ()) == Placement.of([Edge("k1", "project", 0), Edge("w2", "project", 1)])
+    users = {Edge("p0", "depthwise", 0), Edge("p0", "add", 1)}
+    assert parts.placement((), {"p0"}).edges == users
+    assert Edge("p0", "depthwise", 0) not in parts.placement({add.number}, ())
+    assert set(parts.users("p0")) == {add.number, unit_of(parts, "depthwise").number}
+
+
+def test_graph_outputs_that_the_graph_goes_on_with() -> None:
+    parts = parts_of(tapped())
+    assert set(parts.users("first")) == {None, parts.owner["relu"]}
+    assert any(e.is_graph_output for e in parts.placement((), {"first"}))
+
+
+def test_groups_are_layers_of_several_known_nodes() -> None:
+    model = conv_net()
+    layers = [
+        Layer("a", ("stem", "added_by_the_engine", "stem_relu"), "FP32", 1.0, "compute"),
+        Layer("b", ("pool",), "FP32", 1.0, "compute"),
+        Layer("c", ("project", "add"), "FP32", 1.0, "reformat"),
+        Layer("d", ("unknown", "other"), "FP32", 1.0, "compute"),
+    ]
+    assert fusion_groups(model, layers) == [("stem", "stem_relu")]
+
+
+def test_splitting_at_inner_edges() -> None:
+    model = conv_net()
+    group = ("project", "add", "add_relu")
+    inner = inner_edges(model, group, rules.possible_edges(model, ranges(model)))
+    assert inner == (Edge("c2", "add", 0), Edge("a", "add_relu", 0))
+    assert split(model, group, ()) == [group]
+    assert split(model, group, inner[:1]) == [("project",), ("add", "add_relu")]
+    assert split(model, group, inner) == [("project",), ("add",), ("add_relu",)]
+
+
+def test_equal_kinds_are_equal_operators_attributes_and_shapes() -> None:
+    text = """net (float[2,4] x) => (float[2,4] y, float[2,8] z) {
+        [a] a = MatMul(x, w0)
+        [b] b = MatMul(a, w1)
+        [c] z = MatMul(b, w2)
+        [d] y = Softmax <axis=0> (b)
+        [e] e = Softmax <axis=1> (a)
+    }"""
+    parts = parts_of(build(text, {"w0": normal(4, 4), "w1": normal(4, 4, seed=1), "w2": normal(4, 8)}))
+    kinds = {name: unit_of(parts, name).kind for name in "abcde"}
+    assert kinds["a"] == kinds["b"]
+    assert len(set(kinds.values())) == 4
+
+
+def test_activations_on_both_sides_are_inputs_not_weights() -> None:
+    unit = unit_of(parts_of(attention()), "scores")
+    assert {e.tensor for e in unit.inputs} == {"q", "kt"}
+    assert unit.weights == ()
