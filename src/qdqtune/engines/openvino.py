@@ -71,13 +71,13 @@ class OpenVino:
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
         """Symmetric int8 on both sides.
 
-        Observed with OpenVINO 2026.4 on x86, one thread. The product of two activations has an integer kernel for
-        symmetric numbers only, and each zero point elsewhere is work of its own: quantized throughout, deit_small takes
-        1.15 times float with int8 and 1.27 with uint8, efficientnet_b0 1.17 and 1.47; convolutions do not care, since
-        they get uint8 either way (resnet18 and mobilenet_v2 differ by less than the noise). Without VNNI, sums of two
-        products saturate (weights of 127: 99 % off; 63: exact). A clamp between a convolution and a pair is fused with
-        both, so dropping it gains nothing; nor does an int32 bias. Between two pairs, every operator runs the same
-        kernels whether the scales are equal or not.
+        Observed with OpenVINO 2026.4 on x86 without VNNI, one thread, against float. The product of two activations has
+        an integer kernel for symmetric numbers only, and each zero point elsewhere is work of its own: as
+        quantize_static places pairs, efficientnet_b0 takes 1.08 with int8 and 1.43 with uint8, deit_small 1.20 and
+        1.31. Convolutions get uint8 either way: 0.53 and 0.53 on resnet18, 0.77 and 0.77 on mobilenet_v2. Sums of two
+        products saturate (weights of 127: off by half and more; of 63: exact). A clamp between a convolution and a
+        pair is fused with both, so dropping it gains nothing, nor does an int32 bias. Between two pairs every operator
+        runs the same kernels whether the scales are equal or not.
 
         Raises:
             BadOption: for FP8.
