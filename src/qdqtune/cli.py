@@ -105,6 +105,10 @@ def app() -> None:
     qdqtune compare a.onnx b.onnx                             time your own files against each other
     qdqtune apply model.onnx --placement placement.yaml       the same pairs on retrained weights
     qdqtune inspect model.onnx                                regions and patterns of a model
+    qdqtune layers model.onnx                                 what the engine made of it, layer by layer
+    qdqtune check quantized.onnx                              which pairs the engine does not fuse, and why
+    qdqtune build model.onnx -o model.engine                  save the engine's own format
+    qdqtune doctor                                            which engines are usable here
     """
 
 
