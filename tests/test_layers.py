@@ -257,6 +257,16 @@ def test_constants_and_dead_ends_are_folded(engine: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_a_model_of_which_nothing_is_left_to_run(engine: str, tmp_path: Path) -> None:
+    text = """g (float[2] x) => (float[2] y) {
+        [two] a = Constant <value_floats=[1.0, 2.0]> ()
+        [neg] y = Neg(a)
+    }"""
+    (layer,) = layers_of(engine, model_of(text), {"x": normal(2)}, tmp_path)
+    assert (layer.kind, layer.nodes) == ("folded", ("two", "neg"))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_booleans_are_no_integers(engine: str, tmp_path: Path) -> None:
     text = """g (float[64] x) => (float[64] y) {
         [greater] a = Greater(x, zero)

@@ -60,6 +60,8 @@ def _inferences(profile: Iterable[Event], nodes: Sequence[onnx.NodeProto]) -> li
 
     Kernels in the body of an If or Loop are left out: they are part of its own event.
     """
+    if not nodes:  # all of the model was constant
+        return []
     kernels = [e for e in profile if e["cat"] == "Node" and e["name"].endswith(SUFFIX)]
     found: list[Event] = []
     end = -1
