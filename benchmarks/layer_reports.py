@@ -1,4 +1,4 @@
-"""Layer reports against the model and the clock: are all nodes covered, and do the layers' times add up to the latency?"""
+"""Layer reports against model and clock: are all nodes covered, and do the layers' times add up to the latency?"""
 
 from __future__ import annotations
 
