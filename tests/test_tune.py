@@ -579,7 +579,7 @@ def test_on_onnx_runtime_the_result_runs_and_is_near_the_float_model(tmp_path: P
     model = write(mixed(), tmp_path)
     short = replace(Plan(), looks=(12,), slot_seconds=0.001)
     result = tune(settings(model, engine=EngineSpec("onnxruntime"), plan=short, builds=8, proof=(12,)))
-    assert len(result.history) >= 3
+    assert len(result.history) >= 2
     assert all(t.sqnr_db is not None and t.sqnr_db > 20 for t in result.history)
     assert all(isinstance(t.result, Measurement) for t in result.history)
     onnx.checker.check_model(out(model, "optimized_final.onnx"), full_check=True)
