@@ -25,6 +25,7 @@ import onnx
 import pytest
 from click import Command, Group
 
+from conftest import Call
 from models import conv_net
 from qdqtune import cli
 from qdqtune.applying import Applied
@@ -37,22 +38,6 @@ from tuning import environment, hopeless, mixed, without_processes, write
 
 COMMANDS: dict[str, Command] = cli.app.commands
 QUICK = ("--engine", "fake", "--builds", "7")
-
-Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
-    """Run a command line in this process: exit code, standard output, standard error."""
-    without_processes(monkeypatch)
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as end:
-            cli.main([str(a) for a in arguments])
-        assert isinstance(end.value.code, int)
-        return end.value.code, *capfd.readouterr()
-
-    return run
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,28 +17,11 @@ from onnx.reference import ReferenceEvaluator
 
 from engine_contract import IMAGE, conv_model, quantized_conv_model
 from models import INT8, UINT8
-from qdqtune import building, cli
+from qdqtune import building
 from qdqtune.engines import MODULES, open_engine
 from qdqtune.errors import EngineFailure
-from tuning import without_processes
 
 DATA = Path(__file__).with_name("data") / "tensorrt"
-
-Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
-    """Run a command line in this process: exit code, standard output, standard error."""
-    without_processes(monkeypatch)
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as end:
-            cli.main([str(a) for a in arguments])
-        assert isinstance(end.value.code, int)
-        return end.value.code, *capfd.readouterr()
-
-    return run
 
 
 @pytest.fixture

@@ -1,0 +1,26 @@
+"""Fixtures that several test files ask for by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from qdqtune import cli
+from tuning import without_processes
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
+    """Run a command line in this process: exit code, standard output, standard error."""
+    without_processes(monkeypatch)
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            cli.main([str(a) for a in arguments])
+        assert isinstance(end.value.code, int)
+        return end.value.code, *capfd.readouterr()
+
+    return run
