@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,9 @@ from qdqtune import cli
 from tuning import without_processes
 
 Call = Callable[..., tuple[int, str, str]]
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background: so would what the tests start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from onnx.reference import ReferenceEvaluator
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
 from qdqtune.constants import settle
-from qdqtune.engines.onnxruntime import SHARED_SCALE_OPS
+from qdqtune.engines.formats import ONNXRUNTIME_SHARED
 from qdqtune.graph import Constant, Model, save
 from qdqtune.loading import infer, load
 from qdqtune.rules import possible_edges
@@ -29,7 +29,7 @@ Array = npt.NDArray[Any]
 Arrays = dict[str, Array]
 
 UINT8 = NumericFormat(QType.UINT8, QType.INT8, symmetric=False, bias="int32", drop_clamps=True,
-                      shared_scale_ops=SHARED_SCALE_OPS)  # fmt: skip
+                      shared_scale_ops=ONNXRUNTIME_SHARED)  # fmt: skip
 """As ONNX Runtime wants its numbers."""
 PLAIN = NumericFormat(QType.UINT8, QType.INT8, symmetric=False)
 """The same numbers, and no change to the graph but the pairs."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qdqtune.accuracy import is_finite, sqnr_db
+from qdqtune.accuracy import cosine, is_finite, sqnr_db
 
 
 def test_noise_is_summed_over_samples_before_the_ratio_is_taken() -> None:
@@ -47,3 +47,21 @@ def test_samples_must_correspond() -> None:
 def test_finite_outputs(value: float, expected: bool, dtype: type) -> None:
     outputs = [{"y": np.ones(3, dtype)}, {"y": np.array([1, value], dtype), "n": np.array([1]), "s": np.array(["a"])}]
     assert is_finite(outputs) == expected
+
+
+def test_the_cosine_is_taken_over_all_samples_of_the_worst_output() -> None:
+    reference = [
+        {"a": np.float32([3, 0]), "b": np.float32([1, 1]), "n": np.array([1])},
+        {"a": np.float32([0, 4]), "b": np.float32([1, 1]), "n": np.array([1])},
+    ]
+    outputs = [
+        {"a": np.float32([6, 0]), "b": np.float32([1, 0]), "n": np.array([2])},
+        {"a": np.float32([0, 8]), "b": np.float32([1, 1]), "n": np.array([2])},
+    ]
+    assert cosine(reference, outputs) == pytest.approx(3 / np.sqrt(4 * 3))
+    assert cosine(reference, reference) == pytest.approx(1)
+
+
+def test_outputs_without_floats_or_of_zeros_have_no_angle() -> None:
+    assert cosine([{"n": np.array([3])}], [{"n": np.array([4])}]) is None
+    assert cosine([{"y": np.zeros(2)}], [{"y": np.ones(2)}]) is None

@@ -27,7 +27,7 @@ from click import Command, Group
 
 from conftest import Call
 from models import conv_net
-from qdqtune import cli
+from qdqtune import cli, runner
 from qdqtune.applying import Applied
 from qdqtune.calibration import Calibration
 from qdqtune.engines import EngineSpec
@@ -77,7 +77,8 @@ def settings_of(monkeypatch: pytest.MonkeyPatch, call: Call, *arguments: object)
 
 TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
     "--output-dir": (["x/y"], lambda s: s.output_dir, Path("x/y")),
-    "--mode": (["cut"], lambda s: s.mode, "cut"),
+    "--mode": (["region"], lambda s: s.mode, "region"),
+    "--no-cut-seed": ([], lambda s: s.cut_seed, False),
     "--quant-type": (["fp8"], lambda s: s.quant_type, "fp8"),
     "--precision": (["fp16"], lambda s: s.precision, "fp16"),
     "--engine": (["fake"], lambda s: s.engine, EngineSpec("fake")),
@@ -103,7 +104,7 @@ TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
     "--percentile": (["99.5"], lambda s: s.calibration.percentile, 99.5),
     "--fix-input": (["sr=16000"], lambda s: s.fix_inputs, {"sr": 16000}),
     "--effort": (["extensive"], lambda s: (s.builds, s.plan.looks, s.config.schemes_per_region, s.proof),
-                 (EFFORTS["extensive"].builds["region"], EFFORTS["extensive"].looks, 200, EFFORTS["extensive"].proof)),
+                 (EFFORTS["extensive"].builds["cut"], EFFORTS["extensive"].looks, 200, EFFORTS["extensive"].proof)),
     "--builds": (["33"], lambda s: s.builds, 33),
     "--schemes-per-region": (["9"], lambda s: s.config.schemes_per_region, 9),
     "--time-budget": (["1.5h"], lambda s: s.time_budget, 5400),
@@ -114,8 +115,13 @@ TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
     "--default-dq-dtype": (["float16"], lambda s: s.default_dq_dtype, "float16"),
     "--qdq-baseline": (["q.onnx"], lambda s: s.qdq_baseline, Path("q.onnx")),
     "--from-qdq": ([], lambda s: s.from_qdq, True),
-    "--pattern-cache": (["c.yaml"], lambda s: s.pattern_cache, Path("c.yaml")),
+    "--pattern-cache": (["c.yaml", "--mode", "region"], lambda s: s.pattern_cache, Path("c.yaml")),
     "--state-file": (["s.yaml"], lambda s: s.state, Path("s.yaml")),
+    "--min-sqnr": (["20.5"], lambda s: s.min_sqnr, 20.5),
+    "--evaluate": (["metric:score"], lambda s: s.evaluate, "metric:score"),
+    "--max-drop": (["0.5", "--evaluate", "metric:score"], lambda s: s.max_drop, 0.5),
+    "--graph-json": (["g.json", "--mode", "subgraph"], lambda s: s.graph_json, Path("g.json")),
+    "--no-incremental-validation": ([], lambda s: s.incremental_validation, False),
     "--restart": ([], lambda s: s.restart, True),
 }  # fmt: skip
 """Option to values, what to look at in the settings, and what is expected there."""
@@ -148,7 +154,7 @@ def test_a_timing_cache_lies_beside_the_output_unless_named(engine, monkeypatch,
 
 def test_no_option_of_tune_is_left_out():
     names = {next(o for o in p.opts if o.startswith("--")) for p in COMMANDS["tune"].params if p.opts[0] != "model"}
-    assert names == TUNE.keys() | SHOWN
+    assert names == {name.replace("--no-", "--") for name in TUNE} | SHOWN
 
 
 def test_defaults_are_those_of_settings(monkeypatch, call):
@@ -183,7 +189,7 @@ class Recorder:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineSpec, float]]:
     """Engines and time limits of the runners that a command opens."""
-    monkeypatch.setattr(cli, "Runner", Recorder)
+    monkeypatch.setattr(runner, "Runner", Recorder)
     Recorder.made = []
     return Recorder.made
 
@@ -217,11 +223,12 @@ def test_options_of_apply_reach_it(monkeypatch, call, made, tuned, tmp_path):
     target, placement = tmp_path / "made.onnx", tuned.parent / "out" / "placement.yaml"
     code, out, err = call("apply", tuned, "--placement", placement, "--output", target, "--engine", "onnxruntime",
                           "--calibration_data", "d.npz", "--calibration-samples", 2, "--input-shape", "x:1x2",
-                          "--seed", 3, "--calibration-method", "percentile", "--percentile", 99)  # fmt: skip
+                          "--seed", 3, "--calibration-method", "percentile", "--percentile", 99,
+                          "--precision", "fp16")  # fmt: skip
     assert code == 0
     assert given.a == (tuned, placement, target, "int8")
     assert given.k == {"calibration_data": "d.npz", "calibration": Calibration("percentile", 99),
-                       "input_shapes": {"x": (1, 2)}, "samples": 2, "seed": 3}  # fmt: skip
+                       "input_shapes": {"x": (1, 2)}, "samples": 2, "seed": 3, "precision": "fp16"}  # fmt: skip
     assert made == [(EngineSpec("onnxruntime"), 600)]
     assert out == f"{target}: 0 edges carry a Q/DQ pair\n"
     assert "note: 1 edges are not in this model, the first: t -> n[1]\n" in err
@@ -276,9 +283,12 @@ def test_version_and_bare_call(call):
         (["m", "--input-shape", "1x3"], "'1x3' is no shape"),
         (["m", "--fix-input", "sr"], "'sr' fixes nothing"),
         (["m", "--engine-option", "noise"], "--engine-option noise sets nothing"),
-        (["m", "--builds", "3"], "--builds 3 leaves no candidate"),
+        (["m", "--builds", "1"], "--builds 1 leaves no candidate"),
+        (["m", "--mode", "region", "--builds", "3"], "--builds 3 leaves no candidate"),
         (["m", "--node-filter-list", "gone.txt"], "cannot read --node-filter-list gone.txt: No such file"),
         (["m", "--from-qdq", "--qdq-baseline", "q"], "exclude each other"),
+        (["m", "--pattern-cache", "c.yaml"], "--pattern-cache is for --mode region"),
+        (["m", "--graph-json", "g.json"], "--graph-json is for --mode subgraph"),
     ],
 )
 def test_wrong_usage_is_one_line_and_code_2(arguments, words, call, tmp_path, monkeypatch):
@@ -442,8 +452,8 @@ def test_files_of_an_earlier_run_that_cannot_be_read(content, call, model, tmp_p
     path = tmp_path / "earlier.yaml"
     if content is not None:
         path.write_text(content)
-    for arguments in (["apply", model, "--placement", path], ["tune", model, *QUICK, "-o", tmp_path / "o",
-                                                              "--pattern-cache", path]):  # fmt: skip
+    tuning = ["tune", model, *QUICK, "--mode", "region", "-o", tmp_path / "o", "--pattern-cache", path]
+    for arguments in (["apply", model, "--placement", path], tuning):
         code, error = errors(call(*arguments))
         assert code == 2
         assert str(path) in error
@@ -632,7 +642,7 @@ def test_apply_on_retrained_weights_gives_the_same_edges_and_other_scales(call, 
     old, new = (pairs(path) for path in (tuned.parent / "out" / "optimized_final.onnx", made))
     assert old.keys() == new.keys()
     thrice = {t.removesuffix("_DequantizeLinear_Output") for t in old if np.allclose(3 * old[t], new[t])}
-    assert thrice == {"w0", "b", "w1", "w2", "w3"}  # the weights, and the activation between the first two
+    assert thrice == {"w0", "b", "w1"}  # the weights of the two large products, and the activation between them
     assert [t for t in old if np.array_equal(old[t], new[t])] == ["x_DequantizeLinear_Output"]
     call("apply", tuned, *arguments, "-o", tmp_path / "again.onnx")
     shipped = tuned.parent / "out" / "optimized_final.onnx"
@@ -644,6 +654,16 @@ def pairs(path: Path) -> dict[str, np.ndarray]:
     graph = onnx.load(path).graph
     values = {t.name: onnx.numpy_helper.to_array(t) for t in graph.initializer}
     return {n.output[0]: values[n.input[1]] for n in graph.node if n.op_type == "DequantizeLinear"}
+
+
+def test_apply_in_float16(call, tuned, tmp_path):
+    """As the search with --precision fp16 had it: the edges' tensors are float16, and so are their scales."""
+    target = tmp_path / "half.onnx"
+    code, _, _ = call("apply", tuned, "--placement", tuned.parent / "out" / "placement.yaml", "--precision", "fp16",
+                      "--calibration-data", tuned.with_suffix(".npz"), "-o", target)  # fmt: skip
+    assert code == 0
+    scales = [t.data_type for t in onnx.load(target).graph.initializer if t.name.endswith("_scale")]
+    assert set(scales) == {onnx.TensorProto.FLOAT16}
 
 
 def test_apply_says_what_is_not_there(call, tuned, tmp_path):
@@ -715,7 +735,7 @@ def test_on_a_terminal_a_picture_follows_the_run(model, tmp_path):
     assert process.wait() == 0
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
     assert re.search(r"searching  \S+  \d+ of 11 builds  \d+ s  about \d+ s left", text)
-    assert re.search(r"best so far: 1\.\d\dx the speed of float \(islands\)", text)
+    assert re.search(r"best so far: 2\.00x the speed of float \(cut\)", text)
     assert re.search(r"last: \w[^\n]*: (slower|not clearly faster) \(\d\.\d{3} of the best's time\)", text)
     assert "proving the result on fresh builds" in text
     assert b"\x1b[1A" in shown  # the picture is drawn in place

@@ -127,9 +127,56 @@ def test_costs_depend_on_the_neighbours() -> None:
     ahead = times(placed(parts, "a", "t"), {}, {"t": 0.5}, a=3.0, b=12.0, c=3.0, d=10.0)
     costs = learn(parts, [times(**FLOAT), inner, alone, ahead])
     assert costs.behind_float[3] == pytest.approx(2.0)
-    assert costs.fed[1] == pytest.approx(2.0)
+    assert costs.disturbed[1] == pytest.approx(2.0)
     assert costs.total({3}, {"y"}) == pytest.approx(10 + 10 + 3 + 5 + 0.2 + costs.dequantize["y"])
     assert costs.total({0}, {"t"}) == pytest.approx(3 + 12 + 3 + 10 + 0.5 + costs.quantize["x"])
+
+
+def test_a_float_unit_may_suffer_from_a_pair_on_what_it_writes() -> None:
+    """An engine moved the Q of d's input in front of the Softmax c, and ran that four times as slowly."""
+    parts = parts_of(chain())
+    floats = times(**FLOAT)
+    moved = times(placed(parts, "d", "y"), {"v": 0.2}, a=10.0, b=10.0, c=12.0, d=5.0)
+    usual = times(placed(parts, "d", "y"), {"v": 0.2}, a=10.0, b=10.0, c=3.3, d=5.0)
+    costs = learn(parts, [floats, moved])
+    assert costs.disturbed[2] == pytest.approx(9.0)
+    assert costs.as_float[2] == 3.0
+    assert costs.total({3}, {"y"}) == pytest.approx(10 + 10 + 3 + 9 + 5 + 0.2 + costs.dequantize["y"])
+    assert costs.total(set(), set()) == pytest.approx(33.0)
+    assert learn(parts, [floats, usual]).disturbed[2] == 0  # noise
+
+
+def test_equal_units_that_the_float_build_took_unequal_time_for_share_nothing() -> None:
+    """The third product works on values that the engine is slow with."""
+    parts = parts_of(chain())
+    built = times(placed(parts, "a", "t"), {}, {"t": 0.5}, a=4.0, b=10.0, c=3.0, d=30.0)
+    costs = learn(parts, [times(**FLOAT | {"d": 30.0}), built])
+    assert costs.as_quantized == pytest.approx((4.0, 4.0, HOPE * 3.0, HOPE * 30.0))
+    assert costs.as_float == (10.0, 10.0, 3.0, 30.0)
+    alike = learn(parts, [times(**FLOAT | {"d": 14.0}), built])
+    assert alike.as_quantized[3] == pytest.approx(4.0)
+
+
+def test_conversions_that_no_layer_ran_are_free() -> None:
+    """The Softmax wrote 8 bits itself, and the product b read them itself in front of the float Softmax."""
+    parts = parts_of(chain())
+    alone = times(placed(parts, "d", "y"), a=10.0, b=10.0, c=3.0, d=5.0)
+    ahead = times(placed(parts, "a", "t"), {"x": 0.4}, a=4.0, b=10.0, c=3.0, d=10.0)
+    costs = learn(parts, [times(**FLOAT), alone, ahead])
+    assert costs.quantize["v"] == 0
+    assert costs.dequantize["t"] == 0
+    assert costs.quantize["u"] > 0  # never seen: as the Q of x, by its bytes
+
+
+def test_pairs_on_some_uses_of_an_output_leave_a_float_there() -> None:
+    model = resnet(1)
+    uses = ((t, n.name, k) for n in model.nodes for k, t in enumerate(n.inputs) if t not in model.constants)
+    parts = partition(model, frozenset(Edge(*use) for use in uses), ())
+    tensor = next(t for t in parts.edges if len(parts.users(t)) == 2 and t in parts.producer)
+    unit = parts.units[parts.producer[tensor]]
+    one = Placement(parts.placement({unit.number}, ()).edges | {parts.edges[tensor][0]})
+    assert state(unit, parts, one) == "handing"
+    assert state(unit, parts, parts.placement({unit.number}, {tensor})) == "quantized"
 
 
 def test_engines_that_run_a_dq_for_each_consumer() -> None:

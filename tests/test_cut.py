@@ -180,12 +180,18 @@ def settled(names, parts, runs, stored, quantized, kept) -> Iterator[list[bool]]
         for unit, number in enumerate(runs):
             answers[number] = unit in quantized
         free = [n for n in range(len(names)) if n not in set(runs) | set(stored.values())]
+        disturbed, free = free[: len(runs)], free[len(runs) :]
         each = len(free) // len(stored)
         for k, (tensor, number) in enumerate(stored.items()):
             answers[number] = tensor in kept
             users = parts.users(tensor)
             needed = any(u in quantized for u in users if u is not None)
-            answers[free[each * k]] = needed or (exist == 1 and tensor in kept)
+            answers[free[each * k]] = exists = needed or (exist == 1 and tensor in kept)
+            if exists and tensor in parts.producer:
+                answers[disturbed[parts.producer[tensor]]] = True
+            for user in users:
+                if tensor in kept and user is not None:
+                    answers[disturbed[user]] = True
             if each == 2:
                 answers[free[each * k + 1]] = absorb == 1 and all(u in quantized for u in users)
         yield answers

@@ -17,6 +17,7 @@ from qdqtune.engines import EngineSpec, cpu, one_line, open_engine
 from qdqtune.engines import fake as fake_module
 from qdqtune.engines import onnxruntime as ort_module
 from qdqtune.engines.fake import latency
+from qdqtune.engines.formats import ONNXRUNTIME_SHARED
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.types import NumericFormat, QType
 
@@ -154,7 +155,7 @@ def test_weights_lose_a_bit_where_products_saturate(
 
 @pytest.mark.parametrize("op", ["MaxPool", "Flatten", "Transpose"])
 def test_onnxruntime_runs_shared_scale_operators_on_integers(tmp_path: Path, op: str) -> None:
-    assert op in ort_module.SHARED_SCALE_OPS
+    assert op in ONNXRUNTIME_SHARED
     attributes = {"kernel_shape": [2, 2]} if op == "MaxPool" else {}
     nodes = [
         helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"]),

@@ -237,7 +237,11 @@ def test_pairs_are_in_the_integer_layers_that_absorbed_them(engine: str, tmp_pat
     for product, inside in (("product1", {"x_dq", "w1_dq"}), ("product2", {"b_dq", "w2_dq"})):
         assert inside <= set(home(layers, product).nodes)
         assert (home(layers, product).kind, home(layers, product).precision) == ("compute", "INT8")
-    assert [x.nodes for x in layers if x.kind == "quantize"] == [("x_q",), ("b_q",)]
+    by_itself = [x.nodes for x in layers if x.kind == "quantize"]
+    if home(layers, "b_q") is home(layers, "softmax"):  # OpenVINO does that with AVX-512, not with AVX2
+        assert (engine, by_itself) == ("openvino", [("x_q",)])
+        return
+    assert by_itself == [("x_q",), ("b_q",)]
     assert {x.precision for x in layers if x.kind == "quantize"} == {"INT8"}
     assert home(layers, "softmax").precision == "FP32"
 

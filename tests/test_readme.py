@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import re
-import shlex
 from pathlib import Path
 
 import onnx
 import pytest
 
-from qdqtune import cli
+from documents import ROOT, blocks, options_of_commands, run_command, run_python
 from qdqtune.engines import MODULES, EngineSpec
 from qdqtune.engines.worker import Session
 from tuning import mixed, without_processes, write
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-MAKEFILE = (ROOT / "Makefile").read_text()
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-COMMANDS = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()]
+BLOCKS = blocks(README)
+COMMANDS = [command for block in BLOCKS if block.kind == "bash" for command in block.commands]
 
 
 @pytest.fixture(scope="module")
@@ -33,29 +30,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(command: str) -> None:
-    """A command of the README, as it stands. Only the engine is changed, to the one that answers at once."""
-    program, *arguments = shlex.split(command)
-    if program == "qdqtune":
-        quick = [] if arguments[0] in ("inspect", "doctor") else ["--engine", "fake"]
-        with pytest.raises(SystemExit) as end:
-            cli.main([*arguments, *quick])
-        assert end.value.code == 0
-    elif program == "make":
-        assert re.search(rf"^{arguments[0]}:", MAKEFILE, re.MULTILINE)
-    elif command == ". .venv/bin/activate":
-        assert "VENV := .venv\n" in MAKEFILE
-    else:
-        assert command == "pip install ."
-        assert (ROOT / "pyproject.toml").is_file()
-
-
 def test_every_command_runs_in_the_order_of_the_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(COMMANDS) > 8
     without_processes(monkeypatch)
     monkeypatch.chdir(folder)
     for command in COMMANDS:
-        run(command)
+        run_command(command)
     assert (folder / "quantized.onnx").is_file()
     listed = {
         name.rstrip("/") for name in re.findall(r"^\| `([\w./]+)` \|", README.split("## How it")[0], re.MULTILINE)
@@ -68,23 +48,22 @@ def test_every_command_runs_in_the_order_of_the_text(folder: Path, monkeypatch: 
 def test_the_python_code_runs(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (code,) = [text for kind, text in BLOCKS if kind == "python"]
+    (code,) = [block.text for block in BLOCKS if block.kind == "python"]
     engine = 'EngineSpec("onnxruntime", {"threads": 1})'
     assert engine in code
     Session(EngineSpec("onnxruntime", {"threads": 1}))  # takes these options
     without_processes(monkeypatch)
     monkeypatch.chdir(folder)
-    exec(compile(code.replace(engine, 'EngineSpec("fake")'), "README.md", "exec"), {})
-    assert capsys.readouterr().out.startswith("True ")
+    assert run_python(code, capsys).startswith("True ")
     assert (folder / "from_python" / "optimized_final.onnx").is_file()
 
 
 def test_every_block_is_of_a_kind_that_is_run() -> None:
-    assert {kind for kind, _ in BLOCKS} == {"bash", "python"}
+    assert {block.kind for block in BLOCKS} == {"bash", "python"}
 
 
 def test_every_option_and_engine_exists() -> None:
-    known = {name for command in cli.app.commands.values() for option in command.params for name in option.opts}
+    known = set(options_of_commands())
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", README))
     assert named <= known | {"--help"}
     assert len(named) > 15

@@ -33,7 +33,8 @@ FILES = [STATE, "autotuner_state_pattern_cache.yaml", "baseline.onnx", "optimize
 def command(model: Path, out: Path, *more: str) -> list[str]:
     data = ["--calibration-data", str(model.with_suffix(".npz"))]
     fake = ["--engine", "fake", "--engine-option", "asymmetric=true"]
-    return [sys.executable, "-m", "qdqtune", "tune", str(model), "-o", str(out), "--builds", "24", *data, *fake, *more]
+    search = ["--mode", "region", "--builds", "24"]
+    return [sys.executable, "-m", "qdqtune", "tune", str(model), "-o", str(out), *search, *data, *fake, *more]
 
 
 def environ(number: int) -> dict[str, str]:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -237,13 +238,19 @@ def test_a_model_that_cannot_be_built_again_is_a_failure(tmp_path: Path, files: 
         assert failed(runner.outputs(plain, [IMAGE])).stage == "build"
 
 
-def test_an_interrupt_while_waiting_leaves_the_runner_usable(tmp_path: Path, files: SimpleNamespace) -> None:
+def test_an_interrupt_while_waiting_leaves_the_runner_usable(
+    tmp_path: Path, files: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> bool:
+        raise KeyboardInterrupt
+
     with opened(tmp_path, faults={"hang": "conv"}) as runner:
         plain = loaded(runner, files.plain)
         hung = pid(runner)
-        threading.Timer(0.3, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
-            runner.load(files.quantized)
+        with monkeypatch.context() as patch:
+            patch.setattr(Connection, "poll", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                runner.load(files.quantized)
         assert gone(hung)
         assert len(runner.outputs(plain, [IMAGE])) == 1  # type: ignore[arg-type]
         last = pid(runner)

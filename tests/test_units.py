@@ -36,6 +36,16 @@ def test_every_node_is_in_one_unit(net, data: st.DataObject) -> None:
     assert sorted(edges) == sorted(possible)
 
 
+def test_constants_behind_a_product_carry_no_pair_in_its_unit() -> None:
+    """By itself the addition has its constant as a weight; fused with the product, it adds in float."""
+    text = "net (float[4,8] x) => (float[4,8] y) { [product] t = MatMul(x, w) [addition] y = Add(t, b) }"
+    model = build(text, {"w": normal(8, 8), "b": normal(8)})
+    assert unit_of(parts_of(model), "addition").weights == (Edge("b", "addition", 1),)
+    fused = unit_of(parts_of(model, ("product", "addition")), "addition")
+    assert fused.weights == (Edge("w", "product", 1),)
+    assert set(fused.inner) == {Edge("t", "addition", 0), Edge("b", "addition", 1)}
+
+
 def test_edges_of_a_fused_unit() -> None:
     parts = parts_of(conv_net(), ("stem", "stem_relu"))
     unit = unit_of(parts, "stem_relu")

@@ -234,7 +234,8 @@ def layer_json(plan):
     for number, layer in enumerate(plan["layers"]):
         name = " + ".join(layer["parts"]) if VERSION < (11,) else f"{layer['nodes'][0]}_myl0_{number}"
         if layer["op"] in COMPUTE and VERSION >= (11,):
-            name = f"{layer['nodes'][-1 if layer['weights'] == 'FP32' else 1]}_myl0_{number}"
+            place = -1 if layer["weights"] == "FP32" else min(1, len(layer["nodes"]) - 1)
+            name = f"{layer['nodes'][place]}_myl0_{number}"
         pair = layer["op"] in ("QuantizeLinear", "DequantizeLinear")
         if layer["op"] in COMPUTE and layer["in"] == "FP32" and VERSION < (11,):
             copy = f"Reformatting CopyNode for Input Tensor 0 to {name}"

@@ -71,6 +71,8 @@ def settings(model: Path, /, **changes: Any) -> Settings:
         model,
         model.parent / "out",
         EngineSpec("fake"),
+        mode="region",
+        cut_seed=False,
         calibration_data=str(model.with_suffix(".npz")),
         accuracy_samples=1,
         plan=Plan(slot_seconds=0.0),

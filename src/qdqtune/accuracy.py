@@ -32,3 +32,22 @@ def sqnr_db(reference: Outputs, outputs: Outputs) -> float | None:
         if noise > 0:
             ratios.append(10 * np.log10(max(signal, np.finfo(np.float64).tiny) / noise))
     return float(min(ratios)) if ratios else None
+
+
+def cosine(reference: Outputs, outputs: Outputs) -> float | None:
+    """Cosine of the angle between the outputs and the reference, for the worst float output, over all samples.
+
+    sum(reference * output) / sqrt(sum(reference^2) sum(output^2)). None if no output is float, or one is all zeros.
+    """
+    found = []
+    for name in reference[0]:
+        product = first = second = 0.0
+        for expected, given in zip(reference, outputs, strict=True):
+            if expected[name].dtype.kind == "f":
+                a, b = expected[name].astype(np.float64), given[name].astype(np.float64)
+                product += float((a * b).sum())
+                first += float(np.square(a).sum())
+                second += float(np.square(b).sum())
+        if first > 0 and second > 0:
+            found.append(product / np.sqrt(first * second))
+    return float(min(found)) if found else None

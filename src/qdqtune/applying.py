@@ -11,8 +11,9 @@ from qdqtune.calibration import Calibration, calibrate
 from qdqtune.data import open_samples
 from qdqtune.errors import BadModel, BadOption, OutputError
 from qdqtune.graph import save
-from qdqtune.loading import load, with_input_shapes
+from qdqtune.loading import with_input_shapes
 from qdqtune.placements import existing, read_placement_file
+from qdqtune.precision import Precision, load_as
 from qdqtune.qdq import insert
 from qdqtune.reading import is_quantized
 from qdqtune.types import Edge, NumericFormat, Placement
@@ -30,7 +31,7 @@ class Applied:
 def apply(
     model: Path, placement: Path, output: Path, numbers: NumericFormat, *, calibration_data: str | None = None,
     calibration: Calibration | None = None, input_shapes: Mapping[str, tuple[int, ...]] | None = None,
-    samples: int | None = None, seed: int = 0,
+    samples: int | None = None, seed: int = 0, precision: Precision = "fp32",
 ) -> Applied:  # fmt: skip
     """Insert the pairs of a placement file into `model` with freshly calibrated scales, and write it to `output`.
 
@@ -43,13 +44,13 @@ def apply(
     if not output.parent.is_dir():
         raise OutputError(f"cannot write {output}: there is no folder {output.parent}")
     recorded = read_placement_file(placement)
-    graph = load(model, fix_inputs=recorded.fix_inputs, min_opset=numbers.opset)
+    graph = load_as(model, precision, recorded.fix_inputs, numbers.opset)
     if is_quantized(graph):
         raise BadModel(f"{model} already has Q/DQ pairs: apply a placement to the float model")
     shaped = with_input_shapes(graph, input_shapes) if input_shapes else graph
     data = open_samples(calibration_data, shaped, seed=seed, limit=samples, fixed=recorded.fix_inputs)
     data.first(1)  # refuses an empty source by its name
-    ranges = calibrate(shaped, data, calibration)
+    ranges = calibrate(shaped, data, calibration, numbers=numbers)
     placed, lost = existing(shaped, recorded.placement, rules.possible_edges(shaped, ranges))
     if recorded.placement.edges and not placed.edges:
         raise BadModel(

@@ -6,18 +6,21 @@ import hashlib
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
 from qdqtune.accuracy import is_finite, sqnr_db
 from qdqtune.data import Array, Sample
 from qdqtune.errors import BaselineFailed, EngineFailure, OutputError
+from qdqtune.evaluating import Evaluation, evaluate
 from qdqtune.graph import ConstantFile, save
+from qdqtune.limits import Limits
 from qdqtune.pairing import fresh_pair, rounds_of
 from qdqtune.qdq import Inserter
 from qdqtune.runner import Handle, Runner
-from qdqtune.store import Store, pack_layers, pack_placement, pack_result, unpack_layers, unpack_result
-from qdqtune.timing import Plan, Ratio, compare, envelope, ratio
+from qdqtune.store import Record, Store, pack_layers, pack_placement, pack_result, unpack_layers, unpack_result
+from qdqtune.timing import Plan, Ratio, compare, envelope, judge, ratio
 from qdqtune.types import Failure, Layer, Measurement, Placement, Proposal, Trial
 
 FUTILE = 0.997
@@ -44,12 +47,14 @@ class Bench:
         samples: Sequence[Sample],
         seed: int,
         *,
+        limits: Limits | None = None,
+        evaluation: Evaluation | None = None,
         check_wins: bool = True,
-        profile: bool = False,
     ) -> None:
         self._runner, self._inserter, self._store = runner, inserter, store
         self._plan, self._samples, self._seed = plan, samples, seed
-        self._check_wins, self._profile = check_wins, profile
+        self._limits, self._evaluation = limits or Limits(), evaluation
+        self._check_wins = check_wins
         self._folder = folder
         try:
             shutil.rmtree(folder, ignore_errors=True)
@@ -72,7 +77,8 @@ class Bench:
         """Time a candidate against another placement; and whether the result was in the store.
 
         A win is repeated at once on another build of both files: one build may be fast by the luck of its memory
-        layout, and stays so in every round.
+        layout, and stays so in every round. A win that misses the limit on SQNR is repeated only when another run
+        allows more, and one of a search that learns from layers never: it makes too few candidates for luck.
 
         Raises:
             BaselineFailed: the engine cannot run the float model.
@@ -80,19 +86,37 @@ class Bench:
         """
         key = job_key("trial", proposal.placement, against)
         record = self._store.get(key)
-        was_known = record is not None
+        trial = (
+            self._measured(number, proposal, against) if record is None else _trial(number, proposal, against, record)
+        )
+        unchecked = self._needs_check(trial)
+        if unchecked:
+            trial = replace(trial, check=self._checked(trial))
+        if record is None or unchecked:
+            self._store.put(key, {
+                "origin": proposal.origin, "pattern": proposal.pattern, "against": against.digest,
+                "placement": pack_placement(proposal.placement), "sqnr_db": trial.sqnr_db,
+                "result": pack_result(trial.result),
+                "check": None if trial.check is None else pack_result(trial.check),
+                "layers": None if trial.layers is None else pack_layers(trial.layers)})  # fmt: skip
+        if proposal.placement in self._loaded and not self._won(trial):
+            self._drop(proposal.placement)
+        return trial, record is not None and not unchecked
+
+    def metric(self, placement: Placement) -> float | Failure:
+        """The user's metric of a placement, on the engine.
+
+        Raises:
+            BadOption: the user's function fails.
+        """
+        assert self._evaluation is not None  # nobody asks without --evaluate
+        key = f"metric:{self._evaluation.digest}:{placement.digest}"
+        record = self._store.get(key)
         if record is None:
-            trial = self._measured(number, proposal, against)
-            record = {"origin": proposal.origin, "pattern": proposal.pattern, "against": against.digest,
-                      "placement": pack_placement(proposal.placement), "sqnr_db": trial.sqnr_db,
-                      "result": pack_result(trial.result),
-                      "check": None if trial.check is None else pack_result(trial.check),
-                      "layers": None if trial.layers is None else pack_layers(trial.layers)}  # fmt: skip
-            self._store.put(key, record)
-        result = unpack_result(record["result"])
-        check = None if record["check"] is None else unpack_result(record["check"])
-        layers = None if record.get("layers") is None else unpack_layers(record["layers"])
-        return Trial(number, proposal, against, result, check, record["sqnr_db"], layers), was_known
+            handle = self._load(placement, f"metric_{placement.digest}")
+            found = handle if isinstance(handle, Failure) else evaluate(self._evaluation, self._runner, handle)
+            record = self._store.put(key, {"failure": found.reason} if isinstance(found, Failure) else {"value": found})
+        return Failure("run", record["failure"]) if "failure" in record else float(record["value"])
 
     def float_layers(self) -> tuple[Layer, ...]:
         """The layer report of the float build; empty if the engine has none.
@@ -197,19 +221,23 @@ class Bench:
                 rounds_of(self._runner, opponent, candidate, self._plan, self._seed), self._plan, decided=_settled
             )
         if isinstance(result, Failure) or isinstance(outputs, Failure):
-            self._drop(placement)
             return Trial(number, proposal, against, result)
-        layers = self._runner.layers(candidate, PROFILED_RUNS) if self._profile else None
-        won = ratio(result, self._plan).verdict == "faster"
-        check = None
-        if won and self._check_wins:
-            log = f"trial_{number:03}"
-            check = fresh_pair(self._runner, opponent.path, candidate.path, self._plan, self._seed + 1, log, _settled)
-            won = not isinstance(check, Failure) and ratio(check, self._plan).verdict == "faster"
-        if not won:
-            self._drop(placement)
+        layers = self._runner.layers(candidate, PROFILED_RUNS) if proposal.wants_layers else None
         report = None if isinstance(layers, Failure) else layers
-        return Trial(number, proposal, against, result, check, sqnr_db(reference, outputs), report)
+        return Trial(number, proposal, against, result, sqnr_db=sqnr_db(reference, outputs), layers=report)
+
+    def _won(self, trial: Trial) -> bool:
+        """Whether a trial is a win as far as it was measured."""
+        found = judge(trial, self._plan)
+        return found is not None and found.verdict == "faster" and self._limits.is_exact_enough(trial.sqnr_db)
+
+    def _needs_check(self, trial: Trial) -> bool:
+        is_one_of_many = self._check_wins and not trial.proposal.wants_layers
+        return is_one_of_many and trial.check is None and self._won(trial)
+
+    def _checked(self, trial: Trial) -> Measurement | Failure:
+        files = self._file(trial.against), self._file(trial.placement)
+        return fresh_pair(self._runner, *files, self._plan, self._seed + 1, f"trial_{trial.number:03}", _settled)
 
     def _file(self, placement: Placement) -> Path:
         path = self._folder / f"{placement.digest}.onnx"
@@ -228,6 +256,13 @@ class Bench:
     def _drop(self, placement: Placement) -> None:
         self._runner.unload(self._loaded.pop(placement))
         self._file(placement).unlink(missing_ok=True)
+
+
+def _trial(number: int, proposal: Proposal, against: Placement, record: Record) -> Trial:
+    """What the store remembers of a trial."""
+    check = None if record["check"] is None else unpack_result(record["check"])
+    layers = None if record.get("layers") is None else unpack_layers(record["layers"])
+    return Trial(number, proposal, against, unpack_result(record["result"]), check, record["sqnr_db"], layers)
 
 
 def job_key(kind: str, placement: Placement, against: Placement) -> str:

@@ -1,7 +1,7 @@
 """Ranges of all candidate tensors in one pass over the samples, in memory that does not grow with their number.
 
-Minimum and maximum are reduced inside the graph. Percentiles come from a histogram per tensor whose bins double in
-width when a value falls outside, so that no value is ever kept.
+Minimum and maximum are reduced inside the graph. The other methods take a histogram per tensor (see `histograms`), so
+that no value is ever kept.
 """
 
 from __future__ import annotations
@@ -21,16 +21,24 @@ from qdqtune.data import Array, Sample
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadData, BadModel
 from qdqtune.graph import ConstantFile, Model
+from qdqtune.histograms import Histogram
 from qdqtune.runner import Runner
 from qdqtune.scales import Range, Ranges
-from qdqtune.types import Failure
+from qdqtune.types import Failure, NumericFormat, QType
 
-Method = Literal["minmax", "percentile"]
+Method = Literal["minmax", "percentile", "entropy", "mse"]
+
+ASYMMETRIC = NumericFormat(QType.UINT8, QType.INT8, symmetric=False)
+"""The numbers that entropy and mse fit a range to where none are given."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """How ranges are found. `percentile` is the share of values, in %, that the range of method percentile holds."""
+    """How ranges are found.
+
+    minmax: all values. percentile: the share of them given in %, without outliers at both ends. entropy: the least
+    divergence of the distribution. mse: the least squared error.
+    """
 
     method: Method = "minmax"
     percentile: float = 99.99
@@ -52,13 +60,14 @@ def calibrate(
     samples: Iterable[Sample],
     how: Calibration | None = None,
     *,
+    numbers: NumericFormat = ASYMMETRIC,
     threads: int = 0,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Ranges:
     """Ranges of all candidate tensors over all samples, by running the float model on ONNX Runtime.
 
     Tensors that took a NaN or an infinite value (attention masks, say) get no range: no pair can stand there.
-    `progress` is told the number of samples done.
+    Methods entropy and mse fit ranges to `numbers`. `progress` is told the number of samples done.
 
     Raises:
         BadData: no sample.
@@ -72,8 +81,27 @@ def calibrate(
         if how.method == "minmax":
             found = _minmax(model, tensors, samples, Path(folder), threads, progress)
         else:
-            found = _percentile(model, tensors, samples, Path(folder), threads, progress, how.percentile)
+            counted = _histograms(model, tensors, samples, Path(folder), threads, progress)
+            found = [_chosen(histogram, how, numbers) for histogram in counted]
     return Ranges({t: r for t, r in zip(tensors, found, strict=True) if r is not None})
+
+
+def watch(model: Model, tensors: Sequence[str], sample: Sample, *, threads: int = 0) -> dict[str, Array]:
+    """The values that some tensors take on one sample, by running the float model on ONNX Runtime.
+
+    Raises:
+        BadModel: ONNX Runtime cannot run the model.
+    """
+    watched = onnx.ModelProto()
+    watched.CopyFrom(model.proto)
+    del watched.graph.output[:]
+    for i, tensor in enumerate(tensors):  # graph inputs cannot be outputs as they are
+        name = f"__value_{i}"
+        watched.graph.node.append(helper.make_node("Identity", [tensor], [name], name))
+        watched.graph.output.add(name=name)
+    with tempfile.TemporaryDirectory(prefix="qdqtune-") as folder:
+        (values,) = _runs(Model(watched, model.large), [sample], Path(folder), threads, lambda _: None)
+    return dict(zip(tensors, values, strict=True))
 
 
 def _minmax(
@@ -103,33 +131,62 @@ def _minmax(
     return [None if b else Range(float(lo), float(hi)) for b, lo, hi in zip(broken, lows, highs, strict=True)]
 
 
-def _percentile(
+def _chosen(histogram: Histogram, how: Calibration, numbers: NumericFormat) -> Range | None:
+    match how.method:
+        case "entropy":
+            return histogram.least_divergence(numbers)
+        case "mse":
+            return histogram.least_error(numbers)
+    return histogram.range(how.percentile)
+
+
+def _histograms(
     model: Model, tensors: Sequence[str], samples: Iterable[Sample], folder: Path, threads: int,
-    progress: Callable[[int], None], percentile: float,
-) -> list[Range | None]:  # fmt: skip
-    watched = onnx.ModelProto()
-    watched.CopyFrom(model.proto)
-    del watched.graph.output[:]
-    for i, tensor in enumerate(tensors):  # graph inputs cannot be outputs as they are
-        name = f"__value_{i}"
-        watched.graph.node.append(helper.make_node("Cast", [tensor], [name], name, to=TensorProto.FLOAT))
-        watched.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
+    progress: Callable[[int], None],
+) -> list[Histogram]:  # fmt: skip
     histograms = [Histogram() for _ in tensors]
-    for outputs in _runs(Model(watched, model.large), samples, folder, threads, progress):
+    for outputs in _runs(_showing(model, tensors), samples, folder, threads, progress):
         for histogram, values in zip(histograms, outputs, strict=True):
             histogram.add(values)
-    return [h.range(percentile) for h in histograms]
+    return histograms
+
+
+def observed(
+    model: Model, tensors: Sequence[str], samples: Iterable[Sample], *, threads: int = 0
+) -> Iterator[dict[str, Array]]:
+    """The float32 values that some tensors take, sample by sample. Pairs are computed as the file has them, not fused.
+
+    Raises:
+        BadData: no sample.
+        BadModel: ONNX Runtime cannot run the model.
+    """
+    with tempfile.TemporaryDirectory(prefix="qdqtune-") as folder:
+        for outputs in _runs(_showing(model, tensors), samples, Path(folder), threads, lambda _: None, fuse=False):
+            yield dict(zip(tensors, outputs, strict=True))
+
+
+def _showing(model: Model, tensors: Sequence[str]) -> Model:
+    """The model with the values of `tensors` as its outputs, in float32."""
+    shown = onnx.ModelProto()
+    shown.CopyFrom(model.proto)
+    del shown.graph.output[:]
+    for i, tensor in enumerate(tensors):  # graph inputs cannot be outputs as they are
+        name = f"__value_{i}"
+        shown.graph.node.append(helper.make_node("Cast", [tensor], [name], name, to=TensorProto.FLOAT))
+        shown.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
+    return Model(shown, model.large)
 
 
 def _runs(
-    model: Model, samples: Iterable[Sample], folder: Path, threads: int, progress: Callable[[int], None]
-) -> Iterator[list[Array]]:
+    model: Model, samples: Iterable[Sample], folder: Path, threads: int, progress: Callable[[int], None],
+    fuse: bool = True,
+) -> Iterator[list[Array]]:  # fmt: skip
     """All outputs of the model, sample by sample."""
     path = folder / "calibration.onnx"
     with ConstantFile(folder / "constants.bin") as constants:
         constants.save(model, path)
     done = 0
-    spec = EngineSpec("onnxruntime", {"threads": threads or _cores()})
+    spec = EngineSpec("onnxruntime", {"threads": threads or cores(), "fuse": fuse})
     with Runner(spec, time_limit_s=3600, log_dir=folder) as runner:
         handle = runner.load(path)
         for sample in samples:
@@ -143,56 +200,6 @@ def _runs(
         raise BadData("the calibration data hold no sample")
 
 
-class Histogram:
-    """Counts of values in 2 x 2048 equal bins around zero; the bins double in width when a value falls outside."""
-
-    BINS = 2048
-
-    def __init__(self) -> None:
-        self._counts = np.zeros(2 * self.BINS, np.int64)
-        self._width = 0.0
-        self._low, self._high = np.inf, -np.inf
-        self._broken = False
-
-    def add(self, values: Array) -> None:
-        """Count all values of one array."""
-        flat = values.reshape(-1).astype(np.float64)
-        if not flat.size or self._broken:
-            return
-        low, high = float(flat.min()), float(flat.max())
-        self._broken = not (np.isfinite(low) and np.isfinite(high))
-        if self._broken:
-            return
-        self._low, self._high = min(self._low, low), max(self._high, high)
-        top = max(-self._low, self._high)
-        if self._width == 0.0 and top > 0:
-            self._width = float(2.0 ** np.ceil(np.log2(top / self.BINS)))
-        while top > self._width * self.BINS:
-            self._double()
-        if self._width == 0.0:
-            self._counts[self.BINS] += flat.size
-            return
-        index = np.clip(np.floor(flat / self._width).astype(np.int64) + self.BINS, 0, 2 * self.BINS - 1)
-        self._counts += np.bincount(index, minlength=2 * self.BINS)
-
-    def _double(self) -> None:
-        merged = self._counts.reshape(-1, 2).sum(axis=1)
-        self._counts[:] = 0
-        self._counts[self.BINS // 2 : self.BINS // 2 + self.BINS] = merged
-        self._width *= 2
-
-    def range(self, percentile: float) -> Range | None:
-        """The interval that leaves out half of (100 - percentile) % of the values at each end; None if not finite."""
-        if self._broken or not self._counts.any():
-            return None
-        tail = (100 - percentile) / 200 * self._counts.sum()
-        below, above = np.cumsum(self._counts), np.cumsum(self._counts[::-1])
-        first = int(np.searchsorted(below, tail, side="right"))
-        last = 2 * self.BINS - 1 - int(np.searchsorted(above, tail, side="right"))
-        low, high = (first - self.BINS) * self._width, (last + 1 - self.BINS) * self._width
-        return Range(max(low, self._low), min(max(high, max(low, self._low)), self._high))
-
-
-def _cores() -> int:
+def cores() -> int:
     """Cores that this process may use; more threads than that would wait for each other."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

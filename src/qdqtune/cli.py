@@ -7,7 +7,6 @@ import io
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,14 +20,15 @@ from qdqtune.applying import apply
 from qdqtune.calibration import Calibration
 from qdqtune.cli_engines import build_command, check_command, doctor_command
 from qdqtune.cli_layers import layers_command
+from qdqtune.cli_quantize import quantize_command, rules_command
 from qdqtune.comparing import comparable, compare_files
 from qdqtune.data import open_samples
 from qdqtune.engines import EngineSpec
-from qdqtune.errors import EngineFailure, QdqtuneError
+from qdqtune.errors import ConstraintUnmet, EngineFailure, QdqtuneError
 from qdqtune.inspection import as_json, render
 from qdqtune.loading import load, with_input_shapes
 from qdqtune.placements import read_placement_file
-from qdqtune.runner import Runner
+from qdqtune.runner import unlogged
 from qdqtune.settings import EFFORTS, Settings
 from qdqtune.strategies.region import Config
 from qdqtune.timing import Plan
@@ -43,14 +43,17 @@ CONTEXT = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit: 0 done, 2 usage or bad input, 3 no improvement, 4 a constraint unmet,
-    5 engine unavailable or baseline failed, 70 a defect of qdqtune, 130 interrupted.
+def main(
+    arguments: Sequence[str] | None = None, command: click.Command | None = None, name: str = "qdqtune"
+) -> NoReturn:
+    """Run the command line (or another `command`) and exit: 0 done, 2 usage or bad input, 3 no improvement, 4 a
+    constraint unmet, 5 engine unavailable or baseline failed, 70 a defect of qdqtune, 130 interrupted.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        with app.make_context("qdqtune", given) as context:  # `app.main` would turn a closed pipe into code 1
-            code = app.invoke(context)
+        run = command or app
+        with run.make_context(name, given) as context:  # `run.main` would turn a closed pipe into code 1
+            code = run.invoke(context)
         sys.stdout.flush()
         sys.exit(code if isinstance(code, int) else 0)
     except click.exceptions.Exit as done:  # --help and --version
@@ -102,6 +105,7 @@ def app() -> None:
 
     \b
     qdqtune tune model.onnx --calibration-data samples.npz    search, prove, write optimized_final.onnx
+    qdqtune quantize model.onnx --calibration-data data.npz   pairs by rules, without a search
     qdqtune compare a.onnx b.onnx                             time your own files against each other
     qdqtune apply model.onnx --placement placement.yaml       the same pairs on retrained weights
     qdqtune inspect model.onnx                                regions and patterns of a model
@@ -116,9 +120,19 @@ def app() -> None:
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("-o", "--output-dir", type=click.Path(path_type=Path), default=Path("qdqtune_output"), show_default=True,
               help="Where everything goes. The same folder again resumes.")  # fmt: skip
-@click.option("--mode", type=click.Choice(["region", "cut"]), default="region", show_default=True,
-              help="How to search. region: rules first, then pattern by pattern. cut: price every fusion group from "
-                   "layer times and take the optimum of the prices.")  # fmt: skip
+@click.option("--mode", type=click.Choice(["cut", "region", "subgraph"]), default="cut", show_default=True,
+              help="How to search. cut: price every fusion group from layer times and take the optimum of the prices. "
+                   "region: vary the result of the cut pattern by pattern; takes about five times as long. subgraph: "
+                   "time every distinct fusion group alone, then put together what gains and check it on the whole "
+                   "model.")  # fmt: skip
+@click.option("--cut-seed/--no-cut-seed", default=True, show_default=True,
+              help="region: begin with what the cut finds in the first dozen builds; or with rules alone.")  # fmt: skip
+@click.option("--graph-json", type=click.Path(path_type=Path), metavar="FILE",
+              help="subgraph: take the fusion groups from this file of trtexec --exportLayerInfo (with "
+                   "--profilingVerbosity=detailed), not from the engine at hand.")  # fmt: skip
+@click.option("--incremental-validation/--no-incremental-validation", default=True, show_default=True,
+              help="subgraph: look on the whole model for groups that do not pay, in batches that are halved where "
+                   "they are rejected; or take all groups that gain alone, or none.")  # fmt: skip
 @click.option("--quant-type", type=click.Choice(["int8", "fp8"]), default="int8", show_default=True)
 @click.option("--precision", type=click.Choice(["fp32", "fp16"]), default="fp32", show_default=True,
               help="fp16: make MODEL float16 first, as TensorRT takes precision from the graph. Its inputs and "
@@ -126,6 +140,7 @@ def app() -> None:
 @options.engine_options
 @options.data_options
 @options.range_options
+@options.limit_options
 @click.option("--fix-input", "fix_inputs", multiple=True, metavar="NAME=VALUE", callback=options.fixed,
               help="Make an input constant; an If that it decides is folded. Repeatable.")  # fmt: skip
 @click.option("--effort", type=click.Choice(list(EFFORTS)), default="default", show_default=True,
@@ -133,9 +148,11 @@ def app() -> None:
 @click.option(
     "--builds",
     type=int,
-    help="Engine builds that the search may spend.  [by --effort: region 24, 52, 400; cut 8, 12, 30]",
+    help="Engine builds that the search may spend.  "
+    "[by --effort: cut 8, 12, 30; region 24, 52, 400; subgraph 4, 7, 24]",
 )
-@click.option("-s", "--schemes-per-region", type=click.IntRange(0), help="Candidates per pattern.  [4 | 50 | 200]")
+@click.option("-s", "--schemes-per-region", type=click.IntRange(0),
+              help="region: candidates per pattern.  [4 | 50 | 200]")  # fmt: skip
 @click.option("--time-budget", callback=options.seconds, help="Stop searching after this long: 90s, 10m, 1h.")
 @click.option("--timing-runs", type=click.IntRange(12), help="Most rounds of one comparison.  [20 | 48 | 96]")
 @click.option("--warmup-runs", type=click.IntRange(0), default=2, show_default=True,
@@ -148,7 +165,8 @@ def app() -> None:
               help="Type of tensors whose type cannot be inferred (behind custom operators).")  # fmt: skip
 @click.option("--qdq-baseline", type=click.Path(path_type=Path), help="A quantized version of the model to start from.")
 @click.option("--from-qdq", is_flag=True, help="MODEL has Q/DQ pairs: strip them, keep their scales, start from them.")
-@click.option("--pattern-cache", type=click.Path(path_type=Path), help="Pattern cache of an earlier run to start from.")
+@click.option("--pattern-cache", type=click.Path(path_type=Path),
+              help="region: try the schemes in the pattern cache of an earlier run.")  # fmt: skip
 @click.option("--state-file", type=click.Path(path_type=Path), help="[default: OUTPUT_DIR/autotuner_state.yaml]")
 @click.option("--restart", is_flag=True, help="Forget what the state file knows.")
 @click.option("--dry-run", is_flag=True, help="Say what would be done, and how long it would take.")
@@ -159,8 +177,9 @@ def tune_command(model: Path, dry_run: bool, as_machine: bool, quiet: bool, verb
     """Find the fastest Q/DQ placement for MODEL.
 
     Writes baseline.onnx and optimized_final.onnx, which is proven faster on fresh builds or else equals the baseline;
-    placement.yaml, summary.json, a pattern cache, logs/ and region_models/. Stop it with Ctrl-C and type the same
-    command to go on. Exit code 3: nothing faster was found.
+    placement.yaml, summary.json, a pattern cache and logs/. By --mode also units.json (the prices behind the cut),
+    region_models/ or subgraphs/. Stop it with Ctrl-C and type the same command to go on. Exit code 3: nothing faster
+    was found; 4: only what misses --min-sqnr or --max-drop was.
 
     \b
     qdqtune tune model.onnx --calibration-data samples.npz -o out
@@ -186,9 +205,11 @@ def tune_command(model: Path, dry_run: bool, as_machine: bool, quiet: bool, verb
     else:
         if verbose and result.units:
             Console().print(report.units_table(result))
+        if result.groups:
+            Console().print(report.groups_table(result))
         Console().print(report.result_table(result))
         print(report.result_line(result, settings.output_dir / FINAL))
-    return 0 if result.improved else NO_IMPROVEMENT
+    return 0 if result.improved else ConstraintUnmet.exit_code if result.unmet else NO_IMPROVEMENT
 
 
 def _settings(model: Path, given: Mapping[str, Any]) -> Settings:
@@ -207,7 +228,7 @@ def _settings(model: Path, given: Mapping[str, Any]) -> Settings:
         calibration_samples=given["calibration_samples"],
         calibration=Calibration(given["calibration_method"], given["percentile"]),
         fix_inputs=given["fix_inputs"],
-        input_shapes=given["input_shapes"],
+        input_shapes=given["input_shapes"] or options.usual_shapes(given["spec"], given["calibration_data"]),
         regions=given["region_method"],
         config=Config(schemes_per_region=effort.schemes_per_region if schemes is None else schemes),
         plan=replace(Plan(), looks=looks, warmup=given["warmup_runs"]),
@@ -222,6 +243,12 @@ def _settings(model: Path, given: Mapping[str, Any]) -> Settings:
         pattern_cache=given["pattern_cache"],
         qdq_baseline=given["qdq_baseline"],
         from_qdq=given["from_qdq"],
+        min_sqnr=given["min_sqnr"],
+        max_drop=given["max_drop"],
+        evaluate=given["evaluate"],
+        graph_json=given["graph_json"],
+        incremental_validation=given["incremental_validation"],
+        cut_seed=given["cut_seed"],
         restart=given["restart"],
     )
 
@@ -255,8 +282,7 @@ def compare_command(
     plan = Plan((timing_runs,), warmup=warmup_runs)
     with (
         report.progress(Console(stderr=True)) as observer,
-        tempfile.TemporaryDirectory(prefix="qdqtune-") as folder,
-        Runner(spec, time_limit_s=time_limit, log_dir=Path(folder)) as runner,
+        unlogged(spec, time_limit_s=time_limit) as runner,
     ):
         rows = compare_files(files, runner, samples, plan, seed=seed, observer=observer)
     if as_machine:
@@ -274,13 +300,15 @@ def compare_command(
 @click.option("--placement", type=click.Path(path_type=Path), required=True, help="placement.yaml of a tuning run.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="[default: MODEL with .qdq.onnx]")
 @click.option("--engine", help="Engine whose numeric format to use.  [default: that of the placement]")
+@click.option("--precision", type=click.Choice(["fp32", "fp16"]), default="fp32", show_default=True,
+              help="fp16: make MODEL float16 first, as the run that found the placement did.")  # fmt: skip
 @options.data_options
 @options.range_options
 @click.option("--json", "as_machine", is_flag=True, help="Print JSON.")
 def apply_command(
-    model: Path, placement: Path, output: Path | None, engine: str | None, calibration_data: str | None,
-    calibration_samples: int | None, input_shapes: Mapping[str, tuple[int, ...]], seed: int, calibration_method: Any,
-    percentile: float, as_machine: bool,
+    model: Path, placement: Path, output: Path | None, engine: str | None, precision: Any,
+    calibration_data: str | None, calibration_samples: int | None, input_shapes: Mapping[str, tuple[int, ...]],
+    seed: int, calibration_method: Any, percentile: float, as_machine: bool,
 ) -> None:  # fmt: skip
     """Put the Q/DQ pairs of an earlier search into MODEL, with scales calibrated anew: no search, no timing.
 
@@ -290,14 +318,13 @@ def apply_command(
     target = output or model.with_suffix(".qdq.onnx")
     with (
         report.progress(Console(stderr=True)) as observer,
-        tempfile.TemporaryDirectory(prefix="qdqtune-") as folder,
-        Runner(EngineSpec(engine or recorded.engine), time_limit_s=600, log_dir=Path(folder)) as runner,
+        unlogged(EngineSpec(engine or recorded.engine), time_limit_s=600) as runner,
     ):
         numbers = runner.numeric_format("fp8" if recorded.quant_type == "fp8" else "int8")
         observer.stage(f"calibrating {model.name}")
         done = apply(model, placement, target, numbers, calibration_data=calibration_data,
                      calibration=Calibration(calibration_method, percentile), input_shapes=input_shapes,
-                     samples=calibration_samples, seed=seed)  # fmt: skip
+                     samples=calibration_samples, seed=seed, precision=precision)  # fmt: skip
     if done.random_data:
         _say("note: no --calibration-data: the scales come from random inputs")
     if done.lost:
@@ -338,6 +365,8 @@ def inspect_command(
         print(render(graph, found, grouped, include_all_regions=include_all_regions, verbose=verbose))
 
 
+app.add_command(quantize_command)
+app.add_command(rules_command)
 app.add_command(layers_command)
 app.add_command(build_command)
 app.add_command(check_command)

@@ -28,7 +28,7 @@ from qdqtune.graph import Model
 from qdqtune.loading import load, with_input_shapes
 from qdqtune.reading import is_quantized
 from qdqtune.reasons import is_low
-from qdqtune.runner import Runner
+from qdqtune.runner import unlogged
 from qdqtune.types import Failure, Layer, NumericFormat, QType
 
 ORDER = ("float compute", "standalone pair", "reformat", "boundary")
@@ -125,14 +125,9 @@ def _quant_type(model: Model) -> QuantType:
 def _profiled(
     model: Path, spec: EngineSpec, quant_type: QuantType, sample: Tensors, runs: int, time_limit: float
 ) -> tuple[Sequence[Layer], NumericFormat]:
-    with (
-        tempfile.TemporaryDirectory(prefix="qdqtune-") as folder,
-        Runner(spec, time_limit_s=time_limit, log_dir=Path(folder)) as runner,
-    ):
+    with unlogged(spec, time_limit_s=time_limit) as runner:
         numbers = runner.numeric_format(quant_type)
-        runner.feed(sample)
-        handle = runner.load(model, "check")
-        result = handle if isinstance(handle, Failure) else runner.layers(handle, runs)
+        result = runner.report(model, sample, runs, "check")
     if isinstance(result, Failure):
         raise EngineFailure(f"{model} cannot be checked: {result.reason}")
     return result, numbers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +21,7 @@ from qdqtune.engines import EngineSpec, Tensors, one_line
 from qdqtune.engines.tensorrt_report import read_report
 from qdqtune.errors import BadModel, BadOption, EngineFailure
 from qdqtune.loading import load, with_input_shapes
-from qdqtune.runner import Runner
+from qdqtune.runner import unlogged
 from qdqtune.types import Failure, Layer
 
 FIXED = 4 + 8 + 9 + 9 + 5 + 2 * 7
@@ -81,13 +80,8 @@ def _proto(path: Path) -> onnx.ModelProto:
 
 
 def _profiled(model: Path, spec: EngineSpec, sample: Tensors, runs: int, time_limit: float) -> tuple[Layer, ...]:
-    with (
-        tempfile.TemporaryDirectory(prefix="qdqtune-") as folder,
-        Runner(spec, time_limit_s=time_limit, log_dir=Path(folder)) as runner,
-    ):
-        runner.feed(sample)
-        handle = runner.load(model, "layers")
-        result = handle if isinstance(handle, Failure) else runner.layers(handle, runs)
+    with unlogged(spec, time_limit_s=time_limit) as runner:
+        result = runner.report(model, sample, runs, "layers")
     if isinstance(result, Failure):
         raise EngineFailure(f"{spec.name} has no layers of {model}: {result.reason}")
     return result

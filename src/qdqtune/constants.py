@@ -14,13 +14,16 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import onnx
-import onnx_ir
 from onnx import TensorProto, numpy_helper
 
 from qdqtune.errors import BadModel
 from qdqtune.graph import LARGE, Constant, bodies, content_key
 
 M = TypeVar("M")
+
+USUAL = frozenset({TensorProto.BFLOAT16, TensorProto.BOOL, TensorProto.DOUBLE, TensorProto.FLOAT, TensorProto.FLOAT16,
+                   TensorProto.INT32, TensorProto.INT64, TensorProto.INT8, TensorProto.UINT8})  # fmt: skip
+"""Element types that fill whole bytes."""
 
 CHUNK = 2**20
 """Bytes of external data that are read at a time."""
@@ -89,6 +92,10 @@ def _array(tensor: TensorProto) -> npt.NDArray[Any]:
 
 
 def _bits(tensor: TensorProto) -> int:
+    if tensor.data_type in USUAL:
+        return 8 * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+    import onnx_ir  # slow to import, and every engine process would wait for it
+
     try:
         return int(onnx_ir.DataType(tensor.data_type).bitwidth)
     except (TypeError, ValueError) as error:

@@ -6,15 +6,17 @@ A source is iterated as often as needed; no more than one file of it is in memor
 from __future__ import annotations
 
 import hashlib
-import importlib
 import inspect
 import os
 import sys
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from zipfile import BadZipFile
 
@@ -28,6 +30,9 @@ from qdqtune.graph import Model
 
 Array = npt.NDArray[Any]
 Sample = dict[str, Array]
+
+HELD_OUT = 5
+"""Every so many samples one is kept from calibration."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,17 @@ class Samples:
 
     def __iter__(self) -> Iterator[Sample]:
         return self.produce()
+
+    def apart(self, count: int) -> tuple[list[Sample], Samples] | None:
+        """Every fifth of the first samples until there are `count`, and a source of the others; None if too few."""
+        head = list(islice(iter(self), HELD_OUT * count))
+        if len(head) < HELD_OUT * count:
+            return None
+
+        def others() -> Iterator[Sample]:
+            return (s for i, s in enumerate(self) if i >= len(head) or (i + 1) % HELD_OUT)
+
+        return head[HELD_OUT - 1 :: HELD_OUT], replace(self, produce=others)
 
     def first(self, count: int) -> list[Sample]:
         """The first `count` samples, or all of them if there are fewer.
@@ -178,18 +194,44 @@ def _stacked(array: Array, spec: InputSpec, origin: str) -> Array:
     raise BadData(f"{origin}: array '{spec.name}' has shape {array.shape}, the model wants {spec}")
 
 
-def _from_callable(
-    source: str, specs: tuple[InputSpec, ...], fixed: Collection[str]
-) -> tuple[Callable[[], Iterator[Sample]], str]:
-    module_name, _, attribute = source.partition(":")
+def imported(source: str, what: str) -> Callable[..., Any]:
+    """The callable that `module:callable` or `path/to/file.py:callable` names; `what` it is for goes into errors.
+
+    Modules are found in the current folder as well.
+
+    Raises:
+        BadOption: it cannot be imported, or is not callable.
+    """
+    place, _, attribute = source.rpartition(":")
+    if not place:
+        raise BadOption(f"cannot import {what} '{source}': give module:callable or path/to/file.py:callable")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        function = getattr(importlib.import_module(module_name), attribute)
+        function = getattr(_module_of(Path(place)) if place.endswith(".py") else import_module(place), attribute)
     except Exception as error:  # the module is the user's, and may do anything
-        raise BadOption(f"cannot import calibration data '{source}': {one_line(error)}") from error
+        raise BadOption(f"cannot import {what} '{source}': {one_line(error)}") from error
     if not callable(function):
         raise BadOption(f"'{source}' is not callable")
+    named: Callable[..., Any] = function
+    return named
+
+
+def _module_of(path: Path) -> ModuleType:
+    """A Python file as a module, under a name that hides no other."""
+    name = f"{path.stem} ({path.absolute()})"
+    spec = spec_from_file_location(name, path)
+    assert spec is not None  # the name ends in .py
+    assert spec.loader is not None
+    module = sys.modules[name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _from_callable(
+    source: str, specs: tuple[InputSpec, ...], fixed: Collection[str]
+) -> tuple[Callable[[], Iterator[Sample]], str]:
+    function = imported(source, "calibration data")
     try:
         code = inspect.getsource(function)
     except (OSError, TypeError):

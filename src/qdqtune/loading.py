@@ -42,25 +42,38 @@ def load(
         BadOption: `fix_inputs` names no input, or a value does not fit.
     """
     try:
-        proto = _parse(path)
-        large = take_external(proto, path.absolute().parent)
-        name_nodes(proto.graph)
-        settle(proto.graph, large)
-        proto = _copy(proto)
-        proto.ir_version = max(proto.ir_version, 4)  # before, constants had to be listed as inputs
-        _sort(proto.graph)
-        _check(proto, large)
-        proto = _inlined(proto, large)
-        if fix_inputs:
-            fix(proto, large, fix_inputs)
-        name_nodes(proto.graph)
-        drop_identities(proto.graph)
-        drop_unused(proto.graph, large)
-        proto = _with_opset(proto, large, max(13, min_opset))
+        return _ready(_parse(path), path.absolute().parent, fix_inputs, min_opset)
     except BadModel as error:
         raise BadModel(f"{path}: {error}") from error
     except UnicodeDecodeError as error:
         raise BadModel(f"{path}: damaged: a name in it is not text") from error
+
+
+def load_proto(proto: ModelProto, *, min_opset: int = 13) -> Model:
+    """`load` for a model in memory, which stays as it is; files of external data lie in the current folder.
+
+    Raises:
+        BadModel: the model is invalid, or its opset cannot be raised.
+    """
+    return _ready(_copy(proto), Path.cwd(), {}, min_opset)
+
+
+def _ready(proto: ModelProto, folder: Path, fix_inputs: Mapping[str, float | int | str], min_opset: int) -> Model:
+    """Raises BadModel. `proto` is changed."""
+    large = take_external(proto, folder)
+    name_nodes(proto.graph)
+    settle(proto.graph, large)
+    proto = _copy(proto)
+    proto.ir_version = max(proto.ir_version, 4)  # before, constants had to be listed as inputs
+    _sort(proto.graph)
+    _check(proto, large)
+    proto = _inlined(proto, large)
+    if fix_inputs:
+        fix(proto, large, fix_inputs)
+    name_nodes(proto.graph)
+    drop_identities(proto.graph)
+    drop_unused(proto.graph, large)
+    proto = _with_opset(proto, large, max(13, min_opset))
     return Model(infer(proto, large), large)
 
 

@@ -7,18 +7,17 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
+from qdqtune.calibration import Method
 from qdqtune.engines import MODULES, EngineSpec
 from qdqtune.errors import BadOption
+from qdqtune.shapes import ENGINES, OPTIONS, spans
 
 Command = Callable[..., Any]
 
-
-SHAPE_ENGINES = frozenset({"tensorrt", "tensorrt-rtx", "trtexec"})
-"""Engines that build for given input sizes."""
 
 THREAD_ENGINES = frozenset({"onnxruntime", "openvino"})
 
@@ -84,10 +83,27 @@ def data_options(command: Command) -> Command:
 def range_options(command: Command) -> Command:
     """How scales are found."""
     options = [
-        click.option("--calibration-method", type=click.Choice(["minmax", "percentile"]), default="minmax",
-                     show_default=True, help="How ranges are found."),
+        click.option("--calibration-method", type=click.Choice(get_args(Method)), default="minmax",
+                     show_default=True, help="How ranges are found: all values; without outliers; with the least "
+                     "loss of information; with the least squared error."),
         click.option("--percentile", type=click.FloatRange(50, 100, min_open=True), default=99.99, show_default=True,
                      help="Share of the values, in %, that method percentile keeps."),
+    ]  # fmt: skip
+    return _with(options, command)
+
+
+def limit_options(command: Command) -> Command:
+    """What a result must hold besides being fast."""
+    options = [
+        click.option("--min-sqnr", type=float, metavar="DB",
+                     help="Take only what keeps the signal this far above the error at the outputs, in dB; 20 is an "
+                          "error of a tenth, 30 of a thirtieth. Exit code 4 if nothing faster does."),
+        click.option("--evaluate", metavar="MODULE:CALLABLE",
+                     help="Your metric, higher is better: callable(predict) -> number, where predict takes {input: "
+                          "array} and returns {output: array}. Also path/to/file.py:callable. Reported before and "
+                          "after."),
+        click.option("--max-drop", type=click.FloatRange(min=0), metavar="X",
+                     help="Take only what keeps the metric of --evaluate within X of the float model's."),
     ]  # fmt: skip
     return _with(options, command)
 
@@ -148,12 +164,12 @@ def _spec(engine: str, given: Mapping[str, Any], input_shapes: Mapping[str, Sequ
     """
     free = given["engine_options"]
     chosen = {name: given[name] for name in OWN if given[name] and name not in ("threads", "engine_options")}
-    for name in ("min_shapes", "opt_shapes", "max_shapes"):
+    for name in OPTIONS:
         if name in chosen:
             chosen[name] = {tensor: list(shape) for tensor, shape in chosen[name].items()}
     if engine in THREAD_ENGINES:
         chosen["threads"] = given["threads"]
-    if engine in SHAPE_ENGINES and input_shapes and "opt_shapes" not in chosen:
+    if engine in ENGINES and input_shapes and "opt_shapes" not in chosen:
         chosen["opt_shapes"] = {tensor: list(shape) for tensor, shape in input_shapes.items()}
     if "plugin_libraries" in chosen:
         chosen["plugin_libraries"] = list(chosen["plugin_libraries"])
@@ -163,6 +179,11 @@ def _spec(engine: str, given: Mapping[str, Any], input_shapes: Mapping[str, Sequ
             raise BadOption(f"--engine-option {option} sets nothing: give NAME=VALUE")
         chosen[name] = _value(text)
     return EngineSpec(engine, chosen)
+
+
+def usual_shapes(spec: EngineSpec, calibration_data: str | None) -> dict[str, tuple[int, ...]]:
+    """The shapes that the engine tunes for, as those of random inputs; samples of the user's have their own."""
+    return {} if calibration_data else {name: usual for name, (_, usual, _) in spans(spec).items()}
 
 
 def with_timing_cache(spec: EngineSpec, folder: Path) -> EngineSpec:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 
@@ -64,7 +64,19 @@ def existing(model: Model, placement: Placement, possible: frozenset[Edge]) -> t
     return placement - Placement.of(lost), lost
 
 
-def write_cache(path: Path, caches: Mapping[str, Sequence[tuple[Scheme, float]]], patterns: Iterable[Pattern]) -> None:
+class Known(Protocol):
+    """What the pattern cache says of a pattern."""
+
+    @property
+    def digest(self) -> str:
+        """As in `Pattern`."""
+
+    @property
+    def ops(self) -> Sequence[str]:
+        """As in `Pattern`."""
+
+
+def write_cache(path: Path, caches: Mapping[str, Sequence[tuple[Scheme, float]]], patterns: Iterable[Known]) -> None:
     """Write a pattern cache: per pattern its schemes with their ratio to what they replaced, best first.
 
     Raises:

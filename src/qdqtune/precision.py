@@ -7,7 +7,9 @@ large constants are shown to it as graph inputs, and converted here when somebod
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Literal
 
 import onnx
 from onnx import TensorProto, helper
@@ -16,10 +18,28 @@ from qdqtune.constants import replace
 from qdqtune.engines import one_line
 from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph import Constant, Model
-from qdqtune.loading import checked
+from qdqtune.loading import checked, load
+
+Precision = Literal["fp32", "fp16"]
 
 OPSET = 19
 """Pairs on float16 tensors need it."""
+
+HALF = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+
+
+def load_as(path: Path, precision: Precision, fix_inputs: Mapping[str, float | int | str], min_opset: int) -> Model:
+    """`load`, in float16 if `precision` says so, and with the opset that pairs on float16 tensors need.
+
+    Raises:
+        BadModel: the file cannot be used, or not be converted.
+        BadOption: `fix_inputs` names no input, or a value does not fit.
+    """
+    model = load(path, fix_inputs=fix_inputs, min_opset=min_opset)
+    is_half = precision == "fp16" or any(info.dtype in HALF for info in model.tensors.values())
+    if model.opset < OPSET and is_half:
+        model = load(path, fix_inputs=fix_inputs, min_opset=OPSET)
+    return to_float16(model) if precision == "fp16" else model
 
 
 def to_float16(model: Model, keep: Sequence[str] = ()) -> Model:

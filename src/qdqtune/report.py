@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,11 +24,13 @@ from qdqtune.observer import State
 from qdqtune.timing import Ratio
 from qdqtune.tune import Estimate, Result
 from qdqtune.types import Failure, Trial
+from qdqtune.verdicts import GroupVerdict
 
 BAR = 24
 """Width of the bar of builds, in characters."""
 
 LARGEST_UNITS = 12
+LARGEST_GROUPS = 20
 
 
 def progress(console: Console, *, verbose: bool = False) -> Live | Plain:
@@ -130,7 +133,12 @@ def _outcome(trial: Trial, verdict: str) -> str:
             return f"failed: {result.reason}"
     assert not isinstance(trial.result, Failure)
     share = float(np.median(np.asarray(trial.result.b) / np.asarray(trial.result.a)))
-    return f"{'not clearly faster' if verdict == 'undecided' else verdict} ({share:.3f} of the best's time)"
+    found = [f"{share:.3f} of the best's time"]
+    if verdict == "inaccurate" and trial.metric is None and trial.sqnr_db is not None:
+        found.append(f"{trial.sqnr_db:.1f} dB")
+    if trial.metric is not None:
+        found.append(f"metric {trial.metric:g}")
+    return f"{'not clearly faster' if verdict == 'undecided' else verdict} ({', '.join(found)})"
 
 
 def _line(trial: Trial, verdict: str, state: State) -> str:
@@ -151,6 +159,9 @@ def result_table(result: Result) -> Table:
     if result.improved:
         sqnr = summary["output_sqnr_db"]
         rows.append(("output SQNR against float", "", "exact" if sqnr is None else f"{sqnr:.1f} dB"))
+    if summary["metric_before"] is not None:
+        after = summary["metric_after"]
+        rows.append(("your metric", f"{summary['metric_before']:g}", "failed" if after is None else f"{after:g}"))
     table = _table(("", "baseline", "final"), rows)
     spent = f"candidates: {summary['trials']}, builds: {summary['builds']}"
     table.caption = f"{spent}, time: {_duration(summary['seconds'])}"
@@ -171,12 +182,47 @@ def units_table(result: Result) -> Table:
     return table
 
 
+def groups_table(result: Result) -> Table:
+    """The kinds of groups that take the most time in float: what each gained alone and in the model, and the verdict.
+
+    Equal groups with one verdict share a row.
+    """
+    together: dict[tuple[int | None, str], list[GroupVerdict]] = {}
+    for group in result.groups:
+        if group.kind is not None:
+            together.setdefault((group.kind, group.why), []).append(group)
+    rows = []
+    for groups in list(together.values())[:LARGEST_GROUPS]:
+        first = groups[0]
+        more = [f"and {len(first.nodes) - 1} more"] if len(first.nodes) > 1 else []
+        more += [f"({len(groups)} times)"] if len(groups) > 1 else []
+        alone = "" if first.gain_alone is None else f"{first.gain_alone:+.3f}"
+        gains = [group.gain_in_model for group in groups if group.gain_in_model is not None]
+        gain = f"{sum(gains) / len(gains):+.3f}" if gains else ""
+        why = textwrap.shorten(first.why, 40, placeholder="...")
+        rows.append((" ".join([_tail(first.nodes[0]), *more]), first.scheme or "", alone, gain, why))
+    table = _table(("group", "scheme", "alone", "in model", "verdict"), rows)
+    table.columns[0].min_width = 20
+    for words in (1, 4):
+        table.columns[words].no_wrap = False
+    rest = len(together) - len(rows)
+    more_kinds = f"; {rest} more kinds in summary.json" if rest > 0 else ""
+    table.caption = "the largest groups: ms that each saves alone, and in the model with its conversions" + more_kinds
+    return table
+
+
+def _tail(name: str, width: int = 20) -> str:
+    """The end of a node's name, which tells more than its beginning."""
+    return name if len(name) <= width else "…" + name[1 - width :]
+
+
 def result_line(result: Result, final: Path) -> str:
     """Which file to take, and what it is."""
     if result.improved:
         return f"{final} is the tuned model"
     copied = "the baseline" if result.shipped == "baseline" else "a copy of the model that you gave"
-    return f"no improvement found: {final} is {copied}"
+    found = "nothing faster holds the limits on accuracy" if result.unmet else "no improvement found"
+    return f"{found}: {final} is {copied}"
 
 
 def comparison_table(first: str, rows: Sequence[Row]) -> Table:

@@ -48,13 +48,13 @@ def possible_edges(model: Model, ranges: Ranges) -> frozenset[Edge]:
     """Every edge that may carry a pair: activations of known range, weights, and float constants of elementwise ops."""
     edges = set()
     for tensor in ranges.activations:
-        if not _is_float(model, tensor) or tensor in model.constants:
+        if not is_float(model, tensor) or tensor in model.constants:
             continue
         is_captured = any(use.slot < 0 for use in model.uses(tensor))  # by its name, which the pair would take
         for user, slot in model.uses(tensor):
             if user == GRAPH and tensor in model.producers and not is_captured:
                 edges.add(Edge(tensor, "", slot))
-            elif user != GRAPH and slot >= 0 and _takes_data(model.nodes[user], slot):
+            elif user != GRAPH and slot >= 0 and takes_data(model.nodes[user], slot):
                 edges.add(Edge(tensor, model.nodes[user].name, slot))
     for node in model.nodes:
         for slot, tensor in enumerate(node.inputs):
@@ -64,26 +64,26 @@ def possible_edges(model: Model, ranges: Ranges) -> frozenset[Edge]:
     return frozenset(edges)
 
 
-def _is_float(model: Model, tensor: str) -> bool:
+def is_float(model: Model, tensor: str) -> bool:
     """Whether a tensor is known to be of a float type."""
     return tensor in model.tensors and model.tensors[tensor].is_float
 
 
-def _takes_data(node: Node, slot: int) -> bool:
+def takes_data(node: Node, slot: int) -> bool:
     """Whether input `slot` is data, not a setting such as a bound, a scale or a pad value."""
     return not node.domain and slot < SETTINGS_FROM.get(node.op, slot + 1)
 
 
 def _float_constant(model: Model, edge: Edge, node: Node) -> bool:
     constant = model.constants[edge.tensor]
-    if not _is_float(model, edge.tensor) or not constant.nbytes or node.domain:
+    if not is_float(model, edge.tensor) or not constant.nbytes or node.domain:
         return False
     is_weight, _ = weight_role(model, edge)
     usual = node.op in ("Add", "Mul", "Sub", "Div", "Concat") or (node.op == "Gather" and edge.index == 0)
     return (is_weight or usual) and bool(np.isfinite(constant.array()).all())
 
 
-def _compute_edges(model: Model, node: Node, possible: frozenset[Edge]) -> frozenset[Edge]:
+def compute_edges(model: Model, node: Node, possible: frozenset[Edge]) -> frozenset[Edge]:
     """Activation and weight of a compute node together, or nothing: one alone runs in float and costs a conversion."""
     both = frozenset(Edge(t, node.name, i) for i, t in enumerate(node.inputs[:2]))
     return both if both <= possible else frozenset()
@@ -92,7 +92,7 @@ def _compute_edges(model: Model, node: Node, possible: frozenset[Edge]) -> froze
 def compute_inputs(model: Model, possible: frozenset[Edge]) -> Placement:
     """All inputs of Conv, ConvTranspose, Gemm and MatMul."""
     nodes = (n for n in model.nodes if n.op in COMPUTE and not n.domain)
-    return Placement.of(e for n in nodes for e in _compute_edges(model, n, possible))
+    return Placement.of(e for n in nodes for e in compute_edges(model, n, possible))
 
 
 def residual_inputs(model: Model, possible: frozenset[Edge]) -> Placement:
@@ -110,16 +110,18 @@ def residual_inputs(model: Model, possible: frozenset[Edge]) -> Placement:
     return Placement.of(edges)
 
 
-def integer_islands(model: Model, possible: frozenset[Edge]) -> Placement:
-    """Compute operators and everything between them that can stay in integers: Add, Concat, pools and movers."""
+def integer_islands(
+    model: Model, possible: frozenset[Edge], joining: frozenset[str] = frozenset({"Add", "Concat", "GlobalAveragePool"})
+) -> Placement:
+    """Compute operators and everything between them that can stay in integers: `joining` operators and movers."""
     edges = set(compute_inputs(model, possible).edges)
     integer: set[str] = set()
     for node in model.nodes:
-        is_compute = node.op in COMPUTE and not node.domain and _compute_edges(model, node, possible)
+        is_compute = node.op in COMPUTE and not node.domain and compute_edges(model, node, possible)
         if is_compute or (node.op in FUSED_BEHIND and node.inputs[0] in integer):
             integer.update(node.outputs)
-        elif node.op in MOVERS | {"Add", "Concat", "GlobalAveragePool"}:
-            data = [t for i, t in enumerate(node.inputs) if _takes_data(node, i) and _is_float(model, t)]
+        elif node.op in MOVERS | joining:
+            data = [t for i, t in enumerate(node.inputs) if takes_data(node, i) and is_float(model, t)]
             if data and all(t in integer for t in data):
                 edges.update(Edge(t, node.name, i) for i, t in enumerate(node.inputs) if t in data)
                 edges.update(_uses(model, node.outputs))

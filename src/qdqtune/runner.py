@@ -9,7 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -158,6 +159,12 @@ class Runner:
             "layers", handle.build, runs, what=what, extra=SLACK * self._limit
         )
         return result
+
+    def report(self, model: Path, sample: Tensors, runs: int, log_name: str) -> tuple[Layer, ...] | Failure:
+        """Build a file and report its layers, the sample fed."""
+        self.feed(sample)
+        handle = self.load(model, log_name)
+        return handle if isinstance(handle, Failure) else self.layers(handle, runs)
 
     def save(self, handle: Handle, path: Path) -> Failure | None:
         """`Built.save`."""
@@ -329,3 +336,13 @@ def _tail(log: Path | None, more: str = "") -> str:
     """The last lines of a build's log and of what came after it."""
     text = log.read_text(errors="replace") if log is not None and log.exists() else ""
     return "\n".join((text + more).splitlines()[-LOG_LINES:])
+
+
+@contextlib.contextmanager
+def unlogged(spec: EngineSpec, *, time_limit_s: float) -> Iterator[Runner]:
+    """A runner whose logs are gone when it ends."""
+    with (
+        tempfile.TemporaryDirectory(prefix="qdqtune-") as folder,
+        Runner(spec, time_limit_s=time_limit_s, log_dir=Path(folder)) as runner,
+    ):
+        yield runner

@@ -84,12 +84,12 @@ class Quantization:
 def of_range(values: Range, fmt: NumericFormat, dtype: Any = np.float32) -> Quantization:
     """Activation scale (and zero point) of a range, per tensor, in the engine's format.
 
-    Symmetric: scale = max|x| / 127 (int8) or / 448 (E4M3, whose largest finite value is 448). Asymmetric: the range is
-    widened to hold zero, which must be exact for padding and Relu, then scale = (high - low) / 255 and
-    zero point = round(-low / scale). An all-zero range has scale 1. The scale is a normal number of `dtype`, the
-    tensor's own: engines may take subnormal ones for zero.
+    Symmetric: scale = max|x| / 127 (int8), / 255 (uint8) or / 448 (E4M3, whose largest finite value is 448).
+    Asymmetric: the range is widened to hold zero, which must be exact for padding and Relu, then
+    scale = (high - low) / 255 and zero point = round(-low / scale). An all-zero range has scale 1. The scale is a
+    normal number of `dtype`, the tensor's own: engines may take subnormal ones for zero.
     """
-    qtype = fmt.activation
+    qtype = QType.UINT8 if fmt.unsigned and values.low >= 0 else fmt.activation
     if fmt.symmetric or qtype is QType.FP8:
         return Quantization(qtype, _positive(np.float64(values.magnitude) / qtype.high, dtype))
     low, high = min(values.low, 0.0), max(values.high, 0.0)
@@ -126,16 +126,26 @@ def of_weight(
 
 def quantize(values: Array, quantization: Quantization) -> Array:
     """Quantized values, as the QuantizeLinear operator would give them."""
-    scale = quantization.scale
-    if quantization.axis is not None:
-        scale = scale.reshape([-1 if i == quantization.axis else 1 for i in range(values.ndim)])
-    scaled = values.astype(np.float32) / scale
+    scaled = values.astype(np.float32) / _along(quantization, values.ndim)
     qtype = quantization.qtype
     if qtype is QType.FP8:
         rounded: Array = np.clip(scaled, qtype.low, qtype.high).astype(NUMPY_TYPE[qtype])
         return rounded
     integers: Array = np.clip(np.rint(scaled) + quantization.zero_point, qtype.low, qtype.high)
     return integers.astype(NUMPY_TYPE[qtype])
+
+
+def dequantize(values: Array, quantization: Quantization) -> Array:
+    """The float64 values that quantized ones stand for: (q - zero point) * scale."""
+    zero, scale = quantization.zero_point, _along(quantization, values.ndim)
+    return np.asarray((values.astype(np.float64) - zero) * scale.astype(np.float64))
+
+
+def _along(quantization: Quantization, rank: int) -> Array:
+    """The scale in a shape that broadcasts along its axis."""
+    if quantization.axis is None:
+        return quantization.scale
+    return quantization.scale.reshape([-1 if i == quantization.axis else 1 for i in range(rank)])
 
 
 def quantize_bias(values: Array, scale: Array) -> Array | None:

@@ -11,13 +11,14 @@ from typing import Literal
 from qdqtune.calibration import Calibration
 from qdqtune.engines import EngineSpec, QuantType
 from qdqtune.errors import BadOption
+from qdqtune.limits import Limits
 from qdqtune.strategies.region import Config
 from qdqtune.timing import Plan
 
 PROOF_BUILDS = 8
 """Builds of the proof: two of each file in two comparisons."""
 
-Mode = Literal["region", "cut"]
+Mode = Literal["region", "cut", "subgraph"]
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,9 @@ class Effort:
 
 EFFORTS: Mapping[str, Effort] = MappingProxyType(
     {
-        "quick": Effort(4, {"region": 24, "cut": 8}, (12, 20), (16, 32)),
-        "default": Effort(50, {"region": 52, "cut": 12}, (12, 20, 32, 48), (24, 48, 96)),
-        "extensive": Effort(200, {"region": 400, "cut": 30}, (12, 24, 48, 96), (48, 96, 192)),
+        "quick": Effort(4, {"region": 24, "cut": 8, "subgraph": 4}, (12, 20), (16, 32)),
+        "default": Effort(50, {"region": 52, "cut": 12, "subgraph": 7}, (12, 20, 32, 48), (24, 48, 96)),
+        "extensive": Effort(200, {"region": 400, "cut": 30, "subgraph": 24}, (12, 24, 48, 96), (48, 96, 192)),
     }
 )
 
@@ -45,12 +46,14 @@ class Settings:
 
     `builds` is what the search may spend, the float model's build included; the proof takes 8 more, or 16 if its first
     candidate fails. `time_budget` and `time_limit` are in seconds: of the search, and of one request to the engine.
+    `min_sqnr` in dB and `max_drop` of the metric `evaluate` (see `evaluating`) are limits that a result must hold; what
+    was measured under other limits serves.
     """
 
     model: Path
     output_dir: Path = Path("qdqtune_output")
     engine: EngineSpec = field(default_factory=lambda: EngineSpec("onnxruntime"))
-    mode: Mode = "region"
+    mode: Mode = "cut"
     quant_type: QuantType = "int8"
     precision: Literal["fp32", "fp16"] = "fp32"
     calibration_data: str | None = None
@@ -63,7 +66,7 @@ class Settings:
     config: Config = field(default_factory=Config)
     plan: Plan = field(default_factory=Plan)
     proof: tuple[int, ...] = EFFORTS["default"].proof
-    builds: int = EFFORTS["default"].builds["region"]
+    builds: int = EFFORTS["default"].builds["cut"]
     time_budget: float | None = None
     time_limit: float = 600.0
     seed: int = 0
@@ -73,6 +76,12 @@ class Settings:
     pattern_cache: Path | None = None
     qdq_baseline: Path | None = None
     from_qdq: bool = False
+    min_sqnr: float | None = None
+    max_drop: float | None = None
+    evaluate: str | None = None
+    graph_json: Path | None = None
+    incremental_validation: bool = True
+    cut_seed: bool = True
     restart: bool = False
 
     def __post_init__(self) -> None:
@@ -83,6 +92,17 @@ class Settings:
             raise BadOption("--time-budget is above zero")
         if self.from_qdq and self.qdq_baseline:
             raise BadOption("--from-qdq and --qdq-baseline exclude each other")
+        if self.max_drop is not None and self.evaluate is None:
+            raise BadOption("--max-drop is about your metric: name it with --evaluate module:callable")
+        if self.graph_json is not None and self.mode != "subgraph":
+            raise BadOption("--graph-json is for --mode subgraph")
+        if self.pattern_cache is not None and self.mode != "region":
+            raise BadOption("--pattern-cache is for --mode region")
+
+    @property
+    def limits(self) -> Limits:
+        """The limits on accuracy, before the float model is evaluated."""
+        return Limits(self.min_sqnr, self.max_drop)
 
     @property
     def proof_plan(self) -> Plan:
@@ -98,6 +118,12 @@ class Settings:
     def trial_builds(self) -> int:
         """Builds that one candidate may take."""
         return 3 if self.checks_wins else 1
+
+    @property
+    def seed_builds(self) -> int:
+        """Builds that region mode gives to the cut before it begins by itself: the same number in every budget, so that
+        a larger one goes on where a smaller one has ended."""
+        return EFFORTS["default"].builds["cut"] if self.cut_seed else 0
 
     @property
     def search_builds(self) -> int:

@@ -111,8 +111,7 @@ class Store:
 
     def _read(self, fingerprint: Mapping[str, Any]) -> None:
         self._file.seek(0)
-        lines = self._file.read().split(b"\n")
-        torn = lines.pop()  # what follows the last line break: nothing, or half a record
+        *lines, torn = self._file.read().split(b"\n")  # behind the last line break: nothing, or half a record
         records = [_parsed(line, self.path, number) for number, line in enumerate(lines, 1)]
         if not records:
             if not torn.startswith(HEAD[: len(torn)]):
@@ -127,6 +126,16 @@ class Store:
         self._found = {r["key"]: r for r in rest}
         if torn:
             self._file.truncate(sum(len(line) + 1 for line in lines))
+
+
+def read_records(path: Path) -> list[Record]:
+    """The records of a state file, its head first, without opening it for a run.
+
+    Raises:
+        BadState: the file is damaged.
+    """
+    *lines, _torn = path.read_bytes().split(b"\n")
+    return [_parsed(line, path, number) for number, line in enumerate(lines, 1)]
 
 
 def _line(record: Record) -> bytes:

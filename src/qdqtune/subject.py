@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from qdqtune.graph import Model, with_float_type
 from qdqtune.loading import load, with_input_shapes
 from qdqtune.observer import Observer
 from qdqtune.patterns import Pattern
-from qdqtune.precision import OPSET, to_float16
+from qdqtune.precision import OPSET, load_as, to_float16
 from qdqtune.reading import Reading, is_quantized, read_placement, strip_pairs
 from qdqtune.runner import Runner
 from qdqtune.scales import Ranges
@@ -27,7 +29,6 @@ from qdqtune.store import Store, pack_ranges, unpack_ranges
 from qdqtune.types import Edge, NumericFormat, Placement, QType
 
 DTYPES = {"float16": "FLOAT16", "float32": "FLOAT", "bfloat16": "BFLOAT16"}
-HALF = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,14 @@ class Subject:
     region_count: int
     imported: Reading | None = None
     notes: tuple[str, ...] = ()
+    accuracy: tuple[Sample, ...] = ()
+    """What the outputs are compared on."""
+    held_out: bool = False
+    """Whether calibration does not see those."""
     ranges: Ranges = field(default_factory=lambda: Ranges({}))
     possible: frozenset[Edge] = frozenset()
 
-    def suggestions(self) -> Mapping[str, Placement]:
+    def suggestions(self) -> dict[str, Placement]:
         """Whole-model placements to try first: the user's own, then those of the rules."""
         found = {}
         if self.imported is not None:
@@ -77,8 +82,10 @@ def open_subject(settings: Settings, runner: Runner) -> Subject:
                          min_topdown_size=settings.config.minimum_topdown_search_size)  # fmt: skip
     grouped = patterns.group(shaped, found)
     chosen = _filtered(shaped, grouped, settings.node_filter)
-    return Subject(model, shaped, numbers, samples, feed, chosen, len(found.leaves) + len(found.composites), imported,
-                   tuple(notes))  # fmt: skip
+    split = None if samples.is_random else samples.apart(settings.accuracy_samples)
+    accuracy, rest = split or (samples.first(settings.accuracy_samples), samples)
+    return Subject(model, shaped, numbers, rest, feed, chosen, len(found.leaves) + len(found.composites), imported,
+                   tuple(notes), tuple(accuracy), split is not None)  # fmt: skip
 
 
 def fingerprint(settings: Settings, subject: Subject, engine: Mapping[str, str]) -> dict[str, Any]:
@@ -89,6 +96,7 @@ def fingerprint(settings: Settings, subject: Subject, engine: Mapping[str, str])
     how = settings.calibration
     return {
         "mode": settings.mode,
+        "graph JSON": _digest(settings.graph_json),
         "quant type": settings.quant_type,
         "seed": settings.seed,
         "regions": settings.regions,
@@ -100,8 +108,17 @@ def fingerprint(settings: Settings, subject: Subject, engine: Mapping[str, str])
         "numeric format": _told_apart(subject.numbers),
         "model": subject.model.fingerprint,
         "calibration method": how.method + (f" {how.percentile}" if how.method == "percentile" else ""),
-        "calibration data": f"{subject.samples.digest} ({settings.calibration_samples or 'all'} samples)",
+        "calibration data": f"{subject.samples.digest} ({settings.calibration_samples or 'all'} samples"
+        + (f", {len(subject.accuracy)} of them held out)" if subject.held_out else ")"),
     }
+
+
+def _digest(path: Path | None) -> str | None:
+    """16 hex digits of a file's content."""
+    try:
+        return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise BadOption(f"cannot read --graph-json {path}: {error.strerror or error}") from error
 
 
 def _told_apart(numbers: NumericFormat) -> str:
@@ -116,7 +133,8 @@ def calibrated(subject: Subject, settings: Settings, store: Store, observer: Obs
     record = store.get("ranges")
     if record is None:
         observer.stage(f"calibrating on {subject.samples.origin}")
-        record = store.put("ranges", pack_ranges(calibrate(subject.shaped, subject.samples, settings.calibration)))
+        found = calibrate(subject.shaped, subject.samples, settings.calibration, numbers=subject.numbers)
+        record = store.put("ranges", pack_ranges(found))
     ranges = unpack_ranges(record)
     if subject.imported is not None and settings.from_qdq:
         own = subject.imported.ranges
@@ -153,12 +171,7 @@ def _float_model(settings: Settings, numbers: NumericFormat, notes: list[str]) -
 
 
 def _loaded(settings: Settings, numbers: NumericFormat) -> Model:
-    model = load(settings.model, fix_inputs=settings.fix_inputs, min_opset=numbers.opset)
-    is_half = settings.precision == "fp16" or any(info.dtype in HALF for info in model.tensors.values())
-    if model.opset < OPSET and is_half:
-        model = load(settings.model, fix_inputs=settings.fix_inputs, min_opset=OPSET)
-    if settings.precision == "fp16":
-        model = to_float16(model)
+    model = load_as(settings.model, settings.precision, settings.fix_inputs, numbers.opset)
     if settings.default_dq_dtype is not None:
         model = with_float_type(model, onnx.TensorProto.DataType.Value(DTYPES[settings.default_dq_dtype]))
     return model

@@ -14,28 +14,39 @@ from typing import Any
 import numpy as np
 import onnx
 
-from qdqtune import __version__, placements
+from qdqtune import __version__, placements, subgraphs, verdicts
 from qdqtune.bench import Bench
 from qdqtune.errors import BadOption, BaselineFailed, OutputError
+from qdqtune.evaluating import load_evaluation
 from qdqtune.explanation import UnitPrice, explain, record
+from qdqtune.limits import Limits, verdict, wins
 from qdqtune.observer import Observer, Silent, State
 from qdqtune.qdq import Inserter
 from qdqtune.runner import Runner
+from qdqtune.sensitivity import foresee
 from qdqtune.settings import PROOF_BUILDS, Settings
 from qdqtune.store import Store
 from qdqtune.strategies import Strategy, best_of
 from qdqtune.strategies.cut import CutSearch
 from qdqtune.strategies.grouped import GroupedSearch
-from qdqtune.strategies.region import RegionSearch
+from qdqtune.strategies.noise import Noise
+from qdqtune.strategies.region import QUIETER, RegionSearch
+from qdqtune.strategies.seeded import Seeded
+from qdqtune.strategies.within import guesses, narrowed
 from qdqtune.subject import Subject, calibrated, fingerprint, open_subject
 from qdqtune.timing import Plan, Ratio, judge
 from qdqtune.types import Failure, Placement, Trial
+from qdqtune.verdicts import GroupVerdict
 
 FINALISTS = 2
 """Placements that may try to prove themselves."""
 
+PRICED_AT_ONCE = frozenset({"imported", "static", "compute"})
+"""Suggestions in the cut's first builds: the user's, the usual static quantizer's, and the least one, in which every
+compute operator gives floats."""
+
 BASELINE, FINAL = "baseline.onnx", "optimized_final.onnx"
-UNITS = "units.json"
+RAW, UNITS = "optimized_raw.onnx", "units.json"
 CANDIDATES, REGION_MODELS = "candidates", "region_models"
 
 
@@ -55,11 +66,18 @@ class Result:
     notes: tuple[str, ...]
     units: tuple[UnitPrice, ...] = ()
     """What cut mode knows about each unit, the largest first; empty in other modes."""
+    groups: tuple[GroupVerdict, ...] = ()
+    """What became of each group in subgraph mode, the largest first; empty in other modes."""
 
     @property
     def improved(self) -> bool:
         """Whether the shipped model is faster than the baseline, beyond noise."""
         return self.shipped == "tuned"
+
+    @property
+    def unmet(self) -> bool:
+        """Whether candidates were faster, but none of them holds the limits on accuracy."""
+        return self.summary["constraint_met"] is False
 
 
 @dataclass(frozen=True)
@@ -99,6 +117,7 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
     observer = observer or Silent()
     started = time.monotonic()
     folder = _folder(settings)
+    evaluation = None if settings.evaluate is None else load_evaluation(settings.evaluate)
     with Runner(settings.engine, time_limit_s=settings.time_limit, log_dir=folder / "logs") as runner:
         observer.stage(f"reading {settings.model.name}")
         subject = open_subject(settings, runner)
@@ -108,29 +127,40 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
             subject = calibrated(subject, settings, store, observer)
             runner.feed(subject.feed)
             inserter = Inserter(subject.model, subject.ranges, subject.numbers)
-            samples = subject.samples.first(settings.accuracy_samples)
             with Bench(
-                runner, inserter, store, folder / CANDIDATES, settings.plan, samples, settings.seed,
-                check_wins=settings.checks_wins, profile=settings.mode == "cut",
+                runner, inserter, store, folder / CANDIDATES, settings.plan, subject.accuracy, settings.seed,
+                limits=settings.limits, evaluation=evaluation,
+                check_wins=settings.checks_wins,
             ) as bench:  # fmt: skip
                 observer.stage("measuring the float model")
-                bench.reference()
+                limits = _limits(settings, bench, observer)
+                profiled, begun = None, time.monotonic()
+                if settings.mode == "subgraph":
+                    profiled = subgraphs.profile(settings, subject, bench, store, observer)
+                    observer = profiled.observer
+                    bench.write_whole(profiled.search.raw, folder / RAW)
+                noise = foresee(subject, limits, store, observer) if limits.are_set else None
                 observer.stage("searching")
-                strategy = _strategy(settings, subject, bench)
-                history = _search(strategy, bench, settings, observer)
+                strategy = narrowed(profiled.search, noise) if profiled else _strategy(settings, subject, bench, noise)
+                history = _search(strategy, bench, settings, limits, observer, time.monotonic() - begun)
                 _write_region_models(history, subject, bench, folder / REGION_MODELS)
                 observer.stage("proving the result on fresh builds")
                 proof = _prove(history, bench, settings, folder)
                 final = proof.placement
                 _write_records(settings, subject, final, proof, history, folder)
                 summary = _summary(settings, subject, runner, bench, history, proof, final)
+                after = bench.metric(final) if evaluation and final.edges else limits.before
+                summary |= limits.outcome(history, settings.plan, after)
                 units = explain(strategy.costs(history), final) if isinstance(strategy, CutSearch) else ()
+                groups = verdicts.verdicts(profiled, history, final) if profiled else ()
+                if profiled:
+                    summary |= profiled.summary() | {"groups": verdicts.record(groups)}
                 summary["seconds"] = round(time.monotonic() - started, 3)
     placements.write_json(folder / "summary.json", summary)
     if units:
         placements.write_json(folder / UNITS, {"units": record(units)})
     return Result(proof.shipped, final, proof.baseline if final.edges else None, summary, tuple(history),
-                  (*subject.notes, *proof.notes), units)  # fmt: skip
+                  (*subject.notes, *(profiled.notes if profiled else ()), *proof.notes), units, groups)  # fmt: skip
 
 
 def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
@@ -158,37 +188,55 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     return Estimate(subject.region_count, len(subject.patterns), trials + 1, latency, seconds)
 
 
-def _strategy(settings: Settings, subject: Subject, bench: Bench) -> Strategy:
+def _limits(settings: Settings, bench: Bench, observer: Observer) -> Limits:
+    """The limits on accuracy, with the metric of the float model."""
+    outputs = bench.reference()[0].values()
+    if settings.min_sqnr is not None and not any(a.dtype.kind == "f" for a in outputs):
+        raise BadOption("--min-sqnr is about float outputs, and the model has none: use --evaluate and --max-drop")
+    if settings.evaluate is None:
+        return settings.limits
+    observer.stage(f"evaluating the float model with {settings.evaluate}")
+    before = bench.metric(Placement())
+    if isinstance(before, Failure):
+        raise BaselineFailed(f"--evaluate {settings.evaluate} does not get along with the float model: {before.reason}")
+    return replace(settings.limits, before=before)
+
+
+def _strategy(settings: Settings, subject: Subject, bench: Bench, noise: Noise | None) -> Strategy:
+    within = guesses(subject.shaped, subject.possible, noise)
+    suggestions = subject.suggestions()
+    layers = bench.float_layers() if settings.mode == "cut" or settings.seed_builds > 0 else ()
+    is_priced = any(layer.time_ms for layer in layers)
+    first = {name: p for name, p in suggestions.items() if name in PRICED_AT_ONCE}
+    spares = {name: p for name, p in suggestions.items() if name not in first}
+    by_cut = CutSearch(subject.shaped, subject.possible, layers, first, settings.plan, noise, spares)
     if settings.mode == "cut":
-        layers = bench.float_layers()
-        if not any(layer.time_ms for layer in layers):
-            return GroupedSearch(subject.shaped, subject.possible, subject.suggestions())
-        return CutSearch(subject.shaped, subject.possible, layers, _cut_seeds(subject), settings.plan)
-    cached = placements.read_cache(settings.pattern_cache) if settings.pattern_cache else {}
-    return RegionSearch(
+        guessed = {} if noise is None else {QUIETER: within(noise.levels(())[0])}
+        return by_cut if is_priced else GroupedSearch(subject.shaped, subject.possible, suggestions | guessed)
+    by_region = RegionSearch(
         model=subject.shaped,
         patterns=subject.patterns,
         possible=subject.possible,
-        seeds=subject.suggestions(),
-        cached=cached,
+        seeds=suggestions,
+        cached=placements.read_cache(settings.pattern_cache) if settings.pattern_cache else {},
         config=settings.config,
         plan=settings.plan,
         seed=settings.seed,
+        noise=noise,
+        within=within,
     )
+    return Seeded(by_cut, by_region, settings.seed_builds) if is_priced else by_region
 
 
-def _cut_seeds(subject: Subject) -> Mapping[str, Placement]:
-    """What the cut prices besides its own: the user's placement, and that of the usual static quantizer."""
-    return {name: p for name, p in subject.suggestions().items() if name in ("imported", "static")}
-
-
-def _search(strategy: Strategy, bench: Bench, settings: Settings, observer: Observer) -> list[Trial]:
-    """Trials until the strategy has no more ideas, or a budget is spent."""
+def _search(
+    strategy: Strategy, bench: Bench, settings: Settings, limits: Limits, observer: Observer, used: float = 0.0
+) -> list[Trial]:
+    """Trials until the strategy has no more ideas, or a budget is spent, `used` seconds of it before."""
     history: list[Trial] = []
     started = time.monotonic()
 
     def left() -> float | None:
-        return None if settings.time_budget is None else settings.time_budget - (time.monotonic() - started)
+        return None if settings.time_budget is None else settings.time_budget - used - (time.monotonic() - started)
 
     def spent(*more: Trial) -> bool:
         remaining = left()
@@ -205,9 +253,9 @@ def _search(strategy: Strategy, bench: Bench, settings: Settings, observer: Obse
             if spent(*trials):
                 break
             trial, replayed = bench.measure(len(history) + len(trials) + 1, proposal, against)
-            trials.append(trial)
+            trials.append(limits.judged(trial, trials, settings.plan, bench.metric))
             state = _state(history, trials, settings, time.monotonic() - started, left(), replayed)
-            observer.trial(trial, _verdict(trial, settings.plan), state)
+            observer.trial(trials[-1], verdict(trials[-1], settings.plan), state)
         judged = _accepted(trials, settings.plan)
         history += judged
         bench.keep_only(best_of(history))
@@ -216,14 +264,9 @@ def _search(strategy: Strategy, bench: Bench, settings: Settings, observer: Obse
 
 def _accepted(trials: Sequence[Trial], plan: Plan) -> list[Trial]:
     """The trials of one batch, the fastest of those that won marked as accepted."""
-    wins = [(found.median, -t.number) for t in trials if (found := judge(t, plan)) and found.verdict == "faster"]
-    chosen = -min(wins)[1] if wins else None
+    won = [(found.median, -t.number) for t in trials if wins(t, plan) and (found := judge(t, plan))]
+    chosen = -min(won)[1] if won else None
     return [replace(t, accepted=t.number == chosen) for t in trials]
-
-
-def _verdict(trial: Trial, plan: Plan) -> str:
-    found = judge(trial, plan)
-    return "failed" if found is None else found.verdict
 
 
 def _state(
@@ -250,6 +293,7 @@ def _prove(history: Sequence[Trial], bench: Bench, settings: Settings, folder: P
     baseline, final = folder / BASELINE, folder / CANDIDATES / FINAL  # it moves to its place when it is proven
     bench.write_whole(Placement(), baseline)
     accepted = [t.placement for t in reversed(history) if t.accepted]
+    given_holds = settings.from_qdq and not any(t.proposal.origin == "imported" and t.holds is False for t in history)
     notes: list[str] = []
     last: Ratio | None = None
     builds = 0
@@ -271,14 +315,16 @@ def _prove(history: Sequence[Trial], bench: Bench, settings: Settings, folder: P
         good = bool(placement.edges) and ours.verdict == "faster"
         to_given = None if isinstance(given, Failure) else given
         if to_given is not None:
-            good = good and (to_given.verdict == "faster" if settings.from_qdq else to_given.verdict != "slower")
+            good = good and (
+                to_given.verdict == "faster" if given_holds else settings.from_qdq or to_given.verdict != "slower"
+            )
         if good:
             _move(final, folder / FINAL)
             return _Proof("tuned", placement, ours, to_given, before, after, tuple(notes), builds)
         if placement.edges:
             notes.append(f"a candidate of {len(placement)} edges did not prove faster on fresh builds (ratio {ours})")
-    _copy(settings.model if settings.from_qdq else baseline, folder / FINAL)
-    kept = "given" if settings.from_qdq else "baseline"
+    _copy(settings.model if given_holds else baseline, folder / FINAL)
+    kept = "given" if given_holds else "baseline"
     return _Proof(kept, Placement(), last, to_given, before, before, tuple(notes), builds)
 
 
@@ -366,6 +412,8 @@ def _summary(
         "pairs": len({e.tensor for e in final}),
         "edges": len(final),
         "output_sqnr_db": sqnr,
+        "accuracy_samples": len(subject.accuracy),
+        "accuracy_held_out": subject.held_out,
         "seed": settings.seed,
         "versions": {"qdqtune": __version__, "onnx": version("onnx"), "python": platform.python_version(),
                      settings.engine.name: description.get("version", "")},
@@ -374,7 +422,7 @@ def _summary(
 
 def _folder(settings: Settings) -> Path:
     folder = settings.output_dir
-    if settings.model.resolve() in {(folder / name).resolve() for name in (BASELINE, FINAL)}:
+    if settings.model.resolve() in {(folder / name).resolve() for name in (BASELINE, FINAL, RAW)}:
         raise BadOption(f"{settings.model} would be overwritten: choose another --output-dir")
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)

@@ -83,6 +83,7 @@ class QType(Enum):
 class NumericFormat:
     """How an engine wants its numbers: what `insert` obeys.
 
+    `unsigned` gives tensors without negative values all 256 steps of uint8, in a format that is symmetric otherwise;
     `shared_scale_ops` are the operators whose input and output must carry one scale to stay in integers;
     `reduced_weights` limits weights to 7 bits, because u8 x s8 products saturate on x86 without VNNI.
     """
@@ -92,6 +93,7 @@ class NumericFormat:
     symmetric: bool
     per_channel: bool = True
     reduced_weights: bool = False
+    unsigned: bool = False
     bias: Literal["int32", "float"] = "float"
     drop_clamps: bool = False
     shared_scale_ops: frozenset[str] = frozenset()
@@ -101,6 +103,8 @@ class NumericFormat:
             raise ValueError("FP8 activations go with FP8 weights only")
         if self.symmetric and self.activation is QType.UINT8:
             raise ValueError("symmetric activations have zero point 0: use int8, not uint8")
+        if self.unsigned and not (self.symmetric and self.activation is QType.INT8):
+            raise ValueError("unsigned goes with symmetric int8 activations")
         if self.weight is QType.UINT8:
             raise ValueError("weights are int8 or FP8")
         if self.weight is QType.FP8 and (self.per_channel or self.reduced_weights or self.bias == "int32"):
@@ -231,12 +235,14 @@ class Proposal:
     """A placement that a strategy wants measured, and where it comes from.
 
     `pattern` is the digest of the pattern that it varies, `predicted` its ratio to the float model if there is a guess.
+    `wants_layers`: the strategy learns from the layers of the build.
     """
 
     origin: str
     placement: Placement
     pattern: str = ""
     predicted: float | None = None
+    wants_layers: bool = False
 
 
 @dataclass(frozen=True)
@@ -244,7 +250,8 @@ class Trial:
     """One candidate: what was proposed, what it was compared with, and what came of it.
 
     `result` compares the candidate (side b) with the best placement of its time (side a, `against`). Where that is a
-    win, `check` repeats it on a second build of both.
+    win, `check` repeats it on a second build of both. `sqnr_db` is None if the outputs equal those of the float model.
+    `metric` is the user's own, measured for what would be taken only.
     """
 
     number: int
@@ -254,6 +261,9 @@ class Trial:
     check: Measurement | Failure | None = None
     sqnr_db: float | None = None
     layers: tuple[Layer, ...] | None = None
+    metric: float | None = None
+    holds: bool | None = True
+    """Whether it holds the user's limits; None if nobody needs to know."""
     accepted: bool = False
 
     @property

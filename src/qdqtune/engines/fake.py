@@ -31,7 +31,7 @@ import numpy.typing as npt
 import onnx
 from onnx.reference import ReferenceEvaluator
 
-from qdqtune.engines import QuantType, Tensors, one_line
+from qdqtune.engines import QuantType, Tensors, formats, one_line
 from qdqtune.engines.coverage import read_model
 from qdqtune.errors import BadOption, EngineFailure
 from qdqtune.types import Layer, NumericFormat, QType
@@ -105,12 +105,10 @@ class Fake:
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
         """Like TensorRT; int8 like ONNX Runtime's CPU with the option `asymmetric`."""
-        if quant_type == "fp8":
-            return NumericFormat(QType.FP8, QType.FP8, symmetric=True, per_channel=False)
-        if self._asymmetric:
+        if quant_type == "int8" and self._asymmetric:
             return NumericFormat(QType.UINT8, QType.INT8, symmetric=False, bias="int32", drop_clamps=True,
                                  shared_scale_ops=MOVES)  # fmt: skip
-        return NumericFormat(QType.INT8, QType.INT8, symmetric=True)
+        return formats.fake(quant_type)
 
     def build(self, model: Path, log: Path) -> FakeModel:
         """Read the model, go through the faults, and work out the latency.

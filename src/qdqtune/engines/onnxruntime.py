@@ -20,7 +20,7 @@ import onnx
 import onnxruntime as ort
 from onnxruntime import InferenceSession as Session
 
-from qdqtune.engines import QuantType, Tensors, cpu, one_line, onnxruntime_layers, output_to
+from qdqtune.engines import QuantType, Tensors, cpu, formats, one_line, onnxruntime_layers, output_to
 from qdqtune.engines.coverage import read_model
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, QdqtuneError
 from qdqtune.graph import PROTOBUF_LIMIT
@@ -33,17 +33,11 @@ WARMUP = 1
 INPUT_FOLDER = "session.model_external_initializers_file_folder_path"
 EXTERNAL = "session.optimized_model_external_initializers_file_name"
 
-# Observed with ONNX Runtime 1.31: between a DQ and a Q of one scale it runs exactly these on 8-bit values (Resize when
-# it is nearest). Pad, SpaceToDepth and GatherND stay in float whatever their scales are; Concat and the average pools
-# have kernels that take a scale for each side.
-SHARED_SCALE_OPS = frozenset({
-    "DepthToSpace", "Expand", "Flatten", "Gather", "GatherElements", "Identity", "MaxPool", "ReduceMax", "ReduceMin",
-    "Reshape", "Resize", "Slice", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze",
-})  # fmt: skip
 
-
-def create(threads: int = 1, provider: str = CPU) -> OnnxRuntime:
+def create(threads: int = 1, provider: str = CPU, fuse: bool = True) -> OnnxRuntime:
     """The engine with `threads` threads per operator on one execution provider.
+
+    Without `fuse` every operator runs by itself, exactly as the file has it: the arithmetic of pairs, not its speed.
 
     Raises:
         BadOption: `threads` is not a positive whole number.
@@ -54,15 +48,16 @@ def create(threads: int = 1, provider: str = CPU) -> OnnxRuntime:
     available = ort.get_available_providers()
     if provider not in available:
         raise EngineUnavailable(f"ONNX Runtime here has no provider {provider!r}; it has {', '.join(available)}")
-    return OnnxRuntime(threads, provider)
+    return OnnxRuntime(threads, provider, fuse)
 
 
 @dataclass(frozen=True)
 class OnnxRuntime:
-    """Sessions with all graph optimizations, one operator after the other."""
+    """Sessions with all graph optimizations (without `fuse` with none), one operator after the other."""
 
     threads: int
     provider: str
+    fuse: bool = True
 
     def describe(self) -> dict[str, str]:
         """Version, CPU, and the instruction sets that decide which integer kernels run."""
@@ -73,25 +68,16 @@ class OnnxRuntime:
             "threads": str(self.threads),
             "device": cpu.model_name(),
             "isa": cpu.instruction_sets(),
-        }
+        } | ({} if self.fuse else {"fuse": "no"})
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        """On the CPU uint8 activations; on other providers symmetric int8, which all of them take.
-
-        On x86 int8 activations are several times slower. On ARM the convolution kernels serve both, but Concat has a
-        kernel for uint8 only, and zero points let a pair stand for a Relu: so uint8 there as well.
+        """On the CPU uint8 activations (see `formats`); on other providers symmetric int8, which all of them take.
 
         Raises:
             BadOption: for FP8.
         """
-        if quant_type == "fp8":
-            raise BadOption("ONNX Runtime has no FP8 kernels: use --quant-type int8, or another engine")
-        if self.provider != CPU:
-            return NumericFormat(QType.INT8, QType.INT8, symmetric=True)
-        return NumericFormat(
-            QType.UINT8, QType.INT8, symmetric=False, reduced_weights=cpu.products_saturate(),
-            bias="int32", drop_clamps=True, shared_scale_ops=SHARED_SCALE_OPS,
-        )  # fmt: skip
+        numbers = formats.onnxruntime(quant_type)
+        return numbers if self.provider == CPU else NumericFormat(QType.INT8, QType.INT8, symmetric=True)
 
     def build(self, model: Path, log: Path) -> OnnxRuntimeModel:
         """A session for the model.
@@ -113,7 +99,8 @@ class OnnxRuntime:
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
         options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+        levels = ort.GraphOptimizationLevel
+        options.graph_optimization_level = levels.ORT_ENABLE_ALL if self.fuse else levels.ORT_DISABLE_ALL
         options.log_severity_level = WARNING
         for name, value in more.items():
             setattr(options, name, value)

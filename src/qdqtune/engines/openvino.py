@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qdqtune.engines import QuantType, Tensors, cpu, one_line, openvino_layers, output_to
+from qdqtune.engines import QuantType, Tensors, cpu, formats, one_line, openvino_layers, output_to
 from qdqtune.engines.coverage import read_model
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, QdqtuneError
-from qdqtune.types import Layer, NumericFormat, QType
+from qdqtune.types import Layer, NumericFormat
 
 try:
     import openvino as ov
@@ -69,22 +69,12 @@ class OpenVino:
         }
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        """Symmetric int8 on both sides.
-
-        Observed with OpenVINO 2026.4 on x86 without VNNI, one thread, against float. The product of two activations has
-        an integer kernel for symmetric numbers only, and each zero point elsewhere is work of its own: as
-        quantize_static places pairs, efficientnet_b0 takes 1.08 with int8 and 1.43 with uint8, deit_small 1.20 and
-        1.31. Convolutions get uint8 either way: 0.53 and 0.53 on resnet18, 0.77 and 0.77 on mobilenet_v2. Sums of two
-        products saturate (weights of 127: off by half and more; of 63: exact). A clamp between a convolution and a
-        pair is fused with both, so dropping it gains nothing, nor does an int32 bias. Between two pairs every operator
-        runs the same kernels whether the scales are equal or not.
+        """Symmetric int8, or uint8 for tensors without negative values: see `formats`.
 
         Raises:
             BadOption: for FP8.
         """
-        if quant_type == "fp8":
-            raise BadOption("OpenVINO has no FP8 kernels for the CPU: use --quant-type int8, or another engine")
-        return NumericFormat(QType.INT8, QType.INT8, symmetric=True, reduced_weights=cpu.products_saturate())
+        return formats.openvino(quant_type)
 
     def build(self, model: Path, log: Path) -> OpenVinoModel:
         """The model, compiled.

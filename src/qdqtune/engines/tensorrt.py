@@ -13,7 +13,7 @@ from typing import Any
 import numpy.typing as npt
 import onnx
 
-from qdqtune.engines import Built, QuantType, Tensors, one_line, output_to
+from qdqtune.engines import Built, QuantType, Tensors, formats, one_line, output_to
 from qdqtune.engines.cuda import Cuda
 from qdqtune.engines.tensorrt_build import (
     Options,
@@ -27,13 +27,7 @@ from qdqtune.engines.tensorrt_build import (
 from qdqtune.engines.tensorrt_execution import Execution
 from qdqtune.engines.tensorrt_report import read_report
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
-from qdqtune.types import Layer, NumericFormat, QType
-
-SHARED_SCALE_OPS = frozenset({
-    "Concat", "DepthToSpace", "Expand", "Flatten", "Gather", "Identity", "MaxPool", "Reshape", "Slice", "SpaceToDepth",
-    "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze",
-})  # fmt: skip
-"""What TensorRT moves a Q or a DQ across: with one scale on both sides, the pairs around it become one."""
+from qdqtune.types import Layer, NumericFormat
 
 
 def create(
@@ -125,11 +119,9 @@ class TensorRt:
 
 def numeric_format(trt: Any, quant_type: QuantType) -> NumericFormat:
     """See `TensorRt.numeric_format`."""
-    if quant_type == "int8":
-        return NumericFormat(QType.INT8, QType.INT8, symmetric=True, shared_scale_ops=SHARED_SCALE_OPS)
-    if not is_strongly_typed(trt):
+    if quant_type == "fp8" and not is_strongly_typed(trt):
         raise BadOption(f"TensorRT {trt.__version__} has no FP8: use --quant-type int8, or TensorRT 10 or later")
-    return NumericFormat(QType.FP8, QType.FP8, symmetric=True, per_channel=False, shared_scale_ops=SHARED_SCALE_OPS)
+    return formats.tensorrt(quant_type)
 
 
 class TensorRtModel:

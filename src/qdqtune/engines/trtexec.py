@@ -23,13 +23,12 @@ import numpy.typing as npt
 import onnx
 from google.protobuf.message import DecodeError
 
-from qdqtune.engines import QuantType, Tensors, one_line
-from qdqtune.engines.tensorrt import SHARED_SCALE_OPS
+from qdqtune.engines import QuantType, Tensors, formats, one_line
 from qdqtune.engines.tensorrt_build import Options, Shapes
 from qdqtune.engines.tensorrt_report import read_report
 from qdqtune.engines.trtexec_program import Program, find, flag_name, gpu
 from qdqtune.errors import BadOption, EngineFailure, InputError
-from qdqtune.types import Layer, NumericFormat, QType
+from qdqtune.types import Layer, NumericFormat
 
 STRONG_TYPING = (10, 0)
 BETTER_DEFAULTS = (11, 0)
@@ -112,11 +111,9 @@ class Trtexec:
         Raises:
             BadOption: FP8 before version 10.
         """
-        if quant_type == "int8":
-            return NumericFormat(QType.INT8, QType.INT8, symmetric=True, shared_scale_ops=SHARED_SCALE_OPS)
-        if self._program.version < STRONG_TYPING:
+        if quant_type == "fp8" and self._program.version < STRONG_TYPING:
             raise BadOption("TensorRT 8.6 reads no FP8: use --quant-type int8, or TensorRT 10 or later")
-        return NumericFormat(QType.FP8, QType.FP8, symmetric=True, per_channel=False, shared_scale_ops=SHARED_SCALE_OPS)
+        return formats.tensorrt(quant_type)
 
     def build(self, model: Path, log: Path) -> TrtexecModel:
         """A plan, in a folder beside the log. What trtexec prints now and later goes to the log.
@@ -242,6 +239,8 @@ class TrtexecModel:
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
         """The engine's layers, with the median times of `runs` profiled inferences.
 
+        What trtexec exports stays beside the log as `<log's stem>.graph.json`.
+
         Raises:
             EngineFailure: the inputs do not fit, trtexec fails, or it cannot profile.
         """
@@ -253,9 +252,10 @@ class TrtexecModel:
         if not self._program.profiles:
             raise EngineFailure("trtexec: this one knows no profiling flags, so it cannot tell its layers")
         try:
+            shutil.copyfile(graph, self._log.with_suffix(".graph.json"))
             return read_report(graph, profile, onnx.load(self._model, load_external_data=False))
-        except InputError as error:
-            raise EngineFailure(f"trtexec: {error}") from error
+        except (InputError, OSError) as error:
+            raise EngineFailure(f"trtexec: {one_line(error)}") from error
 
     def save(self, path: Path) -> None:
         """Copy the plan, which is for this TensorRT version and this kind of GPU.

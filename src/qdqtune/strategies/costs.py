@@ -2,24 +2,25 @@
 
 Every build prices every unit at once, in the state that its placement puts the unit in:
 
-    float      no pair on its inputs                                      c0
-    fed        pairs on some or all inputs, none on its weights           c0 + e0
+    float      no pair on its inputs                                      c0, or c0 + g with pairs on its outputs
+    fed        pairs on some or all inputs, none on its weights           c0 + g
     quantized  pairs on all inputs, and on all uses of its outputs        c1
-    handing    pairs on all inputs, none on its outputs                   c1 + o
+    handing    pairs on all inputs, not on all uses of its outputs        c1 + o
     mixed      anything else: says nothing about the unit
 
-and a quantized unit may cost e1 more behind float units than behind quantized ones, since engines lay 8-bit tensors out
-in another way than floats. A Q that runs by itself behind a float unit is the price q of its tensor, a DQ that runs in
-front of a float unit its price d. Conversions that run although the units on both sides are quantized belong to the
-unit that did not absorb them. What was never seen is guessed low, so that it is tried: prices of equal units are
-shared, conversions follow a + b * bytes.
+g says that pairs disturb a float unit: they part what the engine would fuse, or an engine moves a Q in front of
+operators that hand values on and runs those in a poor way. A quantized unit may cost e more behind float units than
+behind quantized ones, since engines lay 8-bit tensors out in another way than floats. A Q that runs by itself behind a
+float unit is the price q of its tensor, a DQ that runs in front of a float unit its price d. Conversions that run
+although the units on both sides are quantized belong to the unit that did not absorb them. What was never seen is
+guessed low, so that it is tried: prices of equal units are shared, conversions follow a + b * bytes.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -32,9 +33,18 @@ from qdqtune.types import Edge, Layer, Placement
 
 State = Literal["float", "fed", "handing", "mixed", "quantized"]
 Behind = Literal["quantized", "both", "float"]
+Conversion = Literal["quantize", "dequantize"]
+
+RUNNING: tuple[State, ...] = ("quantized", "handing")
 
 HOPE = 0.25
 """An unseen quantized unit is hoped to take this share of its float time."""
+
+UNEQUAL = 1.5
+"""Equal units whose times differ by this factor do not do equal work; less is noise."""
+
+NEGLIGIBLE = 1e-3
+"""Of the float build's time: below, two layers' times are not told apart."""
 
 CONVERSION = re.compile(r"^(?P<tensor>.*)_(?P<op>Quantize|Dequantize)Linear(_\d+)?$")
 
@@ -104,7 +114,7 @@ def state(unit: Unit, partition: Partition, placement: Placement) -> State:
     if not all(entering) or not all(weights):
         return "mixed" if weights else "fed"
     leaving = [e in placement for t in unit.outputs for e in partition.edges.get(t, ())]
-    return "quantized" if all(leaving) else "mixed" if any(leaving) else "handing"
+    return "quantized" if all(leaving) else "handing"
 
 
 def behind(unit: Unit, partition: Partition, placement: Placement) -> Behind:
@@ -128,8 +138,8 @@ class _Samples:
     """Prices seen so far, those of the latest build that has any. Units are known by kind."""
 
     units: dict[Sample, list[float]] = field(default_factory=dict)
-    extra: dict[str, float] = field(default_factory=dict)
-    """By kind, what a float unit takes more for each quantized tensor that it reads."""
+    disturbed: dict[str, float] = field(default_factory=dict)
+    """By kind, what a float unit takes more among pairs."""
     quantize: dict[str, float] = field(default_factory=dict)
     dequantize: dict[str, float] = field(default_factory=dict)
     sizes: list[tuple[float, float]] = field(default_factory=list)
@@ -144,8 +154,8 @@ class Costs:
     partition: Partition
     as_float: tuple[float, ...]
     as_quantized: tuple[float, ...]
-    fed: tuple[float, ...]
-    """Extra of a float unit for each quantized tensor that it reads."""
+    disturbed: tuple[float, ...]
+    """Extra of a float unit that reads a quantized tensor, or writes one that a quantized unit reads."""
     behind_float: tuple[float, ...]
     """Extra of a quantized unit for each tensor that it reads from a float unit."""
     handing: tuple[float, ...]
@@ -169,7 +179,8 @@ class Costs:
         """The predicted ms of one unit, without conversions that run by themselves."""
         number, entering = unit.number, self.partition.storable(unit)
         if number not in quantized:
-            return self.as_float[number] + self.fed[number] * sum(t in stored for t in entering)
+            is_disturbed = any(t in stored for t in entering) or any(self._is_read(t, quantized) for t in unit.outputs)
+            return self.as_float[number] + (self.disturbed[number] if is_disturbed else 0.0)
         leaving = sum(t not in stored for t in unit.outputs if t in self.partition.edges)
         extra = self.behind_float[number] * sum(t not in stored for t in entering)
         return self.as_quantized[number] + extra + self.handing[number] * leaving
@@ -180,33 +191,62 @@ class Costs:
         if tensor in stored:
             floats = sum(u is None or u not in quantized for u in users)
             return self.dequantize[tensor] * (floats if self.per_consumer else min(floats, 1))
-        return self.quantize[tensor] if any(u in quantized for u in users if u is not None) else 0.0
+        return self.quantize[tensor] if self._is_read(tensor, quantized) else 0.0
+
+    def _is_read(self, tensor: str, quantized: Collection[int]) -> bool:
+        """Whether a quantized unit reads a tensor."""
+        return tensor in self.partition.edges and any(u in quantized for u in self.partition.users(tensor))
 
 
 def learn(partition: Partition, builds: Sequence[Times]) -> Costs:
     """Prices from the builds so far, the first of them the float model's; a later build counts before an earlier one,
     being nearer to the solution."""
+    partition = _told_apart(partition, builds[0])
     samples = _Samples()
     for times in builds:
         _take(samples, partition, times, builds[0])
     return _priced(partition, samples)
 
 
+def _told_apart(parts: Partition, floats: Times) -> Partition:
+    """The same units, equal ones of a kind each only where the float build took equal time for them.
+
+    The time of some operators depends on the values: a softmax over masked scores works on subnormal numbers.
+    """
+    kinds: dict[str, list[tuple[float, Unit]]] = {}
+    for unit in parts.units:
+        kinds.setdefault(unit.kind, []).append((_spent(unit, parts, floats), unit))
+    negligible = NEGLIGIBLE * sum(floats.nodes.values())
+    units = list(parts.units)
+    for alike in kinds.values():
+        ordered = sorted(alike, key=lambda pair: (pair[0], pair[1].number))
+        group, last = 0, ordered[0][0]
+        for spent, unit in ordered:
+            group += spent > UNEQUAL * last and spent - last > negligible
+            last = spent
+            units[unit.number] = replace(unit, kind=f"{unit.kind} {group}") if group else unit
+    return replace(parts, units=tuple(units))
+
+
 def _take(samples: _Samples, partition: Partition, times: Times, floats: Times) -> None:
     states = [state(u, partition, times.placement) for u in partition.units]
     paid = _conversions(partition, times, floats, states)
     fresh: dict[Sample, list[float]] = {}
+    more: dict[str, list[float]] = {}
     for unit, how in zip(partition.units, states, strict=True):
         spent = _spent(unit, partition, times)
         if how in ("quantized", "handing"):
             spent += paid.get(unit.number, 0.0)
             if how == "quantized":
                 spent += sum(times.quantize.get(t, 0.0) for t in unit.outputs)
-        if how == "fed" and (fed := sum(is_stored(t, partition, times.placement) for t in partition.storable(unit))):
-            samples.extra[unit.kind] = max(0.0, spent - _spent(unit, partition, floats)) / fed
-        elif how not in ("fed", "mixed"):
+        given = any(e in times.placement for t in unit.outputs for e in partition.reading.get(t, ()))
+        before = _spent(unit, partition, floats)
+        if how == "fed" or (how == "float" and given and spent > UNEQUAL * before):
+            more.setdefault(unit.kind, []).append(spent - before)
+        elif how != "mixed":
             fresh.setdefault((unit.kind, how, behind(unit, partition, times.placement)), []).append(spent)
     samples.units |= fresh
+    samples.disturbed |= {kind: max(0.0, float(np.median(found))) for kind, found in more.items()}
     for key, found in fresh.items():
         samples.medians.setdefault(key, []).append(float(np.median(found)))
     samples.per_consumer |= any(n > 1 for n in times.copies.values())
@@ -216,6 +256,19 @@ def _take(samples: _Samples, partition: Partition, times: Times, floats: Times) 
                 each = spent / times.copies[tensor] if op == "dequantize" else spent
                 getattr(samples, op)[tensor] = each
                 samples.sizes.append((_bytes(partition.model, tensor), each))
+    for tensor, op in _absorbed(partition, times, states):
+        getattr(samples, op)[tensor] = 0.0
+
+
+def _absorbed(partition: Partition, times: Times, states: Sequence[State]) -> Iterator[tuple[str, Conversion]]:
+    """Conversions between a float and a quantized unit that no layer ran by itself: a kernel did them on the way."""
+    for tensor, edges in partition.edges.items():
+        read = {states[partition.owner[e.node]] for e in edges if e.node and e in times.placement}
+        made = states[partition.producer[tensor]] if tensor in partition.producer else "float"
+        if made in ("float", "fed", "handing") and read & {"quantized", "handing"} and tensor not in times.quantize:
+            yield tensor, "quantize"
+        if made == "quantized" and read & {"float", "fed"} and tensor not in times.dequantize:
+            yield tensor, "dequantize"
 
 
 def _spent(unit: Unit, partition: Partition, times: Times) -> float:
@@ -261,21 +314,22 @@ def _priced(partition: Partition, samples: _Samples) -> Costs:
         if known is not None:
             seen.add(unit.number)
         entering = partition.storable(unit)
-        alone = price(unit, "quantized", "float")
-        e1 = 0.0 if alone is None else max(0.0, alone - c1) / max(1, len(entering))
+        apart = [(price(unit, how, "float"), price(unit, how, "quantized", "both")) for how in RUNNING]
+        more = max((a - b for a, b in apart if a is not None and b is not None), default=0.0)
+        e1 = max(0.0, more) / max(1, len(entering))
         handed = price(unit, "handing", "quantized", "both", "float")
         leaving = sum(t in partition.edges for t in unit.outputs)
         o = 0.0 if handed is None else max(0.0, handed - c1) / max(1, leaving)
-        e0 = samples.extra.get(unit.kind, 0.0)
+        g = samples.disturbed.get(unit.kind, 0.0)
         if handed is not None and not unit.weights and entering:  # the same build as a float unit behind DQs
-            e0 = max(e0, (handed - c0 - sum(dequantize[t] for t in entering)) / len(entering))
-        rows.append((c0, c1, e0, e1, o))
-    c0s, c1s, e0s, e1s, os = zip(*rows, strict=True)
+            g = max(g, handed - c0 - sum(dequantize[t] for t in entering))
+        rows.append((c0, c1, g, e1, o))
+    c0s, c1s, gs, e1s, os = zip(*rows, strict=True)
     quantize = {t: conversion(t, samples.quantize) for t in partition.edges}
     doubt: dict[str, float] = {}
     for (kind, _, _), medians in samples.medians.items():
         doubt[kind] = doubt.get(kind, 0.0) + max(medians) - min(medians)
-    return Costs(partition, c0s, c1s, e0s, e1s, os, quantize, dequantize, samples.per_consumer, frozenset(seen), doubt)
+    return Costs(partition, c0s, c1s, gs, e1s, os, quantize, dequantize, samples.per_consumer, frozenset(seen), doubt)
 
 
 def _line(sizes: Iterable[tuple[float, float]]) -> tuple[float, float]:

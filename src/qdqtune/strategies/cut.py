@@ -2,25 +2,34 @@
 read its layers, and cut again.
 
 Let x_u say that unit u runs quantized, s_t that its output t is stored in 8 bits, r_t that 8-bit values of t exist,
-a_t that all its consumers run quantized. The predicted time is
+a_t that all its consumers run quantized, w_u that u reads or writes a tensor of which 8-bit values exist. The predicted
+time is
 
     sum_u  c0_u (1 - x_u) + c1_u x_u
-  + sum_u  e0_u s_t (1 - x_u)       for each t that u reads: a float unit behind a quantized one
-         + e1_u x_u (1 - s_t)       and a quantized unit behind a float one
+  + sum_u  g_u w_u (1 - x_u)        a float unit among pairs
+         + e_u x_u (1 - s_t)        for each t that u reads: a quantized unit behind a float one
          + o_u x_u (1 - s_t)        for each t that u writes: it hands a float over
   + sum_t  q_t r_t (1 - s_t)        a Q runs behind a float
          + d_t s_t (1 - a_t)        a DQ runs in front of float consumers; or
          + sum_v d_t s_t (1 - x_v)  one in front of each, where the engine does so
-    with  s_t <= x_u,  x_v <= r_t,  a_t <= x_v
+    with  s_t <= x_u,  x_v <= r_t,  a_t <= x_v,  s_t <= w_v,  r_t <= w_u
 
 and each term charges one yes against one no, so that a minimum cut is the exact optimum over all placements.
+
+Where accuracy is limited, a price lambda on noise comes on top:
+
+  + lambda sum_v n_v y_v            value v is rounded, which brings noise n_v to the outputs
+    with  r_t <= y_v,  s_t <= y_v  for each tensor t that holds v,  x_u <= y_v  for each weight v of u
+
+The lowest price at which the optimum keeps within the noise that the limits allow is found by bisection. How much the
+sum may be is learned from the builds (`strategies.noise`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain, islice
 
 import numpy as np
@@ -29,6 +38,7 @@ from qdqtune.graph import Model
 from qdqtune.strategies import best_of
 from qdqtune.strategies.costs import Costs, Priced, Times, attribute, group_cost, inner_pairs, is_stored, learn, state
 from qdqtune.strategies.mincut import Problem, solve
+from qdqtune.strategies.noise import Noise
 from qdqtune.strategies.units import Partition, Unit, fusion_groups, inner_edges, kind_of, partition, split
 from qdqtune.timing import Plan, judge
 from qdqtune.types import Edge, Layer, Placement, Proposal, Trial
@@ -37,6 +47,8 @@ Group = tuple[str, ...]
 
 POLISH = 3
 """Kinds of units that one build of the polish decides otherwise; its layers price each of them by itself."""
+
+BISECTIONS = 20
 
 CLOSE = 0.02
 """A decision is worth a build of its own if the other way is predicted to cost at most this share of the best, or twice
@@ -54,24 +66,25 @@ class Decision:
 
 @dataclass(frozen=True)
 class CutSearch:
-    """See the module. `float_layers` is the report of the float build; `seeds` are placements to price besides."""
+    """See the module. `float_layers` is the report of the float build; `seeds` are placements to price besides, and
+    `spares` those to price when the prices lead no further."""
 
     model: Model
     possible: frozenset[Edge]
     float_layers: Sequence[Layer]
     seeds: Mapping[str, Placement] = field(default_factory=dict)
     plan: Plan = field(default_factory=Plan)
-    seed: int = 0
+    noise: Noise | None = None
+    spares: Mapping[str, Placement] = field(default_factory=dict)
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """See `Strategy`. The first batch prices every unit: as the engine fuses, apart, and as the seeds have it."""
         tried = {t.placement for t in history} | {Placement()}
-        first = {p.placement: p for p in self._first() if p.placement not in tried}
+        first = {p.placement: p for p in self._first if p.placement not in tried}
         if first:
             return tuple(first.values())
-        costs = self.costs(history)
-        rest = chain(self._cut(costs), self._polish(costs, history))
-        return tuple(islice((p for p in rest if p.placement not in tried), 1))
+        rest = (p for p in self._later(self.costs(history), history) if p.placement not in tried)
+        return tuple(islice(rest, 1))
 
     @cached_property
     def float_ms(self) -> float:
@@ -83,27 +96,42 @@ class CutSearch:
         """Node names that the float build runs as one kernel, more than one together."""
         return fusion_groups(self.model, self.float_layers)
 
-    def _first(self) -> Iterator[Proposal]:
+    @cached_property
+    def _first(self) -> tuple[Proposal, ...]:
         """Everything quantized, as coarse units and as single nodes; and the seeds."""
+        whole = {}
         for name, groups in (("fused units", self.groups), ("single nodes", [])):
             parts = partition(self.model, self.possible, groups)
-            yield Proposal(name, _placement(parts, everything(parts)))
-        for name, placement in self.seeds.items():
-            yield Proposal(name, placement)
+            whole[name] = _placement(parts, everything(parts))
+        return tuple(_named(whole | dict(self.seeds)))
 
-    def _cut(self, costs: Costs) -> Iterator[Proposal]:
-        """The optimum of what is known. If it was built already, the prices are at a fixed point."""
-        decision = cut(costs)
-        yield Proposal("cut", _placement(costs.partition, decision), predicted=decision.predicted_ms / self.float_ms)
+    def _later(self, costs: Costs, history: Sequence[Trial]) -> Iterator[Proposal]:
+        """The optimum of what is known (if it was built already, the prices are at a fixed point), what is near to the
+        best placement, and the spares."""
+        allowed = np.inf if self.noise is None else self.noise.allowed(history)
 
-    def _polish(self, costs: Costs, history: Sequence[Trial]) -> Iterator[Proposal]:
+        @cache
+        def optimum(level: float) -> Decision:
+            return cut(costs) if self.noise is None else cut_within(costs, self.noise, level)
+
+        for level in (np.inf,) if self.noise is None else self.noise.levels(history):
+            predicted = optimum(level).predicted_ms / self.float_ms
+            yield Proposal("cut", _placement(costs.partition, optimum(level)), predicted=predicted, wants_layers=True)
+        failed = {t.placement for t in history if judge(t, self.plan) is None}
+        stuck = _placement(costs.partition, optimum(allowed)) in failed
+        for proposal in chain(self._polish(costs, history, stuck=stuck), _named(self.spares)):
+            if self.noise is None or self.noise.predicted(proposal.placement) <= allowed:
+                yield proposal
+
+    def _polish(self, costs: Costs, history: Sequence[Trial], *, stuck: bool) -> Iterator[Proposal]:
         """The best placement with its closest decisions made otherwise: a few kinds of units together, so that the
-        build prices each of them anew, and then each kind alone. Prices that builds disagree about come first."""
+        build prices each of them anew, and then each kind alone. Prices that builds disagree about come first.
+
+        `stuck`: no prices lead further, since what they led to fails; then every kind is tried, the nearest first.
+        """
         best = best_of(history)
         ratio = next(b.ratio for b in self.builds(history) if b.placement == best)
         base = decision_of(costs, best)
-        failed = {t.placement for t in history if judge(t, self.plan) is None}
-        stuck = _placement(costs.partition, cut(costs)) in failed  # no prices lead further: try the nearest ones
         close = CLOSE * ratio * self.float_ms
         ranked: list[tuple[float, str]] = []
         for kind, loss in margins(costs, base).items():
@@ -115,7 +143,7 @@ class CutSearch:
         for group in (*groups, *([kind] for kind in kinds)):
             other = flip(costs, base, group)
             predicted = ratio + (other.predicted_ms - base.predicted_ms) / self.float_ms
-            yield Proposal("polish", _placement(costs.partition, other), predicted=predicted)
+            yield Proposal("polish", _placement(costs.partition, other), predicted=predicted, wants_layers=True)
 
     def builds(self, history: Sequence[Trial]) -> list[Priced]:
         """The float build and every candidate with a report and a ratio, in order."""
@@ -130,8 +158,13 @@ class CutSearch:
         return found
 
     def costs(self, history: Sequence[Trial]) -> Costs:
-        """Prices of the units that the builds so far suggest."""
-        times = [attribute(self.model, build, self.float_ms) for build in self.builds(history)]
+        """Prices of the units that the builds so far suggest. Where builds disagree, a later one counts; of the first
+        ones, which no prices led to, a faster one."""
+        floats, *others = self.builds(history)
+        first = {t.placement for t in history if t.proposal.predicted is None}
+        guesses = sorted((b for b in others if b.placement in first), key=lambda build: -build.ratio)
+        ordered = (floats, *guesses, *(b for b in others if b.placement not in first))
+        times = [attribute(self.model, build, self.float_ms) for build in ordered]
         parts = partition(self.model, self.possible, list(self._units(times)))
         return learn(parts, times)
 
@@ -155,36 +188,72 @@ class CutSearch:
         return kind_of(self.model, tuple(self.model.index_of[name] for name in group))
 
 
+def _named(placements: Mapping[str, Placement]) -> Iterator[Proposal]:
+    return (Proposal(name, placement, wants_layers=True) for name, placement in placements.items())
+
+
 def everything(parts: Partition) -> Decision:
     """All units that can have a pair run quantized, and all their outputs are stored so."""
     able = frozenset(u.number for u in parts.units if u.inputs)
     return Decision(able, frozenset(t for t in parts.edges if parts.producer.get(t) in able), 0.0)
 
 
-def cut(costs: Costs) -> Decision:
-    """The optimum of the prices."""
-    problem, runs, stored = problem_of(costs)
+def cut_within(costs: Costs, noise: Noise, allowed: float) -> Decision:
+    """The optimum of the prices at the lowest price on noise that keeps its sum within what is allowed."""
+
+    def at(price: float) -> tuple[Decision, bool]:
+        decision = cut(costs, noise, price)
+        return decision, noise.predicted(_placement(costs.partition, decision)) <= allowed
+
+    found, fits = at(0.0)
+    if fits:
+        return found
+    total = sum(costs.as_float)
+    low, high = 0.0, total / allowed  # where all the noise that is allowed costs as much as the whole float model
+    found, fits = at(high)
+    while not fits:
+        low, high = high, high * 8
+        found, fits = at(high)
+    for _ in range(BISECTIONS):
+        middle = np.sqrt(low * high) if low else high / 8
+        decision, fits = at(middle)
+        found, low, high = (decision, low, middle) if fits else (found, middle, high)
+    return found
+
+
+def cut(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> Decision:
+    """The optimum of the prices, that of noise in ms included; what it predicts is time alone."""
+    problem, runs, stored = problem_of(costs, noise, price)
     answers = solve(problem)
     quantized = frozenset(u for u, number in enumerate(runs) if answers[number])
     kept = frozenset(t for t, number in stored.items() if answers[number])
     return Decision(quantized, kept, costs.total(quantized, kept))
 
 
-def problem_of(costs: Costs) -> tuple[Problem, list[int], dict[str, int]]:
-    """`Costs.total` as a minimum cut; the numbers of the decisions to run a unit quantized, and to store a tensor."""
+def problem_of(
+    costs: Costs, noise: Noise | None = None, price: float = 0.0
+) -> tuple[Problem, list[int], dict[str, int]]:
+    """`Costs.total`, and a price on noise, as a minimum cut; the numbers of the decisions to run a unit quantized, and
+    to store a tensor."""
     parts, problem = costs.partition, Problem()
     runs = [problem.decision(costs.as_float[u.number], costs.as_quantized[u.number] if u.inputs else np.inf)
             for u in parts.units]  # fmt: skip
+    disturbed = [problem.decision() for _ in parts.units]
+    for amid, run, more in zip(disturbed, runs, costs.disturbed, strict=True):
+        problem.charge(amid, run, more)
     stored = {tensor: problem.decision() for tensor in parts.edges}
+    rounding = [(run, e.tensor) for run, u in zip(runs, parts.units, strict=True) for e in u.weights]
     for tensor, kept in stored.items():
         producer, users = parts.producer.get(tensor), parts.users(tensor)
         exists = problem.decision()
+        rounding += [(kept, tensor), (exists, tensor)]
         problem.charge(exists, kept, costs.quantize[tensor])
         if producer is None:
             problem.if_yes[kept] = np.inf  # a graph input comes as a float
         else:
             problem.charge(kept, runs[producer], np.inf)
             problem.charge(runs[producer], kept, costs.handing[producer])
+            problem.charge(exists, disturbed[producer], np.inf)
         if not costs.per_consumer:
             absorbed = problem.decision(if_yes=np.inf if None in users else 0.0)
             problem.charge(kept, absorbed, costs.dequantize[tensor])
@@ -198,9 +267,25 @@ def problem_of(costs: Costs) -> tuple[Problem, list[int], dict[str, int]]:
             else:
                 problem.charge(absorbed, runs[user], np.inf)
             if producer is not None:
-                problem.charge(kept, runs[user], costs.fed[user])
+                problem.charge(kept, disturbed[user], np.inf)
                 problem.charge(runs[user], kept, costs.behind_float[user])
+    if noise is not None and price > 0:
+        _charge_noise(problem, rounding, noise, price, sum(costs.as_float))
     return problem, runs, stored
+
+
+def _charge_noise(
+    problem: Problem, rounding: Sequence[tuple[int, str]], noise: Noise, price: float, most: float
+) -> None:
+    """Charge each value once if any of the decisions that round one of its tensors is yes; `most` forbids as well as
+    any higher price, and keeps the others exact."""
+    rounded: dict[str, int] = {}
+    for decision, tensor in rounding:
+        value = noise.value(tensor)
+        if alone := noise.alone.get(value):
+            if value not in rounded:
+                rounded[value] = problem.decision(if_yes=min(price * alone, most))
+            problem.charge(decision, rounded[value], np.inf)
 
 
 def decision_of(costs: Costs, placement: Placement) -> Decision:
@@ -246,8 +331,9 @@ def margin(costs: Costs, decision: Decision, unit: Unit) -> float:
     parts = costs.partition
     quantized, stored = other(parts, decision.quantized, decision.stored, [unit.number])
     leaving = [t for t in unit.outputs if t in parts.edges]
-    readers = {user for t in leaving for user in parts.users(t) if user is not None}
-    units = [parts.units[n] for n in {unit.number} | readers]
+    near = {user for t in leaving for user in parts.users(t) if user is not None}
+    near |= {parts.producer[t] for t in parts.storable(unit)}
+    units = [parts.units[n] for n in {unit.number} | near]
     tensors = {*leaving, *(e.tensor for e in unit.inputs)}
     return sum(
         sign * (sum(costs.of_unit(u, q, s) for u in units) + sum(costs.of_tensor(t, q, s) for t in tensors))

@@ -50,14 +50,7 @@ class GroupedSearch:
     @cached_property
     def units(self) -> Partition:
         """Compute operators with what engines usually fuse into them, and all other nodes by themselves."""
-        inside = sorted(e for e in self.possible - rules.everything(self.model, self.possible).edges if e.node)
-        group_of: dict[str, list[str]] = {}
-        for edge in sorted(inside, key=lambda e: self.model.index_of[e.node]):
-            maker = self.model.nodes[self.model.producers[edge.tensor]].name
-            group = group_of.setdefault(maker, [maker])
-            group.append(edge.node)
-            group_of[edge.node] = group
-        return partition(self.model, self.possible, group_of.values())
+        return partition(self.model, self.possible, usual_groups(self.model, self.possible))
 
     def _groups(self) -> Iterator[Sequence[Unit]]:
         """Kinds of units by falling work and the halves of the graph, then the halves of all these, and so on."""
@@ -89,6 +82,18 @@ class GroupedSearch:
             return f"flip {first}"
         alike = len({unit.kind for unit in group}) == 1
         return f"flip {first} and {len(group) - 1} like it" if alike else f"flip {first} to {last}"
+
+
+def usual_groups(model: Model, possible: frozenset[Edge]) -> list[list[str]]:
+    """Names of nodes that engines usually run together, in groups of more than one: `rules.everything` knows where."""
+    inside = [e for e in possible - rules.everything(model, possible).edges if e.node]
+    group_of: dict[str, list[str]] = {}
+    for edge in sorted(inside, key=lambda e: (model.index_of[e.node], e)):
+        maker = model.nodes[model.producers[edge.tensor]].name
+        group = group_of.setdefault(maker, [maker])
+        group.append(edge.node)
+        group_of[edge.node] = group
+    return list({id(group): group for group in group_of.values()}.values())
 
 
 def _halves(groups: Sequence[Sequence[Unit]]) -> list[Sequence[Unit]]:

@@ -7,9 +7,9 @@ Phase 3 flips a few insertion points of a pattern at random. What wins alone is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 
 import numpy as np
 
@@ -17,8 +17,13 @@ from qdqtune import rules
 from qdqtune.graph import Model, Node
 from qdqtune.patterns import Pattern
 from qdqtune.strategies import best_of
+from qdqtune.strategies.noise import DOUBT, Noise
 from qdqtune.timing import Plan, judge
 from qdqtune.types import Edge, Placement, Point, Proposal, Scheme, Trial
+
+QUIETER = "within the limits"
+TRIES = 6
+"""How often placements are proposed that only the limits on accuracy ask for: noise is foretold better with each."""
 
 BATCH = 4
 """Proposals at a time. All of a batch meet the same opponent, so a batch can be measured in any order."""
@@ -50,7 +55,8 @@ class Config:
 class RegionSearch:
     """See the module. `seeds` are whole-model placements by name, in the order in which they are tried.
 
-    `cached` holds schemes of earlier runs by pattern digest, fastest first.
+    `cached` holds schemes of earlier runs by pattern digest, fastest first. Where accuracy is limited, `noise` is what
+    is known about it, and `within` gives a placement for a sum of noise.
     """
 
     model: Model
@@ -61,6 +67,8 @@ class RegionSearch:
     config: Config = Config()
     plan: Plan = field(default_factory=Plan)
     seed: int = 0
+    noise: Noise | None = None
+    within: Callable[[float], Placement] = lambda _: Placement()
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """See `Strategy`."""
@@ -70,6 +78,16 @@ class RegionSearch:
             spent[trial.proposal.pattern] = spent.get(trial.proposal.pattern, 0) + 1
         fresh = self._fresh(self._ideas(history), tried, spent)
         return tuple(islice(fresh, BATCH))
+
+    def variations(
+        self, pattern: Pattern, best: Placement, parents: Sequence[Placement], number: int
+    ) -> Iterator[Proposal]:
+        """Ideas for one pattern, for callers that measure by themselves: as the seeds have it on top of `best`, then
+        flips of the `parents`. `number` is that of the next trial; nothing but the ideas themselves is known as tried.
+        """
+        alone = replace(self, patterns=(pattern,))
+        flipped = (idea for parent in parents for idea in alone._mutations(parent, number))
+        return self._fresh(chain(alone._alternatives(best, list(self.seeds.items())), flipped), set(), {})
 
     def _fresh(self, ideas: Iterator[Proposal], tried: set[str], spent: dict[str, int]) -> Iterator[Proposal]:
         """Ideas that were not measured yet, each placement once, within the schemes that a pattern may have."""
@@ -92,9 +110,22 @@ class RegionSearch:
         if waiting:
             return  # patterns vary the best suggestion: wait until it is known
         best = best_of(history)
-        yield from self._together(history, best)
-        yield from self._alternatives(best, self._ranked(suggestions, history))
-        yield from self._mutations(best, len(history))
+        ranked = self._ranked(suggestions, history)
+        ideas = chain(
+            self._together(history, best), self._alternatives(best, ranked), self._mutations(best, len(history))
+        )
+        if self.noise is None:
+            yield from ideas
+            return
+        allowed = self.noise.allowed(history)
+        yield from self._quieter(history, self.noise)
+        yield from (idea for idea in ideas if self.noise.predicted(idea.placement) <= DOUBT * allowed)
+
+    def _quieter(self, history: Sequence[Trial], noise: Noise) -> Iterator[Proposal]:
+        """What is presumed to be the fastest within the limit; again when builds have shown more about noise."""
+        if sum(t.proposal.origin == QUIETER for t in history) < TRIES:
+            for level in noise.levels(history):
+                yield Proposal(QUIETER, self.within(level))
 
     def _recalled(self) -> Placement:
         """The fastest cached scheme of every pattern that has one."""
@@ -118,6 +149,8 @@ class RegionSearch:
         for trial in reversed(history[-2 * BATCH :]):
             found = judge(trial, self.plan)
             if trial.proposal.pattern and not trial.accepted and found is not None and found.verdict == "faster":
+                if trial.holds is False:
+                    continue
                 added, removed = trial.placement - trial.against, trial.against - trial.placement
                 yield Proposal("merged winners", (best | added) - removed)
 

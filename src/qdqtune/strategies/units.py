@@ -11,13 +11,17 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from qdqtune.graph import GRAPH, Model
+from qdqtune.rules import COMPUTE
 from qdqtune.types import Edge, Layer, Placement
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Nodes by index. `inputs` are the edges that enter, `weights` the constants, `inner` those between its nodes,
-    `outputs` the tensors that leave."""
+    """Nodes by index. `inputs` are the edges that enter, `weights` those of constants, `inner` those between its nodes,
+    `outputs` the tensors that leave.
+
+    Constants of elementwise operators that are fused behind a product count as inner: that arithmetic is in float.
+    """
 
     number: int
     nodes: tuple[int, ...]
@@ -144,8 +148,10 @@ def _unit(model: Model, by_node: Mapping[str, Sequence[Edge]], number: int, node
     inside = set(nodes)
     edges = [e for n in nodes for e in by_node.get(model.nodes[n].name, ())]
     entering = tuple(e for e in edges if e.tensor not in made and e.tensor not in model.constants)
-    weights = tuple(e for e in edges if e.tensor in model.constants)
-    inner = tuple(e for e in edges if e.tensor in made)
+    constants = [e for e in edges if e.tensor in model.constants]
+    of_products = [e for e in constants if model.nodes[model.index_of[e.node]].op in COMPUTE]
+    weights = tuple(of_products or constants)
+    inner = tuple(e for e in edges if e.tensor in made or (e.tensor in model.constants and e not in weights))
     leaving = tuple(t for n in nodes for t in model.nodes[n].outputs
                     if t and any(u.node == GRAPH or u.node not in inside for u in model.uses(t)))  # fmt: skip
     return Unit(number, nodes, entering, weights, inner, leaving, kind_of(model, nodes))

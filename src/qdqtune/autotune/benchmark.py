@@ -1,0 +1,153 @@
+"""The one benchmark that all functions share, because scripts expect it so: `init_benchmark_instance` makes it."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil, inf
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from qdqtune.autotune.regions import AutotunerError
+from qdqtune.data import open_samples
+from qdqtune.doctor import NEEDS, engine_state
+from qdqtune.engines import EngineSpec, QuantType
+from qdqtune.loading import load
+from qdqtune.pairing import rounds_of
+from qdqtune.runner import Handle, Runner
+from qdqtune.settings import EFFORTS
+from qdqtune.timing import Plan, compare, ratio
+from qdqtune.types import Failure, NumericFormat
+
+log = logging.getLogger("qdqtune.autotune")
+
+
+def default_engine() -> tuple[str, str]:
+    """The engine where none is named, and why: TensorRT where it can be used, else ONNX Runtime."""
+    if not all(importlib.util.find_spec(package) for package in NEEDS["tensorrt"][0]):
+        return "onnxruntime", f"TensorRT is not installed: {NEEDS['tensorrt'][1]}"
+    with tempfile.TemporaryDirectory(prefix="qdqtune-") as folder:
+        state = engine_state("tensorrt", Path(folder))
+    if state.status == "usable":
+        return "tensorrt", f"TensorRT {state.version} on {state.device}"
+    return "onnxruntime", f"TensorRT cannot be used here: {state.reason}"
+
+
+def rounds_for(timing_runs: int) -> int:
+    """Rounds in which each model runs at least `timing_runs` times: a round has two slots for each."""
+    return max(12, ceil(timing_runs / 2))
+
+
+class Benchmark:
+    """An engine, and the first model that it has timed, with which all later ones are compared in interleaved rounds.
+
+    So what two calls give can be compared, though minutes lie between them.
+    """
+
+    def __init__(self, spec: EngineSpec, warmup_runs: int = 5, timing_runs: int = 20) -> None:
+        rounds, usual = rounds_for(timing_runs), EFFORTS["default"].looks
+        self.spec = spec
+        self.plan = Plan((rounds,), warmup=warmup_runs)
+        self.search_plan = replace(self.plan, looks=(*(n for n in usual if n < rounds), rounds))
+        """The same rounds for a search, which may decide earlier."""
+        self._folder = tempfile.TemporaryDirectory(prefix="qdqtune-")
+        self._runner = Runner(spec, time_limit_s=600, log_dir=Path(self._folder.name))
+        self._inputs: list[bytes] = []
+        self._first: Handle | None = None
+        self._first_ms = 0.0
+        self._number = 0
+
+    def numeric_format(self, quant_type: QuantType) -> NumericFormat:
+        """How the engine wants its numbers."""
+        return self._runner.numeric_format(quant_type)
+
+    def run(self, model: str | Path | bytes, log_file: str | Path | None = None) -> float | Failure:
+        """Milliseconds per inference on one random sample."""
+        self._number += 1
+        folder, name = Path(self._folder.name), f"build_{self._number}"
+        path = folder / f"model_{self._number}.onnx" if isinstance(model, bytes) else Path(model)
+        if isinstance(model, bytes):
+            path.write_bytes(model)
+        found = self._timed(path, name)
+        if log_file is not None and (folder / f"{name}.log").exists():
+            shutil.copyfile(folder / f"{name}.log", log_file)
+        return found
+
+    def _timed(self, path: Path, name: str) -> float | Failure:
+        inputs = [v.SerializeToString() for v in onnx.load(path, load_external_data=False).graph.input]
+        first = self._first if inputs == self._inputs else None
+        if first is None:
+            self._runner.feed(open_samples(None, load(path), limit=1).first(1)[0])
+        handle = self._runner.load(path, name, fresh=True)
+        if isinstance(handle, Failure):
+            return handle
+        rounds = rounds_of(self._runner, first or handle, handle, self.plan, seed=0)
+        found = compare(rounds, self.plan, decided=lambda _: False)
+        if first is None and not isinstance(found, Failure):
+            self._first, self._inputs, self._first_ms = handle, inputs, float(np.median(found.a)) * 1e3
+            return self._first_ms
+        self._runner.unload(handle)
+        return found if isinstance(found, Failure) else ratio(found, self.plan).median * self._first_ms
+
+
+_instance: Benchmark | None = None
+
+
+def init_benchmark_instance(
+    use_trtexec: bool = False,
+    plugin_libraries: Sequence[str] | None = None,
+    timing_cache_file: str | None = None,
+    warmup_runs: int = 5,
+    timing_runs: int = 20,
+    trtexec_args: str | Sequence[str] | None = None,
+    engine: str | EngineSpec | None = None,
+) -> Benchmark:
+    """Make the benchmark that `benchmark_onnx_model` and the workflow use. `engine` names another than the default.
+
+    The timing cache, plug-in libraries and trtexec's arguments go to engines that know them.
+    """
+    global _instance
+    if not isinstance(engine, EngineSpec):
+        name = engine or ("trtexec" if use_trtexec else default_engine()[0])
+        arguments = trtexec_args if isinstance(trtexec_args, str) else " ".join(trtexec_args or ())
+        given = {"timing_cache": timing_cache_file, "plugin_libraries": list(plugin_libraries or ())}
+        known = given if name in ("tensorrt", "trtexec") else {}
+        known |= {"trtexec_args": arguments} if name == "trtexec" else {}
+        engine = EngineSpec(name, {key: value for key, value in known.items() if value})
+    _instance = Benchmark(engine, warmup_runs, timing_runs)
+    return _instance
+
+
+def instance() -> Benchmark:
+    """The benchmark.
+
+    Raises:
+        AutotunerError: there is none yet.
+    """
+    if _instance is None:
+        raise AutotunerError("Benchmark instance not initialized: call init_benchmark_instance() first")
+    return _instance
+
+
+def instance_or_default() -> Benchmark:
+    """The benchmark, made with defaults where there is none: for what needs to know the engine but times nothing."""
+    return _instance or init_benchmark_instance()
+
+
+def benchmark_onnx_model(model: str | Path | bytes, log_file: str | Path | None = None) -> float:
+    """Milliseconds per inference; infinite, with a warning that tells why, for a model that the engine refuses.
+
+    Raises:
+        AutotunerError: `init_benchmark_instance` comes first.
+    """
+    result = instance().run(model, log_file)
+    if isinstance(result, Failure):
+        log.warning("the model cannot be timed: %s", result.reason)
+        return inf
+    return result

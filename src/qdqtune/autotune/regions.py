@@ -1,0 +1,122 @@
+"""Regions as scripts make and read them, and their patterns, which the core finds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from qdqtune import patterns, types
+from qdqtune.errors import InputError
+from qdqtune.graph import Model
+from qdqtune.patterns import Pattern
+from qdqtune.regions import Regions
+from qdqtune.structure import Listing, Structure
+
+RegionType = types.RegionKind
+
+
+class AutotunerError(InputError):
+    """The interface was used in a way that has no answer."""
+
+
+class InvalidSchemeError(AutotunerError):
+    """There is no such region, scheme or insertion point."""
+
+
+class Region:
+    """A part of the graph: indices of nodes in `QDQAutotuner.graph.nodes`, and child regions."""
+
+    def __init__(self, region_id: int = 0, level: int = 0, region_type: RegionType = RegionType.LEAF) -> None:
+        self.id, self.level, self.type = region_id, level, region_type
+        self.parent: Region | None = None
+        self.children: list[Region] = []
+        self.nodes: set[int] = set()
+        self.inputs: list[str] = []
+        self.outputs: list[str] = []
+
+    @classmethod
+    def of(cls, found: types.Region) -> Self:
+        """A region that was found, and all under it."""
+        made = cls(found.id, found.level, found.kind)
+        made.nodes, made.inputs, made.outputs = set(found.nodes), list(found.inputs), list(found.outputs)
+        for child in found.children:
+            made.add_child(cls.of(child))
+        return made
+
+    def __repr__(self) -> str:
+        return f"Region(id={self.id}, level={self.level}, type={self.type.value}, nodes={len(self.nodes)})"
+
+    def add_child(self, child: Region) -> None:
+        """Put a region under this one."""
+        child.parent = self
+        self.children.append(child)
+
+    def remove_child(self, child: Region) -> None:
+        """Take a child out."""
+        child.parent = None
+        self.children.remove(child)
+
+    def get_children(self) -> list[Region]:
+        """The child regions, in a list of its own."""
+        return list(self.children)
+
+    def get_nodes(self) -> list[int]:
+        """The nodes directly in this region, in graph order."""
+        return sorted(self.nodes)
+
+    def get_region_nodes_and_descendants(self) -> set[int]:
+        """The nodes of this region and of all under it."""
+        return {n for region in self.walk() for n in region.nodes}
+
+    def walk(self) -> Iterator[Region]:
+        """This region and everything under it, parents first."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """The patterns of some regions, and what each region is to the core. Where no pair can stand there is no pattern.
+
+    Raises (when made):
+        AutotunerError: a region has no nodes, or nodes that the model lacks.
+    """
+
+    patterns: tuple[Pattern, ...]
+    cores: Mapping[Region, types.Region]
+
+    @staticmethod
+    def of(model: Model, regions: Iterable[Region]) -> Grouping:
+        """Group regions of any origin as the search groups its own."""
+        structure, listings, cores = Structure(model), dict[types.Region, Listing](), dict[Region, types.Region]()
+        regions = list(regions)
+        below = {r for region in regions for child in region.children for r in child.walk()}
+        tops = tuple(_core(r, structure, listings, cores) for r in regions if r not in below)
+        root = types.Region(-1, -1, RegionType.ROOT, (), tops)
+        return Grouping(patterns.group(model, Regions(root, "topology", listings)), cores)
+
+    def pattern_of(self, region: Region) -> Pattern | None:
+        """The pattern of one of the regions."""
+        return next((p for p in self.patterns if self.cores[region] in p.edges), None)
+
+
+def _core(
+    region: Region, structure: Structure, listings: dict[types.Region, Listing], cores: dict[Region, types.Region]
+) -> types.Region:
+    model, nodes = structure.model, region.get_nodes()
+    if not (nodes or region.children) or any(not 0 <= n < len(model.nodes) for n in nodes):
+        raise AutotunerError(f"{region} needs nodes between 0 and {len(model.nodes) - 1}")
+    below = region.get_children()
+    if below and nodes:  # nodes beside child regions are a leaf of their own
+        rest = Region(-1, region.level + 1)
+        rest.nodes, nodes = region.nodes, []
+        below.append(rest)
+    children = tuple(_core(child, structure, listings, cores) for child in below)
+    listing = structure.listing([c.all_nodes() for c in children] or [nodes])
+    outputs = tuple(model.nodes[listing.nodes[n]].outputs[k] for n, k in listing.exits)
+    kind = RegionType.COMPOSITE if children else RegionType.LEAF
+    made = types.Region(region.id, region.level, kind, tuple(nodes), children, listing.borders, outputs)
+    listings[made], cores[region] = listing, made
+    return made

@@ -1,0 +1,67 @@
+"""Progress of a subgraph run as a file to read, for people and scripts. A run goes on from its state file instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from qdqtune import placements
+from qdqtune.errors import OutputError
+from qdqtune.observer import Observer, State
+from qdqtune.profiling import Kind
+from qdqtune.strategies.isolated import Profile
+from qdqtune.strategies.units import Partition
+from qdqtune.types import Trial
+
+NAME = "autotune_cache.json"
+
+
+class CacheFile:
+    """Follows a run, writes the file anew after each answer, in one step, and passes on what it hears.
+
+    Every method raises OutputError if the file cannot be written.
+    """
+
+    def __init__(self, folder: Path, parts: Partition, kinds: Sequence[Kind], observer: Observer) -> None:
+        self._path = folder / NAME
+        self._observer = observer
+        self._left = len(kinds)
+        names = {u.number: [parts.model.nodes[n].name for n in u.nodes] for kind in kinds for u in kind.units}
+        self._groups: dict[int, dict[str, Any]] = {
+            k.number: {"groups": [names[u.number] for u in k.units]} for k in kinds
+        }
+        self._validation: list[dict[str, Any]] = []
+
+    def stage(self, text: str) -> None:
+        """See `Observer`."""
+        self._observer.stage(text)
+
+    def timed(self, kind: Kind, profile: Profile) -> None:
+        """A kind of group was timed alone (or found in the state of an earlier run)."""
+        self._groups[kind.number] |= {
+            "float_ms": profile.float_ms,
+            "schemes_ms": {option.scheme: option.ms for option in profile.options},
+            "failures": dict(profile.failures),
+        }
+        self._left -= 1
+        self._write()
+
+    def trial(self, trial: Trial, verdict: str, state: State) -> None:
+        """See `Observer`."""
+        self._validation.append({
+            "number": trial.number, "origin": trial.proposal.origin, "edges": len(trial.placement),
+            "verdict": verdict, "best_ratio": state.best_ratio,
+        })  # fmt: skip
+        self._write()
+        self._observer.trial(trial, verdict, state)
+
+    def _write(self) -> None:
+        phase = "timing groups alone" if self._left else "validating on the whole model"
+        fresh = self._path.with_name(f"{NAME}.new")
+        content = {"phase": phase, "profiling": list(self._groups.values()), "validation": self._validation}
+        placements.write_json(fresh, content)
+        try:
+            fresh.replace(self._path)
+        except OSError as error:
+            raise OutputError(f"cannot write {self._path}: {error.strerror or error}") from error

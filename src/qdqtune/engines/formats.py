@@ -1,0 +1,92 @@
+"""How each engine wants its numbers. No engine's library is needed to know it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from qdqtune.engines import MODULES, QuantType, cpu
+from qdqtune.errors import BadOption
+from qdqtune.types import NumericFormat, QType
+
+# Observed with ONNX Runtime 1.31: between a DQ and a Q of one scale it runs exactly these on 8-bit values (Resize when
+# it is nearest). Pad, SpaceToDepth and GatherND stay in float whatever their scales are; Concat and the average pools
+# have kernels that take a scale for each side.
+ONNXRUNTIME_SHARED = frozenset({
+    "DepthToSpace", "Expand", "Flatten", "Gather", "GatherElements", "Identity", "MaxPool", "ReduceMax", "ReduceMin",
+    "Reshape", "Resize", "Slice", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze",
+})  # fmt: skip
+
+TENSORRT_SHARED = frozenset({
+    "Concat", "DepthToSpace", "Expand", "Flatten", "Gather", "Identity", "MaxPool", "Reshape", "Slice", "SpaceToDepth",
+    "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze",
+})  # fmt: skip
+"""What TensorRT moves a Q or a DQ across: with one scale on both sides, the pairs around it become one."""
+
+
+def numeric_format(engine: str, quant_type: QuantType) -> NumericFormat:
+    """The numbers of an engine with its default options, on a processor such as this one.
+
+    Raises:
+        BadOption: no engine has that name, or it has no kernels for that type.
+    """
+    if engine not in FORMATS:
+        raise BadOption(f"unknown engine {engine!r}; there are {', '.join(sorted(MODULES))}")
+    return FORMATS[engine](quant_type)
+
+
+def onnxruntime(quant_type: QuantType) -> NumericFormat:
+    """ONNX Runtime on the CPU: uint8 activations.
+
+    On x86 int8 activations are several times slower. On ARM the convolution kernels serve both, but Concat has a kernel
+    for uint8 only, and zero points let a pair stand for a Relu: so uint8 there as well.
+
+    Raises:
+        BadOption: for FP8.
+    """
+    if quant_type == "fp8":
+        raise BadOption("ONNX Runtime has no FP8 kernels: use --quant-type int8, or another engine")
+    return NumericFormat(
+        QType.UINT8, QType.INT8, symmetric=False, reduced_weights=cpu.products_saturate(),
+        bias="int32", drop_clamps=True, shared_scale_ops=ONNXRUNTIME_SHARED,
+    )  # fmt: skip
+
+
+def openvino(quant_type: QuantType) -> NumericFormat:
+    """OpenVINO on the CPU: symmetric on both sides, int8, or uint8 for tensors without negative values.
+
+    Observed with OpenVINO 2026.4 on x86 without VNNI, one thread, against float. The product of two activations has
+    an integer kernel for symmetric numbers only, and each zero point elsewhere is work of its own: as
+    quantize_static places pairs, efficientnet_b0 takes 1.08 with int8 and 1.43 with uint8, deit_small 1.20 and
+    1.31. With VNNI, whose products take uint8 on the left, int8 behind a Relu costs: 0.47 against 0.40 on
+    mobilenet_v2, and 1.6 dB. Sums of two
+    products saturate (weights of 127: off by half and more; of 63: exact). A clamp between a convolution and a
+    pair is fused with both, so dropping it gains nothing, nor does an int32 bias. Between two pairs every operator
+    runs the same kernels whether the scales are equal or not.
+
+    Raises:
+        BadOption: for FP8.
+    """
+    if quant_type == "fp8":
+        raise BadOption("OpenVINO has no FP8 kernels for the CPU: use --quant-type int8, or another engine")
+    return NumericFormat(QType.INT8, QType.INT8, symmetric=True, unsigned=True, reduced_weights=cpu.products_saturate())
+
+
+def tensorrt(quant_type: QuantType) -> NumericFormat:
+    """TensorRT: symmetric int8 with per-channel weights, or FP8 E4M3 per tensor; biases stay in float."""
+    if quant_type == "int8":
+        return NumericFormat(QType.INT8, QType.INT8, symmetric=True, shared_scale_ops=TENSORRT_SHARED)
+    return NumericFormat(QType.FP8, QType.FP8, symmetric=True, per_channel=False, shared_scale_ops=TENSORRT_SHARED)
+
+
+def fake(quant_type: QuantType) -> NumericFormat:
+    """The fake engine: like TensorRT, without anything that passes scales on."""
+    if quant_type == "fp8":
+        return NumericFormat(QType.FP8, QType.FP8, symmetric=True, per_channel=False)
+    return NumericFormat(QType.INT8, QType.INT8, symmetric=True)
+
+
+FORMATS: Mapping[str, Callable[[QuantType], NumericFormat]] = MappingProxyType({
+    "fake": fake, "onnxruntime": onnxruntime, "openvino": openvino,
+    "tensorrt": tensorrt, "tensorrt-rtx": tensorrt, "trtexec": tensorrt,
+})  # fmt: skip

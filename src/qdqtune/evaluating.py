@@ -1,0 +1,91 @@
+"""The user's own metric: a function that asks a model for outputs and says how good they are.
+
+`--evaluate module:callable` or `path/to/file.py:callable` is called as `callable(predict) -> float`; higher is better.
+`predict` takes one set of inputs, {input name: array}, and returns {output name: array}, computed on the engine that is
+tuned for. The function is called for the float model and for each candidate that is about to be taken, and should give
+the same number for the same model:
+
+    def accuracy(predict):
+        hits = [predict({"image": x[None]})["logits"].argmax() == label for x, label in test_set()]
+        return sum(hits) / len(hits)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+
+import numpy as np
+
+from qdqtune.data import Array, imported
+from qdqtune.engines import one_line
+from qdqtune.errors import BadOption, EngineFailure
+from qdqtune.runner import Handle, Runner
+from qdqtune.types import Failure
+
+Predict = Callable[[Mapping[str, Array]], Mapping[str, Array]]
+"""Outputs by name for one set of inputs by name."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A metric: where it came from, 16 hex digits of its source text, and the function itself."""
+
+    source: str
+    digest: str
+    function: Callable[[Predict], float]
+
+
+def load_evaluation(source: str) -> Evaluation:
+    """The metric of `module:callable` or `path/to/file.py:callable`.
+
+    Raises:
+        BadOption: it cannot be imported, or is not callable.
+    """
+    function = imported(source, "--evaluate")
+    try:
+        code = inspect.getsource(sys.modules.get(function.__module__, function))
+    except (OSError, TypeError, AttributeError):
+        code = ""
+    return Evaluation(source, hashlib.sha256((source + code).encode()).hexdigest()[:16], function)
+
+
+def evaluate(evaluation: Evaluation, runner: Runner, handle: Handle) -> float | Failure:
+    """The metric of a model that the runner holds; a failure if the engine cannot run it, or the metric is not finite.
+
+    What the function prints goes to standard error.
+
+    Raises:
+        BadOption: the function itself fails, or returns something that is no number.
+    """
+    failures: list[Failure] = []
+
+    def predict(inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        result = runner.outputs(handle, [{name: np.asarray(array) for name, array in inputs.items()}])
+        if isinstance(result, Failure):
+            failures.append(result)
+            raise EngineFailure(result.reason)
+        return result[0]
+
+    try:
+        with redirect_stdout(sys.stderr):
+            value = evaluation.function(predict)
+    except Exception as error:  # the function is the user's, and may do anything
+        if failures:
+            return failures[0]
+        raise BadOption(f"--evaluate {evaluation.source} failed: {type(error).__name__}: {one_line(error)}") from error
+    if failures:  # it caught the error and went on: its number is worth nothing
+        return failures[0]
+    return _number(evaluation.source, value)
+
+
+def _number(source: str, value: object) -> float | Failure:
+    array = np.asarray(value)
+    if array.size != 1 or array.dtype.kind not in "biuf":
+        raise BadOption(f"--evaluate {source} returned {type(value).__name__}, not a number")
+    number = float(array.reshape(()))
+    return number if np.isfinite(number) else Failure("output", f"the metric of {source} is {number}")

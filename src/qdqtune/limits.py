@@ -1,0 +1,92 @@
+"""The limits that a user sets on accuracy, and whether a candidate holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from qdqtune.timing import Plan, Verdict, judge
+from qdqtune.types import Failure, Placement, Trial
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The least output SQNR in dB, and how far the user's metric may fall below `before`, that of the float model.
+
+    What is None sets no limit.
+    """
+
+    min_sqnr: float | None = None
+    max_drop: float | None = None
+    before: float | None = None
+
+    @property
+    def are_set(self) -> bool:
+        """Whether there is a limit at all."""
+        return self.min_sqnr is not None or self.max_drop is not None
+
+    @property
+    def max_noise(self) -> float | None:
+        """The most noise power relative to the signal that the SQNR allows: 10^(-dB/10)."""
+        return None if self.min_sqnr is None else float(10 ** (-self.min_sqnr / 10))
+
+    def is_exact_enough(self, sqnr_db: float | None) -> bool:
+        """Whether an output SQNR holds its limit; None stands for equal outputs."""
+        return self.min_sqnr is None or sqnr_db is None or sqnr_db >= self.min_sqnr
+
+    def is_good_enough(self, metric: float) -> bool:
+        """Whether the user's metric holds its limit."""
+        return self.max_drop is None or self.before is None or self.before - metric <= self.max_drop
+
+    def judged(
+        self, trial: Trial, rivals: Sequence[Trial], plan: Plan, metric: Callable[[Placement], float | Failure]
+    ) -> Trial:
+        """The trial with what it holds.
+
+        The user's metric takes time, so it is asked for only where the trial would be taken: if it won, faster than
+        any of the rivals that were measured against the same placement.
+        """
+        if not self.is_exact_enough(trial.sqnr_db):
+            return replace(trial, holds=False)
+        if self.max_drop is None:
+            return trial
+        found = judge(trial, plan)
+        best = min((f.median for r in rivals if wins(r, plan) and (f := judge(r, plan)) is not None), default=None)
+        if found is None or found.verdict != "faster" or (best is not None and best <= found.median):
+            return replace(trial, holds=None)
+        value = metric(trial.placement)
+        if isinstance(value, Failure):
+            return replace(trial, holds=False)
+        return replace(trial, metric=value, holds=self.is_good_enough(value))
+
+    def outcome(self, history: Sequence[Trial], plan: Plan, after: float | Failure | None) -> dict[str, float | None]:
+        """The limits and what became of them, for the summary; `after` is the metric of the model that ships."""
+        unmet = not any(t.accepted for t in history) and is_unmet(history, plan)
+        return {
+            "min_sqnr_db": self.min_sqnr,
+            "max_drop": self.max_drop,
+            "metric_before": self.before,
+            "metric_after": None if isinstance(after, Failure) else after,
+            "constraint_met": not unmet if self.are_set else None,
+        }
+
+
+def wins(trial: Trial, plan: Plan) -> bool:
+    """Whether a judged trial may be taken: it is faster than the best so far, and holds the limits."""
+    found = judge(trial, plan)
+    return found is not None and found.verdict == "faster" and trial.holds is True
+
+
+def verdict(trial: Trial, plan: Plan) -> Verdict | Literal["failed", "inaccurate"]:
+    """What came of a judged trial, in one word."""
+    found = judge(trial, plan)
+    if found is None:
+        return "failed"
+    return "inaccurate" if trial.holds is False else found.verdict
+
+
+def is_unmet(history: Sequence[Trial], plan: Plan) -> bool:
+    """Whether candidates were faster, but none of them holds the limits."""
+    faster = [t for t in history if (found := judge(t, plan)) is not None and found.verdict == "faster"]
+    return bool(faster) and not any(t.holds for t in faster)

@@ -1,0 +1,151 @@
+"""Where an engine wants its pairs: the rules of `quantize`, one by one.
+
+Each rule is a small function with a reason and a source. Those that keep operators in float go first; then the others
+add pairs where they still may, until none adds any more. A pair that would stand on an activation without its weight,
+or on a weight without its activation, goes in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from qdqtune.engines import QuantType
+from qdqtune.graph import Model
+from qdqtune.placement_rules import carrying_pairs as pairs
+from qdqtune.placement_rules import keeping_float as floats
+from qdqtune.placement_rules.scene import Scene
+from qdqtune.rules import consistent
+from qdqtune.types import Edge, Placement
+
+TENSORRT = frozenset({"tensorrt", "tensorrt-rtx", "trtexec", "fake"})
+FUSING = TENSORRT | {"openvino"}
+"""Engines that draw pointwise operators into the kernel in front of them."""
+ONNXRUNTIME = frozenset({"onnxruntime"})
+EVERY = FUSING | ONNXRUNTIME
+BOTH: frozenset[QuantType] = frozenset({"int8", "fp8"})
+INT8: frozenset[QuantType] = frozenset({"int8"})
+FP8: frozenset[QuantType] = frozenset({"fp8"})
+
+GUIDE = "TensorRT developer guide, working with quantized types: Q/DQ placement"
+OPTIMIZER = "NVIDIA Model Optimizer, what its ONNX quantizer leaves out"
+MEASURED = "measured with ONNX Runtime 1.31, see benchmarks/quantize.py"
+LAYERNORM = "github.com/NVIDIA/Model-Optimizer/pull/1117"
+LIBRARY = "TensorRT developer guide, multi-head attention fusion"
+
+
+@dataclass(frozen=True)
+class KeepFloat:
+    """A rule that names edges which may carry no pair."""
+
+    name: str
+    reason: str
+    source: str
+    engines: frozenset[str]
+    quant_types: frozenset[QuantType]
+    find: Callable[[Scene], Iterable[Edge]]
+
+
+@dataclass(frozen=True)
+class CarryPair:
+    """A rule that names edges to carry a pair, given those that do already."""
+
+    name: str
+    reason: str
+    source: str
+    engines: frozenset[str]
+    quant_types: frozenset[QuantType]
+    find: Callable[[Scene, frozenset[Edge]], Iterable[Edge]]
+
+
+PlacementRule = KeepFloat | CarryPair
+
+RULES: tuple[PlacementRule, ...] = (
+    KeepFloat("graph-outputs", "what leaves the graph is not rounded to 256 values", GUIDE, FUSING, BOTH,
+              floats.graph_outputs),
+    KeepFloat("float-outputs", "what leaves the graph is not rounded, unless an integer convolution writes it",
+              MEASURED, ONNXRUNTIME, INT8, floats.float_outputs),
+    KeepFloat("swish", "the gate and the product of SiLU and HardSwish join the convolution in front of them",
+              OPTIMIZER, FUSING, BOTH, floats.swish),
+    KeepFloat("inside-fusions", "a pair inside Conv, bias, BatchNormalization and activation breaks their fusion",
+              GUIDE, FUSING, BOTH, floats.inside_fusions),
+    KeepFloat("constant-operands", "elementwise operators with a constant are fused in float; 8 bits bring conversions",
+              OPTIMIZER, FUSING, BOTH, floats.constant_operands),
+    KeepFloat("float-functions", "normalizations, Softmax and the Erf of a GELU have float kernels only", GUIDE,
+              FUSING, BOTH, floats.float_functions),
+    KeepFloat("matrix-vector", "a product with M or N = 1 is bound by memory and uses no tensor cores", OPTIMIZER,
+              TENSORRT, BOTH, floats.matrix_vector),
+    KeepFloat("tiny-products", "K or N below 16 do not fill a tile of the 8-bit kernels", OPTIMIZER, TENSORRT, BOTH,
+              floats.tiny_products),
+    KeepFloat("tiny-convolutions", "few channels do not fill a tile of the 8-bit kernels", OPTIMIZER, TENSORRT, BOTH,
+              floats.tiny_convolutions),
+    KeepFloat("long-attention", "beyond 512 positions fused attention in float is faster than two int8 products",
+              OPTIMIZER, TENSORRT, INT8, floats.long_attention),
+    KeepFloat("unaligned-attention", "fused FP8 attention needs a head size that is a multiple of 16", LIBRARY,
+              TENSORRT, FP8, floats.unaligned_attention),
+    CarryPair("compute-inputs", "activation and weight together: with one of them the operator runs in float", GUIDE,
+              EVERY, BOTH, pairs.compute_inputs),
+    CarryPair("residual-skip", "with its skip input in 8 bits an Add joins the operator in front of it", GUIDE,
+              FUSING, BOTH, pairs.residual_skip),
+    CarryPair("conv-layernorm", "the convolution then writes 8 bits itself and gets a faster kernel", LAYERNORM,
+              TENSORRT, INT8, pairs.convolution_to_layernorm),
+    CarryPair("concat", "with one scale on its inputs and its output a Concat moves 8-bit values, or vanishes", GUIDE,
+              FUSING, BOTH, pairs.concat),
+    CarryPair("max-pool", "the largest of 8-bit values is one of them: the scale passes through", GUIDE, FUSING, INT8,
+              pairs.max_pool),
+    CarryPair("resize", "a resized image keeps its range: the scale passes through", GUIDE, FUSING, INT8, pairs.resize),
+    CarryPair("average-pool", "fuses between a DQ and a Q; beside a float neighbour it brings a conversion", GUIDE,
+              EVERY, INT8, pairs.average_pool),
+    CarryPair("compute-results", "an integer convolution, or MatMul with a bias, is made of DQ, operator and Q",
+              MEASURED, ONNXRUNTIME, INT8, pairs.compute_results),
+    CarryPair("integer-operators", "between quantized neighbours integer kernels save the conversions", MEASURED,
+              ONNXRUNTIME, INT8, pairs.integer_operators),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A placement, and how many edges each rule kept in float or gave a pair, in the order of the rules."""
+
+    placement: Placement
+    counts: tuple[tuple[str, int], ...]
+
+
+def rules_of(engine: str | None = None, quant_type: QuantType | None = None) -> tuple[PlacementRule, ...]:
+    """The rules of an engine and a type; of all where None."""
+    return tuple(r for r in RULES if (engine is None or engine in r.engines)
+                 and (quant_type is None or quant_type in r.quant_types))  # fmt: skip
+
+
+def place(model: Model, possible: frozenset[Edge], engine: str, quant_type: QuantType) -> Placed:
+    """The placement by the rules of an engine. Sizes count where `model` has them."""
+    chosen = rules_of(engine, quant_type)
+    counts = dict.fromkeys((rule.name for rule in chosen), 0)
+    scene = Scene(model, possible, quant_type)
+    for rule in chosen:
+        if isinstance(rule, KeepFloat):
+            kept = scene.possible.intersection(rule.find(scene))
+            counts[rule.name] = len(kept)
+            scene = Scene(model, scene.possible - kept, quant_type)
+    placed: frozenset[Edge] = frozenset()
+    grows = True
+    while grows:
+        grows = False
+        for rule in chosen:
+            if isinstance(rule, CarryPair):
+                added = scene.possible.intersection(rule.find(scene, placed)) - placed
+                counts[rule.name] += len(added)
+                placed, grows = placed | added, grows or bool(added)
+    return Placed(consistent(model, Placement(placed)), tuple(counts.items()))
+
+
+def effect(rule: PlacementRule) -> str:
+    """What a rule does, in words."""
+    return "keeps in float" if isinstance(rule, KeepFloat) else "places pairs"
+
+
+def as_json(rule: PlacementRule) -> dict[str, Any]:
+    """A rule for machines."""
+    return {"name": rule.name, "effect": effect(rule), "reason": rule.reason, "engines": sorted(rule.engines),
+            "quant_types": sorted(rule.quant_types), "source": rule.source}  # fmt: skip

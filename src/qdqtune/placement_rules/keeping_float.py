@@ -1,0 +1,174 @@
+"""Rules that keep operators in float: each names edges that may carry no pair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+from qdqtune.graph import Node
+from qdqtune.placement_rules.scene import Scene, nodes_into
+from qdqtune.types import Edge
+
+NORMALIZATIONS = frozenset({"BatchNormalization", "GroupNormalization", "InstanceNormalization", "LayerNormalization",
+                            "LpNormalization", "MeanVarianceNormalization", "RMSNormalization",
+                            "SimplifiedLayerNormalization"})  # fmt: skip
+FLOAT_FUNCTIONS = frozenset({"Softmax", "LogSoftmax", "Erf", "Gelu"})
+
+CHANNELS = 16
+"""Fewest channels, and least K and N of a matrix product, that fill a tile of the 8-bit kernels."""
+LARGEST_FP8_FILTER = 32
+LONGEST_INT8_ATTENTION = 512
+LARGEST_FP8_HEAD = 256
+
+
+def graph_outputs(scene: Scene) -> Iterator[Edge]:
+    """Edges to graph outputs."""
+    return (e for e in scene.possible if e.is_graph_output)
+
+
+def float_outputs(scene: Scene) -> Iterator[Edge]:
+    """Edges to graph outputs, but those of what a convolution makes."""
+    own = {result(scene, n) for n in scene.computes() if n.op in ("Conv", "ConvTranspose")}
+    return (e for e in graph_outputs(scene) if e.tensor not in own)
+
+
+def result(scene: Scene, node: Node) -> str:
+    """What a compute operator makes once the clamps behind it are drawn in."""
+    tensor = node.outputs[0]
+    while len(uses := scene.uses(tensor)) == 1:
+        user = scene.user(uses[0])
+        if user is None or user.op not in ("Relu", "Clip") or user.domain:
+            break
+        tensor = user.outputs[0]
+    return tensor
+
+
+def constant_operands(scene: Scene) -> Iterator[Edge]:
+    """Add, Sub, Mul and Div with a constant operand."""
+    for node in scene.model.nodes:
+        if node.op in ("Add", "Sub", "Mul", "Div") and any(t in scene.model.constants for t in node.inputs):
+            yield from scene.into(node)
+
+
+def inside_fusions(scene: Scene) -> Iterator[Edge]:
+    """Edges between the operators of one fusion: bias, BatchNormalization, activation, pointwise."""
+    return (e for e in scene.possible if scene.is_inside(e))
+
+
+def swish(scene: Scene) -> Iterator[Edge]:
+    """The inside of SiLU and HardSwish: x to its gate, x to the product, the gate to the product."""
+    for node in scene.model.nodes:
+        if node.op != "Mul" or len(node.inputs) != 2:
+            continue
+        for x, gate in (node.inputs, node.inputs[::-1]):
+            if (first := _gate_of(scene, x, gate)) is not None:
+                yield from scene.into(node)
+                yield from (e for e in scene.into(first) if e.tensor == x)
+
+
+def _gate_of(scene: Scene, x: str, gate: str) -> Node | None:
+    """The node that reads x in a gate: Sigmoid(x), HardSigmoid(x), or Clip(x + 3) with a constant factor."""
+    node = scene.maker(gate)
+    while node is not None and node.op in ("Clip", "Div", "Mul") and len(scene.data(node)) == 1:
+        node = scene.maker(scene.data(node)[0].tensor)
+    read = [e.tensor for e in scene.data(node)] if node is not None else []
+    return node if node is not None and read == [x] and node.op in ("Sigmoid", "HardSigmoid", "Add") else None
+
+
+def float_functions(scene: Scene) -> Iterator[Edge]:
+    """Normalizations (but those of `follows_convolution`), Softmax, and the Erf of a GELU."""
+    for node in scene.model.nodes:
+        if node.op in NORMALIZATIONS and scene.fusions.get(node.index) is None:
+            kept = 0 if follows_convolution(scene, node) is not None else None
+            yield from (e for e in scene.into(node) if e.index != kept)
+        elif node.op in FLOAT_FUNCTIONS:
+            yield from scene.into(node)
+
+
+def follows_convolution(scene: Scene, node: Node) -> Node | None:
+    """The compute operator that a LayerNormalization of a convolutional network takes its data from, if there is one.
+
+    Its data input, followed through copies, comes out of the fusion of a convolution. Or it comes out of a residual Add
+    whose branch ends in a matrix product, and goes through copies into a convolution.
+    """
+    if node.op != "LayerNormalization" or node.domain:
+        return None
+    source = scene.source(node.inputs[0])
+    root = None if source is None else scene.fusions.get(source.index)
+    if source is None or root is None:
+        return None
+    made_by = scene.model.nodes[root]
+    if made_by.op in ("Conv", "ConvTranspose"):
+        return made_by
+    users = [scene.user(e) for e in scene.readers(node.outputs[0])]
+    is_residual = source.op == "Add" and scene.skip(source) is not None
+    return made_by if is_residual and any(u is not None and u.op == "Conv" for u in users) else None
+
+
+def matrix_vector(scene: Scene) -> Iterator[Edge]:
+    """Matrix products with M or N = 1; with a weight, where no batch makes M larger."""
+    for node in scene.computes():
+        shape = scene.sizes(node.outputs[0])
+        if node.op in ("Conv", "ConvTranspose") or not shape:
+            continue
+        is_weighted = any(t in scene.model.constants for t in node.inputs[:2])
+        rows = prod(d or 0 for d in shape[:-1]) if is_weighted else (shape[-2] if len(shape) > 1 else 1)
+        if rows == 1 or shape[-1] == 1:
+            yield from scene.into(node)
+
+
+def tiny_products(scene: Scene) -> Iterator[Edge]:
+    """Matrix products with K or N below 16."""
+    for node in scene.computes():
+        second, shape = scene.sizes(node.inputs[1]), scene.sizes(node.outputs[0])
+        if node.op in ("Conv", "ConvTranspose") or len(second) < 2 or not shape:
+            continue
+        inner = second[-1] if node.op == "Gemm" and node.attributes.get("transB", 0) else second[-2]
+        if any(0 < (size or 0) < CHANNELS for size in (inner, shape[-1])):
+            yield from scene.into(node)
+
+
+def tiny_convolutions(scene: Scene) -> Iterator[Edge]:
+    """Convolutions with few channels.
+
+    INT8: with fewer than 16, neither count a multiple of 8, or both small behind the first layer; grouped ones with a
+    filter narrower than 3. FP8: with up to 16, or a filter of more than 32 values.
+    """
+    for node in scene.computes():
+        weight = scene.sizes(node.inputs[1])
+        if node.op != "Conv" or len(weight) < 3 or None in weight:
+            continue
+        outputs, inputs, *kernel = (d or 0 for d in weight)
+        if scene.quant_type == "fp8":
+            is_tiny = min(outputs, inputs) <= CHANNELS or prod(kernel) > LARGEST_FP8_FILTER
+        elif min(outputs, inputs) >= CHANNELS:
+            is_tiny = False
+        elif node.attributes.get("group", 1) > 1:
+            is_tiny = outputs % 8 != 0 or min(kernel) < 3
+        else:
+            is_first = node.inputs[0] in scene.model.inputs
+            is_tiny = bool(outputs % 8 and inputs % 8) or not (is_first or max(outputs, inputs) >= CHANNELS)
+        if is_tiny:
+            yield from scene.into(node)
+
+
+def long_attention(scene: Scene) -> Iterator[Edge]:
+    """INT8: both products of an attention over more than 512 positions, or of which one must stay in float."""
+    for attention in scene.attentions:
+        is_long = attention.sequence is not None and attention.sequence > LONGEST_INT8_ATTENTION
+        if is_long or not _whole(scene, attention.products):
+            yield from nodes_into(scene, attention.products)
+
+
+def unaligned_attention(scene: Scene) -> Iterator[Edge]:
+    """FP8: both products of an attention whose head size is unknown, no multiple of 16 or above 256."""
+    for attention in scene.attentions:
+        size = attention.head_size or 0
+        fits = 0 < size <= LARGEST_FP8_HEAD and size % 16 == 0
+        if not fits or not _whole(scene, attention.products):
+            yield from nodes_into(scene, attention.products)
+
+
+def _whole(scene: Scene, products: tuple[int, int]) -> bool:
+    """Whether both products may carry pairs on both inputs."""
+    return all(e in scene.possible for e in nodes_into(scene, products))

@@ -1,0 +1,196 @@
+"""What the placement rules see, and what they ask of a graph: fusions, copies, attention, sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from qdqtune.engines import QuantType
+from qdqtune.graph import GRAPH, Model, Node
+from qdqtune.rules import COMPUTE, compute_edges, is_float, takes_data
+from qdqtune.types import Edge
+
+COPIES = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+"""Operators that hand every value on, in another order, shape or type."""
+
+POINTWISE = frozenset({"Abs", "Add", "BatchNormalization", "Clip", "Div", "Dropout", "Elu", "Erf", "Exp", "Gelu",
+                       "HardSigmoid", "HardSwish", "LeakyRelu", "Max", "Min", "Mish", "Mul", "Neg", "PRelu", "Pow",
+                       "Reciprocal", "Relu", "Selu", "Sigmoid", "Softplus", "Sqrt", "Sub", "Tanh"})  # fmt: skip
+"""Operators that engines draw into the kernel in front of them."""
+
+DEPTH = 10
+"""Most copies between two operators that count as neighbours."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Two matrix products around a Softmax. Sizes are None where the model leaves them open."""
+
+    scores: int
+    softmax: int
+    context: int
+    sequence: int | None
+    head_size: int | None
+
+    @property
+    def products(self) -> tuple[int, int]:
+        """Q times K transposed, and the probabilities times V."""
+        return self.scores, self.context
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A model, and where pairs may stand in it."""
+
+    model: Model
+    possible: frozenset[Edge]
+    quant_type: QuantType = "int8"
+
+    def computes(self) -> Iterator[Node]:
+        """The operators whose arithmetic runs in 8 bits, in graph order."""
+        return (n for n in self.model.nodes if n.op in COMPUTE and not n.domain)
+
+    def into(self, node: Node) -> Iterator[Edge]:
+        """Edges to all inputs of a node."""
+        return (Edge(t, node.name, i) for i, t in enumerate(node.inputs) if t)
+
+    def data(self, node: Node) -> list[Edge]:
+        """Edges to the float inputs of a node that are neither settings nor constants."""
+        return [
+            e for e in self.into(node)
+            if takes_data(node, e.index) and e.tensor not in self.model.constants and is_float(self.model, e.tensor)
+        ]  # fmt: skip
+
+    def uses(self, tensor: str) -> list[Edge]:
+        """Every edge out of a tensor, graph outputs included."""
+        return [Edge(tensor, "" if u.node == GRAPH else self.model.nodes[u.node].name, u.slot)
+                for u in self.model.uses(tensor)]  # fmt: skip
+
+    def user(self, edge: Edge) -> Node | None:
+        """The node that an edge leads to; None for a graph output."""
+        return self.model.nodes[self.model.index_of[edge.node]] if edge.node else None
+
+    def maker(self, tensor: str) -> Node | None:
+        """The node that makes a tensor; None for graph inputs and constants."""
+        index = self.model.producers.get(tensor)
+        return None if index is None else self.model.nodes[index]
+
+    def source(self, tensor: str) -> Node | None:
+        """The node behind the copies that a tensor comes through, along their data input only."""
+        for _ in range(DEPTH + 1):
+            node = self.maker(tensor)
+            if node is None or node.op not in COPIES:
+                return node
+            tensor = node.inputs[0]
+        return None
+
+    def readers(self, tensor: str, copies: frozenset[str] = COPIES) -> Iterator[Edge]:
+        """The edges that take a tensor's values in the end: those behind `copies` instead of those into them.
+
+        What asks for the shape alone does not count.
+        """
+        pending = [(e, 0) for e in self.uses(tensor)]
+        while pending:
+            edge, depth = pending.pop()
+            node = self.user(edge)
+            if node is not None and node.op in copies and edge.index == 0 and depth < DEPTH:
+                pending += [(e, depth + 1) for o in node.outputs if o for e in self.uses(o)]
+            elif node is None or node.op not in ("Shape", "Size"):
+                yield edge
+
+    def sizes(self, tensor: str) -> tuple[int | None, ...]:
+        """The shape of a tensor; empty if nothing is known of it."""
+        info = self.model.tensors.get(tensor)
+        return (info.shape or ()) if info is not None else ()
+
+    @cached_property
+    def fusions(self) -> Mapping[int, int]:
+        """Node to the compute operator whose fusion it joins (compute operators themselves included).
+
+        A copy or a pointwise operator joins if all its data come out of one fusion. An Add of two branches joins the
+        later one, if nothing else reads that branch: the other input is the skip.
+        """
+        roots: dict[int, int] = {}
+        for node in self.model.nodes:
+            if node.domain:
+                continue
+            if node.op in COMPUTE:
+                roots[node.index] = node.index
+            elif node.op in COPIES or node.op in POINTWISE:
+                root = self._root(roots, node)
+                if root is not None:
+                    roots[node.index] = root
+        return roots
+
+    def _root(self, roots: Mapping[int, int], node: Node) -> int | None:
+        data = self.data(node)
+        found = [roots.get(self.model.producers.get(e.tensor, GRAPH)) for e in data]
+        if data and None not in found and len(set(found)) == 1:
+            return found[0]
+        return found[branch] if node.op == "Add" and (branch := _branch(self, data, found)) is not None else None
+
+    def skip(self, add: Node) -> Edge | None:
+        """The skip input of a residual Add: the one that does not come fresh out of a compute operator.
+
+        Where both do, it is the one whose compute operator runs first. None if the Add is no residual one.
+        """
+        data = self.data(add)
+        found = [self.fusions.get(self.model.producers.get(e.tensor, GRAPH)) for e in data]
+        branch = _branch(self, data, found)
+        return None if branch is None else data[1 - branch]
+
+    def is_inside(self, edge: Edge) -> bool:
+        """Whether an edge lies within a fusion: its tensor never leaves the kernel."""
+        root = self.fusions.get(self.model.producers.get(edge.tensor, GRAPH))
+        users = [self.user(e) for e in self.readers(edge.tensor, copies=frozenset())]
+        return root is not None and all(u is not None and self.fusions.get(u.index) == root for u in users)
+
+    def runs_low(self, node: Node, placed: frozenset[Edge]) -> bool:
+        """Whether a compute operator has pairs on activation and weight."""
+        return bool(compute_edges(self.model, node, placed))
+
+    @cached_property
+    def attentions(self) -> tuple[Attention, ...]:
+        """Every Softmax between two products of activations: MatMul, scale and mask, Softmax, MatMul."""
+        found = []
+        for node in self.model.nodes:
+            if node.op != "Softmax" or node.domain:
+                continue
+            scores = self._scores(node.inputs[0])
+            users = {u.index: u for e in self.readers(node.outputs[0]) if (u := self.user(e)) is not None}
+            context = next((u for u in users.values() if u.op == "MatMul"), None)
+            if scores is not None and context is not None:
+                keys = self.sizes(scores.inputs[1])[-2:]
+                head, sequence = keys if len(keys) == 2 else (None, None)
+                found.append(Attention(scores.index, node.index, context.index, sequence, head))
+        return tuple(found)
+
+    def _scores(self, tensor: str) -> Node | None:
+        """The product of two activations that a Softmax normalizes, with scale, mask and copies between."""
+        pending, seen = [tensor], set[str]()
+        while pending:
+            tensor = pending.pop()
+            node = self.maker(tensor)
+            if node is None or tensor in seen:
+                continue
+            seen.add(tensor)
+            if node.op == "MatMul" and len(self.data(node)) == 2:
+                return node
+            if node.op in COPIES or node.op in ("Add", "Sub", "Mul", "Div", "Where", "Clip"):
+                pending += [e.tensor for e in self.data(node)]
+        return None
+
+
+def _branch(scene: Scene, data: list[Edge], roots: list[int | None]) -> int | None:
+    """Which of the two data inputs of an Add is the branch that the Add joins."""
+    if len(data) != 2 or data[0].tensor == data[1].tensor or roots[0] == roots[1]:
+        return None
+    fresh = [(root, i) for i, (edge, root) in enumerate(zip(data, roots, strict=True))
+             if root is not None and len(scene.uses(edge.tensor)) == 1]  # fmt: skip
+    return max(fresh)[1] if fresh else None
+
+
+def nodes_into(scene: Scene, indices: Iterable[int]) -> Iterator[Edge]:
+    """Edges into the nodes of these numbers."""
+    return (e for i in indices for e in scene.into(scene.model.nodes[i]))

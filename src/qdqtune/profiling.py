@@ -1,0 +1,274 @@
+"""Timing groups alone: each distinct group becomes a model of its own, and meets its own float form in paired rounds.
+
+Every answer of the engine goes to the store at once, so that a run that goes on asks nothing twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from onnx import helper
+
+from qdqtune import shapes
+from qdqtune.calibration import watch
+from qdqtune.data import Array
+from qdqtune.errors import BadOption, InputError, OutputError
+from qdqtune.extraction import Resolved, borders, extract, is_shape
+from qdqtune.graph import ConstantFile, Model
+from qdqtune.observer import Observer
+from qdqtune.pairing import rounds_of
+from qdqtune.qdq import Inserter
+from qdqtune.runner import Handle, Runner
+from qdqtune.settings import Settings
+from qdqtune.store import Record, Store, pack_layers, pack_result, unpack_layers, unpack_result
+from qdqtune.strategies.isolated import Answer, Profile, profile_of, schemes, signature
+from qdqtune.strategies.units import Partition, Unit
+from qdqtune.subject import Subject
+from qdqtune.timing import Plan, compare
+from qdqtune.types import Edge, Failure, Layer, Measurement, Placement
+
+FOLDER = "subgraphs"
+
+ROUNDS = Plan(looks=(5, 9), slot_seconds=0.001, warmup=1)
+"""Rounds of a part against its float form. They weigh groups; what is faster is decided on the whole model."""
+
+CLEAR = 0.1
+"""A ratio this far from 1 needs no second look."""
+
+PROFILED_RUNS = 6
+
+HOPE = 0.98
+"""A scheme whose layers take more than this share of the float ones is not timed any further."""
+
+AT_ONCE = 2**28
+"""Bytes of boundary tensors that are held at a time."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Groups that are equal. `number` counts kinds by falling time; `ms` is the float time of all its groups."""
+
+    number: int
+    units: tuple[Unit, ...]
+    ms: float
+
+    @property
+    def first(self) -> Unit:
+        """The group that is measured for all."""
+        return self.units[0]
+
+    @property
+    def each_ms(self) -> float:
+        """The float time of one group."""
+        return self.ms / len(self.units)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A kind's first group as a model of its own, and the schemes to try on it."""
+
+    kind: Kind
+    model: Model
+    path: Path
+    key: str
+    schemes: Mapping[str, Placement]
+
+
+class Profiler:
+    """Builds groups as models of their own and times their schemes, in an engine process of its own.
+
+    A context manager. The models stay in the folder `subgraphs`, with one file for all their weights.
+    """
+
+    def __init__(
+        self, settings: Settings, subject: Subject, parts: Partition, resolved: Resolved, store: Store, *, timed: bool
+    ) -> None:
+        self.builds = 0
+        """Builds so far, those of earlier runs included."""
+        self.engine_seconds = 0.0
+        self._subject, self._parts, self._resolved, self._store = subject, parts, resolved, store
+        self._timed, self._seed = timed, settings.seed
+        self._folder = settings.output_dir / FOLDER
+        try:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.mkdir(parents=True)
+        except OSError as error:
+            raise OutputError(f"cannot make folder {self._folder}: {error.strerror or error}") from error
+        self._constants = ConstantFile(self._folder / "constants.bin")
+        spec = shapes.with_spans(settings.engine, resolved.spans)
+        self._runner = Runner(spec, time_limit_s=settings.time_limit, log_dir=settings.output_dir / "logs" / FOLDER)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):  # on a full disk closing fails again
+            self._constants.__exit__()
+        self.engine_seconds = self._runner.engine_seconds
+        self._runner.close()
+
+    def all(
+        self, kinds: Sequence[Kind], observer: Observer, done: Callable[[Kind, Profile], None], deadline: float | None
+    ) -> dict[int, Profile]:
+        """The profile of each kind by number. A kind that cannot be built, or that comes too late, has no options.
+
+        `done` is told each profile at once. `deadline` is a time of `time.monotonic`.
+        """
+        found: dict[int, Profile] = {}
+
+        def known(kind: Kind, profile: Profile) -> None:
+            found[kind.number] = profile
+            done(kind, profile)
+
+        waiting: list[_Part] = []
+        baked = self._baked(kinds)
+        for kind in kinds:
+            part = self._extracted(kind, baked)
+            if isinstance(part, str):
+                known(kind, Profile(kind.each_ms, (), {"": part}))
+            elif self._is_known(part):
+                known(kind, self._recorded(part))
+            else:
+                waiting.append(part)
+        for batch in self._in_passes(waiting):
+            values = self._values(batch)
+            for part in batch:
+                if deadline is not None and time.monotonic() > deadline:
+                    known(part.kind, Profile(part.kind.each_ms, (), {"": "no time was left"}))
+                    continue
+                observer.stage(f"timing group {part.kind.number} of {len(kinds)} alone: {self._name(part.kind)}")
+                self._runner.feed({name: values[name] for name in part.model.inputs})
+                self._measure(part)
+                known(part.kind, self._recorded(part))
+        return found
+
+    def _name(self, kind: Kind) -> str:
+        nodes = [self._parts.model.nodes[n] for n in kind.first.nodes]
+        more = f", {len(kind.units)} times" if len(kind.units) > 1 else ""
+        return f"{'+'.join(n.op for n in nodes[:4])}{'...' if len(nodes) > 4 else ''} ({nodes[0].name}{more})"
+
+    def _baked(self, kinds: Sequence[Kind]) -> dict[str, Array]:
+        """The values of the shapes that groups read."""
+        model = self._subject.shaped
+        reads = dict.fromkeys(t for kind in kinds for t in borders(model, kind.first.nodes)[0])
+        computed = [t for t in reads if is_shape(model, t, self._resolved.sizes)]
+        return watch(model, computed, self._subject.feed) if computed else {}
+
+    def _extracted(self, kind: Kind, baked: Mapping[str, Array]) -> _Part | str:
+        """The part with the files of its schemes' names; or why there is none."""
+        parts, unit = self._parts, kind.first
+        try:
+            model = extract(self._subject.shaped, unit.nodes, self._resolved, baked)
+        except BadOption as error:
+            return str(error)
+        own = {e for e in parts.possible if e.node in model.index_of}
+        own |= {Edge(t, "", k) for k, t in enumerate(unit.outputs) if parts.edges.get(t)}
+        text = signature(parts, unit, self._resolved.sizes) + "\n" + "\n".join(model.index_of)
+        key = f"part:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        return _Part(kind, model, self._folder / f"group_{kind.number:03}.onnx", key, schemes(model, frozenset(own)))
+
+    def _is_known(self, part: _Part) -> bool:
+        base = self._store.get(part.key)
+        return base is not None and ("failure" in base or all(self._store.get(k) for k in self._keys(part).values()))
+
+    def _keys(self, part: _Part) -> dict[str, str]:
+        return {name: f"{part.key}:{placement.digest}" for name, placement in part.schemes.items()}
+
+    def _recorded(self, part: _Part) -> Profile:
+        """The profile that the store's records add up to; files for the parts, also for those timed earlier."""
+        base = self._store.get(part.key) or {}
+        self._constants.save(part.model, part.path)
+        self.builds += 1
+        if "failure" in base:
+            return Profile(part.kind.each_ms, (), {"": base["failure"]["reason"]})
+        answers = []
+        for name, key in self._keys(part).items():
+            if record := self._store.get(key):
+                result = unpack_result(record["result"]) if record["result"] else None
+                answers.append(Answer(name, part.schemes[name], result, unpack_layers(record["layers"])))
+                self.builds += 1
+        return profile_of(part.model, unpack_layers(base["layers"]), answers)
+
+    # ---- the engine
+
+    def _in_passes(self, waiting: Sequence[_Part]) -> Iterator[list[_Part]]:
+        """Parts divided so that the tensors that they read fit in memory together; a larger one goes alone."""
+        batch: list[_Part] = []
+        used = 0
+        for part in waiting:
+            needed = sum(self._bytes(tensor) for tensor in part.model.inputs)
+            if batch and used + needed > AT_ONCE:
+                yield batch
+                batch, used = [], 0
+            batch.append(part)
+            used += needed
+        if batch:
+            yield batch
+
+    def _bytes(self, tensor: str) -> int:
+        dtype = helper.tensor_dtype_to_np_dtype(self._parts.model.tensors[tensor].dtype)
+        return dtype.itemsize * int(np.prod(self._resolved.sizes.get(tensor, ())))
+
+    def _values(self, batch: Sequence[_Part]) -> dict[str, Array]:
+        """What the parts read when the model runs on its sample."""
+        wanted = list(dict.fromkeys(t for part in batch for t in part.model.inputs))
+        fed = {t: np.asarray(self._subject.feed[t]) for t in wanted if t in self._subject.feed}
+        made = [t for t in wanted if t not in fed]
+        return fed | (watch(self._subject.shaped, made, self._subject.feed) if made else {})
+
+    def _measure(self, part: _Part) -> None:
+        """Ask the engine for all that the store does not have yet."""
+        self._constants.save(part.model, part.path)
+        handle = self._load(part.path)
+        base = self._store.get(part.key)
+        if base is None:
+            layers = handle if isinstance(handle, Failure) else self._layers(handle)
+            record = pack_result(layers) if isinstance(layers, Failure) else {"layers": pack_layers(layers)}
+            base = self._store.put(part.key, record)
+        if isinstance(handle, Failure):
+            return
+        inserter = Inserter(part.model, self._subject.ranges, self._subject.numbers)
+        for name, key in self._keys(part).items() if "layers" in base else ():
+            if self._store.get(key) is None:
+                path = part.path.with_suffix(f".{re.sub(r'[^a-z0-9]+', '_', name)}.onnx")
+                self._constants.save(inserter.insert(part.schemes[name]), path)
+                self._store.put(key, self._asked(part, name, handle, path, unpack_layers(base["layers"])))
+                path.unlink()
+        self._runner.unload(handle)
+
+    def _asked(self, part: _Part, scheme: str, float_form: Handle, path: Path, floats: Sequence[Layer]) -> Record:
+        """One scheme: its layers, and rounds unless they leave no hope."""
+        handle = self._load(path)
+        if isinstance(handle, Failure):
+            return {"result": pack_result(handle), "layers": []}
+        layers = self._layers(handle)
+        result: Measurement | Failure | None = None
+        if isinstance(layers, Failure):
+            result, layers = layers, ()
+        elif self._is_hopeful(part, Answer(scheme, part.schemes[scheme], None, layers), floats):
+            rounds = rounds_of(self._runner, float_form, handle, ROUNDS, self._seed)
+            result = compare(rounds, ROUNDS, decided=lambda r: abs(r.median - 1) > CLEAR)
+        self._runner.unload(handle)
+        return {"result": None if result is None else pack_result(result), "layers": pack_layers(layers)}
+
+    def _is_hopeful(self, part: _Part, answer: Answer, floats: Sequence[Layer]) -> bool:
+        known = profile_of(part.model, floats, [answer])
+        return not self._timed or any(option.ms < HOPE * known.float_ms for option in known.options)
+
+    def _load(self, path: Path) -> Handle | Failure:
+        try:
+            return self._runner.load(path, path.name.removesuffix(".onnx"))
+        except InputError as error:  # an option that fits the whole model, but not this part of it
+            return Failure("build", str(error))
+
+    def _layers(self, handle: Handle) -> tuple[Layer, ...] | Failure:
+        return self._runner.layers(handle, PROFILED_RUNS) if self._timed else ()

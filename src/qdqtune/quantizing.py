@@ -1,0 +1,241 @@
+"""`qdqtune quantize`: a float model to a Q/DQ model by placement rules, in one pass and without measuring latency.
+
+Load, calibrate, place by the engine's rules, insert, save, and say what it cost: on samples that calibration has not
+seen, where there are enough of them.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TypeVar
+
+from qdqtune import placement_rules, rules
+from qdqtune.accuracy import cosine, sqnr_db
+from qdqtune.calibration import Calibration, calibrate, cores
+from qdqtune.damage import Damage, damages
+from qdqtune.data import Sample, Samples, open_samples
+from qdqtune.engines import EngineSpec, QuantType
+from qdqtune.engines.formats import numeric_format
+from qdqtune.errors import BadModel, BadOption, EngineFailure, OutputError
+from qdqtune.evaluating import Evaluation, evaluate, load_evaluation
+from qdqtune.graph import Model, save
+from qdqtune.loading import load, with_input_shapes
+from qdqtune.observer import Observer, Silent
+from qdqtune.placement_rules import Placed
+from qdqtune.precision import Precision, load_as
+from qdqtune.qdq import insert
+from qdqtune.reading import is_quantized
+from qdqtune.runner import Runner
+from qdqtune.scales import Range, Ranges
+from qdqtune.types import Edge, Failure, NumericFormat
+
+T = TypeVar("T")
+
+HELD_OUT = 5
+"""Every fifth sample is kept from calibration, to judge the result by."""
+
+JUDGED = 32
+"""Most samples that the result is judged by."""
+
+REPORTED = 4
+"""Most samples that the report of single tensors runs."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which nodes may be quantized, by wildcards of their names and by operator. Empty: all but the excluded ones."""
+
+    nodes: Sequence[str] = ()
+    op_types: Sequence[str] = ()
+    excluded_nodes: Sequence[str] = ()
+    excluded_op_types: Sequence[str] = ()
+
+    def allowed(self, model: Model, possible: frozenset[Edge]) -> frozenset[Edge]:
+        """The edges into nodes that may be quantized, and those to graph outputs.
+
+        Raises:
+            BadOption: a wildcard or an operator fits no node.
+        """
+        wanted = self._matching(model, self.nodes, self.op_types)
+        refused = self._matching(model, self.excluded_nodes, self.excluded_op_types)
+        chosen = wanted if self.nodes or self.op_types else {n.name for n in model.nodes}
+        return frozenset(e for e in possible if not e.node or e.node in chosen - refused)
+
+    def _matching(self, model: Model, wildcards: Sequence[str], op_types: Sequence[str]) -> set[str]:
+        found: set[str] = set()
+        for wildcard in wildcards:
+            matching = {n.name for n in model.nodes if fnmatchcase(n.name, wildcard)}
+            if not matching:
+                raise BadOption(f"no node is named {wildcard!r}: see qdqtune inspect --verbose for the names")
+            found |= matching
+        for op in op_types:
+            matching = {n.name for n in model.nodes if n.op == op}
+            if not matching:
+                raise BadOption(f"the model has no {op}; it has {', '.join(sorted({n.op for n in model.nodes}))}")
+            found |= matching
+        return found
+
+
+@dataclass(frozen=True)
+class Request:
+    """All that `quantize` is told. `engine` names numbers and rules: its library is not needed.
+
+    `per_channel` None is as the engine wants it. `evaluate` is the `module:callable` of a metric (see `evaluating`).
+    """
+
+    model: Path
+    output: Path
+    quant_type: QuantType = "int8"
+    engine: str = "onnxruntime"
+    precision: Precision = "fp32"
+    calibration_data: str | None = None
+    calibration_samples: int | None = None
+    calibration: Calibration = field(default_factory=Calibration)
+    per_channel: bool | None = None
+    selection: Selection = field(default_factory=Selection)
+    fix_inputs: Mapping[str, float | int | str] = field(default_factory=dict)
+    input_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    evaluate: str | None = None
+    report: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """What was written, and what it cost.
+
+    SQNR in dB and cosine are of the worst output against the float model on `judged` samples; None where nothing is
+    lost. `metric` is that of `--evaluate`, before and after. `damages` is the report, the worst pair first.
+    """
+
+    output: Path
+    placed: Placed
+    sqnr_db: float | None
+    cosine: float | None
+    judged: int
+    is_held_out: bool
+    metric: tuple[float, float] | None = None
+    damages: tuple[Damage, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def quantize(request: Request, observer: Observer | None = None) -> Quantized:
+    """Write a Q/DQ version of a model, its pairs placed by the rules of an engine.
+
+    Raises:
+        InputError: model, data or options cannot be used, or not together.
+        OutputError: the output cannot be written.
+    """
+    observer = observer or Silent()
+    _check_output(request)
+    numbers = _numbers(request)
+    metric = None if request.evaluate is None else load_evaluation(request.evaluate)
+    observer.stage(f"reading {request.model.name}")
+    graph = load_as(request.model, request.precision, request.fix_inputs, numbers.opset)
+    if is_quantized(graph):
+        raise BadModel(f"{request.model} already has Q/DQ pairs: give the float model")
+    shaped = with_input_shapes(graph, request.input_shapes) if request.input_shapes else graph
+    request.selection.allowed(shaped, frozenset())  # refuses names that fit nothing, before the work begins
+    samples = open_samples(request.calibration_data, shaped, seed=request.seed, limit=request.calibration_samples,
+                           fixed=request.fix_inputs)  # fmt: skip
+    is_held_out = len(samples.first(HELD_OUT)) == HELD_OUT
+    seen, unseen = split(samples) if is_held_out else (samples, samples)
+    observer.stage(f"calibrating on {samples.origin}")
+    ranges = calibrate(shaped, seen, request.calibration, numbers=numbers)
+    ranges = with_known_ranges(shaped, ranges, numbers)
+    possible = request.selection.allowed(shaped, rules.possible_edges(shaped, ranges))
+    placed = placement_rules.place(shaped, possible, request.engine, request.quant_type)
+    if not placed.placement.edges:
+        raise BadModel(f"the rules of {request.engine} find nothing to quantize in {request.model}{_keepers(placed)}")
+    quantized = insert(graph, placed.placement, ranges, numbers)
+    save(quantized, request.output)
+    observer.stage("comparing with the float model")
+    with tempfile.TemporaryDirectory(prefix="qdqtune-") as folder:
+        done = _judged(request, placed, unseen, metric, Path(folder))
+    if request.report:
+        observer.stage("looking at every pair")
+        done = replace(done, damages=tuple(damages(graph, quantized, unseen.first(REPORTED))))
+    notes = []
+    if samples.is_random:
+        notes.append("no --calibration-data: scales and SQNR come from random inputs")
+    elif not is_held_out:
+        notes.append(f"fewer than {HELD_OUT} samples: the SQNR is that of the calibration data")
+    return replace(done, is_held_out=is_held_out, notes=tuple(notes))
+
+
+def with_known_ranges(model: Model, ranges: Ranges, numbers: NumericFormat) -> Ranges:
+    """`ranges` with [0, 1] for what a Softmax makes where samples came at least half way, in uint8: scale 1/255.
+
+    A probability of 1 that no sample showed would be cut off. Where attention is spread over hundreds of positions no
+    value comes near 1, and steps of 1/255 would leave nothing of them.
+    """
+    if numbers.symmetric:
+        return ranges
+    made = {n.outputs[0] for n in model.nodes if n.op == "Softmax" and not n.domain}
+    known = {t: Range(0.0, 1.0) for t in made if t in ranges.activations and ranges.activations[t].high >= 0.5}
+    return replace(ranges, activations={**ranges.activations, **known})
+
+
+def _keepers(placed: Placed) -> str:
+    """The rules that kept edges in float, for people."""
+    counts = dict(placed.counts)
+    kept = [f"{r.name} ({counts[r.name]} edges)" for r in placement_rules.RULES
+            if isinstance(r, placement_rules.KeepFloat) and counts.get(r.name)]  # fmt: skip
+    return f": kept in float by {', '.join(kept)}" if kept else ""
+
+
+def _check_output(request: Request) -> None:
+    if request.output.resolve() == request.model.resolve():
+        raise BadOption(f"{request.output} would overwrite the model: choose another --output")
+    if not request.output.parent.is_dir():
+        raise OutputError(f"cannot write {request.output}: there is no folder {request.output.parent}")
+
+
+def _numbers(request: Request) -> NumericFormat:
+    numbers = numeric_format(request.engine, request.quant_type)
+    if request.per_channel is None:
+        return numbers
+    if request.per_channel and request.quant_type == "fp8":
+        raise BadOption("--per-channel is for int8: FP8 weights have one scale")
+    return replace(numbers, per_channel=request.per_channel)
+
+
+def split(samples: Samples) -> tuple[Samples, Samples]:
+    """Samples to calibrate on, and every fifth one to judge by."""
+
+    def part(is_held_out: bool) -> Iterator[Sample]:
+        return (s for i, s in enumerate(samples, 1) if (i % HELD_OUT == 0) == is_held_out)
+
+    return replace(samples, produce=lambda: part(False)), replace(samples, produce=lambda: part(True))
+
+
+def _judged(request: Request, placed: Placed, samples: Samples, metric: Evaluation | None, folder: Path) -> Quantized:
+    """The written file against the user's model: pairs fused where ONNX Runtime is the target, else as they stand."""
+    plain = folder / "float.onnx"
+    save(load(request.model, fix_inputs=request.fix_inputs), plain)
+    spec = EngineSpec("onnxruntime", {"threads": cores(), "fuse": request.engine == "onnxruntime"})
+    with Runner(spec, time_limit_s=3600, log_dir=folder) as runner:
+        before, after = (_checked(runner.load(file)) for file in (plain, request.output))
+        given = samples.first(JUDGED)
+        expected, found = (_checked(runner.outputs(handle, given)) for handle in (before, after))
+        measured = None
+        if metric is not None:
+            measured = _checked(evaluate(metric, runner, before)), _checked(evaluate(metric, runner, after))
+    return Quantized(
+        request.output, placed, sqnr_db(expected, found), cosine(expected, found), len(given), True, measured
+    )
+
+
+def _checked(result: T | Failure) -> T:
+    """The result of a request to the engine.
+
+    Raises:
+        EngineFailure: it has failed.
+    """
+    if isinstance(result, Failure):
+        raise EngineFailure(f"ONNX Runtime cannot run the model: {result.reason}")
+    return result

@@ -1,0 +1,218 @@
+"""What quantizing each value alone does to the outputs: one build of the float model with a switch at every value.
+
+A switch is an If that hands a value on as it is, or through a Q/DQ pair. Blocks of neighbouring values are
+switched on together, and the loudest block is halved until a number of inferences is spent. The values of a block that
+was not halved share its noise.
+"""
+
+from __future__ import annotations
+
+import heapq
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from qdqtune import scales
+from qdqtune.accuracy import sqnr_db
+from qdqtune.calibration import cores
+from qdqtune.data import Array, Sample
+from qdqtune.engines import EngineSpec
+from qdqtune.graph import ConstantFile, Model
+from qdqtune.limits import Limits
+from qdqtune.observer import Observer
+from qdqtune.qdq import ONNX_TYPE, weight_role
+from qdqtune.runner import Runner
+from qdqtune.scales import Quantization, Range, Ranges
+from qdqtune.store import Store
+from qdqtune.strategies.noise import Noise
+from qdqtune.subject import Subject
+from qdqtune.types import Edge, Failure, NumericFormat
+
+MEASUREMENTS = 256
+"""Blocks that are measured at most, whatever the size of the model."""
+
+INFERENCES = 400
+"""Small models have fewer blocks, and get several samples for each: at most `SAMPLES`."""
+
+SAMPLES = 4
+
+NOTHING = 0.01
+"""Share of the noise that a limit allows, below which a block is not worth dividing."""
+
+DEAFENING = 1e3
+"""Relative noise of a block whose outputs are not finite."""
+
+
+@dataclass(frozen=True)
+class _Switched:
+    """The model with switches, and the value behind each, in graph order."""
+
+    model: Model
+    values: tuple[str, ...]
+
+
+def sensitivities(
+    model: Model,
+    ranges: Ranges,
+    numbers: NumericFormat,
+    possible: frozenset[Edge],
+    samples: Sequence[Sample],
+    floor: float = 0.0,
+) -> dict[str, float] | Failure:
+    """Relative noise power that each value brings to the worst output (see `strategies.noise`).
+
+    Runs on ONNX Runtime, on at most `SAMPLES` samples. Blocks whose noise is below `floor` are not divided further.
+    A failure if ONNX Runtime does not run the model with switches.
+    """
+    switched = _switched(model, ranges, numbers, possible)
+    count = len(switched.values)
+    blocks = min(2 * count, MEASUREMENTS)
+    used = list(samples[: max(1, min(SAMPLES, INFERENCES // blocks))])
+    with tempfile.TemporaryDirectory(prefix="qdqtune-") as folder:
+        path = Path(folder) / "switched.onnx"
+        with ConstantFile(Path(folder) / "constants.bin") as constants:
+            constants.save(switched.model, path)
+        spec = EngineSpec("onnxruntime", {"threads": cores()})
+        with Runner(spec, time_limit_s=3600, log_dir=Path(folder)) as runner:
+            handle = runner.load(path)
+            if isinstance(handle, Failure):
+                return handle
+
+            def outputs(start: int, stop: int) -> list[dict[str, Array]] | Failure:
+                on = {_switch(i): np.asarray(start <= i < stop) for i in range(count)}
+                return runner.outputs(handle, [{**sample, **on} for sample in used])
+
+            reference = outputs(0, 0)
+            if isinstance(reference, Failure):
+                return reference
+
+            def noise(start: int, stop: int) -> float:
+                found = outputs(start, stop)
+                ratio = None if isinstance(found, Failure) else sqnr_db(reference, found)
+                broken = isinstance(found, Failure) or (ratio is not None and not np.isfinite(ratio))
+                return DEAFENING if broken else 0.0 if ratio is None else min(10 ** (-ratio / 10), DEAFENING)
+
+            shares = _shares(count, noise, blocks, floor)
+    return dict(zip(switched.values, shares, strict=True))
+
+
+def foresee(subject: Subject, limits: Limits, store: Store, observer: Observer) -> Noise:
+    """What the search knows about noise before it builds anything; found once, then read from the store.
+
+    Where ONNX Runtime does not run the model with switches, all values count the same, and the builds tell the rest.
+    """
+    floor = NOTHING * limits.max_noise if limits.max_noise is not None else 0.0
+    key = f"noise:{floor:.3g}"
+    record = store.get(key)
+    if record is None:
+        observer.stage("measuring what rounding each tensor does to the outputs")
+        found = sensitivities(
+            subject.shaped, subject.ranges, subject.numbers, subject.possible, subject.accuracy, floor
+        )
+        if isinstance(found, Failure):
+            found = dict.fromkeys(sorted({e.tensor for e in subject.possible}), 1.0)
+        record = store.put(key, {"alone": found})
+    return Noise(subject.shaped, record["alone"], limits.max_noise)
+
+
+def _shares(count: int, noise: Callable[[int, int], float], measurements: int, floor: float) -> list[float]:
+    """The noise of each of `count` values, by halving the loudest block."""
+    blocks = [(-noise(0, count), 0, count)]
+    final = []
+    done = 1
+    while blocks and done + 2 <= measurements and -blocks[0][0] > floor:
+        loudness, start, stop = heapq.heappop(blocks)
+        if stop - start == 1:
+            final.append((loudness, start, stop))
+            continue
+        middle = (start + stop) // 2
+        for part in ((start, middle), (middle, stop)):
+            heapq.heappush(blocks, (-noise(*part), *part))
+        done += 2
+    shares = [0.0] * count
+    for loudness, start, stop in (*blocks, *final):
+        shares[start:stop] = [-loudness / (stop - start)] * (stop - start)
+    return shares
+
+
+def _switched(model: Model, ranges: Ranges, numbers: NumericFormat, possible: frozenset[Edge]) -> _Switched:
+    aliases = Noise(model, {}).aliases
+    proto = onnx.ModelProto()
+    proto.CopyFrom(model.proto)
+    del proto.graph.node[:]
+    made: dict[str, str] = {}
+
+    def behind_switch(edge: Edge) -> str:
+        """The tensor that the user of an edge reads instead."""
+        if edge not in possible or edge.tensor in aliases:
+            return edge.tensor
+        if edge.tensor not in made:
+            how = _quantization(model, ranges, numbers, edge)
+            made[edge.tensor] = _add_switch(proto.graph, model, len(made), edge.tensor, how)
+        return made[edge.tensor]
+
+    for node, original in zip(model.nodes, model.proto.graph.node, strict=True):
+        copy = onnx.NodeProto()
+        copy.CopyFrom(original)
+        for slot, tensor in enumerate(node.inputs):
+            copy.input[slot] = behind_switch(Edge(tensor, node.name, slot))
+        proto.graph.node.append(copy)
+    for index, output in enumerate(proto.graph.output):
+        output.name = behind_switch(Edge(output.name, "", index))
+    return _Switched(Model(proto, model.large), tuple(made))
+
+
+def _quantization(model: Model, ranges: Ranges, numbers: NumericFormat, edge: Edge) -> Quantization:
+    """As `qdq.Inserter` does it, but for scales that several values share."""
+    constant = model.constants.get(edge.tensor)
+    if constant is None:
+        return scales.of_range(ranges.activations[edge.tensor], numbers)
+    is_weight, axis = weight_role(model, edge)
+    values = constant.array()
+    if is_weight:
+        return scales.of_weight(values.astype(np.float32), axis, numbers, ranges.weights.get(edge.tensor))
+    own = Range(float(values.min(initial=0.0)), float(values.max(initial=0.0)))
+    return scales.of_range(ranges.activations.get(edge.tensor, own), numbers)
+
+
+def _switch(number: int) -> str:
+    return f"__switch_{number}"
+
+
+def _add_switch(graph: onnx.GraphProto, model: Model, number: int, tensor: str, how: Quantization) -> str:
+    """Append the If of one switch, which rounds in float32 whatever the tensor's type; the name of what comes out."""
+    switch = _switch(number)
+    graph.input.append(helper.make_tensor_value_info(switch, TensorProto.BOOL, []))
+    zeros = np.full(how.scale.shape, how.zero_point, scales.NUMPY_TYPE[how.qtype])
+    graph.initializer.append(numpy_helper.from_array(how.scale, f"{switch}_scale"))
+    graph.initializer.append(onnx.TensorProto(name=f"{switch}_zero", dims=zeros.shape, raw_data=zeros.tobytes(),
+                                              data_type=ONNX_TYPE[how.qtype]))  # fmt: skip
+    dtype = model.tensors[tensor].dtype
+    rounding: list[onnx.NodeProto] = []
+    value = tensor
+
+    def node(op: str, *parameters: str, **attributes: Any) -> None:
+        nonlocal value
+        result = f"{switch}_{op}_{len(rounding)}"
+        rounding.append(helper.make_node(op, [value, *parameters], [result], result, **attributes))
+        value = result
+
+    if dtype != TensorProto.FLOAT:
+        node("Cast", to=TensorProto.FLOAT)
+    axis = {} if how.axis is None else {"axis": how.axis}
+    for op in ("QuantizeLinear", "DequantizeLinear"):
+        node(op, f"{switch}_scale", f"{switch}_zero", **axis)
+    if dtype != TensorProto.FLOAT:
+        node("Cast", to=dtype)
+    passing = [helper.make_node("Identity", [tensor], [f"{switch}_same"], f"{switch}_same")]
+    branches: dict[str, Any] = {name: helper.make_graph(nodes, f"{switch}_{name}", [], [
+        helper.make_tensor_value_info(nodes[-1].output[0], dtype, None)])
+        for name, nodes in (("then_branch", rounding), ("else_branch", passing))}  # fmt: skip
+    graph.node.append(helper.make_node("If", [switch], [f"{switch}_out"], f"{switch}_if", **branches))
+    return f"{switch}_out"

@@ -1,0 +1,66 @@
+"""The input shapes that an engine is told to build for, whichever way the user gave them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+
+from qdqtune.engines import EngineSpec
+from qdqtune.errors import BadOption
+
+Span = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Smallest, usual and largest sizes of a tensor."""
+
+ENGINES = frozenset({"tensorrt", "tensorrt-rtx", "trtexec"})
+"""Engines that build for given input sizes."""
+
+OPTIONS = ("min_shapes", "opt_shapes", "max_shapes")
+FLAG = re.compile(r"--(min|opt|max)?[sS]hapes=(.*)", re.DOTALL)
+
+
+def spans(spec: EngineSpec) -> dict[str, Span]:
+    """Smallest, usual and largest sizes by input, from the engine's options and from trtexec_args, which win.
+
+    Raises:
+        BadOption: the shapes inside trtexec_args cannot be read.
+    """
+    if spec.name not in ENGINES:
+        return {}
+    given = [dict(spec.options.get(name) or {}) for name in OPTIONS]
+    for word in _words(spec):
+        if match := FLAG.fullmatch(word):
+            for i, which in enumerate(("min", "opt", "max")):
+                if match[1] in (None, which):
+                    given[i] |= _read(match[2])
+    low, usual, high = ({name: tuple(size) for name, size in shapes.items()} for shapes in given)
+    middle = {name: usual.get(name) or high.get(name) or low[name] for name in low | usual | high}
+    return {name: (low.get(name, size), size, high.get(name, size)) for name, size in middle.items()}
+
+
+def with_spans(spec: EngineSpec, found: Mapping[str, Span]) -> EngineSpec:
+    """The engine told these shapes instead of those that it was told."""
+    options = {name: value for name, value in spec.options.items() if name not in OPTIONS}
+    if "trtexec_args" in options:
+        options["trtexec_args"] = shlex.join(word for word in _words(spec) if not FLAG.fullmatch(word))
+    if found:
+        options |= {name: {t: list(span[i]) for t, span in found.items()} for i, name in enumerate(OPTIONS)}
+    return EngineSpec(spec.name, options)
+
+
+def _words(spec: EngineSpec) -> list[str]:
+    try:
+        return shlex.split(spec.options.get("trtexec_args") or "")
+    except ValueError as error:
+        raise BadOption(f"trtexec_args cannot be read ({error}): {spec.options['trtexec_args']!r}") from error
+
+
+def _read(text: str) -> dict[str, tuple[int, ...]]:
+    """Sizes by input, of `a:1x3x224x224,b:1x8`."""
+    found = {}
+    for part in text.split(","):
+        name, _, sizes = part.strip("'\"").rpartition(":")
+        if not name or not re.fullmatch(r"\d+(x\d+)*", sizes):
+            raise BadOption(f"trtexec_args: {part!r} is no shape: give NAME:1x3x224x224")
+        found[name] = tuple(map(int, sizes.split("x")))
+    return found

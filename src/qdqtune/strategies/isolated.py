@@ -1,0 +1,298 @@
+"""Fusion groups alone: which schemes to try on one, and what the measurements say of all of them together.
+
+A scheme is known by points, that is by positions within the group, so that what was measured on one group holds for all
+that are equal. A group's own price leaves out the Q of what it reads and the DQ of what it hands over: alone it pays
+both, in the model its neighbours may be in 8 bits as well. These conversions have prices of their own, and which groups
+run in 8 bits follows from both by the minimum cut of `qdqtune.strategies.cut`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from qdqtune import rules
+from qdqtune.graph import Model
+from qdqtune.strategies.costs import Costs, Priced, Times, attribute, learn
+from qdqtune.strategies.cut import Decision, cut, margin
+from qdqtune.strategies.units import Partition, Unit, partition
+from qdqtune.types import Edge, Failure, Layer, Measurement, Placement
+
+Point = tuple[int, int]
+"""Input `slot` of the group's node number `n` as (n, slot); all uses of the group's output number `k` as (-1, k)."""
+
+MOST_SCHEMES = 10
+
+NOISE = 0.01
+"""A group must gain this share of its float time to be worth the change."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """What one scheme of a group took alone, in ms, beside the group's own `Profile.float_ms`.
+
+    `ratio` is that of the whole part to its float form, None where its layers left no hope. `quantize` are the Qs of
+    what it reads, `dequantize` the DQs of what it writes, by the first point of the tensor.
+    """
+
+    scheme: str
+    points: frozenset[Point]
+    ms: float
+    ratio: float | None = None
+    quantize: Mapping[Point, float] = field(default_factory=dict)
+    dequantize: Mapping[Point, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What is known of a group alone; `failures` says by scheme why there is no option of it."""
+
+    float_ms: float
+    options: tuple[Option, ...] = ()
+    failures: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def best(self) -> Option | None:
+        """The fastest scheme, if there is any."""
+        return min(self.options, key=lambda o: o.ms, default=None)
+
+
+def schemes(model: Model, possible: frozenset[Edge]) -> dict[str, Placement]:
+    """Schemes to try on a group that stands alone as `model`, by name, each placement once and none empty.
+
+    An activation never goes without its weight; "output" means that what the group writes is stored in 8 bits too.
+    """
+    (unit,) = partition(model, possible, [[node.name for node in model.nodes]]).units
+    outputs = Placement.of(e for e in possible if e.is_graph_output)
+    full = rules.consistent(model, Placement.of((*unit.inputs, *unit.weights)) | rules.compute_inputs(model, possible))
+    inside = {"full" if unit.weights else "activation-only": full}
+    inside |= {name: p - outputs for name, p in rules.placements(model, possible).items()}
+    found: dict[Placement, str] = {}
+    for name, placement in inside.items():
+        if placement.edges and outputs.edges:
+            found.setdefault(placement | outputs, f"{name}, output")
+        found.setdefault(placement, name)
+    found.setdefault(Placement.of(unit.weights), "weight-only")
+    return {name: placement for placement, name in list(found.items())[:MOST_SCHEMES] if placement.edges}
+
+
+def points_of(model: Model, placement: Placement) -> frozenset[Point]:
+    """A placement on a part as points."""
+    return frozenset((-1 if e.is_graph_output else model.index_of[e.node], e.index) for e in placement)
+
+
+def edges_of(parts: Partition, unit: Unit, points: Collection[Point]) -> frozenset[Edge]:
+    """What points mean for one group in the whole model, as far as pairs may stand there."""
+    found: set[Edge] = set()
+    for number, index in points:
+        if number < 0:
+            found.update(parts.edges.get(unit.outputs[index], ()))
+        else:
+            node = parts.model.nodes[unit.nodes[number]]
+            found.add(Edge(node.inputs[index], node.name, index))
+    return frozenset(found & parts.possible)
+
+
+def signature(parts: Partition, unit: Unit, sizes: Mapping[str, tuple[int, ...]]) -> str:
+    """Equal exactly for groups of equal operators, attributes, wiring, shapes, types and possible pairs."""
+    model = parts.model
+    names: dict[str, str] = {}
+
+    def described(tensor: str) -> str:
+        info = model.tensors.get(tensor)
+        kind = "constant" if tensor in model.constants else ""
+        return f"{info.dtype if info else '?'}{sizes.get(tensor, f'? of {tensor}')}{kind}"
+
+    lines = []
+    for number in unit.nodes:
+        node = model.nodes[number]
+        for tensor in (*node.inputs, *node.captures, *node.outputs):
+            if tensor:
+                names.setdefault(tensor, f"t{len(names)}:{described(tensor)}")
+        able = [i for i, t in enumerate(node.inputs) if t and Edge(t, node.name, i) in parts.possible]
+        attributes = sorted((key, str(value)) for key, value in node.attributes.items())
+        wires = [[names.get(t, "") for t in side] for side in (node.inputs, node.outputs)]
+        lines.append(f"{node.domain}:{node.op}{attributes}{wires}{able}")
+    leaving = [(names[t], bool(parts.edges.get(t))) for t in unit.outputs]
+    return "\n".join((*lines, str(leaving)))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the engine said to one scheme of a part: its layers, and its rounds (b) against the float form (a).
+
+    There are no rounds where the layers left no hope, and no layers where the engine reports no times.
+    """
+
+    scheme: str
+    placement: Placement
+    result: Measurement | Failure | None
+    layers: Sequence[Layer] = ()
+
+
+def profile_of(model: Model, floats: Sequence[Layer], answers: Sequence[Answer]) -> Profile:
+    """A part priced by its layers, reformats left out, since the neighbours' layouts decide about them; by its total
+    latency if there are no layers.
+
+    Args:
+        model: the part.
+        floats: its layers in float.
+        answers: to all its schemes.
+    """
+    failures = {a.scheme: a.result.reason for a in answers if isinstance(a.result, Failure)}
+    good = [(a, a.result) for a in answers if not isinstance(a.result, Failure)]
+    if floats:
+        float_ms = sum(layer.time_ms or 0.0 for layer in _own(model, floats))
+        return Profile(float_ms, tuple(_by_layers(model, floats, a, measured) for a, measured in good), failures)
+    rounds = [(a, measured) for a, measured in good if measured is not None]
+    float_ms = 1e3 * float(np.median([s for _, m in rounds for s in m.a])) if rounds else 0.0
+    options = (Option(a.scheme, points_of(model, a.placement), float_ms * r, r) for a, m in rounds for r in [_ratio(m)])
+    return Profile(float_ms, tuple(options), failures)
+
+
+def _by_layers(model: Model, floats: Sequence[Layer], answer: Answer, measured: Measurement | None) -> Option:
+    """The layers say what the time went to, the paired rounds how much it was."""
+    own = _own(model, answer.layers)
+    before, after, counted = (sum(x.time_ms or 0.0 for x in group) for group in (floats, answer.layers, own))
+    ratio = None if measured is None else _ratio(measured)
+    total = counted if ratio is None or not after else counted * ratio * before / after
+    times = attribute(model, Priced(answer.placement, tuple(own)), total)
+    q = {min((u.node, u.slot) for u in model.uses(t)): ms for t, ms in times.quantize.items() if t in model.inputs}
+    d = {(-1, model.outputs.index(t)): ms for t, ms in times.dequantize.items() if t in model.outputs}
+    alone = total - sum(q.values()) - sum(d.values())
+    return Option(answer.scheme, points_of(model, answer.placement), alone, ratio, q, d)
+
+
+def _ratio(measured: Measurement) -> float:
+    return float(np.median(np.asarray(measured.b) / np.asarray(measured.a)))
+
+
+def _own(model: Model, layers: Sequence[Layer]) -> list[Layer]:
+    return [x for x in layers if x.kind not in ("reformat", "copy") or any(n in model.index_of for n in x.nodes)]
+
+
+def passing(parts: Partition, unit: Unit, float_ms: float) -> Profile:
+    """A group too small to be measured that hands values on: in 8 bits it is taken to cost what it costs in float."""
+    nodes = [parts.model.nodes[n] for n in unit.nodes]
+    if not unit.inputs or unit.weights or any(n.domain or n.op not in rules.MOVERS for n in nodes):
+        return Profile(float_ms)
+    inside = {e for n in nodes for i, t in enumerate(n.inputs) if (e := Edge(t, n.name, i)) in parts.possible}
+    position = {parts.model.nodes[n].name: k for k, n in enumerate(unit.nodes)}
+    points = {(position[e.node], e.index) for e in inside} | {(-1, k) for k in range(len(unit.outputs))}
+    return Profile(float_ms, (Option("passing", frozenset(points), float_ms),))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which groups run in 8 bits, by prices that were taken alone."""
+
+    costs: Costs
+    decision: Decision
+    profiles: Mapping[int, Profile]
+
+    @property
+    def parts(self) -> Partition:
+        """The groups."""
+        return self.costs.partition
+
+    def option(self, number: int) -> Option | None:
+        """The scheme of a group: the one that stores its outputs where that is decided; None for a float one."""
+        if number not in self.decision.quantized:
+            return None
+        unit = self.parts.units[number]
+        storing, handing = _both(self.parts, unit, self.profiles[number])
+        stores = all(t in self.decision.stored for t in unit.outputs if t in self.parts.edges)
+        return (storing or handing) if stores else (handing or storing)
+
+    def placement(self) -> Placement:
+        """The pairs of all schemes; a tensor that is stored in 8 bits has them on all its edges."""
+        edges = {e for t in self.decision.stored for e in self.parts.edges.get(t, ())}
+        for number in self.decision.quantized:
+            option = self.option(number)
+            points = option.points if option else frozenset()
+            edges |= edges_of(self.parts, self.parts.units[number], [p for p in points if p[0] >= 0])
+        return Placement.of(edges)
+
+    def bridged(self) -> Selection:
+        """With the groups that read only what accepted ones write: alone they paid conversions that fall away there.
+
+        For prices that have these conversions in them, since the engine tells no layer times.
+        """
+        parts, quantized, stored = self.parts, set(self.decision.quantized), set(self.decision.stored)
+        for unit in parts.units:
+            entering, storing = parts.storable(unit), _both(parts, unit, self.profiles[unit.number])[0]
+            follows = entering and all(parts.producer[t] in self.decision.quantized for t in entering)
+            if unit.number not in quantized and storing is not None and follows:
+                quantized.add(unit.number)
+                stored.update(t for t in (*entering, *unit.outputs) if t in parts.edges)
+        decision = Decision(frozenset(quantized), frozenset(stored), self.decision.predicted_ms)
+        return replace(self, decision=decision)
+
+    def gains(self) -> Mapping[int, float]:
+        """By group in 8 bits, the ms that it is expected to save in the model, conversions included."""
+        units = (self.parts.units[n] for n in sorted(self.decision.quantized))
+        return {u.number: margin(self.costs, self.decision, u) for u in units}
+
+    @property
+    def ratio(self) -> float:
+        """The expected ratio to the float model."""
+        return self.decision.predicted_ms / sum(self.costs.as_float)
+
+
+def select(parts: Partition, profiles: Mapping[int, Profile]) -> Selection:
+    """The cheapest selection of groups for prices that were taken alone."""
+    costs = prices(parts, profiles)
+    return Selection(costs, cut(costs), profiles)
+
+
+def prices(parts: Partition, profiles: Mapping[int, Profile]) -> Costs:
+    """Prices of all groups, in ms. A group without a scheme is given a price in 8 bits that no model pays."""
+    c0 = tuple(profiles[u.number].float_ms for u in parts.units)
+    never = 1.0 + 2.0 * sum(c0)
+    c1, handing, seen = [], [], set()
+    for unit, as_float in zip(parts.units, c0, strict=True):
+        storing, giving = _both(parts, unit, profiles[unit.number])
+        known = [option.ms for option in (storing, giving) if option is not None]
+        c1.append(NOISE * as_float + min(known, default=as_float + never))
+        leaving = sum(t in parts.edges for t in unit.outputs)
+        more = (giving.ms if giving is not None else never) - min(known, default=0.0)
+        handing.append(max(0.0, more) / leaving if leaving else 0.0)
+        if known:
+            seen.add(unit.number)
+    nothing = learn(parts, [Times(Placement(), {}, {}, {}, {})])  # what neighbours do to each other is not known yet
+    quantize, dequantize = (_conversions(parts, profiles, which) for which in ("quantize", "dequantize"))
+    return replace(nothing, as_float=c0, as_quantized=tuple(c1), handing=tuple(handing), quantize=quantize,
+                   dequantize=dequantize, seen=frozenset(seen))  # fmt: skip
+
+
+def _both(parts: Partition, unit: Unit, profile: Profile) -> tuple[Option | None, Option | None]:
+    """The best scheme that stores all outputs in 8 bits, and the best that stores none."""
+    leaving = {(-1, k) for k, t in enumerate(unit.outputs) if parts.edges.get(t)}
+
+    def best(options: Iterator[Option]) -> Option | None:
+        return min(options, key=lambda o: o.ms, default=None)
+
+    storing = best(o for o in profile.options if leaving and leaving <= o.points)
+    handing = best(o for o in profile.options if not leaving & o.points)
+    return storing, handing
+
+
+def _conversions(parts: Partition, profiles: Mapping[int, Profile], which: str) -> dict[str, float]:
+    """The price of a Q or DQ of every tensor between groups: as measured, or by the median price of an element."""
+    seen: dict[str, list[float]] = {}
+    for unit in parts.units:
+        for option in profiles[unit.number].options:
+            for (number, index), spent in getattr(option, which).items():
+                node = parts.model.nodes[unit.nodes[number]]
+                seen.setdefault(unit.outputs[index] if number < 0 else node.inputs[index], []).append(spent)
+    exact = {tensor: float(np.median(spent)) for tensor, spent in seen.items()}
+    each = [spent / _elements(parts.model, tensor) for tensor, spent in exact.items()]
+    usual = float(np.median(each)) if each else 0.0
+    return {t: exact.get(t, usual * _elements(parts.model, t)) for t in parts.edges}
+
+
+def _elements(model: Model, tensor: str) -> float:
+    info = model.tensors.get(tensor)
+    return float(np.prod([d or 1 for d in (info.shape if info else None) or ()]))

@@ -1,0 +1,95 @@
+"""How much noise a placement brings to the outputs, foretold from what each value brings alone.
+
+Noise is relative: the power of the error at an output over the power of the output, 10^(-SQNR/10). Small errors of many
+values hardly know of each other, so their powers add up. How far the sum is off, as engines fuse and round in their own
+way, is learned from the builds: the one whose noise is nearest to the limit gives the factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf, log
+
+from qdqtune.graph import Model
+from qdqtune.types import Placement, Trial
+
+ALIASES = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
+"""Operators whose output holds the values of their input: rounding both is no worse than rounding one."""
+
+RESERVE = 0.8
+"""Share of what is allowed that a search uses up at first: what just fails is worth nothing."""
+
+DOUBT = 1.25
+"""How far beyond what is allowed a prediction may lie to be tried in the end, since predictions err."""
+
+SHARES = (RESERVE, 1.0, DOUBT)
+
+STEP = 4.0
+"""How many times less noise is tried next while nothing has held a limit on the metric."""
+
+PARTS = (0.5, 0.75, 0.875)
+"""How far from what held a limit on the metric to what did not, in logarithms."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Noise by value, and what the user allows.
+
+    `alone` is the relative noise that quantizing a value brings to the worst output; values are known by the first
+    tensor that holds them, `aliases` knows the others. `limit` is the most noise that the output SQNR allows; None if
+    only the user's metric counts, and then trials tell how much noise it takes.
+    """
+
+    model: Model
+    alone: Mapping[str, float]
+    limit: float | None = None
+
+    def value(self, tensor: str) -> str:
+        """The first tensor that holds the values of this one."""
+        return self.aliases.get(tensor, tensor)
+
+    @cached_property
+    def aliases(self) -> Mapping[str, str]:
+        """Tensor to the tensor that holds the same values first; others are absent."""
+        found: dict[str, str] = {}
+        for node in self.model.nodes:
+            if node.op in ALIASES and not node.domain and node.inputs[0] not in self.model.constants:
+                found[node.outputs[0]] = found.get(node.inputs[0], node.inputs[0])
+        return found
+
+    def predicted(self, placement: Placement) -> float:
+        """Noise of a placement as the sum of what its values bring alone, not scaled by what builds have shown."""
+        return sum(self.alone.get(value, 0.0) for value in {self.value(e.tensor) for e in placement.edges})
+
+    def allowed(self, history: Sequence[Trial]) -> float:
+        """The most that `predicted` may be for a placement to hold the limits, as trials tell; inf: no bound yet."""
+        return min(self._by_limit(history), RESERVE * self._by_metric(history)[1])
+
+    def levels(self, history: Sequence[Trial]) -> tuple[float, ...]:
+        """Sums of noise to aim at, the best guess first: near the bound that the SQNR sets, or between what has held
+        the limit on the metric and what has not."""
+        bound = self._by_limit(history)
+        held, failed = self._by_metric(history)
+        if failed == inf:
+            return tuple(share * bound for share in SHARES)
+        held = held or failed / STEP**2
+        return tuple(min(bound, held ** (1 - part) * failed**part) for part in PARTS)
+
+    def _by_limit(self, history: Sequence[Trial]) -> float:
+        limit = self.limit
+        if limit is None:
+            return inf
+        seen = [(10 ** (-t.sqnr_db / 10), p) for t in history
+                if t.sqnr_db is not None and (p := self.predicted(t.placement)) > 0]  # fmt: skip
+        if not seen:
+            return limit
+        real, foretold = min(seen, key=lambda pair: abs(log(pair[0] / limit)))
+        return foretold * limit / real
+
+    def _by_metric(self, history: Sequence[Trial]) -> tuple[float, float]:
+        """The most noise that has held the limit on the metric, and the least that has not; 0 and inf if none has."""
+        judged = [(self.predicted(t.placement), t.holds) for t in history if t.metric is not None]
+        failed = min((noise for noise, holds in judged if not holds), default=inf)
+        return max((noise for noise, holds in judged if holds and noise < failed), default=0.0), failed

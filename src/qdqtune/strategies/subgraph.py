@@ -1,0 +1,213 @@
+"""Subgraph search: what groups gained alone is put together and validated on the whole model.
+
+All accepted groups come first, then what rules suggest, each against the best so far. Where all groups together do not
+win, or the layers of a build show groups that ran faster in another build, these groups are changed as one batch: the
+best expected gain first, and in halves where a batch is rejected: b bad ones among n groups cost b log n builds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from qdqtune.graph import Model
+from qdqtune.strategies import best_of
+from qdqtune.strategies.costs import Priced, Times, attribute
+from qdqtune.strategies.cut import nearest
+from qdqtune.strategies.isolated import Selection
+from qdqtune.strategies.units import Partition
+from qdqtune.timing import Plan, judge
+from qdqtune.types import Layer, Placement, Proposal, Trial
+
+WORTH = 0.002
+"""A group is changed only where that is expected to save this share of the model's time."""
+
+WORTH_A_BUILD = 0.03
+"""Groups that another build ran faster are changed only where all of them together are expected to save this share."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A group that takes over what another placement has there, and the ms that this is expected to save."""
+
+    number: int
+    placement: Placement
+    saved: float
+
+
+Batch = Sequence[Change]
+"""Changes that are made together, the most promising first."""
+
+
+@dataclass(frozen=True)
+class SubgraphSearch:
+    """See the module.
+
+    `seeds` are placements to try besides, in this order; `float_layers` the report of the float build, empty if there
+    is none. Without `incremental` there is one question only: whether all groups together are faster.
+    """
+
+    selection: Selection
+    seeds: Mapping[str, Placement] = field(default_factory=dict)
+    float_layers: Sequence[Layer] = ()
+    plan: Plan = field(default_factory=Plan)
+    incremental: bool = True
+
+    def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
+        """See `Strategy`. One at a time: each answer decides what is asked next."""
+        tried = {t.placement for t in history} | {Placement()}
+        fixed = {Placement(): "", self.raw: "all groups"}
+        if self.incremental and not self._is_timed:
+            fixed.setdefault(self.selection.bridged().placement(), "all groups and what lies between")
+        for name, placement in self.seeds.items() if self.incremental else ():
+            fixed.setdefault(placement, name)
+        for placement, name in fixed.items():
+            if placement not in tried:
+                predicted = self.selection.ratio if placement == self.raw else None
+                return (Proposal(name, placement, predicted=predicted, wants_layers=True),)
+        if not self.incremental:
+            return ()
+        return tuple(self._validated(history, len(fixed) - 1))
+
+    @property
+    def parts(self) -> Partition:
+        """The groups."""
+        return self.selection.parts
+
+    @property
+    def model(self) -> Model:
+        """The whole model."""
+        return self.parts.model
+
+    @cached_property
+    def raw(self) -> Placement:
+        """All accepted groups together."""
+        return self.selection.placement()
+
+    @cached_property
+    def gains(self) -> Mapping[int, float]:
+        """By accepted group, the ms that it is expected to save; the best first."""
+        return dict(sorted(self.selection.gains().items(), key=lambda item: (-item[1], item[0])))
+
+    @cached_property
+    def total_ms(self) -> float:
+        """Time of the float model: the sum of its layers, or of its groups where the engine tells no times."""
+        return sum(layer.time_ms or 0.0 for layer in self.float_layers) or sum(self.selection.costs.as_float)
+
+    @property
+    def _is_timed(self) -> bool:
+        return any(layer.time_ms for layer in self.float_layers)
+
+    def _validated(self, history: Sequence[Trial], asked: int) -> Iterator[Proposal]:
+        """The next batch that has no answer yet. Batches and their halves follow from the answers so far."""
+        answers = {t.placement: i for i, t in enumerate(history)}
+        base, lost = best_of(history[:asked]), set[int]()
+        has_won = any(t.placement == self.raw and t.accepted for t in history[:asked])
+        found = self._faster_elsewhere(base, history[:asked])
+        pending = [found if found or has_won else self._missing(base)]
+        least = WORTH_A_BUILD * self.total_ms if has_won else 0.0
+        while pending:
+            batch, *pending = pending
+            if not batch or _saved(batch) < least:
+                continue
+            placement = self.mixed(base, batch)
+            known = answers.get(placement)
+            if known is None and placement != base and placement.edges:
+                yield Proposal(self._name(batch), placement, wants_layers=True)
+                return
+            if known is not None and history[known].accepted and history[known].against == base:
+                base = placement
+                found = [c for c in self._faster_elsewhere(base, history[: known + 1]) if c.number not in lost]
+                if _saved(found) >= WORTH_A_BUILD * self.total_ms:
+                    pending, least = [found], WORTH_A_BUILD * self.total_ms
+            elif len(batch) > 1:
+                pending = [batch[: len(batch) // 2], batch[len(batch) // 2 :], *pending]
+            else:
+                lost.add(batch[0].number)
+
+    def _missing(self, base: Placement) -> Batch:
+        """The accepted groups that the best placement lacks."""
+        return [Change(n, self.raw, saved) for n, saved in self.gains.items() if self._differs(n, base, self.raw)]
+
+    def _faster_elsewhere(self, base: Placement, history: Sequence[Trial]) -> Batch:
+        """Groups by what they would save if they were as in the build that ran them fastest."""
+        builds = self.builds(history)
+        if base not in builds:
+            return []
+        now = self.spent(builds[base])
+        best: dict[int, Change] = {}
+        for placement, times in builds.items():
+            for number, (mine, other) in enumerate(zip(now, self.spent(times), strict=True)):
+                least = best[number].saved if number in best else WORTH * self.total_ms
+                if mine - other > least and self._differs(number, base, placement):
+                    best[number] = Change(number, placement, mine - other)
+        return sorted(best.values(), key=lambda change: (-change.saved, change.number))
+
+    def _differs(self, number: int, a: Placement, b: Placement) -> bool:
+        """Whether two placements treat a group differently, or one stores what it writes and the other does not."""
+        unit = self.parts.units[number]
+        own = any((e in a) != (e in b) for e in (*unit.inputs, *unit.weights, *unit.inner))
+        leaving = [self.parts.edges[t] for t in unit.outputs if t in self.parts.edges]
+        return own or any(all(e in a for e in edges) != all(e in b for e in edges) for edges in leaving)
+
+    def builds(self, history: Sequence[Trial]) -> dict[Placement, Times]:
+        """The layer times of every build that has a report, the float one first."""
+        if not self._is_timed:
+            return {}
+        ratios = {Placement(): 1.0}
+        found = {Placement(): attribute(self.model, Priced(Placement(), tuple(self.float_layers)), self.total_ms)}
+        for trial in history:
+            measured = judge(trial, self.plan)
+            if measured is not None and trial.against in ratios:
+                ratios[trial.placement] = ratios[trial.against] * measured.median
+                if trial.layers:
+                    build = Priced(trial.placement, trial.layers, ratios[trial.placement])
+                    found[trial.placement] = attribute(self.model, build, self.total_ms)
+        return found
+
+    def spent(self, times: Times) -> list[float]:
+        """The ms of each group in a build. A Q is for those that read it, a DQ for the group that made its tensor."""
+        parts, model = self.parts, self.model
+        total = [sum(times.nodes.get(model.nodes[n].name, 0.0) for n in u.nodes) for u in parts.units]
+        for tensor, ms in times.quantize.items():
+            readers = {parts.owner[e.node] for e in parts.reading.get(tensor, ()) if e.node and e in times.placement}
+            for number in readers or {parts.producer[tensor]} & parts.producer.keys():
+                total[number] += ms / max(1, len(readers))
+        for tensor, ms in times.dequantize.items():
+            owner = parts.producer.get(tensor)
+            if owner is None:
+                readers = {parts.owner[e.node] for e in parts.reading.get(tensor, ()) if e.node}
+                owner = min(readers, default=None)
+            if owner is not None:
+                total[owner] += ms
+        return total
+
+    def mixed(self, base: Placement, batch: Batch) -> Placement:
+        """`base` with some groups as other placements have them.
+
+        Between two groups that are as one placement has them, that one decides. Between others a pair stands where the
+        reader runs in 8 bits and has it, or where the maker keeps the tensor in 8 bits.
+        """
+        parts = self.parts
+        taken = {change.number: change.placement for change in batch}
+        views = {p: nearest(parts, p) for p in {base, *taken.values()}}
+        edges = set()
+        for edge in parts.possible:
+            reader = parts.owner[edge.node] if edge.node else parts.producer[edge.tensor]
+            maker = parts.producer.get(edge.tensor, reader)
+            mine, theirs = taken.get(reader, base), taken.get(maker, base)
+            stands = edge in mine
+            if mine != theirs:
+                stands = (stands and reader in views[mine][0]) or edge.tensor in views[theirs][1]
+            if stands:
+                edges.add(edge)
+        return Placement.of(edges)
+
+    def _name(self, batch: Batch) -> str:
+        first = self.model.nodes[self.parts.units[batch[0].number].nodes[0]].name
+        return f"change {first}" + (f" and {len(batch) - 1} more groups" if len(batch) > 1 else "")
+
+
+def _saved(batch: Batch) -> float:
+    return sum(change.saved for change in batch)

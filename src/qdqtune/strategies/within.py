@@ -1,0 +1,87 @@
+"""A first guess within a limit on noise, for searches that know no layer times: a cut with prices that fit no engine
+exactly and none badly.
+
+Compute operators run in 8 bits in less than half their time, all others gain nothing, and every border costs what it
+takes to go over a tensor once. So the guess is made of stretches that are worth their borders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from qdqtune import rules
+from qdqtune.graph import Model, Node
+from qdqtune.strategies.costs import Costs
+from qdqtune.strategies.cut import cut_within
+from qdqtune.strategies.grouped import usual_groups
+from qdqtune.strategies.noise import RESERVE, Noise
+from qdqtune.strategies.region import QUIETER, work
+from qdqtune.strategies.subgraph import SubgraphSearch
+from qdqtune.strategies.units import Partition, Unit, partition
+from qdqtune.types import Edge, Placement
+
+ELEMENTS = 0.2
+"""Elements that are copied in the time of one multiplication."""
+
+QUANTIZED = 0.4
+"""Share of its float time that a compute operator takes in 8 bits."""
+
+
+def guesses(model: Model, possible: frozenset[Edge], noise: Noise | None) -> Callable[[float], Placement]:
+    """The guess for a sum of noise that is allowed; the float model if nothing is known about noise."""
+    if noise is None:
+        return lambda _: Placement()
+    parts = partition(model, possible, usual_groups(model, possible))
+    costs = _presumed(parts)
+
+    def guess(allowed: float) -> Placement:
+        decision = cut_within(costs, noise, allowed)
+        return parts.placement(decision.quantized, decision.stored)
+
+    return guess
+
+
+def narrowed(search: SubgraphSearch, noise: Noise | None) -> SubgraphSearch:
+    """A subgraph search that also tries what its own prices say within the limit on noise, and within less."""
+    if noise is None or noise.limit is None:
+        return search
+    costs, seeds = search.selection.costs, dict(search.seeds)
+    for share in (RESERVE, RESERVE / 2):
+        decision = cut_within(costs, noise, share * noise.limit)
+        name = f"{QUIETER}, {share:.0%} of the noise"
+        seeds[name] = search.parts.placement(decision.quantized, decision.stored)
+    return replace(search, seeds=seeds)
+
+
+def _presumed(parts: Partition) -> Costs:
+    """Prices in elements that are copied."""
+    model = parts.model
+    copied = [sum(work(model, n) for n in _nodes(model, u) if n.op not in rules.COMPUTE) for u in parts.units]
+    computed = [ELEMENTS * sum(work(model, n) for n in _nodes(model, u) if n.op in rules.COMPUTE) for u in parts.units]
+    nothing = (0.0,) * len(parts.units)
+    border = {tensor: _elements(model, tensor) for tensor in parts.edges}
+    return Costs(
+        partition=parts,
+        as_float=tuple(a + b for a, b in zip(copied, computed, strict=True)),
+        as_quantized=tuple(a + QUANTIZED * b for a, b in zip(copied, computed, strict=True)),
+        disturbed=nothing,
+        behind_float=nothing,
+        handing=nothing,
+        quantize=border,
+        dequantize=border,
+        per_consumer=False,
+        seen=frozenset(),
+    )
+
+
+def _nodes(model: Model, unit: Unit) -> list[Node]:
+    return [model.nodes[n] for n in unit.nodes]
+
+
+def _elements(model: Model, tensor: str) -> float:
+    """Size of a tensor; an unknown dimension counts as 1."""
+    info = model.tensors.get(tensor)
+    return float(np.prod([d or 1 for d in (info.shape if info else None) or ()]))

@@ -1,0 +1,165 @@
+"""Subgraph mode before the search: group the nodes as the engine fuses them, and time each distinct group alone.
+
+Every answer of the engine goes to the store at once, so that a run that goes on asks nothing twice.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from qdqtune import grouping, shapes
+from qdqtune.autotune_cache import CacheFile
+from qdqtune.bench import Bench
+from qdqtune.errors import OutputError
+from qdqtune.extraction import Resolved, resolve
+from qdqtune.grouping import Grouping
+from qdqtune.observer import Observer
+from qdqtune.profiling import Kind, Profiler
+from qdqtune.settings import Settings
+from qdqtune.store import Store
+from qdqtune.strategies.costs import Priced, attribute
+from qdqtune.strategies.isolated import passing, select, signature
+from qdqtune.strategies.region import work
+from qdqtune.strategies.subgraph import SubgraphSearch
+from qdqtune.strategies.units import Partition, Unit, partition
+from qdqtune.subject import Subject
+from qdqtune.types import Layer, Placement
+
+LOG = "subgraphs.log"
+
+SMALL = 0.002
+"""Equal groups that together take less than this share of the model are not measured."""
+
+PATIENCE = 0.5
+"""Share of the time budget after which no further group is timed alone."""
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """What the search starts from. `observer` is to be told of it, `why` says by group why it was not measured."""
+
+    search: SubgraphSearch
+    observer: Observer
+    kinds: tuple[Kind, ...]
+    why: Mapping[int, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    builds: int = 0
+    engine_seconds: float = 0.0
+
+    def summary(self) -> dict[str, Any]:
+        """What summary.json says of the groups as a whole."""
+        return {
+            "group_kinds": len(self.kinds),
+            "groups_accepted": len(self.search.selection.decision.quantized),
+            "group_builds": self.builds,
+            "group_engine_seconds": round(self.engine_seconds, 3),
+        }
+
+
+def profile(settings: Settings, subject: Subject, bench: Bench, store: Store, observer: Observer) -> Profiled:
+    """Group the nodes of a model, time the distinct groups alone, and select those that gain.
+
+    Raises:
+        QdqtuneError: the --graph-json is of no use, a file cannot be written, or the engine cannot run the float model.
+    """
+    deadline = None if settings.time_budget is None else time.monotonic() + PATIENCE * settings.time_budget
+    observer.stage("grouping as the engine fuses")
+    layers = bench.float_layers()
+    timed = any(layer.time_ms for layer in layers)
+    grouped = _grouped(settings, subject, layers)
+    parts = partition(subject.shaped, subject.possible, grouped.groups)
+    times = _float_times(parts, layers)
+    resolved = resolve(subject.model, subject.shaped, subject.feed, shapes.spans(settings.engine))
+    kinds, why = _kinds(parts, grouped, resolved, times)
+    cache = CacheFile(settings.output_dir, parts, kinds, observer)
+    with Profiler(settings, subject, parts, resolved, store, timed=timed) as profiler:
+        found = profiler.all(kinds, observer, cache.timed, deadline)
+    profiles = {u.number: passing(parts, u, times[u.number]) for u in parts.units}
+    for kind in kinds:
+        for unit in kind.units:
+            profiles[unit.number] = found[kind.number]
+    selection = select(parts, profiles)
+    search = SubgraphSearch(selection, _seeds(subject), layers if timed else (), settings.plan,
+                            settings.incremental_validation)  # fmt: skip
+    notes = _notes(grouped, layers, timed)
+    _write_log(settings.output_dir / "logs" / LOG, [*grouped.lines(), *notes])
+    return Profiled(search, cache, kinds, why, notes, profiler.builds, profiler.engine_seconds)
+
+
+def _grouped(settings: Settings, subject: Subject, layers: Sequence[Layer]) -> Grouping:
+    """The groups of the user's file, of the engine's report, or by rule; and the report as a file where trtexec wrote
+    one."""
+    if settings.graph_json is not None:
+        return grouping.from_file(subject.shaped, settings.graph_json)
+    exported = settings.output_dir / "logs" / "baseline.graph.json"
+    if exported.exists():
+        stem = settings.output_dir / f"{settings.model.stem}.fp16"
+        try:
+            shutil.copyfile(exported, stem.with_name(stem.name + ".graph.json"))
+            shutil.copyfile(exported.with_name("baseline.log"), stem.with_name(stem.name + ".build.log"))
+        except OSError as error:
+            raise OutputError(f"cannot write {stem}.graph.json: {error.strerror or error}") from error
+    if layers:
+        return grouping.from_layers(subject.shaped, layers, "as the engine's layer report has them")
+    return grouping.by_rules(subject.shaped, subject.possible)
+
+
+def _float_times(parts: Partition, layers: Sequence[Layer]) -> list[float]:
+    """The float ms of each group; without layer times its work, which orders the groups as well."""
+    model, total = parts.model, sum(layer.time_ms or 0.0 for layer in layers)
+    if not total:
+        return [sum(work(model, model.nodes[n]) for n in unit.nodes) for unit in parts.units]
+    nodes = attribute(model, Priced(Placement(), tuple(layers)), total).nodes
+    return [sum(nodes.get(model.nodes[n].name, 0.0) for n in unit.nodes) for unit in parts.units]
+
+
+def _kinds(
+    parts: Partition, grouped: Grouping, resolved: Resolved, times: Sequence[float]
+) -> tuple[tuple[Kind, ...], dict[int, str]]:
+    """Equal groups together, those that take the most time first; and by group why it is not worth a measurement."""
+    why: dict[int, str] = {}
+    alike: dict[str, list[Unit]] = {}
+    for unit in parts.units:
+        names = {parts.model.nodes[n].name for n in unit.nodes}
+        if names <= set(grouped.folded):
+            why[unit.number] = "computed in advance"
+        elif not unit.outputs or not (unit.inputs or unit.inner):
+            why[unit.number] = "no pair can stand there"
+        else:
+            alike.setdefault(signature(parts, unit, resolved.sizes), []).append(unit)
+    least = SMALL * sum(times)
+    ordered = sorted(((sum(times[u.number] for u in units), units) for units in alike.values()),
+                     key=lambda item: (-item[0], item[1][0].number))  # fmt: skip
+    worth = [(ms, units) for ms, units in ordered if ms >= least]
+    why |= {u.number: "too small to matter" for ms, units in ordered if ms < least for u in units}
+    return tuple(Kind(i, tuple(units), ms) for i, (ms, units) in enumerate(worth, 1)), why
+
+
+def _seeds(subject: Subject) -> dict[str, Placement]:
+    """What meets the groups on the whole model: the user's placement, and that of the usual static quantizer.
+
+    Some kernels are slow alone and fast between others, so that their groups are found in such a placement only.
+    """
+    return {name: p for name, p in subject.suggestions().items() if name in ("imported", "static")}
+
+
+def _notes(grouped: Grouping, layers: Sequence[Layer], timed: bool) -> tuple[str, ...]:
+    notes = []
+    if grouped.nameless:
+        notes.append(f"{len(grouped.nameless)} layers of the report name no node of the model: see logs/{LOG}")
+    if not timed:
+        what = "no layer times" if layers else "no layers"
+        notes.append(f"the engine reports {what}: groups were compared by their total latency, reformats included")
+    return tuple(notes)
+
+
+def _write_log(path: Path, lines: Sequence[str]) -> None:
+    try:
+        path.write_text("\n".join(lines) + "\n")
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error

@@ -1,0 +1,87 @@
+"""What became of each group: the rows of subgraph mode's table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from qdqtune.strategies.cut import nearest
+from qdqtune.strategies.isolated import Profile
+from qdqtune.subgraphs import Profiled
+from qdqtune.types import Placement, Trial
+
+
+@dataclass(frozen=True)
+class GroupVerdict:
+    """One group. Times in ms; those alone leave out the conversions and reformats at its border.
+
+    `scheme` is the one that was accepted, or else the best one; None if there is none. `gain_in_model` is what the
+    group takes less in the whole model as decided, conversions included; None where the engine reports no layers.
+    """
+
+    nodes: tuple[str, ...]
+    operators: tuple[str, ...]
+    kind: int | None
+    """Number of the kind; equal groups have the same. None if the group was not timed."""
+    scheme: str | None
+    float_ms: float
+    quantized_ms: float | None
+    gain_in_model: float | None
+    kept: bool
+    why: str
+
+    @property
+    def gain_alone(self) -> float | None:
+        """What the scheme saved alone."""
+        return None if self.quantized_ms is None else self.float_ms - self.quantized_ms
+
+
+def verdicts(profiled: Profiled, history: Sequence[Trial], final: Placement) -> tuple[GroupVerdict, ...]:
+    """A row for every group, those that take the most time in float first."""
+    search, parts = profiled.search, profiled.search.parts
+    builds = search.builds(history)
+    saved = [a - b for a, b in zip(search.spent(builds[Placement()]), search.spent(builds[final]), strict=True)
+             ] if final in builds else None  # fmt: skip
+    kinds = {unit.number: kind.number for kind in profiled.kinds for unit in kind.units}
+    running = nearest(parts, final)[0]
+    rows = []
+    for unit in parts.units:
+        profile = search.selection.profiles[unit.number]
+        chosen = search.selection.option(unit.number) or profile.best
+        kept = unit.number in running
+        nodes = [parts.model.nodes[n] for n in unit.nodes]
+        rows.append(GroupVerdict(
+            nodes=tuple(n.name for n in nodes),
+            operators=tuple(n.op for n in nodes),
+            kind=kinds.get(unit.number),
+            scheme=chosen.scheme if chosen else None,
+            float_ms=profile.float_ms,
+            quantized_ms=chosen.ms if chosen else None,
+            gain_in_model=saved[unit.number] if saved and final.edges else None,
+            kept=kept,
+            why=_why(unit.number, profiled, profile, final, kept=kept),
+        ))  # fmt: skip
+    return tuple(sorted(rows, key=lambda r: (-r.float_ms, r.nodes)))
+
+
+def _why(number: int, profiled: Profiled, profile: Profile, final: Placement, *, kept: bool) -> str:
+    accepted = profiled.search.selection.option(number) is not None
+    if kept:
+        best = profile.best
+        alone = best is None or best.ms >= profile.float_ms
+        return "kept: joins neighbours" if not accepted else "kept: saves conversions" if alone else "kept"
+    if number in profiled.why and not accepted:
+        return profiled.why[number]
+    if not profile.options and profile.failures:
+        scheme, reason = next(iter(profile.failures.items()))
+        return f"scheme {scheme} fails: {reason}" if scheme else reason
+    if accepted:
+        return "slower in the model" if final.edges else "model not faster"
+    best = profile.best
+    return "slower alone" if best is None or best.ms >= profile.float_ms else "conversions cost more"
+
+
+def record(rows: Iterable[GroupVerdict]) -> list[Mapping[str, Any]]:
+    """The rows for a JSON file."""
+    return [asdict(row) for row in rows]

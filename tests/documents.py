@@ -1,0 +1,187 @@
+"""What the tests of the README, of docs/ and of examples/ share: fenced blocks, and how their commands are run."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime
+import pytest
+import yaml
+
+from qdqtune import cli
+from qdqtune.autotune import __main__ as autotune
+from qdqtune.engines import Tensors
+from qdqtune.engines.fake import FakeModel
+from tuning import without_processes
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples" / "qdq_placement"
+MAKEFILE = (ROOT / "Makefile").read_text()
+
+GPU = re.compile(r"<!-- needs a GPU: (.+?) -->\n\*Needs a GPU\.\*\n\n")
+FENCED = re.compile(rf"^(?:{GPU.pattern})?```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"# exit code (\d+)")
+PRINTED = re.compile(r"^ *print\(.*\)  # (.+)$", re.MULTILINE)
+FAKED = {r'EngineSpec\("onnxruntime"[^)]*\)': 'EngineSpec("fake")',
+         r"init_benchmark_instance\((?=[a-z])": 'init_benchmark_instance(engine="fake", '}  # fmt: skip
+"""What names the engine in Python code, and what a test puts there."""
+SHELL = ("cat", "cp", "ls", "mkdir", "printf")
+WITHOUT_ENGINE = ("inspect", "doctor", "build", "rules", "quantize")
+"""Commands that take no engine, or write what the fake engine has no format for."""
+TIMING = ("tune", "compare")
+"""Commands that take long on any other engine."""
+OPTIONAL = {"openvino": "openvino", "tensorrt-rtx": "tensorrt_rtx_bindings"}
+"""Engines that a test may use, and the package without which it cannot."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Fenced text. `releases` are the versions of TensorRT that it needs a GPU for, none if it needs none."""
+
+    kind: str
+    text: str
+    releases: tuple[str, ...] = ()
+
+    @property
+    def commands(self) -> list[str]:
+        """One command a line; lines that end in a backslash go on."""
+        lines = self.text.replace("\\\n", " ").splitlines()
+        return [line for line in lines if line.strip() and not line.startswith("#")]
+
+
+def blocks(text: str) -> list[Block]:
+    """All fenced blocks of a document, in order."""
+    return [Block(kind, body, tuple(re.findall(r"\d+", gpu or ""))) for gpu, kind, body in FENCED.findall(text)]
+
+
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in this process, and let ONNX Runtime compute what the fake engine gives out: it takes milliseconds."""
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3
+
+    def run(self: FakeModel, inputs: Tensors) -> Mapping[str, object]:
+        session: Any = self._evaluator
+        if session is None:
+            session = onnxruntime.InferenceSession(str(self._path), options, providers=["CPUExecutionProvider"])
+            self._evaluator = session
+        known = {given.name for given in session.get_inputs()}
+        names = [output.name for output in session.get_outputs()]
+        feed = {name: array for name, array in inputs.items() if name in known}
+        return dict(zip(names, session.run(names, feed), strict=True))
+
+    without_processes(monkeypatch)
+    monkeypatch.setattr(FakeModel, "run", run)
+
+
+def run_command(command: str, *, on_gpu: bool = False, builds: int | None = None) -> None:
+    """A command of a document. Only its engine is changed, to the one that answers at once, and its `builds`, if given.
+
+    It must end with the exit code that its comment tells, else 0. `on_gpu` replaces engines that need one, too.
+    """
+    program, *arguments = shlex.split(command, comments=True)
+    code = int(found[1]) if (found := CODE.search(command)) else 0
+    if program == "qdqtune":
+        _run_ours(arguments, code, on_gpu=on_gpu, builds=builds)
+    elif program == "python":
+        _run_python(arguments, code, builds)
+    elif program == "trtexec" or program in SHELL:
+        done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+        assert done.returncode == code, f"{command}: {done.stderr}"
+    elif program == "make":
+        assert re.search(rf"^{arguments[0]}:", MAKEFILE, re.MULTILINE)
+    elif program == "cd":
+        assert (ROOT / arguments[0]).is_dir()
+    elif command == ". .venv/bin/activate":
+        assert "VENV := .venv\n" in MAKEFILE
+    else:
+        assert command.startswith("pip install ")
+        assert (ROOT / "pyproject.toml").is_file()
+
+
+def _run_ours(arguments: list[str], code: int, *, on_gpu: bool, builds: int | None) -> None:
+    named = arguments[arguments.index("--engine") + 1] if "--engine" in arguments else ""
+    if not on_gpu and named in OPTIONAL and importlib.util.find_spec(OPTIONAL[named]) is None:
+        return
+    fake = on_gpu or not named or arguments[0] in TIMING
+    quick = ["--engine", "fake"] if fake and arguments[0] not in WITHOUT_ENGINE else []
+    quick += ["--builds", str(builds)] if builds and arguments[0] == "tune" else []
+    _ends(lambda: cli.main([*arguments, *quick]), code, shlex.join(arguments))
+
+
+def _run_python(arguments: list[str], code: int, builds: int | None) -> None:
+    if arguments[:2] == ["-m", "qdqtune.autotune"]:
+        quick = ["--engine", "fake", *(["--builds", str(builds)] if builds else [])]
+        _ends(lambda: autotune.main([*arguments[2:], *quick]), code, shlex.join(arguments))
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", arguments[1 if arguments[0] == "-m" else 0 :])
+        if arguments[0] == "-m":
+            _ends(lambda: runpy.run_module(arguments[1], run_name="__main__"), code, shlex.join(arguments))
+        else:
+            _ends(lambda: runpy.run_path(arguments[0], run_name="__main__"), code, shlex.join(arguments))
+
+
+def _ends(call: Callable[[], object], code: int, what: str) -> None:
+    try:
+        call()
+        ended: object = 0
+    except SystemExit as end:
+        ended = end.code or 0
+    assert ended == code, f"{what} ends with {ended}, not {code}"
+
+
+def run_python(code: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Python code of a document; on the fake engine where it names ONNX Runtime. What it prints, and says it does."""
+    capsys.readouterr()
+    faked = code
+    for named, fake in FAKED.items():
+        faked = re.sub(named, fake, faked)
+    exec(compile(faked, "document", "exec"), {"__name__": "document"})
+    printed = capsys.readouterr().out
+    for line in PRINTED.findall(code):
+        assert line in printed.splitlines(), f"{line!r} is not what it prints: {printed}"
+    return printed
+
+
+def prepare(folder: Path) -> None:
+    """Put the example's scripts into a folder, with what documents take for granted: a model, and what was made of it.
+
+    `model.onnx` and `samples.npz`; `retrained.onnx`, the same network with other weights; `qdqtune_output`, a tuning
+    run; `quantized.onnx`, the model with pairs around its convolutions and nowhere else.
+    """
+    for script in EXAMPLES.glob("*.py"):
+        shutil.copy(script, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        quickly(patch)
+        patch.chdir(folder)
+        run_command("python make_model.py --samples 4")
+        run_command("qdqtune tune model.onnx --calibration-data samples.npz -q", builds=12)
+        recorded = yaml.safe_load((folder / "qdqtune_output" / "placement.yaml").read_text())
+        recorded["edges"] = [edge for edge in recorded["edges"] if "conv" in edge.get("node", "")]
+        (folder / "convolutions.yaml").write_text(yaml.safe_dump(recorded))
+        run_command("qdqtune apply model.onnx --placement convolutions.yaml -o quantized.onnx")
+    proto = onnx.load(folder / "model.onnx")
+    for tensor in proto.graph.initializer:
+        tensor.CopyFrom(onnx.numpy_helper.from_array(1.5 * onnx.numpy_helper.to_array(tensor), tensor.name))
+    onnx.save(proto, folder / "retrained.onnx")
+
+
+def options_of_commands() -> Iterator[str]:
+    """Every option of every command, those of the other tool's interface with underscores as well."""
+    for command in (*cli.app.commands.values(), autotune.command):
+        for option in command.params:
+            yield from (*option.opts, *option.secondary_opts)
+            yield from ("--" + name[2:].replace("-", "_") for name in option.opts if command is autotune.command)

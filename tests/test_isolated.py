@@ -1,0 +1,218 @@
+"""Schemes of groups that stand alone, their prices, and what is selected by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+import pytest
+
+from models import INT8, attention, build, conv_net, normal, ranges, tapped
+from qdqtune import rules
+from qdqtune.engines.fake import _CostModel
+from qdqtune.extraction import Resolved, extract
+from qdqtune.graph import Model
+from qdqtune.grouping import by_rules
+from qdqtune.qdq import Inserter, weight_role
+from qdqtune.strategies.isolated import (
+    Answer,
+    Option,
+    Profile,
+    edges_of,
+    passing,
+    points_of,
+    profile_of,
+    schemes,
+    select,
+    signature,
+)  # fmt: skip
+from qdqtune.strategies.units import Partition, Unit, partition
+from qdqtune.types import Edge, Failure, Layer, Measurement, Placement
+
+
+def parts_of(model: Model) -> Partition:
+    possible = rules.possible_edges(model, ranges(model))
+    return partition(model, possible, by_rules(model, possible).groups)
+
+
+def alone(parts: Partition, unit: Unit) -> tuple[Model, frozenset[Edge]]:
+    """A group as a model, and where pairs may stand in it."""
+    known = {name: info.shape for name, info in parts.model.tensors.items() if info.shape and None not in info.shape}
+    part = extract(parts.model, unit.nodes, Resolved(known), {})  # type: ignore[arg-type]
+    own = {e for e in parts.possible if e.node in part.index_of}
+    return part, frozenset(own | {Edge(t, "", k) for k, t in enumerate(unit.outputs) if parts.edges.get(t)})
+
+
+@pytest.mark.parametrize("make", [conv_net, attention, tapped])
+def test_schemes_never_quantize_an_activation_without_its_weight(make: Callable[[], Model]) -> None:
+    parts = parts_of(make())
+    for unit in parts.units:
+        if not unit.outputs:
+            continue
+        model, possible = alone(parts, unit)
+        found = schemes(model, possible)
+        assert len(set(found.values())) == len(found)
+        assert all(p.edges and p.edges <= possible for p in found.values())
+        for name, placement in found.items():
+            if name == "weight-only":
+                assert placement.edges == set(unit.weights)
+                continue
+            assert rules.consistent(model, placement) == placement
+            assert ("activation-only" in name) <= (not unit.weights)
+
+
+def test_the_schemes_of_a_convolution() -> None:
+    parts = parts_of(conv_net())
+    unit = parts.units[parts.owner["stem"]]
+    found = schemes(*alone(parts, unit))
+    x, w, out = Edge("image", "stem", 0), Edge("w0", "stem", 1), Edge("r0", "", 0)
+    assert found["full"].edges == {x, w}
+    assert found["full, output"].edges == {x, w, out}
+    assert found["weight-only"].edges == {w}
+
+
+def test_a_scheme_means_the_same_edges_in_every_equal_group() -> None:
+    model = build(
+        "net (float[4,8] x) => (float[4,8] y) {"
+        "[a] t = MatMul(x, w) [b] u = Relu(t) [c] v = MatMul(u, w) [d] y = Relu(v)}",
+        {"w": normal(8, 8)},
+    )
+    parts = parts_of(model)
+    first, second = (parts.units[parts.owner[name]] for name in ("a", "c"))
+    sizes = dict.fromkeys("xtuvy", (4, 8)) | {"w": (8, 8)}
+    part, possible = alone(parts, first)
+    points = points_of(part, schemes(part, possible)["full, output"])
+    assert edges_of(parts, first, points) == {Edge("x", "a", 0), Edge("w", "a", 1), Edge("u", "c", 0)}
+    assert {Edge("u", "c", 0), Edge("w", "c", 1)} <= edges_of(parts, second, points)
+    assert signature(parts, first, sizes) == signature(parts, second, sizes)
+    assert signature(parts, first, sizes) != signature(parts, second, sizes | {"v": (5, 8)})
+    fewer = partition(model, parts.possible - {Edge("w", "c", 1)}, [["a", "b"], ["c", "d"]])
+    assert signature(fewer, first, sizes) != signature(fewer, fewer.units[1], sizes)
+
+
+def layer(name: str, ms: float, kind: str = "compute", *nodes: str) -> Layer:
+    return Layer(name, nodes, "", ms, kind)  # type: ignore[arg-type]
+
+
+def test_reformats_and_conversions_at_the_border_are_no_part_of_a_groups_own_time() -> None:
+    parts = parts_of(conv_net())
+    part, possible = alone(parts, parts.units[parts.owner["stem"]])
+    floats = [
+        layer("in", 5.0, "reformat"),
+        layer("conv", 4.0, "compute", "stem", "stem_relu"),
+        layer("out", 1.0, "copy"),
+    ]
+    quantized = [
+        layer("q", 0.5, "quantize", "image_QuantizeLinear"), layer("layout", 3.0, "reformat"),
+        layer("conv", 1.0, "compute", "stem", "stem_relu"), layer("dq", 0.25, "quantize", "r0_DequantizeLinear"),
+    ]  # fmt: skip
+    placement = schemes(part, possible)["full, output"]
+    refused = Answer("weight-only", Placement(), Failure("build", "no kernel"))
+    (option,) = profile_of(part, floats, [Answer("s", placement, None, quantized), refused]).options
+    assert (option.ms, option.ratio) == (pytest.approx(1.0), None)
+    assert option.quantize == {(0, 0): pytest.approx(0.5)}
+    assert option.dequantize == {(-1, 0): pytest.approx(0.25)}
+    measured = Measurement((1.0, 1.0), (0.95, 0.95))  # the rounds say that all layers took twice as long as profiled
+    profile = profile_of(part, floats, [Answer("s", placement, measured, quantized), refused])
+    assert profile.float_ms == 4.0
+    assert profile.options[0].ms == pytest.approx(2.0)
+    assert profile.failures == {"weight-only": "no kernel"}
+    assert profile.best is profile.options[0]
+
+
+def test_without_layers_the_total_latency_counts() -> None:
+    parts = parts_of(conv_net())
+    part, possible = alone(parts, parts.units[parts.owner["stem"]])
+    answer = Answer("s", schemes(part, possible)["full"], Measurement((0.002,), (0.001,)))
+    profile = profile_of(part, [], [answer])
+    assert profile.float_ms == pytest.approx(2.0)
+    assert profile.options[0].ms == pytest.approx(1.0)
+    assert profile_of(part, [], []).best is None
+
+
+def measured_alone(model: Model) -> tuple[Partition, dict[int, Profile]]:
+    """Every group's profile, from the exact cost model."""
+    parts, found = parts_of(model), {}
+    for unit in parts.units:
+        part, possible = alone(parts, unit)
+        inserter = Inserter(part, ranges(model), INT8)
+
+        def layers(placement: Placement, inserter: Inserter = inserter) -> tuple[Layer, ...]:
+            return _CostModel(inserter.insert(placement).to_proto()).layers()
+
+        answers = [Answer(n, p, None, layers(p)) for n, p in schemes(part, possible).items()] if unit.inputs else []
+        found[unit.number] = profile_of(part, layers(Placement()), answers)
+    return parts, found
+
+
+CHAIN = """net (float[1,8,16,16] x) => (float[1,8,16,16] y) {
+    [one] a = Conv <pads=[1,1,1,1]> (x, w0)
+    [relu] b = Relu(a)
+    [two] c = Conv <pads=[1,1,1,1]> (b, w1)
+    [skip] d = Add(c, b)
+    [three] e = Conv <pads=[1,1,1,1]> (d, w2)
+    [soft] y = Softmax(e)
+    }"""
+
+
+def chain() -> Model:
+    return build(CHAIN, {f"w{k}": normal(8, 8, 3, 3, scale=0.1, seed=k) for k in range(3)})
+
+
+def names(parts: Partition, units: Collection[int]) -> set[str]:
+    return {parts.model.nodes[n].name for u in units for n in parts.units[u].nodes}
+
+
+def test_the_selection_is_the_best_of_all_for_the_exact_engine() -> None:
+    """A group that gains nothing alone is taken where it saves its neighbours a conversion, and only there."""
+    parts, profiles = measured_alone(chain())
+    chosen = select(parts, profiles)
+    assert names(parts, chosen.decision.quantized) == {"one", "relu", "two", "skip", "three"}
+    inserter = Inserter(parts.model, ranges(parts.model), INT8)
+
+    def seconds(placement: Placement) -> float:
+        return _CostModel(inserter.insert(placement).to_proto()).seconds()
+
+    best = min(map(seconds, rules.placements(parts.model, parts.possible).values()))
+    assert seconds(chosen.placement()) <= best * 1.0001
+    assert chosen.ratio == pytest.approx(seconds(chosen.placement()) / seconds(Placement()), rel=0.15)
+    assert all(gain > 0 for gain in chosen.gains().values())
+    assert chosen.option(parts.owner["soft"]) is None
+
+
+def test_noise_is_no_reason_to_quantize() -> None:
+    parts, profiles = measured_alone(chain())
+    same = {
+        number: Profile(p.float_ms, tuple(Option(o.scheme, o.points, 0.995 * p.float_ms) for o in p.options))
+        for number, p in profiles.items()
+    }
+    assert select(parts, same).decision.quantized == frozenset()
+
+
+def test_total_latencies_leave_out_what_lies_between_until_it_is_bridged() -> None:
+    parts, profiles = measured_alone(chain())
+    dear = {
+        number: replace(profile, options=tuple(
+            replace(o, ms=o.ms + sum(o.quantize.values()) + sum(o.dequantize.values()), quantize={}, dequantize={})
+            for o in profile.options))
+        for number, profile in profiles.items()
+    }  # fmt: skip
+    chosen = select(parts, dear)
+    assert "skip" not in names(parts, chosen.decision.quantized)
+    bridged = chosen.bridged()
+    assert "skip" in names(parts, bridged.decision.quantized)
+    assert chosen.placement().edges < bridged.placement().edges
+
+
+def test_a_small_group_that_hands_values_on_may_follow_its_neighbours() -> None:
+    model = build("net (float[2,8] x) => (float[8,2] y) {[a] t = Transpose <perm=[1,0]> (x) [b] y = Tanh(t)}")
+    parts = parts_of(model)
+    moving, other = parts.units
+    assert passing(parts, moving, 0.1).options == (Option("passing", frozenset({(0, 0), (-1, 0)}), 0.1),)
+    assert passing(parts, other, 0.1).options == ()
+
+
+def test_weights_are_known_by_their_role() -> None:
+    parts = parts_of(conv_net())
+    unit = parts.units[parts.owner["stem"]]
+    assert all(weight_role(parts.model, e)[0] for e in unit.weights)

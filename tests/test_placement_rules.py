@@ -1,0 +1,456 @@
+"""The placement rules of `quantize`: one graph for each rule, and what holds for all of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+
+from models import FORMATS, attention, branching, build, conv_net, embedding, normal, tapped
+from qdqtune.engines import MODULES, QuantType
+from qdqtune.engines.formats import numeric_format
+from qdqtune.graph import Model
+from qdqtune.placement_rules import RULES, KeepFloat, Placed, as_json, place, rules_of
+from qdqtune.placement_rules.scene import DEPTH, Scene
+from qdqtune.qdq import insert
+from qdqtune.rules import consistent, possible_edges
+from qdqtune.scales import Range, Ranges
+from qdqtune.types import Edge
+from region_models import networks
+
+
+def known(model: Model) -> Ranges:
+    """A range for every tensor, whatever its type."""
+    return Ranges({t: Range(-1, 1) for t in (*model.inputs, *model.producers)})
+
+
+def placed(model: Model, engine: str = "tensorrt", quant_type: QuantType = "int8") -> Placed:
+    return place(model, possible_edges(model, known(model)), engine, quant_type)
+
+
+def edges(*written: str) -> set[Edge]:
+    """Edges from `tensor node index` triples."""
+    return {Edge(t, n, int(i)) for t, n, i in (w.split() for w in written)}
+
+
+def users(found: Placed) -> set[str]:
+    """The nodes with a pair on an input."""
+    return {e.node for e in found.placement}
+
+
+def count(found: Placed, rule: str) -> int:
+    return dict(found.counts)[rule]
+
+
+def weights(**shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
+    return {name: normal(*shape) for name, shape in shapes.items()}
+
+
+# One graph for each rule
+
+
+def test_graph_outputs_stay_in_float() -> None:
+    for engine in ("tensorrt", "openvino", "fake"):
+        found = placed(tapped(), engine)
+        assert count(found, "graph-outputs") == 2
+        assert not any(e.is_graph_output for e in found.placement)
+    assert not any(e.is_graph_output for e in placed(conv_net(), "onnxruntime").placement)
+
+
+def test_on_onnxruntime_only_a_convolution_writes_8_bits_to_an_output() -> None:
+    """It has no kernel that takes 8 bits and gives float."""
+    text = """net (float[1,16,8,8] x) => (float[1,16,6,6] y, float[1,16,6,6] z) {
+        [a] p = Conv <pads=[1,1,1,1]> (x, w)
+        [relu] q = Relu(p)
+        [last] y = Conv(q, w)
+        [end] z = Exp(y)
+    }"""
+    found = placed(build(text, weights(w=(16, 16, 3, 3))), "onnxruntime")
+    assert found.placement.edges == edges("x a 0", "w a 1", "q last 0", "w last 1", "y end 0") | {Edge("y", "", 0)}
+    assert count(found, "float-outputs") == 1
+
+
+FUSED = """net (float[1,16,8,8] x) => (float[1,16,8,8] y) {
+    [a] p = Conv <pads=[1,1,1,1]> (x, w)
+    [bias] b = Add(p, c)
+    [norm] n = BatchNormalization(b, one, zero, zero, one)
+    [act] r = Relu(n)
+    [next] q = Conv <pads=[1,1,1,1]> (r, w)
+    [end] y = Sigmoid(q)
+}"""
+
+
+def test_nothing_inside_a_fusion() -> None:
+    constants = weights(w=(16, 16, 3, 3), c=(16, 1, 1)) | {"one": np.ones(16, "f"), "zero": np.zeros(16, "f")}
+    model = build(FUSED, constants)
+    scene = Scene(model, possible_edges(model, known(model)))
+    inside = {e for e in scene.possible if scene.is_inside(e)}
+    assert inside == edges("p bias 0", "b norm 0", "n act 0", "q end 0")
+    assert placed(model).placement.edges == edges("x a 0", "w a 1", "r next 0", "w next 1")
+
+
+@pytest.mark.parametrize(
+    "gate",
+    ["[g] g = Sigmoid(p)\n[m] m = Mul(p, g)", "[g] g = HardSigmoid(p)\n[m] m = Mul(g, p)",
+     "[t] t = Add(p, three)\n[c] c = Clip(t, zero, six)\n[d] g = Div(c, six)\n[m] m = Mul(p, g)"],
+)  # fmt: skip
+def test_silu_and_hardswish_join_their_convolution(gate: str) -> None:
+    """And a residual Add behind them knows its branch."""
+    text = f"""net (float[1,16,8,8] x) => (float[1,16,8,8] y) {{
+        [first] s = Conv <pads=[1,1,1,1]> (x, w)
+        [a] p = Conv <pads=[1,1,1,1]> (s, w)
+        {gate}
+        [add] r = Add(m, s)
+        [last] q = Conv <pads=[1,1,1,1]> (r, w)
+        [end] y = Exp(q)
+    }}"""
+    constants = weights(w=(16, 16, 3, 3)) | {n: np.float32(v) for n, v in (("three", 3), ("zero", 0), ("six", 6))}
+    found = placed(build(text, constants))
+    assert count(found, "swish") >= 3
+    assert users(found) == {"first", "a", "add", "last"}
+    assert edges("s add 1") <= found.placement.edges
+    integer = placed(build(text, constants), "onnxruntime").placement
+    assert any(e.tensor == "g" for e in integer) == ("= Sigmoid" in gate)  # which has an integer kernel there
+
+
+def test_elementwise_operators_with_constants_stay_in_float() -> None:
+    text = """net (float[2,32] x) => (float[2,32] y) {
+        [pre] h = Mul(x, c)
+        [a] p = MatMul(h, w)
+        [post] y = Sub(p, c)
+    }"""
+    found = placed(build(text, weights(w=(32, 32), c=(32,))))
+    assert count(found, "constant-operands") == 2 + 1  # that into "post" lies inside a fusion anyway
+    assert users(found) == {"a"}
+
+
+def test_normalizations_softmax_and_gelu_stay_in_float() -> None:
+    model = attention()
+    found = placed(model, "openvino")
+    assert count(found, "float-functions") >= 4
+    floats = {"LayerNormalization", "Softmax", "Erf", "Div"}
+    assert not {n.op for n in model.nodes if n.name in users(found)} & floats
+
+
+PRODUCT = "net (float[{0}] x) => (float[{1}] y) {{\n [turn] t = Exp(x)\n [a] p = MatMul(t, {2})\n [end] y = Exp(p) }}"
+
+
+@pytest.mark.parametrize(
+    ("shape", "weight", "is_quantized"),
+    [("4,32", (32, 32), True), ("1,32", (32, 32), False), ("4,32", (32, 1), False), ("N,32", (32, 32), True),
+     ("1,1,32", (32, 32), False), ("2,1,32", (32, 32), True)],
+)  # fmt: skip
+def test_matrix_times_vector_stays_in_float(shape: str, weight: tuple[int, ...], is_quantized: bool) -> None:
+    """A batch makes rows; a batch of unknown size may."""
+    output = ",".join("DEF"[: len(shape.split(","))])
+    found = placed(build(PRODUCT.format(shape, output, "w"), weights(w=weight)))
+    assert (users(found) == {"a"}) == is_quantized
+    assert users(placed(build(PRODUCT.format(shape, output, "w"), weights(w=weight)), "onnxruntime"))  # no such rule
+
+
+def test_a_product_of_activations_counts_without_its_batch() -> None:
+    text = "net (float[8,1,32] x, float[8,32,32] k) => (float[8,1,32] y) {\n [a] p = MatMul(x, k)\n [end] y = Exp(p) }"
+    found = placed(build(text))
+    assert count(found, "matrix-vector") == 2
+    assert not found.placement.edges
+
+
+@pytest.mark.parametrize(("weight", "is_quantized"), [((8, 32), False), ((32, 8), False), ((16, 16), True)])
+def test_tiny_products_stay_in_float(weight: tuple[int, int], is_quantized: bool) -> None:
+    model = build(PRODUCT.format(f"4,{weight[0]}", "A,B", "w"), weights(w=weight))
+    assert bool(placed(model).placement.edges) == is_quantized
+    gemm = build("net (float[4,32] x) => (float[4,8] y) {\n [a] p = Gemm <transB=1> (x, w)\n [end] y = Exp(p) }",
+                 weights(w=(8, 32)))  # fmt: skip
+    assert count(placed(gemm), "tiny-products") == 2
+
+
+CONVOLUTION = """net (float[1,{0},16,16] x) => (float[A,B,C,D] y) {{
+    [pre] t = {1}
+    [a] p = Conv <group={2}> (t, w)
+    [end] y = Exp(p)
+}}"""
+
+
+@pytest.mark.parametrize(
+    ("weight", "group", "is_first", "int8", "fp8"),
+    [((32, 32, 3, 3), 1, False, True, True), ((16, 16, 3, 3), 1, False, True, False),
+     ((32, 32, 7, 7), 1, False, True, False), ((32, 3, 3, 3), 1, True, True, False),
+     ((8, 3, 3, 3), 1, True, True, False), ((8, 3, 3, 3), 1, False, False, False),
+     ((7, 5, 3, 3), 1, True, False, False), ((32, 1, 3, 3), 32, False, True, False),
+     ((32, 1, 1, 1), 32, False, False, False)],
+)  # fmt: skip
+def test_tiny_convolutions_stay_in_float(
+    weight: tuple[int, ...], group: int, is_first: bool, int8: bool, fp8: bool
+) -> None:
+    text = CONVOLUTION.format(weight[1] * group, "Exp(x)", group)
+    if is_first:
+        text = text.replace("[pre] t = Exp(x)\n", "").replace("Conv <group=1> (t", "Conv <group=1> (x")
+    model = build(text, weights(w=weight))
+    assert ("a" in users(placed(model)), "a" in users(placed(model, quant_type="fp8"))) == (int8, fp8)
+
+
+ATTENTION = """net (float[1,4,{0},{1}] q, float[1,4,{0},{1}] k, float[1,4,{0},{1}] v) => (float[1,4,{0},{1}] y) {{
+    [turn] t = Transpose <perm=[0,1,3,2]> (k)
+    [scores] s = MatMul(q, t)
+    [scale] d = Div(s, c)
+    [softmax] p = Softmax(d)
+    [context] o = MatMul(p, v)
+    [end] y = Exp(o)
+}}"""
+
+
+@pytest.mark.parametrize(
+    ("length", "head", "int8", "fp8"),
+    [(64, 32, True, True), (512, 32, True, True), (513, 32, False, True), (64, 24, True, False), (64, 272, True, False),
+     ("S", 32, True, True), (64, "H", True, False)],
+)  # fmt: skip
+def test_attention(length: int | str, head: int | str, int8: bool, fp8: bool) -> None:
+    """INT8: both products, not over long sequences. FP8: pairs on q, k, v and the probabilities, heads of 16 x n."""
+    model = build(ATTENTION.format(length, head), {"c": np.float32(4)})
+    both = edges("q scores 0", "t scores 1", "p context 0", "v context 1")
+    assert placed(model).placement.edges == (both if int8 else set())
+    assert placed(model, quant_type="fp8").placement.edges == (both if fp8 else set())
+
+
+def test_one_product_of_an_attention_alone_is_not_quantized() -> None:
+    model = build(ATTENTION.format(64, 32), {"c": np.float32(4)})
+    possible = possible_edges(model, Ranges({t: Range(-1, 1) for t in "qkts"}))
+    for quant_type in ("int8", "fp8"):
+        assert not place(model, possible, "tensorrt", quant_type).placement.edges
+
+
+def test_activation_and_weight_together_or_none() -> None:
+    """`conv_net` has all four kinds of neighbours, and one weight here is not finite."""
+    assert {"stem", "depthwise", "project", "side", "head"} <= users(placed(conv_net(), "openvino"))
+    bad = normal(32, 32)
+    bad[0, 0] = np.inf
+    text = "net (float[4,32] x) => (float[4,32] y) {\n [a] p = MatMul(x, bad)\n [b] q = MatMul(p, w)\n [e] y = Exp(q) }"
+    assert users(placed(build(text, {"bad": bad, "w": normal(32, 32)}))) == {"b"}
+
+
+def test_the_residual_input_is_the_skip() -> None:
+    found = placed(conv_net(), "openvino").placement.edges
+    assert edges("p0 add 1") <= found
+    assert not edges("c2 add 0") & found
+
+
+@pytest.mark.parametrize(("inputs", "skip"), [("p, q", 0), ("q, p", 1)])
+def test_of_two_fresh_branches_the_earlier_one_is_the_skip(inputs: str, skip: int) -> None:
+    text = f"""net (float[4,32] x) => (float[4,32] y) {{
+        [first] p = MatMul(x, w)
+        [mid] h = MatMul(x, w)
+        [relu] r = Relu(h)
+        [second] q = MatMul(r, w)
+        [add] s = Add({inputs})
+        [end] y = Exp(s)
+    }}"""
+    found = placed(build(text, weights(w=(32, 32)))).placement.edges
+    assert {e for e in found if e.node == "add"} == edges(f"p add {skip}")
+
+
+# Convolution to LayerNormalization
+
+
+def block(copies: str, source: str = "p") -> str:
+    return f"""net (float[1,32,8,8] x, int64[3] shape) => (float[A,B,C] y) {{
+        [conv] p = Conv <pads=[1,1,1,1]> (x, w)
+        {copies}
+        [norm] n = LayerNormalization({source}, g, b)
+        [end] y = Exp(n)
+    }}"""
+
+
+NORM = weights(w=(32, 32, 3, 3), g=(32,), b=(32,)) | {"axis": np.array([0]), "one": np.float32(1)}
+TURN = "[t] t = Transpose <perm=[0,2,3,1]> (p)\n"
+
+
+@pytest.mark.parametrize(
+    ("copies", "source"),
+    [("", "p"), (TURN, "t"), (TURN + "[r] r = Reshape(t, shape)", "r"), (TURN + "[u] u = Unsqueeze(t, axis)", "u"),
+     (TURN + "[c] c = Cast <to=1> (t)", "c"), ("[relu] r = Relu(p)\n[t] t = Transpose <perm=[0,2,3,1]> (r)", "t"),
+     ("[scale] s = Mul(p, one)\n[t] t = Transpose <perm=[0,2,3,1]> (s)", "t")],
+)  # fmt: skip
+def test_a_layernorm_that_follows_a_convolution_has_a_pair_on_its_data(copies: str, source: str) -> None:
+    """Through copies, their data input only (the shape of a Reshape is an input of the graph); from anywhere in the
+    convolution's fusion."""
+    model = build(block(copies, source), NORM)
+    found = placed(model)
+    assert {e for e in found.placement if e.node == "norm"} == edges(f"{source} norm 0")
+    assert count(found, "conv-layernorm") == 1
+    assert "norm" not in users(placed(model, "openvino"))
+    assert "norm" not in users(placed(model, quant_type="fp8"))
+
+
+def test_not_every_layernorm_follows_a_convolution() -> None:
+    for between in ("[f] f = Softmax(p)", "[f] f = GlobalAveragePool(p)", "[f] f = Mul(p, x)"):
+        assert "norm" not in users(placed(build(block(between, "f"), NORM)))
+    assert "norm" not in users(placed(build(block("", "x"), NORM)))
+
+
+@pytest.mark.parametrize("length", [DEPTH, DEPTH + 1])
+def test_the_walk_through_copies_is_bounded(length: int) -> None:
+    tensors = ["p", *(f"t{i}" for i in range(length))]
+    chain = [f"[c{i}] {tensors[i + 1]} = Transpose <perm=[0,1,3,2]> ({tensors[i]})" for i in range(length)]
+    found = placed(build(block("\n".join(chain), tensors[-1]), NORM))
+    assert ("norm" in users(found)) == (length <= DEPTH)
+
+
+STAGES = """net (float[1,32,8,8] x) => (float[1,32,4,4] y) {
+    [depthwise] d = Conv <group=32, pads=[1,1,1,1]> (x, wd)
+    [turn] t = Transpose <perm=[0,2,3,1]> (d)
+    [norm] n = LayerNormalization(t, g, b)
+    [up] u = MatMul(n, wu)
+    [down] m = MatMul(u, wm)
+    [bias] a = Add(m, b)
+    [scale] s = Mul(a, g)
+    [back] c = Transpose <perm=[0,3,1,2]> (s)
+    [add] r = Add(x0, c)
+    [turn2] t2 = Transpose <perm=[0,2,3,1]> (r)
+    [norm2] n2 = LayerNormalization(t2, g, b)
+    [back2] c2 = Transpose <perm=[0,3,1,2]> (n2)
+    [shrink] y0 = Conv <strides=[2,2]> (c2, w)
+    [mean] k = GlobalAveragePool(y0)
+    [turn3] t3 = Transpose <perm=[0,2,3,1]> (k)
+    [norm3] n3 = LayerNormalization(t3, g, b)
+    [end] y = Exp(n3)
+    [stem] x0 = Conv <pads=[1,1,1,1]> (x, w)
+}"""
+
+
+def test_the_layernorms_of_a_convnext() -> None:
+    """One behind a convolution, one behind a residual Add whose branch ends in a matrix product, one behind a pool."""
+    order = STAGES.splitlines()
+    text = "\n".join([order[0], order[-2], *order[1:-2], order[-1]])
+    constants = weights(w=(32, 32, 2, 2), wd=(32, 1, 3, 3), wu=(32, 64), wm=(64, 32), g=(32,), b=(32,))
+    text = text.replace("[stem] x0 = Conv <pads=[1,1,1,1]>", "[stem] x0 = Conv <pads=[0,0,1,1]>")
+    found = placed(build(text, constants))
+    assert {e.node for e in found.placement if e.node.startswith("norm")} == {"norm", "norm2"}
+    assert edges("x0 add 0", "t norm 0", "t2 norm2 0") <= found.placement.edges
+
+
+def test_the_layernorms_of_a_transformer_stay_in_float() -> None:
+    assert not {"norm", "norm2"} & users(placed(attention()))
+
+
+# What passes 8 bits on
+
+PASSING = """net (float[1,32,8,8] x) => (float[A,B,C,D] y) {{
+    [left] l = Conv <pads=[1,1,1,1]> (x, w)
+    [right] r = Conv <pads=[1,1,1,1]> (x, w)
+    [relu] s = Relu(r)
+    {0}
+    [next] q = Conv <pads=[1,1,1,1]> (m, {1})
+    [end] y = {2}
+}}"""
+PASSES = weights(w=(32, 32, 3, 3), wide=(32, 64, 3, 3)) | {"scales": np.float32([1, 1, 2, 2])}
+
+
+@pytest.mark.parametrize(
+    ("operator", "rule", "expected"),
+    [("[m] m = MaxPool <kernel_shape=[2,2]> (s)", "max-pool", "s m 0"),
+     ("[m] m = Resize <mode=\"nearest\"> (s, , scales)", "resize", "s m 0"),
+     ("[m] m = Resize <mode=\"linear\"> (s, , scales)", "resize", "s m 0"),
+     ("[m] m = AveragePool <kernel_shape=[2,2]> (s)", "average-pool", "s m 0"),
+     ("[m] m = GlobalAveragePool(s)", "average-pool", "s m 0")],
+)  # fmt: skip
+def test_what_hands_values_on_takes_8_bits_between_quantized_neighbours(
+    operator: str, rule: str, expected: str
+) -> None:
+    model = build(PASSING.format(operator, "w", "Exp(q)"), PASSES)
+    found = placed(model)
+    assert edges(expected) <= found.placement.edges
+    assert count(found, rule) >= 1
+    assert "m" not in users(placed(model, quant_type="fp8"))
+    beside = build(PASSING.format(operator, "w", "Mul(q, m)"), PASSES)  # which reads it in float
+    assert not edges(expected) & placed(beside).placement.edges
+
+
+def test_a_cubic_resize_overshoots_and_stays_in_float() -> None:
+    operator = '[m] m = Resize <mode="cubic"> (s, , scales)'
+    assert "m" not in users(placed(build(PASSING.format(operator, "w", "Exp(q)"), PASSES)))
+
+
+def test_an_average_pool_whose_input_something_reads_in_float_stays_in_float() -> None:
+    operator = "[m] m = AveragePool <kernel_shape=[1,1]> (s)"
+    assert "m" not in users(placed(build(PASSING.format(operator, "w", "Mul(q, s)"), PASSES)))
+
+
+@pytest.mark.parametrize("quant_type", ["int8", "fp8"])
+def test_inputs_and_output_of_a_concat_share_one_scale(quant_type: QuantType) -> None:
+    model = build(PASSING.format("[m] m = Concat <axis=1> (l, s)", "wide", "Exp(q)"), PASSES)
+    found = placed(model, quant_type=quant_type)
+    assert edges("l m 0", "s m 1", "m next 0") <= found.placement.edges
+    assert count(found, "concat") == 2
+    ranges = Ranges(dict(known(model).activations) | {"s": Range(0, 8.0)})
+    done = insert(model, found.placement, ranges, numeric_format("tensorrt", quant_type))
+    scales = {float(done.constants[f"{t}_scale"].array()) for t in ("l", "s", "m")}
+    assert scales == {float(np.float32(8 / (127 if quant_type == "int8" else 448)))}
+
+
+def test_a_concat_that_something_reads_in_float_stays_in_float() -> None:
+    model = build(PASSING.format("[m] m = Concat <axis=1> (l, s)", "wide", "Exp(m)"), PASSES)
+    assert "m" not in users(placed(model))
+
+
+# ONNX Runtime
+
+
+def test_onnxruntime_wants_pairs_behind_convolutions_and_products_with_a_bias() -> None:
+    text = """net (float[4,32] x) => (float[4,32] y) {
+        [a] p = MatMul(x, w)
+        [bias] b = Add(p, c)
+        [erf] e = Erf(b)
+        [b] q = MatMul(e, w)
+        [exp] y = Exp(q)
+    }"""
+    found = placed(build(text, weights(w=(32, 32), c=(32,))), "onnxruntime")
+    assert found.placement.edges == edges("x a 0", "w a 1", "p bias 0", "e b 0", "w b 1")
+    assert count(found, "compute-results") == 1
+
+
+def test_onnxruntime_goes_on_in_integers_between_quantized_neighbours() -> None:
+    found = placed(conv_net(), "onnxruntime")
+    assert edges("c2 add 0", "p0 add 1", "r1 concat 0", "c3 concat 1") <= found.placement.edges
+    assert count(found, "integer-operators") > 0
+    assert not {"stem_relu", "clip"} & users(found)
+
+
+# All of them
+
+CASES = {"conv_net": conv_net, "attention": attention, "tapped": tapped, "embedding": embedding, "branching": branching}
+TYPES: tuple[tuple[str, QuantType], ...] = tuple((e, q) for e in sorted(MODULES) for q in ("int8", "fp8")
+                                                 if q == "int8" or e not in ("onnxruntime", "openvino"))  # fmt: skip
+
+
+@pytest.mark.parametrize(("engine", "quant_type"), TYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_every_placement_is_whole_and_can_be_inserted(name: str, engine: str, quant_type: QuantType) -> None:
+    model = CASES[name]()
+    found = placed(model, engine, quant_type).placement
+    assert found.edges <= possible_edges(model, known(model))
+    assert consistent(model, found) == found
+    done = insert(model, found, known(model), numeric_format(engine, quant_type))
+    if name != "branching":  # which has an operator that no checker knows
+        onnx.checker.check_model(done.to_proto(), full_check=True)
+
+
+@settings(derandomize=True, max_examples=30, deadline=None)
+@given(networks())
+def test_rules_take_any_graph(network) -> None:  # type: ignore[no-untyped-def]
+    model = network.model()
+    for engine, numbers in (("onnxruntime", "uint8"), ("tensorrt", "int8"), ("tensorrt", "fp8")):
+        found = placed(model, engine, "fp8" if numbers == "fp8" else "int8").placement
+        assert consistent(model, found) == found
+        insert(model, found, known(model), FORMATS[numbers])
+
+
+def test_each_rule_has_a_reason_a_source_engines_and_a_function_of_its_own() -> None:
+    assert len({rule.name for rule in RULES}) == len({rule.find for rule in RULES}) == len(RULES)
+    for rule in RULES:
+        assert all((rule.reason, rule.source, rule.engines, rule.quant_types, rule.find.__doc__))
+        assert rule.engines <= MODULES.keys()
+        assert as_json(rule)["effect"] == ("keeps in float" if isinstance(rule, KeepFloat) else "places pairs")
+    assert {r.name for r in rules_of("onnxruntime")} < {r.name for r in rules_of()}
+    for engine, quant_type in TYPES:
+        assert rules_of(engine, quant_type)

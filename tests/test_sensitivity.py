@@ -1,0 +1,87 @@
+"""What rounding one value does to the outputs: against the inserter's own models, one value at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from models import FORMATS, PLAIN, attention, build, conv_net, feeds, normal, ranges, run
+from qdqtune import rules
+from qdqtune.accuracy import sqnr_db
+from qdqtune.graph import Model
+from qdqtune.qdq import insert
+from qdqtune.scales import Range, Ranges
+from qdqtune.sensitivity import _shares, sensitivities
+from qdqtune.strategies.noise import Noise
+from qdqtune.types import Edge, Failure, NumericFormat, Placement
+from tuning import without_processes
+
+NETS = {"conv": conv_net, "attention": attention}
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_processes(monkeypatch)
+
+
+def alone(model: Model, numbers: NumericFormat = PLAIN) -> dict[str, float]:
+    known = ranges(model)
+    found = sensitivities(model, known, numbers, rules.possible_edges(model, known), feeds(model))
+    assert isinstance(found, dict)
+    return found
+
+
+def noise_of(model: Model, placement: Placement, numbers: NumericFormat) -> float:
+    """As the inserter has it."""
+    samples = feeds(model)
+    ratio = sqnr_db(run(model, samples), run(insert(model, placement, ranges(model), numbers), samples))
+    return 0.0 if ratio is None else float(10 ** (-ratio / 10))
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_each_value_alone_is_as_the_inserter_rounds_it(name: str) -> None:
+    model = NETS[name]()
+    possible = rules.possible_edges(model, ranges(model))
+    noise = Noise(model, alone(model))
+    assert set(noise.alone) == {noise.value(e.tensor) for e in possible}
+    for value, found in noise.alone.items():
+        placement = Placement.of(e for e in possible if noise.value(e.tensor) == value)
+        assert found == pytest.approx(noise_of(model, placement, PLAIN), rel=0.1, abs=1e-9), value
+
+
+@pytest.mark.parametrize("numbers", FORMATS)
+def test_the_sum_foretells_the_noise_of_a_placement(numbers: str) -> None:
+    model = conv_net()
+    noise = Noise(model, alone(model, FORMATS[numbers]))
+    for placement in rules.placements(model, rules.possible_edges(model, ranges(model))).values():
+        real = noise_of(model, placement, FORMATS[numbers])
+        assert abs(10 * np.log10(noise.predicted(placement) / real)) < 4
+
+
+def test_half_precision_is_rounded_as_well() -> None:
+    found = alone(attention(half=True))
+    assert 0 < min(v for v in found.values() if v > 0) < max(found.values()) < 1e-2
+
+
+def test_the_loudest_blocks_are_divided_until_the_measurements_are_spent() -> None:
+    real = np.array([1, 1, 1, 1, 1, 100, 1, 1.0])
+    asked: list[tuple[int, int]] = []
+
+    def noise(start: int, stop: int) -> float:
+        asked.append((start, stop))
+        return float(real[start:stop].sum())
+
+    assert _shares(8, noise, 100, 0.0) == real.tolist()
+    assert len(asked) == 15
+    asked.clear()
+    assert _shares(8, noise, 7, 0.0) == [1, 1, 1, 1, 1, 100, 1, 1]
+    assert asked == [(0, 8), (0, 4), (4, 8), (4, 6), (6, 8), (4, 5), (5, 6)]
+    assert _shares(8, noise, 100, floor=4.0) == real.tolist()
+    assert _shares(8, noise, 100, floor=1000.0) == [real.sum() / 8] * 8
+
+
+def test_what_onnx_runtime_does_not_run_is_a_failure() -> None:
+    model = build("net (float[2,4] x) => (float[2,4] y) { h = MatMul(x, w) y = custom.Knows(h) }", {"w": normal(4, 4)})
+    edge = Edge("x", model.nodes[0].name, 0)
+    found = sensitivities(model, Ranges({"x": Range(-1, 1)}), PLAIN, frozenset({edge}), feeds(model))
+    assert isinstance(found, Failure)

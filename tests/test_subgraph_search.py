@@ -1,0 +1,175 @@
+"""Validation on the whole model: every question once, bad groups found in few builds, the same after a resumption."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from math import ceil, log2
+
+import pytest
+
+from models import build, normal, ranges
+from qdqtune import rules
+from qdqtune.graph import Model
+from qdqtune.strategies import best_of
+from qdqtune.strategies.isolated import Option, Profile, select
+from qdqtune.strategies.subgraph import Change, SubgraphSearch
+from qdqtune.strategies.units import Partition, partition
+from qdqtune.timing import Plan, judge
+from qdqtune.types import Failure, Layer, Measurement, Placement, Trial
+
+PLAN = Plan((12,), slot_seconds=0.0)
+GROUPS = 16
+
+Seconds = Callable[[Placement], float]
+
+
+def ladder(count: int = GROUPS) -> Model:
+    """Products with a Tanh behind each, so that no group has a neighbour that gains."""
+    lines = "".join(f"[m{k}] a{k} = MatMul(b{k}, w) [t{k}] b{k + 1} = Tanh(a{k})" for k in range(count))
+    text = f"net (float[4,8] b0) => (float[4,8] b{count}) {{{lines}}}"
+    return build(text, {"w": normal(8, 8)})
+
+
+def search_of(model: Model, **changes: object) -> SubgraphSearch:
+    """Every product gains half a millisecond alone, the first ones a little more."""
+    parts = partition(model, rules.possible_edges(model, ranges(model)), [])
+    profiles = {}
+    for unit in parts.units:
+        points = frozenset({(0, 0), (0, 1)})
+        gain = 0.5 - unit.number / 1000
+        options = (Option("full", points, 1.0 - gain),) if unit.weights else ()
+        profiles[unit.number] = Profile(1.0, options)
+    return SubgraphSearch(select(parts, profiles), plan=PLAN, **changes)  # type: ignore[arg-type]
+
+
+def quantized(parts: Partition, placement: Placement) -> set[str]:
+    return {parts.model.nodes[u.nodes[0]].name for u in parts.units if u.weights and set(u.weights) <= placement.edges}
+
+
+def with_bad(parts: Partition, bad: Collection[str]) -> Seconds:
+    """A group gains 1 % of the model, a bad one costs five times that."""
+    return lambda p: 100.0 - sum(-5.0 if name in bad else 1.0 for name in quantized(parts, p))
+
+
+def played(search: SubgraphSearch, seconds: Seconds, refused: Collection[Placement] = ()) -> list[Trial]:
+    """As the tuning loop does it."""
+    history: list[Trial] = []
+    while batch := search.propose(history):
+        (proposal,) = batch
+        assert proposal.placement.edges
+        assert proposal.placement not in {t.placement for t in history}
+        against = best_of(history)
+        result: Measurement | Failure = Failure("build", "refused")
+        if proposal.placement not in refused:
+            result = Measurement((seconds(against),) * 12, (seconds(proposal.placement),) * 12)
+        trial = Trial(len(history) + 1, proposal, against, result)
+        found = judge(trial, PLAN)
+        history.append(replace(trial, accepted=found is not None and found.verdict == "faster"))
+    return history
+
+
+def test_all_groups_come_first_and_nothing_follows_where_they_win() -> None:
+    search = search_of(ladder())
+    history = played(search, with_bad(search.parts, ()))
+    assert [t.proposal.origin for t in history] == ["all groups"]
+    assert len(quantized(search.parts, history[0].placement)) == GROUPS
+    assert history[0].proposal.predicted == pytest.approx(0.75, abs=0.02)
+
+
+@pytest.mark.parametrize("bad", [{"m0"}, {"m7"}, {"m15"}, {"m3", "m4"}, {"m1", "m9", "m14"}])
+def test_bad_groups_are_found_by_halving(bad: set[str]) -> None:
+    search = search_of(ladder())
+    seconds = with_bad(search.parts, bad)
+    heavy = lambda p: seconds(p) + (40.0 if bad & quantized(search.parts, p) else 0.0)  # noqa: E731
+    history = played(search, heavy)
+    assert quantized(search.parts, best_of(history)) == {f"m{k}" for k in range(GROUPS)} - bad
+    assert len(history) <= 2 + 2 * len(bad) * ceil(log2(GROUPS))
+
+
+def test_the_best_expected_gain_is_tried_first() -> None:
+    search = search_of(ladder())
+    history = played(search, lambda p: 100.0 + len(p))
+    assert list(search.gains) == sorted(search.gains, key=lambda n: -search.gains[n])
+    assert quantized(search.parts, history[1].placement) == {f"m{k}" for k in range(GROUPS // 2)}
+    assert best_of(history) == Placement()
+
+
+def test_a_batch_that_does_not_build_is_halved_as_well() -> None:
+    search = search_of(ladder())
+    history = played(search, with_bad(search.parts, ()), refused={search.raw})
+    assert history[0].result == Failure("build", "refused")
+    assert quantized(search.parts, best_of(history)) >= {f"m{k}" for k in range(GROUPS // 2)}
+
+
+def test_without_incremental_validation_there_is_one_question() -> None:
+    search = search_of(ladder(), incremental=False, seeds={"other": Placement()})
+    assert [t.proposal.origin for t in played(search, lambda p: 100.0 + len(p))] == ["all groups"]
+
+
+def test_placements_by_rule_meet_the_best_so_far() -> None:
+    model = ladder()
+    search = search_of(model)
+    rule = rules.static(model, search.parts.possible)
+    history = played(search_of(model, seeds={"static": rule}), with_bad(search.parts, ()))
+    assert [t.proposal.origin for t in history[:2]] == ["all groups", "static"]
+    assert history[1].against == search.raw
+
+
+def test_any_part_of_a_history_leads_to_the_same_next_question() -> None:
+    search = search_of(ladder())
+    seconds = with_bad(search.parts, {"m2", "m11"})
+    heavy = lambda p: seconds(p) + (30.0 if {"m2", "m11"} & quantized(search.parts, p) else 0.0)  # noqa: E731
+    history = played(search, heavy)
+    for length, trial in enumerate(history):
+        (proposal,) = search_of(ladder()).propose(history[:length])
+        assert proposal == trial.proposal
+    assert search.propose(history) == ()
+
+
+def layers_of(parts: Partition, placement: Placement, slow: Collection[str]) -> tuple[Layer, ...]:
+    """One layer a node; a quantized product takes half a millisecond, or three if it is slow."""
+    running = quantized(parts, placement)
+    return tuple(
+        Layer(n.name, (n.name,), "", (3.0 if n.name in slow else 0.5) if n.name in running else 1.0, "compute")
+        for n in parts.model.nodes
+    )
+
+
+def test_layers_of_a_build_tell_which_groups_to_take_back() -> None:
+    """All groups win together, and still some of them are slower there than in float: one build removes them."""
+    model, slow = ladder(), {"m5", "m6"}
+    parts = search_of(model).parts
+    search = search_of(model, float_layers=layers_of(parts, Placement(), slow))
+
+    def milliseconds(placement: Placement) -> float:
+        return sum(layer.time_ms or 0.0 for layer in layers_of(parts, placement, slow))
+
+    history: list[Trial] = []
+    while batch := search.propose(history):
+        (proposal,) = batch
+        against = best_of(history)
+        result = Measurement((milliseconds(against),) * 12, (milliseconds(proposal.placement),) * 12)
+        trial = Trial(len(history) + 1, proposal, against, result, layers=layers_of(parts, proposal.placement, slow))
+        found = judge(trial, PLAN)
+        history.append(replace(trial, accepted=found is not None and found.verdict == "faster"))
+    assert [t.accepted for t in history] == [True, True]
+    assert history[1].proposal.origin == "change m5 and 1 more groups"
+    assert quantized(parts, best_of(history)) == {f"m{k}" for k in range(GROUPS)} - slow
+
+
+def test_mixing_keeps_what_neighbours_need() -> None:
+    """A tensor between a group that changes and one that does not has a pair where either side still wants it."""
+    model = build(
+        "net (float[4,8] x) => (float[4,8] y) {[a] t = MatMul(x, w) [b] u = MatMul(t, w) [c] y = Softmax(u)}",
+        {"w": normal(8, 8)},
+    )
+    possible = rules.possible_edges(model, ranges(model))
+    parts = partition(model, possible, [])
+    search = search_of(model)
+    both = parts.placement({0, 1}, {"t"})
+    back = search.mixed(both, [Change(parts.owner["a"], Placement(), 1.0)])
+    assert back == parts.placement({1}, ())
+    front = search.mixed(both, [Change(parts.owner["b"], Placement(), 1.0)])
+    assert front == parts.placement({0}, {"t"})
+    assert search.mixed(both, []) == both
