@@ -9,16 +9,15 @@ that differ by 1e-6 can move the output by half a dB, so use some samples.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import zoo
-from static_peer import write_static
+from quantizers import write_static
 
 from qdqtune.calibration import calibrate
 from qdqtune.comparing import compare_files
 from qdqtune.data import open_samples
-from qdqtune.engines import EngineSpec
 from qdqtune.graph import save
 from qdqtune.loading import load
 from qdqtune.qdq import insert
@@ -70,16 +69,7 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=24, help="rounds of each pair of builds (%(default)s)")
     given = arguments.parse_args()
     logging.getLogger().setLevel(logging.ERROR)  # quantize_static's advice
-    zoo.print_machine()
-    rows = []
-    for entry in zoo.find(given.models, given.names):
-        with (
-            TemporaryDirectory() as folder,
-            Runner(EngineSpec("onnxruntime"), time_limit_s=120, log_dir=Path(folder) / "logs") as runner,
-        ):
-            rows.append(row(entry, runner, Path(folder), given.samples, given.rounds))
-        print("  ".join(rows[-1]), flush=True)
-    zoo.print_table(COLUMNS, rows)
+    zoo.print_rows(given, COLUMNS, partial(row, samples=given.samples, rounds=given.rounds))
 
 
 if __name__ == "__main__":

@@ -8,12 +8,16 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import onnx
 import onnxruntime
+
+from qdqtune.engines import EngineSpec
+from qdqtune.runner import Runner
 
 FIXED: Mapping[str, Mapping[str, int]] = {"silero_vad": {"sr": 16000}}
 """Inputs that a model wants as constants."""
@@ -56,6 +60,23 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for row in (columns, ["-" * width for width in widths], *rows):
         cells = [c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
         print(f"| {' | '.join(cells)} |")
+
+
+def print_rows(
+    given: argparse.Namespace, columns: Sequence[str], row: Callable[[Entry, Runner, Path], list[str]]
+) -> None:
+    """A table of the models that were asked for, each with ONNX Runtime and an empty folder of its own; every row as
+    soon as it is known, too."""
+    print_machine()
+    rows = []
+    for entry in find(given.models, given.names):
+        with (
+            TemporaryDirectory() as folder,
+            Runner(EngineSpec("onnxruntime"), time_limit_s=120, log_dir=Path(folder) / "logs") as runner,
+        ):
+            rows.append(row(entry, runner, Path(folder)))
+        print("  ".join(rows[-1]), flush=True)
+    print_table(columns, rows)
 
 
 def print_machine() -> None:

@@ -1,4 +1,4 @@
-"""ONNX Runtime's own answer: quantize_static on the same model, samples and number format."""
+"""The usual quantizers' own answers: ONNX Runtime's quantize_static, and NNCF's default post-training quantization."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import onnx
 from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
@@ -35,3 +36,14 @@ def write_static(model: Model, samples: Iterable[Sample], numbers: NumericFormat
             prepared, target, Reader(samples), activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
             per_channel=numbers.per_channel, reduce_range=numbers.reduced_weights,
         )  # fmt: skip
+
+
+def write_nncf(model: Model, samples: Iterable[Sample], _: NumericFormat, target: Path) -> None:
+    """Write what NNCF's default post-training quantization makes of `model`, for OpenVINO's CPU plug-in."""
+    import nncf
+
+    with TemporaryDirectory() as folder:
+        plain = Path(folder) / "float.onnx"
+        save(model, plain)
+        dataset = nncf.Dataset(list(samples), dict)
+        onnx.save(nncf.quantize(onnx.load(plain), dataset), target)

@@ -1,0 +1,164 @@
+"""Cut mode against the best of all placements, measured: every way to quantize the units of a few small networks.
+
+Each network is tuned with `--mode cut`. Then every set of its units that may run quantized, with every choice of which
+of their outputs stay in 8 bits, is built and paired with the cut's model; the fastest ones meet it again in more rounds
+on fresh builds, since the first among many is flattered by its luck. 'best/cut' is the ratio of the fastest of them
+to the cut's model: 0.98 or more means that at most 2 % were left.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, combinations
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import onnx
+import zoo
+from onnx import numpy_helper
+
+from qdqtune.bench import Bench
+from qdqtune.comparing import compare_files
+from qdqtune.engines import EngineSpec
+from qdqtune.observer import Silent
+from qdqtune.qdq import Inserter
+from qdqtune.runner import Runner
+from qdqtune.settings import Settings
+from qdqtune.store import Store
+from qdqtune.strategies.units import Partition, fusion_groups, partition
+from qdqtune.subject import calibrated, open_subject
+from qdqtune.timing import Plan, judge
+from qdqtune.tune import tune
+from qdqtune.types import Placement, Proposal
+
+RESIDUAL = """residual (float[1,64,56,56] x) => (float[1,10] y) {
+    a = Conv<pads=[1,1,1,1]>(x, w0)
+    b = Relu(a)
+    c = Conv<pads=[1,1,1,1]>(b, w1)
+    d = Add(c, x)
+    e = Relu(d)
+    f = GlobalAveragePool(e)
+    g = Flatten(f)
+    y = Gemm(g, w2)
+}"""
+
+ATTENTION = """attention (float[1,197,384] x) => (float[1,197,384] y) {
+    q = MatMul(x, w0)
+    k = MatMul(x, w1)
+    v = MatMul(x, w2)
+    t = Transpose<perm=[0,2,1]>(k)
+    s = MatMul(q, t)
+    p = Softmax(s)
+    o = MatMul(p, v)
+    y = Add(o, x)
+}"""
+
+GATED = """gated (float[1,96,56,56] x) => (float[1,96,56,56] y) {
+    a = Conv(x, w0)
+    b = Sigmoid(a)
+    c = Mul(a, b)
+    d = Conv<pads=[1,1,1,1], group=96>(c, w1)
+    e = MaxPool<kernel_shape=[3,3], pads=[1,1,1,1]>(d)
+    f = Conv(e, w2)
+    y = Add(f, x)
+}"""
+
+GRAPHS: Mapping[str, tuple[str, Sequence[tuple[int, ...]]]] = {
+    "residual": (RESIDUAL, [(64, 64, 3, 3), (64, 64, 3, 3), (64, 10)]),
+    "attention": (ATTENTION, [(384, 384), (384, 384), (384, 384)]),
+    "gated": (GATED, [(96, 96, 1, 1), (96, 1, 3, 3), (96, 96, 1, 1)]),
+}
+"""Text of each network, and the shapes of its weights w0, w1, ..."""
+
+COLUMNS = ("network", "units", "placements", "cut/float", "builds", "best/cut")
+SCREENING, FINALISTS = Plan((12,), 0.01, slot_seconds=0.008), 4
+
+
+def write(name: str, path: Path) -> None:
+    """A network with seeded random weights of a usual size."""
+    text, shapes = GRAPHS[name]
+    model = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["" : 19]> {text}')
+    random = np.random.default_rng(0)
+    for number, shape in enumerate(shapes):
+        values = random.standard_normal(shape) / np.sqrt(np.prod(shape[1:]) if len(shape) > 2 else shape[0])
+        model.graph.initializer.append(numpy_helper.from_array(values.astype(np.float32), f"w{number}"))
+    onnx.save(model, path)
+
+
+def placements(parts: Partition) -> Iterator[Placement]:
+    """Every set of units that can run quantized, each with three ways to choose which outputs stay in 8 bits: all of
+    them, those that only quantized units read, and none."""
+    able = [u.number for u in parts.units if u.inputs]
+    seen: set[Placement] = set()
+    for quantized in chain.from_iterable(combinations(able, n) for n in range(1, len(able) + 1)):
+        made = [t for t in parts.edges if parts.producer.get(t) in quantized]
+        inside = [t for t in made if set(parts.users(t)) <= set(quantized)]
+        for stored in (made, inside, []):
+            placement = parts.placement(quantized, stored)
+            if placement not in seen:
+                seen.add(placement)
+                yield placement
+
+
+def row(name: str, folder: Path) -> list[str]:
+    """The numbers of one network, in the order of `COLUMNS`."""
+    path = folder / "model.onnx"
+    write(name, path)
+    settings = Settings(path, folder / "out", EngineSpec("onnxruntime", {"threads": 1}), "cut", builds=12, seed=1)
+    result = tune(settings)
+    with Runner(settings.engine, time_limit_s=60, log_dir=folder / "logs") as runner:
+        subject = open_subject(settings, runner)
+        with Store(folder / "all.yaml", {}) as store:
+            subject = calibrated(subject, settings, store, Silent())
+            runner.feed(subject.feed)
+            inserter = Inserter(subject.model, subject.ranges, subject.numbers)
+            with Bench(
+                runner, inserter, store, folder / "all", SCREENING, subject.accuracy, 0, check_wins=False
+            ) as bench:
+                parts = partition(subject.shaped, subject.possible, fusion_groups(subject.shaped, bench.float_layers()))
+                found = ranked(placements(parts), result.placement, bench)
+                files = [folder / "out" / "optimized_final.onnx"]
+                for number, placement in enumerate(found[:FINALISTS]):
+                    files.append(folder / f"best{number}.onnx")
+                    bench.write_whole(placement, files[-1])
+        rows = compare_files(files, runner, subject.accuracy, Plan((48,), 0.001))
+    best = min((r.ratio for r in rows if r.ratio is not None), key=lambda r: r.median)
+    units = sum(bool(u.inputs) for u in parts.units)
+    return [
+        name,
+        str(units),
+        str(len(found)),
+        f"{result.summary['ratio']:.3f}",
+        str(result.summary["builds"]),
+        str(best),
+    ]
+
+
+def ranked(candidates: Iterable[Placement], against: Placement, bench: Bench) -> list[Placement]:
+    """All that the engine runs, the fastest first."""
+    ratios: dict[Placement, float] = {}
+    for number, placement in enumerate(candidates, 1):
+        if placement != against:
+            trial, _ = bench.measure(number, Proposal("all", placement), against)
+            if (judged := judge(trial, SCREENING)) is not None:
+                ratios[placement] = judged.median
+            bench.keep_only(against)
+    return sorted(ratios, key=lambda p: ratios[p])
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("names", nargs="*", default=list(GRAPHS), help="networks (default: %(default)s)")
+    given = arguments.parse_args()
+    zoo.print_machine()
+    rows = []
+    for name in given.names:
+        with TemporaryDirectory() as folder:
+            rows.append(row(name, Path(folder)))
+    zoo.print_table(COLUMNS, rows)
+
+
+if __name__ == "__main__":
+    main()
