@@ -153,12 +153,12 @@ def test_the_file_that_ships_is_the_file_that_was_measured(model: Path, monkeypa
 
     monkeypatch.setattr(Runner, "load", watched)
     assert tune(settings(model)).improved
-    for name, times in (("optimized_final.onnx", 4), ("baseline.onnx", 2), ("model.onnx", 2)):
+    for name in ("optimized_final.onnx", "model.onnx"):
         path = model if name == "model.onnx" else out(model, name)
         digests = [digest for built_name, digest in built if built_name == name]
-        assert digests == [hashlib.sha256(path.read_bytes()).hexdigest()] * times
+        assert digests == [hashlib.sha256(path.read_bytes()).hexdigest()] * 2
     with Store(out(model, "autotuner_state.yaml"), state_fingerprint(model)) as store:
-        proofs = [unpack_result(r) for r in store.records() if r["key"].startswith("proof:")]
+        proofs = [unpack_result(r) for r in store.records() if r["key"].startswith("given:")]
     assert len(proofs) == 2
     assert all(isinstance(p, Measurement) and max(p.b) < min(p.a) for p in proofs)
 
@@ -208,7 +208,37 @@ def test_a_result_slower_than_the_users_own_file_does_not_ship(model: Path, monk
         return original(self, *args) * (0.1 if self._path == model else 1)
 
     monkeypatch.setattr(FakeModel, "time", quick_as_given)
-    assert tune(settings(model)).shipped == "baseline"
+    assert tune(settings(model)).shipped == "given"
+    assert out(model, "optimized_final.onnx").read_bytes() == model.read_bytes()
+
+
+@pytest.mark.usefixtures("here")
+def test_what_the_engine_does_not_run_as_it_was_given_meets_the_baseline(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Runner.load
+
+    def refused(self: Runner, path: Path, *args: Any, **kwargs: Any) -> Any:
+        return Failure("build", "no") if path == model else original(self, path, *args, **kwargs)
+
+    monkeypatch.setattr(Runner, "load", refused)
+    result = tune(settings(model))
+    assert result.improved
+    assert result.notes == ("the engine does not run model.onnx as it is, so it was not compared: no",)
+    with Store(out(model, "autotuner_state.yaml"), state_fingerprint(model)) as store:
+        keys = [r["key"].split(":")[0] for r in store.records()]
+    assert (keys.count("given"), keys.count("proof")) == (1, 2)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_model_that_has_pairs_is_proven_against_float_and_against_itself(model: Path) -> None:
+    given = quantized(model, "qdq.onnx", rules.compute_inputs(load(model), possible(model)))
+    result = tune(settings(model, model=given, from_qdq=True))
+    assert result.improved
+    assert result.ratio is not None
+    assert result.ratio.median == pytest.approx(cost(out(model, "optimized_final.onnx")) / cost(model))
+    assert result.summary["ratio_to_given"] == pytest.approx(cost(out(model, "optimized_final.onnx")) / cost(given))
+    assert result.summary["proof_builds"] == 2 * PROOF_BUILDS
 
 
 @pytest.mark.usefixtures("here")

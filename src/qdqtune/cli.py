@@ -28,11 +28,12 @@ from qdqtune.errors import ConstraintUnmet, EngineFailure, QdqtuneError
 from qdqtune.inspection import as_json, render
 from qdqtune.loading import load, with_input_shapes
 from qdqtune.placements import read_placement_file
+from qdqtune.proving import FINAL
 from qdqtune.runner import unlogged
 from qdqtune.settings import EFFORTS, Settings
 from qdqtune.strategies.region import Config
 from qdqtune.timing import Plan
-from qdqtune.tune import FINAL, estimate, tune
+from qdqtune.tune import estimate, tune
 
 NO_IMPROVEMENT, INTERRUPTED, DEFECT = 3, 130, 70
 
@@ -198,7 +199,8 @@ def tune_command(model: Path, dry_run: bool, as_machine: bool, quiet: bool, verb
         without = " without --restart" if settings.restart else ""
         _say(f"interrupted: what was measured is kept; the same command{without} goes on from there")
         return INTERRUPTED
-    for note in result.notes:
+    why = report.failure_note(result, settings.output_dir / "logs")
+    for note in (*result.notes, *filter(None, [why])):
         _say(f"note: {note}")
     if as_machine:
         print(json.dumps(dict(result.summary), indent=2))

@@ -15,8 +15,8 @@ from qdqtune.limits import Limits
 from qdqtune.strategies.region import Config
 from qdqtune.timing import Plan
 
-PROOF_BUILDS = 8
-"""Builds of the proof: two of each file in two comparisons."""
+PROOF_BUILDS = 4
+"""Builds of one comparison of the proof: two of each file."""
 
 Mode = Literal["region", "cut", "subgraph"]
 
@@ -44,8 +44,9 @@ EFFORTS: Mapping[str, Effort] = MappingProxyType(
 class Settings:
     """Everything that a tuning run is told. Budgets (`builds`, `time_budget`) may grow when a run is resumed.
 
-    `builds` is what the search may spend, the float model's build included; the proof takes 8 more, or 16 if its first
-    candidate fails. `time_budget` and `time_limit` are in seconds: of the search, and of one request to the engine.
+    `builds` is what the search may spend, the float model's build included. Each comparison of the proof takes 4 more:
+    it needs one, or two for a model that has pairs, for each of at most two candidates, and if both fail another.
+    `time_budget` and `time_limit` are in seconds: of the search, and of one request to the engine.
     `min_sqnr` in dB and `max_drop` of the metric `evaluate` (see `evaluating`) are limits that a result must hold; what
     was measured under other limits serves.
     """

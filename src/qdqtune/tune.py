@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 
 from qdqtune import __version__, placements, subgraphs, verdicts
 from qdqtune.bench import Bench
@@ -21,10 +20,11 @@ from qdqtune.evaluating import load_evaluation
 from qdqtune.explanation import UnitPrice, explain, record
 from qdqtune.limits import Limits, verdict, wins
 from qdqtune.observer import Observer, Silent, State
+from qdqtune.proving import BASELINE, CANDIDATES, FINAL, Proof, prove
 from qdqtune.qdq import Inserter
 from qdqtune.runner import Runner
 from qdqtune.sensitivity import foresee
-from qdqtune.settings import PROOF_BUILDS, Settings
+from qdqtune.settings import Settings
 from qdqtune.store import Store
 from qdqtune.strategies import Strategy, best_of
 from qdqtune.strategies.cut import CutSearch
@@ -38,16 +38,11 @@ from qdqtune.timing import Plan, Ratio, judge
 from qdqtune.types import Failure, Placement, Trial
 from qdqtune.verdicts import GroupVerdict
 
-FINALISTS = 2
-"""Placements that may try to prove themselves."""
-
 PRICED_AT_ONCE = frozenset({"imported", "static", "compute"})
 """Suggestions in the cut's first builds: the user's, the usual static quantizer's, and the least one, in which every
 compute operator gives floats."""
 
-BASELINE, FINAL = "baseline.onnx", "optimized_final.onnx"
-RAW, UNITS = "optimized_raw.onnx", "units.json"
-CANDIDATES, REGION_MODELS = "candidates", "region_models"
+RAW, UNITS, REGION_MODELS = "optimized_raw.onnx", "units.json", "region_models"
 
 
 @dataclass(frozen=True)
@@ -91,20 +86,6 @@ class Estimate:
     seconds: float
 
 
-@dataclass(frozen=True)
-class _Proof:
-    """The final file against the baseline and against the user's own file, on fresh builds."""
-
-    shipped: str
-    placement: Placement
-    baseline: Ratio | None
-    given: Ratio | None
-    baseline_seconds: float
-    final_seconds: float
-    notes: tuple[str, ...]
-    builds: int
-
-
 def tune(settings: Settings, observer: Observer | None = None) -> Result:
     """Find the fastest placement for a model on an engine, and write it to the output folder.
 
@@ -145,7 +126,7 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
                 history = _search(strategy, bench, settings, limits, observer, time.monotonic() - begun)
                 _write_region_models(history, subject, bench, folder / REGION_MODELS)
                 observer.stage("proving the result on fresh builds")
-                proof = _prove(history, bench, settings, folder)
+                proof = prove(history, bench, settings, folder)
                 final = proof.placement
                 _write_records(settings, subject, final, proof, history, folder)
                 summary = _summary(settings, subject, runner, bench, history, proof, final)
@@ -159,7 +140,7 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
     placements.write_json(folder / "summary.json", summary)
     if units:
         placements.write_json(folder / UNITS, {"units": record(units)})
-    return Result(proof.shipped, final, proof.baseline if final.edges else None, summary, tuple(history),
+    return Result(proof.shipped, final, proof.ratio if final.edges else None, summary, tuple(history),
                   (*subject.notes, *(profiled.notes if profiled else ()), *proof.notes), units, groups)  # fmt: skip
 
 
@@ -285,75 +266,6 @@ def _state(
                  pace if left is None else min(pace, left), replayed)  # fmt: skip
 
 
-def _prove(history: Sequence[Trial], bench: Bench, settings: Settings, folder: Path) -> _Proof:
-    """Write the files that may ship, and pair them as they lie on disk; what is not faster does not ship.
-
-    The search's favourite is flattered by its luck. Where it does not prove itself, the one before it gets a chance.
-    """
-    baseline, final = folder / BASELINE, folder / CANDIDATES / FINAL  # it moves to its place when it is proven
-    bench.write_whole(Placement(), baseline)
-    accepted = [t.placement for t in reversed(history) if t.accepted]
-    given_holds = settings.from_qdq and not any(t.proposal.origin == "imported" and t.holds is False for t in history)
-    notes: list[str] = []
-    last: Ratio | None = None
-    builds = 0
-    for placement in (*accepted[:FINALISTS], Placement())[:FINALISTS]:
-        bench.write_whole(placement, final)
-        key = f"proof:{placement.digest}"
-        ours = bench.confirm(key, baseline, final, settings.proof_plan)
-        if isinstance(ours, Failure):
-            raise BaselineFailed(f"the engine failed on the finished files: {ours.reason}")
-        last = ours
-        builds += PROOF_BUILDS
-        samples = bench.latency(key)
-        before, after = float(np.median(samples.a)), float(np.median(samples.b))
-        given = bench.confirm(f"given:{placement.digest}", settings.model, final, settings.proof_plan)
-        if isinstance(given, Failure):
-            notes.append(
-                f"the engine does not run {settings.model.name} as it is, so it was not compared: {given.reason}"
-            )
-        good = bool(placement.edges) and ours.verdict == "faster"
-        to_given = None if isinstance(given, Failure) else given
-        if to_given is not None:
-            good = good and (
-                to_given.verdict == "faster" if given_holds else settings.from_qdq or to_given.verdict != "slower"
-            )
-        if good:
-            _move(final, folder / FINAL)
-            return _Proof("tuned", placement, ours, to_given, before, after, tuple(notes), builds)
-        if placement.edges:
-            notes.append(f"a candidate of {len(placement)} edges did not prove faster on fresh builds (ratio {ours})")
-    _copy(settings.model if given_holds else baseline, folder / FINAL)
-    kept = "given" if given_holds else "baseline"
-    return _Proof(kept, Placement(), last, to_given, before, before, tuple(notes), builds)
-
-
-def _move(source: Path, target: Path) -> None:
-    """Move a model of ours, in one step unless it has external data."""
-    try:
-        beside = source.with_name(source.name + ".data")
-        if beside.exists():
-            beside.replace(target.with_name(target.name + ".data"))
-        source.replace(target)
-    except OSError as error:
-        raise OutputError(f"cannot write {target}: {error.strerror or error}") from error
-
-
-def _copy(source: Path, target: Path) -> None:
-    """Copy a model to another folder or name, and the external data that it refers to."""
-    tensors = onnx.load(source, load_external_data=False).graph.initializer
-    locations = {e.value for t in tensors for e in t.external_data if e.key == "location"}
-    try:
-        shutil.copyfile(source, target)
-        for location in sorted(locations):
-            data, copy = source.parent / location, target.parent / location
-            if not (copy.exists() and copy.samefile(data)):
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(data, copy)
-    except OSError as error:
-        raise OutputError(f"cannot write {target}: {error.strerror or error}") from error
-
-
 def _write_region_models(history: Sequence[Trial], subject: Subject, bench: Bench, folder: Path) -> None:
     """Keep the best model of each region: the whole model with the placement as it was when that region last won.
 
@@ -368,11 +280,11 @@ def _write_region_models(history: Sequence[Trial], subject: Subject, bench: Benc
 
 
 def _write_records(
-    settings: Settings, subject: Subject, final: Placement, proof: _Proof, history: Sequence[Trial], folder: Path
+    settings: Settings, subject: Subject, final: Placement, proof: Proof, history: Sequence[Trial], folder: Path
 ) -> None:
     recorded = placements.Recorded(final, settings.quant_type, settings.engine.name, settings.fix_inputs)
     placements.write_placement(folder / "placement.yaml", recorded, settings.model.name)
-    shipped_ratio = proof.baseline.median if proof.baseline and final.edges else 1.0
+    shipped_ratio = proof.ratio.median if proof.ratio and final.edges else 1.0
     caches = placements.cache_of(
         subject.model, subject.patterns, (final, shipped_ratio), history, settings.plan,
         minimum_distance=settings.config.pattern_cache_minimum_distance,
@@ -383,10 +295,10 @@ def _write_records(
 
 
 def _summary(
-    settings: Settings, subject: Subject, runner: Runner, bench: Bench, history: Sequence[Trial], proof: _Proof,
+    settings: Settings, subject: Subject, runner: Runner, bench: Bench, history: Sequence[Trial], proof: Proof,
     final: Placement,
 ) -> dict[str, Any]:  # fmt: skip
-    tuned = proof.baseline if final.edges else None
+    tuned = proof.ratio if final.edges else None
     sqnr = next((t.sqnr_db for t in history if t.placement == final), None)
     predicted = next((t.proposal.predicted for t in history if t.placement == final), None)
     description = runner.describe()
@@ -395,16 +307,16 @@ def _summary(
         "engine": description,
         "mode": settings.mode,
         "shipped": proof.shipped,
-        "baseline_ms": proof.baseline_seconds * 1e3,
+        "baseline_ms": proof.float_seconds * 1e3,
         "final_ms": proof.final_seconds * 1e3,
         "ratio": tuned.median if tuned else 1.0,
         "ratio_low": tuned.low if tuned else None,
         "ratio_high": tuned.high if tuned else None,
-        "ratio_to_given": proof.given.median if tuned and proof.given else None,
+        "ratio_to_given": proof.to_given.median if tuned and proof.to_given else None,
         "builds": 1 + sum(t.builds for t in history),
         "proof_builds": proof.builds,
         "predicted_ratio": predicted,
-        "predicted_ms": None if predicted is None else predicted * proof.baseline_seconds * 1e3,
+        "predicted_ms": None if predicted is None else predicted * proof.float_seconds * 1e3,
         "trials": len(history),
         "engine_seconds": round(runner.engine_seconds, 3),
         "patterns": len(subject.patterns),

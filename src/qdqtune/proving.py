@@ -1,0 +1,140 @@
+"""The proof: the files that may ship meet the user's own on fresh builds, and what is not faster does not ship."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from qdqtune.bench import Bench
+from qdqtune.errors import BaselineFailed, OutputError
+from qdqtune.settings import PROOF_BUILDS, Settings
+from qdqtune.timing import Ratio
+from qdqtune.types import Failure, Placement, Trial
+
+FINALISTS = 2
+"""Placements that may try to prove themselves."""
+
+BASELINE, FINAL = "baseline.onnx", "optimized_final.onnx"
+CANDIDATES = "candidates"
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What ships ("tuned", "baseline", or "given": a copy of the user's file), and how it compares.
+
+    `ratio` is the final file's to the float model, `to_given` that to the user's file where this has pairs already;
+    both None where nothing is proven. Seconds per inference are medians.
+    """
+
+    shipped: str
+    placement: Placement
+    ratio: Ratio | None
+    to_given: Ratio | None
+    float_seconds: float
+    final_seconds: float
+    notes: tuple[str, ...]
+    builds: int
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """A file against the float model and against the user's own file; the latter None if the engine does not run it."""
+
+    to_float: Ratio
+    to_given: Ratio | None
+    float_seconds: float
+    seconds: float
+    builds: int
+    note: str = ""
+
+
+def prove(history: Sequence[Trial], bench: Bench, settings: Settings, folder: Path) -> Proof:
+    """Write the files that may ship, and pair them as they lie on disk.
+
+    The search's favourite is flattered by its luck. Where it does not prove itself, the one before it gets a chance.
+    In the end the float model as we write it meets the user's file, and is not to be slower either.
+
+    Raises:
+        BaselineFailed: the engine fails on a finished file.
+        OutputError: a file cannot be written.
+    """
+    baseline, final = folder / BASELINE, folder / CANDIDATES / FINAL  # it moves to its place when it is proven
+    bench.write_whole(Placement(), baseline)
+    accepted = [t.placement for t in reversed(history) if t.accepted]
+    pairs_hold = settings.from_qdq and not any(t.proposal.origin == "imported" and t.holds is False for t in history)
+    notes: dict[str, None] = {}
+    builds = 0
+    for placement in (*accepted[:FINALISTS], Placement()):
+        bench.write_whole(placement, final)
+        met = _meet(placement, bench, settings, folder)
+        builds += met.builds
+        notes |= {met.note: None} if met.note else {}
+        is_faster = met.to_float.verdict == "faster"
+        if pairs_hold and met.to_given is not None:
+            is_faster = is_faster and met.to_given.verdict == "faster"
+        if placement.edges and is_faster:
+            _move(final, folder / FINAL)
+            to_given = met.to_given if settings.from_qdq else None
+            return Proof("tuned", placement, met.to_float, to_given, met.float_seconds, met.seconds, tuple(notes),
+                         builds)  # fmt: skip
+        if placement.edges:
+            found = f"a candidate of {len(placement)} edges did not prove faster on fresh builds (ratio {met.to_float})"
+            notes[found] = None
+    is_given = pairs_hold if settings.from_qdq else met.to_given is not None and met.to_given.verdict == "slower"
+    _copy(settings.model if is_given else baseline, folder / FINAL)
+    kept = "given" if is_given else "baseline"
+    return Proof(kept, Placement(), None, None, met.float_seconds, met.float_seconds, tuple(notes), builds)
+
+
+def _meet(placement: Placement, bench: Bench, settings: Settings, folder: Path) -> _Meeting:
+    """A float file of the user's is the float model: only beside pairs, or where the engine does not run it as it is,
+    the baseline that we write takes its place."""
+    final, plan = folder / CANDIDATES / FINAL, settings.proof_plan
+    key = f"given:{placement.digest}"
+    given = bench.confirm(key, settings.model, final, plan)
+    to_given, note = (None, given.reason) if isinstance(given, Failure) else (given, "")
+    if to_given is not None and not settings.from_qdq:
+        return _Meeting(to_given, to_given, *_medians(bench, key), PROOF_BUILDS)
+    if note:
+        note = f"the engine does not run {settings.model.name} as it is, so it was not compared: {note}"
+    key = f"proof:{placement.digest}"
+    to_float = bench.confirm(key, folder / BASELINE, final, plan)
+    if isinstance(to_float, Failure):
+        raise BaselineFailed(f"the engine failed on the finished files: {to_float.reason}")
+    return _Meeting(to_float, to_given, *_medians(bench, key), PROOF_BUILDS * (1 if note else 2), note)
+
+
+def _medians(bench: Bench, key: str) -> tuple[float, float]:
+    samples = bench.latency(key)
+    return float(np.median(samples.a)), float(np.median(samples.b))
+
+
+def _move(source: Path, target: Path) -> None:
+    """Move a model of ours, in one step unless it has external data."""
+    try:
+        beside = source.with_name(source.name + ".data")
+        if beside.exists():
+            beside.replace(target.with_name(target.name + ".data"))
+        source.replace(target)
+    except OSError as error:
+        raise OutputError(f"cannot write {target}: {error.strerror or error}") from error
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a model to another folder or name, and the external data that it refers to."""
+    tensors = onnx.load(source, load_external_data=False).graph.initializer
+    locations = {e.value for t in tensors for e in t.external_data if e.key == "location"}
+    try:
+        shutil.copyfile(source, target)
+        for location in sorted(locations):
+            data, copy = source.parent / location, target.parent / location
+            if not (copy.exists() and copy.samefile(data)):
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(data, copy)
+    except OSError as error:
+        raise OutputError(f"cannot write {target}: {error.strerror or error}") from error
