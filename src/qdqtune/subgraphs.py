@@ -84,7 +84,8 @@ def profile(settings: Settings, subject: Subject, bench: Bench, store: Store, ob
         for unit in kind.units:
             profiles[unit.number] = found[kind.number]
     selection = select(parts, profiles)
-    search = SubgraphSearch(selection, _seeds(subject), layers if timed else (), settings.plan,
+    # Some kernels are slow alone and fast between others: they are found in a placement of the whole model only.
+    search = SubgraphSearch(selection, subject.foremost(), layers if timed else (), settings.plan,
                             settings.incremental_validation)  # fmt: skip
     notes = _notes(grouped, layers, timed)
     _write_log(settings.output_dir / "logs" / LOG, [*grouped.lines(), *notes])
@@ -138,14 +139,6 @@ def _kinds(
     worth = [(ms, units) for ms, units in ordered if ms >= least]
     why |= {u.number: "too small to matter" for ms, units in ordered if ms < least for u in units}
     return tuple(Kind(i, tuple(units), ms) for i, (ms, units) in enumerate(worth, 1)), why
-
-
-def _seeds(subject: Subject) -> dict[str, Placement]:
-    """What meets the groups on the whole model: the user's placement, and that of the usual static quantizer.
-
-    Some kernels are slow alone and fast between others, so that their groups are found in such a placement only.
-    """
-    return {name: p for name, p in subject.suggestions().items() if name in ("imported", "static")}
 
 
 def _notes(grouped: Grouping, layers: Sequence[Layer], timed: bool) -> tuple[str, ...]:

@@ -28,6 +28,10 @@ from qdqtune.settings import Settings
 from qdqtune.store import Store, pack_ranges, unpack_ranges
 from qdqtune.types import Edge, NumericFormat, Placement, QType
 
+FOREMOST = ("imported", "static", "compute")
+"""Suggestions that cut and subgraph mode build in any case: the user's, the usual static quantizer's, and the least
+one, in which every compute operator gives floats."""
+
 DTYPES = {"float16": "FLOAT16", "float32": "FLOAT", "bfloat16": "BFLOAT16"}
 
 
@@ -61,6 +65,11 @@ class Subject:
             found["imported"] = Placement(self.imported.placement.edges & self.possible)
         ruled = rules.placements(self.shaped, self.possible)
         return found | {name: p for name, p in ruled.items() if p not in found.values()}
+
+    def foremost(self) -> dict[str, Placement]:
+        """Those of the suggestions that are `FOREMOST`."""
+        found = self.suggestions()
+        return {name: found[name] for name in FOREMOST if name in found}
 
 
 def open_subject(settings: Settings, runner: Runner) -> Subject:

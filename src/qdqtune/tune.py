@@ -38,10 +38,6 @@ from qdqtune.timing import Plan, Ratio, judge
 from qdqtune.types import Failure, Placement, Trial
 from qdqtune.verdicts import GroupVerdict
 
-PRICED_AT_ONCE = frozenset({"imported", "static", "compute"})
-"""Suggestions in the cut's first builds: the user's, the usual static quantizer's, and the least one, in which every
-compute operator gives floats."""
-
 RAW, UNITS, REGION_MODELS = "optimized_raw.onnx", "units.json", "region_models"
 
 
@@ -185,10 +181,9 @@ def _limits(settings: Settings, bench: Bench, observer: Observer) -> Limits:
 
 def _strategy(settings: Settings, subject: Subject, bench: Bench, noise: Noise | None) -> Strategy:
     within = guesses(subject.shaped, subject.possible, noise)
-    suggestions = subject.suggestions()
+    suggestions, first = subject.suggestions(), subject.foremost()
     layers = bench.float_layers() if settings.mode == "cut" or settings.seed_builds > 0 else ()
     is_priced = any(layer.time_ms for layer in layers)
-    first = {name: p for name, p in suggestions.items() if name in PRICED_AT_ONCE}
     spares = {name: p for name, p in suggestions.items() if name not in first}
     by_cut = CutSearch(subject.shaped, subject.possible, layers, first, settings.plan, noise, spares)
     if settings.mode == "cut":
