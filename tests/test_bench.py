@@ -15,7 +15,7 @@ import pytest
 
 from models import feeds, ranges
 from qdqtune import rules
-from qdqtune.bench import Bench, job_key
+from qdqtune.bench import Bench, job_key, profiled_runs
 from qdqtune.engines.fake import create
 from qdqtune.errors import BaselineFailed, EngineFailure, OutputError
 from qdqtune.qdq import Inserter
@@ -322,3 +322,8 @@ def test_records_are_plain_json(opened: Open, tmp_path: Path) -> None:
     assert {"origin", "pattern", "against", "placement", "sqnr_db", "result", "check"} <= record.keys()
     assert [Edge(*e) for e in record["placement"]] == list(setup.placements[0])
     assert record["sqnr_db"] is None
+
+
+@pytest.mark.parametrize(("seconds", "runs"), [(0.0, 400), (5e-5, 400), (1e-3, 50), (4.1e-3, 13), (0.2, 12)])
+def test_short_models_are_profiled_for_longer(seconds: float, runs: int) -> None:
+    assert profiled_runs(seconds) == runs

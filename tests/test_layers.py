@@ -305,23 +305,36 @@ def event(name: str, op: str, ts: int, dur: int) -> dict[str, Any]:
     return {"cat": "Node", "name": f"{name}_kernel_time", "ts": ts, "dur": dur, "args": arguments}
 
 
-def report(tmp_path: Path, events: list[dict[str, Any]]) -> tuple[Layer, ...]:
+def report(tmp_path: Path, events: list[dict[str, Any]], plain_ms: float = 1.0) -> tuple[Layer, ...]:
     onnx.save(model_of(CHAIN), tmp_path / "m.onnx")
     (tmp_path / "profile.json").write_text(json.dumps(events))
-    return onnxruntime_layers.report(model_of(CHAIN).graph, tmp_path / "m.onnx", tmp_path / "profile.json", 1)
+    graph, files = model_of(CHAIN).graph, (tmp_path / "m.onnx", tmp_path / "profile.json")
+    return onnxruntime_layers.report(graph, *files, 1, [plain_ms / 1e3])
 
 
-def test_times_are_medians_without_the_first_inference(tmp_path: Path) -> None:
+def test_times_are_means_without_tails_and_without_the_first_inference(tmp_path: Path) -> None:
     chain = (("neg", "Neg"), ("relu", "Relu"), ("exp", "Exp"), ("abs", "Abs"))
-    events = [event(name, op, 1000 * run + 100 * i, (900, 10, 20, 60)[run] // (9 if run == 0 else 1))
-              for run in range(4) for i, (name, op) in enumerate(chain)]  # fmt: skip
+    durations = (100, 10, 20, 23, 60)
+    events = [event(name, op, 1000 * run + 100 * i, durations[run])
+              for run in range(5) for i, (name, op) in enumerate(chain)]  # fmt: skip
     session = {"cat": "Session", "name": "model_run", "ts": 0, "dur": 5000, "args": {}}
     layers = report(tmp_path, [session, *reversed(events)])
-    assert [x.time_ms for x in layers] == [0.02] * 4
+    assert [x.time_ms for x in layers] == [0.0215] * 4
     with pytest.raises(EngineFailure, match="does not show every node"):
         report(tmp_path, events[:-1])
     with pytest.raises(EngineFailure, match="does not show every node"):
         report(tmp_path, [])
+
+
+def test_what_the_profile_takes_itself_is_not_the_layers(tmp_path: Path) -> None:
+    chain = (("neg", "Neg", 12), ("relu", "Relu", 22), ("exp", "Exp", 32), ("abs", "Abs", 1))
+    events = [
+        event(name, op, 1000 * run + 100 * i, spent) for run in range(3) for i, (name, op, spent) in enumerate(chain)
+    ]
+    times = [x.time_ms for x in report(tmp_path, events, plain_ms=0.0601)]
+    assert times == pytest.approx([0.01, 0.02, 0.03, 0.0001])
+    assert [x.time_ms for x in report(tmp_path, events, plain_ms=0.1)] == [0.012, 0.022, 0.032, 0.001]
+    assert sum(x.time_ms or 0.0 for x in report(tmp_path, events, plain_ms=0.001)) == pytest.approx(0.0067)
 
 
 def test_what_runs_within_a_node_does_not_count_twice(tmp_path: Path) -> None:

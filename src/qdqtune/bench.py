@@ -7,8 +7,11 @@ import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from typing import Self
+
+import numpy as np
 
 from qdqtune.accuracy import is_finite, sqnr_db
 from qdqtune.data import Array, Sample
@@ -27,8 +30,11 @@ FUTILE = 0.997
 """A candidate whose median ratio is no better than this at a look is not worth more rounds."""
 
 
-PROFILED_RUNS = 12
-"""Inferences behind a layer report."""
+PROFILED = (12, 400)
+"""The least and the most inferences behind a layer report."""
+
+PROFILED_SECONDS = 0.05
+"""How long they are to take in all, where that is within these numbers: short layers need many."""
 
 
 class Bench:
@@ -64,6 +70,7 @@ class Bench:
         self._constants = ConstantFile(folder / "constants.bin")
         self._loaded: dict[Placement, Handle] = {}
         self._reference: list[dict[str, Array]] | None = None
+        self._float_seconds = 0.0
 
     def __enter__(self) -> Self:
         return self
@@ -127,7 +134,7 @@ class Bench:
         record = self._store.get("layers")
         if record is None:
             self.reference()
-            found = self._runner.layers(self._loaded[Placement()], PROFILED_RUNS)
+            found = self._runner.layers(self._loaded[Placement()], profiled_runs(self._float_seconds))
             record = self._store.put("layers", {"layers": [] if isinstance(found, Failure) else pack_layers(found)})
         return unpack_layers(record["layers"])
 
@@ -200,6 +207,7 @@ class Bench:
             if not is_finite(outputs):
                 raise BaselineFailed("the float model's outputs hold NaN or infinite values on the calibration data")
             self._reference = outputs
+            self._float_seconds = timed.a[0]
         return self._reference
 
     def _measured(self, number: int, proposal: Proposal, against: Placement) -> Trial:
@@ -222,7 +230,8 @@ class Bench:
             )
         if isinstance(result, Failure) or isinstance(outputs, Failure):
             return Trial(number, proposal, against, result)
-        layers = self._runner.layers(candidate, PROFILED_RUNS) if proposal.wants_layers else None
+        runs = profiled_runs(float(np.median(result.b)))
+        layers = self._runner.layers(candidate, runs) if proposal.wants_layers else None
         report = None if isinstance(layers, Failure) else layers
         return Trial(number, proposal, against, result, sqnr_db=sqnr_db(reference, outputs), layers=report)
 
@@ -263,6 +272,12 @@ def _trial(number: int, proposal: Proposal, against: Placement, record: Record) 
     check = None if record["check"] is None else unpack_result(record["check"])
     layers = None if record.get("layers") is None else unpack_layers(record["layers"])
     return Trial(number, proposal, against, unpack_result(record["result"]), check, record["sqnr_db"], layers)
+
+
+def profiled_runs(seconds: float) -> int:
+    """Inferences for a layer report of a model that takes so many seconds each."""
+    least, most = PROFILED
+    return most if seconds * most <= PROFILED_SECONDS else max(least, ceil(PROFILED_SECONDS / seconds))
 
 
 def job_key(kind: str, placement: Placement, against: Placement) -> str:

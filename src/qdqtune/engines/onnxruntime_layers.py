@@ -11,10 +11,12 @@ import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import onnx
+from scipy.stats import trim_mean
 
 from qdqtune.engines.coverage import Claim, cover, folded
 from qdqtune.errors import EngineFailure
@@ -36,10 +38,23 @@ PRECISIONS: Mapping[str, str] = {"float": "FP32", "float16": "FP16", "int8": "IN
 SUFFIX = "_kernel_time"
 
 
-def report(graph: onnx.GraphProto, optimized: Path, profile: Path, warmup: int) -> tuple[Layer, ...]:
+MOST_OVERHEAD = 0.9
+"""Share of a layer's reported time that profiling may have caused."""
+
+BISECTIONS = 40
+
+TAIL = 0.25
+"""Share of the shortest and of the longest times that a mean leaves out. Unlike a median, it resolves fractions of the
+microseconds that the profile is in."""
+
+
+def report(
+    graph: onnx.GraphProto, optimized: Path, profile: Path, warmup: int, plain: Sequence[float]
+) -> tuple[Layer, ...]:
     """The layers of a session, in the order in which it ran them; see `Built.layers`.
 
-    The first `warmup` inferences in the profile do not count.
+    The first `warmup` inferences in the profile do not count. `plain` are seconds of inferences that were not profiled,
+    between the others: what all layers take more than these is overhead of the profile.
 
     Raises:
         EngineFailure: the profile is not that of the optimized graph.
@@ -47,12 +62,29 @@ def report(graph: onnx.GraphProto, optimized: Path, profile: Path, warmup: int) 
     nodes = onnx.load(optimized, load_external_data=False).graph.node
     runs = _inferences(json.loads(profile.read_text()), nodes)[warmup:]
     covered, rest = cover(graph, _claims(graph, nodes))
+    spent = np.array([trim_mean([run[i]["dur"] for run in runs], TAIL) for i in range(len(nodes))]) / 1e3
+    times = without_overhead(spent, 1e3 * float(trim_mean(plain, TAIL)))
     layers = []
-    for i, (node, names) in enumerate(zip(nodes, covered, strict=True)):
-        time_ms = median(run[i]["dur"] for run in runs) / 1e3
+    for i, (node, names, time_ms) in enumerate(zip(nodes, covered, times.tolist(), strict=True)):
         name = node.name or " + ".join(names) or node.output[0]
         layers.append(Layer(name, names, _precision(node, runs[-1][i]["args"]), time_ms, _kind(node, names)))
     return (*layers, *folded(rest))
+
+
+def without_overhead(times: npt.NDArray[np.float64], total: float) -> npt.NDArray[np.float64]:
+    """Layer times less the same overhead for each, so that they add up to `total`; no less than a tenth is left of any.
+
+    Times that add up to less stay as they are.
+    """
+    most = MOST_OVERHEAD * times
+    excess = float(times.sum()) - total
+    low, high = 0.0, float(most.max(initial=0.0))
+    if excess <= 0.0 or high == 0.0:
+        return times
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if np.minimum(middle, most).sum() < excess else (low, middle)
+    return times - np.minimum(high, most)
 
 
 def _inferences(profile: Iterable[Event], nodes: Sequence[onnx.NodeProto]) -> list[list[Event]]:
