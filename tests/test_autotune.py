@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import runpy
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ import onnx
 import onnxruntime
 import pytest
 
-from models import INT8, conv_net, feeds, ranges
+from models import INT8, build, conv_net, feeds, normal, ranges
 from qdqtune import rules
 from qdqtune.autotune import (
     AutotunerError,
@@ -33,6 +36,7 @@ from qdqtune.autotune import (
     RegionType,
     ResolvedInsertionPoint,
     benchmark,
+    workflows,
 )
 from qdqtune.autotune.workflows import (
     benchmark_onnx_model,
@@ -47,7 +51,11 @@ from qdqtune.loading import load, load_proto
 from qdqtune.qdq import insert
 from qdqtune.qdq_utils import get_quantized_tensors
 from qdqtune.reading import read_placement
-from tuning import cost, mixed, without_processes, write
+from qdqtune.settings import Settings
+from qdqtune.timing import Plan
+from qdqtune.tune import tune
+from test_trtexec import stand_in
+from tuning import cost, hopeless, mixed, settings, without_processes, write
 
 DIGITS = Path(__file__).parent.parent / "demo" / "digits.onnx"
 INF = float("inf")
@@ -213,7 +221,7 @@ def test_a_refused_model_takes_infinitely_long(tmp_path: Path, caplog: pytest.Lo
     assert "no implementation for a quantized node" in caplog.text
     tried = [s for p in autotuner.profiled_patterns for s in p.schemes]
     assert tried
-    assert all(s.error and s.latency_ms == INF and s.is_profiled for s in tried if not s.is_empty)
+    assert all(s.error and s.latency_ms == INF and s.is_profiled for s in tried if s.core.points)
     assert seconds(autotuner.export_onnx()) == cost(path)
     assert benchmark_onnx_model(path.read_bytes(), "one.log") < INF
     assert "building" in Path("one.log").read_text()
@@ -315,7 +323,7 @@ def test_a_pattern_cache_is_tried_first() -> None:
     assert current is not None
     known = cache.get_pattern_schemes(current.pattern)
     assert known is not None
-    assert [s.hash for s in current.schemes] == [s.hash for s in known.schemes]
+    assert [s.core for s in current.schemes] == [s.core for s in known.schemes]
     assert warm.generate() < current.num_schemes
     cache.save("again.yaml")
     assert PatternCache.load("again.yaml") == cache
@@ -399,7 +407,6 @@ def test_every_field_of_the_configuration_has_its_place() -> None:
         verbose=True,
     )
     assert dataclasses.replace(config, verbose=False) == Config()
-    assert config.search.maximum_mutations == 3
     for wrong in ({"default_quant_type": "int4"}, {"default_dq_dtype": "float64"}):
         with pytest.raises(BadOption, match="is one of"):
             Config(**wrong)  # type: ignore[arg-type]
@@ -432,6 +439,28 @@ class CustomAutotuner(QDQAutotunerBase):
         self.regions = custom_regions
 
 
+def test_regions_may_change_and_have_one_id() -> None:
+    init_benchmark_instance(engine="fake")
+    autotuner = QDQAutotuner(mixed().to_proto())
+    autotuner.initialize(Config())
+    autotuner.submit(benchmark_onnx_model(autotuner.export_onnx(None, insert_qdq=False)))
+    halves = [Region(), Region()]
+    for half, nodes in zip(halves, ({0, 1}, {2, 3}), strict=True):
+        half.nodes.update(nodes)
+    both = Region(region_type=RegionType.COMPOSITE)
+    for half in halves:
+        both.add_child(half)
+    autotuner.regions = [both]
+    autotuner.set_profile_region(both)
+    assert autotuner.generate() == 0
+    everything = RegionPattern.from_region(both, autotuner.graph).get_full_insertion_scheme(both, autotuner.graph)
+    assert {p.region_index for p in everything.child_region_inputs} == {0, 1}
+    autotuner.save_state("state.yaml")
+    autotuner.regions = halves
+    with pytest.raises(BadState, match="made with regions"):
+        autotuner.load_state("state.yaml")
+
+
 def test_regions_of_ones_own() -> None:
     leaf = Region(region_id=0, level=1, region_type=RegionType.LEAF)
     leaf.nodes.update({0, 1})
@@ -454,7 +483,7 @@ def test_regions_of_ones_own() -> None:
     for nodes in (set(), {99}):
         broken = Region()
         broken.nodes = nodes
-        with pytest.raises(AutotunerError, match="needs nodes between 0 and 7"):
+        with pytest.raises(AutotunerError, match="needs nodes between 0 and 7: indices in the autotuner's graph"):
             RegionPattern.from_region(broken, autotuner.graph)
 
 
@@ -469,8 +498,9 @@ def test_schemes_of_ones_own_and_what_they_mean() -> None:
     point = NodeInputInsertionPoint(node_index=0, input_index=0)
     assert point in full.node_inputs
     stem_index = graph.index_of["stem"]
-    assert point.resolve(stem, graph) == {ResolvedInsertionPoint("image", stem_index, 0)}
-    assert pattern.matches(stem, graph, full) > point.resolve(stem, graph)
+    meant = pattern.matches(stem, graph, InsertionScheme([point]))
+    assert meant == {ResolvedInsertionPoint("image", stem_index, 0)}
+    assert pattern.matches(stem, graph, full) > meant
     assert pattern.matches(stem, graph)
     assert pattern.matches(RegionPattern.from_region(stem, graph))
     composite = next(r for r in autotuner.regions if r.type is RegionType.COMPOSITE)
@@ -492,6 +522,86 @@ def test_schemes_of_ones_own_and_what_they_mean() -> None:
     current.schemes.append(InsertionScheme([NodeInputInsertionPoint(77, 0)]))
     with pytest.raises(InvalidSchemeError, match="has no point"):
         autotuner.generate()
+
+
+def test_every_region_has_a_pattern() -> None:
+    program = runpy.run_module("qdqtune.autotune.region_search", run_name="region_search")
+    found = program["CombinedRegionSearch"](conv_net(), maximum_sequence_region_size=2).search_regions()
+    assert sum(len(region.get_region_nodes_and_descendants()) for region in found) == len(conv_net().nodes)
+    cache = PatternCache(minimum_distance=2, max_entries_per_pattern=3)
+    for region in found:
+        pattern = RegionPattern.from_region(region, conv_net())
+        cache.add_pattern_from_region(region, conv_net())
+        known = cache.get_pattern_schemes(pattern.signature)
+        assert known is cache.get_pattern_schemes(pattern)
+        assert known is not None
+        assert (known.pattern, known.num_schemes) == (pattern, 1)
+        assert pattern.size == len(region.get_region_nodes_and_descendants())
+
+    net = build("net (float[2,8] x) => (float[2,8] y, int64[2] s) { [size] s = Shape(x) [first] y = MatMul(x, w) }",
+                {"w": normal(8, 8)})  # fmt: skip
+    nothing = Region()
+    nothing.nodes.add(net.index_of["size"])
+    pattern = RegionPattern.from_region(nothing, net)
+    assert pattern.get_full_insertion_scheme(nothing, net) == InsertionScheme()
+    assert pattern.matches(nothing, net)
+    assert pattern.matches(nothing, net, InsertionScheme()) == set()
+    autotuner = CustomAutotuner(net.to_proto(), [nothing])
+    autotuner.initialize()
+    autotuner.set_profile_region(nothing)
+    assert autotuner.current_profile_pattern_schemes is None
+
+
+def test_open_sizes_come_from_trtexecs_arguments_or_from_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(mixed(batch=None), tmp_path)
+    np.savez("samples.npz", x=np.zeros((3, 2, 64, 64), np.float32))
+    stand_in(tmp_path, "10.16")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    asked = list[Settings]()
+    monkeypatch.setattr(workflows, "tune", lambda settings, _: asked.append(settings) or sys.exit())
+    shapes = ["--minShapes=x:1x64x64", "--optShapes=x:8x64x64", "--maxShapes=x:8x64x64"]
+    ways: list[dict[str, Any]] = [
+        {"use_trtexec": True, "trtexec_args": shapes},
+        {"engine": "fake", "calibration_data": "samples.npz"},
+    ]
+    for given in ways:
+        init_benchmark_instance(**given)
+        autotuner = QDQAutotuner(onnx.load(path))
+        autotuner.initialize()
+        autotuner.set_profile_region(autotuner.regions[0])
+        assert autotuner.generate() == 0
+        model = autotuner.export_onnx()
+        assert benchmark_onnx_model(model) < INF
+        dims = onnx.load_from_string(model).graph.input[0].type.tensor_type.shape.dim
+        assert [d.dim_value or d.dim_param for d in dims] == ["N", 64, 64]
+        with pytest.raises(SystemExit):
+            region_pattern_autotuning_workflow(path)
+    assert [settings.input_shapes for settings in asked] == [{"x": (8, 64, 64)}, {}]
+    assert [settings.calibration_data for settings in asked] == [None, "samples.npz"]
+
+
+def test_models_that_were_timed_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    init_benchmark_instance(engine="fake")
+    model = mixed().to_proto().SerializeToString()
+    assert len({benchmark_onnx_model(model) for _ in range(3)}) == 1
+    (kept,) = tmp_path.glob("qdqtune-*/*.onnx")
+    other = hopeless().to_proto().SerializeToString()  # with other inputs: nothing to compare with
+    assert benchmark_onnx_model(other) == pytest.approx(seconds(other) * 1e3)
+    assert [*tmp_path.glob("qdqtune-*/*.onnx")] == [kept.with_name("model_4.onnx")]
+
+
+def test_a_whole_run_gives_what_was_proven(tmp_path: Path) -> None:
+    path = write(mixed(), tmp_path)
+    result = tune(settings(path))
+    assert result.improved
+    autotuner = QDQAutotuner(onnx.load(path))
+    autotuner.initialize()
+    slow = dataclasses.replace(result, summary={**result.summary, "final_ms": 0.99 * result.summary["baseline_ms"]})
+    autotuner.adopt(slow, Plan())  # every trial looks faster
+    assert pairs(autotuner.export_onnx(), autotuner.graph) == result.placement
 
 
 def test_a_whole_run_gives_an_autotuner_that_holds_it(tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 import onnx
 import pytest
 
-from models import INT8, ranges
-from qdqtune import cli, rules
+from models import INT8, conv_net, ranges
+from qdqtune import cli, regions, rules
 from qdqtune.autotune import __main__ as autotune
-from qdqtune.autotune import region_inspect
 from qdqtune.graph import save
 from qdqtune.loading import load
+from qdqtune.patterns import group
 from qdqtune.placements import read_placement_file
 from qdqtune.qdq import insert
 from tuning import cost, environment, hopeless, mixed, without_processes, write
@@ -70,6 +70,15 @@ def test_a_run_writes_the_files_that_users_know(run: Run, model: Path) -> None:
     assert cost(out / "optimized_final.onnx") < cost(model)
 
 
+def test_logs_have_the_numbers_of_the_regions_that_were_tuned(run: Run, tmp_path: Path) -> None:
+    path = write(conv_net(), tmp_path)
+    run("-m", path, "-o", "out", "--regions", "names", "-s", 1, "--no-cut-seed")
+    names = {p.name for p in Path("out/logs").iterdir()}
+    found = group(load(path), regions.find(load(path), "names"))
+    tuned = {f"region_{p.instances[0].id}_scheme_0.log" for p in found}
+    assert {name for name in names if name.startswith("region_")} == tuned
+
+
 def test_the_same_command_goes_on(run: Run, model: Path) -> None:
     first = run("-m", model, "-o", "out", "--builds", 8, "--json")
     again = run("-m", model, "-o", "out", "--builds", 14, "-v", "--json")
@@ -95,7 +104,7 @@ def test_every_underscored_flag(run: Run, asked: list[dict[str, Any]], model: Pa
     )  # fmt: skip
     assert code == 0, errors
     (given,) = asked
-    assert errors.splitlines()[0] == "engine: trtexec (--use_trtexec)"
+    assert errors.splitlines()[0] == "engine: trtexec (as you asked)"
     assert (given["model"], given["output_dir"]) == (model, Path("results"))
     assert (given["mode"], given["effort"]) == ("region", "extensive")
     assert given["builds"] > 30 * 3
@@ -120,7 +129,7 @@ def test_every_dashed_flag(run: Run, asked: list[dict[str, Any]], model: Path) -
     assert (given["mode"], given["effort"], given["builds"]) == ("subgraph", "quick", None)
     assert (given["graph_json"], given["incremental_validation"]) == (Path("graph.json"), True)
     assert given["pattern_cache"] is None  # schemes of regions
-    assert "note: --pattern-cache means something with --mode region only" in errors
+    assert "note: --pattern_cache means something with --mode region only" in errors
     assert (given["warmup_runs"], given["timing_runs"]) == (5, 12)  # rounds, of two runs each; 12 are the least
     assert (given["engine"], given["trtexec_args"]) == ("trtexec", "--stronglyTyped")
     run("-m", model, "--mode", "subgraph", "--no-incremental-validation")
@@ -148,9 +157,6 @@ def test_what_the_engine_cannot_take_is_said(run: Run, asked: list[dict[str, Any
     assert "fake takes no arguments of trtexec" in errors
     assert "fake loads no TensorRT plug-ins" in errors
     assert "--mode subgraph only" in errors
-    code, _, errors = run("-m", model, "--trtexec_args", "--remoteAutoTuningConfig=ssh://board")
-    assert code == 2
-    assert errors.splitlines()[-1].startswith("error: --remoteAutoTuningConfig times on another machine")
 
 
 @pytest.mark.parametrize(
@@ -201,8 +207,9 @@ def test_fp8_is_refused_where_there_are_no_kernels(run: Run, model: Path) -> Non
 @pytest.mark.parametrize("module", ["region_inspect", "region_search"])
 def test_regions_can_be_looked_at(module: str, model: Path, tmp_path: Path) -> None:
     def shown(*more: str) -> str:
-        command = [sys.executable, "-m", f"qdqtune.autotune.{module}", "--model", str(model), *more]
-        return subprocess.run(command, capture_output=True, text=True, check=True, env=environment()).stdout
+        command = [sys.executable, "-W", "error::RuntimeWarning", "-m", f"qdqtune.autotune.{module}"]
+        given = [*command, "--model", str(model), *more]
+        return subprocess.run(given, capture_output=True, text=True, check=True, env=environment()).stdout
 
     text = shown("--verbose", "--max-sequence-size", "20", "--include-all-regions")
     assert "Phase 1 complete:" in text
@@ -210,9 +217,21 @@ def test_regions_can_be_looked_at(module: str, model: Path, tmp_path: Path) -> N
     assert "  - softmax" in text
 
 
+@pytest.mark.parametrize("module", ["region_inspect", "region_search"])
+def test_nothing_imports_the_programs_that_show_regions(module: str, model: Path) -> None:
+    code = f"""
+import runpy, sys
+import qdqtune.autotune.__main__, qdqtune.autotune.workflows
+sys.argv = ["{module}", "--model", {str(model)!r}, "--json"]
+runpy.run_module("qdqtune.autotune.{module}", run_name="__main__")"""
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-c", code]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, env=environment()).stdout
+    assert json.loads(shown)["summary"]["leaf"] > 1
+
+
 def test_looking_at_what_is_no_model_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        region_inspect.main(["--model", "missing.onnx"])
+        autotune.inspect("region_inspect", ["--model", "missing.onnx"])
     assert end.value.code == 2
     assert capfd.readouterr().err.startswith("error: missing.onnx: cannot read the model")
 

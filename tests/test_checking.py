@@ -157,9 +157,15 @@ def test_integer_results_of_paired_inputs_are_no_finding():
     assert not [f for f in failing(model, "xq: INT8", "xd: FP32", "shape: FP32") if f.kind == "float compute"]
 
 
-def test_nodes_without_a_name_and_names_that_are_no_nodes():
+def test_what_reads_only_the_shape_of_a_tensor_is_no_reason():
+    model = net(FIRST, "[shape] n = Shape(b) [tanh] t = Tanh(b) [keep] y = Reshape(t, n)")
+    found = failing(model, "xq: INT8", "xd: FP32", "shape: INT64", "tanh: FP32", "keep: FP32")
+    assert {f.cause for f in found} == {"tanh"}
+
+
+def test_names_that_are_no_nodes():
     model = net(FIRST, WEIGHT, CONV.replace("c =", "y ="))
-    (finding,) = check(model, [Layer("l", ("node_of_y", "stranger"), "FP32", None, "compute")])
+    (finding,) = check(model, [Layer("l", ("conv", "stranger"), "FP32", None, "compute")])
     assert (finding.nodes, finding.time_ms) == (("conv",), None)
 
 

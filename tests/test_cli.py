@@ -15,6 +15,7 @@ import struct
 import subprocess
 import sys
 import termios
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ from qdqtune import cli, runner
 from qdqtune.applying import Applied
 from qdqtune.calibration import Calibration
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.formats import numeric_format
 from qdqtune.errors import BadModel
 from qdqtune.settings import EFFORTS, Settings
 from qdqtune.types import Edge, Placement
@@ -226,15 +228,14 @@ def test_options_of_apply_reach_it(monkeypatch, call, made, tuned, tmp_path):
                           "--seed", 3, "--calibration-method", "percentile", "--percentile", 99,
                           "--precision", "fp16")  # fmt: skip
     assert code == 0
-    assert given.a == (tuned, placement, target, "int8")
+    assert given.a == (tuned, placement, target, numeric_format("onnxruntime", "int8"))
     assert given.k == {"calibration_data": "d.npz", "calibration": Calibration("percentile", 99),
                        "input_shapes": {"x": (1, 2)}, "samples": 2, "seed": 3, "precision": "fp16"}  # fmt: skip
-    assert made == [(EngineSpec("onnxruntime"), 600)]
     assert out == f"{target}: 0 edges carry a Q/DQ pair\n"
     assert "note: 1 edges are not in this model, the first: t -> n[1]\n" in err
     call("apply", tuned, "--placement", placement)
-    assert given.a[2] == tuned.with_suffix(".qdq.onnx")
-    assert made[1] == (EngineSpec("fake"), 600)
+    assert given.a[2:] == (tuned.with_suffix(".qdq.onnx"), numeric_format("fake", "int8"))
+    assert not made  # numbers are known without the engine
 
 
 def test_options_of_inspect_reach_it(monkeypatch, call):
@@ -280,6 +281,11 @@ def test_version_and_bare_call(call):
         (["m", "--timing-runs", "3"], "3 is not in the range"),
         (["m", "--time-budget", "3 days"], "'3 days' is no duration"),
         (["m", "--time-budget", "0s"], "'0s' is no duration"),
+        (["m", "--time-limit", "9999999h"], "'9999999h' is longer than a year"),
+        (["m", "--percentile", "nan"], "'nan' is no finite number"),
+        (["m", "--min-sqnr", "inf"], "'inf' is no finite number"),
+        (["m", "--evaluate", "a:b", "--max-drop", "nan"], "'nan' is no finite number"),
+        (["m", "--threads", "9999999999999999"], "9999999999999999 is not in the range"),
         (["m", "--input-shape", "1x3"], "'1x3' is no shape"),
         (["m", "--fix-input", "sr"], "'sr' fixes nothing"),
         (["m", "--engine-option", "noise"], "--engine-option noise sets nothing"),
@@ -415,7 +421,7 @@ def test_bad_calibration_arrays(kind, command, call, model, tuned, tmp_path):
         ("gone.npz", "gone.npz not found"),
         ("gone", "gone not found: give an .npz, a folder of .npy/.npz, or module:callable"),
         ("empty", "empty holds no .npy or .npz file"),
-        ("text.npz", "cannot read text.npz"),
+        ("text.npz", "text.npz is no .npz or .npy file: write it with numpy.savez or numpy.save"),
         ("nomodule:samples", "cannot import calibration data 'nomodule:samples'"),
         ("user_samples:gone", "cannot import calibration data 'user_samples:gone'"),
         ("user_samples:broken", "user_samples:broken"),
@@ -477,6 +483,9 @@ def test_a_state_file_of_other_options(call, tuned):
     code, error = errors(call("tune", tuned, *QUICK, "-o", tuned.parent / "out", "--seed", 1))
     assert code == 2
     assert "was made with seed 0, now it is 1" in error
+    code, error = errors(call("tune", tuned, "--engine", "onnxruntime", "-o", tuned.parent / "out"))
+    assert code == 2
+    assert "was made with engine fake, now it is onnxruntime: " in error
     assert (tuned.parent / "out" / "autotuner_state.yaml").read_bytes() == before
 
 
@@ -515,6 +524,32 @@ def test_files_that_would_overwrite_the_model(call, tuned):
     code, error = errors(call("apply", tuned, "--placement", out / "placement.yaml", "-o", tuned))
     assert code == 2
     assert "would overwrite the model" in error
+
+
+def test_apply_keeps_what_it_reads(call, tuned, tmp_path):
+    placement = Path(shutil.copy(tuned.parent / "out" / "placement.yaml", tmp_path))
+    data = Path(shutil.copy(tuned.with_suffix(".npz"), tmp_path))
+    for path, what in ((placement, "placement"), (data, "calibration data")):
+        before = path.read_bytes()
+        command = ["apply", tuned, "--placement", placement, "--calibration-data", data, "-o", path]
+        assert errors(call(*command)) == (2, f"{path} would overwrite the {what}: choose another --output")
+        assert path.read_bytes() == before
+
+
+def test_apply_for_an_engine_that_is_not_installed(call, tuned, tmp_path):
+    command = ["apply", tuned, "--placement", tuned.parent / "out" / "placement.yaml", "-o", tmp_path / "m.onnx"]
+    assert call(*command, "--engine", "tensorrt")[0] == 0
+    assert errors(call(*command, "--engine", "abacus")) == (2, errors(call("tune", tuned, "--engine", "abacus"))[1])
+
+
+@pytest.mark.parametrize("pairs", ["none", "others"])
+def test_a_baseline_that_gives_nothing_is_refused(pairs, call, tuned, model, tmp_path):
+    """The float model itself, and another network with pairs."""
+    other = write(conv_net(), tmp_path, "other") if pairs == "none" else tuned.parent / "out" / "optimized_final.onnx"
+    model = write(conv_net(), tmp_path, "network")
+    code, error = errors(call("tune", model, *QUICK, "--qdq-baseline", other, "-o", tmp_path / "out"))
+    assert code == 2
+    assert error.startswith(f"{other} has no Q/DQ pair that fits {model}: give a quantized version of it")
 
 
 # What comes out, and where
@@ -560,6 +595,53 @@ def test_no_improvement_is_code_3(call, tmp_path):
     assert "speedup" not in out
     for name in ("placement.yaml", "summary.json", "autotuner_state.yaml", "autotuner_state_pattern_cache.yaml"):
         assert (tmp_path / "out" / name).is_file()
+
+
+def noted(err: str) -> list[str]:
+    return [line.removeprefix("note: ") for line in err.splitlines() if line.startswith("note: ")]
+
+
+def test_when_every_candidate_fails_one_note_says_why(call, model, tmp_path):
+    """A candidate with a pair at `softmax` gives NaN, and any other is refused."""
+    data = ["--calibration-data", model.with_suffix(".npz")]
+    faults = 'faults={"nan": "softmax", "refuse": "*"}'
+    code, out, err = call("tune", model, *QUICK, *data, "--engine-option", faults, "-o", tmp_path / "out")
+    assert code == 3
+    (note,) = noted(err)
+    told = re.fullmatch(r"all (\d+) candidates failed, (\d+) of them: (.*) \(see (.*)\)", note)
+    assert told is not None
+    reasons = Counter(re.findall(r": failed: (.*)", err))
+    assert len(reasons) == 2
+    assert int(told[1]) == reasons.total()
+    assert (told[3], int(told[2])) == reasons.most_common(1)[0]
+    assert Path(told[4]).is_file()
+    assert f"candidates: {told[1]} ({told[1]} failed)" in out
+
+
+def test_candidates_that_crash_alike_have_one_reason(call, model, tmp_path):
+    """Although the name of a candidate's file stands in it."""
+    data = ["--calibration-data", model.with_suffix(".npz")]
+    limit = ["--engine-option", 'faults={"hang": "*"}', "--time-limit", "1", "--builds", "3", "--json"]
+    result = subprocess.run(
+        [sys.executable, "-m", "qdqtune", "tune", model, *QUICK, *data, *limit, "-o", tmp_path / "out"],
+        capture_output=True, text=True, env=environment(), check=False,
+    )  # fmt: skip
+    assert result.returncode == 3
+    (note,) = noted(result.stderr)
+    assert (
+        note
+        == f"all 2 candidates failed: building a candidate took longer than 1 s (see {tmp_path}/out/logs/trial_001.log)"
+    )
+
+
+def test_a_candidate_that_ran_needs_no_word_about_those_that_failed(call, model, tmp_path):
+    data = ["--calibration-data", model.with_suffix(".npz")]
+    faults = 'faults={"refuse": "softmax"}'
+    code, out, err = call("tune", model, *QUICK, *data, "--engine-option", faults, "-o", tmp_path / "out")
+    assert code == 0
+    assert ": failed: " in err
+    assert not noted(err)
+    assert re.search(r"candidates: \d+ \(\d+ failed\)", out)
 
 
 def test_json_is_all_that_goes_to_standard_output(call, tuned, tmp_path):

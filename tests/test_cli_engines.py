@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,14 @@ import onnx
 import pytest
 from onnx.reference import ReferenceEvaluator
 
+from conftest import Call
 from engine_contract import IMAGE, conv_model, quantized_conv_model
-from models import INT8, UINT8
-from qdqtune import building
+from models import INT8, UINT8, build, normal
+from qdqtune import building, cli_engines
+from qdqtune.checking import Finding, allow
 from qdqtune.engines import MODULES, open_engine
 from qdqtune.errors import EngineFailure
+from tuning import write
 
 DATA = Path(__file__).with_name("data") / "tensorrt"
 
@@ -65,7 +69,7 @@ def test_a_fused_model_passes(call, fused):
 def test_a_model_that_is_not_fused_fails_with_nodes_reason_and_times(call, spoiled):
     code, out, _ = call("check", spoiled, "--engine", "fake")
     assert code == 4
-    head, *lines, last = out.splitlines()
+    head, *lines, last, advice = out.splitlines()
     assert head == "conv (Conv) runs in float: its output carries no pair on the way to the model's output"
     assert [line.split()[:2] for line in lines] == [
         ["float", "compute"],
@@ -76,13 +80,25 @@ def test_a_model_that_is_not_fused_fails_with_nodes_reason_and_times(call, spoil
     assert all(" ms " in line for line in lines)
     assert "3 findings, 0." in last
     assert " ms, 0 notes" in last
+    accepted = re.match(r"what is meant to be so is accepted with --allow-boundary (\S+), all of it with", advice)
+    assert accepted is not None
+    assert call("check", spoiled, "--engine", "fake", "--allow-boundary", accepted[1])[0] == 0
+
+
+def test_findings_without_a_name_are_accepted_all_together():
+    nameless = Finding("standalone pair", "cast", (), 0.1, "the engine names no node for it")
+    (advice,) = cli_engines._advice([nameless], measured=False)
+    assert advice.startswith("what is meant to be so is accepted with --allow-boundary '*';")
+    assert not any(f.fails for f in allow([nameless], ["*"]))
 
 
 def test_check_as_json(call, spoiled):
     code, out, _ = call("check", spoiled, "--engine", "fake", "--json", "--runs", 1)
     found: dict[str, Any] = json.loads(out)
     assert code == 4
-    assert list(found) == ["model", "engine", "pairs", "layers", "layers_in_8_bits", "time_ms", "failing", "findings"]
+    assert list(found) == ["model", "engine", "pairs", "layers", "layers_in_8_bits", "time_ms", "failing", "findings",
+                           "measured"]  # fmt: skip
+    assert not found["measured"]
     assert (found["engine"], found["pairs"], found["layers"], found["failing"]) == ("fake", 2, 3, 3)
     assert found["time_ms"] == pytest.approx(sum(f["time_ms"] for f in found["findings"]))
     assert found["findings"][0] == {
@@ -98,6 +114,52 @@ def test_allowed_boundaries(call, spoiled):
     )
     assert code == 4
     assert [f["kind"] for f in json.loads(out)["findings"] if f["fails"]] == ["float compute"]
+
+
+RESIDUE = """net (float[64,64] x) => (float[64,64] y) {
+    [first] a = MatMul(x, w0)
+    [softmax] b = Softmax(a)
+    [second] y = MatMul(b, w1)
+}"""
+
+
+@pytest.fixture
+def tuned(call: Call, tmp_path: Path) -> Path:
+    """The result of a tuning run whose optimum keeps conversions around a Softmax."""
+    write(build(RESIDUE, {"w0": normal(64, 4096, scale=0.1), "w1": normal(4096, 64, scale=0.1)}), tmp_path)
+    data = ["--calibration-data", tmp_path / "model.npz"]
+    assert call("tune", tmp_path / "model.onnx", "--engine", "fake", *data, "-o", tmp_path / "out", "-q")[0] == 0
+    return tmp_path / "out" / "optimized_final.onnx"
+
+
+def test_what_a_tuning_run_has_measured_does_not_fail(call, tuned):
+    code, out, _ = call("check", tuned, "--engine", "fake")
+    *_, last, advice = out.splitlines()
+    assert code == 0
+    assert re.search(r"; [1-9]\d* findings, ", last)
+    assert advice.startswith("these pairs were measured on this engine")
+    code, out, _ = call("check", tuned, "--engine", "fake", "--json")
+    found = json.loads(out)
+    assert (code, found["measured"], found["failing"]) == (0, True, 0)
+    assert any(f["kind"] != "boundary" for f in found["findings"])
+
+
+def test_elsewhere_the_same_pairs_fail(call, tuned, tmp_path):
+    """Away from the records, on an engine that differs, with other pairs, and with damaged records."""
+    copy = shutil.copy(tuned, tmp_path / "copy.onnx")
+    assert call("check", copy, "--engine", "fake")[0] == 4
+    assert call("check", tuned, "--engine", "fake", "--engine-option", "asymmetric=true")[0] == 4
+    placement = tuned.with_name("placement.yaml")
+    lines = placement.read_text().splitlines(keepends=True)
+    for damaged in ("".join(lines[:-1]), "version: 0\n"):
+        placement.write_text(damaged)
+        assert call("check", tuned, "--engine", "fake")[0] == 4
+    placement.write_text("".join(lines))
+    assert call("check", tuned, "--engine", "fake")[0] == 0
+    summary = tuned.with_name("summary.json")
+    for damaged in ("no JSON", "[]", json.dumps(json.loads(summary.read_text()) | {"shipped": "baseline"})):
+        summary.write_text(damaged)
+        assert call("check", tuned, "--engine", "fake")[0] == 4
 
 
 @pytest.mark.parametrize("json_flag", [(), ("--json",)])
@@ -270,9 +332,9 @@ def test_a_failed_build_leaves_what_was_there(call, float_file, tmp_path, monkey
 
 
 @pytest.mark.parametrize(("target", "code", "words"), [
-    ("no/such/folder/m.plan", 2, "cannot write no/such/folder/m.plan: No such file or directory"),
+    ("no/such/folder/m.plan", 2, "cannot write no/such/folder/m.plan: there is no folder no/such/folder"),
     (".", 2, "cannot write .: it is a folder"),
-    ("float.onnx/m.plan", 2, "cannot write float.onnx/m.plan: Not a directory"),
+    ("float.onnx/m.plan", 2, "cannot write float.onnx/m.plan: there is no folder float.onnx"),
 ])  # fmt: skip
 def test_an_output_that_cannot_be_written(target, code, words, call, float_file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -290,16 +352,17 @@ def test_every_engine_but_the_fake_has_a_format():
 
 
 @pytest.mark.parametrize(("content", "words"), [
-    (None, "cannot read m.onnx: No such file or directory"), (b"no model", "cannot read m.onnx: ")
+    (None, "m.onnx: cannot read the model: No such file or directory"),
+    (b"no model", "m.onnx: not an ONNX file, or damaged"),
+    (b"", "m.onnx: not an ONNX file, or cut short: it holds no graph"),
 ])  # fmt: skip
 def test_a_model_that_cannot_be_read(content, words, call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if content is not None:
         Path("m.onnx").write_bytes(content)
-    code, _, err = call("build", "m.onnx", "-o", "out.onnx")
-    assert code == 2
-    assert err.startswith(f"error: {words}")
-    assert len(err.splitlines()) == 1
+    Path("layers.json").write_text('{"Layers": ["a"]}')
+    for arguments in (("build", "m.onnx", "-o", "out.onnx"), ("layers", "m.onnx", "--graph-json", "layers.json")):
+        assert call(*arguments) == (2, "", f"error: {words}\n")
 
 
 @pytest.mark.skipif(shutil.which("trtexec") is not None, reason="trtexec is installed")

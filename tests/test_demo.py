@@ -74,8 +74,9 @@ def test_it_prints_latency_and_accuracy_before_and_after(
 
 
 def test_where_nothing_is_faster_it_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The whole demo on the fake engine, for which this model has too many operators between its convolutions."""
-    quick = ("--engine", "fake", "--builds", "4", "--calibration-samples", "1")
+    """The whole demo on a fake engine that runs no candidate."""
+    faults = 'faults={"refuse": "*"}'
+    quick = ("--engine", "fake", "--engine-option", faults, "--builds", "4", "--calibration-samples", "1")
     assert run.demo(tmp_path, quick, images=20) == 0
     printed = capfd.readouterr().out
     before, after, *accuracies = numbers(printed)

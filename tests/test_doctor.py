@@ -22,7 +22,7 @@ from qdqtune.doctor import (
     find_gpus,
     processor,
 )
-from qdqtune.engines import MODULES
+from qdqtune.engines import MODULES, EngineSpec
 from qdqtune.errors import EngineUnavailable
 from tuning import environment, without_processes
 
@@ -160,6 +160,20 @@ def test_an_engine_that_only_builds(tmp_path, monkeypatch):
         "tensorrt-rtx", "builds only", "1.7", "none", "there is no GPU"
     )
     assert engine_state("tensorrt", tmp_path) == EngineState("tensorrt", "missing", reason="there is no GPU")
+
+
+def test_building_ahead_of_time_needs_no_cuda(tmp_path, monkeypatch):
+    """The package of TensorRT-RTX alone will do, which is all that its extra installs."""
+
+    def described(spec: EngineSpec, _: Path) -> dict[str, str]:
+        if not spec.options:
+            raise EngineUnavailable("cuda-python is missing")
+        return {"version": "1.7", "device": "sm89"}
+
+    monkeypatch.setattr(doctor, "_described", described)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name == "tensorrt_rtx_bindings" or None)
+    found = engine_state("tensorrt-rtx", tmp_path)
+    assert (found.status, found.reason, found.remedy) == ("builds only", "cuda-python is missing", "")
 
 
 def test_every_engine_is_examined(tmp_path, monkeypatch):

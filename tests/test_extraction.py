@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import onnx
@@ -17,7 +19,7 @@ from qdqtune.extraction import Resolved, borders, extract, is_shape, resolve
 from qdqtune.graph import Model
 from qdqtune.grouping import by_rules
 from qdqtune.loading import with_input_shapes
-from qdqtune.shapes import spans, with_spans
+from qdqtune.shapes import check_spans, spans, with_spans
 
 RESHAPED = """net (float[N,4,6] x, float[2,3] z) => (float[N,M,2] y) {
     [rows] s = Shape <start=0, end=1> (x)
@@ -117,6 +119,24 @@ def test_shapes_in_options_and_in_trtexec_arguments() -> None:
     assert other.options["builder_level"] == 1
     assert spans(other) == {"t": ((1,), (2,), (3,))}
     assert not set(with_spans(spec, {}).options) & set(shapes.OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("--optShapes=x:4x8,n:3", None),
+        ("--minShapes=x:1x8 --optShapes=x:4x8 --maxShapes=x:9x8", None),
+        ("--optShapes=z:4", "shapes given for 'z': the model's inputs are x, n"),
+        ("--optShapes=x:4", "input 'x' has 2 dimensions, and cannot have sizes 4"),
+        ("--optShapes=x:4x9", "input 'x': dimension 1 is 8, and cannot have sizes 4x9"),
+        ("--minShapes=x:4x8 --optShapes=x:2x8", "must rise, not 4x8, 2x8"),
+    ],
+)
+def test_shapes_that_no_input_can_have_are_refused(text: str, words: str | None) -> None:
+    model = build("net (float[N,8] x, int64[2] n) => (float[A,B] y) {y = Reshape(x, n)}")
+    spec = EngineSpec("trtexec", {"trtexec_args": text})
+    with nullcontext() if words is None else pytest.raises(BadOption, match=re.escape(words)):
+        check_spans(spec, model)
 
 
 @pytest.mark.parametrize("text", ["--optShapes=x", "--minShapes=x:1xN", "--optShapes='x:1"])

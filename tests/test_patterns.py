@@ -137,7 +137,7 @@ def test_a_leaf_has_a_point_for_each_edge_that_can_carry():
     x = net.add("Clip", net.conv("input"), "scalar", "scalar")
     net.outputs = [x]
     model, pattern, region = only(net)
-    assert pattern.points == (NodeInput(0, 0), NodeInput(0, 1), NodeInput(1, 0), RegionOutput(0, node=1))
+    assert pattern.points == (NodeInput(0, 0), NodeInput(0, 1), NodeInput(1, 0), RegionOutput(0, node_index=1))
     assert patterns.resolve(model, pattern, region, pattern.everything) == {
         Edge("input", "node0", 0), Edge("weight", "node0", 1), Edge("node0:0", "node1", 0), Edge("node1:0", "", 0),
     }  # fmt: skip
@@ -155,7 +155,7 @@ def test_a_residual_block_has_points_at_the_borders_of_its_leaves_and_at_its_wei
         ChildInput(1, 0): {"node3:0 -> node4[0]"},
         ChildInput(1, 1): {"node1:0 -> node5[1]"},
     }
-    assert edges[RegionOutput(0, region=1)] == {Edge("node6:0", "", 0)}
+    assert edges[RegionOutput(0, region_index=1)] == {Edge("node6:0", "", 0)}
 
 
 def test_what_cannot_carry_a_pair_is_no_point():
@@ -204,7 +204,7 @@ def test_a_region_output_takes_every_use_outside():
     net.outputs = [net.conv(x), net.conv(x), x]
     model = net.model()
     first = grouped(model)[0]
-    out = Scheme(frozenset({RegionOutput(0, node=1)}))
+    out = Scheme(frozenset({RegionOutput(0, node_index=1)}))
     assert {str(e) for e in patterns.resolve(model, first, first.instances[0], out)} == {
         "node1:0 -> node2[0]", "node1:0 -> node3[0]", "node1:0 -> output 2"}  # fmt: skip
 
@@ -214,7 +214,7 @@ def test_the_skip_edge_stays_the_skip_edge():
     model = resnet(4, swap={1, 3})
     (pattern,) = (p for p in grouped(model) if "Add" in p.ops and p.kind is RegionKind.LEAF)
     assert len(pattern.instances) == 4
-    (add,) = {p.node for p in pattern.points if isinstance(p, NodeInput) and pattern.ops[p.node] == "Add"}
+    (add,) = {p.node_index for p in pattern.points if isinstance(p, NodeInput) and pattern.ops[p.node_index] == "Add"}
     for region, swapped in zip(pattern.instances, (False, True, False, True), strict=True):
         main, skip = (patterns.resolve(model, pattern, region, Scheme(frozenset({NodeInput(add, k)}))) for k in (0, 1))
         assert [e.index for e in (*main, *skip)] == ([1, 0] if swapped else [0, 1])

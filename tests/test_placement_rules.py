@@ -71,6 +71,20 @@ def test_on_onnxruntime_only_a_convolution_writes_8_bits_to_an_output() -> None:
     assert count(found, "float-outputs") == 1
 
 
+def test_on_onnxruntime_what_is_in_half_precision_stays_in_float() -> None:
+    text = """net (float[4,32] x) => (float[4,32] y) {
+        [a] p = MatMul(x, w)
+        [half] h = Cast <to=10> (p)
+        [b] q = MatMul(h, v)
+        [back] r = Cast <to=1> (q)
+        [end] y = Exp(r)
+    }"""
+    model = build(text, weights(w=(32, 32)) | {"v": weights(v=(32, 32))["v"].astype(np.float16)})
+    assert users(placed(model, "onnxruntime")) == {"a"}
+    assert users(placed(model)) == {"a", "b"}
+    assert count(placed(model, "onnxruntime"), "half-precision") == 3
+
+
 FUSED = """net (float[1,16,8,8] x) => (float[1,16,8,8] y) {
     [a] p = Conv <pads=[1,1,1,1]> (x, w)
     [bias] b = Add(p, c)

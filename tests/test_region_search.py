@@ -16,8 +16,9 @@ from qdqtune.engines.fake import create, latency
 from qdqtune.graph import Model
 from qdqtune.patterns import Pattern
 from qdqtune.qdq import Inserter
-from qdqtune.strategies import best_of
+from qdqtune.strategies import best_of, ratios_to_float
 from qdqtune.strategies.region import BATCH, Config, RegionSearch, work
+from qdqtune.timing import Plan
 from qdqtune.types import Edge, Failure, Measurement, Placement, Proposal, Scheme, Trial
 from tuning import mixed
 
@@ -143,6 +144,30 @@ def test_the_suggestions_come_first_in_their_order(name: str) -> None:
     assert [t.proposal.origin for t in first] == list(suggested)
     assert [t.placement for t in first] == [rules.consistent(parts(name)[0], p) for p in suggested.values()]
     assert all(t.proposal.pattern for t in played(name)[len(suggested) :] if t.proposal.origin != "merged winners")
+
+
+def test_patterns_vary_as_all_suggestions_have_it_whatever_those_were_compared_with() -> None:
+    offered = list(search().seeds.items())
+    assert BATCH < len(offered) <= 2 * BATCH
+    proposed = set()
+    for first in range(len(offered)):
+        strategy = search(seeds=dict(offered[first:] + offered[:first]))
+        history = play(strategy, batches=2)
+        assert len(history) == len(offered)
+        proposed.add(tuple(strategy.propose(history)))
+    assert len(proposed) == 1
+
+
+def test_suggestions_are_ranked_by_their_ratio_to_the_float_model() -> None:
+    history = played("mixed")[: len(search().seeds)]
+    assert history[-1].against.edges
+    ratios = ratios_to_float(history, Plan())
+    floats = seconds("mixed", Placement())
+    assert ratios == pytest.approx(
+        {p: seconds("mixed", p) / floats for p in (Placement(), *(t.placement for t in history))}
+    )
+    failed = [replace(history[0], result=Failure("crash", "gone")), *history[1:]]
+    assert set(ratios_to_float(failed, Plan())) == set(ratios) - {history[0].placement}
 
 
 @pytest.mark.parametrize("cap", [0, 1, 3])

@@ -25,6 +25,8 @@ from qdqtune.engines.worker import Session
 from qdqtune.errors import BadOption, EngineUnavailable, OutputError
 from qdqtune.runner import Handle, Runner
 from qdqtune.types import Failure, Measurement, NumericFormat, QType
+from test_trtexec import stand_in
+from tuning import environment
 
 QUANTIZED = quantized_conv_model(NumericFormat(QType.INT8, QType.INT8, symmetric=True))
 ROUNDS: dict[str, Any] = {"seed": 3, "first_round": 0, "slot_seconds": 0.0, "warmup": 0}
@@ -293,6 +295,62 @@ time.sleep(600)
     assert parent.communicate()[0] == ""
     assert lines[0] == "imported"
     assert gone(worker)
+
+
+def scratch(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("worker-*") if path.is_dir())
+
+
+def plans(folder: Path) -> list[Path]:
+    return [plan for left in scratch(folder) for plan in left.rglob("*.plan")]
+
+
+def trtexec(folder: Path) -> EngineSpec:
+    return EngineSpec("trtexec", {"trtexec": stand_in(folder, "10.16")})
+
+
+def test_what_the_engine_leaves_in_its_temporary_folder_goes_with_the_worker(
+    tmp_path: Path, files: SimpleNamespace
+) -> None:
+    with Runner(trtexec(tmp_path), time_limit_s=60, log_dir=tmp_path / "logs") as runner:
+        assert isinstance(runner.load(files.plain), Handle)
+        assert len(plans(tmp_path / "logs")) == 1
+        first = scratch(tmp_path / "logs")
+        os.kill(pid(runner), signal.SIGKILL)
+        gone(pid(runner))
+        assert isinstance(runner.load(files.plain, fresh=True), Handle)
+        assert len(scratch(tmp_path / "logs")) == 1
+        assert scratch(tmp_path / "logs") != first
+    assert not scratch(tmp_path / "logs")
+
+
+def test_what_a_killed_run_has_left_goes_at_the_next_start(tmp_path: Path, files: SimpleNamespace) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(f"""
+import time
+from pathlib import Path
+from qdqtune.engines import EngineSpec
+from qdqtune.runner import Runner
+runner = Runner({trtexec(tmp_path)!r}, time_limit_s=600, log_dir=Path({str(tmp_path / "logs")!r}))
+runner.load(Path({str(files.plain)!r}))
+print(runner._worker._process.pid, flush=True)
+time.sleep(600)
+""")
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment())
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    (left,) = scratch(tmp_path / "logs")
+    with Runner(EngineSpec("fake"), time_limit_s=60, log_dir=tmp_path / "logs") as runner:
+        runner.describe()
+        assert left in scratch(tmp_path / "logs")  # its run still lives
+    parent.kill()
+    parent.communicate()
+    assert gone(worker)
+    assert plans(tmp_path / "logs")
+    with Runner(EngineSpec("fake"), time_limit_s=60, log_dir=tmp_path / "logs") as runner:
+        runner.describe()
+        assert left not in scratch(tmp_path / "logs")
+    assert not scratch(tmp_path / "logs")
 
 
 def test_errors_of_the_engine_keep_their_class_and_message(tmp_path: Path) -> None:

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from models import FORMATS, PLAIN, attention, build, conv_net, feeds, normal, ranges, run
-from qdqtune import rules
+from qdqtune import rules, scales
 from qdqtune.accuracy import sqnr_db
 from qdqtune.graph import Model
 from qdqtune.qdq import insert
-from qdqtune.scales import Range, Ranges
-from qdqtune.sensitivity import _shares, sensitivities
+from qdqtune.scales import Range
+from qdqtune.sensitivity import DEAFENING, _shares, each_value, sensitivities
 from qdqtune.strategies.noise import Noise
 from qdqtune.types import Edge, Failure, NumericFormat, Placement
 from tuning import without_processes
@@ -26,7 +26,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def alone(model: Model, numbers: NumericFormat = PLAIN) -> dict[str, float]:
     known = ranges(model)
-    found = sensitivities(model, known, numbers, rules.possible_edges(model, known), feeds(model))
+    found = sensitivities(model, each_value(model, known, numbers, rules.possible_edges(model, known)), feeds(model))
     assert isinstance(found, dict)
     return found
 
@@ -76,12 +76,41 @@ def test_the_loudest_blocks_are_divided_until_the_measurements_are_spent() -> No
     asked.clear()
     assert _shares(8, noise, 7, 0.0) == [1, 1, 1, 1, 1, 100, 1, 1]
     assert asked == [(0, 8), (0, 4), (4, 8), (4, 6), (6, 8), (4, 5), (5, 6)]
+    asked.clear()
+    assert _shares(8, noise, 100, loudest=1) == [1, 1, 1, 1, 1, 100, 1, 1]
+    assert asked == [(0, 8), (0, 4), (4, 8), (4, 6), (6, 8), (4, 5), (5, 6)]
     assert _shares(8, noise, 100, floor=4.0) == real.tolist()
     assert _shares(8, noise, 100, floor=1000.0) == [real.sum() / 8] * 8
+
+
+@pytest.mark.parametrize("measured", [400, 16])
+def test_the_loudest_are_found_one_by_one_or_by_halving(measured: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qdqtune.sensitivity.INFERENCES", measured)
+    model = conv_net()
+    known = ranges(model)
+    pairs = each_value(model, known, PLAIN, rules.possible_edges(model, known))
+    every = alone(model)
+    assert len(every) > 16
+    found = sensitivities(model, pairs, feeds(model)[:1], loudest=2)
+    assert isinstance(found, dict)
+    assert max(found, key=found.__getitem__) == max(every, key=every.__getitem__)
+    largest = max(every.values())
+    assert max(found.values()) == pytest.approx(largest, rel=0.5)
+
+
+def test_outputs_that_are_not_finite() -> None:
+    text = "net (float[1,4] x) => (float[1,4] y) { h = Neg(x) y = Reciprocal(h) }"
+    model = build(text, {})
+    pairs = {Edge("x", model.nodes[0].name, 0): scales.of_range(Range(-1, 1), PLAIN)}
+    tiny, zero = ({"x": np.float32([[1, 1, 1, last]])} for last in (1e-3, 0))
+    assert sensitivities(model, pairs, [tiny]) == {"x": DEAFENING}
+    found = sensitivities(model, pairs, [zero])
+    assert isinstance(found, Failure)
+    assert "NaN or infinite" in found.reason
 
 
 def test_what_onnx_runtime_does_not_run_is_a_failure() -> None:
     model = build("net (float[2,4] x) => (float[2,4] y) { h = MatMul(x, w) y = custom.Knows(h) }", {"w": normal(4, 4)})
     edge = Edge("x", model.nodes[0].name, 0)
-    found = sensitivities(model, Ranges({"x": Range(-1, 1)}), PLAIN, frozenset({edge}), feeds(model))
+    found = sensitivities(model, {edge: scales.of_range(Range(-1, 1), PLAIN)}, feeds(model))
     assert isinstance(found, Failure)

@@ -171,11 +171,19 @@ def test_restart_forgets_other_runs_and_damage(path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"my notes", b"{}", b"name: value", b"\x08\x09model", b"- {}\n", b"a\nb\n"])
-def test_a_file_of_another_kind_is_refused_and_left_as_it_is(path: Path, content: bytes) -> None:
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_file_of_another_kind_is_refused_and_left_as_it_is(path: Path, content: bytes, restart: bool) -> None:
     path.write_bytes(content)
     with pytest.raises(BadState):
-        Store(path, RUN)
+        Store(path, RUN, restart=restart)
     assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("kept", [0, 1, 5, 15, 30])
+def test_restart_takes_a_state_file_that_was_cut_off_anywhere(path: Path, kept: int) -> None:
+    path.write_bytes(fill(path)[:kept])
+    with Store(path, RUN, restart=True) as store:
+        assert len(store) == 0
 
 
 def test_an_empty_file_begins_a_run(path: Path) -> None:

@@ -197,10 +197,14 @@ def test_shapes_may_change_from_run_to_run(rig: Rig) -> None:
 def test_a_dynamic_input_without_shapes_names_the_flags(rig: Rig) -> None:
     with pytest.raises(BadOption, match=r"'x' has dynamic sizes \(-1, 4, 8, 8\).*--opt-shapes.*--min-shapes"):
         rig.build(conv_model())
-    with pytest.raises(BadOption, match=r"'z'.*inputs are x"):
-        rig.build(conv_model(), opt_shapes={"z": [1]})
     with pytest.raises(BadOption, match="inconsistent"):
         rig.build(conv_model(), min_shapes={"x": [2, 4, 8, 8]}, max_shapes={"x": [1, 4, 8, 8]})
+
+
+def test_shapes_of_what_is_no_input_are_passed_over(rig: Rig) -> None:
+    """Of the inputs of a whole model a part has some."""
+    built = rig.build(conv_model(), opt_shapes={"x": [2, 4, 8, 8], "z": [1]})
+    assert built.run({"x": np.zeros((2, 4, 8, 8), np.float32)})["y"].shape == (2, 8, 8, 8)
 
 
 def test_limits_reach_the_builder(rig: Rig) -> None:

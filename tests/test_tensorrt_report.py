@@ -16,6 +16,7 @@ from engine_contract import model_of
 from qdqtune.engines.tensorrt_nodes import Names, mentioned
 from qdqtune.engines.tensorrt_report import read_report
 from qdqtune.errors import BadOption
+from qdqtune.loading import name_nodes
 from qdqtune.types import Layer
 
 DATA = Path(__file__).with_name("data") / "tensorrt"
@@ -146,7 +147,8 @@ def test_grammar_of_names(
     name: str, without: tuple[str, ...], known: set[str], with_model: tuple[str, ...] | None
 ) -> None:
     assert mentioned(name) == without
-    assert Names(known).mentioned(name) == (
+    graph = chain(*(node("Relu", each, "x") for each in sorted(known))).graph
+    assert Names(graph).mentioned(name) == (
         tuple(n for n in without if n in known) if with_model is None else with_model
     )
 
@@ -214,10 +216,30 @@ def test_a_foreign_node_holds_the_paths_between_its_ends() -> None:
     assert [x.nodes for x in layers] == [("a", "b", "c", "d"), ("y",)]
 
 
-def test_unnamed_nodes_have_the_name_that_the_parser_gives_them() -> None:
-    model = chain(helper.make_node("Relu", ["x"], ["r"]), helper.make_node("Exp", ["r"], ["y"]))
-    layers = read_report(named("node_of_r", "node_of_y"), None, model)
-    assert [x.nodes for x in layers] == [("node_of_r",), ("node_of_y",)]
+@pytest.mark.parametrize("loaded", [False, True])
+def test_nodes_without_a_name_are_known_by_what_the_parser_calls_them(loaded: bool) -> None:
+    """In the name of a layer, in its metadata, and at the ends of a foreign node; also once loading has named them."""
+    ops = [("Relu", "x", "a"), ("Exp", "a", "b"), ("Neg", "b", "c"), ("Abs", "c", "d"), ("Sqrt", "d", "y")]
+    model = chain(*(helper.make_node(op, [t], [made]) for op, t, made in ops))
+    if loaded:
+        name_nodes(model.graph)
+    entries = [{"Name": "node_of_a + (Unnamed Layer* 1) [Constant]", "LayerType": "PointWise"},
+               {"Name": "__myl_Exp_myl0_1", "LayerType": "kgen", "Metadata": "[ONNX Layer: node_of_b]"},
+               {"Name": "{ForeignNode[node_of_c...node_of_y]}", "LayerType": "Myelin"}]  # fmt: skip
+    layers = read_report(detailed(*entries), None, model)
+    assert [x.nodes for x in layers] == [("Relu_0",), ("Exp_1",), ("Neg_2", "Abs_3", "Sqrt_4")]
+
+
+def test_a_name_in_the_file_counts_before_one_of_the_parser() -> None:
+    first, second = helper.make_node("Relu", ["x"], ["a"]), helper.make_node("Exp", ["a"], ["y"], name="node_of_a")
+    layers = read_report(named("node_of_a", "(Unnamed Layer* 1) [Shuffle]"), None, chain(first, second))
+    assert [x.nodes for x in layers] == [("Relu_0", "node_of_a"), ()]
+
+
+def test_of_several_nodes_with_one_name_each_stands_in_a_layer() -> None:
+    model = chain(node("Relu", "a", "x"), node("Exp", "b", "a"), node("Neg", "y", "b"))
+    model.graph.node[1].name = "a"
+    assert [x.nodes for x in read_report(named("a", "y"), None, model)] == [("a", "a_2"), ("y",)]
 
 
 def test_bodies_of_control_flow_do_not_count_as_constants() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,18 @@ from engine_contract import IMAGE, ROWS, EngineContract, conv_model, matmul_mode
 from qdqtune.engines import Engine, EngineSpec, open_engine
 from qdqtune.engines.trtexec import create
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
+from qdqtune.loading import node_names
 from qdqtune.runner import Runner
 from qdqtune.types import Failure, NumericFormat, QType
 
 VERSIONS = ["8.6", "10.0", "10.16", "11.1"]
 INT8 = NumericFormat(QType.INT8, QType.INT8, symmetric=True)
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Temporary folders of this process lie beside the models of the test."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 def stand_in(folder: Path, version: str, **config: Any) -> str:
@@ -86,8 +94,7 @@ def test_each_version_builds_runs_times_and_reports(tmp_path: Path, quantized: P
     assert outputs["y"].shape == (1, 8, 8, 8)
     assert 1e-5 < seconds < 1e-3
     names = [name for layer in layers for name in layer.nodes]
-    expected = [n.name or f"node_of_{n.output[0]}" for n in onnx.load(quantized).graph.node]
-    assert sorted(names) == sorted(expected)
+    assert sorted(names) == sorted(node_names(onnx.load(quantized).graph))
     assert [(x.kind, x.precision) for x in layers] == [("quantize", "INT8"), ("compute", "INT8"), ("quantize", "FP32")]
     assert all(x.time_ms is not None and x.time_ms > 0 for x in layers)
     built.save(tmp_path / "engine.plan")
@@ -281,7 +288,7 @@ def test_fp8_needs_version_10(tmp_path: Path, version: str) -> None:
 
 
 def test_a_missing_program_says_where_it_comes_from() -> None:
-    with pytest.raises(EngineUnavailable, match=r"no program 'no-such-trtexec'.*--engine-option trtexec=PATH"):
+    with pytest.raises(EngineUnavailable, match=r"no program 'no-such-trtexec'.*--trtexec PATH"):
         create("no-such-trtexec")
 
 

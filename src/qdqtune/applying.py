@@ -39,8 +39,10 @@ def apply(
         InputError: model, placement or data cannot be used, or none of the placement's edges exists in the model.
         OutputError: `output` cannot be written.
     """
-    if output.resolve() == model.resolve():
-        raise BadOption(f"{output} would overwrite the model: choose another --output")
+    data_file = None if calibration_data is None else Path(calibration_data)
+    for given, what in ((model, "model"), (placement, "placement"), (data_file, "calibration data")):
+        if given is not None and output.resolve() == given.resolve():
+            raise BadOption(f"{output} would overwrite the {what}: choose another --output")
     if not output.parent.is_dir():
         raise OutputError(f"cannot write {output}: there is no folder {output.parent}")
     recorded = read_placement_file(placement)

@@ -6,12 +6,14 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import onnx
-from google.protobuf.message import DecodeError
+from onnx import ModelProto
 
-from qdqtune.engines import MODULES, EngineSpec, one_line
-from qdqtune.errors import BadModel, BadOption, EngineFailure, OutputError
+from qdqtune.engines import MODULES, EngineSpec
+from qdqtune.errors import BadOption, EngineFailure, OutputError
+from qdqtune.graph import Model
+from qdqtune.loading import read
 from qdqtune.runner import Handle, Runner
+from qdqtune.shapes import check_spans
 from qdqtune.types import Failure
 
 FORMATS = {
@@ -42,10 +44,14 @@ def build(model: Path, output: Path, spec: EngineSpec, *, time_limit_s: float) -
         OutputError: `output` cannot be written.
         EngineUnavailable, EngineFailure: the engine cannot be opened, refuses the model, or cannot save it.
     """
-    inputs = _files_of(model)
+    proto = read(model)
+    check_spans(spec, Model(proto))
+    inputs = [model, *(model.parent / place for place in _places(proto))]
     _refuse_overwriting(inputs, output)
     if output.is_dir():
         raise OutputError(f"cannot write {output}: it is a folder")
+    if not output.parent.is_dir():
+        raise OutputError(f"cannot write {output}: there is no folder {output.parent}")
     if spec.name in MODULES and spec.name not in FORMATS:
         able = ", ".join(FORMATS)
         raise EngineFailure(f"engine {spec.name!r} has no format of its own to save; these have: {able}")
@@ -74,14 +80,9 @@ def _saved(runner: Runner, model: Path, target: Path) -> Handle:
     return handle
 
 
-def _files_of(model: Path) -> list[Path]:
-    """The model file and the files of its external data."""
-    try:
-        proto = onnx.load(model, load_external_data=False)
-    except (OSError, DecodeError) as error:
-        raise BadModel(f"cannot read {model}: {one_line(getattr(error, 'strerror', None) or error)}") from error
-    places = {e.value for t in proto.graph.initializer for e in t.external_data if e.key == "location"}
-    return [model, *(model.parent / place for place in sorted(places))]
+def _places(model: ModelProto) -> list[str]:
+    """The files of a model's external data, as it names them."""
+    return sorted({e.value for t in model.graph.initializer for e in t.external_data if e.key == "location"})
 
 
 def _refuse_overwriting(inputs: list[Path], target: Path) -> None:

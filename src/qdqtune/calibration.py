@@ -154,14 +154,14 @@ def _histograms(
 def observed(
     model: Model, tensors: Sequence[str], samples: Iterable[Sample], *, threads: int = 0
 ) -> Iterator[dict[str, Array]]:
-    """The float32 values that some tensors take, sample by sample. Pairs are computed as the file has them, not fused.
+    """The float32 values that some tensors take, sample by sample.
 
     Raises:
         BadData: no sample.
         BadModel: ONNX Runtime cannot run the model.
     """
     with tempfile.TemporaryDirectory(prefix="qdqtune-") as folder:
-        for outputs in _runs(_showing(model, tensors), samples, Path(folder), threads, lambda _: None, fuse=False):
+        for outputs in _runs(_showing(model, tensors), samples, Path(folder), threads, lambda _: None):
             yield dict(zip(tensors, outputs, strict=True))
 
 
@@ -178,15 +178,14 @@ def _showing(model: Model, tensors: Sequence[str]) -> Model:
 
 
 def _runs(
-    model: Model, samples: Iterable[Sample], folder: Path, threads: int, progress: Callable[[int], None],
-    fuse: bool = True,
-) -> Iterator[list[Array]]:  # fmt: skip
+    model: Model, samples: Iterable[Sample], folder: Path, threads: int, progress: Callable[[int], None]
+) -> Iterator[list[Array]]:
     """All outputs of the model, sample by sample."""
     path = folder / "calibration.onnx"
     with ConstantFile(folder / "constants.bin") as constants:
         constants.save(model, path)
     done = 0
-    spec = EngineSpec("onnxruntime", {"threads": threads or cores(), "fuse": fuse})
+    spec = EngineSpec("onnxruntime", {"threads": threads or cores()})
     with Runner(spec, time_limit_s=3600, log_dir=folder) as runner:
         handle = runner.load(path)
         for sample in samples:

@@ -24,6 +24,7 @@ from qdqtune.cli_quantize import quantize_command, rules_command
 from qdqtune.comparing import comparable, compare_files
 from qdqtune.data import open_samples
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.formats import numeric_format
 from qdqtune.errors import ConstraintUnmet, EngineFailure, QdqtuneError
 from qdqtune.inspection import as_json, render
 from qdqtune.loading import load, with_input_shapes
@@ -31,6 +32,7 @@ from qdqtune.placements import read_placement_file
 from qdqtune.proving import FINAL
 from qdqtune.runner import unlogged
 from qdqtune.settings import EFFORTS, Settings
+from qdqtune.shapes import check_spans
 from qdqtune.strategies.region import Config
 from qdqtune.timing import Plan
 from qdqtune.tune import estimate, tune
@@ -134,7 +136,8 @@ def app() -> None:
 @click.option("--incremental-validation/--no-incremental-validation", default=True, show_default=True,
               help="subgraph: look on the whole model for groups that do not pay, in batches that are halved where "
                    "they are rejected; or take all groups that gain alone, or none.")  # fmt: skip
-@click.option("--quant-type", type=click.Choice(["int8", "fp8"]), default="int8", show_default=True)
+@click.option("--quant-type", type=click.Choice(["int8", "fp8"]), default="int8", show_default=True,
+              help="Numbers of the pairs; fp8 is E4M3, where the engine has it, and needs opset 19.")  # fmt: skip
 @click.option("--precision", type=click.Choice(["fp32", "fp16"]), default="fp32", show_default=True,
               help="fp16: make MODEL float16 first, as TensorRT takes precision from the graph. Its inputs and "
                    "outputs keep their types.")  # fmt: skip
@@ -279,6 +282,7 @@ def compare_command(
     qdqtune compare model.onnx qdqtune_output/optimized_final.onnx
     """
     models = comparable(files)
+    check_spans(spec, models[0])
     shaped = with_input_shapes(models[0], input_shapes) if input_shapes else models[0]
     samples = open_samples(calibration_data, shaped, seed=seed, limit=calibration_samples).first(4)
     plan = Plan((timing_runs,), warmup=warmup_runs)
@@ -301,7 +305,8 @@ def compare_command(
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--placement", type=click.Path(path_type=Path), required=True, help="placement.yaml of a tuning run.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="[default: MODEL with .qdq.onnx]")
-@click.option("--engine", help="Engine whose numeric format to use.  [default: that of the placement]")
+@click.option("--engine", metavar="NAME", help="Engine whose numeric format to use; it need not be installed here.  "
+              "[default: that of the placement]")  # fmt: skip
 @click.option("--precision", type=click.Choice(["fp32", "fp16"]), default="fp32", show_default=True,
               help="fp16: make MODEL float16 first, as the run that found the placement did.")  # fmt: skip
 @options.data_options
@@ -318,11 +323,8 @@ def apply_command(
     """
     recorded = read_placement_file(placement)
     target = output or model.with_suffix(".qdq.onnx")
-    with (
-        report.progress(Console(stderr=True)) as observer,
-        unlogged(EngineSpec(engine or recorded.engine), time_limit_s=600) as runner,
-    ):
-        numbers = runner.numeric_format("fp8" if recorded.quant_type == "fp8" else "int8")
+    numbers = numeric_format(engine or recorded.engine, "fp8" if recorded.quant_type == "fp8" else "int8")
+    with report.progress(Console(stderr=True)) as observer:
         observer.stage(f"calibrating {model.name}")
         done = apply(model, placement, target, numbers, calibration_data=calibration_data,
                      calibration=Calibration(calibration_method, percentile), input_shapes=input_shapes,
@@ -340,14 +342,14 @@ def apply_command(
 
 @app.command("inspect")
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option(
-    "--regions", "method", type=click.Choice(["auto", "names", "topology"]), default="auto", show_default=True
-)
+@click.option("--regions", "method", type=click.Choice(["auto", "names", "topology"]), default="auto",
+              show_default=True, help="Divide the graph by node names, by topology, or by what fits.")  # fmt: skip
 @click.option(
     "--max-sequence-size", type=click.IntRange(1), default=10, show_default=True, help="Largest leaf, in nodes."
 )
 @click.option("--include-all-regions", is_flag=True, help="Show regions without quantizable operators as well.")
-@click.option("--fix-input", "fix_inputs", multiple=True, metavar="NAME=VALUE", callback=options.fixed)
+@click.option("--fix-input", "fix_inputs", multiple=True, metavar="NAME=VALUE", callback=options.fixed,
+              help="Make an input constant; an If that it decides is folded. Repeatable.")  # fmt: skip
 @click.option("-v", "--verbose", is_flag=True, help="Name every node and tensor.")
 @click.option("--json", "as_machine", is_flag=True, help="Print JSON.")
 def inspect_command(

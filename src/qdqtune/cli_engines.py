@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import json
+import shlex
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -18,17 +20,19 @@ from rich.text import Text
 
 from qdqtune import options
 from qdqtune.building import FORMATS, build
-from qdqtune.checking import Finding, allow, check
+from qdqtune.checking import Finding, allow, check, excuse
 from qdqtune.data import open_samples
 from qdqtune.doctor import Diagnosis, examine
 from qdqtune.engines import EngineSpec, QuantType, Tensors
 from qdqtune.engines.tensorrt_report import read_report
 from qdqtune.errors import BadOption, ConstraintUnmet, EngineFailure, EngineUnavailable
 from qdqtune.graph import Model
-from qdqtune.loading import load, with_input_shapes
+from qdqtune.loading import load, read, with_input_shapes
+from qdqtune.provenance import is_measured
 from qdqtune.reading import is_quantized
 from qdqtune.reasons import is_low
 from qdqtune.runner import unlogged
+from qdqtune.shapes import check_spans
 from qdqtune.types import Failure, Layer, NumericFormat, QType
 
 ORDER = ("float compute", "standalone pair", "reformat", "boundary")
@@ -86,7 +90,8 @@ def check_command(
 
     Found are pairs that run as kernels of their own, operators that stay in float although their inputs carry pairs,
     and reformats beside quantized layers. Exit code 4 if there is any; the conversions at the model's own float inputs
-    and outputs have to be there, and do not count.
+    and outputs have to be there, and do not count. The result of `qdqtune tune` in its output folder does not fail on
+    the engine that it was tuned on: what the engine does not fuse there was measured, and is faster than without.
 
     \b
     qdqtune check optimized_final.onnx
@@ -98,22 +103,27 @@ def check_command(
     quant_type = _quant_type(graph)
     layers: Sequence[Layer] = ()
     found: tuple[Finding, ...] = ()
+    measured = False
     if graph_json is not None:
         engine = "tensorrt"
     if is_quantized(graph):
         if graph_json is not None:
-            layers = read_report(graph_json, profile_json, onnx.load(model, load_external_data=False))
+            layers = read_report(graph_json, profile_json, read(model))
             numbers = TENSORRT[quant_type]
         else:
+            check_spans(spec, graph)
             shaped = with_input_shapes(graph, input_shapes) if input_shapes else graph
             sample = open_samples(calibration_data, shaped, seed=seed, limit=calibration_samples).first(1)[0]
-            layers, numbers = _profiled(model, spec, quant_type, sample, runs, time_limit)
+            layers, numbers, described = _profiled(model, spec, quant_type, sample, runs, time_limit)
+            measured = is_measured(model, graph, described)
         found = allow(check(graph, layers, numbers), allowed)
+    fails = not measured and any(finding.fails for finding in found)
     if as_machine:
-        print(json.dumps(_as_json(model, engine, graph, layers, found), indent=2))
+        judged = excuse(found) if measured else found
+        print(json.dumps(_as_json(model, engine, graph, layers, judged) | {"measured": measured}, indent=2))
     else:
-        print("\n".join(_lines(model, engine, graph, layers, found)))
-    return ConstraintUnmet.exit_code if any(finding.fails for finding in found) else 0
+        print("\n".join((*_lines(model, engine, graph, layers, found), *_advice(found, measured))))
+    return ConstraintUnmet.exit_code if fails else 0
 
 
 def _quant_type(model: Model) -> QuantType:
@@ -124,13 +134,13 @@ def _quant_type(model: Model) -> QuantType:
 
 def _profiled(
     model: Path, spec: EngineSpec, quant_type: QuantType, sample: Tensors, runs: int, time_limit: float
-) -> tuple[Sequence[Layer], NumericFormat]:
+) -> tuple[Sequence[Layer], NumericFormat, Mapping[str, str]]:
     with unlogged(spec, time_limit_s=time_limit) as runner:
-        numbers = runner.numeric_format(quant_type)
+        numbers, described = runner.numeric_format(quant_type), runner.describe()
         result = runner.report(model, sample, runs, "check")
     if isinstance(result, Failure):
         raise EngineFailure(f"{model} cannot be checked: {result.reason}")
-    return result, numbers
+    return result, numbers, described
 
 
 def _pairs(model: Model) -> int:
@@ -169,6 +179,18 @@ def _lines(model: Path, engine: str, graph: Model, layers: Sequence[Layer], foun
     low = sum(is_low(layer.precision) for layer in running)
     yield (f"{model} on {engine}: {_pairs(graph)} pairs, {low} of {len(running)} layers in 8 bits; "
            f"{len(failing)} findings{share}, {len(found) - len(failing)} notes")  # fmt: skip
+
+
+def _advice(found: Sequence[Finding], measured: bool) -> Iterator[str]:
+    """What to do about findings, or why nothing is to be done."""
+    failing = [finding for finding in found if finding.fails]
+    if measured and failing:
+        yield "these pairs were measured on this engine, and faster so (placement.yaml beside the file): nothing to do"
+    elif failing:
+        names = (n for group in _groups(failing) for f in group for n in (f.cause, *f.nodes) if n)
+        first = next((f" --allow-boundary {shlex.quote(glob.escape(name))}, all of it with" for name in names), "")
+        yield (f"what is meant to be so is accepted with{first} --allow-boundary '*'; "
+               "`qdqtune tune MODEL --from-qdq` measures which pairs pay")  # fmt: skip
 
 
 def _groups(found: Sequence[Finding]) -> list[list[Finding]]:

@@ -8,8 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import click
-import onnx
-from google.protobuf.message import DecodeError
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -17,11 +15,12 @@ from rich.text import Text
 
 from qdqtune import options
 from qdqtune.data import open_samples
-from qdqtune.engines import EngineSpec, Tensors, one_line
+from qdqtune.engines import EngineSpec, Tensors
 from qdqtune.engines.tensorrt_report import read_report
-from qdqtune.errors import BadModel, BadOption, EngineFailure
-from qdqtune.loading import load, with_input_shapes
+from qdqtune.errors import BadOption, EngineFailure
+from qdqtune.loading import load, read, with_input_shapes
 from qdqtune.runner import unlogged
+from qdqtune.shapes import check_spans
 from qdqtune.types import Failure, Layer
 
 FIXED = 4 + 8 + 9 + 9 + 5 + 2 * 7
@@ -55,13 +54,15 @@ def layers_command(
     """
     if graph_json is not None:
         engine = "tensorrt"
-        found = read_report(graph_json, profile_json, _proto(model) if model is not None else None)
+        found = read_report(graph_json, profile_json, read(model) if model is not None else None)
     elif model is None:
         raise BadOption("there is nothing to show: give a MODEL, or --graph-json FILE")
     elif profile_json is not None:
         raise BadOption("--profile-json goes with --graph-json")
     else:
-        shaped = with_input_shapes(load(model), input_shapes) if input_shapes else load(model)
+        graph = load(model)
+        check_spans(spec, graph)
+        shaped = with_input_shapes(graph, input_shapes) if input_shapes else graph
         sample = open_samples(calibration_data, shaped, seed=seed, limit=calibration_samples).first(1)[0]
         found = _profiled(model, spec, sample, runs, time_limit)
     if as_machine:
@@ -69,14 +70,6 @@ def layers_command(
     else:
         console = Console()
         console.print(table(found, console.width))
-
-
-def _proto(path: Path) -> onnx.ModelProto:
-    """The model as it is in the file, since the engine had its nodes from there."""
-    try:
-        return onnx.load(path, load_external_data=False)
-    except (OSError, DecodeError) as error:
-        raise BadModel(f"cannot read {path}: {one_line(getattr(error, 'strerror', None) or error)}") from error
 
 
 def _profiled(model: Path, spec: EngineSpec, sample: Tensors, runs: int, time_limit: float) -> tuple[Layer, ...]:

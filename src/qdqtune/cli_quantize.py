@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,8 @@ from rich.text import Text
 from qdqtune import options, placement_rules, report
 from qdqtune.calibration import Calibration
 from qdqtune.engines.formats import FORMATS
-from qdqtune.errors import BadOption
+from qdqtune.errors import BadModel, BadOption
 from qdqtune.quantizing import Quantized, Request, Selection, quantize
-
-WORST = 10
 
 engines = click.Choice(sorted(FORMATS))
 quant_types = click.Choice(["int8", "fp8"])
@@ -34,7 +32,8 @@ quant_types = click.Choice(["int8", "fp8"])
 @click.option("--engine", type=engines, default="onnxruntime", show_default=True,
               help="Whose numbers and rules to use. It need not be installed here.")  # fmt: skip
 @click.option("--precision", type=click.Choice(["fp32", "fp16"]), default="fp32", show_default=True,
-              help="fp16: make what stays in float float16, as TensorRT takes precision from the graph.")  # fmt: skip
+              help="fp16: make what stays in float float16, as TensorRT takes precision from the graph. Not for "
+                   "onnxruntime.")  # fmt: skip
 @click.option("--per-channel/--no-per-channel", default=None,
               help="A scale for each output channel of an int8 weight.  [default: as the engine wants it]")  # fmt: skip
 @click.option("--nodes-to-quantize", multiple=True, metavar="WILDCARD", help="Only nodes named so. Repeatable.")
@@ -48,7 +47,9 @@ quant_types = click.Choice(["int8", "fp8"])
               help="Make an input constant; an If that it decides is folded. Repeatable.")  # fmt: skip
 @click.option("--evaluate", metavar="MODULE:CALLABLE",
               help="Your metric, called with a function that runs the model: before and after.")  # fmt: skip
-@click.option("--report", "with_report", is_flag=True, help="What each rule did, and the pairs that lose most.")
+@click.option("--report", "with_report", is_flag=True,
+              help="What each rule did, and the ten tensors whose rounding alone does most to the outputs. Runs the "
+                   "float model once or more for each tensor with a pair, up to 400 times in all.")  # fmt: skip
 @click.option("--tune", "is_seed", is_flag=True, help="Go on with a search that starts from this placement.")
 @click.option("--tune-args", metavar="ARGUMENTS", default="",
               help="More arguments of tune, as one string: \"--builds 24 --threads 4 -o out\".")  # fmt: skip
@@ -70,7 +71,10 @@ def quantize_command(
     """
     if tune_args and not is_seed:
         raise BadOption("--tune-args goes with --tune")
+    if model.is_dir():
+        raise BadModel(f"{model} is a folder: name an ONNX file")
     request = _request(model, output or model.with_suffix(".qdq.onnx"), given)
+    search = _search(context, request, tune_args, as_machine) if is_seed else None
     with report.progress(Console(stderr=True)) as observer:
         done = quantize(request, observer)
     for note in done.notes:
@@ -79,10 +83,13 @@ def quantize_command(
         print(json.dumps(as_json(request, done), indent=2))
     elif not as_machine:
         if request.report:
-            for table in (rule_counts(done), worst_pairs(done)):
+            for table in (rule_counts(done), worst_tensors(done)):
                 Console().print(table)
         print("\n".join(_lines(request, done)))
-    return _search(context, request, [*shlex.split(tune_args), *["--json"] * as_machine]) if is_seed else 0
+    if search is None:
+        return 0
+    with search:
+        return search.command.invoke(search)
 
 
 def _request(model: Path, output: Path, given: Mapping[str, Any]) -> Request:
@@ -106,8 +113,17 @@ def _request(model: Path, output: Path, given: Mapping[str, Any]) -> Request:
     )  # fmt: skip
 
 
-def _search(context: click.Context, request: Request, more: Sequence[str]) -> Any:
-    """Run `tune` as the user would type it, with what was written as its start."""
+def _search(context: click.Context, request: Request, more: str, as_machine: bool) -> click.Context:
+    """`tune` as the user would type it, with what will be written as its start, ready to be invoked.
+
+    Raises:
+        BadOption: `more` cannot be split into arguments.
+        click.ClickException: they are not those of `tune`.
+    """
+    try:
+        added = [*shlex.split(more), *["--json"] * as_machine]
+    except ValueError as error:
+        raise BadOption(f"--tune-args {more}: {error}") from error
     how = request.calibration
     arguments = [
         str(request.model), "--qdq-baseline", str(request.output), "--quant-type", request.quant_type,
@@ -125,8 +141,7 @@ def _search(context: click.Context, request: Request, more: Sequence[str]) -> An
     program = context.find_root()
     assert isinstance(program.command, click.Group)
     tune = program.command.commands["tune"]
-    with tune.make_context("tune", [*arguments, *more], parent=program) as search:
-        return tune.invoke(search)
+    return tune.make_context("tune", [*arguments, *added], parent=program)
 
 
 def as_json(request: Request, done: Quantized) -> dict[str, Any]:
@@ -139,6 +154,7 @@ def as_json(request: Request, done: Quantized) -> dict[str, Any]:
         "rules": dict(done.placed.counts),
         "output_sqnr_db": done.sqnr_db,
         "output_cosine": done.cosine,
+        "finite": done.is_finite,
         "samples": done.judged,
         "held_out": done.is_held_out,
         "metric": None if done.metric is None else dict(zip(("before", "after"), done.metric, strict=True)),
@@ -151,7 +167,8 @@ def _lines(request: Request, done: Quantized) -> Iterator[str]:
     yield f"{done.output}: {len(done.placed.placement)} edges carry a pair ({kind} as {request.engine} wants it)"
     where = "held-out samples" if done.is_held_out else "samples"
     angle = "" if done.cosine is None else f", cosine {done.cosine:.6f}"
-    yield f"output SQNR {_db(done.sqnr_db)}{angle}, on {done.judged} {where}"
+    ratio = _db(done.sqnr_db) if done.is_finite else "unknown"
+    yield f"output SQNR {ratio}{angle}, on {done.judged} {where}"
     if done.metric is not None:
         yield f"{request.evaluate}: {done.metric[0]:g} before, {done.metric[1]:g} after"
 
@@ -172,16 +189,16 @@ def rule_counts(done: Quantized) -> Table:
     return table
 
 
-def worst_pairs(done: Quantized) -> Table:
-    """The pairs whose own rounding loses most, and how large the error there has grown in the quantized model."""
+def worst_tensors(done: Quantized) -> Table:
+    """The tensors whose rounding alone does most to the outputs, and the nodes that read them in 8 bits."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("pair on", overflow="fold")
-    table.add_column("node", overflow="fold")
+    table.add_column("rounded alone", overflow="fold")
+    table.add_column("read by", overflow="fold")
+    table.add_column("output SQNR", justify="right", no_wrap=True)
     table.add_column("own SQNR", justify="right", no_wrap=True)
-    table.add_column("reached", justify="right", no_wrap=True)
-    for damage in done.damages[:WORST]:
-        reached = "" if damage.reached_db is None else _db(damage.reached_db)
-        table.add_row(Text(damage.tensor), Text(damage.node), _db(damage.own_db), reached)
+    for damage in done.damages:
+        nodes = Text("\n").join(Text(node) for node in damage.nodes)
+        table.add_row(Text(damage.tensor), nodes, _db(damage.output_db), _db(damage.own_db))
     return table
 
 

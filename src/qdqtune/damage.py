@@ -2,108 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
 from qdqtune import scales
 from qdqtune.calibration import observed
 from qdqtune.data import Sample
-from qdqtune.graph import Model, Node
+from qdqtune.graph import Model
 from qdqtune.scales import NUMPY_TYPE, Quantization
+from qdqtune.sensitivity import sensitivities
+from qdqtune.types import Edge, Failure, Placement
+
+WORST = 10
+"""Pairs that a report lists."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """One pair. `own_db` is the SQNR of its rounding alone, `reached_db` that of its values in the quantized model.
+    """One tensor, all of its pairs together.
 
-    None where nothing is lost; a weight has no other error than its own. `node` makes the tensor, or reads the weight.
+    `output_db` is the SQNR that the worst output would have if nothing but this tensor were rounded, -30 or more; the
+    least also stands for outputs that are not finite. `own_db` is that of the tensor itself. None where nothing is
+    lost. `nodes` are those to keep in float to be rid of the pair: they read
+    the tensor through it. Where only the graph does, it is the node that makes the tensor.
     """
 
     tensor: str
-    node: str
+    nodes: tuple[str, ...]
+    output_db: float | None
     own_db: float | None
-    reached_db: float | None = None
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """A DQ node: the float tensor or constant in front of it, by the float model's name, and its numbers."""
+def damages(
+    float_model: Model, quantized: Model, placement: Placement, samples: Sequence[Sample]
+) -> list[Damage] | Failure:
+    """The `WORST` tensors of a model that `insert` has made, those first that do most to the outputs.
 
-    tensor: str
-    dq: Node
-    numbers: Quantization
-
-
-def damages(float_model: Model, quantized: Model, samples: Iterable[Sample]) -> list[Damage]:
-    """The pairs of a model that `insert` has made, the worst rounding first.
+    Takes one build of the float model with switches (see `sensitivity`). A failure if that gives no answer.
 
     Raises:
-        BadData: no sample.
-        BadModel: ONNX Runtime cannot run one of the models.
+        BadModel: ONNX Runtime cannot run the float model.
     """
-    pairs = [
-        p for node in quantized.nodes if node.op == "DequantizeLinear" and (p := _pair(float_model, quantized, node))
-    ]
-    weights = [p for p in pairs if p.tensor in float_model.constants]
-    found = [
-        Damage(
-            p.tensor,
-            quantized.nodes[quantized.uses(p.dq.outputs[0])[0].node].name,
-            _weight_db(float_model, quantized, p),
-        )
-        for p in weights
-    ]
-    activations = [p for p in pairs if p.tensor not in float_model.constants]
-    if activations:
-        found += _activations(float_model, quantized, activations, samples)
-    return sorted(found, key=lambda d: np.finfo(np.float64).max if d.own_db is None else d.own_db)
+    pairs = {edge: _quantization(quantized, edge) for edge in placement}
+    alone = sensitivities(float_model, pairs, samples, loudest=WORST)
+    if isinstance(alone, Failure):
+        return alone
+    worst = sorted(alone, key=alone.__getitem__, reverse=True)[:WORST]
+    own = _own(float_model, {e.tensor: how for e, how in pairs.items() if e.tensor in worst}, samples)
+    return [Damage(t, _nodes(float_model, placement, t), _decibels(alone[t]), own[t]) for t in worst]
 
 
-def _activations(
-    float_model: Model, quantized: Model, pairs: list[_Pair], samples: Iterable[Sample]
-) -> Iterator[Damage]:
-    kept = list(samples)
-    exact = observed(float_model, [p.tensor for p in pairs], kept)
-    reached = observed(quantized, [p.dq.outputs[0] for p in pairs], kept)
-    power = np.zeros((len(pairs), 3))
-    for before, after in zip(exact, reached, strict=True):
-        for i, pair in enumerate(pairs):
-            values = before[pair.tensor].astype(np.float64)
-            own = scales.dequantize(scales.quantize(values, pair.numbers), pair.numbers)
-            errors = (values, values - own, values - after[pair.dq.outputs[0]])
-            power[i] += [float(np.square(e).sum()) for e in errors]
-    for pair, (signal, own_noise, noise) in zip(pairs, power, strict=True):
-        maker = float_model.producers.get(pair.tensor)
-        name = "" if maker is None else float_model.nodes[maker].name
-        yield Damage(pair.tensor, name, _db(signal, own_noise), _db(signal, noise))
-
-
-def _weight_db(float_model: Model, quantized: Model, pair: _Pair) -> float | None:
-    exact = float_model.constants[pair.tensor].array().astype(np.float64)
-    rounded = scales.dequantize(quantized.constants[pair.dq.inputs[0]].array(), pair.numbers)
-    return _db(float(np.square(exact).sum()), float(np.square(exact - rounded.reshape(exact.shape)).sum()))
-
-
-def _db(signal: float, noise: float) -> float | None:
-    """10 log10(signal / noise); None where nothing is lost."""
-    return None if noise == 0 else float(10 * np.log10(max(signal, np.finfo(np.float64).tiny) / noise))
-
-
-def _pair(float_model: Model, quantized: Model, dq: Node) -> _Pair | None:
-    """The pair of a DQ node; None for an int32 bias, and for what nobody reads."""
+def _quantization(quantized: Model, edge: Edge) -> Quantization:
+    """The numbers of the pair on an edge, as the quantized model has them."""
+    read = edge.tensor if edge.is_graph_output else quantized.nodes[quantized.index_of[edge.node]].inputs[edge.index]
+    dq = quantized.nodes[quantized.producers[read]]
     scale, zero = (quantized.constants[name].array() for name in dq.inputs[1:3])
-    qtype = next((q for q, dtype in NUMPY_TYPE.items() if np.dtype(dtype) == zero.dtype), None)
-    if qtype is None:
-        return None
+    qtype = next(q for q, dtype in NUMPY_TYPE.items() if np.dtype(dtype) == zero.dtype)
     axis = dq.attributes.get("axis", 1) if scale.ndim else None
-    numbers = Quantization(qtype, scale.astype(np.float32), int(zero.astype(np.float32).reshape(-1)[0]), axis)
-    source = dq.inputs[0]
-    if source in quantized.producers:
-        return _Pair(quantized.nodes[quantized.producers[source]].inputs[0], dq, numbers)
-    use = next((u for u in quantized.uses(dq.outputs[0]) if u.node >= 0), None)
-    if use is None:
-        return None
-    twin = float_model.nodes[float_model.index_of[quantized.nodes[use.node].name]]
-    return _Pair(twin.inputs[use.slot], dq, numbers)
+    return Quantization(qtype, scale.astype(np.float32), int(zero.astype(np.float32).reshape(-1)[0]), axis)
+
+
+def _nodes(model: Model, placement: Placement, tensor: str) -> tuple[str, ...]:
+    readers = tuple(dict.fromkeys(e.node for e in placement if e.tensor == tensor and e.node))
+    return readers or (model.nodes[model.producers[tensor]].name,)
+
+
+def _own(model: Model, pairs: Mapping[str, Quantization], samples: Sequence[Sample]) -> dict[str, float | None]:
+    """SQNR in dB of each tensor against its rounded self."""
+    fixed = {t: model.constants[t].array() for t in pairs if t in model.constants}
+    computed = [t for t in pairs if t not in fixed]
+    power = {tensor: np.zeros(2) for tensor in pairs}
+    for values in chain([fixed], observed(model, computed, samples) if computed else ()):
+        for tensor, exact in values.items():
+            error = exact - scales.dequantize(scales.quantize(exact, pairs[tensor]), pairs[tensor])
+            power[tensor] += np.square(exact.astype(np.float64)).sum(), np.square(error).sum()
+    return {tensor: _decibels(noise / signal if noise else 0.0) for tensor, (signal, noise) in power.items()}
+
+
+def _decibels(noise: float) -> float | None:
+    """SQNR of a relative noise power; None where nothing is lost."""
+    return None if noise == 0 else float(-10 * np.log10(noise))

@@ -156,6 +156,9 @@ def _from_folder(
 def _read(path: Path, specs: tuple[InputSpec, ...]) -> dict[str, Array]:
     """All arrays of one file, by input name; a bare .npy belongs to the only input."""
     try:
+        with path.open("rb") as file:
+            if not file.read(6).startswith((b"PK", b"\x93NUMPY")):
+                raise BadData(f"{path} is no .npz or .npy file: write it with numpy.savez or numpy.save")
         loaded = np.load(path, allow_pickle=False)
         if isinstance(loaded, np.ndarray):
             if len(specs) != 1:
@@ -209,6 +212,8 @@ def imported(source: str, what: str) -> Callable[..., Any]:
         sys.path.insert(0, os.getcwd())
     try:
         function = getattr(_module_of(Path(place)) if place.endswith(".py") else import_module(place), attribute)
+    except FileNotFoundError as error:
+        raise BadOption(f"cannot import {what} '{source}': there is no file {error.filename}") from error
     except Exception as error:  # the module is the user's, and may do anything
         raise BadOption(f"cannot import {what} '{source}': {one_line(error)}") from error
     if not callable(function):

@@ -27,7 +27,7 @@ NEEDS = {
     "onnxruntime": (("onnxruntime",), "pip install onnxruntime"),
     "openvino": (("openvino",), "pip install 'qdqtune[openvino]'"),
     "tensorrt": (("tensorrt", "cuda"), "pip install 'qdqtune[tensorrt]'"),
-    "tensorrt-rtx": (("tensorrt_rtx_bindings", "cuda"), "pip install 'qdqtune[tensorrt-rtx]'"),
+    "tensorrt-rtx": (("tensorrt_rtx_bindings",), "pip install 'qdqtune[tensorrt-rtx]'"),
 }
 """The Python packages without which an engine cannot be opened, and the command that installs them."""
 

@@ -34,6 +34,7 @@ class _Clusters:
         for v in flow.order:
             if v >= flow.first:
                 self._members.setdefault(self._unit[v - flow.first], []).append(v - flow.first)
+        self._sole_user = [self._sole(v) for v in range(len(flow.order))]
         self._heavy = {u: any(flow.heavy[flow.first + n] for n in nodes) for u, nodes in self._members.items()}
         self._depth = [0] * len(flow.order)
         for v in flow.order:
@@ -56,7 +57,7 @@ class _Clusters:
             data = [b for b in before if flow.is_float[b]]
             if self._heavy[unit] or (len(data) > 1 and len(nodes) == 1 and flow.op(unit) not in ELEMENTWISE):
                 continue
-            sources = [b for b in data or before if b >= flow.first and self._feeds_only(b, unit)]
+            sources = [b for b in data or before if b >= flow.first and self._sole_user[b] == unit]
             sources = [b for b in sources if self._fits(self._cluster[b - flow.first], unit)]
             if sources:
                 self._join(unit, self._cluster[self._best(sources) - flow.first])
@@ -64,7 +65,8 @@ class _Clusters:
     def _best(self, sources: Sequence[int]) -> int:
         """The heaviest, deepest source; of equal ones a choice by structure, so that equal blocks choose alike."""
         rank = {b: (self._heavy[self._cluster[b - self._flow.first]], self._depth[b]) for b in sources}
-        first = [b for b in sources if rank[b] == max(rank.values())]
+        highest = max(rank.values())
+        first = [b for b in sources if rank[b] == highest]
         if len(first) == 1:
             return first[0]
         texts, prints = self._structure.texts, self._structure.fingerprints
@@ -98,12 +100,13 @@ class _Clusters:
     def _is_in(self, vertex: int, unit: int) -> bool:
         return vertex >= self._flow.first and self._unit[vertex - self._flow.first] == unit
 
-    def _feeds_only(self, vertex: int, unit: int) -> bool:
-        """Whether `unit` alone uses the unit that `vertex` is in."""
-        flow, source = self._flow, self._unit[vertex - self._flow.first]
-        return not flow.leaves_graph[vertex] and all(
-            self._is_in(v, unit) or self._is_in(v, source) for v in flow.after[vertex]
-        )
+    def _sole(self, vertex: int) -> int:
+        """The only other unit that uses a vertex, -1 if there is none or if there are several."""
+        flow = self._flow
+        users = {self._unit[u - flow.first] for u in flow.after[vertex]}
+        if vertex >= flow.first:
+            users.discard(self._unit[vertex - flow.first])
+        return users.pop() if len(users) == 1 and not flow.leaves_graph[vertex] else -1
 
     def _users(self, cluster: int) -> tuple[set[int], bool]:
         """The other clusters (GRAPH for a graph output) that use a cluster's results, and whether one is float."""

@@ -41,8 +41,9 @@ def load(
         BadModel: the file is missing, damaged or invalid, or its opset cannot be raised.
         BadOption: `fix_inputs` names no input, or a value does not fit.
     """
+    proto = read(path)
     try:
-        return _ready(_parse(path), path.absolute().parent, fix_inputs, min_opset)
+        return _ready(proto, path.absolute().parent, fix_inputs, min_opset)
     except BadModel as error:
         raise BadModel(f"{path}: {error}") from error
     except UnicodeDecodeError as error:
@@ -129,19 +130,23 @@ def infer(proto: ModelProto, large: Mapping[str, Constant]) -> ModelProto:
     return _without_inputs(inferred, large)
 
 
-def _parse(path: Path) -> ModelProto:
-    """The file as it is, external data left alone."""
+def read(path: Path) -> ModelProto:
+    """The file as it is, external data left alone.
+
+    Raises:
+        BadModel: it is missing, or no ONNX file.
+    """
     proto = ModelProto()
     try:
         if path.stat().st_size >= 2**31:
-            raise BadModel("not an ONNX file: those have less than 2 GB (with weights as external data)")
+            raise BadModel(f"{path}: not an ONNX file: those have less than 2 GB (with weights as external data)")
         proto.ParseFromString(path.read_bytes())
     except OSError as error:
-        raise BadModel(f"cannot read the model: {error.strerror or error}") from error
+        raise BadModel(f"{path}: cannot read the model: {error.strerror or error}") from error
     except DecodeError as error:
-        raise BadModel("not an ONNX file, or damaged") from error
+        raise BadModel(f"{path}: not an ONNX file, or damaged") from error
     if not proto.HasField("graph"):
-        raise BadModel("not an ONNX file, or cut short: it holds no graph")
+        raise BadModel(f"{path}: not an ONNX file, or cut short: it holds no graph")
     return proto
 
 
@@ -166,14 +171,21 @@ def _without_inputs(proto: ModelProto, large: Mapping[str, Constant]) -> ModelPr
     return proto
 
 
-def name_nodes(graph: onnx.GraphProto) -> None:
-    """Name the unnamed nodes after operator and position, and number the second and further users of a name."""
+def node_names(graph: onnx.GraphProto) -> list[str]:
+    """The names that `load` gives to the nodes of a file, in its order: unnamed ones are named after operator and
+    position, and the second and further users of a name are numbered."""
     names = Names(node.name for node in graph.node)
-    seen: set[str] = set()
+    found: dict[str, None] = {}
     for i, node in enumerate(graph.node):
-        if not node.name or node.name in seen:
-            node.name = names.fresh(node.name or f"{node.op_type}_{i}")
-        seen.add(node.name)
+        is_free = node.name and node.name not in found
+        found[node.name if is_free else names.fresh(node.name or f"{node.op_type}_{i}")] = None
+    return list(found)
+
+
+def name_nodes(graph: onnx.GraphProto) -> None:
+    """Give the nodes the names of `node_names`."""
+    for node, name in zip(graph.node, node_names(graph), strict=True):
+        node.name = name
 
 
 def _sort(graph: onnx.GraphProto) -> None:

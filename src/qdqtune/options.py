@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +22,21 @@ Command = Callable[..., Any]
 
 
 THREAD_ENGINES = frozenset({"onnxruntime", "openvino"})
+MOST_THREADS = max(16, os.cpu_count() or 1)
+"""More than the machine has slow it down without end: idle ones wait busily."""
+
+LONGEST_SECONDS = 366 * 24 * 3600
+
+
+class Number(click.FloatRange):
+    """A float in a range, and neither nan nor infinite: comparisons with those let everything pass."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See click."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is no finite number", param, ctx)
+        return number
 
 
 def engine_options(command: Command) -> Command:
@@ -35,7 +52,7 @@ def engine_options(command: Command) -> Command:
     every = [
         click.option("--engine", default="onnxruntime", show_default=True, metavar="NAME",
                      help=f"Engine to build and time on: {engines}."),
-        click.option("--threads", type=click.IntRange(1), default=1, show_default=True,
+        click.option("--threads", type=click.IntRange(1, MOST_THREADS), default=1, show_default=True,
                      help="CPU threads of onnxruntime and openvino. One gives the most stable timing."),
         click.option("--provider", help="onnxruntime: execution provider (default: CPUExecutionProvider)."),
         click.option("--target", help="tensorrt-rtx: GPU to build for, such as sm89; needs none here."),
@@ -86,7 +103,7 @@ def range_options(command: Command) -> Command:
         click.option("--calibration-method", type=click.Choice(get_args(Method)), default="minmax",
                      show_default=True, help="How ranges are found: all values; without outliers; with the least "
                      "loss of information; with the least squared error."),
-        click.option("--percentile", type=click.FloatRange(50, 100, min_open=True), default=99.99, show_default=True,
+        click.option("--percentile", type=Number(50, 100, min_open=True), default=99.99, show_default=True,
                      help="Share of the values, in %, that method percentile keeps."),
     ]  # fmt: skip
     return _with(options, command)
@@ -95,14 +112,14 @@ def range_options(command: Command) -> Command:
 def limit_options(command: Command) -> Command:
     """What a result must hold besides being fast."""
     options = [
-        click.option("--min-sqnr", type=float, metavar="DB",
+        click.option("--min-sqnr", type=Number(), metavar="DB",
                      help="Take only what keeps the signal this far above the error at the outputs, in dB; 20 is an "
                           "error of a tenth, 30 of a thirtieth. Exit code 4 if nothing faster does."),
         click.option("--evaluate", metavar="MODULE:CALLABLE",
                      help="Your metric, higher is better: callable(predict) -> number, where predict takes {input: "
                           "array} and returns {output: array}. Also path/to/file.py:callable. Reported before and "
                           "after."),
-        click.option("--max-drop", type=click.FloatRange(min=0), metavar="X",
+        click.option("--max-drop", type=Number(min=0), metavar="X",
                      help="Take only what keeps the metric of --evaluate within X of the float model's."),
     ]  # fmt: skip
     return _with(options, command)
@@ -121,7 +138,10 @@ def seconds(_: click.Context, __: click.Parameter, value: str | None) -> float |
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|h|)", value.strip())
     if match is None or float(match[1]) <= 0:
         raise click.BadParameter(f"{value!r} is no duration: give 90s, 10m or 1.5h")
-    return float(match[1]) * {"s": 1, "": 1, "m": 60, "h": 3600}[match[2]]
+    duration = float(match[1]) * {"s": 1, "": 1, "m": 60, "h": 3600}[match[2]]
+    if duration > LONGEST_SECONDS:
+        raise click.BadParameter(f"{value!r} is longer than a year")
+    return duration
 
 
 def shapes(_: click.Context, __: click.Parameter, values: Sequence[str]) -> dict[str, tuple[int, ...]]:

@@ -12,7 +12,7 @@ business of the child's own pattern. Only points that resolve to an edge exist.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -26,16 +26,33 @@ Edges = Mapping[Point, frozenset[Edge]]
 
 @dataclass(frozen=True)
 class Pattern:
-    """Regions of one structure, in graph order. `points` are all insertion points that a scheme can choose from."""
+    """Regions of one structure, in graph order. What they have in common is read off the first one's listing."""
 
     signature: str
-    kind: RegionKind = field(compare=False)
     instances: tuple[Region, ...] = field(compare=False, repr=False)
-    points: tuple[Point, ...] = field(compare=False)
-    ops: tuple[str, ...] = field(compare=False)
-    """The operators in canonical order."""
-    edges: Mapping[Region, Edges] = field(compare=False, repr=False)
-    """The edges of each point in each instance."""
+    model: Model = field(compare=False, repr=False)
+    listings: Mapping[Region, Listing] = field(compare=False, repr=False)
+    """Of all instances."""
+
+    @property
+    def kind(self) -> RegionKind:
+        """Leaves and composites have no patterns in common."""
+        return self.instances[0].kind
+
+    @cached_property
+    def ops(self) -> tuple[str, ...]:
+        """The operators in canonical order."""
+        return tuple(self.model.nodes[n].op for n in self.listings[self.instances[0]].nodes)
+
+    @cached_property
+    def points(self) -> tuple[Point, ...]:
+        """All insertion points that a scheme can choose from, in canonical order."""
+        return _points(self.instances[0], self.listings[self.instances[0]])
+
+    @cached_property
+    def edges(self) -> Mapping[Region, Edges]:
+        """The edges of each point in each instance."""
+        return _InstanceEdges(self.model, self.points, self.listings)
 
     @cached_property
     def digest(self) -> str:
@@ -50,15 +67,12 @@ class Pattern:
 
 def group(model: Model, regions: Regions) -> tuple[Pattern, ...]:
     """The patterns of all leaves and composites that have insertion points, in graph order of their first instances."""
-    found: dict[str, dict[Region, Edges]] = {}
-    ops: dict[str, tuple[str, ...]] = {}
+    alike: dict[str, dict[Region, Listing]] = {}
     for region in regions.walk():
         listing = regions.listings[region]
-        if edges := dict(_points(model, listing, region)):
-            signature = _signature(listing, region)
-            found.setdefault(signature, {})[region] = edges
-            ops.setdefault(signature, tuple(model.nodes[n].op for n in listing.nodes))
-    return tuple(_pattern(signature, ops[signature], edges) for signature, edges in found.items())
+        alike.setdefault(_signature(listing, region), {})[region] = listing
+    found = (Pattern(signature, tuple(listings), model, listings) for signature, listings in alike.items())
+    return tuple(p for p in found if _has_points(p))
 
 
 def resolve(model: Model, pattern: Pattern, region: Region, scheme: Scheme) -> frozenset[Edge]:
@@ -89,9 +103,26 @@ def place(model: Model, patterns: Iterable[Pattern], choice: Mapping[str, Scheme
     return Placement.of(e for p, scheme in chosen for r in p.instances for e in resolve(model, p, r, scheme))
 
 
-def _pattern(signature: str, ops: tuple[str, ...], edges: Mapping[Region, Edges]) -> Pattern:
-    first = next(iter(edges))
-    return Pattern(signature, first.kind, tuple(edges), tuple(edges[first]), ops, edges)
+class _InstanceEdges(Mapping[Region, Edges]):
+    """The edges of each instance, found when they are asked for: many commands never do."""
+
+    def __init__(self, model: Model, points: Sequence[Point], listings: Mapping[Region, Listing]) -> None:
+        self._model, self._points, self._listings = model, points, listings
+        self._found: dict[Region, Edges] = {}
+
+    def __getitem__(self, region: Region) -> Edges:
+        if region not in self._found:
+            self._found[region] = _edges(self._model, self._points, region, self._listings[region])
+        return self._found[region]
+
+    def __contains__(self, region: object) -> bool:
+        return region in self._listings
+
+    def __iter__(self) -> Iterator[Region]:
+        return iter(self._listings)
+
+    def __len__(self) -> int:
+        return len(self._listings)
 
 
 def _edges_of(model: Model, pattern: Pattern, region: Region) -> Edges:
@@ -100,7 +131,7 @@ def _edges_of(model: Model, pattern: Pattern, region: Region) -> Edges:
     listing = Structure(model).listing([c.all_nodes() for c in region.children] or [region.nodes])
     if _signature(listing, region) != pattern.signature:
         raise ValueError(f"region {region.id} is no instance of pattern {pattern.digest}")
-    return dict(_points(model, listing, region))
+    return _edges(model, pattern.points, region, listing)
 
 
 def _children(region: Region, listing: Listing) -> dict[int, int]:
@@ -120,48 +151,87 @@ def _signature(listing: Listing, region: Region) -> str:
     return f"COMPOSITE({' | '.join('; '.join(part) for part in parts.values())})"
 
 
-def _points(model: Model, listing: Listing, region: Region) -> Iterator[tuple[Point, frozenset[Edge]]]:
-    """Every point that resolves to an edge, with its edges, in canonical order."""
+def _has_points(pattern: Pattern) -> bool:
+    region = pattern.instances[0]
+    listing = pattern.listings[region]
     child = _children(region, listing)
-    for number, node in enumerate(listing.nodes):
-        for k, operand in enumerate(listing.operands[number]):
-            in_sight = operand.source == "constant" or (operand.source == "activation" and not child)
-            if in_sight and operand.carries:
-                yield NodeInput(number, k), frozenset({Edge(operand.tensor, model.nodes[node].name, operand.slot)})
-    if child:
-        yield from _child_inputs(model, listing, child)
-    yield from _outputs(model, listing, child)
+    return (
+        any(True for _ in _node_inputs(listing, child))
+        or any(carries for *_, carries in _entering(listing, child))
+        or any(listing.exits.values())
+    )
 
 
-def _child_inputs(
-    model: Model, listing: Listing, child: Mapping[int, int]
-) -> Iterator[tuple[ChildInput, frozenset[Edge]]]:
-    entries: dict[int, dict[str, set[Edge]]] = {}
-    for node, operands in zip(listing.nodes, listing.operands, strict=True):
-        for o in operands:
-            if o.source == "activation" and child.get(o.producer) != child[node]:
-                edges = entries.setdefault(child[node], {}).setdefault(o.tensor, set())
-                if o.carries:
-                    edges.add(Edge(o.tensor, model.nodes[node].name, o.slot))
-    for region in sorted(entries):
-        for k, edges in enumerate(entries[region].values()):
-            if edges:
-                yield ChildInput(region, k), frozenset(edges)
+def _points(region: Region, listing: Listing) -> tuple[Point, ...]:
+    """Every point that resolves to an edge, in canonical order."""
+    child = _children(region, listing)
+    entries = _entries(listing, child)
+    return (
+        *(NodeInput(number, k) for number, k, _ in _node_inputs(listing, child)),
+        *(ChildInput(c, k) for c in sorted(entries) for k, carries in enumerate(entries[c].values()) if carries),
+        *(point for point, *_ in _outputs(listing, child)),
+    )
 
 
-def _outputs(
-    model: Model, listing: Listing, child: Mapping[int, int]
-) -> Iterator[tuple[RegionOutput, frozenset[Edge]]]:
-    inside = frozenset(listing.nodes)
+def _edges(model: Model, points: Iterable[Point], region: Region, listing: Listing) -> Edges:
+    """The edges of each point of a region."""
+    found: dict[Point, set[Edge]] = {p: set() for p in points}
+
+    def add(point: Point, node: int, slot: int) -> None:
+        user = model.nodes[node]
+        found[point].add(Edge(user.inputs[slot], user.name, slot))
+
+    child, inside = _children(region, listing), frozenset(listing.nodes)
+    for number, k, slot in _node_inputs(listing, child):
+        add(NodeInput(number, k), listing.nodes[number], slot)
+    numbers = {c: {tensor: k for k, tensor in enumerate(entered)} for c, entered in _entries(listing, child).items()}
+    for node, slot, tensor, carries in _entering(listing, child):
+        if carries:
+            add(ChildInput(child[node], numbers[child[node]][tensor]), node, slot)
+    for output, node, k in _outputs(listing, child):
+        found[output].update(_uses_outside(model, model.nodes[node].outputs[k], inside))
+    return {point: frozenset(edges) for point, edges in found.items()}
+
+
+def _node_inputs(listing: Listing, child: Mapping[int, int]) -> Iterator[tuple[int, int, int]]:
+    """The inputs that can carry a pair, of a composite the constants only: node and input by their canonical numbers,
+    and the slot."""
+    for number, inputs in enumerate(listing.inputs):
+        for k, slot in enumerate(listing.orders[number]):
+            if inputs.carries[slot] and not (child and inputs.tensors[slot].source == "activation"):
+                yield number, k, slot
+
+
+def _entering(listing: Listing, child: Mapping[int, int]) -> Iterator[tuple[int, int, str, bool]]:
+    """The inputs through which activations enter a child: node, slot, tensor, and whether a pair can stand there."""
+    for number, node in enumerate(listing.nodes if child else ()):
+        tensors, _, carries, _ = listing.inputs[number]
+        for slot in listing.orders[number]:
+            tensor = tensors[slot]
+            if tensor.source == "activation" and child.get(tensor.producer) != child[node]:
+                yield node, slot, tensor.name, carries[slot]
+
+
+def _entries(listing: Listing, child: Mapping[int, int]) -> Mapping[int, Mapping[str, bool]]:
+    """The activations that enter each child, in canonical order, and whether a pair can stand where one does."""
+    entries: dict[int, dict[str, bool]] = {}
+    for node, _, tensor, carries in _entering(listing, child):
+        entered = entries.setdefault(child[node], {})
+        entered[tensor] = carries or entered.get(tensor, False)
+    return entries
+
+
+def _outputs(listing: Listing, child: Mapping[int, int]) -> Iterator[tuple[RegionOutput, int, int]]:
+    """Every output (node, number) with a use outside that can carry a pair, with its point."""
     counts: dict[int, int] = {}
     for (number, output), carries in listing.exits.items():
         node = listing.nodes[number]
-        point = RegionOutput(output, node=number)
+        point = RegionOutput(output, node_index=number)
         if child:
             k = counts[child[node]] = counts.get(child[node], -1) + 1
-            point = RegionOutput(k, region=child[node])
+            point = RegionOutput(k, region_index=child[node])
         if carries:
-            yield point, frozenset(_uses_outside(model, model.nodes[node].outputs[output], inside))
+            yield point, node, output
 
 
 def _uses_outside(model: Model, tensor: str, inside: frozenset[int]) -> Iterator[Edge]:

@@ -154,9 +154,9 @@ def _parsed(values: Sequence[Any]) -> Point:
         case "child_input":
             return ChildInput(owner, number)
         case "child_output":
-            return RegionOutput(number, region=owner)
+            return RegionOutput(number, region_index=owner)
         case "node_output":
-            return RegionOutput(number, node=owner)
+            return RegionOutput(number, node_index=owner)
     raise ValueError(f"{kind} is not a kind of insertion point")
 
 
@@ -182,8 +182,10 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def _read(path: Path, what: str) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise BadOption(f"cannot read {what} {path}: {str(error).splitlines()[0]}") from error
+    except OSError as error:
+        raise BadOption(f"cannot read {what} {path}: {error.strerror or error}") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise BadOption(f"{path} is no {what} file, or damaged: it is no YAML") from error
     if not isinstance(content, dict) or content.get("version") != VERSION:
-        raise BadOption(f"{path} is no {what} file of this version")
+        raise BadOption(f"{path} is no {what} file of this version: give one that `qdqtune tune` has written")
     return content

@@ -8,7 +8,6 @@ import onnx
 
 from qdqtune.graph import Model
 from qdqtune.loading import load_proto
-from qdqtune.reading import read_placement, strip_pairs
 
 
 class QuantizedTensors(set[str]):
@@ -20,10 +19,12 @@ class QuantizedTensors(set[str]):
 
 
 def get_quantized_tensors(onnx_model: onnx.ModelProto) -> QuantizedTensors:
-    """The tensors of a Q/DQ model that carry a pair, by their names in the float model as far as that has them.
+    """The tensors of a Q/DQ model that carry a pair: what QuantizeLinear reads, and constants that are integers there.
 
     Raises:
         BadModel: the model is invalid.
     """
     model = load_proto(onnx_model)
-    return QuantizedTensors((e.tensor for e in read_placement(strip_pairs(model), model).placement), model)
+    source = {node.outputs[0]: node.inputs[0] for node in model.nodes if node.op == "QuantizeLinear"}
+    pairs = (node.inputs[0] for node in model.nodes if node.op == "DequantizeLinear")
+    return QuantizedTensors((source.get(tensor, tensor) for tensor in pairs), model)

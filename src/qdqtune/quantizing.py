@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from qdqtune import placement_rules, rules
-from qdqtune.accuracy import cosine, sqnr_db
+from qdqtune.accuracy import cosine, is_finite, sqnr_db
 from qdqtune.calibration import Calibration, calibrate, cores
 from qdqtune.damage import Damage, damages
 from qdqtune.data import Sample, Samples, open_samples
@@ -29,7 +29,7 @@ from qdqtune.placement_rules import Placed
 from qdqtune.precision import Precision, load_as
 from qdqtune.qdq import insert
 from qdqtune.reading import is_quantized
-from qdqtune.runner import Runner
+from qdqtune.runner import Handle, Runner
 from qdqtune.scales import Range, Ranges
 from qdqtune.types import Edge, Failure, NumericFormat
 
@@ -41,8 +41,9 @@ HELD_OUT = 5
 JUDGED = 32
 """Most samples that the result is judged by."""
 
-REPORTED = 4
-"""Most samples that the report of single tensors runs."""
+INTEGER = frozenset({"ConvInteger", "DynamicQuantizeLinear", "DynamicQuantizeMatMul", "MatMulInteger",
+                     "MatMulIntegerToFloat", "QAttention", "QGemm"})  # fmt: skip
+"""Operators that dynamic and operator-wise quantization leave, besides those called QLinear..."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,8 @@ class Quantized:
     """What was written, and what it cost.
 
     SQNR in dB and cosine are of the worst output against the float model on `judged` samples; None where nothing is
-    lost. `metric` is that of `--evaluate`, before and after. `damages` is the report, the worst pair first.
+    lost, or where outputs are not finite. `metric` is that of `--evaluate`, before and after. `damages` is the report,
+    the worst tensor first.
     """
 
     output: Path
@@ -121,6 +123,8 @@ class Quantized:
     metric: tuple[float, float] | None = None
     damages: tuple[Damage, ...] = ()
     notes: tuple[str, ...] = ()
+    is_finite: bool = True
+    """Whether the outputs of both models are."""
 
 
 def quantize(request: Request, observer: Observer | None = None) -> Quantized:
@@ -131,13 +135,14 @@ def quantize(request: Request, observer: Observer | None = None) -> Quantized:
         OutputError: the output cannot be written.
     """
     observer = observer or Silent()
-    _check_output(request)
+    if request.model.is_file():  # if it is not, reading it says so
+        _check_output(request)
     numbers = _numbers(request)
     metric = None if request.evaluate is None else load_evaluation(request.evaluate)
     observer.stage(f"reading {request.model.name}")
     graph = load_as(request.model, request.precision, request.fix_inputs, numbers.opset)
-    if is_quantized(graph):
-        raise BadModel(f"{request.model} already has Q/DQ pairs: give the float model")
+    if present := _quantized_parts(graph):
+        raise BadModel(f"{request.model} already has {present}: give the float model")
     shaped = with_input_shapes(graph, request.input_shapes) if request.input_shapes else graph
     request.selection.allowed(shaped, frozenset())  # refuses names that fit nothing, before the work begins
     samples = open_samples(request.calibration_data, shaped, seed=request.seed, limit=request.calibration_samples,
@@ -150,16 +155,22 @@ def quantize(request: Request, observer: Observer | None = None) -> Quantized:
     possible = request.selection.allowed(shaped, rules.possible_edges(shaped, ranges))
     placed = placement_rules.place(shaped, possible, request.engine, request.quant_type)
     if not placed.placement.edges:
-        raise BadModel(f"the rules of {request.engine} find nothing to quantize in {request.model}{_keepers(placed)}")
+        chosen = " among the nodes that you chose" if request.selection != Selection() else ""
+        what = f"the rules of {request.engine} find nothing to quantize in {request.model}{chosen}"
+        raise BadModel(what + _keepers(placed))
     quantized = insert(graph, placed.placement, ranges, numbers)
     save(quantized, request.output)
     observer.stage("comparing with the float model")
     with tempfile.TemporaryDirectory(prefix="qdqtune-") as folder:
         done = _judged(request, placed, unseen, metric, Path(folder))
+    notes = [*done.notes]
     if request.report:
-        observer.stage("looking at every pair")
-        done = replace(done, damages=tuple(damages(graph, quantized, unseen.first(REPORTED))))
-    notes = []
+        observer.stage("measuring what rounding each tensor does to the outputs")
+        found = damages(graph, quantized, placed.placement, unseen.first(JUDGED))
+        if isinstance(found, Failure):
+            notes.append(f"no report of single tensors, as the model with switches fails: {found.reason}")
+        else:
+            done = replace(done, damages=tuple(found))
     if samples.is_random:
         notes.append("no --calibration-data: scales and SQNR come from random inputs")
     elif not is_held_out:
@@ -180,19 +191,39 @@ def with_known_ranges(model: Model, ranges: Ranges, numbers: NumericFormat) -> R
     return replace(ranges, activations={**ranges.activations, **known})
 
 
+def _quantized_parts(model: Model) -> str:
+    """What shows that a model is quantized already, for people; empty if nothing does."""
+    if is_quantized(model):
+        return "Q/DQ pairs"
+    found = sorted({n.op for n in model.nodes if n.op in INTEGER or n.op.startswith("QLinear")})
+    return f"8-bit operators ({', '.join(found)})" if found else ""
+
+
 def _keepers(placed: Placed) -> str:
     """The rules that kept edges in float, for people."""
     counts = dict(placed.counts)
     kept = [f"{r.name} ({counts[r.name]} edges)" for r in placement_rules.RULES
             if isinstance(r, placement_rules.KeepFloat) and counts.get(r.name)]  # fmt: skip
-    return f": kept in float by {', '.join(kept)}" if kept else ""
+    return f": kept in float by {', '.join(kept)}; qdqtune rules has the reasons" if kept else ""
 
 
 def _check_output(request: Request) -> None:
-    if request.output.resolve() == request.model.resolve():
-        raise BadOption(f"{request.output} would overwrite the model: choose another --output")
-    if not request.output.parent.is_dir():
-        raise OutputError(f"cannot write {request.output}: there is no folder {request.output.parent}")
+    """Refuse an output that cannot be written, or that would overwrite what is read, before any work."""
+    output, data = request.output, request.calibration_data
+    for given, what in ((request.model, "model"), (None if data is None else Path(data), "calibration data")):
+        if given is not None and output.resolve() == given.resolve():
+            raise BadOption(f"{output} would overwrite the {what}: choose another --output")
+    if not output.parent.is_dir():
+        raise OutputError(f"cannot write {output}: there is no folder {output.parent}")
+    exists = output.exists()
+    if exists and not output.is_file():
+        raise OutputError(f"cannot write {output}: it is no file; name one with --output")
+    try:
+        output.open("ab").close()
+        if not exists:
+            output.unlink()
+    except OSError as error:
+        raise OutputError(f"cannot write {output}: {error.strerror or error}; choose another --output") from error
 
 
 def _numbers(request: Request) -> NumericFormat:
@@ -224,10 +255,26 @@ def _judged(request: Request, placed: Placed, samples: Samples, metric: Evaluati
         expected, found = (_checked(runner.outputs(handle, given)) for handle in (before, after))
         measured = None
         if metric is not None:
-            measured = _checked(evaluate(metric, runner, before)), _checked(evaluate(metric, runner, after))
-    return Quantized(
-        request.output, placed, sqnr_db(expected, found), cosine(expected, found), len(given), True, measured
-    )
+            measured = _measured(metric, runner, before), _measured(metric, runner, after)
+    done = Quantized(request.output, placed, None, None, len(given), True, measured)
+    for outputs, whose in ((expected, "float"), (found, "quantized")):
+        if not is_finite(outputs):
+            note = f"outputs of the {whose} model are NaN or infinite: the two cannot be compared"
+            return replace(done, is_finite=False, notes=(note,))
+    return replace(done, sqnr_db=sqnr_db(expected, found), cosine=cosine(expected, found))
+
+
+def _measured(metric: Evaluation, runner: Runner, handle: Handle) -> float:
+    """The user's metric of one model.
+
+    Raises:
+        BadOption: it is not finite, or asks for what the model cannot do.
+        EngineFailure: the engine crashed or hung.
+    """
+    value = evaluate(metric, runner, handle)
+    if isinstance(value, Failure) and value.stage in ("output", "run"):
+        raise BadOption(f"--evaluate {metric.source} cannot be used: {value.reason}")
+    return _checked(value)
 
 
 def _checked(result: T | Failure) -> T:

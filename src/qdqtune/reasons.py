@@ -363,7 +363,9 @@ class Reasons:
         return None if index is None else self._model.nodes[index]
 
     def _readers(self, tensor: str) -> list[Node]:
-        return [self._model.nodes[i] for i in dict.fromkeys(u.node for u in self._model.uses(tensor)) if i != GRAPH]
+        """The nodes that read a tensor's values; its shape, engines know or take from either form."""
+        users = dict.fromkeys(use.node for use in self._model.uses(tensor) if use.node != GRAPH)
+        return [node for i in users if (node := self._model.nodes[i]).op not in ("Shape", "Size")]
 
     def _is_output(self, tensor: str) -> bool:
         return tensor in self._model.outputs

@@ -102,7 +102,7 @@ class _Draft:
     """A region in the making. `nodes` has those of its children, too."""
 
     nodes: list[int]
-    children: list[_Draft] = field(default_factory=list)
+    children: Sequence[_Draft] = ()
 
 
 def _tree(groups: Outline, parts: Sequence[list[int]]) -> _Draft:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +33,9 @@ BAR = 24
 
 LARGEST_UNITS = 12
 LARGEST_GROUPS = 20
+
+CANDIDATE = re.compile(r"\b[0-9a-f]{16}\.onnx\b")
+"""Names of candidate files: two candidates that fail in the same way have the same reason but for these."""
 
 
 def progress(console: Console, *, verbose: bool = False) -> Live | Plain:
@@ -127,10 +132,14 @@ def _name(trial: Trial) -> str:
     return trial.proposal.origin + where
 
 
+def _failure(trial: Trial) -> Failure | None:
+    """Why a candidate was not measured to the end."""
+    return next((result for result in (trial.result, trial.check) if isinstance(result, Failure)), None)
+
+
 def _outcome(trial: Trial, verdict: str) -> str:
-    for result in (trial.result, trial.check):
-        if isinstance(result, Failure):
-            return f"failed: {result.reason}"
+    if failure := _failure(trial):
+        return f"failed: {failure.reason}"
     assert not isinstance(trial.result, Failure)
     share = float(np.median(np.asarray(trial.result.b) / np.asarray(trial.result.a)))
     found = [f"{share:.3f} of the best's time"]
@@ -163,9 +172,25 @@ def result_table(result: Result) -> Table:
         after = summary["metric_after"]
         rows.append(("your metric", f"{summary['metric_before']:g}", "failed" if after is None else f"{after:g}"))
     table = _table(("", "baseline", "final"), rows)
-    spent = f"candidates: {summary['trials']}, builds: {summary['builds']}"
+    failed = sum(_failure(trial) is not None for trial in result.history)
+    candidates = f"candidates: {summary['trials']}" + (f" ({failed} failed)" if failed else "")
+    spent = f"{candidates}, builds: {summary['builds']}"
     table.caption = f"{spent}, time: {_duration(summary['seconds'])}"
     return table
+
+
+def failure_note(result: Result, logs: Path) -> str | None:
+    """Where every candidate failed: the commonest reason, how many it struck, and the log of the first of these."""
+    failures = [(trial.number, failure) for trial in result.history if (failure := _failure(trial))]
+    if not failures or len(failures) < len(result.history):
+        return None
+    reasons = [(number, CANDIDATE.sub("a candidate", failure.reason)) for number, failure in failures]
+    counts = Counter(reason for _, reason in reasons)
+    commonest, count = counts.most_common(1)[0]
+    first = next(number for number, reason in reasons if reason == commonest)
+    which = f"all {len(failures)} candidates" if len(failures) > 1 else "the only candidate"
+    share = f", {count} of them" if count < len(failures) else ""
+    return f"{which} failed{share}: {commonest.rstrip('.')} (see {logs / f'trial_{first:03}.log'})"
 
 
 def units_table(result: Result) -> Table:

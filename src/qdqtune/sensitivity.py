@@ -2,14 +2,14 @@
 
 A switch is an If that hands a value on as it is, or through a Q/DQ pair. Blocks of neighbouring values are
 switched on together, and the loudest block is halved until a number of inferences is spent. The values of a block that
-was not halved share its noise.
+was not halved share its noise. Who asks for the loudest values only has each measured alone, if they are not too many.
 """
 
 from __future__ import annotations
 
 import heapq
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from qdqtune import scales
-from qdqtune.accuracy import sqnr_db
+from qdqtune.accuracy import is_finite, sqnr_db
 from qdqtune.calibration import cores
 from qdqtune.data import Array, Sample
 from qdqtune.engines import EngineSpec
@@ -59,21 +59,24 @@ class _Switched:
 
 def sensitivities(
     model: Model,
-    ranges: Ranges,
-    numbers: NumericFormat,
-    possible: frozenset[Edge],
+    pairs: Mapping[Edge, Quantization],
     samples: Sequence[Sample],
+    *,
     floor: float = 0.0,
+    loudest: int | None = None,
 ) -> dict[str, float] | Failure:
-    """Relative noise power that each value brings to the worst output (see `strategies.noise`).
+    """Relative noise power that rounding each tensor of `pairs` brings to the worst output (see `strategies.noise`).
 
-    Runs on ONNX Runtime, on at most `SAMPLES` samples. Blocks whose noise is below `floor` are not divided further.
-    A failure if ONNX Runtime does not run the model with switches.
+    Runs on ONNX Runtime, on at most `SAMPLES` samples. Blocks whose noise is below `floor` are not divided further. If
+    only the `loudest` so many count, up to `INFERENCES` tensors are measured one by one, on as many samples as that
+    leaves; among more, the blocks are halved until so many stand alone. A failure if ONNX Runtime does not run the
+    model with switches, or the float model's outputs are not finite.
     """
-    switched = _switched(model, ranges, numbers, possible)
+    switched = _switched(model, pairs)
     count = len(switched.values)
-    blocks = min(2 * count, MEASUREMENTS)
-    used = list(samples[: max(1, min(SAMPLES, INFERENCES // blocks))])
+    measurements = min(2 * count, MEASUREMENTS) if loudest is None else min(count, INFERENCES)
+    most = len(samples) if loudest is not None else SAMPLES
+    used = list(samples[: max(1, min(most, INFERENCES // measurements))])
     with tempfile.TemporaryDirectory(prefix="qdqtune-") as folder:
         path = Path(folder) / "switched.onnx"
         with ConstantFile(Path(folder) / "constants.bin") as constants:
@@ -91,14 +94,20 @@ def sensitivities(
             reference = outputs(0, 0)
             if isinstance(reference, Failure):
                 return reference
+            if not is_finite(reference):
+                return Failure("output", "outputs of the float model are NaN or infinite")
 
             def noise(start: int, stop: int) -> float:
                 found = outputs(start, stop)
-                ratio = None if isinstance(found, Failure) else sqnr_db(reference, found)
-                broken = isinstance(found, Failure) or (ratio is not None and not np.isfinite(ratio))
-                return DEAFENING if broken else 0.0 if ratio is None else min(10 ** (-ratio / 10), DEAFENING)
+                if isinstance(found, Failure) or not is_finite(found):
+                    return DEAFENING
+                ratio = sqnr_db(reference, found)
+                return 0.0 if ratio is None else min(10 ** (-ratio / 10), DEAFENING)
 
-            shares = _shares(count, noise, blocks, floor)
+            if loudest is not None and count <= measurements:
+                shares = [noise(i, i + 1) for i in range(count)]
+            else:
+                shares = _shares(count, noise, measurements, floor, loudest)
     return dict(zip(switched.values, shares, strict=True))
 
 
@@ -113,20 +122,23 @@ def foresee(subject: Subject, limits: Limits, store: Store, observer: Observer) 
     if record is None:
         observer.stage("measuring what rounding each tensor does to the outputs")
         found = sensitivities(
-            subject.shaped, subject.ranges, subject.numbers, subject.possible, subject.accuracy, floor
-        )
+            subject.shaped, each_value(subject.shaped, subject.ranges, subject.numbers, subject.possible),
+            subject.accuracy, floor=floor,
+        )  # fmt: skip
         if isinstance(found, Failure):
             found = dict.fromkeys(sorted({e.tensor for e in subject.possible}), 1.0)
         record = store.put(key, {"alone": found})
     return Noise(subject.shaped, record["alone"], limits.max_noise)
 
 
-def _shares(count: int, noise: Callable[[int, int], float], measurements: int, floor: float) -> list[float]:
-    """The noise of each of `count` values, by halving the loudest block."""
+def _shares(
+    count: int, noise: Callable[[int, int], float], measurements: int, floor: float = 0.0, loudest: int | None = None
+) -> list[float]:
+    """The noise of each of `count` values, by halving the loudest block, until `loudest` values stand alone."""
     blocks = [(-noise(0, count), 0, count)]
-    final = []
+    final: list[tuple[float, int, int]] = []
     done = 1
-    while blocks and done + 2 <= measurements and -blocks[0][0] > floor:
+    while blocks and done + 2 <= measurements and -blocks[0][0] > floor and len(final) != loudest:
         loudness, start, stop = heapq.heappop(blocks)
         if stop - start == 1:
             final.append((loudness, start, stop))
@@ -141,8 +153,15 @@ def _shares(count: int, noise: Callable[[int, int], float], measurements: int, f
     return shares
 
 
-def _switched(model: Model, ranges: Ranges, numbers: NumericFormat, possible: frozenset[Edge]) -> _Switched:
+def each_value(
+    model: Model, ranges: Ranges, numbers: NumericFormat, possible: frozenset[Edge]
+) -> dict[Edge, Quantization]:
+    """A pair on each value, for `sensitivities`: that of the first tensor which holds it."""
     aliases = Noise(model, {}).aliases
+    return {e: _quantization(model, ranges, numbers, e) for e in possible if e.tensor not in aliases}
+
+
+def _switched(model: Model, pairs: Mapping[Edge, Quantization]) -> _Switched:
     proto = onnx.ModelProto()
     proto.CopyFrom(model.proto)
     del proto.graph.node[:]
@@ -150,11 +169,10 @@ def _switched(model: Model, ranges: Ranges, numbers: NumericFormat, possible: fr
 
     def behind_switch(edge: Edge) -> str:
         """The tensor that the user of an edge reads instead."""
-        if edge not in possible or edge.tensor in aliases:
+        if edge not in pairs:
             return edge.tensor
         if edge.tensor not in made:
-            how = _quantization(model, ranges, numbers, edge)
-            made[edge.tensor] = _add_switch(proto.graph, model, len(made), edge.tensor, how)
+            made[edge.tensor] = _add_switch(proto.graph, model, len(made), edge.tensor, pairs[edge])
         return made[edge.tensor]
 
     for node, original in zip(model.nodes, model.proto.graph.node, strict=True):

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption
+from qdqtune.graph import Model
 
 Span = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Smallest, usual and largest sizes of a tensor."""
@@ -36,6 +37,30 @@ def spans(spec: EngineSpec) -> dict[str, Span]:
     low, usual, high = ({name: tuple(size) for name, size in shapes.items()} for shapes in given)
     middle = {name: usual.get(name) or high.get(name) or low[name] for name in low | usual | high}
     return {name: (low.get(name, size), size, high.get(name, size)) for name, size in middle.items()}
+
+
+def check_spans(spec: EngineSpec, model: Model) -> None:
+    """Refuse shapes for what is no input of a model, and shapes that an input cannot have.
+
+    Engines pass over what does not concern them, since they also build parts of a model.
+
+    Raises:
+        BadOption: an unknown input, other sizes than the model fixes, or not min <= opt <= max.
+    """
+    for name, span in spans(spec).items():
+        if name not in model.inputs:
+            raise BadOption(f"shapes given for {name!r}: the model's inputs are {', '.join(model.inputs)}")
+        info = model.tensors.get(name)
+        if info is None or info.shape is None or (not info.is_float and len(info.shape) < 2):
+            continue  # of an input that is itself a shape TensorRT wants the values
+        told = ", ".join("x".join(map(str, sizes)) for sizes in dict.fromkeys(span))
+        if any(len(sizes) != len(info.shape) for sizes in span):
+            raise BadOption(f"input {name!r} has {len(info.shape)} dimensions, and cannot have sizes {told}")
+        for number, (known, *sizes) in enumerate(zip(info.shape, *span, strict=True)):
+            if (known or 0) > 0 and set(sizes) != {known}:  # some files write -1 for what they leave open
+                raise BadOption(f"input {name!r}: dimension {number} is {known}, and cannot have sizes {told}")
+            if sizes != sorted(sizes):
+                raise BadOption(f"input {name!r}: its smallest, usual and largest sizes must rise, not {told}")
 
 
 def with_spans(spec: EngineSpec, found: Mapping[str, Span]) -> EngineSpec:

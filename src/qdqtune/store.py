@@ -23,7 +23,8 @@ from qdqtune.scales import Range, Ranges
 from qdqtune.types import Edge, Failure, Layer, Measurement, Placement
 
 VERSION = 1
-HEAD = b'- {"key": "run", '
+RECORD = b'- {"key": "'
+HEAD = RECORD + b'run", '
 """How every state file begins."""
 
 BARE_EXPONENT = re.compile(r'"(?:[^"\\]|\\.)*"|\d+\.\d+|(\d+)e')
@@ -57,6 +58,8 @@ class Store:
         try:
             self._lock()
             if restart:
+                if not self._file.read(len(RECORD)).startswith(RECORD[: os.fstat(self._file.fileno()).st_size]):
+                    raise BadState(f"{path} is no state file: choose another --state-file, or remove it")
                 self._file.truncate(0)
             self._read(dict(fingerprint))
         except BaseException:
@@ -155,8 +158,9 @@ def _parsed(line: bytes, path: Path, number: int) -> Record:
 def _compare(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> None:
     for name in (*new, *sorted(old.keys() - new.keys())):
         if old.get(name) != new.get(name):
+            told = " ".join(dict.fromkeys(name.split()))  # the name of the engine is called "engine engine"
             raise BadState(
-                f"{path} was made with {name} {_shown(old.get(name))}, now it is {_shown(new.get(name))}: "
+                f"{path} was made with {told} {_shown(old.get(name))}, now it is {_shown(new.get(name))}: "
                 "use the same command, another --output-dir, or --restart to start over"
             )
 

@@ -8,18 +8,16 @@ surroundings in the whole model, and only then by graph order.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
-from typing import Any, Literal, NamedTuple
+from itertools import chain, groupby
+from typing import Literal, NamedTuple
 
 import onnx
-from google.protobuf.message import Message
-from onnx import numpy_helper
 
 from qdqtune.graph import GRAPH, Model, Node
+from qdqtune.operators import digest, written
 
 HEAVY = frozenset({
     "Conv", "ConvTranspose", "Gemm", "MatMul", "Einsum", "DeformConv", "LSTM", "GRU", "RNN", "Attention",
@@ -93,36 +91,55 @@ def may_be_float(model: Model, tensor: str) -> bool:
     return info is None or info.is_float
 
 
-class Operand(NamedTuple):
-    """One input of a node: missing, a constant, or an activation that a node makes (`producer`) or a caller feeds (-1).
+FREE = -2
+"""The role of every input that may change places with others."""
 
-    `slot` is the input's number in the node, -1 for a captured tensor; `position` the tensor's number among the
-    outputs of its producer or the inputs of the graph; `kind` the class of its type, for constants with their rank.
-    A `free` operand may change places with the others: in commutative operators, and among captured tensors. One that
-    `carries` can have a Q/DQ pair.
+
+class Tensor(NamedTuple):
+    """What an input reads: nothing, a constant, or an activation that a node makes (`producer`) or a caller feeds (-1).
+
+    `position` is the tensor's number among the outputs of its producer or the inputs of the graph; `kind` the class of
+    its type, for constants with their rank. Results of nodes have `users` (GRAPH is the graph) and, among them,
+    `carriers`: where a Q/DQ pair can stand.
     """
 
     source: Literal["missing", "constant", "activation"]
-    tensor: str
-    slot: int
-    free: bool
-    carries: bool
+    name: str
     kind: str
     producer: int = -1
     position: int = 0
+    users: tuple[int, ...] = ()
+    carriers: tuple[int, ...] = ()
+
+
+MISSING = Tensor("missing", "", "")
+
+
+class Inputs(NamedTuple):
+    """The inputs of one node in the order of the file, from number `captured` on the tensors that its bodies capture.
+
+    `roles` tell what each is to the node: its number, or FREE in a commutative operator and if it is captured. Free
+    inputs come last. Where one `carries`, a Q/DQ pair can stand.
+    """
+
+    tensors: tuple[Tensor, ...]
+    roles: tuple[int, ...]
+    carries: tuple[bool, ...]
+    captured: int
 
 
 @dataclass(frozen=True, eq=False)
 class Listing:
     """A part of the graph in canonical order.
 
-    `nodes` are node indices; `operands[k]` the inputs of the k-th in canonical order; `borders` the activations that
-    enter, `exits` the (canonical node number, output number) that leave, with whether a use outside can carry a pair.
-    `lines` describe all of it: equal lines mean that equal numbers correspond.
+    `nodes` are node indices; `inputs[k]` those of the k-th and `orders[k]` their canonical order; `borders` the
+    activations that enter, `exits` the (canonical node number, output number) that leave, with whether a use outside
+    can carry a pair. `lines` describe all of it: equal lines mean that equal numbers correspond.
     """
 
     nodes: tuple[int, ...]
-    operands: tuple[tuple[Operand, ...], ...]
+    inputs: tuple[Inputs, ...]
+    orders: tuple[Sequence[int], ...]
     borders: tuple[str, ...]
     exits: Mapping[tuple[int, int], bool]
     lines: tuple[str, ...]
@@ -133,29 +150,47 @@ class Structure:
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        self.texts = tuple(_operator(n, model) for n in model.nodes)
-        self._place = {t: (-1, i) for i, t in enumerate(model.inputs)}
-        self._place.update({t: (n.index, i) for n in model.nodes for i, t in enumerate(n.outputs) if t})
-        self.operands = tuple(tuple(self._operands(n)) for n in model.nodes)
-        self.carriers: dict[str, list[int]] = {t: [GRAPH] for t in model.outputs if can_carry(model, t, GRAPH, 0)}
-        for node, operands in enumerate(self.operands):
-            for o in operands:
-                if o.carries:
-                    self.carriers.setdefault(o.tensor, []).append(node)
+        self.texts = tuple([written(n, model) for n in model.nodes])
+        carries = [self._carries(n) for n in model.nodes]
+        self.tensors = self._tensors(carries)
+        """All tensors by name, and the one without."""
+        self.inputs = tuple(map(self._inputs, model.nodes, carries))
         self._hashes: dict[str, int] = {}
 
-    def _operands(self, node: Node) -> Iterator[Operand]:
-        constants, free = self.model.constants, node.op in COMMUTATIVE and not node.domain
-        for slot, tensor in (*enumerate(node.inputs), *((-1, t) for t in node.captures)):
-            any_place, carries = free or slot < 0, can_carry(self.model, tensor, node.index, slot)
-            if not tensor:
-                yield Operand("missing", tensor, slot, any_place, carries, "")
-            elif tensor in constants:
-                kind = f"{self.kind(tensor)}{len(constants[tensor].shape)}"
-                yield Operand("constant", tensor, slot, any_place, carries, kind)
-            else:
-                place = self._place.get(tensor, (-1, -1))
-                yield Operand("activation", tensor, slot, any_place, carries, self.kind(tensor), *place)
+    def _carries(self, node: Node) -> tuple[bool, ...]:
+        at_inputs = [can_carry(self.model, t, node.index, slot) for slot, t in enumerate(node.inputs)]
+        return (*at_inputs, *(False for _ in node.captures))
+
+    def _tensors(self, carries: Sequence[Sequence[bool]]) -> Mapping[str, Tensor]:
+        model = self.model
+        users: dict[str, list[int]] = {t: [] for t in model.producers}
+        carriers: dict[str, list[int]] = {t: [] for t in model.producers}
+        uses = (
+            (t, n.index, c)
+            for n in model.nodes
+            for t, c in zip((*n.inputs, *n.captures), carries[n.index], strict=True)
+        )
+        leaving = ((t, GRAPH, can_carry(model, t, GRAPH, 0)) for t in model.outputs)
+        for tensor, user, carrying in chain(uses, leaving):
+            if tensor in users:
+                users[tensor].append(user)
+                if carrying:
+                    carriers[tensor].append(user)
+        known = {t: Tensor("activation", t, self.kind(t), -1, i) for i, t in enumerate(model.inputs)}
+        for node in model.nodes:
+            for i, t in enumerate(node.outputs):
+                if t:
+                    known[t] = Tensor("activation", t, self.kind(t), node.index, i, tuple(users[t]), tuple(carriers[t]))
+        for t, constant in model.constants.items():
+            known[t] = Tensor("constant", t, f"{self.kind(t)}{len(constant.shape)}")
+        return {**known, "": MISSING}
+
+    def _inputs(self, node: Node, carries: tuple[bool, ...]) -> Inputs:
+        free = node.op in COMMUTATIVE and not node.domain
+        names, count = (*node.inputs, *node.captures), len(node.inputs)
+        tensors = [self.tensors.get(t) or Tensor("activation", t, self.kind(t), -1, -1) for t in names]
+        roles = (FREE,) * len(names) if free else (*range(count), *(FREE for _ in node.captures))
+        return Inputs(tuple(tensors), roles, carries, count)
 
     def kind(self, tensor: str) -> str:
         """The class of a tensor's type: `f` float that can be quantized, `d` double, `i`, `b`, `s`, or `?`."""
@@ -165,13 +200,13 @@ class Structure:
     def hash(self, text: str) -> int:
         """64 bits of a text, remembered."""
         if text not in self._hashes:
-            self._hashes[text] = int(_digest(text.encode()), 16)
+            self._hashes[text] = int(digest(text.encode()), 16)
         return self._hashes[text]
 
     @cached_property
     def fingerprints(self) -> Mapping[int, int]:
         """A label of each node within the whole model: tells apart nodes that look alike inside their own region."""
-        return _Labels(_Part(self, [range(len(self.model.nodes))])).nodes
+        return _Part(self, [range(len(self.model.nodes))]).labels.nodes
 
     def listing(self, parts: Sequence[Sequence[int]]) -> Listing:
         """The canonical order of the nodes of `parts`; how they are divided into parts is structure as well."""
@@ -185,80 +220,114 @@ class _Part:
         self.structure = structure
         self.part_of = {n: p for p, nodes in enumerate(parts) for n in nodes}
         self.order = sorted(self.part_of)  # graph order is topological
+        self._inside = set(self.part_of).issuperset
         self.results = {n: self._results(n) for n in self.order}
 
     def _results(self, node: int) -> str:
         """How the listing writes a node's outputs: kind, and ! (a use outside can carry a pair) or ' (none can)."""
-        model, carriers, inside = self.structure.model, self.structure.carriers, self.part_of
         texts = []
-        for tensor in model.nodes[node].outputs:
-            if any(user not in inside for user in carriers.get(tensor, ())):
-                mark = "!"
-            else:
-                mark = "'" if any(user not in inside for user, _ in model.uses(tensor)) else ""
-            texts.append(self.structure.kind(tensor) + mark if tensor else "_")
+        for name in self.structure.model.nodes[node].outputs:
+            tensor = self.structure.tensors[name]
+            mark = "" if self._inside(tensor.users) else "'" if self._inside(tensor.carriers) else "!"
+            texts.append((tensor.kind or "_") + mark)
         return ",".join(texts)
+
+    @cached_property
+    def entries(self) -> Mapping[str, Sequence[tuple[int, int]]]:
+        """The uses of each activation that enters: the nodes, and what it is to them."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for n in self.order:
+            inputs = self.structure.inputs[n]
+            for tensor, role in zip(inputs.tensors, inputs.roles, strict=True):
+                if tensor.source == "activation" and tensor.producer not in self.part_of:
+                    found.setdefault(tensor.name, []).append((n, role))
+        return found
+
+    def are_used_alike(self, tensors: Sequence[str]) -> bool:
+        """Whether activations that enter at the same node, one for each use there, have equal labels at a glance."""
+        if len(self.order) == 1:
+            return len(set(tensors)) == len(tensors)
+        return len({tuple(self.entries[t]) for t in tensors}) == 1
 
     @cached_property
     def labels(self) -> _Labels:
         """Made when they are needed: a chain has only one order."""
-        return _Labels(self)
+        return _Labelling(self).run()
 
 
-class _Labels:
+class _Labels(NamedTuple):
     """Weisfeiler-Lehman labels of some nodes and of the activations that enter them: equal where structure is equal."""
 
+    nodes: Mapping[int, int]
+    borders: Mapping[str, int]
+
+
+class _Labelling:
+    """Makes the labels. The part keeps those and not this, which refers to it: a cycle would wait for the collector."""
+
     def __init__(self, part: _Part) -> None:
-        self._part = part
-        self._uses: dict[int, list[tuple[int, int]]] = {n: [] for n in part.order}
-        self._entries: dict[str, list[tuple[int, int]]] = {}
-        structure = part.structure
-        for n in part.order:
-            for o in structure.operands[n]:
-                role = -2 if o.free else o.slot
-                if o.producer in part.part_of:
-                    crosses = part.part_of[o.producer] != part.part_of[n]
-                    self._uses[o.producer].append((n, _mix(role, 2 * o.position + crosses)))
-                elif o.source == "activation":
-                    self._entries.setdefault(o.tensor, []).append((n, role))
-        seeds = {n: _mix(structure.hash(structure.texts[n]), structure.hash(part.results[n])) for n in part.order}
-        after = self._sweep_users(seeds)
-        self.nodes = self._sweep_users(self._sweep_producers(after, self._enter(after)))
-        self.borders = self._enter(self.nodes)
+        self._part, self._structure = part, part.structure
+        self._inner = {n: self._roles(n) for n in part.order}
+
+    def run(self) -> _Labels:
+        """The labels after three sweeps."""
+        hashed, texts, results = self._structure.hash, self._structure.texts, self._part.results
+        after = self._sweep_users({n: _mix(hashed(texts[n]), hashed(results[n])) for n in self._part.order})
+        nodes = self._sweep_users(self._sweep_producers(after, self._enter(after)))
+        return _Labels(nodes, self._enter(nodes))
+
+    def _roles(self, node: int) -> Sequence[tuple[int, Sequence[int]]]:
+        """The producers of a node inside, by what they are to it: to a commutative operator all are the same."""
+        part_of, found = self._part.part_of, dict[tuple[int, int], list[int]]()
+        inputs = self._structure.inputs[node]
+        for tensor, role in zip(inputs.tensors, inputs.roles, strict=True):
+            if tensor.producer in part_of:
+                crosses = part_of[tensor.producer] != part_of[node]
+                found.setdefault((role, 2 * tensor.position + crosses), []).append(tensor.producer)
+        return [(_mix(*role), producers) for role, producers in found.items()]
 
     def _sweep_users(self, labels: Mapping[int, int]) -> dict[int, int]:
         """Each label with those of the node's users, theirs with their users', and so on."""
-        new: dict[int, int] = {}
+        new, below = dict[int, int](), dict.fromkeys(labels, 0)
         for n in reversed(self._part.order):
-            new[n] = _mix(labels[n], sum(_mix(new[user], role) for user, role in self._uses[n]))
+            new[n] = _mix(labels[n], below[n])
+            for role, producers in self._inner[n]:
+                told = _mix(new[n], role)
+                for producer in producers:
+                    below[producer] += told
         return new
 
     def _enter(self, labels: Mapping[int, int]) -> dict[str, int]:
-        return {t: sum(_mix(labels[user], role) for user, role in uses) for t, uses in self._entries.items()}
+        return {t: sum(_mix(labels[user], role) for user, role in uses) for t, uses in self._part.entries.items()}
 
     def _sweep_producers(self, labels: Mapping[int, int], borders: Mapping[str, int]) -> dict[int, int]:
         """Each label with those of the node's inputs, theirs with their inputs', and so on."""
-        structure, new = self._part.structure, dict[int, int]()
+        new, told = dict[int, int](), dict[int, dict[str, int]]()
         for n in self._part.order:
-            above = 0
-            for o in structure.operands[n]:
-                if o.producer in self._part.part_of:
-                    known = _mix(new[o.producer], o.position)
-                else:
-                    known = _mix(borders.get(o.tensor, 0), structure.hash(o.source + o.kind))
-                above += _mix(known, -2 if o.free else o.slot)
+            inputs, above = self._structure.inputs[n], 0
+            for tensor, role in zip(inputs.tensors, inputs.roles, strict=True):
+                in_role = told.setdefault(role, {})
+                if tensor.name not in in_role:
+                    if tensor.producer in new:
+                        known = _mix(new[tensor.producer], tensor.position)
+                    else:
+                        kind = self._structure.hash(tensor.source + tensor.kind)
+                        known = _mix(borders.get(tensor.name, 0), kind)
+                    in_role[tensor.name] = _mix(known, role)
+                above += in_role[tensor.name]
             new[n] = _mix(labels[n], above)
         return new
 
 
 class _Numbering:
-    """Turns labels into numbers, level by level; the operands of a node are numbered before the node."""
+    """Turns labels into numbers, level by level; what a node reads is numbered before the node."""
 
     def __init__(self, part: _Part) -> None:
         self._part, self._structure = part, part.structure
         self._number: dict[int, int] = {}
         self._border: dict[str, int] = {}
-        self._listed: list[tuple[Operand, ...]] = []
+        self._orders: list[Sequence[int]] = []
+        self._lines: list[str] = []
 
     def run(self) -> Listing:
         """The listing of the nodes."""
@@ -266,14 +335,15 @@ class _Numbering:
             for node in self._sorted_level(level) if len(level) > 1 else level:
                 self._append(node)
         nodes = tuple(self._number)
-        return Listing(nodes, tuple(self._listed), tuple(self._border), dict(self._exits(nodes)),
-                       tuple(self._line(k, n) for k, n in enumerate(nodes)))  # fmt: skip
+        inputs = tuple(self._structure.inputs[n] for n in nodes)
+        return Listing(nodes, inputs, tuple(self._orders), tuple(self._border), dict(self._exits(nodes)),
+                       tuple(self._lines))  # fmt: skip
 
     def _levels(self) -> dict[int, list[int]]:
         depth: dict[int, int] = {}
         levels: dict[int, list[int]] = {}
         for n in self._part.order:
-            depth[n] = 1 + max([depth.get(o.producer, 0) for o in self._structure.operands[n]], default=0)
+            depth[n] = 1 + max([depth.get(t.producer, 0) for t in self._structure.inputs[n].tensors], default=0)
             levels.setdefault(depth[n], []).append(n)
         return levels
 
@@ -285,42 +355,50 @@ class _Numbering:
     def _told_apart(self, alike: list[int]) -> list[int]:
         if len(alike) > 1:
             prints = self._structure.fingerprints
-            alike.sort(key=lambda n: ([self._key(o)[:3] for o in self._sorted(n)], prints[n], n))
+            alike.sort(key=lambda n: (self._surroundings(n), prints[n], n))
         return alike
 
+    def _surroundings(self, node: int) -> list[tuple[int, ...]]:
+        tensors = self._structure.inputs[node].tensors
+        return [self._key(tensors[k])[:3] for k in self._order(node)]
+
     def _append(self, node: int) -> None:
-        operands = self._sorted(node)
-        for o in operands:
-            if o.source == "activation" and o.producer not in self._number:
-                self._border.setdefault(o.tensor, len(self._border))
+        order, (tensors, _, _, captured) = self._order(node), self._structure.inputs[node]
+        inputs = ", ".join([self._write(tensors[k], k >= captured) for k in order])
+        self._lines.append(f"{self._structure.texts[node]}({inputs})->{self._part.results[node]}")
         self._number[node] = len(self._number)
-        self._listed.append(operands)
+        self._orders.append(order)
 
-    def _sorted(self, node: int) -> tuple[Operand, ...]:
-        """The operands of a node; those that may stand in any order, in canonical order."""
-        operands = self._structure.operands[node]
-        free = [o for o in operands if o.free]
-        if len(free) < 2:
-            return operands
-        unknown = {o.tensor for o in free if o.source == "activation"} - self._border.keys()
-        several = len(unknown.difference(o.tensor for o in free if o.producer in self._number)) > 1
-        return (*(o for o in operands if not o.free), *sorted(free, key=lambda o: self._key(o, several)))
+    def _order(self, node: int) -> Sequence[int]:
+        """The inputs of a node; those that may stand in any order, in canonical order."""
+        tensors, roles, _, _ = self._structure.inputs[node]
+        first = len(roles) - roles.count(FREE)
+        if len(roles) - first < 2:
+            return range(len(roles))
+        free = tensors[first:]
+        number, border = self._number, self._border
+        outer = [t.name for t in free if t.source == "activation" and t.producer not in number]
+        unknown = [t for t in outer if t not in border]
+        several = len(unknown) > 1 and len(set(unknown)) > 1
+        alike = several and self._part.are_used_alike(unknown)
+        keys = [self._key(t, several, alike) for t in free]
+        return (*range(first), *sorted(range(first, len(roles)), key=lambda k: keys[k - first]))
 
-    def _key(self, operand: Operand, several: bool = True) -> tuple[int, int, int, int, int, int]:
-        """Sorts operands: numbered nodes, numbered borders, other borders by label and surroundings, constants."""
-        producer, surroundings = operand.producer, 0
+    def _key(self, tensor: Tensor, several: bool = True, alike: bool = False) -> tuple[int, int, int, int, int]:
+        """Sorts inputs: numbered nodes, numbered borders, other borders by label and surroundings, constants."""
+        producer, label, surroundings = tensor.producer, 0, 0
         if producer in self._number:
             group, label = 0, self._number[producer]
-        elif operand.tensor in self._border:
-            group, label = 1, self._border[operand.tensor]
-        elif operand.source == "activation" and not several:
-            group, label = 2, 0
-        elif operand.source == "activation":
-            group, label = 2, self._part.labels.borders[operand.tensor]
-            surroundings = self._structure.fingerprints[producer] if producer >= 0 else 0
+        elif tensor.name in self._border:
+            group, label = 1, self._border[tensor.name]
+        elif tensor.source == "activation":
+            group = 2
+            if several:
+                label = 0 if alike else self._part.labels.borders[tensor.name]
+                surroundings = self._structure.fingerprints[producer] if producer >= 0 else 0
         else:
-            group, label = 3, self._structure.hash(operand.kind)
-        return group, label, surroundings, producer, operand.position, operand.slot
+            group, label = 3, self._structure.hash(tensor.kind)
+        return group, label, surroundings, producer, tensor.position
 
     def _exits(self, nodes: Iterable[int]) -> Iterator[tuple[tuple[int, int], bool]]:
         for number, node in enumerate(nodes):
@@ -328,20 +406,16 @@ class _Numbering:
                 if text[-1:] in ("!", "'"):
                     yield (number, k), text[-1] == "!"
 
-    def _line(self, number: int, node: int) -> str:
-        inputs = ", ".join(self._write(o) for o in self._listed[number])
-        return f"{self._structure.texts[node]}({inputs})->{self._part.results[node]}"
-
-    def _write(self, operand: Operand) -> str:
-        if operand.source == "missing":
+    def _write(self, tensor: Tensor, captured: bool) -> str:
+        if tensor.source == "missing":
             return "_"
-        if operand.source == "constant":
-            return f"const:{operand.kind}"
-        if operand.producer in self._number:
-            text = f"%{self._number[operand.producer]}" + (f".{operand.position}" if operand.position else "")
+        if tensor.source == "constant":
+            return f"const:{tensor.kind}"
+        if tensor.producer in self._number:
+            text = f"%{self._number[tensor.producer]}" + (f".{tensor.position}" if tensor.position else "")
         else:
-            text = f"x{self._border[operand.tensor]}:{operand.kind}"
-        return f"captured {text}" if operand.slot < 0 else text
+            text = f"x{self._border.setdefault(tensor.name, len(self._border))}:{tensor.kind}"
+        return f"captured {text}" if captured else text
 
 
 def _mix(a: int, b: int) -> int:
@@ -349,50 +423,3 @@ def _mix(a: int, b: int) -> int:
     x = (a ^ (b * 0x9E3779B97F4A7C15)) & 0xFFFFFFFFFFFFFFFF
     x = ((x ^ (x >> 31)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     return x ^ (x >> 29)
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=8).hexdigest()
-
-
-def _operator(node: Node, model: Model) -> str:
-    """An operator with its domain and attributes, as text."""
-    attributes = {name: _attribute(value) for name, value in node.attributes.items()}
-    if node.attributes.get("group", 1) != 1 and _is_depthwise(node, model):
-        attributes["group"] = "depthwise"  # the number is the number of channels, a shape
-    text = ",".join(f"{name}={value}" for name, value in sorted(attributes.items()))
-    return (f"{node.domain}." if node.domain else "") + node.op + (f"{{{text}}}" if text else "")
-
-
-def _is_depthwise(node: Node, model: Model) -> bool:
-    info = model.tensors.get(node.inputs[1]) if len(node.inputs) > 1 else None
-    if info is None or info.shape is None or len(info.shape) < 2:
-        return False
-    if node.op == "ConvTranspose":
-        return bool(info.shape[0] == node.attributes["group"])
-    return node.op == "Conv" and info.shape[1] == 1
-
-
-def _attribute(value: Any) -> str:
-    if isinstance(value, bytes):
-        value = value.decode("utf-8", "backslashreplace")
-        return str(value) if len(value) <= 32 else _digest(value.encode())
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, onnx.TensorProto):
-        array = numpy_helper.to_array(value)
-        return f"{array.dtype}{list(array.shape)}:{_digest(array.tobytes())}"
-    if isinstance(value, onnx.GraphProto):
-        return "[" + " ".join(_body_node(n) for n in value.node) + "]"
-    if isinstance(value, Message):
-        return _digest(value.SerializeToString(deterministic=True))
-    if isinstance(value, Iterable):
-        text = ",".join(_attribute(v) for v in value)
-        return f"[{text}]" if len(text) <= 256 else _digest(text.encode())
-    return str(value)
-
-
-def _body_node(node: onnx.NodeProto) -> str:
-    attributes = [f"{a.name}={_attribute(onnx.helper.get_attribute_value(a))}"
-                  for a in sorted(node.attribute, key=lambda a: a.name)]  # fmt: skip
-    return node.op_type + (f"{{{','.join(attributes)}}}" if attributes else "")

@@ -25,6 +25,7 @@ from qdqtune.reading import Reading, is_quantized, read_placement, strip_pairs
 from qdqtune.runner import Runner
 from qdqtune.scales import Ranges
 from qdqtune.settings import Settings
+from qdqtune.shapes import check_spans
 from qdqtune.store import Store, pack_ranges, unpack_ranges
 from qdqtune.types import Edge, NumericFormat, Placement, QType
 
@@ -81,6 +82,7 @@ def open_subject(settings: Settings, runner: Runner) -> Subject:
     numbers = runner.numeric_format(settings.quant_type)
     notes: list[str] = []
     model, imported = _float_model(settings, numbers, notes)
+    check_spans(settings.engine, model)
     shaped = with_input_shapes(model, settings.input_shapes) if settings.input_shapes else model
     samples = open_samples(settings.calibration_data, shaped, seed=settings.seed, limit=settings.calibration_samples,
                            fixed=settings.fix_inputs)  # fmt: skip
@@ -175,7 +177,11 @@ def _float_model(settings: Settings, numbers: NumericFormat, notes: list[str]) -
         baseline = load(settings.qdq_baseline)
         if settings.precision == "fp16":
             baseline = to_float16(load(settings.qdq_baseline, min_opset=OPSET))
-        return model, _told(read_placement(model, baseline), notes)
+        reading = read_placement(model, baseline)
+        if not reading.placement.edges:
+            raise BadModel(f"{settings.qdq_baseline} has no Q/DQ pair that fits {settings.model}: "
+                           "give a quantized version of it, or leave --qdq-baseline out")  # fmt: skip
+        return model, _told(reading, notes)
     return model, None
 
 

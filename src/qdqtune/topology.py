@@ -44,17 +44,16 @@ class Flow:
         """The vertex of node 0."""
         vertex = {t: i for i, t in enumerate(model.inputs)}
         vertex.update({t: self.first + n for t, n in model.producers.items()})
-        count = self.first + len(model.nodes)
-        self.before: list[list[int]] = [[] for _ in range(count)]
-        self.after: list[list[int]] = [[] for _ in range(count)]
-        for node in model.nodes:
-            here = self.first + node.index
-            self.before[here] = sorted({vertex[t] for t in (*node.inputs, *node.captures) if t in vertex})
-            for v in self.before[here]:
-                self.after[v].append(here)
+        inputs = [{vertex[t] for t in (*n.inputs, *n.captures) if t in vertex} for n in model.nodes]
+        self.before: list[tuple[int, ...]] = [()] * self.first + [tuple(sorted(vertices)) for vertices in inputs]
+        users: list[list[int]] = [[] for _ in self.before]
+        for here, vertices in enumerate(self.before):
+            for v in vertices:
+                users[v].append(here)
+        self.after = [tuple(vertices) for vertices in users]
         self.heavy = [False] * self.first + [n.op in HEAVY for n in model.nodes]
         self.is_float = [True] * self.first + [any(may_be_float(model, t) for t in n.outputs if t) for n in model.nodes]
-        self.leaves_graph = [False] * count
+        self.leaves_graph = [False] * len(self.before)
         for tensor in model.outputs:
             if tensor in vertex:
                 self.leaves_graph[vertex[tensor]] = True

@@ -155,30 +155,30 @@ class Region:
 
 @dataclass(frozen=True, order=True, slots=True)
 class NodeInput:
-    """Pattern-relative: input `input` of the pattern's node number `node`."""
+    """Pattern-relative: input `input_index` of the pattern's node number `node_index`."""
 
-    node: int
-    input: int
+    node_index: int
+    input_index: int
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class ChildInput:
-    """Pattern-relative: border input `input` of child region number `region`."""
+    """Pattern-relative: border input `input_index` of child region number `region_index`."""
 
-    region: int
-    input: int
+    region_index: int
+    input_index: int
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class RegionOutput:
-    """Pattern-relative: output `output` of the region's node number `node`, or of its child number `region`."""
+    """Pattern-relative: output `output_index` of the region's node number `node_index`, or of its child region."""
 
-    output: int
-    node: int | None = None
-    region: int | None = None
+    output_index: int
+    node_index: int | None = None
+    region_index: int | None = None
 
     def __post_init__(self) -> None:
-        if (self.node is None) == (self.region is None):
+        if (self.node_index is None) == (self.region_index is None):
             raise ValueError("a region output comes from a node or from a child region, one of the two")
 
 

@@ -8,7 +8,6 @@ from qdqtune.autotune.autotuner import AutotunerNotInitializedError, QDQAutotune
 from qdqtune.autotune.regions import AutotunerError, InvalidSchemeError, Region, RegionType
 from qdqtune.autotune.schemes import (
     ChildRegionInputInsertionPoint,
-    ChildRegionOutputInsertionPoint,
     Config,
     InsertionScheme,
     NodeInputInsertionPoint,
@@ -20,21 +19,7 @@ from qdqtune.autotune.schemes import (
 )
 
 __all__ = [
-    "AutotunerError",
-    "AutotunerNotInitializedError",
-    "ChildRegionInputInsertionPoint",
-    "ChildRegionOutputInsertionPoint",
-    "Config",
-    "InsertionScheme",
-    "InvalidSchemeError",
-    "NodeInputInsertionPoint",
-    "PatternCache",
-    "PatternSchemes",
-    "QDQAutotuner",
-    "QDQAutotunerBase",
-    "Region",
-    "RegionOutputInsertionPoint",
-    "RegionPattern",
-    "RegionType",
-    "ResolvedInsertionPoint",
-]
+    "AutotunerError", "AutotunerNotInitializedError", "ChildRegionInputInsertionPoint", "Config", "InsertionScheme",
+    "InvalidSchemeError", "NodeInputInsertionPoint", "PatternCache", "PatternSchemes", "QDQAutotuner",
+    "QDQAutotunerBase", "Region", "RegionOutputInsertionPoint", "RegionPattern", "RegionType", "ResolvedInsertionPoint",
+]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,133 +12,102 @@ import click
 
 from qdqtune import cli
 from qdqtune.autotune.benchmark import default_engine, rounds_for
-from qdqtune.autotune.workflows import builds_for, complete
+from qdqtune.autotune.workflows import builds_for, name_logs, patterns_of
 from qdqtune.engines import EngineSpec
-from qdqtune.errors import BadOption
 from qdqtune.settings import EFFORTS
 from qdqtune.shapes import spans
 
-MODES, PRESETS = ("region", "subgraph"), tuple(EFFORTS)
-TENSORRT = ("tensorrt", "trtexec")
-ELSEWHERE = "remoteAutoTuningConfig"
-AS_THEY_ARE = ("pattern_cache", "qdq_baseline", "state_file", "node_filter_list", "schemes_per_region", "warmup_runs")
-"""Options that `tune` has under the same name."""
+MODES, TENSORRT, STATE = ("region", "subgraph"), ("tensorrt", "trtexec"), "autotuner_state.yaml"
+
+MODEL = click.Option(["-m", "--onnx-path", "--model", "model"], type=click.Path(path_type=Path), required=True,
+                     help="ONNX file.")  # fmt: skip
+
+OWN = (
+    MODEL,
+    click.Option(["-o", "--output-dir", "--output"], type=click.Path(path_type=Path), show_default=True,
+                 default=Path("autotuner_output"), help="Where everything goes. The same folder again resumes."),
+    click.Option(["--mode"], type=click.Choice([*MODES, *EFFORTS]), multiple=True, show_default=True,
+                 default=["region", "default"],
+                 help="How to search, and how much to spend on it. Give one of either kind, or one."),
+    click.Option(["-s", "--schemes-per-region"], type=click.IntRange(1), metavar="N",
+                 help="Give every pattern N schemes, however long it takes. Without it the preset limits the builds "
+                      "of the whole search (24, 52 or 400)."),
+    click.Option(["--default-dq-dtype"], type=click.Choice(["float16", "float32", "bfloat16"]), default="float32",
+                 show_default=True, help="Type of tensors whose type cannot be inferred."),
+    click.Option(["--engine"], metavar="NAME",
+                 help="Engine to time on.  [default: tensorrt if it works here, or onnxruntime]"),
+    click.Option(["--use-trtexec"], is_flag=True, help="The same as --engine trtexec."),
+    click.Option(["--trtexec-benchmark-args", "--trtexec-args", "trtexec_args"],
+                 help="trtexec: more arguments, as one string."),
+    click.Option(["--timing-cache"], default=str(Path(tempfile.gettempdir()) / "trtexec_timing.cache"),
+                 show_default=True, help="TensorRT: file of kernel times that builds share."),
+    click.Option(["--timing-runs"], type=click.IntRange(1),
+                 help="Least inferences of each model in a comparison that is not decided earlier.  [40 | 96 | 192]"),
+)  # fmt: skip
+"""Flags that differ from those of `tune`, in name, default or meaning."""
 
 
-@click.command(context_settings=cli.CONTEXT | {"ignore_unknown_options": True, "allow_extra_args": True})
-@click.option("-m", "--onnx-path", "--model", "model", type=click.Path(path_type=Path), required=True,
-              help="ONNX file.")  # fmt: skip
-@click.option("-o", "--output-dir", "--output", type=click.Path(path_type=Path), default=Path("autotuner_output"),
-              show_default=True, help="Where everything goes. The same folder again resumes.")  # fmt: skip
-@click.option("--mode", "modes", type=click.Choice([*MODES, *PRESETS]), multiple=True, default=["region", "default"],
-              show_default=True,
-              help="How to search, and how much to spend on it. Give one of either kind, or one.")  # fmt: skip
-@click.option("-s", "--schemes-per-region", type=click.IntRange(1), metavar="N",
-              help="Give every pattern N schemes, however long it takes. Without it the preset limits the builds of "
-                   "the whole search (24, 52 or 400).")  # fmt: skip
-@click.option("--pattern-cache", help="Pattern cache of an earlier run to start from.")
-@click.option("--qdq-baseline", help="A quantized version of the model to start from.")
-@click.option("--state-file", help="[default: OUTPUT_DIR/autotuner_state.yaml]")
-@click.option("--node-filter-list", help="File of node-name wildcards, one a line: other regions stay in float.")
-@click.option("--quant-type", type=click.Choice(["int8", "fp8"]), default="int8", show_default=True)
-@click.option("--default-dq-dtype", type=click.Choice(["float16", "float32", "bfloat16"]), default="float32",
-              show_default=True, help="Type of tensors whose type cannot be inferred.")  # fmt: skip
-@click.option(
-    "--engine", metavar="NAME", help="Engine to time on.  [default: tensorrt if it works here, or onnxruntime]"
-)
-@click.option("--use-trtexec", is_flag=True, help="The same as --engine trtexec.")
-@click.option("--timing-cache", default=str(Path(tempfile.gettempdir()) / "trtexec_timing.cache"), show_default=True,
-              help="TensorRT: file of kernel times that builds share.")  # fmt: skip
-@click.option("--warmup-runs", type=click.IntRange(0), help="Inferences of each model before its rounds.  [2]")
-@click.option(
-    "--timing-runs",
-    type=click.IntRange(1),
-    help="Least inferences of each model in a comparison that is not decided earlier.  [40 | 96 | 192]",
-)
-@click.option("--plugin-libraries", "--plugins", multiple=True, help="TensorRT: shared libraries with plug-ins.")
-@click.option("--trtexec-benchmark-args", "--trtexec-args", help="trtexec: more arguments, as one string.")
-@click.option("--graph-json", help="Subgraph mode: the layers of the float model, as TensorRT has exported them.")
-@click.option("--incremental-validation/--no-incremental-validation", default=None,
-              help="Subgraph mode: check each group on the whole model, and keep those that gain.  [on]")  # fmt: skip
-@click.option("-v", "--verbose", is_flag=True, help="A line for every candidate.")
 @click.pass_context
-def command(context: click.Context, /, **given: Any) -> int:
+def run(context: click.Context, /, **given: Any) -> int:
     """Find the fastest Q/DQ placement for a model, by the flags of ModelOpt's autotuner.
 
-    All other flags go to `qdqtune tune`: --calibration-data, --builds, --time-budget, --input-shape, --json, ... The
-    exit code is 0 also where nothing faster was found; the files are all there.
+    The exit code is 0 also where nothing faster was found; the files are all there.
 
     \b
     python -m qdqtune.autotune --onnx_path model.onnx --output_dir results
     python -m qdqtune.autotune --model model.onnx --mode subgraph --mode quick
     """
-    name, why = (given["engine"], "as you asked") if given["engine"] else _engine(given["use_trtexec"])
-    click.echo(f"engine: {name} ({why})", err=True)
-    arguments = ["tune", str(given["model"]), "--engine", name, *_translated(given, name), *context.args]
-    with cli.app.make_context("qdqtune", arguments) as tuning:
-        code: int = cli.app.invoke(tuning)
-    state = Path(given["state_file"] or given["output_dir"] / "autotuner_state.yaml")
-    if code in (0, cli.NO_IMPROVEMENT) and state.exists() and "subgraph" not in given["modes"]:
-        complete(given["model"], given["output_dir"], state)
+    asked = "trtexec" if given.pop("use_trtexec") else given["engine"]
+    given["engine"], why = (asked, "as you asked") if asked else default_engine()
+    _note(f"engine: {given['engine']} ({why})")
+    modes = given["mode"]
+    given["mode"] = next((mode for mode in reversed(modes) if mode in MODES), "region")
+    given["effort"] = next((mode for mode in reversed(modes) if mode in EFFORTS), given["effort"])
+    for flag, mode in (("pattern_cache", "region"), ("graph_json", "subgraph")):
+        if given[flag] is not None and given["mode"] != mode:
+            _note(f"note: --{flag} means something with --mode {mode} only")
+            given[flag] = None
+    if given["timing_runs"] is not None:
+        given["timing_runs"] = rounds_for(given["timing_runs"])
+    if given["mode"] == "subgraph":
+        code: int = context.invoke(cli.tune_command, **_for_engine(**given))
+    else:
+        found = patterns_of(given["model"], given["region_method"], given["fix_inputs"])
+        if given["schemes_per_region"] is not None and given["builds"] is None:
+            given["builds"] = builds_for(given["schemes_per_region"], found)
+        code = context.invoke(cli.tune_command, **_for_engine(**given))
+        name_logs(given["output_dir"], given["state_file"] or given["output_dir"] / STATE, found)
     return 0 if code == cli.NO_IMPROVEMENT else code
 
 
-def _engine(use_trtexec: bool) -> tuple[str, str]:
-    return ("trtexec", "--use_trtexec") if use_trtexec else default_engine()
-
-
-def _translated(given: Mapping[str, Any], engine: str) -> Iterator[str]:
-    """Arguments of `tune`.
-
-    Raises:
-        BadOption: a flag asks for what cannot be done here.
-    """
-    chosen = {kind: ([m for m in given["modes"] if m in kind] or [default])[-1]
-              for kind, default in ((MODES, "region"), (PRESETS, "default"))}  # fmt: skip
-    yield from ("-o", str(given["output_dir"]), "--mode", chosen[MODES], "--effort", chosen[PRESETS])
-    yield from ("--quant-type", given["quant_type"], "--default-dq-dtype", given["default_dq_dtype"])
-    if given["pattern_cache"] is not None and chosen[MODES] != "region":
-        _note("--pattern-cache means something with --mode region only")
-        given = {**given, "pattern_cache": None}
-    for name in AS_THEY_ARE:
-        if given[name] is not None:
-            yield from ("--" + name.replace("_", "-"), str(given[name]))
-    if given["schemes_per_region"] is not None and chosen[MODES] == "region":
-        yield from ("--builds", str(builds_for(given["schemes_per_region"], given["model"])))
-    if given["timing_runs"] is not None:
-        yield from ("--timing-runs", str(rounds_for(given["timing_runs"])))
-    if given["verbose"]:
-        yield "--verbose"
-    yield from _of_the_engine(given, engine)
-    checked = given["incremental_validation"]
-    if chosen[MODES] != "subgraph" and (given["graph_json"] is not None or checked is not None):
-        _note("--graph-json and --incremental-validation mean something with --mode subgraph only")
-    elif given["graph_json"] is not None:
-        yield from ("--graph-json", given["graph_json"])
-    if chosen[MODES] == "subgraph" and checked is not None:
-        yield "--incremental-validation" if checked else "--no-incremental-validation"
-
-
-def _of_the_engine(given: Mapping[str, Any], engine: str) -> Iterator[str]:
-    extra = given["trtexec_benchmark_args"] or ""
-    if ELSEWHERE in extra:
-        raise BadOption(f"--{ELSEWHERE} times on another machine, qdqtune on its own: run it on that machine")
-    if engine in TENSORRT:
-        yield from ("--timing-cache", given["timing_cache"])
-        for library in given["plugin_libraries"]:
-            yield from ("--plugin-libraries", library)
-    elif given["plugin_libraries"]:
-        _note(f"{engine} loads no TensorRT plug-ins, so --plugin_libraries is passed over")
-    if engine == "trtexec" and extra:
-        yield f"--trtexec-args={extra}"
-    elif extra:
-        for tensor, (_, usual, _) in spans(EngineSpec("trtexec", {"trtexec_args": extra})).items():
-            yield from ("--input-shape", f"{tensor}:{'x'.join(map(str, usual))}")
-        _note(f"{engine} takes no arguments of trtexec: of --trtexec_benchmark_args only shapes are used")
+def _for_engine(**given: Any) -> dict[str, Any]:
+    """What `tune` is given, without what the engine does not know."""
+    engine, unknown = given["engine"], set[str]()
+    if engine != "trtexec" and given["trtexec_args"]:
+        _note(f"note: {engine} takes no arguments of trtexec: of --trtexec_benchmark_args only shapes are used")
+        found = spans(EngineSpec("trtexec", {"trtexec_args": given["trtexec_args"]}))
+        given["input_shapes"] = {name: usual for name, (_, usual, _) in found.items()} | given["input_shapes"]
+        unknown |= {"trtexec_args"}
+    if engine not in TENSORRT:
+        if given["plugin_libraries"]:
+            _note(f"note: {engine} loads no TensorRT plug-ins, so --plugin_libraries is passed over")
+        unknown |= {"timing_cache", "plugin_libraries"}
+    return {name: value for name, value in given.items() if name not in unknown}
 
 
 def _note(text: str) -> None:
-    click.echo(f"note: {text}", err=True)
+    click.echo(text, err=True)
+
+
+def _like(ours: click.Command, own: Sequence[click.Parameter], **changed: Any) -> click.Command:
+    """A command with the flags of one of ours, some of them replaced."""
+    replaced = {option.name for option in own}
+    params = [*own, *(option for option in ours.params if option.name not in replaced)]
+    given = {"callback": ours.callback, "help": ours.help, **changed}
+    return click.Command(ours.name, context_settings=cli.CONTEXT, params=params, **given)
+
+
+command = _like(cli.tune_command, OWN, callback=run, help=run.__doc__)
 
 
 def _spread(arguments: Sequence[str]) -> Iterator[str]:
@@ -158,6 +127,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command and exit, as `qdqtune.cli.main` does, but for code 3."""
     given = sys.argv[1:] if arguments is None else arguments
     cli.main([*_spread(given)], command, "python -m qdqtune.autotune")
+
+
+def inspect(program: str, arguments: Sequence[str] | None = None) -> NoReturn:
+    """Be one of the programs that show regions: `qdqtune inspect` with the model as a flag."""
+    cli.main(arguments, _like(cli.inspect_command, [MODEL]), f"python -m qdqtune.autotune.{program}")
 
 
 if __name__ == "__main__":

@@ -15,10 +15,12 @@ import numpy as np
 import onnx
 
 from qdqtune.autotune.regions import AutotunerError
-from qdqtune.data import open_samples
+from qdqtune.data import Samples, open_samples
 from qdqtune.doctor import NEEDS, engine_state
 from qdqtune.engines import EngineSpec, QuantType
-from qdqtune.loading import load
+from qdqtune.graph import Model
+from qdqtune.loading import load, with_input_shapes
+from qdqtune.options import usual_shapes
 from qdqtune.pairing import rounds_of
 from qdqtune.runner import Handle, Runner
 from qdqtune.settings import EFFORTS
@@ -50,9 +52,11 @@ class Benchmark:
     So what two calls give can be compared, though minutes lie between them.
     """
 
-    def __init__(self, spec: EngineSpec, warmup_runs: int = 5, timing_runs: int = 20) -> None:
+    def __init__(
+        self, spec: EngineSpec, warmup_runs: int = 5, timing_runs: int = 20, calibration_data: str | None = None
+    ) -> None:
         rounds, usual = rounds_for(timing_runs), EFFORTS["default"].looks
-        self.spec = spec
+        self.spec, self.calibration_data = spec, calibration_data
         self.plan = Plan((rounds,), warmup=warmup_runs)
         self.search_plan = replace(self.plan, looks=(*(n for n in usual if n < rounds), rounds))
         """The same rounds for a search, which may decide earlier."""
@@ -67,33 +71,44 @@ class Benchmark:
         """How the engine wants its numbers."""
         return self._runner.numeric_format(quant_type)
 
+    def fed(self, model: Model, data: str | None = None) -> tuple[Model, Samples]:
+        """A model at the shapes that the engine tunes for, and samples for it."""
+        data = data or self.calibration_data
+        shapes = usual_shapes(self.spec, data)
+        shaped = with_input_shapes(model, shapes) if shapes else model
+        return shaped, open_samples(data, shaped)
+
     def run(self, model: str | Path | bytes, log_file: str | Path | None = None) -> float | Failure:
-        """Milliseconds per inference on one random sample."""
+        """Milliseconds per inference on the first sample, or on a random one."""
         self._number += 1
-        folder, name = Path(self._folder.name), f"build_{self._number}"
-        path = folder / f"model_{self._number}.onnx" if isinstance(model, bytes) else Path(model)
+        path, log_path = (Path(self._folder.name) / f"model_{self._number}.{kind}" for kind in ("onnx", "log"))
         if isinstance(model, bytes):
             path.write_bytes(model)
-        found = self._timed(path, name)
-        if log_file is not None and (folder / f"{name}.log").exists():
-            shutil.copyfile(folder / f"{name}.log", log_file)
+        found = self._timed(path if isinstance(model, bytes) else Path(model), log_path.stem)
+        for old in path.parent.glob("*.onnx"):  # a long run would fill the disk
+            if self._first is None or self._first.path != old:
+                old.unlink()
+        if log_file is not None and log_path.exists():
+            shutil.copyfile(log_path, log_file)
         return found
 
-    def _timed(self, path: Path, name: str) -> float | Failure:
+    def _timed(self, path: Path, log_name: str) -> float | Failure:
         inputs = [v.SerializeToString() for v in onnx.load(path, load_external_data=False).graph.input]
-        first = self._first if inputs == self._inputs else None
-        if first is None:
-            self._runner.feed(open_samples(None, load(path), limit=1).first(1)[0])
-        handle = self._runner.load(path, name, fresh=True)
+        if self._first is not None and inputs != self._inputs:  # of another network
+            self._runner.unload(self._first)
+            self._first = None
+        if self._first is None:
+            self._runner.feed(self.fed(load(path))[1].first(1)[0])
+        handle = self._runner.load(path, log_name, fresh=True)
         if isinstance(handle, Failure):
             return handle
-        rounds = rounds_of(self._runner, first or handle, handle, self.plan, seed=0)
-        found = compare(rounds, self.plan, decided=lambda _: False)
-        if first is None and not isinstance(found, Failure):
-            self._first, self._inputs, self._first_ms = handle, inputs, float(np.median(found.a)) * 1e3
-            return self._first_ms
-        self._runner.unload(handle)
-        return found if isinstance(found, Failure) else ratio(found, self.plan).median * self._first_ms
+        first = self._first or handle
+        found = compare(rounds_of(self._runner, first, handle, self.plan, seed=0), self.plan, decided=lambda _: False)
+        if isinstance(found, Failure) or self._first is not None:
+            self._runner.unload(handle)
+            return found if isinstance(found, Failure) else ratio(found, self.plan).median * self._first_ms
+        self._first, self._inputs, self._first_ms = handle, inputs, float(np.median(found.a)) * 1e3
+        return self._first_ms
 
 
 _instance: Benchmark | None = None
@@ -107,10 +122,12 @@ def init_benchmark_instance(
     timing_runs: int = 20,
     trtexec_args: str | Sequence[str] | None = None,
     engine: str | EngineSpec | None = None,
+    calibration_data: str | None = None,
 ) -> Benchmark:
-    """Make the benchmark that `benchmark_onnx_model` and the workflow use. `engine` names another than the default.
+    """Make the benchmark that `benchmark_onnx_model` and the workflow use.
 
-    The timing cache, plug-in libraries and trtexec's arguments go to engines that know them.
+    The timing cache, plug-in libraries and trtexec's arguments go to engines that know them. `engine` names another
+    than the default; models are fed `calibration_data` (as in `Settings`), random inputs without it.
     """
     global _instance
     if not isinstance(engine, EngineSpec):
@@ -120,7 +137,7 @@ def init_benchmark_instance(
         known = given if name in ("tensorrt", "trtexec") else {}
         known |= {"trtexec_args": arguments} if name == "trtexec" else {}
         engine = EngineSpec(name, {key: value for key, value in known.items() if value})
-    _instance = Benchmark(engine, warmup_runs, timing_runs)
+    _instance = Benchmark(engine, warmup_runs, timing_runs, calibration_data)
     return _instance
 
 

@@ -1,6 +1,9 @@
-"""`python -m qdqtune.autotune.region_search` is `region_inspect`: one division serves both."""
+"""`python -m qdqtune.autotune.region_search --model M` is `region_inspect`: one division serves both."""
 
-from qdqtune.autotune.region_inspect import main
+from qdqtune.autotune.__main__ import inspect
+from qdqtune.autotune.regions import CombinedRegionSearch
+
+__all__ = ["CombinedRegionSearch"]
 
 if __name__ == "__main__":
-    main(name="qdqtune.autotune.region_search")
+    inspect("region_search")

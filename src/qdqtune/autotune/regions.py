@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Self
 
 from qdqtune import patterns, types
+from qdqtune import regions as division
 from qdqtune.errors import InputError
 from qdqtune.graph import Model
 from qdqtune.patterns import Pattern
-from qdqtune.regions import Regions
 from qdqtune.structure import Listing, Structure
 
 RegionType = types.RegionKind
@@ -76,47 +77,77 @@ class Region:
             yield from child.walk()
 
 
+class CombinedRegionSearch:
+    """The division of a model into regions, for scripts that want it without an autotuner."""
+
+    def __init__(
+        self, graph: Model, maximum_sequence_region_size: int = 10, minimum_topdown_search_size: int = 10
+    ) -> None:
+        self._found = division.find(
+            graph, max_sequence_size=maximum_sequence_region_size, min_topdown_size=minimum_topdown_search_size
+        )
+
+    def search_regions(self) -> list[Region]:
+        """The regions at the top, in graph order, with their children."""
+        return [Region.of(top) for top in self._found.root.children]
+
+
 @dataclass(frozen=True)
 class Grouping:
-    """The patterns of some regions, and what each region is to the core. Where no pair can stand there is no pattern.
+    """What some regions are to the core, and the patterns of those in which a pair can stand.
 
     Raises (when made):
         AutotunerError: a region has no nodes, or nodes that the model lacks.
     """
 
-    patterns: tuple[Pattern, ...]
+    regions: tuple[Region, ...]
     cores: Mapping[Region, types.Region]
+    listings: Mapping[types.Region, Listing]
+    patterns: Mapping[str, Pattern]
+    """By digest."""
 
     @staticmethod
     def of(model: Model, regions: Iterable[Region]) -> Grouping:
         """Group regions of any origin as the search groups its own."""
-        structure, listings, cores = Structure(model), dict[types.Region, Listing](), dict[Region, types.Region]()
-        regions = list(regions)
+        regions = tuple(regions)
         below = {r for region in regions for child in region.children for r in child.walk()}
-        tops = tuple(_core(r, structure, listings, cores) for r in regions if r not in below)
+        listings, cores = dict[types.Region, Listing](), dict[Region, types.Region]()
+        tops = tuple(_core(r, _structure(model), listings, cores) for r in regions if r not in below)
         root = types.Region(-1, -1, RegionType.ROOT, (), tops)
-        return Grouping(patterns.group(model, Regions(root, "topology", listings)), cores)
+        found = patterns.group(model, division.Regions(root, "topology", listings))
+        return Grouping(regions, cores, listings, {p.digest: p for p in found})
 
-    def pattern_of(self, region: Region) -> Pattern | None:
-        """The pattern of one of the regions."""
-        return next((p for p in self.patterns if self.cores[region] in p.edges), None)
+    def pattern_of(self, model: Model, region: Region) -> Pattern:
+        """The pattern of one of the regions; without points where no pair can stand."""
+        core = self.cores[region]
+        if found := next((p for p in self.patterns.values() if core in p.edges), None):
+            return found
+        listing = self.listings[core]
+        return Pattern("; ".join(listing.lines), (core,), model, {core: listing})
+
+
+@lru_cache(maxsize=1)
+def _structure(model: Model) -> Structure:
+    """Kept, because scripts ask about one region of a model after the other."""
+    return Structure(model)
 
 
 def _core(
     region: Region, structure: Structure, listings: dict[types.Region, Listing], cores: dict[Region, types.Region]
 ) -> types.Region:
-    model, nodes = structure.model, region.get_nodes()
-    if not (nodes or region.children) or any(not 0 <= n < len(model.nodes) for n in nodes):
-        raise AutotunerError(f"{region} needs nodes between 0 and {len(model.nodes) - 1}")
-    below = region.get_children()
+    model, nodes, below = structure.model, region.get_nodes(), region.get_children()
+    if not (nodes or below) or any(not 0 <= n < len(model.nodes) for n in nodes):
+        raise AutotunerError(
+            f"{region} needs nodes between 0 and {len(model.nodes) - 1}: indices in the autotuner's graph.nodes, "
+            "where constants are no nodes"
+        )
     if below and nodes:  # nodes beside child regions are a leaf of their own
-        rest = Region(-1, region.level + 1)
+        rest = Region(level=region.level + 1)
         rest.nodes, nodes = region.nodes, []
         below.append(rest)
     children = tuple(_core(child, structure, listings, cores) for child in below)
     listing = structure.listing([c.all_nodes() for c in children] or [nodes])
-    outputs = tuple(model.nodes[listing.nodes[n]].outputs[k] for n, k in listing.exits)
     kind = RegionType.COMPOSITE if children else RegionType.LEAF
-    made = types.Region(region.id, region.level, kind, tuple(nodes), children, listing.borders, outputs)
+    made = types.Region(len(listings), region.level, kind, tuple(nodes), children)  # scripts may give an id twice
     listings[made], cores[region] = listing, made
     return made

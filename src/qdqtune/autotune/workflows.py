@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
 from pathlib import Path
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
 import onnx
 from rich.console import Console
@@ -19,7 +19,11 @@ from qdqtune.autotune.benchmark import Benchmark, benchmark_onnx_model, init_ben
 from qdqtune.autotune.schemes import Config, PatternCache
 from qdqtune.engines import QuantType
 from qdqtune.loading import load
+from qdqtune.options import usual_shapes
+from qdqtune.patterns import Pattern
+from qdqtune.reading import is_quantized, strip_pairs
 from qdqtune.settings import EFFORTS, Settings
+from qdqtune.store import read_records
 from qdqtune.strategies import region as search
 from qdqtune.tune import REGION_MODELS, tune
 
@@ -47,58 +51,65 @@ def region_pattern_autotuning_workflow(
     Raises:
         QdqtuneError: see `qdqtune.tune.tune`; AutotunerError before `init_benchmark_instance`.
     """
-    benchmark, folder = instance(), Path(output_dir)
-    config = Config(quant_type, default_dq_dtype, verbose=verbose, calibration_data=calibration_data)
+    benchmark, path, usual = instance(), Path(model_path), EFFORTS["default"]
+    found, schemes = patterns_of(path), num_schemes_per_region
+    data = calibration_data or benchmark.calibration_data
     settings = Settings(
-        model=Path(model_path), output_dir=folder, engine=benchmark.spec, mode="region", quant_type=quant_type,
-        default_dq_dtype=default_dq_dtype, node_filter=tuple(node_filter_list or ()), calibration_data=calibration_data,
-        config=search.Config(schemes_per_region=num_schemes_per_region or EFFORTS["default"].schemes_per_region),
-        builds=builds_for(num_schemes_per_region, Path(model_path)),
-        plan=benchmark.search_plan, pattern_cache=_path(pattern_cache_file), state_file=_path(state_file),
-        qdq_baseline=_path(qdq_baseline_model),
+        model=path, output_dir=Path(output_dir), engine=benchmark.spec, mode="region", quant_type=quant_type,
+        default_dq_dtype=default_dq_dtype, node_filter=tuple(node_filter_list or ()), calibration_data=data,
+        input_shapes=usual_shapes(benchmark.spec, data), plan=benchmark.search_plan,
+        config=search.Config(schemes_per_region=schemes or usual.schemes_per_region),
+        builds=builds_for(schemes, found) if schemes else usual.builds["region"],
+        pattern_cache=_path(pattern_cache_file), state_file=_path(state_file), qdq_baseline=_path(qdq_baseline_model),
     )  # fmt: skip
     with report.progress(Console(stderr=True), verbose=verbose) as observer:
         result = tune(settings, observer)
-    complete(settings.model, folder, settings.state)
+    name_logs(settings.output_dir, settings.state, found)
     cache = PatternCache.load(settings.state.with_name(f"{settings.state.stem}_pattern_cache.yaml"))
-    autotuner = QDQAutotuner(onnx.load(settings.model))
+    autotuner = QDQAutotuner(onnx.load(path))
+    config = Config(default_quant_type=quant_type, default_dq_dtype=default_dq_dtype, calibration_data=data)
     autotuner.initialize(config, cache)
-    autotuner.adopt(result)
+    autotuner.adopt(result, settings.plan)
     return autotuner
 
 
-def builds_for(schemes: int | None, model: Path) -> int:
-    """Builds in which every pattern gets so many schemes, and a fifth more for wins, which are built again.
+def patterns_of(
+    model: Path,
+    method: Literal["auto", "names", "topology"] = "auto",
+    fix_inputs: Mapping[str, Any] = MappingProxyType({}),
+) -> Sequence[Pattern]:
+    """The patterns that a run in region mode tunes.
 
     Raises:
         BadModel: the file cannot be used.
     """
-    if schemes is None:
-        return EFFORTS["default"].builds["region"]
-    return 16 + ceil(1.2 * schemes * len(_patterns(model)))
+    graph = load(model, fix_inputs=fix_inputs)
+    graph = strip_pairs(graph) if is_quantized(graph) else graph
+    return patterns.group(graph, regions.find(graph, method))
 
 
-def _patterns(model: Path) -> Sequence[patterns.Pattern]:
-    graph = load(model)
-    return patterns.group(graph, regions.find(graph))
+def builds_for(schemes: int, found: Sequence[Pattern]) -> int:
+    """Builds in which every pattern gets so many schemes, and a fifth more for wins, which are built again."""
+    return 16 + ceil(1.2 * schemes * len(found))
+
+
+def name_logs(folder: Path, state: Path, found: Sequence[Pattern]) -> None:
+    """Give the logs of a run the names that users of regions look for, beside their own: of region and scheme."""
+    if not state.exists():
+        return
+    (folder / REGION_MODELS).mkdir(exist_ok=True)
+    region_of = {pattern.digest: pattern.instances[0].id for pattern in found}
+    tried = {r["key"]: region_of.get(r["pattern"]) for r in read_records(state) if r["key"].startswith("trial:")}
+    counts: Counter[int] = Counter()
+    names = {"final.log": "final_0_optimized_final.log"}
+    for number, region in enumerate(tried.values(), 1):
+        if region is not None:
+            names[f"region_{region}_scheme_{counts[region]}.log"] = f"trial_{number:03}.log"
+            counts[region] += 1
+    for name, own in names.items():
+        if (folder / "logs" / own).exists():
+            shutil.copyfile(folder / "logs" / own, folder / "logs" / name)
 
 
 def _path(given: str | Path | None) -> Path | None:
     return None if given is None else Path(given)
-
-
-def complete(model: Path, folder: Path, state: Path) -> None:
-    """Give the logs of a run the names that users of regions look for, beside their own: of region and scheme."""
-    (folder / REGION_MODELS).mkdir(exist_ok=True)
-    region_of = {p.digest: p.instances[0].id for p in _patterns(model)}
-    records = (json.loads(line.removeprefix("- ")) for line in state.read_text().splitlines())
-    trials = [record["pattern"] for record in records if record["key"].startswith("trial:")]
-    counts: Counter[str] = Counter()
-    names = {"final.log": "final_0_optimized_final.log"}
-    for number, pattern in enumerate(trials, 1):
-        if pattern in region_of:
-            names[f"region_{region_of[pattern]}_scheme_{counts[pattern]}.log"] = f"trial_{number:03}.log"
-            counts[pattern] += 1
-    for name, own in names.items():
-        if (folder / "logs" / own).exists():
-            shutil.copyfile(folder / "logs" / own, folder / "logs" / name)

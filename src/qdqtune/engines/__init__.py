@@ -11,11 +11,12 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from types import UnionType
+from typing import Any, Literal, Protocol, get_args, get_origin, get_type_hints
 
 import numpy.typing as npt
 
@@ -110,7 +111,7 @@ def open_engine(spec: EngineSpec) -> Engine:
     """The engine that `spec` describes.
 
     Raises:
-        BadOption: no engine has that name, or the engine does not take these options.
+        BadOption: no engine has that name, or the engine does not take these options, or not these values.
         EngineUnavailable: its library, driver or device is missing.
     """
     if spec.name not in MODULES:
@@ -122,7 +123,35 @@ def open_engine(spec: EngineSpec) -> Engine:
     known = inspect.signature(create).parameters
     if unknown := sorted(set(spec.options) - set(known)):
         raise BadOption(f"engine {spec.name!r} has no option {unknown[0]!r}; it has {', '.join(known)}")
+    hints = get_type_hints(create)
+    for name, value in spec.options.items():
+        if not _fits(value, hints[name]):
+            raise BadOption(f"option {name!r} of engine {spec.name!r} is {_told(hints[name])}, not {value!r}")
     return create(**spec.options)
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Whether a JSON value is of the type that the annotation of an option says."""
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind is Any:
+        return True
+    if kind is UnionType:
+        return any(_fits(value, one) for one in inner)
+    if kind is Mapping:
+        return isinstance(value, dict) and all(_fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items())
+    if kind is Sequence:
+        return isinstance(value, list | tuple) and all(_fits(item, inner[0]) for item in value)
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, int | float) if kind is float else isinstance(value, kind)
+
+
+def _told(hint: Any) -> str:
+    """A type for people."""
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Mapping: "a JSON object",
+             Sequence: "a JSON list", type(None): "null"}  # fmt: skip
+    kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
+    return " or ".join(names.get(get_origin(kind) or kind, str(kind)) for kind in kinds)
 
 
 def one_line(error: object, limit: int = 400) -> str:

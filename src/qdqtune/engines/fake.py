@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
 
 from qdqtune.engines import QuantType, Tensors, formats, one_line
 from qdqtune.engines.coverage import read_model
@@ -46,11 +47,16 @@ AR1_MEMORY = 0.995
 SHAPE_BYTES = 1024
 """Larger constants are weights: shape inference has no use for their values and much trouble with their size."""
 
+DEQUANTIZES = 19
+"""The first opset of which the reference evaluator has the operator DequantizeLinear."""
+
 COMPUTE = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 MOVES = frozenset({"Flatten", "MaxPool", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 INTEGER_KERNELS = COMPUTE | MOVES | {"Add", "AveragePool", "Concat", "GlobalAveragePool", "Mul"}
 EPILOGUES = frozenset({"Clip", "Relu"})
 FAULTS = ("crash", "hang", "nan", "refuse")
+
+Array = npt.NDArray[Any]
 
 
 def create(
@@ -159,7 +165,7 @@ class FakeModel:
         self._timed = timed
         self._evaluator: ReferenceEvaluator | None = None
 
-    def run(self, inputs: Tensors) -> dict[str, npt.NDArray[Any]]:
+    def run(self, inputs: Tensors) -> dict[str, Array]:
         """Outputs as ONNX defines them, or all NaN where a fault says so.
 
         Raises:
@@ -167,7 +173,7 @@ class FakeModel:
         """
         try:
             if self._evaluator is None:  # weights are read here: models that are only timed never need them
-                self._evaluator = ReferenceEvaluator(onnx.load(self._path))
+                self._evaluator = _evaluator(onnx.load(self._path))
             outputs = dict(zip(self._evaluator.output_names, self._evaluator.run(None, dict(inputs)), strict=True))
         except Exception as error:  # the reference evaluator raises what its Python code raises
             raise EngineFailure(f"fake engine: {one_line(error)}") from error
@@ -195,6 +201,23 @@ class FakeModel:
     def close(self) -> None:
         """Drop the weights."""
         self._evaluator = None
+
+
+class DequantizeLinear(OpRun):
+    """The operator before opset 19, with which the reference evaluator begins. It goes by the name of the class."""
+
+    op_domain = ""
+    op_schema = onnx.defs.get_schema("DequantizeLinear", 13)
+
+    def _run(self, x: Array, scale: Array, zero_point: Array | None = None, axis: int = 1) -> tuple[Array]:
+        channels = [-1 if i == axis % x.ndim else 1 for i in range(x.ndim)] if scale.size > 1 else []
+        centre = np.float32(0) if zero_point is None else zero_point.astype(np.float32).reshape(channels)
+        return ((x.astype(np.float32) - centre) * scale.reshape(channels),)
+
+
+def _evaluator(model: onnx.ModelProto) -> ReferenceEvaluator:
+    opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), DEQUANTIZES)
+    return ReferenceEvaluator(model, new_ops=[DequantizeLinear] if opset < DEQUANTIZES else None)
 
 
 class _Noise:

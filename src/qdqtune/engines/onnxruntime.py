@@ -44,11 +44,11 @@ def create(threads: int = 1, provider: str = CPU, fuse: bool = True) -> OnnxRunt
     Without `fuse` every operator runs by itself, exactly as the file has it: the arithmetic of pairs, not its speed.
 
     Raises:
-        BadOption: `threads` is not a positive whole number.
+        BadOption: `threads` is not positive.
         EngineUnavailable: this build of ONNX Runtime lacks the provider.
     """
-    if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
-        raise BadOption(f"--threads must be a whole number from 1 on, not {threads!r}")
+    if threads < 1:
+        raise BadOption(f"--threads must be a whole number from 1 on, not {threads}")
     available = ort.get_available_providers()
     if provider not in available:
         raise EngineUnavailable(f"ONNX Runtime here has no provider {provider!r}; it has {', '.join(available)}")

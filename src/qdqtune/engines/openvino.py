@@ -36,11 +36,11 @@ def create(threads: int = 1, precision: str = "f32") -> OpenVino:
     """The engine with `threads` threads; `precision` is that of everything that carries no pair.
 
     Raises:
-        BadOption: `threads` is not a positive whole number, or there is no such precision.
+        BadOption: `threads` is not positive, or there is no such precision.
         EngineUnavailable: this build of OpenVINO cannot use the CPU.
     """
-    if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
-        raise BadOption(f"--threads must be a whole number from 1 on, not {threads!r}")
+    if threads < 1:
+        raise BadOption(f"--threads must be a whole number from 1 on, not {threads}")
     if precision not in PRECISIONS:
         raise BadOption(f"engine 'openvino' has no precision {precision!r}; it has {', '.join(PRECISIONS)}")
     core = ov.Core()
@@ -156,10 +156,11 @@ class OpenVinoModel:
         """Write an OpenVINO IR: the graph as XML, its constants to a file beside it that ends in .bin.
 
         Raises:
-            EngineFailure: the name does not end in .xml, or a file cannot be written.
+            BadOption: the name does not end in .xml.
+            EngineFailure: a file cannot be written.
         """
         if path.suffix != ".xml":
-            raise EngineFailure(f"OpenVINO: an IR is NAME.xml and NAME.bin: give {path.with_suffix('.xml').name}")
+            raise BadOption(f"OpenVINO: an IR is NAME.xml and NAME.bin: give {path.with_suffix('.xml').name}")
         with _translated():
             ov.save_model(self._engine.core.read_model(str(self._path)), str(path), compress_to_fp16=False)
 

@@ -221,13 +221,10 @@ def _allow_precisions(trt: Any, network: Any, config: Any) -> None:
 
 
 def _profile(builder: Any, network: Any, options: Options) -> Any | None:
-    """The optimization profile of the dynamic inputs; None without any."""
-    inputs = [network.get_input(i) for i in range(network.num_inputs)]
-    names = [tensor.name for tensor in inputs]
-    if unknown := {*options.min_shapes, *options.opt_shapes, *options.max_shapes} - set(names):
-        raise BadOption(f"shapes given for {min(unknown)!r}: the model's inputs are {', '.join(names)}")
+    """The optimization profile of the dynamic inputs; None without any. Parts of a model have some of its inputs, so
+    shapes of others are passed over."""
     profile = None
-    for tensor in inputs:
+    for tensor in (network.get_input(i) for i in range(network.num_inputs)):
         sizes = tuple(tensor.shape)
         if -1 not in sizes and not tensor.is_shape_tensor:
             continue

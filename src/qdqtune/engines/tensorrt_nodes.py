@@ -9,6 +9,7 @@ import onnx
 
 from qdqtune.errors import BadOption
 from qdqtune.graph import bodies, captured
+from qdqtune.loading import node_names
 
 BREAK = re.compile(r" \+ | \|\| |, |\.\.\.|[()\[\]{}]|_myl\d+_\d+")
 FOREIGN = re.compile(r"\{ForeignNode\[(.*)\.\.\.(.*)\]\}")
@@ -21,20 +22,23 @@ MADE_UP = re.compile(
 """Beginnings of names that TensorRT gives to what it adds itself."""
 
 
-def node_name(node: onnx.NodeProto) -> str:
-    """A node's name; if it has none, the one that TensorRT's parser gives it."""
-    return node.name or f"node_of_{node.output[0]}"
-
-
 class Names:
-    """The names of a model's nodes, to be found in names of layers."""
+    """The names of a model's nodes, as `loading.load` has them, to be found in what TensorRT calls its layers.
 
-    def __init__(self, names: Collection[str]) -> None:
-        self._names = frozenset(names)
-        self._longest = max(map(len, names), default=0)
+    Its parser calls a node without a name `node_of_` and the node's first output. That is understood for every node,
+    since a report may be that of a file whose nodes had no names before it was loaded.
+    """
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
+    def __init__(self, graph: onnx.GraphProto) -> None:
+        names = node_names(graph)
+        self.nodes = dict(zip(names, graph.node, strict=True))
+        parsed = {f"node_of_{node.output[0]}": name for name, node in self.nodes.items() if node.output}
+        self._known = parsed | {name: name for name in names}
+        self._longest = max(map(len, self._known), default=0)
+
+    def known(self, name: str) -> str | None:
+        """The name of the node that TensorRT calls `name`."""
+        return self._known.get(name)
 
     def mentioned(self, layer: str) -> tuple[str, ...]:
         """The nodes in a layer's name. Node names may hold anything of the grammar: the longest that fits is taken."""
@@ -45,10 +49,10 @@ class Names:
         for start in starts:
             if start < position:
                 continue
-            fitting = [e for e in ends if start < e <= start + self._longest and layer[start:e] in self._names]
+            fitting = [e for e in ends if start < e <= start + self._longest and layer[start:e] in self._known]
             if fitting:
                 position = max(fitting)
-                found.append(layer[start:position])
+                found.append(self._known[layer[start:position]])
         return tuple(found)
 
 
@@ -72,14 +76,16 @@ def mentioned(layer: str) -> tuple[str, ...]:
 
 
 def assign(
-    model: onnx.ModelProto, layers: Sequence[tuple[str, Sequence[str]]]
+    model: onnx.ModelProto, names: Names, layers: Sequence[tuple[str, Sequence[str]]]
 ) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
     """Every node of the model in one of the layers (name, nodes that it mentions), and the nodes that were folded.
+
+    `names` are those of the model.
 
     Raises:
         BadOption: the layers mention no node of the model, or mostly others.
     """
-    graph = _Graph(model)
+    graph = _Graph(model, names)
     home = _claimed(graph, layers)
     for number, (name, _) in enumerate(layers):
         if foreign := FOREIGN.search(name):
@@ -103,10 +109,9 @@ def _claimed(graph: _Graph, layers: Sequence[tuple[str, Sequence[str]]]) -> dict
                 home.setdefault(name, number)
     for number, (_, names) in enumerate(layers):
         for name in names:
-            if name in graph.names:
-                home.setdefault(name, number)
+            home.setdefault(name, number)
     named = [names for layer, names in layers if not MADE_UP.match(layer)]
-    strangers = sum(not any(n in graph.names for n in names) for names in named)
+    strangers = sum(not names for names in named)
     if not home or 2 * strangers > len(named):
         raise BadOption(
             "the layer information hardly names a node of the model: it is of another model, or was exported "
@@ -118,10 +123,10 @@ def _claimed(graph: _Graph, layers: Sequence[tuple[str, Sequence[str]]]) -> dict
 class _Graph:
     """The nodes by name, in graph order, and their neighbours."""
 
-    def __init__(self, model: onnx.ModelProto) -> None:
-        nodes = {node_name(n): n for n in model.graph.node}
+    def __init__(self, model: onnx.ModelProto, names: Names) -> None:
+        nodes = names.nodes
         self.order = tuple(nodes)
-        self.names = Names(nodes)
+        self.names = names
         self.operators = {name: n.op_type for name, n in nodes.items()}
         maker = {tensor: name for name, n in nodes.items() for tensor in n.output if tensor}
         self.before: dict[str, list[str]] = {}

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import onnx
 
-from qdqtune.engines.tensorrt_nodes import COPY_NODE, Names, assign, mentioned, node_name
+from qdqtune.engines.tensorrt_nodes import COPY_NODE, Names, assign, mentioned
 from qdqtune.errors import BadOption
 from qdqtune.types import Layer
 
@@ -73,9 +73,9 @@ def read_report(
         profile: the profile: a file, its text, or pairs of layer name and milliseconds. Without it times are None; a
             layer that it lacks (TensorRT does not time layers that do nothing) has None too.
         model: the model that the engine was built from; its weights are not needed. With it, the layers hold each node
-            once: a node that was fused away without trace stands in the layer of the neighbour that absorbed it, and
-            nodes of constants alone in one last layer of kind "folded". Without it, a layer has the names that it
-            mentions, which may be those of constants.
+            once, by the name that `loading.load` gives it: a node that was fused away without trace stands in the layer
+            of the neighbour that absorbed it, and nodes of constants alone in one last layer of kind "folded". Without
+            it, a layer has the names that it mentions, which may be those of constants.
 
     `precision` is that of the arithmetic: what the layer multiplies, where it is known, and what it writes otherwise.
     Layers of an optimization profile that the profiled run did not use are left out.
@@ -86,13 +86,15 @@ def read_report(
     entries = _entries(_text(graph, "layer information"))
     times = _times(profile)
     entries = _of_one_profile(entries, times)
-    operators = None if model is None else {node_name(n): n.op_type for n in model.graph.node}
-    names = None if operators is None else Names(operators)
+    names = None if model is None else Names(model.graph)
     mentions = [_mentions(entry, names) for entry in entries]
     nodes, folded = mentions, tuple[str, ...]()
-    if model is not None:
-        nodes, folded = assign(model, [(e.name, names) for e, names in zip(entries, mentions, strict=True)])
-    kinds = [_kind(e, names, operators or {}) for e, names in zip(entries, mentions, strict=True)]
+    operators: dict[str, str] = {}
+    if model is not None and names is not None:
+        named = [(entry.name, own) for entry, own in zip(entries, mentions, strict=True)]
+        nodes, folded = assign(model, names, named)
+        operators = {name: node.op_type for name, node in names.nodes.items()}
+    kinds = [_kind(entry, own, operators) for entry, own in zip(entries, mentions, strict=True)]
     layers = [
         Layer(entry.name, covered, _precision(entry, kind), time, kind)
         for entry, covered, time, kind in zip(entries, nodes, _aligned(entries, times), kinds, strict=True)
@@ -205,7 +207,8 @@ def _mentions(entry: _Entry, known: Names | None) -> tuple[str, ...]:
     name = PROFILE_SUFFIX.sub("", entry.name)
     if known is None:
         return entry.metadata or mentioned(name)
-    return tuple(dict.fromkeys((*known.mentioned(name), *(n for n in entry.metadata if n in known))))
+    told = (found for n in entry.metadata if (found := known.known(n)) is not None)
+    return tuple(dict.fromkeys((*known.mentioned(name), *told)))
 
 
 def _kind(entry: _Entry, mentions: Sequence[str], operators: Mapping[str, str]) -> Kind:

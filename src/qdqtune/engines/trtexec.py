@@ -116,7 +116,7 @@ class Trtexec:
         return formats.tensorrt(quant_type)
 
     def build(self, model: Path, log: Path) -> TrtexecModel:
-        """A plan, in a folder beside the log. What trtexec prints now and later goes to the log.
+        """A plan, in a temporary folder. What trtexec prints now and later goes to the log.
 
         Raises:
             EngineFailure: trtexec refuses the model.
@@ -188,7 +188,7 @@ class TrtexecModel:
         self._flags, self._shapes = flags, shapes
         self._log = log
         self._warmup_ms = warmup_ms
-        self._folder = tempfile.TemporaryDirectory(prefix="trtexec-", dir=log.parent)
+        self._folder = tempfile.TemporaryDirectory(prefix="trtexec-")
         self._plans: dict[str, Path] = {}
         self._fed: Tensors | None = None
 

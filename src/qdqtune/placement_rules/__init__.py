@@ -66,6 +66,8 @@ RULES: tuple[PlacementRule, ...] = (
               floats.graph_outputs),
     KeepFloat("float-outputs", "what leaves the graph is not rounded, unless an integer convolution writes it",
               MEASURED, ONNXRUNTIME, INT8, floats.float_outputs),
+    KeepFloat("half-precision", "the integer kernels take and give float32 only", MEASURED, ONNXRUNTIME, INT8,
+              floats.half_precision),
     KeepFloat("swish", "the gate and the product of SiLU and HardSwish join the convolution in front of them",
               OPTIMIZER, FUSING, BOTH, floats.swish),
     KeepFloat("inside-fusions", "a pair inside Conv, bias, BatchNormalization and activation breaks their fusion",

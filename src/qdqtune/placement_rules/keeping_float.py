@@ -7,6 +7,7 @@ from math import prod
 
 from qdqtune.graph import Node
 from qdqtune.placement_rules.scene import Scene, nodes_into
+from qdqtune.precision import HALF
 from qdqtune.types import Edge
 
 NORMALIZATIONS = frozenset({"BatchNormalization", "GroupNormalization", "InstanceNormalization", "LayerNormalization",
@@ -30,6 +31,11 @@ def float_outputs(scene: Scene) -> Iterator[Edge]:
     """Edges to graph outputs, but those of what a convolution makes."""
     own = {result(scene, n) for n in scene.computes() if n.op in ("Conv", "ConvTranspose")}
     return (e for e in graph_outputs(scene) if e.tensor not in own)
+
+
+def half_precision(scene: Scene) -> Iterator[Edge]:
+    """Edges of tensors in float16 or bfloat16."""
+    return (e for e in scene.possible if scene.model.tensors[e.tensor].dtype in HALF)
 
 
 def result(scene: Scene, node: Node) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from qdqtune.timing import Plan, judge
 from qdqtune.types import Placement, Proposal, Trial
 
 
@@ -21,3 +22,13 @@ class Strategy(Protocol):
 def best_of(history: Sequence[Trial]) -> Placement:
     """The placement that was accepted last; the empty one if none was."""
     return next((t.placement for t in reversed(history) if t.accepted), Placement())
+
+
+def ratios_to_float(history: Sequence[Trial], plan: Plan) -> dict[Placement, float]:
+    """The median ratio of each measured placement to the float model, over what it was compared with; no failures."""
+    ratios = {Placement(): 1.0}
+    for trial in history:
+        measured = judge(trial, plan)
+        if measured is not None and trial.against in ratios:
+            ratios[trial.placement] = ratios[trial.against] * measured.median
+    return ratios

@@ -16,7 +16,7 @@ import numpy as np
 from qdqtune import rules
 from qdqtune.graph import Model, Node
 from qdqtune.patterns import Pattern
-from qdqtune.strategies import best_of
+from qdqtune.strategies import best_of, ratios_to_float
 from qdqtune.strategies.noise import DOUBT, Noise
 from qdqtune.timing import Plan, judge
 from qdqtune.types import Edge, Placement, Point, Proposal, Scheme, Trial
@@ -136,13 +136,10 @@ class RegionSearch:
         return Placement.of(edges)
 
     def _ranked(self, suggestions: Mapping[str, Placement], history: Sequence[Trial]) -> list[tuple[str, Placement]]:
-        """Suggestions by measured ratio to the float model, failures last."""
-        medians = {}
-        for trial in history:
-            if not trial.against.edges and (found := judge(trial, self.plan)) is not None:
-                medians[trial.placement.digest] = found.median
-        known = [(name, p) for name, p in suggestions.items() if p.digest in medians]
-        return sorted(known, key=lambda item: medians[item[1].digest])
+        """Suggestions by measured ratio to the float model, whatever they were compared with; without failures."""
+        ratios = ratios_to_float(history, self.plan)
+        known = [(name, p) for name, p in suggestions.items() if p in ratios]
+        return sorted(known, key=lambda item: ratios[item[1]])
 
     def _together(self, history: Sequence[Trial], best: Placement) -> Iterator[Proposal]:
         """Pattern changes that beat an earlier best without being taken, on top of the present best."""
