@@ -1,10 +1,10 @@
 """CPU time of finding the regions of large graphs and of grouping them to patterns.
 
 Each graph is of one kind, without weights: what matters is how its nodes are joined. 'index s' is the time in which a
-model makes its index of nodes and tensors, which every later stage shares; 'find s' and 'group s' follow on it. Each run
-starts with a new model; the figures are medians, 'slowest s' is the longest run of find and group together. Goal for
-10,000 nodes: less than 1 s of find and group together. 'edges s' is the time, once, of all points of all patterns with
-their edges in all instances, which are made when a search asks for them.
+model makes its index of nodes and tensors, which every later stage shares; 'find s' and 'group s' follow on it. Each
+run starts with a new model; the figures are medians, 'slowest s' is the longest run of find and group together. Goal
+for 10,000 nodes: less than 1 s of find and group together. 'edges s' is the time, once, of all points of all patterns
+with their edges in all instances, which are made when a search asks for them.
 """
 
 from __future__ import annotations
