@@ -31,8 +31,8 @@ from qdqtune import patterns, regions, rules
 from qdqtune.calibration import calibrate
 from qdqtune.data import open_samples
 from qdqtune.engines import EngineSpec, open_engine
-from qdqtune.graph import Constant, ConstantFile, Model
-from qdqtune.loading import load
+from qdqtune.graph.loading import load
+from qdqtune.graph.model import Constant, ConstantFile, Model
 from qdqtune.qdq import Inserter, weight_role
 from qdqtune.scales import Ranges
 from qdqtune.types import Edge, Placement

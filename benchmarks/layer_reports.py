@@ -12,7 +12,7 @@ import zoo
 
 from qdqtune.data import open_samples
 from qdqtune.engines import EngineSpec
-from qdqtune.loading import load
+from qdqtune.graph.loading import load
 from qdqtune.runner import Runner
 from qdqtune.types import Failure
 

@@ -30,8 +30,8 @@ from qdqtune.comparing import Row, compare_files
 from qdqtune.data import Samples, open_samples
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import QdqtuneError
-from qdqtune.graph import Model, save
-from qdqtune.loading import load
+from qdqtune.graph.loading import load
+from qdqtune.graph.model import Model, save
 from qdqtune.runner import Runner
 from qdqtune.settings import EFFORTS, Mode, Settings
 from qdqtune.timing import Plan, Ratio

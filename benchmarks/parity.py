@@ -18,8 +18,8 @@ from quantizers import write_static
 from qdqtune.calibration import calibrate
 from qdqtune.comparing import compare_files
 from qdqtune.data import open_samples
-from qdqtune.graph import save
-from qdqtune.loading import load
+from qdqtune.graph.loading import load
+from qdqtune.graph.model import save
 from qdqtune.qdq import insert
 from qdqtune.reading import read_placement
 from qdqtune.runner import Runner

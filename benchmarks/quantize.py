@@ -26,8 +26,8 @@ from quantizers import write_static
 from qdqtune.accuracy import sqnr_db
 from qdqtune.comparing import compare_files
 from qdqtune.data import Array, Sample, open_samples
-from qdqtune.graph import save
-from qdqtune.loading import load
+from qdqtune.graph.loading import load
+from qdqtune.graph.model import save
 from qdqtune.quantizing import Request, quantize, split
 from qdqtune.runner import Runner
 from qdqtune.timing import Plan

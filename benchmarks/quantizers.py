@@ -11,7 +11,7 @@ from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
 from qdqtune.data import Array, Sample
-from qdqtune.graph import Model, save
+from qdqtune.graph.model import Model, save
 from qdqtune.types import NumericFormat
 
 

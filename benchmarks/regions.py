@@ -22,7 +22,7 @@ import zoo
 from onnx import helper
 
 from qdqtune import patterns, regions
-from qdqtune.graph import Model
+from qdqtune.graph.model import Model
 
 FLOAT, SHAPE = onnx.TensorProto.FLOAT, (1, 8, 4, 4)
 CONSTANTS: Mapping[str, tuple[int, ...]] = {"weight": (8, 8, 1, 1), "matrix": (4, 4)}

@@ -17,10 +17,10 @@ from onnx import parser
 from onnx.reference import ReferenceEvaluator
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
-from qdqtune.constants import settle
 from qdqtune.engines.formats import ONNXRUNTIME_SHARED
-from qdqtune.graph import Constant, Model, save
-from qdqtune.loading import infer, load
+from qdqtune.graph.constants import settle
+from qdqtune.graph.loading import infer, load
+from qdqtune.graph.model import Constant, Model, save
 from qdqtune.rules import possible_edges
 from qdqtune.scales import Range, Ranges
 from qdqtune.types import Edge, NumericFormat, QType

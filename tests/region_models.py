@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 from onnx import AttributeProto, GraphProto, NodeProto, TensorProto, helper, numpy_helper
 
-from qdqtune.graph import Model
+from qdqtune.graph.model import Model
 
 SHAPE = [1, 8, 4, 4]
 

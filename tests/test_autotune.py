@@ -46,8 +46,8 @@ from qdqtune.autotune.workflows import (
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import FakeModel, latency
 from qdqtune.errors import BadOption, BadState, BaselineFailed
-from qdqtune.graph import Model
-from qdqtune.loading import load, load_proto
+from qdqtune.graph.loading import load, load_proto
+from qdqtune.graph.model import Model
 from qdqtune.qdq import insert
 from qdqtune.qdq_utils import get_quantized_tensors
 from qdqtune.reading import read_placement

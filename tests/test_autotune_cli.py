@@ -16,8 +16,8 @@ import pytest
 from models import INT8, conv_net, ranges
 from qdqtune import cli, regions, rules
 from qdqtune.autotune import __main__ as autotune
-from qdqtune.graph import save
-from qdqtune.loading import load
+from qdqtune.graph.loading import load
+from qdqtune.graph.model import save
 from qdqtune.patterns import group
 from qdqtune.placements import read_placement_file
 from qdqtune.qdq import insert

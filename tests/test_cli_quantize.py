@@ -10,7 +10,7 @@ import pytest
 
 from conftest import Call
 from models import build, conv_net
-from qdqtune.loading import load
+from qdqtune.graph.loading import load
 from qdqtune.placement_rules import RULES, rules_of
 from qdqtune.reading import read_placement
 from tuning import mixed, write

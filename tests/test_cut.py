@@ -12,7 +12,7 @@ import pytest
 from models import INT8, attention, build, conv_net, normal, ranges
 from qdqtune import rules
 from qdqtune.engines.fake import _CostModel
-from qdqtune.graph import Model
+from qdqtune.graph.model import Model
 from qdqtune.qdq import Inserter
 from qdqtune.strategies import best_of
 from qdqtune.strategies.costs import Costs

@@ -15,7 +15,7 @@ import pytest
 from models import build, embedding, normal
 from qdqtune.data import Samples, input_specs, open_samples
 from qdqtune.errors import BadData, BadModel, BadOption, InputError
-from qdqtune.graph import Model
+from qdqtune.graph.model import Model
 
 Array = npt.NDArray[Any]
 

@@ -21,7 +21,7 @@ from qdqtune.engines import onnxruntime as ort_module
 from qdqtune.engines.fake import latency
 from qdqtune.engines.formats import ONNXRUNTIME_SHARED
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
-from qdqtune.graph import save
+from qdqtune.graph.model import save
 from qdqtune.qdq import insert
 from qdqtune.rules import possible_edges
 from qdqtune.types import NumericFormat, Placement, QType

@@ -11,7 +11,7 @@ from models import build, feeds, normal
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption
 from qdqtune.evaluating import evaluate, load_evaluation
-from qdqtune.graph import save
+from qdqtune.graph.model import save
 from qdqtune.runner import Handle, Runner
 from qdqtune.types import Failure
 from tuning import without_processes

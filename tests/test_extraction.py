@@ -16,9 +16,9 @@ from qdqtune.calibration import watch
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption
 from qdqtune.extraction import Resolved, borders, extract, is_shape, resolve
-from qdqtune.graph import Model
+from qdqtune.graph.loading import with_input_shapes
+from qdqtune.graph.model import Model
 from qdqtune.grouping import by_rules
-from qdqtune.loading import with_input_shapes
 from qdqtune.shapes import check_spans, spans, with_spans
 
 RESHAPED = """net (float[N,4,6] x, float[2,3] z) => (float[N,M,2] y) {

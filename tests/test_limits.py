@@ -19,7 +19,7 @@ from qdqtune.accuracy import sqnr_db
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
 from qdqtune.errors import BadOption, BaselineFailed
-from qdqtune.graph import Model, save
+from qdqtune.graph.model import Model, save
 from qdqtune.limits import Limits, is_unmet, verdict, wins
 from qdqtune.observer import State
 from qdqtune.qdq import Inserter

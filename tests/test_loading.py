@@ -14,8 +14,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
 
 from qdqtune.errors import BadModel, BadOption
-from qdqtune.graph import bodies
-from qdqtune.loading import load, with_input_shapes
+from qdqtune.graph.loading import load, with_input_shapes
+from qdqtune.graph.model import bodies
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 

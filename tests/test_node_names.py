@@ -14,7 +14,7 @@ from conftest import Call
 from engine_contract import quantized_conv_model
 from models import INT8, UINT8
 from qdqtune import grouping
-from qdqtune.loading import load, node_names
+from qdqtune.graph.loading import load, node_names
 from test_trtexec import stand_in, static
 
 ENGINES = ["fake", "onnxruntime", "openvino", "trtexec"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from models import attention, build, normal
-from qdqtune.graph import Model
+from qdqtune.graph.model import Model
 from qdqtune.strategies.costs import Costs
 from qdqtune.strategies.cut import cut, cut_within
 from qdqtune.strategies.noise import DOUBT, STEP, Noise

@@ -21,8 +21,8 @@ from qdqtune import patterns, regions, rules
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import FakeModel, create, latency
 from qdqtune.errors import BadState, BaselineFailed
-from qdqtune.graph import save
-from qdqtune.loading import load
+from qdqtune.graph.loading import load
+from qdqtune.graph.model import save
 from qdqtune.qdq import Inserter, insert
 from qdqtune.runner import Runner
 from qdqtune.strategies import best_of

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from models import FORMATS, attention, branching, build, conv_net, embedding, normal, tapped
 from qdqtune.engines import MODULES, QuantType
 from qdqtune.engines.formats import numeric_format
-from qdqtune.graph import Model
+from qdqtune.graph.model import Model
 from qdqtune.placement_rules import RULES, KeepFloat, Placed, as_json, place, rules_of
 from qdqtune.placement_rules.scene import DEPTH, Scene
 from qdqtune.qdq import insert

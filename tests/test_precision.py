@@ -12,9 +12,9 @@ from models import INT8, attention, build, conv_net, feeds, normal, ranges, run,
 from qdqtune import rules
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadModel, BadOption
-from qdqtune.graph import Constant, Model
-from qdqtune.loading import load
-from qdqtune.precision import to_float16
+from qdqtune.graph.float16 import to_float16
+from qdqtune.graph.loading import load
+from qdqtune.graph.model import Constant, Model
 from qdqtune.qdq import insert
 from qdqtune.reading import read_placement, strip_pairs
 from qdqtune.runner import Runner

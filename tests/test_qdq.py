@@ -38,7 +38,7 @@ from models import (
     tapped,
 )
 from qdqtune import rules
-from qdqtune.graph import ConstantFile, Model, Node
+from qdqtune.graph.model import ConstantFile, Model, Node
 from qdqtune.qdq import RAW_OUTPUT, Inserter, insert, weight_role
 from qdqtune.scales import Range, Ranges
 from qdqtune.types import Edge, NumericFormat, Placement

@@ -21,8 +21,8 @@ from qdqtune.calibration import Calibration
 from qdqtune.engines import MODULES, QuantType
 from qdqtune.engines.formats import numeric_format
 from qdqtune.errors import BadModel, BadOption, OutputError
-from qdqtune.graph import Model, save
-from qdqtune.loading import load
+from qdqtune.graph.loading import load
+from qdqtune.graph.model import Model, save
 from qdqtune.qdq import insert
 from qdqtune.quantizing import HELD_OUT, Request, Selection, quantize, with_known_ranges
 from qdqtune.reading import read_placement

@@ -10,8 +10,8 @@ import pytest
 
 from models import attention, build, conv_net, normal
 from qdqtune.engines import EngineSpec, QuantType, open_engine
-from qdqtune.graph import Model, save
-from qdqtune.precision import Precision
+from qdqtune.graph.float16 import Precision
+from qdqtune.graph.model import Model, save
 from qdqtune.quantizing import Request, quantize
 from tuning import without_processes
 

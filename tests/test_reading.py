@@ -28,7 +28,7 @@ from models import (
     static,
 )
 from qdqtune import rules
-from qdqtune.graph import Model
+from qdqtune.graph.model import Model
 from qdqtune.qdq import insert
 from qdqtune.reading import is_quantized, read_placement, strip_pairs
 from qdqtune.scales import Range, Ranges

@@ -13,7 +13,7 @@ import pytest
 from models import attention, build, conv_net, normal, ranges
 from qdqtune import patterns, regions, rules
 from qdqtune.engines.fake import create, latency
-from qdqtune.graph import Model
+from qdqtune.graph.model import Model
 from qdqtune.patterns import Pattern
 from qdqtune.qdq import Inserter
 from qdqtune.strategies import best_of, ratios_to_float

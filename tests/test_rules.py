@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from models import UINT8, branching, build, case, conv_net, normal, ranges, static
 from qdqtune import rules
-from qdqtune.graph import GRAPH, Model
+from qdqtune.graph.model import GRAPH, Model
 from qdqtune.qdq import insert
 from qdqtune.reading import read_placement
 from qdqtune.rules import RULES, consistent, placements, possible_edges

@@ -8,7 +8,7 @@ import pytest
 from models import FORMATS, PLAIN, attention, build, conv_net, feeds, normal, ranges, run
 from qdqtune import rules, scales
 from qdqtune.accuracy import sqnr_db
-from qdqtune.graph import Model
+from qdqtune.graph.model import Model
 from qdqtune.qdq import insert
 from qdqtune.scales import Range
 from qdqtune.sensitivity import DEAFENING, _shares, each_value, sensitivities

@@ -10,7 +10,7 @@ import pytest
 
 from models import build, normal, ranges
 from qdqtune import rules
-from qdqtune.graph import Model
+from qdqtune.graph.model import Model
 from qdqtune.strategies import best_of
 from qdqtune.strategies.isolated import Option, Profile, select
 from qdqtune.strategies.subgraph import Change, SubgraphSearch

@@ -23,7 +23,7 @@ from models import build, feeds, normal, run
 from qdqtune import profiling, report
 from qdqtune.engines import EngineSpec, trtexec_program
 from qdqtune.errors import BadOption
-from qdqtune.loading import load
+from qdqtune.graph.loading import load
 from qdqtune.runner import Runner
 from qdqtune.timing import Plan
 from qdqtune.tune import Result, tune

@@ -16,7 +16,7 @@ from engine_contract import model_of
 from qdqtune.engines.tensorrt_nodes import Names, mentioned
 from qdqtune.engines.tensorrt_report import read_report
 from qdqtune.errors import BadOption
-from qdqtune.loading import name_nodes
+from qdqtune.graph.loading import name_nodes
 from qdqtune.types import Layer
 
 DATA = Path(__file__).with_name("data") / "tensorrt"

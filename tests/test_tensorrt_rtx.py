@@ -18,8 +18,8 @@ from models import attention, build, conv_net, feeds, normal, ranges
 from qdqtune import rules
 from qdqtune.engines import EngineSpec, QuantType, open_engine
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
-from qdqtune.graph import Model, save
-from qdqtune.precision import to_float16
+from qdqtune.graph.float16 import to_float16
+from qdqtune.graph.model import Model, save
 from qdqtune.qdq import Inserter
 from qdqtune.runner import Runner
 from qdqtune.types import Edge, Layer, Placement

@@ -17,7 +17,7 @@ from engine_contract import IMAGE, ROWS, EngineContract, conv_model, matmul_mode
 from qdqtune.engines import Engine, EngineSpec, open_engine
 from qdqtune.engines.trtexec import create
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
-from qdqtune.loading import node_names
+from qdqtune.graph.loading import node_names
 from qdqtune.runner import Runner
 from qdqtune.types import Failure, NumericFormat, QType
 

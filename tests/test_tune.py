@@ -21,8 +21,8 @@ from qdqtune import rules
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import FakeModel, latency
 from qdqtune.errors import BadModel, BadOption, BaselineFailed, OutputError
-from qdqtune.graph import Model, save
-from qdqtune.loading import load
+from qdqtune.graph.loading import load
+from qdqtune.graph.model import Model, save
 from qdqtune.observer import State
 from qdqtune.placements import read_cache, read_placement_file
 from qdqtune.qdq import Inserter, insert

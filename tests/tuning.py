@@ -21,7 +21,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
 from qdqtune.engines.worker import Session
 from qdqtune.errors import QdqtuneError
-from qdqtune.graph import Model, save
+from qdqtune.graph.model import Model, save
 from qdqtune.settings import Settings
 from qdqtune.strategies.region import Config
 from qdqtune.timing import Plan

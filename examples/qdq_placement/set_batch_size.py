@@ -17,8 +17,8 @@ import onnx
 from qdqtune.data import open_samples
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.errors import BadModel, BadOption, EngineFailure, QdqtuneError
-from qdqtune.graph import Model, save
-from qdqtune.loading import infer, load
+from qdqtune.graph.loading import infer, load
+from qdqtune.graph.model import Model, save
 
 
 def with_batch(model: Model, size: int) -> Model:

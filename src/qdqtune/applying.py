@@ -10,10 +10,10 @@ from qdqtune import rules
 from qdqtune.calibration import Calibration, calibrate
 from qdqtune.data import open_samples
 from qdqtune.errors import BadModel, BadOption, OutputError
-from qdqtune.graph import save
-from qdqtune.loading import with_input_shapes
+from qdqtune.graph.float16 import Precision, load_as
+from qdqtune.graph.loading import with_input_shapes
+from qdqtune.graph.model import save
 from qdqtune.placements import existing, read_placement_file
-from qdqtune.precision import Precision, load_as
 from qdqtune.qdq import insert
 from qdqtune.reading import is_quantized
 from qdqtune.types import Edge, NumericFormat, Placement

@@ -17,7 +17,7 @@ from qdqtune.accuracy import is_finite, sqnr_db
 from qdqtune.data import Array, Sample
 from qdqtune.errors import BaselineFailed, EngineFailure, OutputError
 from qdqtune.evaluating import Evaluation, evaluate
-from qdqtune.graph import ConstantFile, save
+from qdqtune.graph.model import ConstantFile, save
 from qdqtune.limits import Limits
 from qdqtune.pairing import fresh_pair, rounds_of
 from qdqtune.qdq import Inserter

@@ -10,8 +10,8 @@ from onnx import ModelProto
 
 from qdqtune.engines import MODULES, EngineSpec
 from qdqtune.errors import BadOption, EngineFailure, OutputError
-from qdqtune.graph import Model
-from qdqtune.loading import read
+from qdqtune.graph.loading import read
+from qdqtune.graph.model import Model
 from qdqtune.runner import Handle, Runner
 from qdqtune.shapes import check_spans
 from qdqtune.types import Failure

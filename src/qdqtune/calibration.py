@@ -20,7 +20,7 @@ from onnx import TensorProto, helper
 from qdqtune.data import Array, Sample
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadData, BadModel
-from qdqtune.graph import ConstantFile, Model
+from qdqtune.graph.model import ConstantFile, Model
 from qdqtune.histograms import Histogram
 from qdqtune.runner import Runner
 from qdqtune.scales import Range, Ranges

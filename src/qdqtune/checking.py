@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from qdqtune.graph import Model, Node
+from qdqtune.graph.model import Model, Node
 from qdqtune.reasons import UNKNOWN, Reasons, Verdict, is_conversion, is_float, is_low, told
 from qdqtune.rules import COMPUTE
 from qdqtune.types import Layer, NumericFormat

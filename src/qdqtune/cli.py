@@ -26,8 +26,8 @@ from qdqtune.data import open_samples
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.formats import numeric_format
 from qdqtune.errors import ConstraintUnmet, EngineFailure, QdqtuneError
+from qdqtune.graph.loading import load, with_input_shapes
 from qdqtune.inspection import as_json, render
-from qdqtune.loading import load, with_input_shapes
 from qdqtune.placements import read_placement_file
 from qdqtune.proving import FINAL
 from qdqtune.runner import unlogged

@@ -26,8 +26,8 @@ from qdqtune.doctor import Diagnosis, examine
 from qdqtune.engines import EngineSpec, QuantType, Tensors
 from qdqtune.engines.tensorrt_report import read_report
 from qdqtune.errors import BadOption, ConstraintUnmet, EngineFailure, EngineUnavailable
-from qdqtune.graph import Model
-from qdqtune.loading import load, read, with_input_shapes
+from qdqtune.graph.loading import load, read, with_input_shapes
+from qdqtune.graph.model import Model
 from qdqtune.provenance import is_measured
 from qdqtune.reading import is_quantized
 from qdqtune.reasons import is_low

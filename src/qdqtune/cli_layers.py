@@ -18,7 +18,7 @@ from qdqtune.data import open_samples
 from qdqtune.engines import EngineSpec, Tensors
 from qdqtune.engines.tensorrt_report import read_report
 from qdqtune.errors import BadOption, EngineFailure
-from qdqtune.loading import load, read, with_input_shapes
+from qdqtune.graph.loading import load, read, with_input_shapes
 from qdqtune.runner import unlogged
 from qdqtune.shapes import check_spans
 from qdqtune.types import Failure, Layer

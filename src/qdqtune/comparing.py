@@ -12,8 +12,8 @@ import numpy as np
 from qdqtune.accuracy import sqnr_db
 from qdqtune.data import Array, InputSpec, Sample, input_specs
 from qdqtune.errors import BadOption, EngineFailure
-from qdqtune.graph import Model
-from qdqtune.loading import load
+from qdqtune.graph.loading import load
+from qdqtune.graph.model import Model
 from qdqtune.observer import Observer, Silent
 from qdqtune.pairing import fresh_pair
 from qdqtune.runner import Runner

@@ -11,7 +11,7 @@ import numpy as np
 from qdqtune import scales
 from qdqtune.calibration import observed
 from qdqtune.data import Sample
-from qdqtune.graph import Model
+from qdqtune.graph.model import Model
 from qdqtune.scales import NUMPY_TYPE, Quantization
 from qdqtune.sensitivity import sensitivities
 from qdqtune.types import Edge, Failure, Placement

@@ -26,7 +26,7 @@ import onnx
 
 from qdqtune.engines import one_line
 from qdqtune.errors import BadData, BadModel, BadOption
-from qdqtune.graph import Model
+from qdqtune.graph.model import Model
 
 Array = npt.NDArray[Any]
 Sample = dict[str, Array]

@@ -16,8 +16,8 @@ from onnx import TensorProto, helper
 from qdqtune.calibration import watch
 from qdqtune.data import Array, Sample
 from qdqtune.errors import BadOption
-from qdqtune.graph import Constant, Model
-from qdqtune.loading import with_input_shapes
+from qdqtune.graph.loading import with_input_shapes
+from qdqtune.graph.model import Constant, Model
 from qdqtune.shapes import Span
 
 Sizes = Mapping[str, tuple[int, ...]]

@@ -10,7 +10,7 @@ import onnx
 
 from qdqtune.engines.tensorrt_report import read_report
 from qdqtune.errors import BadOption
-from qdqtune.graph import Model
+from qdqtune.graph.model import Model
 from qdqtune.strategies.grouped import usual_groups
 from qdqtune.types import Edge, Layer
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qdqtune.graph import Model
+from qdqtune.graph.model import Model
 from qdqtune.patterns import Pattern
 from qdqtune.regions import Regions
 from qdqtune.structure import HEAVY, may_be_float

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from qdqtune.graph import GRAPH
+from qdqtune.graph.model import GRAPH
 from qdqtune.structure import Structure
 from qdqtune.topology import ELEMENTWISE, Flow, Outline
 

@@ -5,7 +5,7 @@ The node `/encoder/layer.0/attention/self/query/MatMul` lies in module encoder/l
 
 from __future__ import annotations
 
-from qdqtune.graph import Model
+from qdqtune.graph.model import Model
 from qdqtune.topology import ELEMENTWISE, Flow, Outline
 
 MOST = 0.6

@@ -10,7 +10,7 @@ import onnx
 from google.protobuf.message import Message
 from onnx import numpy_helper
 
-from qdqtune.graph import Model, Node
+from qdqtune.graph.model import Model, Node
 
 
 def digest(content: bytes) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from qdqtune.graph import GRAPH, Model
+from qdqtune.graph.model import GRAPH, Model
 from qdqtune.regions import Regions
 from qdqtune.structure import Listing, Structure, can_carry
 from qdqtune.types import ChildInput, Edge, NodeInput, Placement, Point, Region, RegionKind, RegionOutput, Scheme

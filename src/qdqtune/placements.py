@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import yaml
 
 from qdqtune.errors import BadOption, OutputError
-from qdqtune.graph import Model
+from qdqtune.graph.model import Model
 from qdqtune.patterns import Pattern, scheme_of
 from qdqtune.timing import Plan, judge
 from qdqtune.types import ChildInput, Edge, NodeInput, Placement, Point, RegionOutput, Scheme, Trial

@@ -23,7 +23,7 @@ from qdqtune.calibration import watch
 from qdqtune.data import Array
 from qdqtune.errors import BadOption, InputError, OutputError
 from qdqtune.extraction import Resolved, borders, extract, is_shape
-from qdqtune.graph import ConstantFile, Model
+from qdqtune.graph.model import ConstantFile, Model
 from qdqtune.observer import Observer
 from qdqtune.pairing import rounds_of
 from qdqtune.qdq import Inserter

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from qdqtune.errors import InputError
-from qdqtune.graph import Model
-from qdqtune.loading import load
+from qdqtune.graph.loading import load
+from qdqtune.graph.model import Model
 from qdqtune.placements import read_placement_file
 from qdqtune.proving import BASELINE
 from qdqtune.reading import read_placement

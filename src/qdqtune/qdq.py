@@ -16,8 +16,8 @@ import onnx
 from onnx import TensorProto, helper
 
 from qdqtune import scales
-from qdqtune.folding import names_in
-from qdqtune.graph import GRAPH, LARGE, Constant, Model, Node, rebuild
+from qdqtune.graph.folding import names_in
+from qdqtune.graph.model import GRAPH, LARGE, Constant, Model, Node, rebuild
 from qdqtune.scales import Array, Quantization, Range, Ranges
 from qdqtune.types import Edge, NumericFormat, Placement, QType
 

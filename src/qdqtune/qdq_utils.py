@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import onnx
 
-from qdqtune.graph import Model
-from qdqtune.loading import load_proto
+from qdqtune.graph.loading import load_proto
+from qdqtune.graph.model import Model
 
 
 class QuantizedTensors(set[str]):

@@ -22,11 +22,11 @@ from qdqtune.engines import EngineSpec, QuantType
 from qdqtune.engines.formats import numeric_format
 from qdqtune.errors import BadModel, BadOption, EngineFailure, OutputError
 from qdqtune.evaluating import Evaluation, evaluate, load_evaluation
-from qdqtune.graph import Model, save
-from qdqtune.loading import load, with_input_shapes
+from qdqtune.graph.float16 import Precision, load_as
+from qdqtune.graph.loading import load, with_input_shapes
+from qdqtune.graph.model import Model, save
 from qdqtune.observer import Observer, Silent
 from qdqtune.placement_rules import Placed
-from qdqtune.precision import Precision, load_as
 from qdqtune.qdq import insert
 from qdqtune.reading import is_quantized
 from qdqtune.runner import Handle, Runner

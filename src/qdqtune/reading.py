@@ -10,8 +10,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from qdqtune.graph import FLOATS, GRAPH, Constant, Model, Node, rebuild
-from qdqtune.loading import infer
+from qdqtune.graph.loading import infer
+from qdqtune.graph.model import FLOATS, GRAPH, Constant, Model, Node, rebuild
 from qdqtune.qdq import RAW_OUTPUT, weight_role
 from qdqtune.scales import Array, Range, Ranges
 from qdqtune.types import Edge, Placement

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from onnx import TensorProto
 
-from qdqtune.graph import GRAPH, Constant, Model, Node
+from qdqtune.graph.model import GRAPH, Constant, Model, Node
 from qdqtune.qdq import ONNX_TYPE
 from qdqtune.rules import COMPUTE, FUSED_BEHIND, MOVERS, SETTINGS_FROM
 from qdqtune.types import Layer, NumericFormat

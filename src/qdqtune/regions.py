@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from qdqtune import leaves, names, topology
-from qdqtune.graph import Model
+from qdqtune.graph.model import Model
 from qdqtune.structure import Listing, Structure
 from qdqtune.topology import Flow, Outline
 from qdqtune.types import Region, RegionKind

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qdqtune.graph import GRAPH, Model, Node
+from qdqtune.graph.model import GRAPH, Model, Node
 from qdqtune.qdq import weight_role
 from qdqtune.scales import Ranges
 from qdqtune.types import Edge, Placement

@@ -23,7 +23,7 @@ from qdqtune.accuracy import is_finite, sqnr_db
 from qdqtune.calibration import cores
 from qdqtune.data import Array, Sample
 from qdqtune.engines import EngineSpec
-from qdqtune.graph import ConstantFile, Model
+from qdqtune.graph.model import ConstantFile, Model
 from qdqtune.limits import Limits
 from qdqtune.observer import Observer
 from qdqtune.qdq import ONNX_TYPE, weight_role

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption
-from qdqtune.graph import Model
+from qdqtune.graph.model import Model
 
 Span = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Smallest, usual and largest sizes of a tensor."""

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 import onnx
 
-from qdqtune.graph import GRAPH, Model, Node
+from qdqtune.graph.model import GRAPH, Model, Node
 from qdqtune.operators import digest, written
 
 HEAVY = frozenset({

@@ -16,11 +16,11 @@ from qdqtune import patterns, regions, rules
 from qdqtune.calibration import calibrate
 from qdqtune.data import Array, Sample, Samples, input_specs, open_samples
 from qdqtune.errors import BadModel, BadOption
-from qdqtune.graph import Model, with_float_type
-from qdqtune.loading import load, with_input_shapes
+from qdqtune.graph.float16 import OPSET, load_as, to_float16
+from qdqtune.graph.loading import load, with_input_shapes
+from qdqtune.graph.model import Model, with_float_type
 from qdqtune.observer import Observer
 from qdqtune.patterns import Pattern
-from qdqtune.precision import OPSET, load_as, to_float16
 from qdqtune.reading import Reading, is_quantized, read_placement, strip_pairs
 from qdqtune.runner import Runner
 from qdqtune.scales import Ranges

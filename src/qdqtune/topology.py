@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from qdqtune.graph import Model
+from qdqtune.graph.model import Model
 from qdqtune.structure import HEAVY, may_be_float
 
 EPILOGUE = 3

@@ -25,10 +25,10 @@ from qdqtune.autotune.regions import AutotunerError, CombinedRegionSearch, Group
 from qdqtune.autotune.schemes import Config, InsertionScheme, PatternCache, PatternSchemes, RegionPattern
 from qdqtune.calibration import calibrate, candidate_tensors
 from qdqtune.errors import BadModel, BadState, BaselineFailed
-from qdqtune.graph import Model, save, with_float_type
-from qdqtune.loading import load_proto
+from qdqtune.graph.float16 import HALF, OPSET
+from qdqtune.graph.loading import load_proto
+from qdqtune.graph.model import Model, save, with_float_type
 from qdqtune.patterns import Pattern
-from qdqtune.precision import HALF, OPSET
 from qdqtune.qdq import Inserter
 from qdqtune.qdq_utils import QuantizedTensors
 from qdqtune.reading import read_placement

@@ -18,8 +18,8 @@ from qdqtune.autotune.regions import AutotunerError
 from qdqtune.data import Samples, open_samples
 from qdqtune.doctor import NEEDS, engine_state
 from qdqtune.engines import EngineSpec, QuantType
-from qdqtune.graph import Model
-from qdqtune.loading import load, with_input_shapes
+from qdqtune.graph.loading import load, with_input_shapes
+from qdqtune.graph.model import Model
 from qdqtune.options import usual_shapes
 from qdqtune.pairing import rounds_of
 from qdqtune.runner import Handle, Runner

@@ -10,7 +10,7 @@ from typing import Self
 from qdqtune import patterns, types
 from qdqtune import regions as division
 from qdqtune.errors import InputError
-from qdqtune.graph import Model
+from qdqtune.graph.model import Model
 from qdqtune.patterns import Pattern
 from qdqtune.structure import Listing, Structure
 

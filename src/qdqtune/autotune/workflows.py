@@ -18,7 +18,7 @@ from qdqtune.autotune.autotuner import QDQAutotuner
 from qdqtune.autotune.benchmark import Benchmark, benchmark_onnx_model, init_benchmark_instance, instance
 from qdqtune.autotune.schemes import Config, PatternCache
 from qdqtune.engines import QuantType
-from qdqtune.loading import load
+from qdqtune.graph.loading import load
 from qdqtune.options import usual_shapes
 from qdqtune.patterns import Pattern
 from qdqtune.reading import is_quantized, strip_pairs

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import onnx
 
-from qdqtune.graph import bodies, captured
-from qdqtune.loading import name_nodes
+from qdqtune.graph.loading import name_nodes
+from qdqtune.graph.model import bodies, captured
 from qdqtune.types import Layer
 
 HEADS = frozenset({"Conv", "ConvTranspose", "DequantizeLinear", "Gemm", "MatMul"})

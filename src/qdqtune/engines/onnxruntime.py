@@ -23,7 +23,7 @@ from onnxruntime import InferenceSession as Session
 from qdqtune.engines import QuantType, Tensors, cpu, formats, one_line, onnxruntime_layers, output_to
 from qdqtune.engines.coverage import read_model
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, QdqtuneError
-from qdqtune.graph import PROTOBUF_LIMIT
+from qdqtune.graph.model import PROTOBUF_LIMIT
 from qdqtune.types import Layer, NumericFormat, QType
 
 CPU = "CPUExecutionProvider"

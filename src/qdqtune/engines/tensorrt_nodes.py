@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import onnx
 
 from qdqtune.errors import BadOption
-from qdqtune.graph import bodies, captured
-from qdqtune.loading import node_names
+from qdqtune.graph.loading import node_names
+from qdqtune.graph.model import bodies, captured
 
 BREAK = re.compile(r" \+ | \|\| |, |\.\.\.|[()\[\]{}]|_myl\d+_\d+")
 FOREIGN = re.compile(r"\{ForeignNode\[(.*)\.\.\.(.*)\]\}")

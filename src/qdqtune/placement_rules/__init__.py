@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qdqtune.engines import QuantType
-from qdqtune.graph import Model
+from qdqtune.graph.model import Model
 from qdqtune.placement_rules import carrying_pairs as pairs
 from qdqtune.placement_rules import keeping_float as floats
 from qdqtune.placement_rules.scene import Scene

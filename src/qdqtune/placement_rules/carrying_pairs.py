@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from qdqtune import rules
-from qdqtune.graph import Node
+from qdqtune.graph.model import Node
 from qdqtune.placement_rules.keeping_float import follows_convolution, result
 from qdqtune.placement_rules.scene import Scene
 from qdqtune.types import Edge

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
-from qdqtune.graph import Node
+from qdqtune.graph.float16 import HALF
+from qdqtune.graph.model import Node
 from qdqtune.placement_rules.scene import Scene, nodes_into
-from qdqtune.precision import HALF
 from qdqtune.types import Edge
 
 NORMALIZATIONS = frozenset({"BatchNormalization", "GroupNormalization", "InstanceNormalization", "LayerNormalization",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from qdqtune.engines import QuantType
-from qdqtune.graph import GRAPH, Model, Node
+from qdqtune.graph.model import GRAPH, Model, Node
 from qdqtune.rules import COMPUTE, compute_edges, is_float, takes_data
 from qdqtune.types import Edge
 

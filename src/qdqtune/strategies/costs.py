@@ -26,7 +26,7 @@ from typing import Literal
 import numpy as np
 import onnx
 
-from qdqtune.graph import Model
+from qdqtune.graph.model import Model
 from qdqtune.strategies.region import work
 from qdqtune.strategies.units import Partition, Unit
 from qdqtune.types import Edge, Layer, Placement

@@ -34,7 +34,7 @@ from itertools import chain, islice
 
 import numpy as np
 
-from qdqtune.graph import Model
+from qdqtune.graph.model import Model
 from qdqtune.strategies import best_of
 from qdqtune.strategies.costs import Costs, Priced, Times, attribute, group_cost, inner_pairs, is_stored, learn, state
 from qdqtune.strategies.mincut import Problem, solve

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from qdqtune import rules
-from qdqtune.graph import Model
+from qdqtune.graph.model import Model
 from qdqtune.strategies import best_of
 from qdqtune.strategies.cut import nearest, other
 from qdqtune.strategies.region import work

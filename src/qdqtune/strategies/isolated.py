@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from qdqtune import rules
-from qdqtune.graph import Model
+from qdqtune.graph.model import Model
 from qdqtune.strategies.costs import Costs, Priced, Times, attribute, learn
 from qdqtune.strategies.cut import Decision, cut, margin
 from qdqtune.strategies.units import Partition, Unit, partition

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import inf, log
 
-from qdqtune.graph import Model
+from qdqtune.graph.model import Model
 from qdqtune.types import Placement, Trial
 
 ALIASES = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity"})

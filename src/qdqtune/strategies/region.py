@@ -14,7 +14,7 @@ from itertools import chain, islice
 import numpy as np
 
 from qdqtune import rules
-from qdqtune.graph import Model, Node
+from qdqtune.graph.model import Model, Node
 from qdqtune.patterns import Pattern
 from qdqtune.strategies import best_of, ratios_to_float
 from qdqtune.strategies.noise import DOUBT, Noise

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from qdqtune.graph import Model
+from qdqtune.graph.model import Model
 from qdqtune.strategies import best_of
 from qdqtune.strategies.costs import Priced, Times, attribute
 from qdqtune.strategies.cut import nearest

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from qdqtune.graph import GRAPH, Model
+from qdqtune.graph.model import GRAPH, Model
 from qdqtune.rules import COMPUTE
 from qdqtune.types import Edge, Layer, Placement
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from qdqtune import rules
-from qdqtune.graph import Model, Node
+from qdqtune.graph.model import Model, Node
 from qdqtune.strategies.costs import Costs
 from qdqtune.strategies.cut import cut_within
 from qdqtune.strategies.grouped import usual_groups

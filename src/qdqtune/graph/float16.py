@@ -14,11 +14,11 @@ from typing import Literal
 import onnx
 from onnx import TensorProto, helper
 
-from qdqtune.constants import replace
 from qdqtune.engines import one_line
 from qdqtune.errors import BadModel, BadOption
-from qdqtune.graph import Constant, Model
-from qdqtune.loading import checked, load
+from qdqtune.graph.constants import replace
+from qdqtune.graph.loading import checked, load
+from qdqtune.graph.model import Constant, Model
 
 Precision = Literal["fp32", "fp16"]
 

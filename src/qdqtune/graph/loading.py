@@ -16,11 +16,11 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import ModelProto, inliner, numpy_helper, version_converter
 
-from qdqtune.constants import replace, settle, take_external
 from qdqtune.errors import BadModel, BadOption
-from qdqtune.folding import Names, drop_identities, drop_unused
-from qdqtune.folding import fix_inputs as fix
-from qdqtune.graph import Constant, Model, bodies, captured
+from qdqtune.graph.constants import replace, settle, take_external
+from qdqtune.graph.folding import Names, drop_identities, drop_unused
+from qdqtune.graph.folding import fix_inputs as fix
+from qdqtune.graph.model import Constant, Model, bodies, captured
 
 OLDEST_OPSET = 7
 """The version converter knows no way up from anything older."""

@@ -17,7 +17,7 @@ import onnx
 from onnx import TensorProto, numpy_helper
 
 from qdqtune.errors import BadModel
-from qdqtune.graph import LARGE, Constant, bodies, content_key
+from qdqtune.graph.model import LARGE, Constant, bodies, content_key
 
 M = TypeVar("M")
 

@@ -16,9 +16,9 @@ import onnx
 from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from qdqtune.constants import replace, settle
 from qdqtune.errors import BadModel, BadOption
-from qdqtune.graph import LARGE, Constant, bodies, captured, defined, static_shape
+from qdqtune.graph.constants import replace, settle
+from qdqtune.graph.model import LARGE, Constant, bodies, captured, defined, static_shape
 
 RANDOM = frozenset({"Bernoulli", "Multinomial", "RandomNormalLike", "RandomUniformLike"})
 """Operators whose result is not a function of their inputs."""
