@@ -25,13 +25,13 @@ from quantizers import write_static
 
 from qdqtune.accuracy import sqnr_db
 from qdqtune.comparing import compare_files
-from qdqtune.data import Array, Sample, open_samples
+from qdqtune.data import open_samples
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import save
 from qdqtune.quantizing import Request, quantize, split
 from qdqtune.runner import Runner
 from qdqtune.timing import Plan
-from qdqtune.types import Failure
+from qdqtune.types import Array, Failure, Sample
 
 COLUMNS = ("model", "float ms", "theirs ms", "ours ms", "ours/theirs", "theirs dB", "ours dB", "as fast", "as accurate",
            "top 1: float, theirs, ours")  # fmt: skip

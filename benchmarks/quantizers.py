@@ -10,9 +10,8 @@ import onnx
 from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
-from qdqtune.data import Array, Sample
 from qdqtune.graph.model import Model, save
-from qdqtune.types import NumericFormat
+from qdqtune.types import Array, NumericFormat, Sample
 
 
 class Reader(CalibrationDataReader):  # type: ignore[misc]  # the library has no types

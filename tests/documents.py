@@ -21,8 +21,8 @@ import yaml
 
 from qdqtune import cli
 from qdqtune.autotune import __main__ as autotune
-from qdqtune.engines import Tensors
 from qdqtune.engines.fake import FakeModel
+from qdqtune.types import Tensors
 from tuning import without_processes
 
 ROOT = Path(__file__).parent.parent

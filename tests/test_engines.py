@@ -15,12 +15,12 @@ from onnx import TensorProto, helper, numpy_helper
 
 from engine_contract import IMAGE, EngineContract, conv_model, model_of, quantized_conv_model
 from models import FORMATS, conv_net, feeds, ranges, run, sqnr
-from qdqtune.engines import EngineSpec, cpu, one_line, open_engine
+from qdqtune.engines import EngineSpec, cpu, open_engine
 from qdqtune.engines import fake as fake_module
 from qdqtune.engines import onnxruntime as ort_module
 from qdqtune.engines.fake import latency
 from qdqtune.engines.formats import ONNXRUNTIME_SHARED
-from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
+from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
 from qdqtune.graph.model import save
 from qdqtune.qdq import insert
 from qdqtune.rules import possible_edges

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from qdqtune import patterns, regions
-from qdqtune.structure import COMMUTATIVE
+from qdqtune.graph.operators import COMMUTATIVE
 from qdqtune.types import ChildInput, Edge, NodeInput, Region, RegionKind, RegionOutput, Scheme
 from region_models import Network, networks, resnet, shuffled
 

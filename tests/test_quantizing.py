@@ -18,7 +18,7 @@ import qdqtune
 from models import attention, build, conv_net, embedding, feeds, normal, run
 from qdqtune.accuracy import sqnr_db
 from qdqtune.calibration import Calibration
-from qdqtune.engines import MODULES, QuantType
+from qdqtune.engines import MODULES
 from qdqtune.engines.formats import numeric_format
 from qdqtune.errors import BadModel, BadOption, OutputError
 from qdqtune.graph.loading import load
@@ -27,7 +27,7 @@ from qdqtune.qdq import insert
 from qdqtune.quantizing import HELD_OUT, Request, Selection, quantize, with_known_ranges
 from qdqtune.reading import read_placement
 from qdqtune.scales import Range, Ranges
-from qdqtune.types import Failure, Placement, QType
+from qdqtune.types import Failure, Placement, QType, QuantType
 from tuning import without_processes
 
 Array = npt.NDArray[Any]

@@ -13,11 +13,13 @@ import pytest
 from models import attention, build, conv_net, normal, ranges
 from qdqtune import patterns, regions, rules
 from qdqtune.engines.fake import create, latency
+from qdqtune.graph import operators
 from qdqtune.graph.model import Model
+from qdqtune.graph.operators import work
 from qdqtune.patterns import Pattern
 from qdqtune.qdq import Inserter
 from qdqtune.strategies import best_of, ratios_to_float
-from qdqtune.strategies.region import BATCH, Config, RegionSearch, work
+from qdqtune.strategies.region import BATCH, Config, RegionSearch
 from qdqtune.timing import Plan
 from qdqtune.types import Edge, Failure, Measurement, Placement, Proposal, Scheme, Trial
 from tuning import mixed
@@ -123,7 +125,7 @@ def test_every_proposal_stands_on_possible_edges_and_has_no_activation_without_i
     for trial in played(name):
         assert trial.placement.edges <= possible
         for node in model.nodes:
-            if node.op in rules.COMPUTE:
+            if node.op in operators.COMPUTE:
                 assert len({Edge(t, node.name, i) in trial.placement for i, t in enumerate(node.inputs[:2])}) == 1
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 
 from models import UINT8, branching, build, case, conv_net, normal, ranges, static
 from qdqtune import rules
+from qdqtune.graph import operators
 from qdqtune.graph.model import GRAPH, Model
 from qdqtune.qdq import insert
 from qdqtune.reading import read_placement
@@ -206,7 +207,7 @@ def inside(model: Model) -> set[Edge]:
     for node in model.nodes:
         if node.op in ("Relu", "Clip") and len(model.uses(node.inputs[0])) == 1:
             producer = model.producers.get(node.inputs[0], GRAPH)
-            if producer != GRAPH and model.nodes[producer].op in rules.COMPUTE:
+            if producer != GRAPH and model.nodes[producer].op in operators.COMPUTE:
                 found.add(Edge(node.inputs[0], node.name, 0))
     return found
 

@@ -16,13 +16,14 @@ from onnx import helper
 from engine_contract import IMAGE, conv_model, matmul_model, model_of
 from models import attention, build, conv_net, feeds, normal, ranges
 from qdqtune import rules
-from qdqtune.engines import EngineSpec, QuantType, open_engine
+from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
+from qdqtune.graph import operators
 from qdqtune.graph.float16 import to_float16
 from qdqtune.graph.model import Model, save
 from qdqtune.qdq import Inserter
 from qdqtune.runner import Runner
-from qdqtune.types import Edge, Layer, Placement
+from qdqtune.types import Edge, Layer, Placement, QuantType
 from tensorrt_fakes import FakeCuda
 
 pytest.importorskip("tensorrt_rtx_bindings")
@@ -74,7 +75,8 @@ def carriers(model: Model, placement: Placement) -> dict[str, str]:
     return {
         node.name: node.op
         for node in model.nodes
-        if node.op in rules.COMPUTE and all(Edge(t, node.name, i) in placement for i, t in enumerate(node.inputs[:2]))
+        if node.op in operators.COMPUTE
+        and all(Edge(t, node.name, i) in placement for i, t in enumerate(node.inputs[:2]))
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from qdqtune.data import Array
+from qdqtune.types import Array
 
 Outputs = Sequence[Mapping[str, Array]]
 

@@ -14,7 +14,6 @@ from typing import Self
 import numpy as np
 
 from qdqtune.accuracy import is_finite, sqnr_db
-from qdqtune.data import Array, Sample
 from qdqtune.errors import BaselineFailed, EngineFailure, OutputError
 from qdqtune.evaluating import Evaluation, evaluate
 from qdqtune.graph.model import ConstantFile, save
@@ -24,7 +23,7 @@ from qdqtune.qdq import Inserter
 from qdqtune.runner import Handle, Runner
 from qdqtune.store import Record, Store, pack_layers, pack_placement, pack_result, unpack_layers, unpack_result
 from qdqtune.timing import Plan, Ratio, compare, envelope, judge, ratio
-from qdqtune.types import Failure, Layer, Measurement, Placement, Proposal, Trial
+from qdqtune.types import Array, Failure, Layer, Measurement, Placement, Proposal, Sample, Trial
 
 FUTILE = 0.997
 """A candidate whose median ratio is no better than this at a look is not worth more rounds."""

@@ -6,7 +6,6 @@ that no value is ever kept.
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,14 +16,14 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from qdqtune.data import Array, Sample
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.cpu import cores
 from qdqtune.errors import BadData, BadModel
 from qdqtune.graph.model import ConstantFile, Model
 from qdqtune.histograms import Histogram
 from qdqtune.runner import Runner
 from qdqtune.scales import Range, Ranges
-from qdqtune.types import Failure, NumericFormat, QType
+from qdqtune.types import Array, Failure, NumericFormat, QType, Sample
 
 Method = Literal["minmax", "percentile", "entropy", "mse"]
 
@@ -197,8 +196,3 @@ def _runs(
             progress(done)
     if not done:
         raise BadData("the calibration data hold no sample")
-
-
-def cores() -> int:
-    """Cores that this process may use; more threads than that would wait for each other."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

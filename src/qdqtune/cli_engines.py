@@ -23,7 +23,7 @@ from qdqtune.building import FORMATS, build
 from qdqtune.checking import Finding, allow, check, excuse
 from qdqtune.data import open_samples
 from qdqtune.doctor import Diagnosis, examine
-from qdqtune.engines import EngineSpec, QuantType, Tensors
+from qdqtune.engines import EngineSpec
 from qdqtune.engines.tensorrt_report import read_report
 from qdqtune.errors import BadOption, ConstraintUnmet, EngineFailure, EngineUnavailable
 from qdqtune.graph.loading import load, read, with_input_shapes
@@ -33,7 +33,7 @@ from qdqtune.reading import is_quantized
 from qdqtune.reasons import is_low
 from qdqtune.runner import unlogged
 from qdqtune.shapes import check_spans
-from qdqtune.types import Failure, Layer, NumericFormat, QType
+from qdqtune.types import Failure, Layer, NumericFormat, QType, QuantType, Tensors
 
 ORDER = ("float compute", "standalone pair", "reformat", "boundary")
 """Of the findings with one cause: what the cause itself does, then what follows from it."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from qdqtune.accuracy import sqnr_db
-from qdqtune.data import Array, InputSpec, Sample, input_specs
+from qdqtune.data import InputSpec, input_specs
 from qdqtune.errors import BadOption, EngineFailure
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
@@ -18,7 +18,7 @@ from qdqtune.observer import Observer, Silent
 from qdqtune.pairing import fresh_pair
 from qdqtune.runner import Runner
 from qdqtune.timing import Plan, Ratio, Verdict, envelope, ratio
-from qdqtune.types import Failure, Measurement
+from qdqtune.types import Array, Failure, Measurement, Sample
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,10 @@ import numpy as np
 
 from qdqtune import scales
 from qdqtune.calibration import observed
-from qdqtune.data import Sample
 from qdqtune.graph.model import Model
 from qdqtune.scales import NUMPY_TYPE, Quantization
 from qdqtune.sensitivity import sensitivities
-from qdqtune.types import Edge, Failure, Placement
+from qdqtune.types import Edge, Failure, Placement, Sample
 
 WORST = 10
 """Pairs that a report lists."""

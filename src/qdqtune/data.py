@@ -21,15 +21,11 @@ from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 
-from qdqtune.engines import one_line
-from qdqtune.errors import BadData, BadModel, BadOption
+from qdqtune.errors import BadData, BadModel, BadOption, one_line
 from qdqtune.graph.model import Model
-
-Array = npt.NDArray[Any]
-Sample = dict[str, Array]
+from qdqtune.types import Array, Sample
 
 HELD_OUT = 5
 """Every so many samples one is kept from calibration."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from qdqtune.engines import MODULES, EngineSpec, cpu, one_line
-from qdqtune.errors import QdqtuneError
+from qdqtune.engines import MODULES, EngineSpec, cpu
+from qdqtune.errors import QdqtuneError, one_line
 from qdqtune.runner import Runner
 
 PRETENDS = "fake"

@@ -70,3 +70,9 @@ class BaselineFailed(QdqtuneError):
     """The engine cannot run the float model."""
 
     exit_code = 5
+
+
+def one_line(error: object, limit: int = 400) -> str:
+    """The text of an error without line breaks, at most `limit` characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else text[: limit - 3] + "..."

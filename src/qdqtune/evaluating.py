@@ -21,11 +21,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qdqtune.data import Array, imported
-from qdqtune.engines import one_line
-from qdqtune.errors import BadOption, EngineFailure
+from qdqtune.data import imported
+from qdqtune.errors import BadOption, EngineFailure, one_line
 from qdqtune.runner import Handle, Runner
-from qdqtune.types import Failure
+from qdqtune.types import Array, Failure
 
 Predict = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 """Outputs by name for one set of inputs by name."""

@@ -14,11 +14,11 @@ import onnx
 from onnx import TensorProto, helper
 
 from qdqtune.calibration import watch
-from qdqtune.data import Array, Sample
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import with_input_shapes
 from qdqtune.graph.model import Constant, Model
 from qdqtune.shapes import Span
+from qdqtune.types import Array, Sample
 
 Sizes = Mapping[str, tuple[int, ...]]
 """Tensor to its shape."""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from qdqtune import scales
-from qdqtune.scales import Array, Range
-from qdqtune.types import NumericFormat
+from qdqtune.scales import Range
+from qdqtune.types import Array, NumericFormat
 
 STEP = 16
 """Bins between two thresholds that are tried: up to 128 of them."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from qdqtune.graph.model import Model
+from qdqtune.graph.operators import HEAVY, may_be_float
 from qdqtune.patterns import Pattern
 from qdqtune.regions import Regions
-from qdqtune.structure import HEAVY, may_be_float
 from qdqtune.types import Region, RegionKind
 
 QUANTIZABLE = HEAVY - {"If", "Loop", "Scan"} | {

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from qdqtune.graph.model import GRAPH
+from qdqtune.graph.operators import ELEMENTWISE
 from qdqtune.structure import Structure
-from qdqtune.topology import ELEMENTWISE, Flow, Outline
+from qdqtune.topology import Flow, Outline
 
 
 def form(flow: Flow, structure: Structure, outline: Outline, units: Sequence[int], max_size: int) -> list[list[int]]:

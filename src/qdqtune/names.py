@@ -6,7 +6,8 @@ The node `/encoder/layer.0/attention/self/query/MatMul` lies in module encoder/l
 from __future__ import annotations
 
 from qdqtune.graph.model import Model
-from qdqtune.topology import ELEMENTWISE, Flow, Outline
+from qdqtune.graph.operators import ELEMENTWISE
+from qdqtune.topology import Flow, Outline
 
 MOST = 0.6
 """The share of nodes that must carry module names for `speaks` to say so."""

@@ -20,7 +20,6 @@ from onnx import helper
 
 from qdqtune import shapes
 from qdqtune.calibration import watch
-from qdqtune.data import Array
 from qdqtune.errors import BadOption, InputError, OutputError
 from qdqtune.extraction import Resolved, borders, extract, is_shape
 from qdqtune.graph.model import ConstantFile, Model
@@ -34,7 +33,7 @@ from qdqtune.strategies.isolated import Answer, Profile, profile_of, schemes, si
 from qdqtune.strategies.units import Partition, Unit
 from qdqtune.subject import Subject
 from qdqtune.timing import Plan, compare
-from qdqtune.types import Edge, Failure, Layer, Measurement, Placement
+from qdqtune.types import Array, Edge, Failure, Layer, Measurement, Placement
 
 FOLDER = "subgraphs"
 

@@ -18,8 +18,8 @@ from onnx import TensorProto, helper
 from qdqtune import scales
 from qdqtune.graph.folding import names_in
 from qdqtune.graph.model import GRAPH, LARGE, Constant, Model, Node, rebuild
-from qdqtune.scales import Array, Quantization, Range, Ranges
-from qdqtune.types import Edge, NumericFormat, Placement, QType
+from qdqtune.scales import Quantization, Range, Ranges
+from qdqtune.types import Array, Edge, NumericFormat, Placement, QType
 
 ONNX_TYPE: Mapping[QType, int] = {
     QType.UINT8: TensorProto.UINT8,

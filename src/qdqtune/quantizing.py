@@ -15,10 +15,11 @@ from typing import TypeVar
 
 from qdqtune import placement_rules, rules
 from qdqtune.accuracy import cosine, is_finite, sqnr_db
-from qdqtune.calibration import Calibration, calibrate, cores
+from qdqtune.calibration import Calibration, calibrate
 from qdqtune.damage import Damage, damages
-from qdqtune.data import Sample, Samples, open_samples
-from qdqtune.engines import EngineSpec, QuantType
+from qdqtune.data import Samples, open_samples
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.cpu import cores
 from qdqtune.engines.formats import numeric_format
 from qdqtune.errors import BadModel, BadOption, EngineFailure, OutputError
 from qdqtune.evaluating import Evaluation, evaluate, load_evaluation
@@ -31,7 +32,7 @@ from qdqtune.qdq import insert
 from qdqtune.reading import is_quantized
 from qdqtune.runner import Handle, Runner
 from qdqtune.scales import Range, Ranges
-from qdqtune.types import Edge, Failure, NumericFormat
+from qdqtune.types import Edge, Failure, NumericFormat, QuantType, Sample
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ from onnx import TensorProto, helper
 from qdqtune.graph.loading import infer
 from qdqtune.graph.model import FLOATS, GRAPH, Constant, Model, Node, rebuild
 from qdqtune.qdq import RAW_OUTPUT, weight_role
-from qdqtune.scales import Array, Range, Ranges
-from qdqtune.types import Edge, Placement
+from qdqtune.scales import Range, Ranges
+from qdqtune.types import Array, Edge, Placement
 
 LOWER_BOUNDS = {"Relu": 0.0, "Sigmoid": 0.0, "Softmax": 0.0, "Abs": 0.0, "HardSigmoid": 0.0, "Exp": 0.0,
                 "ReduceL2": 0.0, "Softplus": 0.0, "Sqrt": 0.0, "Erf": -1.0, "Tanh": -1.0}  # fmt: skip

@@ -14,8 +14,8 @@ import numpy as np
 from onnx import TensorProto
 
 from qdqtune.graph.model import GRAPH, Constant, Model, Node
+from qdqtune.graph.operators import COMPUTE, FUSED_BEHIND, MOVERS, SETTINGS_FROM
 from qdqtune.qdq import ONNX_TYPE
-from qdqtune.rules import COMPUTE, FUSED_BEHIND, MOVERS, SETTINGS_FROM
 from qdqtune.types import Layer, NumericFormat
 
 UNKNOWN = "unknown"

@@ -11,28 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from qdqtune.graph.model import GRAPH, Model, Node
+from qdqtune.graph.operators import COMPUTE, FUSED_BEHIND, MOVERS, is_float, takes_data
 from qdqtune.qdq import weight_role
 from qdqtune.scales import Ranges
 from qdqtune.types import Edge, Placement
 
-COMPUTE = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
-"""Operators whose arithmetic itself runs in 8 bits."""
-
-FUSED_BEHIND = frozenset({"BatchNormalization", "Relu", "Clip", "LeakyRelu", "PRelu"})
-"""Operators that engines draw into the compute operator in front of them: a pair between would break the fusion."""
-
-MOVERS = frozenset({"MaxPool", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split", "Gather",
-                    "Resize", "AveragePool", "Expand", "Identity", "DepthToSpace", "SpaceToDepth"})  # fmt: skip
-"""Operators that hand values on, so that integers pass through them."""
-
 STATIC = frozenset({"Add", "Mul", "LeakyRelu", "Sigmoid", "GlobalAveragePool", "Pad", "Concat", "Softmax",
                     "LayerNormalization", "InstanceNormalization"}) | COMPUTE  # fmt: skip
 """Operators that ONNX Runtime's quantize_static puts pairs around, besides those that follow their input."""
-
-
-SETTINGS_FROM = {"Clip": 1, "Resize": 1, "Upsample": 1, "Pad": 1, "BatchNormalization": 1, "LayerNormalization": 1,
-                 "InstanceNormalization": 1, "GroupNormalization": 1, "Dropout": 1, "OneHot": 0}  # fmt: skip
-"""First input that is a setting (a bound, a scale, a pad value), not data."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +48,6 @@ def possible_edges(model: Model, ranges: Ranges) -> frozenset[Edge]:
             if tensor in model.constants and _float_constant(model, edge, node):
                 edges.add(edge)
     return frozenset(edges)
-
-
-def is_float(model: Model, tensor: str) -> bool:
-    """Whether a tensor is known to be of a float type."""
-    return tensor in model.tensors and model.tensors[tensor].is_float
-
-
-def takes_data(node: Node, slot: int) -> bool:
-    """Whether input `slot` is data, not a setting such as a bound, a scale or a pad value."""
-    return not node.domain and slot < SETTINGS_FROM.get(node.op, slot + 1)
 
 
 def _float_constant(model: Model, edge: Edge, node: Node) -> bool:

@@ -22,9 +22,9 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from qdqtune.engines import EngineSpec, QuantType, Tensors
+from qdqtune.engines import EngineSpec
 from qdqtune.errors import EngineFailure, EngineUnavailable, OutputError, QdqtuneError
-from qdqtune.types import Failure, Layer, Measurement, NumericFormat
+from qdqtune.types import Failure, Layer, Measurement, NumericFormat, QuantType, Tensors
 
 LOG_LINES = 50
 SCRATCH = "worker-"

@@ -14,11 +14,8 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
-from qdqtune.types import NumericFormat, QType
-
-Array = npt.NDArray[Any]
+from qdqtune.types import Array, NumericFormat, QType
 
 NUMPY_TYPE: Mapping[QType, Any] = MappingProxyType(
     {QType.UINT8: np.uint8, QType.INT8: np.int8, QType.FP8: ml_dtypes.float8_e4m3fn}

@@ -20,9 +20,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from qdqtune import scales
 from qdqtune.accuracy import is_finite, sqnr_db
-from qdqtune.calibration import cores
-from qdqtune.data import Array, Sample
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.cpu import cores
 from qdqtune.graph.model import ConstantFile, Model
 from qdqtune.limits import Limits
 from qdqtune.observer import Observer
@@ -32,7 +31,7 @@ from qdqtune.scales import Quantization, Range, Ranges
 from qdqtune.store import Store
 from qdqtune.strategies.noise import Noise
 from qdqtune.subject import Subject
-from qdqtune.types import Edge, Failure, NumericFormat
+from qdqtune.types import Array, Edge, Failure, NumericFormat, Sample
 
 MEASUREMENTS = 256
 """Blocks that are measured at most, whatever the size of the model."""

@@ -9,11 +9,12 @@ from types import MappingProxyType
 from typing import Literal
 
 from qdqtune.calibration import Calibration
-from qdqtune.engines import EngineSpec, QuantType
+from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption
 from qdqtune.limits import Limits
 from qdqtune.strategies.region import Config
 from qdqtune.timing import Plan
+from qdqtune.types import QuantType
 
 PROOF_BUILDS = 4
 """Builds of one comparison of the proof: two of each file."""

@@ -17,48 +17,8 @@ from typing import Literal, NamedTuple
 import onnx
 
 from qdqtune.graph.model import GRAPH, Model, Node
+from qdqtune.graph.operators import COMMUTATIVE, PARAMETERS, TAKES_CONSTANT_DATA
 from qdqtune.operators import digest, written
-
-HEAVY = frozenset({
-    "Conv", "ConvTranspose", "Gemm", "MatMul", "Einsum", "DeformConv", "LSTM", "GRU", "RNN", "Attention",
-    "MultiHeadAttention", "FusedConv", "FusedGemm", "FusedMatMul", "If", "Loop", "Scan",
-})  # fmt: skip
-"""Operators that carry most of the work: a fusion group starts at them."""
-
-COMMUTATIVE = frozenset({
-    "Add", "Mul", "And", "Or", "Xor", "Equal", "Max", "Min", "Sum", "Mean", "BitwiseAnd", "BitwiseOr", "BitwiseXor",
-})  # fmt: skip
-"""Operators whose inputs may stand in any order."""
-
-PARAMETERS: Mapping[str, frozenset[int]] = {
-    "BatchNormalization": frozenset({1, 2, 3, 4}),
-    "Clip": frozenset({1, 2}),
-    "Conv": frozenset({2}),
-    "ConvTranspose": frozenset({2}),
-    "Dropout": frozenset({1, 2}),
-    "Gemm": frozenset({2}),
-    "GroupNormalization": frozenset({1, 2}),
-    "GRU": frozenset({3}),
-    "InstanceNormalization": frozenset({1, 2}),
-    "LSTM": frozenset({3, 7}),
-    "LayerNormalization": frozenset({1, 2}),
-    "NonMaxSuppression": frozenset({2, 3, 4}),
-    "OneHot": frozenset({0, 1, 2}),
-    "Pad": frozenset({1, 2, 3}),
-    "QuantizeLinear": frozenset({1, 2}),
-    "DequantizeLinear": frozenset({0, 1, 2}),
-    "RNN": frozenset({3}),
-    "Range": frozenset({0, 1, 2}),
-    "Resize": frozenset({1, 2, 3}),
-    "Shape": frozenset({0}),
-    "Size": frozenset({0}),
-    "Upsample": frozenset({1}),
-}
-"""Inputs that are no data: limits, scales, statistics, and biases (which follow from the other two inputs)."""
-
-
-TAKES_CONSTANT_DATA = HEAVY | {"Add", "Sub", "Mul", "Div", "Concat", "Gather"}
-"""Operators of which a constant input can carry a pair: engines have integer kernels for them."""
 
 KINDS: Mapping[int, str] = {
     onnx.TensorProto.UNDEFINED: "?",
@@ -83,12 +43,6 @@ def can_carry(model: Model, tensor: str, node: int, slot: int) -> bool:
     if tensor in model.constants and (user.domain or user.op not in TAKES_CONSTANT_DATA):
         return False
     return bool(user.domain) or slot not in PARAMETERS.get(user.op, ())
-
-
-def may_be_float(model: Model, tensor: str) -> bool:
-    """Whether a tensor holds floats as far as one knows: an unknown type may be float."""
-    info = model.tensors.get(tensor)
-    return info is None or info.is_float
 
 
 FREE = -2

@@ -17,6 +17,7 @@ from qdqtune.autotune_cache import CacheFile
 from qdqtune.bench import Bench
 from qdqtune.errors import OutputError
 from qdqtune.extraction import Resolved, resolve
+from qdqtune.graph.operators import work
 from qdqtune.grouping import Grouping
 from qdqtune.observer import Observer
 from qdqtune.profiling import Kind, Profiler
@@ -24,7 +25,6 @@ from qdqtune.settings import Settings
 from qdqtune.store import Store
 from qdqtune.strategies.costs import Priced, attribute
 from qdqtune.strategies.isolated import passing, select, signature
-from qdqtune.strategies.region import work
 from qdqtune.strategies.subgraph import SubgraphSearch
 from qdqtune.strategies.units import Partition, Unit, partition
 from qdqtune.subject import Subject

@@ -14,7 +14,7 @@ import onnx
 
 from qdqtune import patterns, regions, rules
 from qdqtune.calibration import calibrate
-from qdqtune.data import Array, Sample, Samples, input_specs, open_samples
+from qdqtune.data import Samples, input_specs, open_samples
 from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph.float16 import OPSET, load_as, to_float16
 from qdqtune.graph.loading import load, with_input_shapes
@@ -27,7 +27,7 @@ from qdqtune.scales import Ranges
 from qdqtune.settings import Settings
 from qdqtune.shapes import check_spans
 from qdqtune.store import Store, pack_ranges, unpack_ranges
-from qdqtune.types import Edge, NumericFormat, Placement, QType
+from qdqtune.types import Array, Edge, NumericFormat, Placement, QType, Sample
 
 FOREMOST = ("imported", "static", "compute")
 """Suggestions that cut and subgraph mode build in any case: the user's, the usual static quantizer's, and the least

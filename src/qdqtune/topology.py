@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from qdqtune.graph.model import Model
-from qdqtune.structure import HEAVY, may_be_float
+from qdqtune.graph.operators import ELEMENTWISE, HEAVY, may_be_float
 
 EPILOGUE = 3
 """Nodes at most that a block draws in behind the point where it converges."""
@@ -21,12 +21,6 @@ EPILOGUE = 3
 NESTING = 6
 """Levels of blocks at most. Outer blocks of deeper nests are given up: the work stays linear."""
 
-ELEMENTWISE = frozenset({
-    "Add", "Sub", "Mul", "Div", "Max", "Min", "Sum", "Mean", "Pow", "Where", "PRelu", "Relu", "LeakyRelu", "Clip",
-    "Sigmoid", "HardSigmoid", "HardSwish", "Tanh", "Gelu", "Elu", "Selu", "Celu", "Mish", "Softplus", "Erf", "Sqrt",
-    "Swish", "QuickGelu", "FastGelu", "BatchNormalization", "Cast", "Dropout", "Identity",
-})  # fmt: skip
-"""Operators that engines run in the same kernel as the node before them."""
 
 CONTINUING = ELEMENTWISE | {
     "Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "LayerNormalization", "RMSNormalization",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -275,3 +276,16 @@ class Trial:
     def builds(self) -> int:
         """Engine builds that it took: one, and two more where a win was checked."""
         return 1 if self.check is None else 3
+
+
+Tensors = Mapping[str, npt.NDArray[Any]]
+"""Arrays by the name of a graph input or output."""
+
+
+QuantType = Literal["int8", "fp8"]
+
+
+Array = npt.NDArray[Any]
+
+
+Sample = dict[str, Array]

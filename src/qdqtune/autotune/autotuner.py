@@ -25,6 +25,7 @@ from qdqtune.autotune.regions import AutotunerError, CombinedRegionSearch, Group
 from qdqtune.autotune.schemes import Config, InsertionScheme, PatternCache, PatternSchemes, RegionPattern
 from qdqtune.calibration import calibrate, candidate_tensors
 from qdqtune.errors import BadModel, BadState, BaselineFailed
+from qdqtune.graph import operators
 from qdqtune.graph.float16 import HALF, OPSET
 from qdqtune.graph.loading import load_proto
 from qdqtune.graph.model import Model, save, with_float_type
@@ -212,7 +213,9 @@ class QDQAutotunerBase:
             edges = read_placement(self.graph, quantized_tensors.model).placement.edges & possible
         else:
             edges = frozenset(e for e in possible if e.tensor in set(quantized_tensors))
-            compute = (n for n in self.graph.nodes if n.op in rules.COMPUTE and Edge(n.inputs[0], n.name, 0) in edges)
+            compute = (
+                n for n in self.graph.nodes if n.op in operators.COMPUTE and Edge(n.inputs[0], n.name, 0) in edges
+            )
             edges |= {Edge(n.inputs[1], n.name, 1) for n in compute} & possible
         for pattern in self._grouping.patterns.values():
             schemes = (patterns.scheme_of(self.graph, pattern, region, edges) for region in pattern.instances)

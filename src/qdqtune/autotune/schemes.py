@@ -13,12 +13,11 @@ from typing import Self, get_args
 
 from qdqtune import patterns, placements, types
 from qdqtune.autotune.regions import Grouping, InvalidSchemeError, Region
-from qdqtune.engines import QuantType
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
 from qdqtune.strategies import region as search
 from qdqtune.subject import DTYPES
-from qdqtune.types import ChildInput, NodeInput, RegionOutput, Scheme
+from qdqtune.types import ChildInput, NodeInput, QuantType, RegionOutput, Scheme
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from qdqtune import patterns, regions, report
 from qdqtune.autotune.autotuner import QDQAutotuner
 from qdqtune.autotune.benchmark import Benchmark, benchmark_onnx_model, init_benchmark_instance, instance
 from qdqtune.autotune.schemes import Config, PatternCache
-from qdqtune.engines import QuantType
 from qdqtune.graph.loading import load
 from qdqtune.options import usual_shapes
 from qdqtune.patterns import Pattern
@@ -26,6 +25,7 @@ from qdqtune.settings import EFFORTS, Settings
 from qdqtune.store import read_records
 from qdqtune.strategies import region as search
 from qdqtune.tune import REGION_MODELS, tune
+from qdqtune.types import QuantType
 
 __all__ = ["Benchmark", "benchmark_onnx_model", "init_benchmark_instance", "region_pattern_autotuning_workflow"]
 

@@ -16,17 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Protocol, get_args, get_origin, get_type_hints
+from typing import Any, Protocol, get_args, get_origin, get_type_hints
 
 import numpy.typing as npt
 
-from qdqtune.errors import BadOption, EngineUnavailable
-from qdqtune.types import Layer, NumericFormat
-
-Tensors = Mapping[str, npt.NDArray[Any]]
-"""Arrays by the name of a graph input or output."""
-
-QuantType = Literal["int8", "fp8"]
+from qdqtune.errors import BadOption, EngineUnavailable, one_line
+from qdqtune.types import Layer, NumericFormat, QuantType, Tensors
 
 MODULES = {
     "fake": "qdqtune.engines.fake",
@@ -152,12 +147,6 @@ def _told(hint: Any) -> str:
              Sequence: "a JSON list", type(None): "null"}  # fmt: skip
     kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
     return " or ".join(names.get(get_origin(kind) or kind, str(kind)) for kind in kinds)
-
-
-def one_line(error: object, limit: int = 400) -> str:
-    """The text of an error without line breaks, at most `limit` characters."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 from pathlib import Path
@@ -39,3 +40,8 @@ def _field(*names: str) -> str:
 
 def _flags() -> frozenset[str]:
     return frozenset(_field("flags", "Features").split())
+
+
+def cores() -> int:
+    """Cores that this process may use; more threads than that would wait for each other."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

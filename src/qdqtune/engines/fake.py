@@ -24,18 +24,17 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import exp, prod, sqrt
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
-from qdqtune.engines import QuantType, Tensors, formats, one_line
+from qdqtune.engines import formats
 from qdqtune.engines.coverage import read_model
-from qdqtune.errors import BadOption, EngineFailure
-from qdqtune.types import Layer, NumericFormat, QType
+from qdqtune.errors import BadOption, EngineFailure, one_line
+from qdqtune.types import Array, Layer, NumericFormat, QType, QuantType, Tensors
 
 MULTIPLY_ADDS_PER_SECOND = 2e10
 ELEMENTS_PER_SECOND = 4e9
@@ -55,8 +54,6 @@ MOVES = frozenset({"Flatten", "MaxPool", "Reshape", "Squeeze", "Transpose", "Uns
 INTEGER_KERNELS = COMPUTE | MOVES | {"Add", "AveragePool", "Concat", "GlobalAveragePool", "Mul"}
 EPILOGUES = frozenset({"Clip", "Relu"})
 FAULTS = ("crash", "hang", "nan", "refuse")
-
-Array = npt.NDArray[Any]
 
 
 def create(

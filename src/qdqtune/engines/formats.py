@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from qdqtune.engines import MODULES, QuantType, cpu
+from qdqtune.engines import MODULES, cpu
 from qdqtune.errors import BadOption
-from qdqtune.types import NumericFormat, QType
+from qdqtune.types import NumericFormat, QType, QuantType
 
 # Observed with ONNX Runtime 1.31: between a DQ and a Q of one scale it runs exactly these on 8-bit values (Resize when
 # it is nearest). Pad, SpaceToDepth and GatherND stay in float whatever their scales are; Concat and the average pools

@@ -20,11 +20,11 @@ import onnx
 import onnxruntime as ort
 from onnxruntime import InferenceSession as Session
 
-from qdqtune.engines import QuantType, Tensors, cpu, formats, one_line, onnxruntime_layers, output_to
+from qdqtune.engines import cpu, formats, onnxruntime_layers, output_to
 from qdqtune.engines.coverage import read_model
-from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, QdqtuneError
+from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, QdqtuneError, one_line
 from qdqtune.graph.model import PROTOBUF_LIMIT
-from qdqtune.types import Layer, NumericFormat, QType
+from qdqtune.types import Layer, NumericFormat, QType, QuantType, Tensors
 
 CPU = "CPUExecutionProvider"
 WARNING, ERROR = 2, 3

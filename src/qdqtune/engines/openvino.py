@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qdqtune.engines import QuantType, Tensors, cpu, formats, one_line, openvino_layers, output_to
+from qdqtune.engines import cpu, formats, openvino_layers, output_to
 from qdqtune.engines.coverage import read_model
-from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, QdqtuneError
-from qdqtune.types import Layer, NumericFormat
+from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, QdqtuneError, one_line
+from qdqtune.types import Layer, NumericFormat, QuantType, Tensors
 
 try:
     import openvino as ov

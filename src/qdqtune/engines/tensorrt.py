@@ -13,7 +13,7 @@ from typing import Any
 import numpy.typing as npt
 import onnx
 
-from qdqtune.engines import Built, QuantType, Tensors, formats, one_line, output_to
+from qdqtune.engines import Built, formats, output_to
 from qdqtune.engines.cuda import Cuda
 from qdqtune.engines.tensorrt_build import (
     Options,
@@ -26,8 +26,8 @@ from qdqtune.engines.tensorrt_build import (
 )
 from qdqtune.engines.tensorrt_execution import Execution
 from qdqtune.engines.tensorrt_report import read_report
-from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
-from qdqtune.types import Layer, NumericFormat
+from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
+from qdqtune.types import Layer, NumericFormat, QuantType, Tensors
 
 
 def create(

@@ -15,8 +15,7 @@ from typing import Any
 import onnx
 from google.protobuf.message import DecodeError
 
-from qdqtune.engines import one_line
-from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, OutputError
+from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, OutputError, one_line
 
 Shapes = Mapping[str, Sequence[int]]
 """Input name to its sizes; for an input that is itself a shape, to its values."""

@@ -11,9 +11,9 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from qdqtune.engines import Tensors
 from qdqtune.engines.cuda import Cuda
 from qdqtune.errors import EngineFailure
+from qdqtune.types import Tensors
 
 DTYPES: Mapping[str, Any] = {
     "FLOAT": np.float32, "HALF": np.float16, "BF16": ml_dtypes.bfloat16, "FP8": ml_dtypes.float8_e4m3fn,

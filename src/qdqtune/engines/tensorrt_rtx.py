@@ -16,13 +16,13 @@ from typing import Any, NoReturn
 import numpy.typing as npt
 import onnx
 
-from qdqtune.engines import Built, QuantType, Tensors, output_to
+from qdqtune.engines import Built, output_to
 from qdqtune.engines.cuda import Cuda
 from qdqtune.engines.tensorrt import TensorRt, numeric_format, save_plan, translated, vendor_module
 from qdqtune.engines.tensorrt_build import Options, Shapes, build_plan, load_plugins, logger_of
 from qdqtune.engines.tensorrt_report import read_report
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
-from qdqtune.types import Layer, NumericFormat
+from qdqtune.types import Layer, NumericFormat, QuantType, Tensors
 
 FIELD = re.compile(r"(?:^|, )(LayerType|Inputs|Constants|Outputs|TacticName|StreamId|Metadata): ")
 TENSOR = re.compile(r"\{ Name: (.*?), Dimensions: \[(.*?)\].*?, Datatype: (\w+)")

@@ -23,12 +23,12 @@ import numpy.typing as npt
 import onnx
 from google.protobuf.message import DecodeError
 
-from qdqtune.engines import QuantType, Tensors, formats, one_line
+from qdqtune.engines import formats
 from qdqtune.engines.tensorrt_build import Options, Shapes
 from qdqtune.engines.tensorrt_report import read_report
 from qdqtune.engines.trtexec_program import Program, find, flag_name, gpu
-from qdqtune.errors import BadOption, EngineFailure, InputError
-from qdqtune.types import Layer, NumericFormat
+from qdqtune.errors import BadOption, EngineFailure, InputError, one_line
+from qdqtune.types import Layer, NumericFormat, QuantType, Tensors
 
 STRONG_TYPING = (10, 0)
 BETTER_DEFAULTS = (11, 0)

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from qdqtune.engines import one_line
-from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
+from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
 
 OLDEST = (8, 6)
 

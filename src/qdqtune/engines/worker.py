@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qdqtune.engines import Built, Engine, EngineSpec, QuantType, Tensors, open_engine
+from qdqtune.engines import Built, Engine, EngineSpec, open_engine
 from qdqtune.errors import QdqtuneError
-from qdqtune.types import Layer, Measurement, NumericFormat
+from qdqtune.types import Layer, Measurement, NumericFormat, QuantType, Tensors
 
 PROBES = 3
 PROBE_SECONDS = 1.0

@@ -14,8 +14,7 @@ from typing import Literal
 import onnx
 from onnx import TensorProto, helper
 
-from qdqtune.engines import one_line
-from qdqtune.errors import BadModel, BadOption
+from qdqtune.errors import BadModel, BadOption, one_line
 from qdqtune.graph.constants import replace
 from qdqtune.graph.loading import checked, load
 from qdqtune.graph.model import Constant, Model

@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from qdqtune.engines import QuantType
 from qdqtune.graph.model import Model
 from qdqtune.placement_rules import carrying_pairs as pairs
 from qdqtune.placement_rules import keeping_float as floats
 from qdqtune.placement_rules.scene import Scene
 from qdqtune.rules import consistent
-from qdqtune.types import Edge, Placement
+from qdqtune.types import Edge, Placement, QuantType
 
 TENSORRT = frozenset({"tensorrt", "tensorrt-rtx", "trtexec", "fake"})
 FUSING = TENSORRT | {"openvino"}

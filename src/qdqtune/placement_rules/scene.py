@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from qdqtune.engines import QuantType
 from qdqtune.graph.model import GRAPH, Model, Node
-from qdqtune.rules import COMPUTE, compute_edges, is_float, takes_data
-from qdqtune.types import Edge
+from qdqtune.graph.operators import COMPUTE, is_float, takes_data
+from qdqtune.rules import compute_edges
+from qdqtune.types import Edge, QuantType
 
 COPIES = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 """Operators that hand every value on, in another order, shape or type."""

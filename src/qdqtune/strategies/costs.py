@@ -27,7 +27,7 @@ import numpy as np
 import onnx
 
 from qdqtune.graph.model import Model
-from qdqtune.strategies.region import work
+from qdqtune.graph.operators import work
 from qdqtune.strategies.units import Partition, Unit
 from qdqtune.types import Edge, Layer, Placement
 

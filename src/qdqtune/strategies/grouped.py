@@ -14,9 +14,9 @@ from functools import cached_property
 
 from qdqtune import rules
 from qdqtune.graph.model import Model
+from qdqtune.graph.operators import work
 from qdqtune.strategies import best_of
 from qdqtune.strategies.cut import nearest, other
-from qdqtune.strategies.region import work
 from qdqtune.strategies.units import Partition, Unit, partition
 from qdqtune.types import Edge, Placement, Proposal, Trial
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from qdqtune import rules
+from qdqtune.graph import operators
 from qdqtune.graph.model import Model
 from qdqtune.strategies.costs import Costs, Priced, Times, attribute, learn
 from qdqtune.strategies.cut import Decision, cut, margin
@@ -176,7 +177,7 @@ def _own(model: Model, layers: Sequence[Layer]) -> list[Layer]:
 def passing(parts: Partition, unit: Unit, float_ms: float) -> Profile:
     """A group too small to be measured that hands values on: in 8 bits it is taken to cost what it costs in float."""
     nodes = [parts.model.nodes[n] for n in unit.nodes]
-    if not unit.inputs or unit.weights or any(n.domain or n.op not in rules.MOVERS for n in nodes):
+    if not unit.inputs or unit.weights or any(n.domain or n.op not in operators.MOVERS for n in nodes):
         return Profile(float_ms)
     inside = {e for n in nodes for i, t in enumerate(n.inputs) if (e := Edge(t, n.name, i)) in parts.possible}
     position = {parts.model.nodes[n].name: k for k, n in enumerate(unit.nodes)}

@@ -14,7 +14,8 @@ from itertools import chain, islice
 import numpy as np
 
 from qdqtune import rules
-from qdqtune.graph.model import Model, Node
+from qdqtune.graph.model import Model
+from qdqtune.graph.operators import work
 from qdqtune.patterns import Pattern
 from qdqtune.strategies import best_of, ratios_to_float
 from qdqtune.strategies.noise import DOUBT, Noise
@@ -206,16 +207,3 @@ class RegionSearch:
     def _work(self, pattern: Pattern) -> float:
         """A guess at the share of the work that a pattern does: multiplications, or elements for other operators."""
         return sum(work(self.model, self.model.nodes[n]) for r in pattern.instances for n in r.all_nodes())
-
-
-def work(model: Model, node: Node) -> float:
-    """Multiplications of a compute operator, elements written by any other; an unknown dimension counts as 1."""
-    info = model.tensors.get(node.outputs[0]) if node.outputs else None
-    elements = float(np.prod([d or 1 for d in (info.shape if info else None) or ()]))
-    if node.op not in rules.COMPUTE or len(node.inputs) < 2:
-        return elements
-    weight = model.tensors.get(node.inputs[1])
-    shape = [d or 1 for d in (weight.shape if weight else None) or ()]
-    if node.op in ("Conv", "ConvTranspose"):
-        return elements * float(np.prod(shape[1:]))
-    return elements * float(shape[-1 if node.attributes.get("transB", 0) else -2] if len(shape) > 1 else 1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from qdqtune.graph.model import GRAPH, Model
-from qdqtune.rules import COMPUTE
+from qdqtune.graph.operators import COMPUTE
 from qdqtune.types import Edge, Layer, Placement
 
 

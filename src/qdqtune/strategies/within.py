@@ -12,13 +12,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from qdqtune import rules
+from qdqtune.graph import operators
 from qdqtune.graph.model import Model, Node
+from qdqtune.graph.operators import work
 from qdqtune.strategies.costs import Costs
 from qdqtune.strategies.cut import cut_within
 from qdqtune.strategies.grouped import usual_groups
 from qdqtune.strategies.noise import RESERVE, Noise
-from qdqtune.strategies.region import QUIETER, work
+from qdqtune.strategies.region import QUIETER
 from qdqtune.strategies.subgraph import SubgraphSearch
 from qdqtune.strategies.units import Partition, Unit, partition
 from qdqtune.types import Edge, Placement
@@ -59,8 +60,10 @@ def narrowed(search: SubgraphSearch, noise: Noise | None) -> SubgraphSearch:
 def _presumed(parts: Partition) -> Costs:
     """Prices in elements that are copied."""
     model = parts.model
-    copied = [sum(work(model, n) for n in _nodes(model, u) if n.op not in rules.COMPUTE) for u in parts.units]
-    computed = [ELEMENTS * sum(work(model, n) for n in _nodes(model, u) if n.op in rules.COMPUTE) for u in parts.units]
+    copied = [sum(work(model, n) for n in _nodes(model, u) if n.op not in operators.COMPUTE) for u in parts.units]
+    computed = [
+        ELEMENTS * sum(work(model, n) for n in _nodes(model, u) if n.op in operators.COMPUTE) for u in parts.units
+    ]
     nothing = (0.0,) * len(parts.units)
     border = {tensor: _elements(model, tensor) for tensor in parts.edges}
     return Costs(
