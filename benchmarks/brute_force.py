@@ -22,9 +22,9 @@ from onnx import numpy_helper
 from qdqtune.bench import Bench
 from qdqtune.comparing import compare_files
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.runner import Runner
 from qdqtune.observer import Silent
 from qdqtune.qdq import Inserter
-from qdqtune.runner import Runner
 from qdqtune.settings import Settings
 from qdqtune.store import Store
 from qdqtune.strategies.units import Partition, fusion_groups, partition

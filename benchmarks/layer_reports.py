@@ -12,8 +12,8 @@ import zoo
 
 from qdqtune.data import open_samples
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.runner import Runner
 from qdqtune.graph.loading import load
-from qdqtune.runner import Runner
 from qdqtune.types import Failure
 
 NAMES = ("resnet50", "bert_base", "swin_t")

@@ -29,10 +29,10 @@ from quantizers import write_nncf, write_static
 from qdqtune.comparing import Row, compare_files
 from qdqtune.data import Samples, open_samples
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.runner import Runner
 from qdqtune.errors import QdqtuneError
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model, save
-from qdqtune.runner import Runner
 from qdqtune.settings import EFFORTS, Mode, Settings
 from qdqtune.timing import Plan, Ratio
 from qdqtune.tune import tune

@@ -18,11 +18,11 @@ from quantizers import write_static
 from qdqtune.calibration import calibrate
 from qdqtune.comparing import compare_files
 from qdqtune.data import open_samples
+from qdqtune.engines.runner import Runner
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import save
 from qdqtune.qdq import insert
 from qdqtune.reading import read_placement
-from qdqtune.runner import Runner
 from qdqtune.timing import Plan, Ratio
 
 NAMES = ("resnet50", "mobilenet_v2", "efficientnet_b0", "deit_small", "convnext_tiny")

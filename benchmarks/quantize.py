@@ -26,10 +26,10 @@ from quantizers import write_static
 from qdqtune.accuracy import sqnr_db
 from qdqtune.comparing import compare_files
 from qdqtune.data import open_samples
+from qdqtune.engines.runner import Runner
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import save
 from qdqtune.quantizing import Request, quantize, split
-from qdqtune.runner import Runner
 from qdqtune.timing import Plan
 from qdqtune.types import Array, Failure, Sample
 

@@ -17,7 +17,7 @@ import onnx
 import onnxruntime
 
 from qdqtune.engines import EngineSpec
-from qdqtune.runner import Runner
+from qdqtune.engines.runner import Runner
 
 FIXED: Mapping[str, Mapping[str, int]] = {"silero_vad": {"sr": 16000}}
 """Inputs that a model wants as constants."""

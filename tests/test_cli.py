@@ -28,10 +28,10 @@ from click import Command, Group
 
 from conftest import Call
 from models import conv_net
-from qdqtune import cli, runner
+from qdqtune import cli
 from qdqtune.applying import Applied
 from qdqtune.calibration import Calibration
-from qdqtune.engines import EngineSpec
+from qdqtune.engines import EngineSpec, runner
 from qdqtune.engines.formats import numeric_format
 from qdqtune.errors import BadModel
 from qdqtune.settings import EFFORTS, Settings

@@ -164,7 +164,7 @@ def test_elsewhere_the_same_pairs_fail(call, tuned, tmp_path):
 
 @pytest.mark.parametrize("json_flag", [(), ("--json",)])
 def test_a_float_model_has_no_pairs_and_runs_nothing(json_flag, call, float_file, monkeypatch):
-    monkeypatch.setattr("qdqtune.runner._Worker", None)
+    monkeypatch.setattr("qdqtune.engines.runner._Worker", None)
     code, out, err = call("check", float_file, *json_flag)
     assert (code, err) == (0, "")
     if json_flag:

@@ -228,7 +228,7 @@ def test_importing_qdqtune_imports_no_engine():
     text = """
 import pkgutil, sys
 import qdqtune
-own = {"qdqtune.__main__", "qdqtune.engines.onnxruntime", "qdqtune.engines.openvino"}
+own = {"qdqtune.__main__", "qdqtune.engines.onnxruntime.engine", "qdqtune.engines.openvino.engine"}
 for module in pkgutil.walk_packages(qdqtune.__path__, "qdqtune."):
     if module.name not in own:
         __import__(module.name)

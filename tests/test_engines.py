@@ -17,9 +17,9 @@ from engine_contract import IMAGE, EngineContract, conv_model, model_of, quantiz
 from models import FORMATS, conv_net, feeds, ranges, run, sqnr
 from qdqtune.engines import EngineSpec, cpu, open_engine
 from qdqtune.engines import fake as fake_module
-from qdqtune.engines import onnxruntime as ort_module
 from qdqtune.engines.fake import latency
 from qdqtune.engines.formats import ONNXRUNTIME_SHARED
+from qdqtune.engines.onnxruntime import engine as ort_module
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
 from qdqtune.graph.model import save
 from qdqtune.qdq import insert
@@ -57,7 +57,7 @@ class TestOpenVino(EngineContract):
 
 
 def test_importing_the_package_imports_no_engine() -> None:
-    code = "import sys, qdqtune.engines, qdqtune.runner; sys.exit(any('onnxruntime' in m for m in sys.modules))"
+    code = "import sys, qdqtune.engines, qdqtune.engines.runner; sys.exit(any('onnxruntime' in m for m in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -89,14 +89,14 @@ def test_bad_options_are_named(spec: EngineSpec, words: str) -> None:
 
 
 def test_a_missing_library_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "qdqtune.engines.onnxruntime", None)
+    monkeypatch.setitem(sys.modules, "qdqtune.engines.onnxruntime.engine", None)
     with pytest.raises(EngineUnavailable, match="'onnxruntime' cannot be loaded"):
         open_engine(EngineSpec("onnxruntime"))
 
 
 def test_a_missing_openvino_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openvino", None)
-    monkeypatch.delitem(sys.modules, "qdqtune.engines.openvino", raising=False)
+    monkeypatch.delitem(sys.modules, "qdqtune.engines.openvino.engine", raising=False)
     with pytest.raises(EngineUnavailable, match=r"pip install 'qdqtune\[openvino\]'"):
         open_engine(EngineSpec("openvino"))
 

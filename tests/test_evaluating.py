@@ -9,10 +9,10 @@ import pytest
 
 from models import build, feeds, normal
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadOption
 from qdqtune.evaluating import evaluate, load_evaluation
 from qdqtune.graph.model import save
-from qdqtune.runner import Handle, Runner
 from qdqtune.types import Failure
 from tuning import without_processes
 

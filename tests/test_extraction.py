@@ -11,15 +11,15 @@ import onnx
 import pytest
 
 from models import attention, build, conv_net, feeds, normal, ranges, run, tapped
-from qdqtune import rules, shapes
+from qdqtune import rules
 from qdqtune.calibration import watch
-from qdqtune.engines import EngineSpec
+from qdqtune.engines import EngineSpec, shapes
+from qdqtune.engines.shapes import check_spans, spans, with_spans
 from qdqtune.errors import BadOption
 from qdqtune.extraction import Resolved, borders, extract, is_shape, resolve
 from qdqtune.graph.loading import with_input_shapes
 from qdqtune.graph.model import Model
 from qdqtune.grouping import by_rules
-from qdqtune.shapes import check_spans, spans, with_spans
 
 RESHAPED = """net (float[N,4,6] x, float[2,3] z) => (float[N,M,2] y) {
     [rows] s = Shape <start=0, end=1> (x)

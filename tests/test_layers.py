@@ -14,8 +14,9 @@ import pytest
 from onnx import numpy_helper, parser
 
 from models import attention
-from qdqtune.engines import EngineSpec, onnxruntime_layers, open_engine
+from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.engines.coverage import Claim, cover, folded, read_model
+from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
 from qdqtune.errors import BadOption, EngineFailure
 from qdqtune.types import Layer
 

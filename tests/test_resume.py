@@ -18,8 +18,8 @@ import yaml
 from models import feeds
 from qdqtune.calibration import Calibration
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadState, EngineFailure
-from qdqtune.runner import Runner
 from qdqtune.strategies.region import Config
 from qdqtune.timing import Plan
 from qdqtune.tune import tune

@@ -21,9 +21,9 @@ from onnx.reference import ReferenceEvaluator
 from engine_contract import IMAGE, conv_model, quantized_conv_model
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
+from qdqtune.engines.runner import Handle, Runner
 from qdqtune.engines.worker import Session
 from qdqtune.errors import BadOption, EngineUnavailable, OutputError
-from qdqtune.runner import Handle, Runner
 from qdqtune.types import Failure, Measurement, NumericFormat, QType
 from test_trtexec import stand_in
 from tuning import environment
@@ -276,7 +276,7 @@ def test_a_killed_parent_leaves_no_worker(tmp_path: Path, files: SimpleNamespace
 import sys, time
 from pathlib import Path
 from qdqtune.engines import EngineSpec
-from qdqtune.runner import Runner
+from qdqtune.engines.runner import Runner
 print("imported", flush=True)  # a worker that imported this script would say so again
 runner = Runner(EngineSpec("fake", {{"faults": {{"hang": "conv"}}}}), time_limit_s=600, log_dir=Path({str(tmp_path)!r}))
 runner.load(Path({str(files.plain)!r}))
@@ -330,7 +330,7 @@ def test_what_a_killed_run_has_left_goes_at_the_next_start(tmp_path: Path, files
 import time
 from pathlib import Path
 from qdqtune.engines import EngineSpec
-from qdqtune.runner import Runner
+from qdqtune.engines.runner import Runner
 runner = Runner({trtexec(tmp_path)!r}, time_limit_s=600, log_dir=Path({str(tmp_path / "logs")!r}))
 runner.load(Path({str(files.plain)!r}))
 print(runner._worker._process.pid, flush=True)

@@ -21,10 +21,11 @@ from rich.console import Console
 from conftest import Call
 from models import build, feeds, normal, run
 from qdqtune import profiling, report
-from qdqtune.engines import EngineSpec, trtexec_program
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.runner import Runner
+from qdqtune.engines.tensorrt import program as trtexec_program
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
-from qdqtune.runner import Runner
 from qdqtune.timing import Plan
 from qdqtune.tune import Result, tune
 from test_trtexec import calls, stand_in

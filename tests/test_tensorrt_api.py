@@ -20,7 +20,7 @@ from onnx.reference import ReferenceEvaluator
 import qdqtune.engines
 from engine_contract import CONV_WEIGHT, IMAGE, conv_model, model_of, quantized_conv_model
 from qdqtune.engines import EngineSpec, open_engine
-from qdqtune.engines.cuda import CudaError
+from qdqtune.engines.tensorrt.cuda import CudaError
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.types import QType
 from tensorrt_fakes import FLAGS, VERSIONS, FakeCuda, Module, names_of

@@ -17,12 +17,12 @@ from engine_contract import IMAGE, conv_model, matmul_model, model_of
 from models import attention, build, conv_net, feeds, normal, ranges
 from qdqtune import rules
 from qdqtune.engines import EngineSpec, open_engine
+from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.graph import operators
 from qdqtune.graph.float16 import to_float16
 from qdqtune.graph.model import Model, save
 from qdqtune.qdq import Inserter
-from qdqtune.runner import Runner
 from qdqtune.types import Edge, Layer, Placement, QuantType
 from tensorrt_fakes import FakeCuda
 
@@ -249,7 +249,7 @@ def test_int32_bias_would_be_refused(tmp_path: Path) -> None:
 
 
 def test_the_layer_list_is_read_whole() -> None:
-    from qdqtune.engines.tensorrt_rtx import layers_from_log
+    from qdqtune.engines.tensorrt.rtx import layers_from_log
 
     tensor = "{ Name: %s, Dimensions: [%s], Strides: [1], Datatype: %s, Format: (Linear) Row major linear format }"
     line = (

@@ -15,10 +15,10 @@ from onnx import TensorProto, helper
 
 from engine_contract import IMAGE, ROWS, EngineContract, conv_model, matmul_model, model_of, quantized_conv_model
 from qdqtune.engines import Engine, EngineSpec, open_engine
-from qdqtune.engines.trtexec import create
+from qdqtune.engines.runner import Runner
+from qdqtune.engines.tensorrt.trtexec import create
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.graph.loading import node_names
-from qdqtune.runner import Runner
 from qdqtune.types import Failure, NumericFormat, QType
 
 VERSIONS = ["8.6", "10.0", "10.16", "11.1"]

@@ -20,6 +20,7 @@ from models import INT8, build, conv_net, feeds, normal, ranges
 from qdqtune import rules
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import FakeModel, latency
+from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadModel, BadOption, BaselineFailed, OutputError
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model, save
@@ -27,7 +28,6 @@ from qdqtune.observer import State
 from qdqtune.placements import read_cache, read_placement_file
 from qdqtune.qdq import Inserter, insert
 from qdqtune.reading import is_quantized
-from qdqtune.runner import Runner
 from qdqtune.settings import PROOF_BUILDS
 from qdqtune.store import Store, unpack_result
 from qdqtune.strategies import best_of

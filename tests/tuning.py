@@ -114,7 +114,7 @@ class InProcess:
 
 def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every runner work in this process: some times faster, and good for all but crashes and hangs."""
-    monkeypatch.setattr("qdqtune.runner._Worker", InProcess)
+    monkeypatch.setattr("qdqtune.engines.runner._Worker", InProcess)
     still = SimpleNamespace(collect=lambda: 0, enable=lambda: None, disable=lambda: None)
     monkeypatch.setattr("qdqtune.engines.worker.gc", still)  # a full collection per comparison, in a large process
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from onnx import ModelProto
 
 from qdqtune.engines import MODULES, EngineSpec
+from qdqtune.engines.runner import Handle, Runner
+from qdqtune.engines.shapes import check_spans
 from qdqtune.errors import BadOption, EngineFailure, OutputError
 from qdqtune.graph.loading import read
 from qdqtune.graph.model import Model
-from qdqtune.runner import Handle, Runner
-from qdqtune.shapes import check_spans
 from qdqtune.types import Failure
 
 FORMATS = {

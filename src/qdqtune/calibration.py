@@ -18,10 +18,10 @@ from onnx import TensorProto, helper
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.cpu import cores
+from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadData, BadModel
 from qdqtune.graph.model import ConstantFile, Model
 from qdqtune.histograms import Histogram
-from qdqtune.runner import Runner
 from qdqtune.scales import Range, Ranges
 from qdqtune.types import Array, Failure, NumericFormat, QType, Sample
 

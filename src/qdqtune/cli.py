@@ -25,14 +25,14 @@ from qdqtune.comparing import comparable, compare_files
 from qdqtune.data import open_samples
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.formats import numeric_format
+from qdqtune.engines.runner import unlogged
+from qdqtune.engines.shapes import check_spans
 from qdqtune.errors import ConstraintUnmet, EngineFailure, QdqtuneError
 from qdqtune.graph.loading import load, with_input_shapes
 from qdqtune.inspection import as_json, render
 from qdqtune.placements import read_placement_file
 from qdqtune.proving import FINAL
-from qdqtune.runner import unlogged
 from qdqtune.settings import EFFORTS, Settings
-from qdqtune.shapes import check_spans
 from qdqtune.strategies.region import Config
 from qdqtune.timing import Plan
 from qdqtune.tune import estimate, tune

@@ -24,15 +24,15 @@ from qdqtune.checking import Finding, allow, check, excuse
 from qdqtune.data import open_samples
 from qdqtune.doctor import Diagnosis, examine
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.tensorrt_report import read_report
+from qdqtune.engines.runner import unlogged
+from qdqtune.engines.shapes import check_spans
+from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption, ConstraintUnmet, EngineFailure, EngineUnavailable
 from qdqtune.graph.loading import load, read, with_input_shapes
 from qdqtune.graph.model import Model
 from qdqtune.provenance import is_measured
 from qdqtune.reading import is_quantized
 from qdqtune.reasons import is_low
-from qdqtune.runner import unlogged
-from qdqtune.shapes import check_spans
 from qdqtune.types import Failure, Layer, NumericFormat, QType, QuantType, Tensors
 
 ORDER = ("float compute", "standalone pair", "reformat", "boundary")

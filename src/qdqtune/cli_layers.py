@@ -16,11 +16,11 @@ from rich.text import Text
 from qdqtune import options
 from qdqtune.data import open_samples
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.tensorrt_report import read_report
+from qdqtune.engines.runner import unlogged
+from qdqtune.engines.shapes import check_spans
+from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption, EngineFailure
 from qdqtune.graph.loading import load, read, with_input_shapes
-from qdqtune.runner import unlogged
-from qdqtune.shapes import check_spans
 from qdqtune.types import Failure, Layer, Tensors
 
 FIXED = 4 + 8 + 9 + 9 + 5 + 2 * 7

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Literal
 
 from qdqtune.engines import MODULES, EngineSpec, cpu
+from qdqtune.engines.runner import Runner
 from qdqtune.errors import QdqtuneError, one_line
-from qdqtune.runner import Runner
 
 PRETENDS = "fake"
 """The engine that is always there, since it measures nothing."""

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from qdqtune.data import imported
+from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadOption, EngineFailure, one_line
-from qdqtune.runner import Handle, Runner
 from qdqtune.types import Array, Failure
 
 Predict = Callable[[Mapping[str, Array]], Mapping[str, Array]]

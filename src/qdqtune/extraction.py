@@ -14,10 +14,10 @@ import onnx
 from onnx import TensorProto, helper
 
 from qdqtune.calibration import watch
+from qdqtune.engines.shapes import Span
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import with_input_shapes
 from qdqtune.graph.model import Constant, Model
-from qdqtune.shapes import Span
 from qdqtune.types import Array, Sample
 
 Sizes = Mapping[str, tuple[int, ...]]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import onnx
 
-from qdqtune.engines.tensorrt_report import read_report
+from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
 from qdqtune.strategies.grouped import usual_groups

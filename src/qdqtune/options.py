@@ -15,8 +15,8 @@ import click
 
 from qdqtune.calibration import Method
 from qdqtune.engines import MODULES, EngineSpec
+from qdqtune.engines.shapes import ENGINES, OPTIONS, spans
 from qdqtune.errors import BadOption
-from qdqtune.shapes import ENGINES, OPTIONS, spans
 
 Command = Callable[..., Any]
 

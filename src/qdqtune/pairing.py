@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from qdqtune.runner import Handle, Runner
+from qdqtune.engines.runner import Handle, Runner
 from qdqtune.timing import Plan, Ratio, Rounds, compare
 from qdqtune.types import Failure, Measurement
 

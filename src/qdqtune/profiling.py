@@ -18,15 +18,15 @@ from typing import Self
 import numpy as np
 from onnx import helper
 
-from qdqtune import shapes
 from qdqtune.calibration import watch
+from qdqtune.engines import shapes
+from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadOption, InputError, OutputError
 from qdqtune.extraction import Resolved, borders, extract, is_shape
 from qdqtune.graph.model import ConstantFile, Model
 from qdqtune.observer import Observer
 from qdqtune.pairing import rounds_of
 from qdqtune.qdq import Inserter
-from qdqtune.runner import Handle, Runner
 from qdqtune.settings import Settings
 from qdqtune.store import Record, Store, pack_layers, pack_result, unpack_layers, unpack_result
 from qdqtune.strategies.isolated import Answer, Profile, profile_of, schemes, signature

@@ -21,6 +21,7 @@ from qdqtune.data import Samples, open_samples
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.cpu import cores
 from qdqtune.engines.formats import numeric_format
+from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadModel, BadOption, EngineFailure, OutputError
 from qdqtune.evaluating import Evaluation, evaluate, load_evaluation
 from qdqtune.graph.float16 import Precision, load_as
@@ -30,7 +31,6 @@ from qdqtune.observer import Observer, Silent
 from qdqtune.placement_rules import Placed
 from qdqtune.qdq import insert
 from qdqtune.reading import is_quantized
-from qdqtune.runner import Handle, Runner
 from qdqtune.scales import Range, Ranges
 from qdqtune.types import Edge, Failure, NumericFormat, QuantType, Sample
 

@@ -22,11 +22,11 @@ from qdqtune import scales
 from qdqtune.accuracy import is_finite, sqnr_db
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.cpu import cores
+from qdqtune.engines.runner import Runner
 from qdqtune.graph.model import ConstantFile, Model
 from qdqtune.limits import Limits
 from qdqtune.observer import Observer
 from qdqtune.qdq import ONNX_TYPE, weight_role
-from qdqtune.runner import Runner
 from qdqtune.scales import Quantization, Range, Ranges
 from qdqtune.store import Store
 from qdqtune.strategies.noise import Noise

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qdqtune import grouping, shapes
+from qdqtune import grouping
 from qdqtune.autotune_cache import CacheFile
 from qdqtune.bench import Bench
+from qdqtune.engines import shapes
 from qdqtune.errors import OutputError
 from qdqtune.extraction import Resolved, resolve
 from qdqtune.graph.operators import work

@@ -15,6 +15,8 @@ import onnx
 from qdqtune import patterns, regions, rules
 from qdqtune.calibration import calibrate
 from qdqtune.data import Samples, input_specs, open_samples
+from qdqtune.engines.runner import Runner
+from qdqtune.engines.shapes import check_spans
 from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph.float16 import OPSET, load_as, to_float16
 from qdqtune.graph.loading import load, with_input_shapes
@@ -22,10 +24,8 @@ from qdqtune.graph.model import Model, with_float_type
 from qdqtune.observer import Observer
 from qdqtune.patterns import Pattern
 from qdqtune.reading import Reading, is_quantized, read_placement, strip_pairs
-from qdqtune.runner import Runner
 from qdqtune.scales import Ranges
 from qdqtune.settings import Settings
-from qdqtune.shapes import check_spans
 from qdqtune.store import Store, pack_ranges, unpack_ranges
 from qdqtune.types import Array, Edge, NumericFormat, Placement, QType, Sample
 

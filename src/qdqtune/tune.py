@@ -15,6 +15,7 @@ import numpy as np
 
 from qdqtune import __version__, placements, subgraphs, verdicts
 from qdqtune.bench import Bench
+from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption, BaselineFailed, OutputError
 from qdqtune.evaluating import load_evaluation
 from qdqtune.explanation import UnitPrice, explain, record
@@ -22,7 +23,6 @@ from qdqtune.limits import Limits, verdict, wins
 from qdqtune.observer import Observer, Silent, State
 from qdqtune.proving import BASELINE, CANDIDATES, FINAL, Proof, prove
 from qdqtune.qdq import Inserter
-from qdqtune.runner import Runner
 from qdqtune.sensitivity import foresee
 from qdqtune.settings import Settings
 from qdqtune.store import Store

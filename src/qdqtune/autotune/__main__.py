@@ -14,8 +14,8 @@ from qdqtune import cli
 from qdqtune.autotune.benchmark import default_engine, rounds_for
 from qdqtune.autotune.workflows import builds_for, name_logs, patterns_of
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.shapes import spans
 from qdqtune.settings import EFFORTS
-from qdqtune.shapes import spans
 
 MODES, TENSORRT, STATE = ("region", "subgraph"), ("tensorrt", "trtexec"), "autotuner_state.yaml"
 

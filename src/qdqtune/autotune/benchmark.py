@@ -18,11 +18,11 @@ from qdqtune.autotune.regions import AutotunerError
 from qdqtune.data import Samples, open_samples
 from qdqtune.doctor import NEEDS, engine_state
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.runner import Handle, Runner
 from qdqtune.graph.loading import load, with_input_shapes
 from qdqtune.graph.model import Model
 from qdqtune.options import usual_shapes
 from qdqtune.pairing import rounds_of
-from qdqtune.runner import Handle, Runner
 from qdqtune.settings import EFFORTS
 from qdqtune.timing import Plan, compare, ratio
 from qdqtune.types import Failure, NumericFormat, QuantType

@@ -1,7 +1,7 @@
 """What an engine is, and how one is opened by name.
 
 An engine turns a model file into something that runs, and says how long it takes. Engines crash and hang, so the rest
-of the package reaches them through `qdqtune.runner.Runner`, which keeps them in a process of their own. Vendor
+of the package reaches them through `qdqtune.engines.runner.Runner`, which keeps them in a process of their own. Vendor
 libraries are imported by the engine's own module, and that module when the engine is opened.
 """
 
@@ -25,11 +25,11 @@ from qdqtune.types import Layer, NumericFormat, QuantType, Tensors
 
 MODULES = {
     "fake": "qdqtune.engines.fake",
-    "onnxruntime": "qdqtune.engines.onnxruntime",
-    "openvino": "qdqtune.engines.openvino",
-    "tensorrt": "qdqtune.engines.tensorrt",
-    "tensorrt-rtx": "qdqtune.engines.tensorrt_rtx",
-    "trtexec": "qdqtune.engines.trtexec",
+    "onnxruntime": "qdqtune.engines.onnxruntime.engine",
+    "openvino": "qdqtune.engines.openvino.engine",
+    "tensorrt": "qdqtune.engines.tensorrt.api",
+    "tensorrt-rtx": "qdqtune.engines.tensorrt.rtx",
+    "trtexec": "qdqtune.engines.tensorrt.trtexec",
 }
 """Engine name to the module whose `create(**options)` makes it."""
 

@@ -24,9 +24,9 @@ import onnx
 from google.protobuf.message import DecodeError
 
 from qdqtune.engines import formats
-from qdqtune.engines.tensorrt_build import Options, Shapes
-from qdqtune.engines.tensorrt_report import read_report
-from qdqtune.engines.trtexec_program import Program, find, flag_name, gpu
+from qdqtune.engines.tensorrt.build import Options, Shapes
+from qdqtune.engines.tensorrt.program import Program, find, flag_name, gpu
+from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption, EngineFailure, InputError, one_line
 from qdqtune.types import Layer, NumericFormat, QuantType, Tensors
 

@@ -17,10 +17,10 @@ import numpy.typing as npt
 import onnx
 
 from qdqtune.engines import Built, output_to
-from qdqtune.engines.cuda import Cuda
-from qdqtune.engines.tensorrt import TensorRt, numeric_format, save_plan, translated, vendor_module
-from qdqtune.engines.tensorrt_build import Options, Shapes, build_plan, load_plugins, logger_of
-from qdqtune.engines.tensorrt_report import read_report
+from qdqtune.engines.tensorrt.api import TensorRt, numeric_format, save_plan, translated, vendor_module
+from qdqtune.engines.tensorrt.build import Options, Shapes, build_plan, load_plugins, logger_of
+from qdqtune.engines.tensorrt.cuda import Cuda
+from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.types import Layer, NumericFormat, QuantType, Tensors
 

@@ -2,7 +2,7 @@
 
 The layer information is JSON of `trtexec --exportLayerInfo` or of the engine inspector, of TensorRT 8, 10 or 11; the
 profile is JSON of `trtexec --exportProfile`, or names and times as `IProfiler` reports them. Nothing of TensorRT is
-imported. `qdqtune.engines.tensorrt_nodes` tells which ONNX nodes a layer covers.
+imported. `qdqtune.engines.tensorrt.nodes` tells which ONNX nodes a layer covers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import onnx
 
-from qdqtune.engines.tensorrt_nodes import COPY_NODE, Names, assign, mentioned
+from qdqtune.engines.tensorrt.nodes import COPY_NODE, Names, assign, mentioned
 from qdqtune.errors import BadOption
 from qdqtune.types import Layer
 

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qdqtune.engines import cpu, formats, openvino_layers, output_to
+from qdqtune.engines import cpu, formats, output_to
 from qdqtune.engines.coverage import read_model
+from qdqtune.engines.openvino import layers as openvino_layers
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, QdqtuneError, one_line
 from qdqtune.types import Layer, NumericFormat, QuantType, Tensors
 

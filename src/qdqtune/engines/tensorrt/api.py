@@ -14,8 +14,7 @@ import numpy.typing as npt
 import onnx
 
 from qdqtune.engines import Built, formats, output_to
-from qdqtune.engines.cuda import Cuda
-from qdqtune.engines.tensorrt_build import (
+from qdqtune.engines.tensorrt.build import (
     Options,
     Shapes,
     TimingCache,
@@ -24,8 +23,9 @@ from qdqtune.engines.tensorrt_build import (
     load_plugins,
     logger_of,
 )
-from qdqtune.engines.tensorrt_execution import Execution
-from qdqtune.engines.tensorrt_report import read_report
+from qdqtune.engines.tensorrt.cuda import Cuda
+from qdqtune.engines.tensorrt.execution import Execution
+from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
 from qdqtune.types import Layer, NumericFormat, QuantType, Tensors
 

@@ -20,8 +20,9 @@ import onnx
 import onnxruntime as ort
 from onnxruntime import InferenceSession as Session
 
-from qdqtune.engines import cpu, formats, onnxruntime_layers, output_to
+from qdqtune.engines import cpu, formats, output_to
 from qdqtune.engines.coverage import read_model
+from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, QdqtuneError, one_line
 from qdqtune.graph.model import PROTOBUF_LIMIT
 from qdqtune.types import Layer, NumericFormat, QType, QuantType, Tensors

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from qdqtune.engines.cuda import Cuda
+from qdqtune.engines.tensorrt.cuda import Cuda
 from qdqtune.errors import EngineFailure
 from qdqtune.types import Tensors
 
