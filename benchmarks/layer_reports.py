@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import zoo
 
-from qdqtune.data import open_samples
+from qdqtune.calibration.samples import open_samples
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.loading import load

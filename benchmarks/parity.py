@@ -15,9 +15,9 @@ from pathlib import Path
 import zoo
 from quantizers import write_static
 
-from qdqtune.calibration import calibrate
+from qdqtune.calibration.calibrate import calibrate
+from qdqtune.calibration.samples import open_samples
 from qdqtune.comparing import compare_files
-from qdqtune.data import open_samples
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import save

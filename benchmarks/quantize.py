@@ -24,8 +24,8 @@ from parity import LESS_ACCURATE, as_fast
 from quantizers import write_static
 
 from qdqtune.accuracy import sqnr_db
+from qdqtune.calibration.samples import open_samples
 from qdqtune.comparing import compare_files
-from qdqtune.data import open_samples
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import save

@@ -17,12 +17,12 @@ from onnx import parser
 from onnx.reference import ReferenceEvaluator
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
+from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.engines.formats import ONNXRUNTIME_SHARED
 from qdqtune.graph.constants import settle
 from qdqtune.graph.loading import infer, load
 from qdqtune.graph.model import Constant, Model, save
 from qdqtune.rules import possible_edges
-from qdqtune.scales import Range, Ranges
 from qdqtune.types import Edge, NumericFormat, QType
 
 Array = npt.NDArray[Any]

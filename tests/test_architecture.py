@@ -134,7 +134,9 @@ def test_no_module_has_a_name_that_says_nothing() -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_broad_catches_stand_at_the_border_to_foreign_code_only(name: str) -> None:
-    allowed = within(name, {"qdqtune.engines", "qdqtune.cli", "qdqtune.data", "qdqtune.evaluating"})  # last: the user's
+    allowed = within(
+        name, {"qdqtune.engines", "qdqtune.cli", "qdqtune.calibration.samples", "qdqtune.evaluating"}
+    )  # last: the user's
     for node in ast.walk(ast.parse(MODULES[name].read_text())):
         if isinstance(node, ast.ExceptHandler):
             caught = ast.unparse(node.type) if node.type else "BaseException"

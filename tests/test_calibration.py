@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import FP8, INT8, UINT8, Arrays, activations, branching, build, conv_net, embedding, feeds, normal
-from qdqtune.calibration import Calibration, Method, calibrate, candidate_tensors, observed
+from qdqtune.calibration.calibrate import Calibration, Method, calibrate, candidate_tensors, observed
+from qdqtune.calibration.histograms import Histogram
+from qdqtune.calibration.scales import Range, dequantize, of_range, quantize
 from qdqtune.errors import BadData, BadModel
 from qdqtune.graph.model import Model
-from qdqtune.histograms import Histogram
-from qdqtune.scales import Range, dequantize, of_range, quantize
 from qdqtune.types import NumericFormat
 
 Array = npt.NDArray[Any]

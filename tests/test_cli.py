@@ -30,7 +30,7 @@ from conftest import Call
 from models import conv_net
 from qdqtune import cli
 from qdqtune.applying import Applied
-from qdqtune.calibration import Calibration
+from qdqtune.calibration.calibrate import Calibration
 from qdqtune.engines import EngineSpec, runner
 from qdqtune.engines.formats import numeric_format
 from qdqtune.errors import BadModel

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from models import build, embedding, normal
-from qdqtune.data import Samples, input_specs, open_samples
+from qdqtune.calibration.samples import Samples, input_specs, open_samples
 from qdqtune.errors import BadData, BadModel, BadOption, InputError
 from qdqtune.graph.model import Model
 

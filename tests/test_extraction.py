@@ -12,7 +12,7 @@ import pytest
 
 from models import attention, build, conv_net, feeds, normal, ranges, run, tapped
 from qdqtune import rules
-from qdqtune.calibration import watch
+from qdqtune.calibration.calibrate import watch
 from qdqtune.engines import EngineSpec, shapes
 from qdqtune.engines.shapes import check_spans, spans, with_spans
 from qdqtune.errors import BadOption

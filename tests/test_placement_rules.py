@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from models import FORMATS, attention, branching, build, conv_net, embedding, normal, tapped
+from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.engines import MODULES
 from qdqtune.engines.formats import numeric_format
 from qdqtune.graph.model import Model
@@ -15,7 +16,6 @@ from qdqtune.placement_rules import RULES, KeepFloat, Placed, as_json, place, ru
 from qdqtune.placement_rules.scene import DEPTH, Scene
 from qdqtune.qdq import insert
 from qdqtune.rules import consistent, possible_edges
-from qdqtune.scales import Range, Ranges
 from qdqtune.types import Edge, QuantType
 from region_models import networks
 

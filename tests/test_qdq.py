@@ -38,9 +38,9 @@ from models import (
     tapped,
 )
 from qdqtune import rules
+from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.graph.model import ConstantFile, Model, Node
 from qdqtune.qdq import RAW_OUTPUT, Inserter, insert, weight_role
-from qdqtune.scales import Range, Ranges
 from qdqtune.types import Edge, NumericFormat, Placement
 
 CASES = ("conv_net", "attention", "tapped", "embedding", "conv_net_half", "attention_half")

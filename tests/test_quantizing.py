@@ -17,7 +17,8 @@ import pytest
 import qdqtune
 from models import attention, build, conv_net, embedding, feeds, normal, run
 from qdqtune.accuracy import sqnr_db
-from qdqtune.calibration import Calibration
+from qdqtune.calibration.calibrate import Calibration
+from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.engines import MODULES
 from qdqtune.engines.formats import numeric_format
 from qdqtune.errors import BadModel, BadOption, OutputError
@@ -26,7 +27,6 @@ from qdqtune.graph.model import Model, save
 from qdqtune.qdq import insert
 from qdqtune.quantizing import HELD_OUT, Request, Selection, quantize, with_known_ranges
 from qdqtune.reading import read_placement
-from qdqtune.scales import Range, Ranges
 from qdqtune.types import Failure, Placement, QType, QuantType
 from tuning import without_processes
 

@@ -28,10 +28,10 @@ from models import (
     static,
 )
 from qdqtune import rules
+from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.graph.model import Model
 from qdqtune.qdq import insert
 from qdqtune.reading import is_quantized, read_placement, strip_pairs
-from qdqtune.scales import Range, Ranges
 from qdqtune.types import Edge, Placement
 
 CASES = ("conv_net", "attention", "tapped", "embedding", "conv_net_half", "attention_half")

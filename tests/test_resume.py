@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from models import feeds
-from qdqtune.calibration import Calibration
+from qdqtune.calibration.calibrate import Calibration
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadState, EngineFailure

@@ -16,8 +16,8 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from models import FP8, INT8, PLAIN, REDUCED, normal
-from qdqtune import scales
-from qdqtune.scales import Quantization, Range, Ranges, of_range, of_weight, quantize, quantize_bias
+from qdqtune.calibration import scales
+from qdqtune.calibration.scales import Quantization, Range, Ranges, of_range, of_weight, quantize, quantize_bias
 from qdqtune.types import NumericFormat, QType
 
 Array = npt.NDArray[Any]

@@ -15,8 +15,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadState, OutputError
-from qdqtune.scales import Range, Ranges
 from qdqtune.store import (
     Store,
     pack_placement,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import onnx
 
-from qdqtune.data import open_samples
+from qdqtune.calibration.samples import open_samples
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.errors import BadModel, BadOption, EngineFailure, QdqtuneError
 from qdqtune.graph.loading import infer, load

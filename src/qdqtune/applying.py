@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qdqtune import rules
-from qdqtune.calibration import Calibration, calibrate
-from qdqtune.data import open_samples
+from qdqtune.calibration.calibrate import Calibration, calibrate
+from qdqtune.calibration.samples import open_samples
 from qdqtune.errors import BadModel, BadOption, OutputError
 from qdqtune.graph.float16 import Precision, load_as
 from qdqtune.graph.loading import with_input_shapes

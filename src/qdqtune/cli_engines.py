@@ -20,8 +20,8 @@ from rich.text import Text
 
 from qdqtune import options
 from qdqtune.building import FORMATS, build
+from qdqtune.calibration.samples import open_samples
 from qdqtune.checking import Finding, allow, check, excuse
-from qdqtune.data import open_samples
 from qdqtune.doctor import Diagnosis, examine
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import unlogged

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qdqtune import options
-from qdqtune.data import open_samples
+from qdqtune.calibration.samples import open_samples
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import unlogged
 from qdqtune.engines.shapes import check_spans

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qdqtune import options, placement_rules, report
-from qdqtune.calibration import Calibration
+from qdqtune.calibration.calibrate import Calibration
 from qdqtune.engines.formats import FORMATS
 from qdqtune.errors import BadModel, BadOption
 from qdqtune.quantizing import Quantized, Request, Selection, quantize

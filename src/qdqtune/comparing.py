@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from qdqtune.accuracy import sqnr_db
-from qdqtune.data import InputSpec, input_specs
+from qdqtune.calibration.samples import InputSpec, input_specs
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption, EngineFailure
 from qdqtune.graph.loading import load

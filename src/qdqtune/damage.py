@@ -8,10 +8,10 @@ from itertools import chain
 
 import numpy as np
 
-from qdqtune import scales
-from qdqtune.calibration import observed
+from qdqtune.calibration import scales
+from qdqtune.calibration.calibrate import observed
+from qdqtune.calibration.scales import NUMPY_TYPE, Quantization
 from qdqtune.graph.model import Model
-from qdqtune.scales import NUMPY_TYPE, Quantization
 from qdqtune.sensitivity import sensitivities
 from qdqtune.types import Edge, Failure, Placement, Sample
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qdqtune.data import imported
+from qdqtune.calibration.samples import imported
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadOption, EngineFailure, one_line
 from qdqtune.types import Array, Failure

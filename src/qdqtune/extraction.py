@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from qdqtune.calibration import watch
+from qdqtune.calibration.calibrate import watch
 from qdqtune.engines.shapes import Span
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import with_input_shapes

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import click
 
-from qdqtune.calibration import Method
+from qdqtune.calibration.calibrate import Method
 from qdqtune.engines import MODULES, EngineSpec
 from qdqtune.engines.shapes import ENGINES, OPTIONS, spans
 from qdqtune.errors import BadOption

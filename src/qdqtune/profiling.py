@@ -18,7 +18,7 @@ from typing import Self
 import numpy as np
 from onnx import helper
 
-from qdqtune.calibration import watch
+from qdqtune.calibration.calibrate import watch
 from qdqtune.engines import shapes
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadOption, InputError, OutputError

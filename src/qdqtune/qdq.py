@@ -15,10 +15,10 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from qdqtune import scales
+from qdqtune.calibration import scales
+from qdqtune.calibration.scales import Quantization, Range, Ranges
 from qdqtune.graph.folding import names_in
 from qdqtune.graph.model import GRAPH, LARGE, Constant, Model, Node, rebuild
-from qdqtune.scales import Quantization, Range, Ranges
 from qdqtune.types import Array, Edge, NumericFormat, Placement, QType
 
 ONNX_TYPE: Mapping[QType, int] = {

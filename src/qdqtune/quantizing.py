@@ -15,9 +15,10 @@ from typing import TypeVar
 
 from qdqtune import placement_rules, rules
 from qdqtune.accuracy import cosine, is_finite, sqnr_db
-from qdqtune.calibration import Calibration, calibrate
+from qdqtune.calibration.calibrate import Calibration, calibrate
+from qdqtune.calibration.samples import Samples, open_samples
+from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.damage import Damage, damages
-from qdqtune.data import Samples, open_samples
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.cpu import cores
 from qdqtune.engines.formats import numeric_format
@@ -31,7 +32,6 @@ from qdqtune.observer import Observer, Silent
 from qdqtune.placement_rules import Placed
 from qdqtune.qdq import insert
 from qdqtune.reading import is_quantized
-from qdqtune.scales import Range, Ranges
 from qdqtune.types import Edge, Failure, NumericFormat, QuantType, Sample
 
 T = TypeVar("T")

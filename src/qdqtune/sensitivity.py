@@ -18,8 +18,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from qdqtune import scales
 from qdqtune.accuracy import is_finite, sqnr_db
+from qdqtune.calibration import scales
+from qdqtune.calibration.scales import Quantization, Range, Ranges
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.cpu import cores
 from qdqtune.engines.runner import Runner
@@ -27,7 +28,6 @@ from qdqtune.graph.model import ConstantFile, Model
 from qdqtune.limits import Limits
 from qdqtune.observer import Observer
 from qdqtune.qdq import ONNX_TYPE, weight_role
-from qdqtune.scales import Quantization, Range, Ranges
 from qdqtune.store import Store
 from qdqtune.strategies.noise import Noise
 from qdqtune.subject import Subject

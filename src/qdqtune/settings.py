@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from qdqtune.calibration import Calibration
+from qdqtune.calibration.calibrate import Calibration
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption
 from qdqtune.limits import Limits

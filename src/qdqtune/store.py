@@ -18,8 +18,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, Self
 
+from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadState, OutputError
-from qdqtune.scales import Range, Ranges
 from qdqtune.types import Edge, Failure, Layer, Measurement, Placement
 
 VERSION = 1

@@ -13,8 +13,9 @@ import numpy as np
 import onnx
 
 from qdqtune import patterns, regions, rules
-from qdqtune.calibration import calibrate
-from qdqtune.data import Samples, input_specs, open_samples
+from qdqtune.calibration.calibrate import calibrate
+from qdqtune.calibration.samples import Samples, input_specs, open_samples
+from qdqtune.calibration.scales import Ranges
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.shapes import check_spans
 from qdqtune.errors import BadModel, BadOption
@@ -24,7 +25,6 @@ from qdqtune.graph.model import Model, with_float_type
 from qdqtune.observer import Observer
 from qdqtune.patterns import Pattern
 from qdqtune.reading import Reading, is_quantized, read_placement, strip_pairs
-from qdqtune.scales import Ranges
 from qdqtune.settings import Settings
 from qdqtune.store import Store, pack_ranges, unpack_ranges
 from qdqtune.types import Array, Edge, NumericFormat, Placement, QType, Sample

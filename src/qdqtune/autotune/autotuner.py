@@ -23,7 +23,8 @@ from qdqtune import patterns, rules
 from qdqtune.autotune.benchmark import instance_or_default
 from qdqtune.autotune.regions import AutotunerError, CombinedRegionSearch, Grouping, InvalidSchemeError, Region
 from qdqtune.autotune.schemes import Config, InsertionScheme, PatternCache, PatternSchemes, RegionPattern
-from qdqtune.calibration import calibrate, candidate_tensors
+from qdqtune.calibration.calibrate import calibrate, candidate_tensors
+from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadModel, BadState, BaselineFailed
 from qdqtune.graph import operators
 from qdqtune.graph.float16 import HALF, OPSET
@@ -33,7 +34,6 @@ from qdqtune.patterns import Pattern
 from qdqtune.qdq import Inserter
 from qdqtune.qdq_utils import QuantizedTensors
 from qdqtune.reading import read_placement
-from qdqtune.scales import Range, Ranges
 from qdqtune.store import Record, Store, pack_placement, unpack_placement
 from qdqtune.strategies import ratios_to_float
 from qdqtune.strategies.region import RegionSearch

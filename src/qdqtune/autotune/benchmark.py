@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 
 from qdqtune.autotune.regions import AutotunerError
-from qdqtune.data import Samples, open_samples
+from qdqtune.calibration.samples import Samples, open_samples
 from qdqtune.doctor import NEEDS, engine_state
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Handle, Runner

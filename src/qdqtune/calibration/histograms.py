@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from qdqtune import scales
-from qdqtune.scales import Range
+from qdqtune.calibration import scales
+from qdqtune.calibration.scales import Range
 from qdqtune.types import Array, NumericFormat
 
 STEP = 16

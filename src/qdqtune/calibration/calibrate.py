@@ -16,13 +16,13 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
+from qdqtune.calibration.histograms import Histogram
+from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.cpu import cores
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadData, BadModel
 from qdqtune.graph.model import ConstantFile, Model
-from qdqtune.histograms import Histogram
-from qdqtune.scales import Range, Ranges
 from qdqtune.types import Array, Failure, NumericFormat, QType, Sample
 
 Method = Literal["minmax", "percentile", "entropy", "mse"]
