@@ -24,7 +24,7 @@ from qdqtune.comparing import compare_files
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.observer import Silent
-from qdqtune.qdq import Inserter
+from qdqtune.placement.insertion import Inserter
 from qdqtune.settings import Settings
 from qdqtune.store import Store
 from qdqtune.strategies.units import Partition, fusion_groups, partition

@@ -27,14 +27,15 @@ from typing import TypeVar
 import numpy as np
 import zoo
 
-from qdqtune import patterns, regions, rules
+from qdqtune import patterns, regions
 from qdqtune.calibration.calibrate import calibrate
 from qdqtune.calibration.samples import open_samples
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Constant, ConstantFile, Model
-from qdqtune.qdq import Inserter, weight_role
+from qdqtune.placement import rules
+from qdqtune.placement.insertion import Inserter, weight_role
 from qdqtune.types import Edge, Placement
 
 NAMES = ("resnet50", "mobilenet_v2", "efficientnet_b0", "deit_small", "convnext_tiny")

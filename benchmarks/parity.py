@@ -21,8 +21,8 @@ from qdqtune.comparing import compare_files
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import save
-from qdqtune.qdq import insert
-from qdqtune.reading import read_placement
+from qdqtune.placement.insertion import insert
+from qdqtune.placement.reading import read_placement
 from qdqtune.timing import Plan, Ratio
 
 NAMES = ("resnet50", "mobilenet_v2", "efficientnet_b0", "deit_small", "convnext_tiny")

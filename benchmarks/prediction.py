@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import zoo
 
-from qdqtune import rules
 from qdqtune.graph.loading import load
+from qdqtune.placement import rules
 from qdqtune.store import read_records, unpack_layers, unpack_placement, unpack_ranges, unpack_result
 from qdqtune.strategies.costs import Costs
 from qdqtune.strategies.cut import CutSearch, Decision, decision_of

@@ -22,7 +22,7 @@ from qdqtune.engines.formats import ONNXRUNTIME_SHARED
 from qdqtune.graph.constants import settle
 from qdqtune.graph.loading import infer, load
 from qdqtune.graph.model import Constant, Model, save
-from qdqtune.rules import possible_edges
+from qdqtune.placement.rules import possible_edges
 from qdqtune.types import Edge, NumericFormat, QType
 
 Array = npt.NDArray[Any]

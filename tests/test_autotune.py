@@ -17,7 +17,6 @@ import onnxruntime
 import pytest
 
 from models import INT8, build, conv_net, feeds, normal, ranges
-from qdqtune import rules
 from qdqtune.autotune import (
     AutotunerError,
     AutotunerNotInitializedError,
@@ -48,9 +47,10 @@ from qdqtune.engines.fake import FakeModel, latency
 from qdqtune.errors import BadOption, BadState, BaselineFailed
 from qdqtune.graph.loading import load, load_proto
 from qdqtune.graph.model import Model
-from qdqtune.qdq import insert
+from qdqtune.placement import rules
+from qdqtune.placement.insertion import insert
+from qdqtune.placement.reading import read_placement
 from qdqtune.qdq_utils import get_quantized_tensors
-from qdqtune.reading import read_placement
 from qdqtune.settings import Settings
 from qdqtune.timing import Plan
 from qdqtune.tune import tune

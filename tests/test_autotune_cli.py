@@ -14,13 +14,14 @@ import onnx
 import pytest
 
 from models import INT8, conv_net, ranges
-from qdqtune import cli, regions, rules
+from qdqtune import cli, regions
 from qdqtune.autotune import __main__ as autotune
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import save
 from qdqtune.patterns import group
-from qdqtune.placements import read_placement_file
-from qdqtune.qdq import insert
+from qdqtune.placement import rules
+from qdqtune.placement.files import read_placement_file
+from qdqtune.placement.insertion import insert
 from tuning import cost, environment, hopeless, mixed, without_processes, write
 
 Run = Callable[..., tuple[int, str, str]]

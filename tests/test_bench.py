@@ -14,12 +14,12 @@ import onnx
 import pytest
 
 from models import feeds, ranges
-from qdqtune import rules
 from qdqtune.bench import Bench, job_key, profiled_runs
 from qdqtune.engines.fake import create
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BaselineFailed, EngineFailure, OutputError
-from qdqtune.qdq import Inserter
+from qdqtune.placement import rules
+from qdqtune.placement.insertion import Inserter
 from qdqtune.store import Store
 from qdqtune.timing import Plan, judge, ratio
 from qdqtune.types import Edge, Failure, Measurement, Placement, Proposal

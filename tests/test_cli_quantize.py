@@ -11,8 +11,8 @@ import pytest
 from conftest import Call
 from models import build, conv_net
 from qdqtune.graph.loading import load
-from qdqtune.placement_rules import RULES, rules_of
-from qdqtune.reading import read_placement
+from qdqtune.placement.engine_rules import RULES, rules_of
+from qdqtune.placement.reading import read_placement
 from tuning import mixed, write
 
 RUN = ("--engine", "openvino", "--calibration-data")

@@ -6,10 +6,10 @@ import onnx
 import pytest
 
 from models import INT8, build, normal, ranges
-from qdqtune import rules
 from qdqtune.engines.fake import _CostModel
 from qdqtune.graph.model import Model
-from qdqtune.qdq import Inserter
+from qdqtune.placement import rules
+from qdqtune.placement.insertion import Inserter
 from qdqtune.strategies.costs import HOPE, Priced, Times, attribute, behind, learn, state
 from qdqtune.strategies.cut import cut, everything
 from qdqtune.strategies.units import Partition, partition

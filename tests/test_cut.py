@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from models import INT8, attention, build, conv_net, normal, ranges
-from qdqtune import rules
 from qdqtune.engines.fake import _CostModel
 from qdqtune.graph.model import Model
-from qdqtune.qdq import Inserter
+from qdqtune.placement import rules
+from qdqtune.placement.insertion import Inserter
 from qdqtune.strategies import best_of
 from qdqtune.strategies.costs import Costs
 from qdqtune.strategies.cut import CutSearch, cut, problem_of

@@ -22,8 +22,8 @@ from qdqtune.engines.formats import ONNXRUNTIME_SHARED
 from qdqtune.engines.onnxruntime import engine as ort_module
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
 from qdqtune.graph.model import save
-from qdqtune.qdq import insert
-from qdqtune.rules import possible_edges
+from qdqtune.placement.insertion import insert
+from qdqtune.placement.rules import possible_edges
 from qdqtune.types import NumericFormat, Placement, QType
 
 needs_openvino = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="needs OpenVINO")

@@ -11,10 +11,11 @@ import pytest
 from rich.console import Console
 
 from models import INT8, ranges
-from qdqtune import report, rules
+from qdqtune import report
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
-from qdqtune.qdq import Inserter
+from qdqtune.placement import rules
+from qdqtune.placement.insertion import Inserter
 from qdqtune.strategies.grouped import GroupedSearch
 from qdqtune.tune import Result, tune
 from qdqtune.types import Measurement, Placement, Trial

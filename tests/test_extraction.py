@@ -11,7 +11,6 @@ import onnx
 import pytest
 
 from models import attention, build, conv_net, feeds, normal, ranges, run, tapped
-from qdqtune import rules
 from qdqtune.calibration.calibrate import watch
 from qdqtune.engines import EngineSpec, shapes
 from qdqtune.engines.shapes import check_spans, spans, with_spans
@@ -20,6 +19,7 @@ from qdqtune.extraction import Resolved, borders, extract, is_shape, resolve
 from qdqtune.graph.loading import with_input_shapes
 from qdqtune.graph.model import Model
 from qdqtune.grouping import by_rules
+from qdqtune.placement import rules
 
 RESHAPED = """net (float[N,4,6] x, float[2,3] z) => (float[N,M,2] y) {
     [rows] s = Shape <start=0, end=1> (x)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from models import attention, build, conv_net, normal, ranges
-from qdqtune import grouping, rules
+from qdqtune import grouping
 from qdqtune.errors import BadOption
+from qdqtune.placement import rules
 from qdqtune.types import Layer
 
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from models import INT8, attention, build, conv_net, normal, ranges, tapped
-from qdqtune import rules
 from qdqtune.engines.fake import _CostModel
 from qdqtune.extraction import Resolved, extract
 from qdqtune.graph.model import Model
 from qdqtune.grouping import by_rules
-from qdqtune.qdq import Inserter, weight_role
+from qdqtune.placement import rules
+from qdqtune.placement.insertion import Inserter, weight_role
 from qdqtune.strategies.isolated import (
     Answer,
     Option,

@@ -14,7 +14,6 @@ from onnx.reference import ReferenceEvaluator
 
 from conftest import Call
 from models import INT8, build, feeds, normal, ranges
-from qdqtune import rules
 from qdqtune.accuracy import sqnr_db
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
@@ -22,8 +21,9 @@ from qdqtune.errors import BadOption, BaselineFailed
 from qdqtune.graph.model import Model, save
 from qdqtune.limits import Limits, is_unmet, verdict, wins
 from qdqtune.observer import State
-from qdqtune.qdq import Inserter
-from qdqtune.rules import everything
+from qdqtune.placement import rules
+from qdqtune.placement.insertion import Inserter
+from qdqtune.placement.rules import everything
 from qdqtune.settings import Settings
 from qdqtune.strategies.region import QUIETER
 from qdqtune.strategies.units import partition

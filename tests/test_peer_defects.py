@@ -17,14 +17,15 @@ import pytest
 from onnx import TensorProto
 
 from models import FP8, INT8, build, conv_net, normal, ranges
-from qdqtune import patterns, regions, rules
+from qdqtune import patterns, regions
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import FakeModel, create, latency
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadState, BaselineFailed
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import save
-from qdqtune.qdq import Inserter, insert
+from qdqtune.placement import rules
+from qdqtune.placement.insertion import Inserter, insert
 from qdqtune.strategies import best_of
 from qdqtune.timing import Plan
 from qdqtune.tune import tune

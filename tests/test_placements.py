@@ -9,9 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from models import ranges
-from qdqtune import patterns, regions, rules
+from qdqtune import patterns, regions
 from qdqtune.errors import BadOption, OutputError
-from qdqtune.placements import (
+from qdqtune.placement import rules
+from qdqtune.placement.files import (
     Recorded,
     cache_of,
     existing,

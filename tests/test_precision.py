@@ -9,15 +9,15 @@ import pytest
 from onnx import TensorProto
 
 from models import INT8, attention, build, conv_net, feeds, normal, ranges, run, sqnr
-from qdqtune import rules
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph.float16 import to_float16
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Constant, Model
-from qdqtune.qdq import insert
-from qdqtune.reading import read_placement, strip_pairs
+from qdqtune.placement import rules
+from qdqtune.placement.insertion import insert
+from qdqtune.placement.reading import read_placement, strip_pairs
 from qdqtune.settings import Settings
 from qdqtune.subject import open_subject
 

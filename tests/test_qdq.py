@@ -37,10 +37,10 @@ from models import (
     sqnr,
     tapped,
 )
-from qdqtune import rules
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.graph.model import ConstantFile, Model, Node
-from qdqtune.qdq import RAW_OUTPUT, Inserter, insert, weight_role
+from qdqtune.placement import rules
+from qdqtune.placement.insertion import RAW_OUTPUT, Inserter, insert, weight_role
 from qdqtune.types import Edge, NumericFormat, Placement
 
 CASES = ("conv_net", "attention", "tapped", "embedding", "conv_net_half", "attention_half")

@@ -24,9 +24,9 @@ from qdqtune.engines.formats import numeric_format
 from qdqtune.errors import BadModel, BadOption, OutputError
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model, save
-from qdqtune.qdq import insert
+from qdqtune.placement.insertion import insert
+from qdqtune.placement.reading import read_placement
 from qdqtune.quantizing import HELD_OUT, Request, Selection, quantize, with_known_ranges
-from qdqtune.reading import read_placement
 from qdqtune.types import Failure, Placement, QType, QuantType
 from tuning import without_processes
 

@@ -27,11 +27,11 @@ from models import (
     sqnr,
     static,
 )
-from qdqtune import rules
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.graph.model import Model
-from qdqtune.qdq import insert
-from qdqtune.reading import is_quantized, read_placement, strip_pairs
+from qdqtune.placement import rules
+from qdqtune.placement.insertion import insert
+from qdqtune.placement.reading import is_quantized, read_placement, strip_pairs
 from qdqtune.types import Edge, Placement
 
 CASES = ("conv_net", "attention", "tapped", "embedding", "conv_net_half", "attention_half")

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from models import attention, build, conv_net, normal, ranges
-from qdqtune import patterns, regions, rules
+from qdqtune import patterns, regions
 from qdqtune.engines.fake import create, latency
 from qdqtune.graph import operators
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import work
 from qdqtune.patterns import Pattern
-from qdqtune.qdq import Inserter
+from qdqtune.placement import rules
+from qdqtune.placement.insertion import Inserter
 from qdqtune.strategies import best_of, ratios_to_float
 from qdqtune.strategies.region import BATCH, Config, RegionSearch
 from qdqtune.timing import Plan

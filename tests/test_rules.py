@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 
 from models import UINT8, branching, build, case, conv_net, normal, ranges, static
-from qdqtune import rules
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.graph import operators
 from qdqtune.graph.model import GRAPH, Model
-from qdqtune.qdq import insert
-from qdqtune.reading import read_placement
-from qdqtune.rules import RULES, consistent, placements, possible_edges
+from qdqtune.placement import rules
+from qdqtune.placement.insertion import insert
+from qdqtune.placement.reading import read_placement
+from qdqtune.placement.rules import RULES, consistent, placements, possible_edges
 from qdqtune.types import Edge, Placement
 from region_models import networks
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from models import FORMATS, PLAIN, attention, build, conv_net, feeds, normal, ranges, run
-from qdqtune import rules
 from qdqtune.accuracy import sqnr_db
 from qdqtune.calibration import scales
 from qdqtune.calibration.scales import Range
 from qdqtune.graph.model import Model
-from qdqtune.qdq import insert
+from qdqtune.placement import rules
+from qdqtune.placement.insertion import insert
 from qdqtune.sensitivity import DEAFENING, _shares, each_value, sensitivities
 from qdqtune.strategies.noise import Noise
 from qdqtune.types import Edge, Failure, NumericFormat, Placement

@@ -9,8 +9,8 @@ from math import ceil, log2
 import pytest
 
 from models import build, normal, ranges
-from qdqtune import rules
 from qdqtune.graph.model import Model
+from qdqtune.placement import rules
 from qdqtune.strategies import best_of
 from qdqtune.strategies.isolated import Option, Profile, select
 from qdqtune.strategies.subgraph import Change, SubgraphSearch

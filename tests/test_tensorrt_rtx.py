@@ -15,14 +15,14 @@ from onnx import helper
 
 from engine_contract import IMAGE, conv_model, matmul_model, model_of
 from models import attention, build, conv_net, feeds, normal, ranges
-from qdqtune import rules
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.graph import operators
 from qdqtune.graph.float16 import to_float16
 from qdqtune.graph.model import Model, save
-from qdqtune.qdq import Inserter
+from qdqtune.placement import rules
+from qdqtune.placement.insertion import Inserter
 from qdqtune.types import Edge, Layer, Placement, QuantType
 from tensorrt_fakes import FakeCuda
 

@@ -17,7 +17,6 @@ import yaml
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
 from models import INT8, build, conv_net, feeds, normal, ranges
-from qdqtune import rules
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import FakeModel, latency
 from qdqtune.engines.runner import Runner
@@ -25,9 +24,10 @@ from qdqtune.errors import BadModel, BadOption, BaselineFailed, OutputError
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model, save
 from qdqtune.observer import State
-from qdqtune.placements import read_cache, read_placement_file
-from qdqtune.qdq import Inserter, insert
-from qdqtune.reading import is_quantized
+from qdqtune.placement import rules
+from qdqtune.placement.files import read_cache, read_placement_file
+from qdqtune.placement.insertion import Inserter, insert
+from qdqtune.placement.reading import is_quantized
 from qdqtune.settings import PROOF_BUILDS
 from qdqtune.store import Store, unpack_result
 from qdqtune.strategies import best_of

@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from qdqtune import rules
 from qdqtune.calibration.calibrate import Calibration, calibrate
 from qdqtune.calibration.samples import open_samples
 from qdqtune.errors import BadModel, BadOption, OutputError
 from qdqtune.graph.float16 import Precision, load_as
 from qdqtune.graph.loading import with_input_shapes
 from qdqtune.graph.model import save
-from qdqtune.placements import existing, read_placement_file
-from qdqtune.qdq import insert
-from qdqtune.reading import is_quantized
+from qdqtune.placement import rules
+from qdqtune.placement.files import existing, read_placement_file
+from qdqtune.placement.insertion import insert
+from qdqtune.placement.reading import is_quantized
 from qdqtune.types import Edge, NumericFormat, Placement
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qdqtune import placements
 from qdqtune.errors import OutputError
 from qdqtune.observer import Observer, State
+from qdqtune.placement import files
 from qdqtune.profiling import Kind
 from qdqtune.strategies.isolated import Profile
 from qdqtune.strategies.units import Partition
@@ -60,7 +60,7 @@ class CacheFile:
         phase = "timing groups alone" if self._left else "validating on the whole model"
         fresh = self._path.with_name(f"{NAME}.new")
         content = {"phase": phase, "profiling": list(self._groups.values()), "validation": self._validation}
-        placements.write_json(fresh, content)
+        files.write_json(fresh, content)
         try:
             fresh.replace(self._path)
         except OSError as error:

@@ -20,7 +20,7 @@ from qdqtune.evaluating import Evaluation, evaluate
 from qdqtune.graph.model import ConstantFile, save
 from qdqtune.limits import Limits
 from qdqtune.pairing import fresh_pair, rounds_of
-from qdqtune.qdq import Inserter
+from qdqtune.placement.insertion import Inserter
 from qdqtune.store import Record, Store, pack_layers, pack_placement, pack_result, unpack_layers, unpack_result
 from qdqtune.timing import Plan, Ratio, compare, envelope, judge, ratio
 from qdqtune.types import Array, Failure, Layer, Measurement, Placement, Proposal, Sample, Trial

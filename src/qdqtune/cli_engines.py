@@ -30,8 +30,8 @@ from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption, ConstraintUnmet, EngineFailure, EngineUnavailable
 from qdqtune.graph.loading import load, read, with_input_shapes
 from qdqtune.graph.model import Model
+from qdqtune.placement.reading import is_quantized
 from qdqtune.provenance import is_measured
-from qdqtune.reading import is_quantized
 from qdqtune.reasons import is_low
 from qdqtune.types import Failure, Layer, NumericFormat, QType, QuantType, Tensors
 

@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from qdqtune import options, placement_rules, report
+from qdqtune import options, report
 from qdqtune.calibration.calibrate import Calibration
 from qdqtune.engines.formats import FORMATS
 from qdqtune.errors import BadModel, BadOption
+from qdqtune.placement import engine_rules
 from qdqtune.quantizing import Quantized, Request, Selection, quantize
 
 engines = click.Choice(sorted(FORMATS))
@@ -183,7 +184,7 @@ def rule_counts(done: Quantized) -> Table:
     table.add_column("rule")
     table.add_column("edges", justify="right")
     table.add_column("")
-    effects = {rule.name: placement_rules.effect(rule) for rule in placement_rules.RULES}
+    effects = {rule.name: engine_rules.effect(rule) for rule in engine_rules.RULES}
     for name, count in done.placed.counts:
         table.add_row(name, str(count), effects[name])
     return table
@@ -208,11 +209,11 @@ def worst_tensors(done: Quantized) -> Table:
 @click.option("--json", "as_machine", is_flag=True, help="Print JSON.")
 def rules_command(engine: str | None, quant_type: Any, as_machine: bool) -> None:
     """List the placement rules of quantize: what each does, why, for which engines, and who says so."""
-    chosen = placement_rules.rules_of(engine, quant_type)
+    chosen = engine_rules.rules_of(engine, quant_type)
     if as_machine:
-        print(json.dumps([placement_rules.as_json(rule) for rule in chosen], indent=2))
+        print(json.dumps([engine_rules.as_json(rule) for rule in chosen], indent=2))
         return
     for rule in chosen:
-        print(f"{rule.name} ({placement_rules.effect(rule)})")
+        print(f"{rule.name} ({engine_rules.effect(rule)})")
         print(f"    {rule.reason}")
         print(f"    {', '.join(sorted(rule.engines))}; {', '.join(sorted(rule.quant_types))}; {rule.source}")

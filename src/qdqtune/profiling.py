@@ -26,7 +26,7 @@ from qdqtune.extraction import Resolved, borders, extract, is_shape
 from qdqtune.graph.model import ConstantFile, Model
 from qdqtune.observer import Observer
 from qdqtune.pairing import rounds_of
-from qdqtune.qdq import Inserter
+from qdqtune.placement.insertion import Inserter
 from qdqtune.settings import Settings
 from qdqtune.store import Record, Store, pack_layers, pack_result, unpack_layers, unpack_result
 from qdqtune.strategies.isolated import Answer, Profile, profile_of, schemes, signature

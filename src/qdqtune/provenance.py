@@ -9,9 +9,9 @@ from pathlib import Path
 from qdqtune.errors import InputError
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
-from qdqtune.placements import read_placement_file
+from qdqtune.placement.files import read_placement_file
+from qdqtune.placement.reading import read_placement
 from qdqtune.proving import BASELINE
-from qdqtune.reading import read_placement
 
 
 def is_measured(file: Path, model: Model, engine: Mapping[str, str]) -> bool:

@@ -13,7 +13,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TypeVar
 
-from qdqtune import placement_rules, rules
 from qdqtune.accuracy import cosine, is_finite, sqnr_db
 from qdqtune.calibration.calibrate import Calibration, calibrate
 from qdqtune.calibration.samples import Samples, open_samples
@@ -29,9 +28,10 @@ from qdqtune.graph.float16 import Precision, load_as
 from qdqtune.graph.loading import load, with_input_shapes
 from qdqtune.graph.model import Model, save
 from qdqtune.observer import Observer, Silent
-from qdqtune.placement_rules import Placed
-from qdqtune.qdq import insert
-from qdqtune.reading import is_quantized
+from qdqtune.placement import engine_rules, rules
+from qdqtune.placement.engine_rules import Placed
+from qdqtune.placement.insertion import insert
+from qdqtune.placement.reading import is_quantized
 from qdqtune.types import Edge, Failure, NumericFormat, QuantType, Sample
 
 T = TypeVar("T")
@@ -154,7 +154,7 @@ def quantize(request: Request, observer: Observer | None = None) -> Quantized:
     ranges = calibrate(shaped, seen, request.calibration, numbers=numbers)
     ranges = with_known_ranges(shaped, ranges, numbers)
     possible = request.selection.allowed(shaped, rules.possible_edges(shaped, ranges))
-    placed = placement_rules.place(shaped, possible, request.engine, request.quant_type)
+    placed = engine_rules.place(shaped, possible, request.engine, request.quant_type)
     if not placed.placement.edges:
         chosen = " among the nodes that you chose" if request.selection != Selection() else ""
         what = f"the rules of {request.engine} find nothing to quantize in {request.model}{chosen}"
@@ -203,8 +203,8 @@ def _quantized_parts(model: Model) -> str:
 def _keepers(placed: Placed) -> str:
     """The rules that kept edges in float, for people."""
     counts = dict(placed.counts)
-    kept = [f"{r.name} ({counts[r.name]} edges)" for r in placement_rules.RULES
-            if isinstance(r, placement_rules.KeepFloat) and counts.get(r.name)]  # fmt: skip
+    kept = [f"{r.name} ({counts[r.name]} edges)" for r in engine_rules.RULES
+            if isinstance(r, engine_rules.KeepFloat) and counts.get(r.name)]  # fmt: skip
     return f": kept in float by {', '.join(kept)}; qdqtune rules has the reasons" if kept else ""
 
 

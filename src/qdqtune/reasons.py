@@ -15,7 +15,7 @@ from onnx import TensorProto
 
 from qdqtune.graph.model import GRAPH, Constant, Model, Node
 from qdqtune.graph.operators import COMPUTE, FUSED_BEHIND, MOVERS, SETTINGS_FROM
-from qdqtune.qdq import ONNX_TYPE
+from qdqtune.placement.insertion import ONNX_TYPE
 from qdqtune.types import Layer, NumericFormat
 
 UNKNOWN = "unknown"

@@ -27,7 +27,7 @@ from qdqtune.engines.runner import Runner
 from qdqtune.graph.model import ConstantFile, Model
 from qdqtune.limits import Limits
 from qdqtune.observer import Observer
-from qdqtune.qdq import ONNX_TYPE, weight_role
+from qdqtune.placement.insertion import ONNX_TYPE, weight_role
 from qdqtune.store import Store
 from qdqtune.strategies.noise import Noise
 from qdqtune.subject import Subject

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from qdqtune import patterns, regions, rules
+from qdqtune import patterns, regions
 from qdqtune.calibration.calibrate import calibrate
 from qdqtune.calibration.samples import Samples, input_specs, open_samples
 from qdqtune.calibration.scales import Ranges
@@ -24,7 +24,8 @@ from qdqtune.graph.loading import load, with_input_shapes
 from qdqtune.graph.model import Model, with_float_type
 from qdqtune.observer import Observer
 from qdqtune.patterns import Pattern
-from qdqtune.reading import Reading, is_quantized, read_placement, strip_pairs
+from qdqtune.placement import rules
+from qdqtune.placement.reading import Reading, is_quantized, read_placement, strip_pairs
 from qdqtune.settings import Settings
 from qdqtune.store import Store, pack_ranges, unpack_ranges
 from qdqtune.types import Array, Edge, NumericFormat, Placement, QType, Sample

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from qdqtune import __version__, placements, subgraphs, verdicts
+from qdqtune import __version__, subgraphs, verdicts
 from qdqtune.bench import Bench
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption, BaselineFailed, OutputError
@@ -21,8 +21,9 @@ from qdqtune.evaluating import load_evaluation
 from qdqtune.explanation import UnitPrice, explain, record
 from qdqtune.limits import Limits, verdict, wins
 from qdqtune.observer import Observer, Silent, State
+from qdqtune.placement import files
+from qdqtune.placement.insertion import Inserter
 from qdqtune.proving import BASELINE, CANDIDATES, FINAL, Proof, prove
-from qdqtune.qdq import Inserter
 from qdqtune.sensitivity import foresee
 from qdqtune.settings import Settings
 from qdqtune.store import Store
@@ -133,9 +134,9 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
                 if profiled:
                     summary |= profiled.summary() | {"groups": verdicts.record(groups)}
                 summary["seconds"] = round(time.monotonic() - started, 3)
-    placements.write_json(folder / "summary.json", summary)
+    files.write_json(folder / "summary.json", summary)
     if units:
-        placements.write_json(folder / UNITS, {"units": record(units)})
+        files.write_json(folder / UNITS, {"units": record(units)})
     return Result(proof.shipped, final, proof.ratio if final.edges else None, summary, tuple(history),
                   (*subject.notes, *(profiled.notes if profiled else ()), *proof.notes), units, groups)  # fmt: skip
 
@@ -194,7 +195,7 @@ def _strategy(settings: Settings, subject: Subject, bench: Bench, noise: Noise |
         patterns=subject.patterns,
         possible=subject.possible,
         seeds=suggestions,
-        cached=placements.read_cache(settings.pattern_cache) if settings.pattern_cache else {},
+        cached=files.read_cache(settings.pattern_cache) if settings.pattern_cache else {},
         config=settings.config,
         plan=settings.plan,
         seed=settings.seed,
@@ -277,16 +278,16 @@ def _write_region_models(history: Sequence[Trial], subject: Subject, bench: Benc
 def _write_records(
     settings: Settings, subject: Subject, final: Placement, proof: Proof, history: Sequence[Trial], folder: Path
 ) -> None:
-    recorded = placements.Recorded(final, settings.quant_type, settings.engine.name, settings.fix_inputs)
-    placements.write_placement(folder / "placement.yaml", recorded, settings.model.name)
+    recorded = files.Recorded(final, settings.quant_type, settings.engine.name, settings.fix_inputs)
+    files.write_placement(folder / "placement.yaml", recorded, settings.model.name)
     shipped_ratio = proof.ratio.median if proof.ratio and final.edges else 1.0
-    caches = placements.cache_of(
+    caches = files.cache_of(
         subject.model, subject.patterns, (final, shipped_ratio), history, settings.plan,
         minimum_distance=settings.config.pattern_cache_minimum_distance,
         maximum_entries=settings.config.pattern_cache_max_entries_per_pattern,
     )  # fmt: skip
     target = settings.state.with_name(settings.state.stem + "_pattern_cache.yaml")
-    placements.write_cache(target, caches, subject.patterns)
+    files.write_cache(target, caches, subject.patterns)
 
 
 def _summary(

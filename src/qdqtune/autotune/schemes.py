@@ -11,10 +11,11 @@ from math import inf
 from pathlib import Path
 from typing import Self, get_args
 
-from qdqtune import patterns, placements, types
+from qdqtune import patterns, types
 from qdqtune.autotune.regions import Grouping, InvalidSchemeError, Region
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
+from qdqtune.placement import files
 from qdqtune.strategies import region as search
 from qdqtune.subject import DTYPES
 from qdqtune.types import ChildInput, NodeInput, QuantType, RegionOutput, Scheme
@@ -206,7 +207,7 @@ class PatternCache:
     def save(self, output_path: str | Path) -> None:
         """Write the file."""
         rows = {digest: [(s.core, s.ratio) for s in own.schemes] for digest, own in self.entries.items()}
-        placements.write_cache(Path(output_path), rows, [own.pattern for own in self.entries.values()])
+        files.write_cache(Path(output_path), rows, [own.pattern for own in self.entries.values()])
 
     @classmethod
     def load(cls, input_path: str | Path) -> Self:
@@ -215,7 +216,7 @@ class PatternCache:
         Raises:
             BadOption: the file is missing, or is no pattern cache.
         """
-        found = placements.read_cache(Path(input_path))
+        found = files.read_cache(Path(input_path))
         return cls({digest: PatternSchemes(RegionPattern("", digest=digest), [*map(InsertionScheme.of, schemes)])
                     for digest, schemes in found.items()})  # fmt: skip
 

@@ -20,7 +20,7 @@ from qdqtune.autotune.schemes import Config, PatternCache
 from qdqtune.graph.loading import load
 from qdqtune.options import usual_shapes
 from qdqtune.patterns import Pattern
-from qdqtune.reading import is_quantized, strip_pairs
+from qdqtune.placement.reading import is_quantized, strip_pairs
 from qdqtune.settings import EFFORTS, Settings
 from qdqtune.store import read_records
 from qdqtune.strategies import region as search

@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from qdqtune import rules
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import work
+from qdqtune.placement import rules
 from qdqtune.strategies import best_of
 from qdqtune.strategies.cut import nearest, other
 from qdqtune.strategies.units import Partition, Unit, partition

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from qdqtune import rules
 from qdqtune.graph import operators
 from qdqtune.graph.model import Model
+from qdqtune.placement import rules
 from qdqtune.strategies.costs import Costs, Priced, Times, attribute, learn
 from qdqtune.strategies.cut import Decision, cut, margin
 from qdqtune.strategies.units import Partition, Unit, partition

@@ -13,10 +13,10 @@ from itertools import chain, islice
 
 import numpy as np
 
-from qdqtune import rules
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import work
 from qdqtune.patterns import Pattern
+from qdqtune.placement import rules
 from qdqtune.strategies import best_of, ratios_to_float
 from qdqtune.strategies.noise import DOUBT, Noise
 from qdqtune.timing import Plan, judge

@@ -13,7 +13,7 @@ import numpy as np
 from qdqtune.calibration.scales import Ranges
 from qdqtune.graph.model import GRAPH, Model, Node
 from qdqtune.graph.operators import COMPUTE, FUSED_BEHIND, MOVERS, is_float, takes_data
-from qdqtune.qdq import weight_role
+from qdqtune.placement.insertion import weight_role
 from qdqtune.types import Edge, Placement
 
 STATIC = frozenset({"Add", "Mul", "LeakyRelu", "Sigmoid", "GlobalAveragePool", "Pad", "Concat", "Softmax",

@@ -7,7 +7,7 @@ from math import prod
 
 from qdqtune.graph.float16 import HALF
 from qdqtune.graph.model import Node
-from qdqtune.placement_rules.scene import Scene, nodes_into
+from qdqtune.placement.scene import Scene, nodes_into
 from qdqtune.types import Edge
 
 NORMALIZATIONS = frozenset({"BatchNormalization", "GroupNormalization", "InstanceNormalization", "LayerNormalization",

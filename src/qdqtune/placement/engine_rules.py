@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from qdqtune.graph.model import Model
-from qdqtune.placement_rules import carrying_pairs as pairs
-from qdqtune.placement_rules import keeping_float as floats
-from qdqtune.placement_rules.scene import Scene
-from qdqtune.rules import consistent
+from qdqtune.placement import carry_pairs as pairs
+from qdqtune.placement import keep_float as floats
+from qdqtune.placement.rules import consistent
+from qdqtune.placement.scene import Scene
 from qdqtune.types import Edge, Placement, QuantType
 
 TENSORRT = frozenset({"tensorrt", "tensorrt-rtx", "trtexec", "fake"})

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from qdqtune import rules
 from qdqtune.graph.model import Node
-from qdqtune.placement_rules.keeping_float import follows_convolution, result
-from qdqtune.placement_rules.scene import Scene
+from qdqtune.placement import rules
+from qdqtune.placement.keep_float import follows_convolution, result
+from qdqtune.placement.scene import Scene
 from qdqtune.types import Edge
 
 INTEGER = frozenset({"Add", "Concat", "LeakyRelu", "Mul", "Sigmoid"})

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.graph.loading import infer
 from qdqtune.graph.model import FLOATS, GRAPH, Constant, Model, Node, rebuild
-from qdqtune.qdq import RAW_OUTPUT, weight_role
+from qdqtune.placement.insertion import RAW_OUTPUT, weight_role
 from qdqtune.types import Array, Edge, Placement
 
 LOWER_BOUNDS = {"Relu": 0.0, "Sigmoid": 0.0, "Softmax": 0.0, "Abs": 0.0, "HardSigmoid": 0.0, "Exp": 0.0,
