@@ -23,13 +23,13 @@ from qdqtune.bench import Bench
 from qdqtune.comparing import compare_files
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
+from qdqtune.measurement.timing import Plan, judge
 from qdqtune.observer import Silent
 from qdqtune.placement.insertion import Inserter
 from qdqtune.settings import Settings
 from qdqtune.store import Store
 from qdqtune.strategies.units import Partition, fusion_groups, partition
 from qdqtune.subject import calibrated, open_subject
-from qdqtune.timing import Plan, judge
 from qdqtune.tune import tune
 from qdqtune.types import Placement, Proposal
 

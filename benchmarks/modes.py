@@ -33,8 +33,8 @@ from qdqtune.engines.runner import Runner
 from qdqtune.errors import QdqtuneError
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model, save
+from qdqtune.measurement.timing import Plan, Ratio
 from qdqtune.settings import EFFORTS, Mode, Settings
-from qdqtune.timing import Plan, Ratio
 from qdqtune.tune import tune
 from qdqtune.types import NumericFormat
 

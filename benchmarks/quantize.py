@@ -23,14 +23,14 @@ import zoo
 from parity import LESS_ACCURATE, as_fast
 from quantizers import write_static
 
-from qdqtune.accuracy import sqnr_db
 from qdqtune.calibration.samples import open_samples
 from qdqtune.comparing import compare_files
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import save
+from qdqtune.measurement.accuracy import sqnr_db
+from qdqtune.measurement.timing import Plan
 from qdqtune.quantizing import Request, quantize, split
-from qdqtune.timing import Plan
 from qdqtune.types import Array, Failure, Sample
 
 COLUMNS = ("model", "float ms", "theirs ms", "ours ms", "ours/theirs", "theirs dB", "ours dB", "as fast", "as accurate",

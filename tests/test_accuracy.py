@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qdqtune.accuracy import cosine, is_finite, sqnr_db
+from qdqtune.measurement.accuracy import cosine, is_finite, sqnr_db
 
 
 def test_noise_is_summed_over_samples_before_the_ratio_is_taken() -> None:

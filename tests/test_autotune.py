@@ -47,12 +47,12 @@ from qdqtune.engines.fake import FakeModel, latency
 from qdqtune.errors import BadOption, BadState, BaselineFailed
 from qdqtune.graph.loading import load, load_proto
 from qdqtune.graph.model import Model
+from qdqtune.measurement.timing import Plan
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.reading import read_placement
 from qdqtune.qdq_utils import get_quantized_tensors
 from qdqtune.settings import Settings
-from qdqtune.timing import Plan
 from qdqtune.tune import tune
 from test_trtexec import stand_in
 from tuning import cost, hopeless, mixed, settings, without_processes, write

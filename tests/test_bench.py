@@ -18,10 +18,10 @@ from qdqtune.bench import Bench, job_key, profiled_runs
 from qdqtune.engines.fake import create
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BaselineFailed, EngineFailure, OutputError
+from qdqtune.measurement.timing import Plan, judge, ratio
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.store import Store
-from qdqtune.timing import Plan, judge, ratio
 from qdqtune.types import Edge, Failure, Measurement, Placement, Proposal
 from tuning import mixed, room_for
 

@@ -12,13 +12,13 @@ import pytest
 from models import INT8, attention, build, conv_net, normal, ranges
 from qdqtune.engines.fake import _CostModel
 from qdqtune.graph.model import Model
+from qdqtune.measurement.timing import Plan, judge
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.strategies import best_of
 from qdqtune.strategies.costs import Costs
 from qdqtune.strategies.cut import CutSearch, cut, problem_of
 from qdqtune.strategies.units import Partition, partition
-from qdqtune.timing import Plan, judge
 from qdqtune.types import Failure, Layer, Measurement, Placement, Trial
 from tuning import mixed
 

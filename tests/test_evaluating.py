@@ -11,8 +11,8 @@ from models import build, feeds, normal
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadOption
-from qdqtune.evaluating import evaluate, load_evaluation
 from qdqtune.graph.model import save
+from qdqtune.measurement.metric import evaluate, load_evaluation
 from qdqtune.types import Failure
 from tuning import without_processes
 

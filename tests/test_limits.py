@@ -14,12 +14,13 @@ from onnx.reference import ReferenceEvaluator
 
 from conftest import Call
 from models import INT8, build, feeds, normal, ranges
-from qdqtune.accuracy import sqnr_db
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
 from qdqtune.errors import BadOption, BaselineFailed
 from qdqtune.graph.model import Model, save
-from qdqtune.limits import Limits, is_unmet, verdict, wins
+from qdqtune.measurement.accuracy import sqnr_db
+from qdqtune.measurement.limits import Limits, is_unmet, verdict, wins
+from qdqtune.measurement.timing import Plan
 from qdqtune.observer import State
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
@@ -27,7 +28,6 @@ from qdqtune.placement.rules import everything
 from qdqtune.settings import Settings
 from qdqtune.strategies.region import QUIETER
 from qdqtune.strategies.units import partition
-from qdqtune.timing import Plan
 from qdqtune.tune import tune
 from qdqtune.types import Failure, Measurement, Placement, Proposal, Trial
 from tuning import hopeless, mixed, settings, without_processes, write

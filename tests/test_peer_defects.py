@@ -24,10 +24,10 @@ from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadState, BaselineFailed
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import save
+from qdqtune.measurement.timing import Plan
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter, insert
 from qdqtune.strategies import best_of
-from qdqtune.timing import Plan
 from qdqtune.tune import tune
 from qdqtune.types import Failure, Measurement, NodeInput, Placement, Scheme
 from tuning import cost, hopeless, mixed, settings, without_processes, write

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from models import ranges
 from qdqtune import patterns, regions
 from qdqtune.errors import BadOption, OutputError
+from qdqtune.measurement.timing import Plan
 from qdqtune.placement import rules
 from qdqtune.placement.files import (
     Recorded,
@@ -22,7 +23,6 @@ from qdqtune.placement.files import (
     write_json,
     write_placement,
 )
-from qdqtune.timing import Plan
 from qdqtune.types import (
     ChildInput,
     Edge,

@@ -16,7 +16,6 @@ import pytest
 
 import qdqtune
 from models import attention, build, conv_net, embedding, feeds, normal, run
-from qdqtune.accuracy import sqnr_db
 from qdqtune.calibration.calibrate import Calibration
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.engines import MODULES
@@ -24,6 +23,7 @@ from qdqtune.engines.formats import numeric_format
 from qdqtune.errors import BadModel, BadOption, OutputError
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model, save
+from qdqtune.measurement.accuracy import sqnr_db
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.reading import read_placement
 from qdqtune.quantizing import HELD_OUT, Request, Selection, quantize, with_known_ranges

@@ -16,12 +16,12 @@ from qdqtune.engines.fake import create, latency
 from qdqtune.graph import operators
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import work
+from qdqtune.measurement.timing import Plan
 from qdqtune.patterns import Pattern
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.strategies import best_of, ratios_to_float
 from qdqtune.strategies.region import BATCH, Config, RegionSearch
-from qdqtune.timing import Plan
 from qdqtune.types import Edge, Failure, Measurement, Placement, Proposal, Scheme, Trial
 from tuning import mixed
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from models import FORMATS, PLAIN, attention, build, conv_net, feeds, normal, ranges, run
-from qdqtune.accuracy import sqnr_db
 from qdqtune.calibration import scales
 from qdqtune.calibration.scales import Range
 from qdqtune.graph.model import Model
+from qdqtune.measurement.accuracy import sqnr_db
+from qdqtune.measurement.sensitivity import DEAFENING, _shares, each_value, sensitivities
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import insert
-from qdqtune.sensitivity import DEAFENING, _shares, each_value, sensitivities
 from qdqtune.strategies.noise import Noise
 from qdqtune.types import Edge, Failure, NumericFormat, Placement
 from tuning import without_processes
@@ -86,7 +86,7 @@ def test_the_loudest_blocks_are_divided_until_the_measurements_are_spent() -> No
 
 @pytest.mark.parametrize("measured", [400, 16])
 def test_the_loudest_are_found_one_by_one_or_by_halving(measured: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qdqtune.sensitivity.INFERENCES", measured)
+    monkeypatch.setattr("qdqtune.measurement.sensitivity.INFERENCES", measured)
     model = conv_net()
     known = ranges(model)
     pairs = each_value(model, known, PLAIN, rules.possible_edges(model, known))

@@ -26,7 +26,7 @@ from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt import program as trtexec_program
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
-from qdqtune.timing import Plan
+from qdqtune.measurement.timing import Plan
 from qdqtune.tune import Result, tune
 from test_trtexec import calls, stand_in
 from tuning import cost, environment, hopeless, mixed, settings, without_processes, write

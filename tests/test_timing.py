@@ -16,7 +16,7 @@ from scipy.stats import binom
 from models import build, normal
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.worker import Session
-from qdqtune.timing import Plan, Ratio, compare, envelope, judge, ratio
+from qdqtune.measurement.timing import Plan, Ratio, compare, envelope, judge, ratio
 from qdqtune.types import Failure, Measurement, Placement, Proposal, Trial
 
 Array = npt.NDArray[Any]

@@ -23,6 +23,7 @@ from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadModel, BadOption, BaselineFailed, OutputError
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model, save
+from qdqtune.measurement.timing import Plan, judge
 from qdqtune.observer import State
 from qdqtune.placement import rules
 from qdqtune.placement.files import read_cache, read_placement_file
@@ -32,7 +33,6 @@ from qdqtune.settings import PROOF_BUILDS
 from qdqtune.store import Store, unpack_result
 from qdqtune.strategies import best_of
 from qdqtune.strategies.region import Config
-from qdqtune.timing import Plan, judge
 from qdqtune.tune import Result, estimate, tune
 from qdqtune.types import Failure, Measurement, Placement, Trial
 from tuning import cost, hopeless, mixed, settings, without_processes, write

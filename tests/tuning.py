@@ -22,9 +22,9 @@ from qdqtune.engines.fake import latency
 from qdqtune.engines.worker import Session
 from qdqtune.errors import QdqtuneError
 from qdqtune.graph.model import Model, save
+from qdqtune.measurement.timing import Plan
 from qdqtune.settings import Settings
 from qdqtune.strategies.region import Config
-from qdqtune.timing import Plan
 
 MIXED = """net (float[B,ROWS,64] x) => (float[B,ROWS,8] y) {
     [first] a = MatMul(x, w0)

@@ -13,16 +13,16 @@ from typing import Self
 
 import numpy as np
 
-from qdqtune.accuracy import is_finite, sqnr_db
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BaselineFailed, EngineFailure, OutputError
-from qdqtune.evaluating import Evaluation, evaluate
 from qdqtune.graph.model import ConstantFile, save
-from qdqtune.limits import Limits
-from qdqtune.pairing import fresh_pair, rounds_of
+from qdqtune.measurement.accuracy import is_finite, sqnr_db
+from qdqtune.measurement.limits import Limits
+from qdqtune.measurement.metric import Evaluation, evaluate
+from qdqtune.measurement.pairing import fresh_pair, rounds_of
+from qdqtune.measurement.timing import Plan, Ratio, compare, envelope, judge, ratio
 from qdqtune.placement.insertion import Inserter
 from qdqtune.store import Record, Store, pack_layers, pack_placement, pack_result, unpack_layers, unpack_result
-from qdqtune.timing import Plan, Ratio, compare, envelope, judge, ratio
 from qdqtune.types import Array, Failure, Layer, Measurement, Placement, Proposal, Sample, Trial
 
 FUTILE = 0.997

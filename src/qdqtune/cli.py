@@ -30,11 +30,11 @@ from qdqtune.engines.shapes import check_spans
 from qdqtune.errors import ConstraintUnmet, EngineFailure, QdqtuneError
 from qdqtune.graph.loading import load, with_input_shapes
 from qdqtune.inspection import as_json, render
+from qdqtune.measurement.timing import Plan
 from qdqtune.placement.files import read_placement_file
 from qdqtune.proving import FINAL
 from qdqtune.settings import EFFORTS, Settings
 from qdqtune.strategies.region import Config
-from qdqtune.timing import Plan
 from qdqtune.tune import estimate, tune
 
 NO_IMPROVEMENT, INTERRUPTED, DEFECT = 3, 130, 70

@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from qdqtune.accuracy import sqnr_db
 from qdqtune.calibration.samples import InputSpec, input_specs
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption, EngineFailure
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
+from qdqtune.measurement.accuracy import sqnr_db
+from qdqtune.measurement.pairing import fresh_pair
+from qdqtune.measurement.timing import Plan, Ratio, Verdict, envelope, ratio
 from qdqtune.observer import Observer, Silent
-from qdqtune.pairing import fresh_pair
-from qdqtune.timing import Plan, Ratio, Verdict, envelope, ratio
 from qdqtune.types import Array, Failure, Measurement, Sample
 
 

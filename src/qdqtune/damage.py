@@ -12,7 +12,7 @@ from qdqtune.calibration import scales
 from qdqtune.calibration.calibrate import observed
 from qdqtune.calibration.scales import NUMPY_TYPE, Quantization
 from qdqtune.graph.model import Model
-from qdqtune.sensitivity import sensitivities
+from qdqtune.measurement.sensitivity import sensitivities
 from qdqtune.types import Edge, Failure, Placement, Sample
 
 WORST = 10

@@ -24,15 +24,15 @@ from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadOption, InputError, OutputError
 from qdqtune.extraction import Resolved, borders, extract, is_shape
 from qdqtune.graph.model import ConstantFile, Model
+from qdqtune.measurement.pairing import rounds_of
+from qdqtune.measurement.timing import Plan, compare
 from qdqtune.observer import Observer
-from qdqtune.pairing import rounds_of
 from qdqtune.placement.insertion import Inserter
 from qdqtune.settings import Settings
 from qdqtune.store import Record, Store, pack_layers, pack_result, unpack_layers, unpack_result
 from qdqtune.strategies.isolated import Answer, Profile, profile_of, schemes, signature
 from qdqtune.strategies.units import Partition, Unit
 from qdqtune.subject import Subject
-from qdqtune.timing import Plan, compare
 from qdqtune.types import Array, Edge, Failure, Layer, Measurement, Placement
 
 FOLDER = "subgraphs"

@@ -12,8 +12,8 @@ import onnx
 
 from qdqtune.bench import Bench
 from qdqtune.errors import BaselineFailed, OutputError
+from qdqtune.measurement.timing import Ratio
 from qdqtune.settings import PROOF_BUILDS, Settings
-from qdqtune.timing import Ratio
 from qdqtune.types import Failure, Placement, Trial
 
 FINALISTS = 2

@@ -13,7 +13,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TypeVar
 
-from qdqtune.accuracy import cosine, is_finite, sqnr_db
 from qdqtune.calibration.calibrate import Calibration, calibrate
 from qdqtune.calibration.samples import Samples, open_samples
 from qdqtune.calibration.scales import Range, Ranges
@@ -23,10 +22,11 @@ from qdqtune.engines.cpu import cores
 from qdqtune.engines.formats import numeric_format
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadModel, BadOption, EngineFailure, OutputError
-from qdqtune.evaluating import Evaluation, evaluate, load_evaluation
 from qdqtune.graph.float16 import Precision, load_as
 from qdqtune.graph.loading import load, with_input_shapes
 from qdqtune.graph.model import Model, save
+from qdqtune.measurement.accuracy import cosine, is_finite, sqnr_db
+from qdqtune.measurement.metric import Evaluation, evaluate, load_evaluation
 from qdqtune.observer import Observer, Silent
 from qdqtune.placement import engine_rules, rules
 from qdqtune.placement.engine_rules import Placed

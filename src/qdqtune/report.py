@@ -22,8 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from qdqtune.comparing import Row
+from qdqtune.measurement.timing import Ratio
 from qdqtune.observer import State
-from qdqtune.timing import Ratio
 from qdqtune.tune import Estimate, Result
 from qdqtune.types import Failure, Trial
 from qdqtune.verdicts import GroupVerdict

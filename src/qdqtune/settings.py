@@ -11,9 +11,9 @@ from typing import Literal
 from qdqtune.calibration.calibrate import Calibration
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption
-from qdqtune.limits import Limits
+from qdqtune.measurement.limits import Limits
+from qdqtune.measurement.timing import Plan
 from qdqtune.strategies.region import Config
-from qdqtune.timing import Plan
 from qdqtune.types import QuantType
 
 PROOF_BUILDS = 4

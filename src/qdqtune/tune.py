@@ -17,14 +17,15 @@ from qdqtune import __version__, subgraphs, verdicts
 from qdqtune.bench import Bench
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption, BaselineFailed, OutputError
-from qdqtune.evaluating import load_evaluation
 from qdqtune.explanation import UnitPrice, explain, record
-from qdqtune.limits import Limits, verdict, wins
+from qdqtune.measurement.limits import Limits, verdict, wins
+from qdqtune.measurement.metric import load_evaluation
+from qdqtune.measurement.sensitivity import foresee
+from qdqtune.measurement.timing import Plan, Ratio, judge
 from qdqtune.observer import Observer, Silent, State
 from qdqtune.placement import files
 from qdqtune.placement.insertion import Inserter
 from qdqtune.proving import BASELINE, CANDIDATES, FINAL, Proof, prove
-from qdqtune.sensitivity import foresee
 from qdqtune.settings import Settings
 from qdqtune.store import Store
 from qdqtune.strategies import Strategy, best_of
@@ -35,7 +36,6 @@ from qdqtune.strategies.region import QUIETER, RegionSearch
 from qdqtune.strategies.seeded import Seeded
 from qdqtune.strategies.within import guesses, narrowed
 from qdqtune.subject import Subject, calibrated, fingerprint, open_subject
-from qdqtune.timing import Plan, Ratio, judge
 from qdqtune.types import Failure, Placement, Trial
 from qdqtune.verdicts import GroupVerdict
 

@@ -30,6 +30,7 @@ from qdqtune.graph import operators
 from qdqtune.graph.float16 import HALF, OPSET
 from qdqtune.graph.loading import load_proto
 from qdqtune.graph.model import Model, save, with_float_type
+from qdqtune.measurement.timing import Plan
 from qdqtune.patterns import Pattern
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
@@ -39,7 +40,6 @@ from qdqtune.store import Record, Store, pack_placement, unpack_placement
 from qdqtune.strategies import ratios_to_float
 from qdqtune.strategies.region import RegionSearch
 from qdqtune.subject import DTYPES
-from qdqtune.timing import Plan
 from qdqtune.tune import Result
 from qdqtune.types import Edge, Placement, Scheme
 

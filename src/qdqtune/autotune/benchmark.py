@@ -21,10 +21,10 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.graph.loading import load, with_input_shapes
 from qdqtune.graph.model import Model
+from qdqtune.measurement.pairing import rounds_of
+from qdqtune.measurement.timing import Plan, compare, ratio
 from qdqtune.options import usual_shapes
-from qdqtune.pairing import rounds_of
 from qdqtune.settings import EFFORTS
-from qdqtune.timing import Plan, compare, ratio
 from qdqtune.types import Failure, NumericFormat, QuantType
 
 log = logging.getLogger("qdqtune.autotune")

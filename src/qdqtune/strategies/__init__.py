@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from qdqtune.timing import Plan, judge
+from qdqtune.measurement.timing import Plan, judge
 from qdqtune.types import Placement, Proposal, Trial
 
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from qdqtune.graph.model import Model
+from qdqtune.measurement.timing import Plan, judge
 from qdqtune.strategies import best_of
 from qdqtune.strategies.costs import Priced, Times, attribute
 from qdqtune.strategies.cut import nearest
 from qdqtune.strategies.isolated import Selection
 from qdqtune.strategies.units import Partition
-from qdqtune.timing import Plan, judge
 from qdqtune.types import Layer, Placement, Proposal, Trial
 
 WORTH = 0.002

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from qdqtune.timing import Plan, Verdict, judge
+from qdqtune.measurement.timing import Plan, Verdict, judge
 from qdqtune.types import Failure, Placement, Trial
 
 

@@ -18,14 +18,14 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from qdqtune.accuracy import is_finite, sqnr_db
 from qdqtune.calibration import scales
 from qdqtune.calibration.scales import Quantization, Range, Ranges
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.cpu import cores
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.model import ConstantFile, Model
-from qdqtune.limits import Limits
+from qdqtune.measurement.accuracy import is_finite, sqnr_db
+from qdqtune.measurement.limits import Limits
 from qdqtune.observer import Observer
 from qdqtune.placement.insertion import ONNX_TYPE, weight_role
 from qdqtune.store import Store

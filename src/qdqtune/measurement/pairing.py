@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.timing import Plan, Ratio, Rounds, compare
+from qdqtune.measurement.timing import Plan, Ratio, Rounds, compare
 from qdqtune.types import Failure, Measurement
 
 

@@ -1,0 +1,1 @@
+"""Which of two models is faster, and whether one is accurate enough."""
