@@ -26,9 +26,9 @@ from qdqtune.engines.runner import Runner
 from qdqtune.measurement.timing import Plan, judge
 from qdqtune.observer import Silent
 from qdqtune.placement.insertion import Inserter
+from qdqtune.search.costs.units import Partition, fusion_groups, partition
 from qdqtune.settings import Settings
 from qdqtune.store import Store
-from qdqtune.strategies.units import Partition, fusion_groups, partition
 from qdqtune.subject import calibrated, open_subject
 from qdqtune.tune import tune
 from qdqtune.types import Placement, Proposal

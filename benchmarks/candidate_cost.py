@@ -27,7 +27,6 @@ from typing import TypeVar
 import numpy as np
 import zoo
 
-from qdqtune import patterns, regions
 from qdqtune.calibration.calibrate import calibrate
 from qdqtune.calibration.samples import open_samples
 from qdqtune.calibration.scales import Ranges
@@ -36,6 +35,7 @@ from qdqtune.graph.loading import load
 from qdqtune.graph.model import Constant, ConstantFile, Model
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter, weight_role
+from qdqtune.search.regions import discovery, patterns
 from qdqtune.types import Edge, Placement
 
 NAMES = ("resnet50", "mobilenet_v2", "efficientnet_b0", "deit_small", "convnext_tiny")
@@ -145,7 +145,7 @@ def timed(work: Callable[[], T]) -> tuple[T, float]:
 def row(entry: zoo.Entry, count: int) -> list[str]:
     """The numbers of one model, in the order of `COLUMNS`."""
     model, loading = timed(lambda: load(entry.path, fix_inputs=entry.fixed))
-    found, finding = timed(lambda: regions.find(model))
+    found, finding = timed(lambda: discovery.find(model))
     _, grouping = timed(lambda: patterns.group(model, found))
     ranges = calibrate(model, open_samples(entry.data, model, limit=1, fixed=entry.fixed))
     possible, enumerating = timed(lambda: rules.possible_edges(model, ranges))

@@ -21,8 +21,8 @@ import onnx
 import zoo
 from onnx import helper
 
-from qdqtune import patterns, regions
 from qdqtune.graph.model import Model
+from qdqtune.search.regions import discovery, patterns
 
 FLOAT, SHAPE = onnx.TensorProto.FLOAT, (1, 8, 4, 4)
 CONSTANTS: Mapping[str, tuple[int, ...]] = {"weight": (8, 8, 1, 1), "matrix": (4, 4)}
@@ -127,7 +127,7 @@ def run(proto: onnx.ModelProto) -> Run:
     ticks = [time.process_time()]
     _ = model.nodes, model.producers, model.consumers, model.constants, model.tensors
     ticks.append(time.process_time())
-    found = regions.find(model)
+    found = discovery.find(model)
     ticks.append(time.process_time())
     grouped = patterns.group(model, found)
     ticks.append(time.process_time())

@@ -51,11 +51,11 @@ def within(name: str, packages: set[str]) -> bool:
 
 
 def test_the_modules_are_found() -> None:
-    assert {"qdqtune", "qdqtune.tune", "qdqtune.strategies.region", "qdqtune.engines.fake"} <= MODULES.keys()
+    assert {"qdqtune", "qdqtune.tune", "qdqtune.search.region", "qdqtune.engines.fake"} <= MODULES.keys()
     assert "qdqtune.tune" in ours("qdqtune.cli")
 
 
-@pytest.mark.parametrize("name", [m for m in MODULES if within(m, {"qdqtune.strategies"})])
+@pytest.mark.parametrize("name", [m for m in MODULES if within(m, {"qdqtune.search"})])
 def test_strategies_never_reach_an_engine(name: str) -> None:
     seen, waiting = set(), [name]
     while waiting:

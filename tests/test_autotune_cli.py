@@ -14,14 +14,15 @@ import onnx
 import pytest
 
 from models import INT8, conv_net, ranges
-from qdqtune import cli, regions
+from qdqtune import cli
 from qdqtune.autotune import __main__ as autotune
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import save
-from qdqtune.patterns import group
 from qdqtune.placement import rules
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.insertion import insert
+from qdqtune.search.regions import discovery
+from qdqtune.search.regions.patterns import group
 from tuning import cost, environment, hopeless, mixed, without_processes, write
 
 Run = Callable[..., tuple[int, str, str]]
@@ -65,9 +66,9 @@ def test_a_run_writes_the_files_that_users_know(run: Run, model: Path) -> None:
     assert names | {"logs", "region_models"} <= {p.name for p in out.iterdir()}
     logs = {p.name for p in (out / "logs").iterdir()}
     assert {"baseline.log", "final.log"} <= logs
-    regions = [name for name in logs if re.fullmatch(r"region_\d+_scheme_\d+\.log", name)]
-    assert regions
-    assert all("building" in (out / "logs" / name).read_text() for name in (*regions, "final.log"))
+    discovery = [name for name in logs if re.fullmatch(r"region_\d+_scheme_\d+\.log", name)]
+    assert discovery
+    assert all("building" in (out / "logs" / name).read_text() for name in (*discovery, "final.log"))
     assert cost(out / "optimized_final.onnx") < cost(model)
 
 
@@ -75,7 +76,7 @@ def test_logs_have_the_numbers_of_the_regions_that_were_tuned(run: Run, tmp_path
     path = write(conv_net(), tmp_path)
     run("-m", path, "-o", "out", "--regions", "names", "-s", 1, "--no-cut-seed")
     names = {p.name for p in Path("out/logs").iterdir()}
-    found = group(load(path), regions.find(load(path), "names"))
+    found = group(load(path), discovery.find(load(path), "names"))
     tuned = {f"region_{p.instances[0].id}_scheme_0.log" for p in found}
     assert {name for name in names if name.startswith("region_")} == tuned
 

@@ -15,10 +15,10 @@ from qdqtune.graph.model import Model
 from qdqtune.measurement.timing import Plan, judge
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
-from qdqtune.strategies import best_of
-from qdqtune.strategies.costs import Costs
-from qdqtune.strategies.cut import CutSearch, cut, problem_of
-from qdqtune.strategies.units import Partition, partition
+from qdqtune.search import best_of
+from qdqtune.search.costs.prices import Costs
+from qdqtune.search.costs.units import Partition, partition
+from qdqtune.search.cut import CutSearch, cut, problem_of
 from qdqtune.types import Failure, Layer, Measurement, Placement, Trial
 from tuning import mixed
 

@@ -7,7 +7,8 @@ import json
 import pytest
 from onnx import TensorProto
 
-from qdqtune import inspection, patterns, regions
+from qdqtune import inspection
+from qdqtune.search.regions import discovery, patterns
 from region_models import Network
 
 
@@ -22,7 +23,7 @@ def found():
     x = net.residual(net.residual(x))
     net.outputs = [net.add("Softmax", net.conv(x)), integers]
     model = net.model()
-    made = regions.find(model)
+    made = discovery.find(model)
     return model, made, patterns.group(model, made)
 
 

@@ -14,7 +14,7 @@ from qdqtune.graph.model import Model
 from qdqtune.grouping import by_rules
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter, weight_role
-from qdqtune.strategies.isolated import (
+from qdqtune.search.costs.profiles import (  # fmt: skip
     Answer,
     Option,
     Profile,
@@ -25,8 +25,8 @@ from qdqtune.strategies.isolated import (
     schemes,
     select,
     signature,
-)  # fmt: skip
-from qdqtune.strategies.units import Partition, Unit, partition
+)
+from qdqtune.search.costs.units import Partition, Unit, partition
 from qdqtune.types import Edge, Failure, Layer, Measurement, Placement
 
 

@@ -25,9 +25,9 @@ from qdqtune.observer import State
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.rules import everything
+from qdqtune.search.costs.units import partition
+from qdqtune.search.region import QUIETER
 from qdqtune.settings import Settings
-from qdqtune.strategies.region import QUIETER
-from qdqtune.strategies.units import partition
 from qdqtune.tune import tune
 from qdqtune.types import Failure, Measurement, Placement, Proposal, Trial
 from tuning import hopeless, mixed, settings, without_processes, write

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqtune.strategies.mincut import LARGEST, Problem, solve
+from qdqtune.search.costs.mincut import LARGEST, Problem, solve
 
 COSTS = st.integers(0, 6).map(float) | st.just(inf)
 

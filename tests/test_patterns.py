@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from qdqtune import patterns, regions
 from qdqtune.graph.operators import COMMUTATIVE
+from qdqtune.search.regions import discovery, patterns
 from qdqtune.types import ChildInput, Edge, NodeInput, Region, RegionKind, RegionOutput, Scheme
 from region_models import Network, networks, resnet, shuffled
 
 
 def grouped(model, **options):
-    return patterns.group(model, regions.find(model, "topology", **options))
+    return patterns.group(model, discovery.find(model, "topology", **options))
 
 
 def only(net):

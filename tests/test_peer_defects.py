@@ -17,7 +17,6 @@ import pytest
 from onnx import TensorProto
 
 from models import FP8, INT8, build, conv_net, normal, ranges
-from qdqtune import patterns, regions
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import FakeModel, create, latency
 from qdqtune.engines.runner import Runner
@@ -27,7 +26,8 @@ from qdqtune.graph.model import save
 from qdqtune.measurement.timing import Plan
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter, insert
-from qdqtune.strategies import best_of
+from qdqtune.search import best_of
+from qdqtune.search.regions import discovery, patterns
 from qdqtune.tune import tune
 from qdqtune.types import Failure, Measurement, NodeInput, Placement, Scheme
 from tuning import cost, hopeless, mixed, settings, without_processes, write
@@ -196,7 +196,7 @@ def test_7_one_scheme_means_different_edges(model: Path) -> None:
     ]
     weights = {"w": normal(4, 4, 3, 3), "bias": normal(4)}
     plain, biased = (build(text, {k: v for k, v in weights.items() if k in text}) for text in texts)
-    signatures = {p.signature for m in (plain, biased) for p in patterns.group(m, regions.find(m))}
+    signatures = {p.signature for m in (plain, biased) for p in patterns.group(m, discovery.find(m))}
     assert len(signatures) == 2
 
     meant = set()
@@ -205,7 +205,7 @@ def test_7_one_scheme_means_different_edges(model: Path) -> None:
             f"net (float[2,8] x, float[2,8] t) => (float[2,8] y) {{ [left] {a} = Tanh(x) [right] {b} = Neg(t) "
             f"[sub] y = Sub({a}, {b}) }}"
         )
-        for pattern in patterns.group(net, regions.find(net)):
+        for pattern in patterns.group(net, discovery.find(net)):
             for region in pattern.instances:
                 for point in pattern.points:
                     edges = patterns.resolve(net, pattern, region, Scheme(frozenset([point])))
@@ -281,7 +281,7 @@ def test_9_a_candidate_costs_as_much_as_the_model_is_large(tmp_path: Path, monke
             f"[n{k}] x{k + 1} = Add(b{k}, x{k})",
         ]
     net = build(f"net (float[1,4] x0) => (float[1,4] x60) {{ {' '.join(gated)} }}")
-    assert len(patterns.group(net, regions.find(net))) > 0
+    assert len(patterns.group(net, discovery.find(net))) > 0
 
 
 def test_10_infinity_stands_for_failure(model: Path) -> None:

@@ -9,7 +9,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from models import ranges
-from qdqtune import patterns, regions
 from qdqtune.errors import BadOption, OutputError
 from qdqtune.measurement.timing import Plan
 from qdqtune.placement import rules
@@ -23,6 +22,7 @@ from qdqtune.placement.files import (
     write_json,
     write_placement,
 )
+from qdqtune.search.regions import discovery, patterns
 from qdqtune.types import (
     ChildInput,
     Edge,
@@ -39,7 +39,7 @@ from tuning import mixed
 
 DATA = Path(__file__).parent / "data"
 MODEL = mixed()
-GROUPED = patterns.group(MODEL, regions.find(MODEL))
+GROUPED = patterns.group(MODEL, discovery.find(MODEL))
 POSSIBLE = rules.possible_edges(MODEL, ranges(MODEL))
 SHIPPED = Placement.of([Edge("b", "second", 0), Edge("w1", "second", 1), Edge("d", "softmax", 0), Edge("y", "", 0)])
 

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from models import attention, build, conv_net, normal, ranges
-from qdqtune import patterns, regions
 from qdqtune.engines.fake import create, latency
 from qdqtune.graph import operators
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import work
 from qdqtune.measurement.timing import Plan
-from qdqtune.patterns import Pattern
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
-from qdqtune.strategies import best_of, ratios_to_float
-from qdqtune.strategies.region import BATCH, Config, RegionSearch
+from qdqtune.search import best_of, ratios_to_float
+from qdqtune.search.region import BATCH, Config, RegionSearch
+from qdqtune.search.regions import discovery, patterns
+from qdqtune.search.regions.patterns import Pattern
 from qdqtune.types import Edge, Failure, Measurement, Placement, Proposal, Scheme, Trial
 from tuning import mixed
 
@@ -49,7 +49,7 @@ def parts(name: str) -> tuple[Model, tuple[Pattern, ...], frozenset[Edge], Inser
     model = MODELS[name]()
     found = ranges(model)
     inserter = Inserter(model, found, create().numeric_format("int8"))
-    return model, patterns.group(model, regions.find(model)), rules.possible_edges(model, found), inserter
+    return model, patterns.group(model, discovery.find(model)), rules.possible_edges(model, found), inserter
 
 
 def search(name: str = "mixed", **changes: Any) -> RegionSearch:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qdqtune import regions
-from qdqtune.topology import Flow, post_dominators
+from qdqtune.search.regions import discovery
+from qdqtune.search.regions.by_topology import Flow, post_dominators
 from qdqtune.types import RegionKind
 from region_models import Network, networks, resnet
 
@@ -49,7 +49,7 @@ def check_borders(model, region):
 @given(networks(), st.sampled_from([1, 3, 10]), st.sampled_from([1, 4, 10]))
 def test_every_node_is_in_exactly_one_leaf(net, max_sequence, min_topdown):
     model = net.model()
-    found = regions.find(model, "topology", max_sequence_size=max_sequence, min_topdown_size=min_topdown)
+    found = discovery.find(model, "topology", max_sequence_size=max_sequence, min_topdown_size=min_topdown)
     check_partition(model, found)
     assert max(len(r.nodes) for r in found.leaves) <= max(max_sequence, min_topdown)
 
@@ -62,7 +62,7 @@ def test_the_partition_holds_whatever_the_modules(net, data):
         prefix = data.draw(st.sampled_from([None, *modules]))
         node.name = f"plain{k}" if prefix is None else f"{prefix}/{node.op_type}_{k}"
     model = net.model()
-    found = regions.find(model, "names", min_topdown_size=data.draw(st.sampled_from([1, 3, 10])))
+    found = discovery.find(model, "names", min_topdown_size=data.draw(st.sampled_from([1, 3, 10])))
     assert found.method == "names"
     check_partition(model, found)
 
@@ -84,7 +84,7 @@ def test_post_dominators_agree_with_the_definition(net):
 
 def test_a_residual_block_is_a_composite_of_leaves_that_start_at_a_convolution():
     model = resnet(2)
-    found = regions.find(model)
+    found = discovery.find(model)
     assert found.method == "topology"
     assert [r.kind.name for r in found.root.children] == ["LEAF", "COMPOSITE", "COMPOSITE"]
     assert leaf_ops(model, found) == [["Conv", "Relu"]] + [["Conv", "Relu"], ["Conv", "Add", "Relu"]] * 2
@@ -99,7 +99,7 @@ def test_the_order_of_parallel_towers_in_the_file_does_not_matter():
         conv_a, conv_b = net.conv(relu_a), net.conv(relu_b)
         a, b = net.add("Add", conv_a, a), net.add("Add", conv_b, b)
     net.outputs = [a, b]
-    found = regions.find(net.model())
+    found = discovery.find(net.model())
     assert [len(r.children) for r in found.root.children] == [2, 2, 2, 2]
 
 
@@ -109,7 +109,7 @@ def test_an_activation_made_of_several_nodes_stays_with_its_matmul():
     half = net.add("Mul", x, net.add("Add", net.add("Erf", net.add("Div", x, "scalar")), "scalar"))
     net.outputs = [net.add("MatMul", net.add("Mul", half, "scalar"), "weight")]
     model = net.model()
-    assert leaf_ops(model, regions.find(model)) == [
+    assert leaf_ops(model, discovery.find(model)) == [
         ["MatMul", "Add", "Div", "Erf", "Add", "Mul", "Mul"], ["MatMul"]]  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def test_concat_is_no_epilogue_of_one_of_its_branches():
     x = net.add("Relu", net.conv("input"))
     net.outputs = [net.add("Concat", net.add("Relu", net.conv(x)), net.add("Relu", net.conv(x)), axis=1)]
     model = net.model()
-    assert leaf_ops(model, regions.find(model)) == [["Conv", "Relu"]] * 3 + [["Concat"]]
+    assert leaf_ops(model, discovery.find(model)) == [["Conv", "Relu"]] * 3 + [["Concat"]]
 
 
 def test_attention_masks_do_not_join_the_layers_that_share_them():
@@ -128,7 +128,7 @@ def test_attention_masks_do_not_join_the_layers_that_share_them():
         scores = net.add("MatMul", net.add("MatMul", x, "weight"), net.add("MatMul", x, "weight"))
         x = net.add("Add", net.add("Softmax", net.add("Add", scores, mask)), x)
     net.outputs = [x]
-    found = regions.find(net.model())
+    found = discovery.find(net.model())
     layers = [r for r in found.root.children if r.kind is RegionKind.COMPOSITE]
     assert [len(r.all_nodes()) for r in layers] == [6, 6, 6]
 
@@ -139,7 +139,7 @@ def test_an_output_that_is_used_further_does_not_end_a_block():
     middle = net.conv(x)
     last = net.add("Add", net.conv(middle), x)
     net.outputs = [middle, last]
-    found = regions.find(net.model())
+    found = discovery.find(net.model())
     assert [r.kind.name for r in found.root.children] == ["LEAF", "COMPOSITE"]
 
 
@@ -149,8 +149,8 @@ def test_long_sequences_are_cut():
         x = net.add("Relu", x)
     net.outputs = [x]
     model = net.model()
-    assert [len(r.nodes) for r in regions.find(model).leaves] == [10, 10, 5]
-    assert [len(r.nodes) for r in regions.find(model, max_sequence_size=20).leaves] == [20, 5]
+    assert [len(r.nodes) for r in discovery.find(model).leaves] == [10, 10, 5]
+    assert [len(r.nodes) for r in discovery.find(model, max_sequence_size=20).leaves] == [20, 5]
 
 
 def test_blocks_up_to_min_topdown_size_are_not_divided():
@@ -161,8 +161,8 @@ def test_blocks_up_to_min_topdown_size_are_not_divided():
         y = net.add("Relu", y)
     net.outputs = [net.add("Add", y, x)]
     model = net.model()
-    assert len(regions.find(model, max_sequence_size=3, min_topdown_size=7).leaves) == 2
-    assert len(regions.find(model, max_sequence_size=3, min_topdown_size=6).leaves) > 2
+    assert len(discovery.find(model, max_sequence_size=3, min_topdown_size=7).leaves) == 2
+    assert len(discovery.find(model, max_sequence_size=3, min_topdown_size=6).leaves) > 2
 
 
 def encoder(layers):
@@ -175,7 +175,7 @@ def encoder(layers):
 
 def test_modules_become_regions():
     model = encoder(3)
-    found = regions.find(model)
+    found = discovery.find(model)
     assert found.method == "names"
     assert [len(r.children) for r in found.root.children] == [2, 2, 2, 0], "layers, and not one region for them all"
     assert leaf_ops(model, found)[:2] == [["Conv", "Relu"], ["Conv", "Add", "Relu"]]
@@ -187,7 +187,7 @@ def test_a_module_whose_nodes_are_scattered_is_one_region():
     other = net.conv("input", name="/n/a/Conv")
     b = net.conv(a, name="/m/b/Conv")
     net.outputs = [b, net.conv(other, name="/n/b/Conv")]
-    found = regions.find(net.model(), "names")
+    found = discovery.find(net.model(), "names")
     assert [r.all_nodes() for r in found.root.children] == [(0, 2), (1, 3)]
 
 
@@ -197,7 +197,7 @@ def test_epilogues_behind_a_module_are_drawn_in():
     y = net.add("Relu", net.add("Add", x, "input", name="/Add"), name="/Relu")
     net.outputs = [net.conv(y, name="/n/Conv")]
     model = net.model()
-    found = regions.find(model, "names")
+    found = discovery.find(model, "names")
     assert ops(model, found.root.children[0]) == ["Conv", "Relu", "Conv", "Add", "Relu"]
 
 
@@ -205,7 +205,7 @@ def test_nodes_without_a_path_go_to_their_neighbours():
     net = Network()
     x = net.conv(net.add("Relu", net.conv("input", name="/m/a/Conv"), name="cast_me"), name="/m/b/Conv")
     net.outputs = [x]
-    found = regions.find(net.model(), "names")
+    found = discovery.find(net.model(), "names")
     assert [r.all_nodes() for r in found.root.children] == [(0, 1, 2)]
 
 
@@ -215,13 +215,13 @@ def test_auto_wants_names_on_most_nodes(named, method):
     for k in range(10):
         x = net.add("Relu", x, name=f"/m/act{k}/Relu" if k < named else f"relu{k}")
     net.outputs = [x]
-    assert regions.find(net.model()).method == method
+    assert discovery.find(net.model()).method == method
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_discovery_is_deterministic(method):
     def tree():
-        return [(r.id, r.kind, r.nodes, r.inputs, r.outputs) for r in regions.find(encoder(4), method).root.walk()]
+        return [(r.id, r.kind, r.nodes, r.inputs, r.outputs) for r in discovery.find(encoder(4), method).root.walk()]
 
     assert tree() == tree()
 
@@ -230,7 +230,7 @@ def test_borders_are_ordered_by_structure_and_not_by_name():
     def inputs(names):
         net = Network(inputs=list(names))
         net.outputs = [net.add("Add", net.conv(names[0]), names[1])]
-        return regions.find(net.model()).root.children[0].inputs
+        return discovery.find(net.model()).root.children[0].inputs
 
     assert inputs(("a", "b")) == ("a", "b")
     assert inputs(("z", "b")) == ("z", "b")
@@ -252,6 +252,6 @@ def test_hostile_graphs_neither_blow_up_nor_overflow(shape):
             x = net.add("Add", x, kept.pop())
     net.outputs = [x]
     model = net.model()
-    found = regions.find(model)
+    found = discovery.find(model)
     check_partition(model, found)
     assert max(r.level for r in found.walk()) < 10

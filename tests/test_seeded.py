@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from qdqtune.engines import EngineSpec
-from qdqtune.strategies.region import Config
-from qdqtune.strategies.seeded import Seeded
+from qdqtune.search.region import Config
+from qdqtune.search.seeded import Seeded
 from qdqtune.tune import Result, tune
 from qdqtune.types import Edge, Measurement, Placement, Proposal, Trial
 from tuning import cost, mixed, settings, without_processes, write

@@ -13,7 +13,7 @@ from qdqtune.measurement.accuracy import sqnr_db
 from qdqtune.measurement.sensitivity import DEAFENING, _shares, each_value, sensitivities
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import insert
-from qdqtune.strategies.noise import Noise
+from qdqtune.search.costs.noise import Noise
 from qdqtune.types import Edge, Failure, NumericFormat, Placement
 from tuning import without_processes
 

@@ -12,10 +12,10 @@ from models import build, normal, ranges
 from qdqtune.graph.model import Model
 from qdqtune.measurement.timing import Plan, judge
 from qdqtune.placement import rules
-from qdqtune.strategies import best_of
-from qdqtune.strategies.isolated import Option, Profile, select
-from qdqtune.strategies.subgraph import Change, SubgraphSearch
-from qdqtune.strategies.units import Partition, partition
+from qdqtune.search import best_of
+from qdqtune.search.costs.profiles import Option, Profile, select
+from qdqtune.search.costs.units import Partition, partition
+from qdqtune.search.subgraph import Change, SubgraphSearch
 from qdqtune.types import Failure, Layer, Measurement, Placement, Trial
 
 PLAN = Plan((12,), slot_seconds=0.0)

@@ -29,10 +29,10 @@ from qdqtune.placement import rules
 from qdqtune.placement.files import read_cache, read_placement_file
 from qdqtune.placement.insertion import Inserter, insert
 from qdqtune.placement.reading import is_quantized
+from qdqtune.search import best_of
+from qdqtune.search.region import Config
 from qdqtune.settings import PROOF_BUILDS
 from qdqtune.store import Store, unpack_result
-from qdqtune.strategies import best_of
-from qdqtune.strategies.region import Config
 from qdqtune.tune import Result, estimate, tune
 from qdqtune.types import Failure, Measurement, Placement, Trial
 from tuning import cost, hopeless, mixed, settings, without_processes, write

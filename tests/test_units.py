@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from models import attention, build, conv_net, normal, ranges, tapped
 from qdqtune.graph.model import Model
 from qdqtune.placement import rules
-from qdqtune.strategies.units import Partition, fusion_groups, inner_edges, partition, split
+from qdqtune.search.costs.units import Partition, fusion_groups, inner_edges, partition, split
 from qdqtune.types import Edge, Layer, Placement
 from region_models import networks
 

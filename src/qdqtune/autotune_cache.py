@@ -10,8 +10,8 @@ from qdqtune.errors import OutputError
 from qdqtune.observer import Observer, State
 from qdqtune.placement import files
 from qdqtune.profiling import Kind
-from qdqtune.strategies.isolated import Profile
-from qdqtune.strategies.units import Partition
+from qdqtune.search.costs.profiles import Profile
+from qdqtune.search.costs.units import Partition
 from qdqtune.types import Trial
 
 NAME = "autotune_cache.json"

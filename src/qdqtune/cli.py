@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import click
 from rich.console import Console
 
-from qdqtune import __version__, options, patterns, regions, report
+from qdqtune import __version__, options, report
 from qdqtune.applying import apply
 from qdqtune.calibration.calibrate import Calibration
 from qdqtune.calibration.samples import open_samples
@@ -33,8 +33,9 @@ from qdqtune.inspection import as_json, render
 from qdqtune.measurement.timing import Plan
 from qdqtune.placement.files import read_placement_file
 from qdqtune.proving import FINAL
+from qdqtune.search.region import Config
+from qdqtune.search.regions import discovery, patterns
 from qdqtune.settings import EFFORTS, Settings
-from qdqtune.strategies.region import Config
 from qdqtune.tune import estimate, tune
 
 NO_IMPROVEMENT, INTERRUPTED, DEFECT = 3, 130, 70
@@ -361,7 +362,7 @@ def inspect_command(
     More patterns mean a longer search: every pattern is tuned once, wherever it occurs.
     """
     graph = load(model, fix_inputs=fix_inputs)
-    found = regions.find(graph, method, max_sequence_size=max_sequence_size)
+    found = discovery.find(graph, method, max_sequence_size=max_sequence_size)
     grouped = patterns.group(graph, found)
     if as_machine:
         print(json.dumps(as_json(graph, found, grouped, include_all_regions=include_all_regions), indent=2))

@@ -9,8 +9,8 @@ from typing import Any
 
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import HEAVY, may_be_float
-from qdqtune.patterns import Pattern
-from qdqtune.regions import Regions
+from qdqtune.search.regions.discovery import Regions
+from qdqtune.search.regions.patterns import Pattern
 from qdqtune.types import Region, RegionKind
 
 QUANTIZABLE = HEAVY - {"If", "Loop", "Scan"} | {

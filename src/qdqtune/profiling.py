@@ -28,10 +28,10 @@ from qdqtune.measurement.pairing import rounds_of
 from qdqtune.measurement.timing import Plan, compare
 from qdqtune.observer import Observer
 from qdqtune.placement.insertion import Inserter
+from qdqtune.search.costs.profiles import Answer, Profile, profile_of, schemes, signature
+from qdqtune.search.costs.units import Partition, Unit
 from qdqtune.settings import Settings
 from qdqtune.store import Record, Store, pack_layers, pack_result, unpack_layers, unpack_result
-from qdqtune.strategies.isolated import Answer, Profile, profile_of, schemes, signature
-from qdqtune.strategies.units import Partition, Unit
 from qdqtune.subject import Subject
 from qdqtune.types import Array, Edge, Failure, Layer, Measurement, Placement
 

@@ -13,7 +13,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption
 from qdqtune.measurement.limits import Limits
 from qdqtune.measurement.timing import Plan
-from qdqtune.strategies.region import Config
+from qdqtune.search.region import Config
 from qdqtune.types import QuantType
 
 PROOF_BUILDS = 4

@@ -22,12 +22,12 @@ from qdqtune.graph.operators import work
 from qdqtune.grouping import Grouping
 from qdqtune.observer import Observer
 from qdqtune.profiling import Kind, Profiler
+from qdqtune.search.costs.prices import Priced, attribute
+from qdqtune.search.costs.profiles import passing, select, signature
+from qdqtune.search.costs.units import Partition, Unit, partition
+from qdqtune.search.subgraph import SubgraphSearch
 from qdqtune.settings import Settings
 from qdqtune.store import Store
-from qdqtune.strategies.costs import Priced, attribute
-from qdqtune.strategies.isolated import passing, select, signature
-from qdqtune.strategies.subgraph import SubgraphSearch
-from qdqtune.strategies.units import Partition, Unit, partition
 from qdqtune.subject import Subject
 from qdqtune.types import Layer, Placement
 

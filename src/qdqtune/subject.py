@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import onnx
 
-from qdqtune import patterns, regions
 from qdqtune.calibration.calibrate import calibrate
 from qdqtune.calibration.samples import Samples, input_specs, open_samples
 from qdqtune.calibration.scales import Ranges
@@ -23,9 +22,10 @@ from qdqtune.graph.float16 import OPSET, load_as, to_float16
 from qdqtune.graph.loading import load, with_input_shapes
 from qdqtune.graph.model import Model, with_float_type
 from qdqtune.observer import Observer
-from qdqtune.patterns import Pattern
 from qdqtune.placement import rules
 from qdqtune.placement.reading import Reading, is_quantized, read_placement, strip_pairs
+from qdqtune.search.regions import discovery, patterns
+from qdqtune.search.regions.patterns import Pattern
 from qdqtune.settings import Settings
 from qdqtune.store import Store, pack_ranges, unpack_ranges
 from qdqtune.types import Array, Edge, NumericFormat, Placement, QType, Sample
@@ -90,7 +90,7 @@ def open_subject(settings: Settings, runner: Runner) -> Subject:
     if samples.is_random:
         notes.append("no --calibration-data: scales come from random inputs, so latency is real but accuracy is not")
     feed = samples.first(1)[0] | _fixed(settings)
-    found = regions.find(shaped, settings.regions, max_sequence_size=settings.config.maximum_sequence_region_size,
+    found = discovery.find(shaped, settings.regions, max_sequence_size=settings.config.maximum_sequence_region_size,
                          min_topdown_size=settings.config.minimum_topdown_search_size)  # fmt: skip
     grouped = patterns.group(shaped, found)
     chosen = _filtered(shaped, grouped, settings.node_filter)

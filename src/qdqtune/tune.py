@@ -17,7 +17,6 @@ from qdqtune import __version__, subgraphs, verdicts
 from qdqtune.bench import Bench
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption, BaselineFailed, OutputError
-from qdqtune.explanation import UnitPrice, explain, record
 from qdqtune.measurement.limits import Limits, verdict, wins
 from qdqtune.measurement.metric import load_evaluation
 from qdqtune.measurement.sensitivity import foresee
@@ -26,15 +25,16 @@ from qdqtune.observer import Observer, Silent, State
 from qdqtune.placement import files
 from qdqtune.placement.insertion import Inserter
 from qdqtune.proving import BASELINE, CANDIDATES, FINAL, Proof, prove
+from qdqtune.search import Strategy, best_of
+from qdqtune.search.costs.explanation import UnitPrice, explain, record
+from qdqtune.search.costs.guess import guesses, narrowed
+from qdqtune.search.costs.noise import Noise
+from qdqtune.search.cut import CutSearch
+from qdqtune.search.latency import GroupedSearch
+from qdqtune.search.region import QUIETER, RegionSearch
+from qdqtune.search.seeded import Seeded
 from qdqtune.settings import Settings
 from qdqtune.store import Store
-from qdqtune.strategies import Strategy, best_of
-from qdqtune.strategies.cut import CutSearch
-from qdqtune.strategies.grouped import GroupedSearch
-from qdqtune.strategies.noise import Noise
-from qdqtune.strategies.region import QUIETER, RegionSearch
-from qdqtune.strategies.seeded import Seeded
-from qdqtune.strategies.within import guesses, narrowed
 from qdqtune.subject import Subject, calibrated, fingerprint, open_subject
 from qdqtune.types import Failure, Placement, Trial
 from qdqtune.verdicts import GroupVerdict

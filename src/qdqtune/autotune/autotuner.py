@@ -19,7 +19,6 @@ from typing import Any
 
 import onnx
 
-from qdqtune import patterns
 from qdqtune.autotune.benchmark import instance_or_default
 from qdqtune.autotune.regions import AutotunerError, CombinedRegionSearch, Grouping, InvalidSchemeError, Region
 from qdqtune.autotune.schemes import Config, InsertionScheme, PatternCache, PatternSchemes, RegionPattern
@@ -31,14 +30,15 @@ from qdqtune.graph.float16 import HALF, OPSET
 from qdqtune.graph.loading import load_proto
 from qdqtune.graph.model import Model, save, with_float_type
 from qdqtune.measurement.timing import Plan
-from qdqtune.patterns import Pattern
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.reading import read_placement
 from qdqtune.qdq_utils import QuantizedTensors
+from qdqtune.search import ratios_to_float
+from qdqtune.search.region import RegionSearch
+from qdqtune.search.regions import patterns
+from qdqtune.search.regions.patterns import Pattern
 from qdqtune.store import Record, Store, pack_placement, unpack_placement
-from qdqtune.strategies import ratios_to_float
-from qdqtune.strategies.region import RegionSearch
 from qdqtune.subject import DTYPES
 from qdqtune.tune import Result
 from qdqtune.types import Edge, Placement, Scheme

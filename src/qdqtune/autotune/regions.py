@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Self
 
-from qdqtune import patterns, types
-from qdqtune import regions as division
+from qdqtune import types
 from qdqtune.errors import InputError
 from qdqtune.graph.model import Model
-from qdqtune.patterns import Pattern
-from qdqtune.structure import Listing, Structure
+from qdqtune.search.regions import discovery as division
+from qdqtune.search.regions import patterns
+from qdqtune.search.regions.patterns import Pattern
+from qdqtune.search.regions.structure import Listing, Structure
 
 RegionType = types.RegionKind
 

@@ -11,12 +11,13 @@ from math import inf
 from pathlib import Path
 from typing import Self, get_args
 
-from qdqtune import patterns, types
+from qdqtune import types
 from qdqtune.autotune.regions import Grouping, InvalidSchemeError, Region
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
 from qdqtune.placement import files
-from qdqtune.strategies import region as search
+from qdqtune.search import region as search
+from qdqtune.search.regions import patterns
 from qdqtune.subject import DTYPES
 from qdqtune.types import ChildInput, NodeInput, QuantType, RegionOutput, Scheme
 

@@ -13,17 +13,18 @@ from typing import Any, Literal
 import onnx
 from rich.console import Console
 
-from qdqtune import patterns, regions, report
+from qdqtune import report
 from qdqtune.autotune.autotuner import QDQAutotuner
 from qdqtune.autotune.benchmark import Benchmark, benchmark_onnx_model, init_benchmark_instance, instance
 from qdqtune.autotune.schemes import Config, PatternCache
 from qdqtune.graph.loading import load
 from qdqtune.options import usual_shapes
-from qdqtune.patterns import Pattern
 from qdqtune.placement.reading import is_quantized, strip_pairs
+from qdqtune.search import region as search
+from qdqtune.search.regions import discovery, patterns
+from qdqtune.search.regions.patterns import Pattern
 from qdqtune.settings import EFFORTS, Settings
 from qdqtune.store import read_records
-from qdqtune.strategies import region as search
 from qdqtune.tune import REGION_MODELS, tune
 from qdqtune.types import QuantType
 
@@ -85,7 +86,7 @@ def patterns_of(
     """
     graph = load(model, fix_inputs=fix_inputs)
     graph = strip_pairs(graph) if is_quantized(graph) else graph
-    return patterns.group(graph, regions.find(graph, method))
+    return patterns.group(graph, discovery.find(graph, method))
 
 
 def builds_for(schemes: int, found: Sequence[Pattern]) -> int:

@@ -28,8 +28,8 @@ from qdqtune.measurement.accuracy import is_finite, sqnr_db
 from qdqtune.measurement.limits import Limits
 from qdqtune.observer import Observer
 from qdqtune.placement.insertion import ONNX_TYPE, weight_role
+from qdqtune.search.costs.noise import Noise
 from qdqtune.store import Store
-from qdqtune.strategies.noise import Noise
 from qdqtune.subject import Subject
 from qdqtune.types import Array, Edge, Failure, NumericFormat, Sample
 

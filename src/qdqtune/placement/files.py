@@ -13,7 +13,7 @@ import yaml
 from qdqtune.errors import BadOption, OutputError
 from qdqtune.graph.model import Model
 from qdqtune.measurement.timing import Plan, judge
-from qdqtune.patterns import Pattern, scheme_of
+from qdqtune.search.regions.patterns import Pattern, scheme_of
 from qdqtune.types import ChildInput, Edge, NodeInput, Placement, Point, RegionOutput, Scheme, Trial
 
 VERSION = 1

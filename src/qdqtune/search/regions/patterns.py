@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from qdqtune.graph.model import GRAPH, Model
-from qdqtune.regions import Regions
-from qdqtune.structure import Listing, Structure, can_carry
+from qdqtune.search.regions.discovery import Regions
+from qdqtune.search.regions.structure import Listing, Structure, can_carry
 from qdqtune.types import ChildInput, Edge, NodeInput, Placement, Point, Region, RegionKind, RegionOutput, Scheme
 
 Edges = Mapping[Point, frozenset[Edge]]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from qdqtune.graph.model import GRAPH
 from qdqtune.graph.operators import ELEMENTWISE
-from qdqtune.structure import Structure
-from qdqtune.topology import Flow, Outline
+from qdqtune.search.regions.by_topology import Flow, Outline
+from qdqtune.search.regions.structure import Structure
 
 
 def form(flow: Flow, structure: Structure, outline: Outline, units: Sequence[int], max_size: int) -> list[list[int]]:

@@ -16,10 +16,10 @@ import numpy as np
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import work
 from qdqtune.measurement.timing import Plan, judge
-from qdqtune.patterns import Pattern
 from qdqtune.placement import rules
-from qdqtune.strategies import best_of, ratios_to_float
-from qdqtune.strategies.noise import DOUBT, Noise
+from qdqtune.search import best_of, ratios_to_float
+from qdqtune.search.costs.noise import DOUBT, Noise
+from qdqtune.search.regions.patterns import Pattern
 from qdqtune.types import Edge, Placement, Point, Proposal, Scheme, Trial
 
 QUIETER = "within the limits"

@@ -15,9 +15,9 @@ from functools import cached_property
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import work
 from qdqtune.placement import rules
-from qdqtune.strategies import best_of
-from qdqtune.strategies.cut import nearest, other
-from qdqtune.strategies.units import Partition, Unit, partition
+from qdqtune.search import best_of
+from qdqtune.search.costs.units import Partition, Unit, partition
+from qdqtune.search.cut import nearest, other
 from qdqtune.types import Edge, Placement, Proposal, Trial
 
 

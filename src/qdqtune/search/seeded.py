@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qdqtune.strategies import Strategy
+from qdqtune.search import Strategy
 from qdqtune.types import Proposal, Trial
 
 

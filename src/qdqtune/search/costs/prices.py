@@ -28,7 +28,7 @@ import onnx
 
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import work
-from qdqtune.strategies.units import Partition, Unit
+from qdqtune.search.costs.units import Partition, Unit
 from qdqtune.types import Edge, Layer, Placement
 
 State = Literal["float", "fed", "handing", "mixed", "quantized"]

@@ -18,7 +18,7 @@ import onnx
 
 from qdqtune.graph.model import GRAPH, Model, Node
 from qdqtune.graph.operators import COMMUTATIVE, PARAMETERS, TAKES_CONSTANT_DATA
-from qdqtune.operators import digest, written
+from qdqtune.search.regions.signature import digest, written
 
 KINDS: Mapping[int, str] = {
     onnx.TensorProto.UNDEFINED: "?",

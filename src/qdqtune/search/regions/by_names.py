@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import ELEMENTWISE
-from qdqtune.topology import Flow, Outline
+from qdqtune.search.regions.by_topology import Flow, Outline
 
 MOST = 0.6
 """The share of nodes that must carry module names for `speaks` to say so."""

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from qdqtune import leaves, names, topology
 from qdqtune.graph.model import Model
-from qdqtune.structure import Listing, Structure
-from qdqtune.topology import Flow, Outline
+from qdqtune.search.regions import by_names, by_topology, leaves
+from qdqtune.search.regions.by_topology import Flow, Outline
+from qdqtune.search.regions.structure import Listing, Structure
 from qdqtune.types import Region, RegionKind
 
 
@@ -71,13 +71,13 @@ def find(
     not divided. Method auto takes names where more than 60 % of the nodes have them.
     """
     if method == "auto":
-        method = "names" if names.speaks(model) else "topology"
+        method = "names" if by_names.speaks(model) else "topology"
     flow = Flow(model)
-    blocks = topology.nest(flow, min_topdown_size)
-    groups = names.outline(flow, min_topdown_size) if method == "names" else topology.outline(flow, blocks)
+    blocks = by_topology.nest(flow, min_topdown_size)
+    groups = by_names.outline(flow, min_topdown_size) if method == "names" else by_topology.outline(flow, blocks)
     groups = _without_wrappers(flow, groups)
     structure = Structure(model)
-    parts = leaves.form(flow, structure, groups, topology.units(flow, blocks), max_sequence_size)
+    parts = leaves.form(flow, structure, groups, by_topology.units(flow, blocks), max_sequence_size)
     assembly = _Assembly(structure)
     return Regions(assembly.root(_tree(groups, parts)), method, assembly.listings)
 

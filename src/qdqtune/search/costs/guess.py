@@ -15,13 +15,13 @@ import numpy as np
 from qdqtune.graph import operators
 from qdqtune.graph.model import Model, Node
 from qdqtune.graph.operators import work
-from qdqtune.strategies.costs import Costs
-from qdqtune.strategies.cut import cut_within
-from qdqtune.strategies.grouped import usual_groups
-from qdqtune.strategies.noise import RESERVE, Noise
-from qdqtune.strategies.region import QUIETER
-from qdqtune.strategies.subgraph import SubgraphSearch
-from qdqtune.strategies.units import Partition, Unit, partition
+from qdqtune.search.costs.noise import RESERVE, Noise
+from qdqtune.search.costs.prices import Costs
+from qdqtune.search.costs.units import Partition, Unit, partition
+from qdqtune.search.cut import cut_within
+from qdqtune.search.latency import usual_groups
+from qdqtune.search.region import QUIETER
+from qdqtune.search.subgraph import SubgraphSearch
 from qdqtune.types import Edge, Placement
 
 ELEMENTS = 0.2

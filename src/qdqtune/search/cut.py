@@ -36,11 +36,21 @@ import numpy as np
 
 from qdqtune.graph.model import Model
 from qdqtune.measurement.timing import Plan, judge
-from qdqtune.strategies import best_of
-from qdqtune.strategies.costs import Costs, Priced, Times, attribute, group_cost, inner_pairs, is_stored, learn, state
-from qdqtune.strategies.mincut import Problem, solve
-from qdqtune.strategies.noise import Noise
-from qdqtune.strategies.units import Partition, Unit, fusion_groups, inner_edges, kind_of, partition, split
+from qdqtune.search import best_of
+from qdqtune.search.costs.mincut import Problem, solve
+from qdqtune.search.costs.noise import Noise
+from qdqtune.search.costs.prices import (
+    Costs,
+    Priced,
+    Times,
+    attribute,
+    group_cost,
+    inner_pairs,
+    is_stored,
+    learn,
+    state,
+)
+from qdqtune.search.costs.units import Partition, Unit, fusion_groups, inner_edges, kind_of, partition, split
 from qdqtune.types import Edge, Layer, Placement, Proposal, Trial
 
 Group = tuple[str, ...]

@@ -3,7 +3,7 @@
 A scheme is known by points, that is by positions within the group, so that what was measured on one group holds for all
 that are equal. A group's own price leaves out the Q of what it reads and the DQ of what it hands over: alone it pays
 both, in the model its neighbours may be in 8 bits as well. These conversions have prices of their own, and which groups
-run in 8 bits follows from both by the minimum cut of `qdqtune.strategies.cut`.
+run in 8 bits follows from both by the minimum cut of `qdqtune.search.cut`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 from qdqtune.graph import operators
 from qdqtune.graph.model import Model
 from qdqtune.placement import rules
-from qdqtune.strategies.costs import Costs, Priced, Times, attribute, learn
-from qdqtune.strategies.cut import Decision, cut, margin
-from qdqtune.strategies.units import Partition, Unit, partition
+from qdqtune.search.costs.prices import Costs, Priced, Times, attribute, learn
+from qdqtune.search.costs.units import Partition, Unit, partition
+from qdqtune.search.cut import Decision, cut, margin
 from qdqtune.types import Edge, Failure, Layer, Measurement, Placement
 
 Point = tuple[int, int]

@@ -1,0 +1,1 @@
+"""The price model, and its exact optimum."""

@@ -1,0 +1,1 @@
+"""Equal parts of a graph."""
