@@ -19,18 +19,18 @@ import onnx
 import zoo
 from onnx import numpy_helper
 
-from qdqtune.bench import Bench
 from qdqtune.comparing import compare_files
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.measurement.timing import Plan, judge
-from qdqtune.observer import Silent
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search.costs.units import Partition, fusion_groups, partition
-from qdqtune.settings import Settings
-from qdqtune.store import Store
-from qdqtune.subject import calibrated, open_subject
-from qdqtune.tune import tune
+from qdqtune.tuning.bench import Bench
+from qdqtune.tuning.loop import tune
+from qdqtune.tuning.observer import Silent
+from qdqtune.tuning.settings import Settings
+from qdqtune.tuning.store import Store
+from qdqtune.tuning.subject import calibrated, open_subject
 from qdqtune.types import Placement, Proposal
 
 RESIDUAL = """residual (float[1,64,56,56] x) => (float[1,10] y) {

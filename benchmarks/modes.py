@@ -34,8 +34,8 @@ from qdqtune.errors import QdqtuneError
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model, save
 from qdqtune.measurement.timing import Plan, Ratio
-from qdqtune.settings import EFFORTS, Mode, Settings
-from qdqtune.tune import tune
+from qdqtune.tuning.loop import tune
+from qdqtune.tuning.settings import EFFORTS, Mode, Settings
 from qdqtune.types import NumericFormat
 
 Facts = dict[str, Any]

@@ -51,8 +51,8 @@ def within(name: str, packages: set[str]) -> bool:
 
 
 def test_the_modules_are_found() -> None:
-    assert {"qdqtune", "qdqtune.tune", "qdqtune.search.region", "qdqtune.engines.fake"} <= MODULES.keys()
-    assert "qdqtune.tune" in ours("qdqtune.cli")
+    assert {"qdqtune", "qdqtune.tuning.loop", "qdqtune.search.region", "qdqtune.engines.fake"} <= MODULES.keys()
+    assert "qdqtune.tuning.loop" in ours("qdqtune.cli")
 
 
 @pytest.mark.parametrize("name", [m for m in MODULES if within(m, {"qdqtune.search"})])
@@ -63,7 +63,7 @@ def test_strategies_never_reach_an_engine(name: str) -> None:
             seen.add(module)
             waiting.append(module)
     assert not {m for m in seen if within(m, ENGINE_SIDE)}
-    assert not {m for m in seen if within(m, {"qdqtune.store"})}
+    assert not {m for m in seen if within(m, {"qdqtune.tuning.store"})}
 
 
 def test_types_and_errors_stand_on_nothing_of_ours() -> None:

@@ -52,8 +52,8 @@ from qdqtune.placement import rules
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.reading import read_placement
 from qdqtune.qdq_utils import get_quantized_tensors
-from qdqtune.settings import Settings
-from qdqtune.tune import tune
+from qdqtune.tuning.loop import tune
+from qdqtune.tuning.settings import Settings
 from test_trtexec import stand_in
 from tuning import cost, hopeless, mixed, settings, without_processes, write
 

@@ -14,14 +14,14 @@ import onnx
 import pytest
 
 from models import feeds, ranges
-from qdqtune.bench import Bench, job_key, profiled_runs
 from qdqtune.engines.fake import create
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BaselineFailed, EngineFailure, OutputError
 from qdqtune.measurement.timing import Plan, judge, ratio
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
-from qdqtune.store import Store
+from qdqtune.tuning.bench import Bench, job_key, profiled_runs
+from qdqtune.tuning.store import Store
 from qdqtune.types import Edge, Failure, Measurement, Placement, Proposal
 from tuning import mixed, room_for
 

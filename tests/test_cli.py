@@ -34,7 +34,7 @@ from qdqtune.calibration.calibrate import Calibration
 from qdqtune.engines import EngineSpec, runner
 from qdqtune.engines.formats import numeric_format
 from qdqtune.errors import BadModel
-from qdqtune.settings import EFFORTS, Settings
+from qdqtune.tuning.settings import EFFORTS, Settings
 from qdqtune.types import Edge, Placement
 from tuning import environment, hopeless, mixed, without_processes, write
 

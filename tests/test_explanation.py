@@ -17,7 +17,7 @@ from qdqtune.engines.fake import latency
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search.latency import GroupedSearch
-from qdqtune.tune import Result, tune
+from qdqtune.tuning.loop import Result, tune
 from qdqtune.types import Measurement, Placement, Trial
 from tuning import hopeless, mixed, settings, without_processes, write
 

@@ -15,11 +15,11 @@ from qdqtune.calibration.calibrate import watch
 from qdqtune.engines import EngineSpec, shapes
 from qdqtune.engines.shapes import check_spans, spans, with_spans
 from qdqtune.errors import BadOption
-from qdqtune.extraction import Resolved, borders, extract, is_shape, resolve
 from qdqtune.graph.loading import with_input_shapes
 from qdqtune.graph.model import Model
-from qdqtune.grouping import by_rules
 from qdqtune.placement import rules
+from qdqtune.tuning.subgraphs.extraction import Resolved, borders, extract, is_shape, resolve
+from qdqtune.tuning.subgraphs.groups import by_rules
 
 RESHAPED = """net (float[N,4,6] x, float[2,3] z) => (float[N,M,2] y) {
     [rows] s = Shape <start=0, end=1> (x)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from models import attention, build, conv_net, normal, ranges
-from qdqtune import grouping
 from qdqtune.errors import BadOption
 from qdqtune.placement import rules
+from qdqtune.tuning.subgraphs import groups
 from qdqtune.types import Layer
 
 
@@ -32,7 +32,7 @@ def test_each_node_is_in_one_group_in_graph_order() -> None:
         layer("a", names[0], names[2], "of no use"),
         layer("copy", kind="reformat"),
     ]
-    found = grouping.from_layers(model, report, "from a test")
+    found = groups.from_layers(model, report, "from a test")
     assert found.groups[:2] == ((names[0],), (names[1], names[2]))
     assert [name for group in found.groups for name in group] == names
     assert found.nameless == ("copy",)
@@ -43,7 +43,7 @@ def test_each_node_is_in_one_group_in_graph_order() -> None:
 def test_nodes_that_are_computed_in_advance_are_told_apart() -> None:
     model = conv_net()
     names = [node.name for node in model.nodes]
-    found = grouping.from_layers(model, [layer("folded", names[3], kind="folded")], "")
+    found = groups.from_layers(model, [layer("folded", names[3], kind="folded")], "")
     assert found.folded == (names[3],)
     assert (names[3],) not in found.groups
     assert sorted([*found.folded, *(n for g in found.groups for n in g)]) == sorted(names)
@@ -56,7 +56,7 @@ def test_groups_of_a_file_that_tensorrt_wrote(tmp_path: Path) -> None:
     )
     assert model.large  # its names are not in the protobuf, and still no strangers
     path = exported(tmp_path, "w + a + b", "Reformatting CopyNode for Input Tensor 0 to v + c", "v + c")
-    found = grouping.from_file(model, path)
+    found = groups.from_file(model, path)
     assert found.groups == (("a", "b"), ("c",))
     assert len(found.nameless) == 1
     assert found.lines()[0] == "2 groups from graph.json"
@@ -76,15 +76,15 @@ def test_a_file_of_no_use_is_refused_in_one_line(tmp_path: Path, text: str | Non
     if text is not None:
         path.write_text(text)
     with pytest.raises(BadOption, match=words) as error:
-        grouping.from_file(conv_net(), path)
+        groups.from_file(conv_net(), path)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_without_a_report_rules_say_what_engines_fuse() -> None:
     model = conv_net()
-    found = grouping.by_rules(model, rules.possible_edges(model, ranges(model)))
+    found = groups.by_rules(model, rules.possible_edges(model, ranges(model)))
     assert ("stem", "stem_relu") in found.groups
     assert sorted(n for g in found.groups for n in g) == sorted(n.name for n in model.nodes)
     matrices = attention()
-    assert all(len(g) == 1 for g in grouping.by_rules(matrices, frozenset()).groups)
+    assert all(len(g) == 1 for g in groups.by_rules(matrices, frozenset()).groups)

@@ -9,9 +9,7 @@ import pytest
 
 from models import INT8, attention, build, conv_net, normal, ranges, tapped
 from qdqtune.engines.fake import _CostModel
-from qdqtune.extraction import Resolved, extract
 from qdqtune.graph.model import Model
-from qdqtune.grouping import by_rules
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter, weight_role
 from qdqtune.search.costs.profiles import (  # fmt: skip
@@ -27,6 +25,8 @@ from qdqtune.search.costs.profiles import (  # fmt: skip
     signature,
 )
 from qdqtune.search.costs.units import Partition, Unit, partition
+from qdqtune.tuning.subgraphs.extraction import Resolved, extract
+from qdqtune.tuning.subgraphs.groups import by_rules
 from qdqtune.types import Edge, Failure, Layer, Measurement, Placement
 
 

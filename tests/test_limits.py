@@ -21,14 +21,14 @@ from qdqtune.graph.model import Model, save
 from qdqtune.measurement.accuracy import sqnr_db
 from qdqtune.measurement.limits import Limits, is_unmet, verdict, wins
 from qdqtune.measurement.timing import Plan
-from qdqtune.observer import State
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.rules import everything
 from qdqtune.search.costs.units import partition
 from qdqtune.search.region import QUIETER
-from qdqtune.settings import Settings
-from qdqtune.tune import tune
+from qdqtune.tuning.loop import tune
+from qdqtune.tuning.observer import State
+from qdqtune.tuning.settings import Settings
 from qdqtune.types import Failure, Measurement, Placement, Proposal, Trial
 from tuning import hopeless, mixed, settings, without_processes, write
 

@@ -13,8 +13,8 @@ import pytest
 from conftest import Call
 from engine_contract import quantized_conv_model
 from models import INT8, UINT8
-from qdqtune import grouping
 from qdqtune.graph.loading import load, node_names
+from qdqtune.tuning.subgraphs import groups
 from test_trtexec import stand_in, static
 
 ENGINES = ["fake", "onnxruntime", "openvino", "trtexec"]
@@ -71,6 +71,6 @@ def test_a_report_of_tensorrt_gives_groups_of_the_loaded_model(tmp_path: Path) -
     )  # fmt: skip
     onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)]), tmp_path / "m.onnx")
     (tmp_path / "graph.json").write_text(json.dumps({"Layers": ["w + node_of_c + node_of_r", "node_of_y"]}))
-    found = grouping.from_file(load(tmp_path / "m.onnx"), tmp_path / "graph.json")
+    found = groups.from_file(load(tmp_path / "m.onnx"), tmp_path / "graph.json")
     assert found.groups == (("Conv_0", "Relu_1"), ("Softmax_2",))
     assert not found.nameless

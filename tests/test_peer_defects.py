@@ -28,7 +28,7 @@ from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter, insert
 from qdqtune.search import best_of
 from qdqtune.search.regions import discovery, patterns
-from qdqtune.tune import tune
+from qdqtune.tuning.loop import tune
 from qdqtune.types import Failure, Measurement, NodeInput, Placement, Scheme
 from tuning import cost, hopeless, mixed, settings, without_processes, write
 
@@ -309,7 +309,7 @@ def test_10_a_failed_baseline_ends_the_run(model: Path, monkeypatch: pytest.Monk
         return Failure("build", "unsupported")
 
     monkeypatch.setattr(Runner, "load", fail)
-    monkeypatch.setattr("qdqtune.subject.calibrate", lambda m, *_, **__: ranges(m))
+    monkeypatch.setattr("qdqtune.tuning.subject.calibrate", lambda m, *_, **__: ranges(m))
     with pytest.raises(BaselineFailed, match="unsupported"):
         tune(settings(model))
     assert create() is not create()  # no engine, benchmark or cache is shared between runs

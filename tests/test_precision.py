@@ -18,8 +18,8 @@ from qdqtune.graph.model import Constant, Model
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.reading import read_placement, strip_pairs
-from qdqtune.settings import Settings
-from qdqtune.subject import open_subject
+from qdqtune.tuning.settings import Settings
+from qdqtune.tuning.subject import open_subject
 
 
 def dtypes(model: Model) -> dict[str, str]:

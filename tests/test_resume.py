@@ -22,7 +22,7 @@ from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadState, EngineFailure
 from qdqtune.measurement.timing import Plan
 from qdqtune.search.region import Config
-from qdqtune.tune import tune
+from qdqtune.tuning.loop import tune
 from qdqtune.types import Failure
 from tuning import environment, mixed, settings, without_processes, write
 

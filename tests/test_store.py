@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadState, OutputError
-from qdqtune.store import (
+from qdqtune.tuning.store import (
     Store,
     pack_placement,
     pack_ranges,

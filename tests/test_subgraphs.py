@@ -20,14 +20,15 @@ from rich.console import Console
 
 from conftest import Call
 from models import build, feeds, normal, run
-from qdqtune import profiling, report
+from qdqtune import report
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt import program as trtexec_program
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
 from qdqtune.measurement.timing import Plan
-from qdqtune.tune import Result, tune
+from qdqtune.tuning.loop import Result, tune
+from qdqtune.tuning.subgraphs import profiler
 from test_trtexec import calls, stand_in
 from tuning import cost, environment, hopeless, mixed, settings, without_processes, write
 
@@ -262,7 +263,7 @@ def trt_run(folder: Path, program: str, **options: Any) -> Result:
 def test_trtexec_writes_the_groups_and_builds_parts_for_the_shapes_that_were_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profiling, "ROUNDS", ONCE)
+    monkeypatch.setattr(profiler, "ROUNDS", ONCE)
     text = "--minShapes=x:1x8 --optShapes=x:4x8 --maxShapes=x:16x8"
     program = trtexec_here(monkeypatch, tmp_path, "10.16")
     result = trt_run(tmp_path, program, trtexec_args=text)
@@ -282,7 +283,7 @@ def test_trtexec_writes_the_groups_and_builds_parts_for_the_shapes_that_were_giv
 
 
 def test_trtexec_without_profiling_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiling, "ROUNDS", ONCE)
+    monkeypatch.setattr(profiler, "ROUNDS", ONCE)
     unknown = ["profilingVerbosity", "exportProfile", "exportLayerInfo"]
     program = trtexec_here(monkeypatch, tmp_path, "8.6", unknown=unknown)
     result = trt_run(tmp_path, program)

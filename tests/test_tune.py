@@ -24,16 +24,16 @@ from qdqtune.errors import BadModel, BadOption, BaselineFailed, OutputError
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model, save
 from qdqtune.measurement.timing import Plan, judge
-from qdqtune.observer import State
 from qdqtune.placement import rules
 from qdqtune.placement.files import read_cache, read_placement_file
 from qdqtune.placement.insertion import Inserter, insert
 from qdqtune.placement.reading import is_quantized
 from qdqtune.search import best_of
 from qdqtune.search.region import Config
-from qdqtune.settings import PROOF_BUILDS
-from qdqtune.store import Store, unpack_result
-from qdqtune.tune import Result, estimate, tune
+from qdqtune.tuning.loop import Result, estimate, tune
+from qdqtune.tuning.observer import State
+from qdqtune.tuning.settings import PROOF_BUILDS
+from qdqtune.tuning.store import Store, unpack_result
 from qdqtune.types import Failure, Measurement, Placement, Trial
 from tuning import cost, hopeless, mixed, settings, without_processes, write
 
@@ -248,7 +248,7 @@ def test_a_file_that_is_not_proven_never_takes_the_place_of_the_final_one(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("qdqtune.bench.Bench.confirm", interrupted)
+    monkeypatch.setattr("qdqtune.tuning.bench.Bench.confirm", interrupted)
     with pytest.raises(KeyboardInterrupt):
         tune(settings(model))
     assert not out(model, "optimized_final.onnx").exists()
@@ -282,7 +282,7 @@ def test_the_time_budget_ends_the_search(model: Path, monkeypatch: pytest.Monkey
         clock[0] += 1.0
         return clock[0]
 
-    monkeypatch.setattr("qdqtune.tune.time.monotonic", tick)
+    monkeypatch.setattr("qdqtune.tuning.loop.time.monotonic", tick)
     short = tune(settings(model, builds=192, time_budget=20.0))
     assert 1 <= len(short.history) < 10
     never_slower(model)

@@ -24,7 +24,7 @@ from qdqtune.errors import QdqtuneError
 from qdqtune.graph.model import Model, save
 from qdqtune.measurement.timing import Plan
 from qdqtune.search.region import Config
-from qdqtune.settings import Settings
+from qdqtune.tuning.settings import Settings
 
 MIXED = """net (float[B,ROWS,64] x) => (float[B,ROWS,8] y) {
     [first] a = MatMul(x, w0)

@@ -32,11 +32,11 @@ from qdqtune.graph.loading import load, with_input_shapes
 from qdqtune.inspection import as_json, render
 from qdqtune.measurement.timing import Plan
 from qdqtune.placement.files import read_placement_file
-from qdqtune.proving import FINAL
 from qdqtune.search.region import Config
 from qdqtune.search.regions import discovery, patterns
-from qdqtune.settings import EFFORTS, Settings
-from qdqtune.tune import estimate, tune
+from qdqtune.tuning.loop import estimate, tune
+from qdqtune.tuning.proof import FINAL
+from qdqtune.tuning.settings import EFFORTS, Settings
 
 NO_IMPROVEMENT, INTERRUPTED, DEFECT = 3, 130, 70
 

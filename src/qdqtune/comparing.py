@@ -17,7 +17,7 @@ from qdqtune.graph.model import Model
 from qdqtune.measurement.accuracy import sqnr_db
 from qdqtune.measurement.pairing import fresh_pair
 from qdqtune.measurement.timing import Plan, Ratio, Verdict, envelope, ratio
-from qdqtune.observer import Observer, Silent
+from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.types import Array, Failure, Measurement, Sample
 
 

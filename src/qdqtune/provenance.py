@@ -11,7 +11,7 @@ from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.reading import read_placement
-from qdqtune.proving import BASELINE
+from qdqtune.tuning.proof import BASELINE
 
 
 def is_measured(file: Path, model: Model, engine: Mapping[str, str]) -> bool:

@@ -27,11 +27,11 @@ from qdqtune.graph.loading import load, with_input_shapes
 from qdqtune.graph.model import Model, save
 from qdqtune.measurement.accuracy import cosine, is_finite, sqnr_db
 from qdqtune.measurement.metric import Evaluation, evaluate, load_evaluation
-from qdqtune.observer import Observer, Silent
 from qdqtune.placement import engine_rules, rules
 from qdqtune.placement.engine_rules import Placed
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.reading import is_quantized
+from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.types import Edge, Failure, NumericFormat, QuantType, Sample
 
 T = TypeVar("T")

@@ -23,10 +23,10 @@ from rich.text import Text
 
 from qdqtune.comparing import Row
 from qdqtune.measurement.timing import Ratio
-from qdqtune.observer import State
-from qdqtune.tune import Estimate, Result
+from qdqtune.tuning.loop import Estimate, Result
+from qdqtune.tuning.observer import State
+from qdqtune.tuning.subgraphs.verdicts import GroupVerdict
 from qdqtune.types import Failure, Trial
-from qdqtune.verdicts import GroupVerdict
 
 BAR = 24
 """Width of the bar of builds, in characters."""

@@ -15,7 +15,7 @@ from qdqtune.autotune.benchmark import default_engine, rounds_for
 from qdqtune.autotune.workflows import builds_for, name_logs, patterns_of
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.shapes import spans
-from qdqtune.settings import EFFORTS
+from qdqtune.tuning.settings import EFFORTS
 
 MODES, TENSORRT, STATE = ("region", "subgraph"), ("tensorrt", "trtexec"), "autotuner_state.yaml"
 

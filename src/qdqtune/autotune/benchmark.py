@@ -24,7 +24,7 @@ from qdqtune.graph.model import Model
 from qdqtune.measurement.pairing import rounds_of
 from qdqtune.measurement.timing import Plan, compare, ratio
 from qdqtune.options import usual_shapes
-from qdqtune.settings import EFFORTS
+from qdqtune.tuning.settings import EFFORTS
 from qdqtune.types import Failure, NumericFormat, QuantType
 
 log = logging.getLogger("qdqtune.autotune")

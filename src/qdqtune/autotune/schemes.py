@@ -18,7 +18,7 @@ from qdqtune.graph.model import Model
 from qdqtune.placement import files
 from qdqtune.search import region as search
 from qdqtune.search.regions import patterns
-from qdqtune.subject import DTYPES
+from qdqtune.tuning.subject import DTYPES
 from qdqtune.types import ChildInput, NodeInput, QuantType, RegionOutput, Scheme
 
 

@@ -23,9 +23,9 @@ from qdqtune.placement.reading import is_quantized, strip_pairs
 from qdqtune.search import region as search
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
-from qdqtune.settings import EFFORTS, Settings
-from qdqtune.store import read_records
-from qdqtune.tune import REGION_MODELS, tune
+from qdqtune.tuning.loop import REGION_MODELS, tune
+from qdqtune.tuning.settings import EFFORTS, Settings
+from qdqtune.tuning.store import read_records
 from qdqtune.types import QuantType
 
 __all__ = ["Benchmark", "benchmark_onnx_model", "init_benchmark_instance", "region_pattern_autotuning_workflow"]
@@ -44,13 +44,13 @@ def region_pattern_autotuning_workflow(
     verbose: bool = False,
     calibration_data: str | None = None,
 ) -> QDQAutotuner:
-    """Tune a model on the engine of the benchmark, as `qdqtune.tune.tune` does, into `output_dir`.
+    """Tune a model on the engine of the benchmark, as `qdqtune.tuning.loop.tune` does, into `output_dir`.
 
     Every pattern gets `num_schemes_per_region` schemes; by default the whole search has the builds of
     `--effort default`. The same call goes on where an interrupted one was. Gives an autotuner that holds the result.
 
     Raises:
-        QdqtuneError: see `qdqtune.tune.tune`; AutotunerError before `init_benchmark_instance`.
+        QdqtuneError: see `qdqtune.tuning.loop.tune`; AutotunerError before `init_benchmark_instance`.
     """
     benchmark, path, usual = instance(), Path(model_path), EFFORTS["default"]
     found, schemes = patterns_of(path), num_schemes_per_region

@@ -26,11 +26,11 @@ from qdqtune.engines.runner import Runner
 from qdqtune.graph.model import ConstantFile, Model
 from qdqtune.measurement.accuracy import is_finite, sqnr_db
 from qdqtune.measurement.limits import Limits
-from qdqtune.observer import Observer
 from qdqtune.placement.insertion import ONNX_TYPE, weight_role
 from qdqtune.search.costs.noise import Noise
-from qdqtune.store import Store
-from qdqtune.subject import Subject
+from qdqtune.tuning.observer import Observer
+from qdqtune.tuning.store import Store
+from qdqtune.tuning.subject import Subject
 from qdqtune.types import Array, Edge, Failure, NumericFormat, Sample
 
 MEASUREMENTS = 256

@@ -22,17 +22,17 @@ from qdqtune.calibration.calibrate import watch
 from qdqtune.engines import shapes
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadOption, InputError, OutputError
-from qdqtune.extraction import Resolved, borders, extract, is_shape
 from qdqtune.graph.model import ConstantFile, Model
 from qdqtune.measurement.pairing import rounds_of
 from qdqtune.measurement.timing import Plan, compare
-from qdqtune.observer import Observer
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search.costs.profiles import Answer, Profile, profile_of, schemes, signature
 from qdqtune.search.costs.units import Partition, Unit
-from qdqtune.settings import Settings
-from qdqtune.store import Record, Store, pack_layers, pack_result, unpack_layers, unpack_result
-from qdqtune.subject import Subject
+from qdqtune.tuning.observer import Observer
+from qdqtune.tuning.settings import Settings
+from qdqtune.tuning.store import Record, Store, pack_layers, pack_result, unpack_layers, unpack_result
+from qdqtune.tuning.subgraphs.extraction import Resolved, borders, extract, is_shape
+from qdqtune.tuning.subject import Subject
 from qdqtune.types import Array, Edge, Failure, Layer, Measurement, Placement
 
 FOLDER = "subgraphs"

@@ -8,7 +8,7 @@ from typing import Any
 
 from qdqtune.search.costs.profiles import Profile
 from qdqtune.search.cut import nearest
-from qdqtune.subgraphs import Profiled
+from qdqtune.tuning.subgraphs.prepare import Profiled
 from qdqtune.types import Placement, Trial
 
 

@@ -21,13 +21,13 @@ from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph.float16 import OPSET, load_as, to_float16
 from qdqtune.graph.loading import load, with_input_shapes
 from qdqtune.graph.model import Model, with_float_type
-from qdqtune.observer import Observer
 from qdqtune.placement import rules
 from qdqtune.placement.reading import Reading, is_quantized, read_placement, strip_pairs
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
-from qdqtune.settings import Settings
-from qdqtune.store import Store, pack_ranges, unpack_ranges
+from qdqtune.tuning.observer import Observer
+from qdqtune.tuning.settings import Settings
+from qdqtune.tuning.store import Store, pack_ranges, unpack_ranges
 from qdqtune.types import Array, Edge, NumericFormat, Placement, QType, Sample
 
 FOREMOST = ("imported", "static", "compute")

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from qdqtune.errors import OutputError
-from qdqtune.observer import Observer, State
 from qdqtune.placement import files
-from qdqtune.profiling import Kind
 from qdqtune.search.costs.profiles import Profile
 from qdqtune.search.costs.units import Partition
+from qdqtune.tuning.observer import Observer, State
+from qdqtune.tuning.subgraphs.profiler import Kind
 from qdqtune.types import Trial
 
 NAME = "autotune_cache.json"

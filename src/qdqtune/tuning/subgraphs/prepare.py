@@ -12,23 +12,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qdqtune import grouping
-from qdqtune.autotune_cache import CacheFile
-from qdqtune.bench import Bench
 from qdqtune.engines import shapes
 from qdqtune.errors import OutputError
-from qdqtune.extraction import Resolved, resolve
 from qdqtune.graph.operators import work
-from qdqtune.grouping import Grouping
-from qdqtune.observer import Observer
-from qdqtune.profiling import Kind, Profiler
 from qdqtune.search.costs.prices import Priced, attribute
 from qdqtune.search.costs.profiles import passing, select, signature
 from qdqtune.search.costs.units import Partition, Unit, partition
 from qdqtune.search.subgraph import SubgraphSearch
-from qdqtune.settings import Settings
-from qdqtune.store import Store
-from qdqtune.subject import Subject
+from qdqtune.tuning.bench import Bench
+from qdqtune.tuning.observer import Observer
+from qdqtune.tuning.settings import Settings
+from qdqtune.tuning.store import Store
+from qdqtune.tuning.subgraphs import groups
+from qdqtune.tuning.subgraphs.extraction import Resolved, resolve
+from qdqtune.tuning.subgraphs.groups import Grouping
+from qdqtune.tuning.subgraphs.profiler import Kind, Profiler
+from qdqtune.tuning.subgraphs.progress import CacheFile
+from qdqtune.tuning.subject import Subject
 from qdqtune.types import Layer, Placement
 
 LOG = "subgraphs.log"
@@ -97,7 +97,7 @@ def _grouped(settings: Settings, subject: Subject, layers: Sequence[Layer]) -> G
     """The groups of the user's file, of the engine's report, or by rule; and the report as a file where trtexec wrote
     one."""
     if settings.graph_json is not None:
-        return grouping.from_file(subject.shaped, settings.graph_json)
+        return groups.from_file(subject.shaped, settings.graph_json)
     exported = settings.output_dir / "logs" / "baseline.graph.json"
     if exported.exists():
         stem = settings.output_dir / f"{settings.model.stem}.fp16"
@@ -107,8 +107,8 @@ def _grouped(settings: Settings, subject: Subject, layers: Sequence[Layer]) -> G
         except OSError as error:
             raise OutputError(f"cannot write {stem}.graph.json: {error.strerror or error}") from error
     if layers:
-        return grouping.from_layers(subject.shaped, layers, "as the engine's layer report has them")
-    return grouping.by_rules(subject.shaped, subject.possible)
+        return groups.from_layers(subject.shaped, layers, "as the engine's layer report has them")
+    return groups.by_rules(subject.shaped, subject.possible)
 
 
 def _float_times(parts: Partition, layers: Sequence[Layer]) -> list[float]:

@@ -13,18 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from qdqtune import __version__, subgraphs, verdicts
-from qdqtune.bench import Bench
+from qdqtune import __version__
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption, BaselineFailed, OutputError
 from qdqtune.measurement.limits import Limits, verdict, wins
 from qdqtune.measurement.metric import load_evaluation
 from qdqtune.measurement.sensitivity import foresee
 from qdqtune.measurement.timing import Plan, Ratio, judge
-from qdqtune.observer import Observer, Silent, State
 from qdqtune.placement import files
 from qdqtune.placement.insertion import Inserter
-from qdqtune.proving import BASELINE, CANDIDATES, FINAL, Proof, prove
 from qdqtune.search import Strategy, best_of
 from qdqtune.search.costs.explanation import UnitPrice, explain, record
 from qdqtune.search.costs.guess import guesses, narrowed
@@ -33,11 +30,15 @@ from qdqtune.search.cut import CutSearch
 from qdqtune.search.latency import GroupedSearch
 from qdqtune.search.region import QUIETER, RegionSearch
 from qdqtune.search.seeded import Seeded
-from qdqtune.settings import Settings
-from qdqtune.store import Store
-from qdqtune.subject import Subject, calibrated, fingerprint, open_subject
+from qdqtune.tuning.bench import Bench
+from qdqtune.tuning.observer import Observer, Silent, State
+from qdqtune.tuning.proof import BASELINE, CANDIDATES, FINAL, Proof, prove
+from qdqtune.tuning.settings import Settings
+from qdqtune.tuning.store import Store
+from qdqtune.tuning.subgraphs import prepare, verdicts
+from qdqtune.tuning.subgraphs.verdicts import GroupVerdict
+from qdqtune.tuning.subject import Subject, calibrated, fingerprint, open_subject
 from qdqtune.types import Failure, Placement, Trial
-from qdqtune.verdicts import GroupVerdict
 
 RAW, UNITS, REGION_MODELS = "optimized_raw.onnx", "units.json", "region_models"
 
@@ -114,7 +115,7 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
                 limits = _limits(settings, bench, observer)
                 profiled, begun = None, time.monotonic()
                 if settings.mode == "subgraph":
-                    profiled = subgraphs.profile(settings, subject, bench, store, observer)
+                    profiled = prepare.profile(settings, subject, bench, store, observer)
                     observer = profiled.observer
                     bench.write_whole(profiled.search.raw, folder / RAW)
                 noise = foresee(subject, limits, store, observer) if limits.are_set else None

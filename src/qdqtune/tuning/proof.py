@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from qdqtune.bench import Bench
 from qdqtune.errors import BaselineFailed, OutputError
 from qdqtune.measurement.timing import Ratio
-from qdqtune.settings import PROOF_BUILDS, Settings
+from qdqtune.tuning.bench import Bench
+from qdqtune.tuning.settings import PROOF_BUILDS, Settings
 from qdqtune.types import Failure, Placement, Trial
 
 FINALISTS = 2

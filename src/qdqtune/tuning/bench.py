@@ -22,7 +22,7 @@ from qdqtune.measurement.metric import Evaluation, evaluate
 from qdqtune.measurement.pairing import fresh_pair, rounds_of
 from qdqtune.measurement.timing import Plan, Ratio, compare, envelope, judge, ratio
 from qdqtune.placement.insertion import Inserter
-from qdqtune.store import Record, Store, pack_layers, pack_placement, pack_result, unpack_layers, unpack_result
+from qdqtune.tuning.store import Record, Store, pack_layers, pack_placement, pack_result, unpack_layers, unpack_result
 from qdqtune.types import Array, Failure, Layer, Measurement, Placement, Proposal, Sample, Trial
 
 FUTILE = 0.997

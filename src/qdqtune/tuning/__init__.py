@@ -1,0 +1,1 @@
+"""One run: settings, subject, loop, proof, state and records."""

@@ -1,0 +1,1 @@
+"""Fusion groups as models of their own, timed alone."""
