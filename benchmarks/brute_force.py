@@ -19,7 +19,7 @@ import onnx
 import zoo
 from onnx import numpy_helper
 
-from qdqtune.comparing import compare_files
+from qdqtune.commands.compare import compare_files
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.measurement.timing import Plan, judge

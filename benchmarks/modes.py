@@ -27,7 +27,7 @@ from cores import shares, take_place
 from quantizers import write_nncf, write_static
 
 from qdqtune.calibration.samples import Samples, open_samples
-from qdqtune.comparing import Row, compare_files
+from qdqtune.commands.compare import Row, compare_files
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import QdqtuneError

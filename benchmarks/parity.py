@@ -17,7 +17,7 @@ from quantizers import write_static
 
 from qdqtune.calibration.calibrate import calibrate
 from qdqtune.calibration.samples import open_samples
-from qdqtune.comparing import compare_files
+from qdqtune.commands.compare import compare_files
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import save

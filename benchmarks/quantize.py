@@ -24,13 +24,13 @@ from parity import LESS_ACCURATE, as_fast
 from quantizers import write_static
 
 from qdqtune.calibration.samples import open_samples
-from qdqtune.comparing import compare_files
+from qdqtune.commands.compare import compare_files
+from qdqtune.commands.quantize import Request, quantize, split
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import save
 from qdqtune.measurement.accuracy import sqnr_db
 from qdqtune.measurement.timing import Plan
-from qdqtune.quantizing import Request, quantize, split
 from qdqtune.types import Array, Failure, Sample
 
 COLUMNS = ("model", "float ms", "theirs ms", "ours ms", "ours/theirs", "theirs dB", "ours dB", "as fast", "as accurate",

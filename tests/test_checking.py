@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from models import FP8, INT8, PLAIN, UINT8, build, normal
-from qdqtune.checking import Finding, allow, check
+from qdqtune.commands.check import Finding, allow, check
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.graph.model import Model, save
 from qdqtune.types import Layer, NumericFormat

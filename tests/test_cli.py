@@ -29,8 +29,8 @@ from click import Command, Group
 from conftest import Call
 from models import conv_net
 from qdqtune import cli
-from qdqtune.applying import Applied
 from qdqtune.calibration.calibrate import Calibration
+from qdqtune.commands.apply import Applied
 from qdqtune.engines import EngineSpec, runner
 from qdqtune.engines.formats import numeric_format
 from qdqtune.errors import BadModel

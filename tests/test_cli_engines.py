@@ -19,8 +19,9 @@ from onnx.reference import ReferenceEvaluator
 from conftest import Call
 from engine_contract import IMAGE, conv_model, quantized_conv_model
 from models import INT8, UINT8, build, normal
-from qdqtune import building, cli_engines
-from qdqtune.checking import Finding, allow
+from qdqtune import cli_engines
+from qdqtune.commands import build as building
+from qdqtune.commands.check import Finding, allow
 from qdqtune.engines import MODULES, open_engine
 from qdqtune.errors import EngineFailure
 from tuning import write

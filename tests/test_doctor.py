@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from qdqtune import cli, doctor
-from qdqtune.doctor import (
+from qdqtune import cli
+from qdqtune.commands import doctor
+from qdqtune.commands.doctor import (
     Diagnosis,
     EngineState,
     Gpu,

@@ -18,6 +18,7 @@ import qdqtune
 from models import attention, build, conv_net, embedding, feeds, normal, run
 from qdqtune.calibration.calibrate import Calibration
 from qdqtune.calibration.scales import Range, Ranges
+from qdqtune.commands.quantize import HELD_OUT, Request, Selection, quantize, with_known_ranges
 from qdqtune.engines import MODULES
 from qdqtune.engines.formats import numeric_format
 from qdqtune.errors import BadModel, BadOption, OutputError
@@ -26,7 +27,6 @@ from qdqtune.graph.model import Model, save
 from qdqtune.measurement.accuracy import sqnr_db
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.reading import read_placement
-from qdqtune.quantizing import HELD_OUT, Request, Selection, quantize, with_known_ranges
 from qdqtune.types import Failure, Placement, QType, QuantType
 from tuning import without_processes
 
@@ -412,7 +412,7 @@ def test_keeping_the_nodes_of_the_report_in_float_takes_the_pair_away(tmp_path: 
 
 
 def test_no_report_where_the_model_with_switches_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qdqtune.quantizing.damages", lambda *_: Failure("build", "no such operator"))
+    monkeypatch.setattr("qdqtune.commands.quantize.damages", lambda *_: Failure("build", "no such operator"))
     done = quantize(request(written(conv_net(), tmp_path, 10), report=True))
     assert done.damages == ()
     assert done.sqnr_db is not None

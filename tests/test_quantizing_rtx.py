@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from models import attention, build, conv_net, normal
+from qdqtune.commands.quantize import Request, quantize
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.graph.float16 import Precision
 from qdqtune.graph.model import Model, save
-from qdqtune.quantizing import Request, quantize
 from qdqtune.types import QuantType
 from tuning import without_processes
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qdqtune.quantizing import Quantized
+    from qdqtune.commands.quantize import Quantized
 
 try:
     __version__ = version("qdqtune")
@@ -21,6 +21,6 @@ def quantize(model: Path | str, output: Path | str, **options: Any) -> Quantized
     Raises:
         QdqtuneError: see `quantizing.quantize`.
     """
-    from qdqtune import quantizing  # slow to import
+    from qdqtune.commands import quantize as quantizing  # slow to import
 
     return quantizing.quantize(quantizing.Request(Path(model), Path(output), **options))

@@ -16,13 +16,13 @@ import click
 from rich.console import Console
 
 from qdqtune import __version__, options, report
-from qdqtune.applying import apply
 from qdqtune.calibration.calibrate import Calibration
 from qdqtune.calibration.samples import open_samples
 from qdqtune.cli_engines import build_command, check_command, doctor_command
 from qdqtune.cli_layers import layers_command
 from qdqtune.cli_quantize import quantize_command, rules_command
-from qdqtune.comparing import comparable, compare_files
+from qdqtune.commands.apply import apply
+from qdqtune.commands.compare import comparable, compare_files
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.formats import numeric_format
 from qdqtune.engines.runner import unlogged

@@ -19,10 +19,12 @@ from rich.table import Table
 from rich.text import Text
 
 from qdqtune import options
-from qdqtune.building import FORMATS, build
 from qdqtune.calibration.samples import open_samples
-from qdqtune.checking import Finding, allow, check, excuse
-from qdqtune.doctor import Diagnosis, examine
+from qdqtune.commands.build import FORMATS, build
+from qdqtune.commands.check import Finding, allow, check, excuse
+from qdqtune.commands.doctor import Diagnosis, examine
+from qdqtune.commands.provenance import is_measured
+from qdqtune.commands.reasons import is_low
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import unlogged
 from qdqtune.engines.shapes import check_spans
@@ -31,8 +33,6 @@ from qdqtune.errors import BadOption, ConstraintUnmet, EngineFailure, EngineUnav
 from qdqtune.graph.loading import load, read, with_input_shapes
 from qdqtune.graph.model import Model
 from qdqtune.placement.reading import is_quantized
-from qdqtune.provenance import is_measured
-from qdqtune.reasons import is_low
 from qdqtune.types import Failure, Layer, NumericFormat, QType, QuantType, Tensors
 
 ORDER = ("float compute", "standalone pair", "reformat", "boundary")

@@ -17,10 +17,10 @@ from rich.text import Text
 
 from qdqtune import options, report
 from qdqtune.calibration.calibrate import Calibration
+from qdqtune.commands.quantize import Quantized, Request, Selection, quantize
 from qdqtune.engines.formats import FORMATS
 from qdqtune.errors import BadModel, BadOption
 from qdqtune.placement import engine_rules
-from qdqtune.quantizing import Quantized, Request, Selection, quantize
 
 engines = click.Choice(sorted(FORMATS))
 quant_types = click.Choice(["int8", "fp8"])

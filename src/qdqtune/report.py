@@ -21,7 +21,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from qdqtune.comparing import Row
+from qdqtune.commands.compare import Row
 from qdqtune.measurement.timing import Ratio
 from qdqtune.tuning.loop import Estimate, Result
 from qdqtune.tuning.observer import State

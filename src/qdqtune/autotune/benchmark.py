@@ -16,7 +16,7 @@ import onnx
 
 from qdqtune.autotune.regions import AutotunerError
 from qdqtune.calibration.samples import Samples, open_samples
-from qdqtune.doctor import NEEDS, engine_state
+from qdqtune.commands.doctor import NEEDS, engine_state
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.graph.loading import load, with_input_shapes

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from qdqtune.commands.reasons import UNKNOWN, Reasons, Verdict, is_conversion, is_float, is_low, told
 from qdqtune.graph.model import Model, Node
 from qdqtune.graph.operators import COMPUTE
-from qdqtune.reasons import UNKNOWN, Reasons, Verdict, is_conversion, is_float, is_low, told
 from qdqtune.types import Layer, NumericFormat
 
 Kind = Literal["standalone pair", "float compute", "reformat", "boundary"]

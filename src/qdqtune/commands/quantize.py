@@ -16,7 +16,7 @@ from typing import TypeVar
 from qdqtune.calibration.calibrate import Calibration, calibrate
 from qdqtune.calibration.samples import Samples, open_samples
 from qdqtune.calibration.scales import Range, Ranges
-from qdqtune.damage import Damage, damages
+from qdqtune.commands.worst_tensors import Damage, damages
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.cpu import cores
 from qdqtune.engines.formats import numeric_format

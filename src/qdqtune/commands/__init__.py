@@ -1,0 +1,1 @@
+"""The other verbs as functions: quantize, compare, apply, check, build, doctor."""
