@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from qdqtune import cli
+from qdqtune.cli import main
 from tuning import without_processes
 
 Call = Callable[..., tuple[int, str, str]]
@@ -23,7 +23,7 @@ def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
     def run(*arguments: object) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as end:
-            cli.main([str(a) for a in arguments])
+            main.main([str(a) for a in arguments])
         assert isinstance(end.value.code, int)
         return end.value.code, *capfd.readouterr()
 

@@ -19,8 +19,8 @@ import onnxruntime
 import pytest
 import yaml
 
-from qdqtune import cli
 from qdqtune.autotune import __main__ as autotune
+from qdqtune.cli import main
 from qdqtune.engines.fake import FakeModel
 from qdqtune.types import Tensors
 from tuning import without_processes
@@ -118,7 +118,7 @@ def _run_ours(arguments: list[str], code: int, *, on_gpu: bool, builds: int | No
     fake = on_gpu or not named or arguments[0] in TIMING
     quick = ["--engine", "fake"] if fake and arguments[0] not in WITHOUT_ENGINE else []
     quick += ["--builds", str(builds)] if builds and arguments[0] == "tune" else []
-    _ends(lambda: cli.main([*arguments, *quick]), code, shlex.join(arguments))
+    _ends(lambda: main.main([*arguments, *quick]), code, shlex.join(arguments))
 
 
 def _run_python(arguments: list[str], code: int, builds: int | None) -> None:
@@ -181,7 +181,7 @@ def prepare(folder: Path) -> None:
 
 def options_of_commands() -> Iterator[str]:
     """Every option of every command, those of the other tool's interface with underscores as well."""
-    for command in (*cli.app.commands.values(), autotune.command):
+    for command in (*main.app.commands.values(), autotune.command):
         for option in command.params:
             yield from (*option.opts, *option.secondary_opts)
             yield from ("--" + name[2:].replace("-", "_") for name in option.opts if command is autotune.command)

@@ -24,7 +24,7 @@ GRAPH_TOOLS = {"onnxruntime.transformers"}
 """Parts of vendor packages that rewrite models and run nothing; to be imported where they are used."""
 ENGINE_SIDE = {f"qdqtune.{name}" for name in ("engines", "runner", "bench", "pairing", "tune", "cli")}
 
-COMMAND_LINES = {"qdqtune.cli", "qdqtune.__main__", "qdqtune.autotune.__main__", "qdqtune.autotune.region_inspect",
+COMMAND_LINES = {"qdqtune.cli.main", "qdqtune.__main__", "qdqtune.autotune.__main__", "qdqtune.autotune.region_inspect",
                  "qdqtune.autotune.region_search"}  # fmt: skip
 """What translates the flags of another tool's commands hands them to ours."""
 NAMED_BY_OTHERS = {"qdqtune.qdq_utils"}
@@ -52,7 +52,7 @@ def within(name: str, packages: set[str]) -> bool:
 
 def test_the_modules_are_found() -> None:
     assert {"qdqtune", "qdqtune.tuning.loop", "qdqtune.search.region", "qdqtune.engines.fake"} <= MODULES.keys()
-    assert "qdqtune.tuning.loop" in ours("qdqtune.cli")
+    assert "qdqtune.tuning.loop" in ours("qdqtune.cli.main")
 
 
 @pytest.mark.parametrize("name", [m for m in MODULES if within(m, {"qdqtune.search"})])
@@ -75,7 +75,7 @@ def test_types_and_errors_stand_on_nothing_of_ours() -> None:
 def test_only_the_command_line_knows_the_command_line() -> None:
     for name in MODULES:
         if not within(name, COMMAND_LINES) and not name.startswith("qdqtune.cli_"):
-            assert "qdqtune.cli" not in ours(name), name
+            assert "qdqtune.cli.main" not in ours(name), name
 
 
 @pytest.mark.parametrize("name", [m for m in MODULES if not within(m, {"qdqtune.engines"})])
@@ -101,7 +101,7 @@ def test_no_two_modules_import_each_other() -> None:
 
 
 def test_importing_loads_no_vendor_library() -> None:
-    code = "import sys, qdqtune, qdqtune.cli; print(*{m.split('.')[0] for m in sys.modules})"
+    code = "import sys, qdqtune, qdqtune.cli.main; print(*{m.split('.')[0] for m in sys.modules})"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment(), cwd=ROOT
     )
@@ -135,7 +135,7 @@ def test_no_module_has_a_name_that_says_nothing() -> None:
 @pytest.mark.parametrize("name", MODULES)
 def test_broad_catches_stand_at_the_border_to_foreign_code_only(name: str) -> None:
     allowed = within(
-        name, {"qdqtune.engines", "qdqtune.cli", "qdqtune.calibration.samples", "qdqtune.measurement.metric"}
+        name, {"qdqtune.engines", "qdqtune.cli.main", "qdqtune.calibration.samples", "qdqtune.measurement.metric"}
     )  # last: the user's
     for node in ast.walk(ast.parse(MODULES[name].read_text())):
         if isinstance(node, ast.ExceptHandler):

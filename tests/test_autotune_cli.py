@@ -14,8 +14,8 @@ import onnx
 import pytest
 
 from models import INT8, conv_net, ranges
-from qdqtune import cli
 from qdqtune.autotune import __main__ as autotune
+from qdqtune.cli import main
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import save
 from qdqtune.placement import rules
@@ -47,7 +47,7 @@ def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What `qdqtune tune` is asked for, instead of a run."""
     calls: list[dict[str, Any]] = []
-    monkeypatch.setattr(cli.tune_command, "callback", lambda **given: calls.append(given) or 0)
+    monkeypatch.setattr(main.tune_command, "callback", lambda **given: calls.append(given) or 0)
     return calls
 
 

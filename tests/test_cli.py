@@ -28,8 +28,8 @@ from click import Command, Group
 
 from conftest import Call
 from models import conv_net
-from qdqtune import cli
 from qdqtune.calibration.calibrate import Calibration
+from qdqtune.cli import main
 from qdqtune.commands.apply import Applied
 from qdqtune.engines import EngineSpec, runner
 from qdqtune.engines.formats import numeric_format
@@ -38,7 +38,7 @@ from qdqtune.tuning.settings import EFFORTS, Settings
 from qdqtune.types import Edge, Placement
 from tuning import environment, hopeless, mixed, without_processes, write
 
-COMMANDS: dict[str, Command] = cli.app.commands
+COMMANDS: dict[str, Command] = main.app.commands
 QUICK = ("--engine", "fake", "--builds", "7")
 
 
@@ -56,7 +56,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         without_processes(patch)
         with pytest.raises(SystemExit) as end:
-            cli.main([*arguments, "-o", str(path.parent / "out")])
+            main.main([*arguments, "-o", str(path.parent / "out")])
     assert end.value.code == 0
     return path
 
@@ -72,7 +72,7 @@ def settings_of(monkeypatch: pytest.MonkeyPatch, call: Call, *arguments: object)
         given.append(settings)
         raise BadModel("caught")
 
-    monkeypatch.setattr(cli, "tune", caught)
+    monkeypatch.setattr(main, "tune", caught)
     assert call("tune", *arguments) == (2, "", "error: caught\n")
     return given[0]
 
@@ -199,7 +199,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineSpec, float]]:
 def test_options_of_compare_reach_the_measurement(monkeypatch, call, made, tmp_path):
     path = write(mixed(batch=None), tmp_path)
     given = SimpleNamespace()
-    monkeypatch.setattr(cli, "compare_files", lambda *a, **k: given.__dict__.update(a=a, **k) or [])
+    monkeypatch.setattr(main, "compare_files", lambda *a, **k: given.__dict__.update(a=a, **k) or [])
     code, _, _ = call("compare", path, path, "--engine", "fake", "--engine_option", "noise=0.1", "--time-limit", "3m",
                       "--input-shape", "x:5x64x64", "--calibration_samples", 2, "--seed", 4,
                       "--timing_runs", 30, "--warmup-runs", 1, "--threads", 2, "--provider", "P")  # fmt: skip
@@ -221,7 +221,7 @@ def test_options_of_apply_reach_it(monkeypatch, call, made, tuned, tmp_path):
         given.a, given.k = arguments, options
         return Applied(Placement(), (Edge("t", "n", 1),), random_data=False)
 
-    monkeypatch.setattr(cli, "apply", caught)
+    monkeypatch.setattr(main, "apply", caught)
     target, placement = tmp_path / "made.onnx", tuned.parent / "out" / "placement.yaml"
     code, out, err = call("apply", tuned, "--placement", placement, "--output", target, "--engine", "onnxruntime",
                           "--calibration_data", "d.npz", "--calibration-samples", 2, "--input-shape", "x:1x2",
@@ -240,10 +240,10 @@ def test_options_of_apply_reach_it(monkeypatch, call, made, tuned, tmp_path):
 
 def test_options_of_inspect_reach_it(monkeypatch, call):
     given: dict[str, Any] = {}
-    monkeypatch.setattr(cli, "load", lambda path, fix_inputs: given.update(path=path, fixed=fix_inputs))
-    monkeypatch.setattr(cli.regions, "find", lambda _, method, **k: given.update(method=method, **k))
-    monkeypatch.setattr(cli.patterns, "group", lambda *_: None)
-    monkeypatch.setattr(cli, "render", lambda *_, **k: given.update(k) or "shown")
+    monkeypatch.setattr(main, "load", lambda path, fix_inputs: given.update(path=path, fixed=fix_inputs))
+    monkeypatch.setattr(main.regions, "find", lambda _, method, **k: given.update(method=method, **k))
+    monkeypatch.setattr(main.patterns, "group", lambda *_: None)
+    monkeypatch.setattr(main, "render", lambda *_, **k: given.update(k) or "shown")
     code, out, _ = call("inspect", "m.onnx", "--regions", "topology", "--max_sequence_size", 4,
                         "--include-all-regions", "--fix-input", "sr=1", "-v")  # fmt: skip
     assert (code, out) == (0, "shown\n")
@@ -255,7 +255,7 @@ def test_options_of_inspect_reach_it(monkeypatch, call):
 def test_help_shows_every_option(command, call):
     code, out, err = call(*filter(None, [command]), "--help")
     assert (code, err) == (0, "")
-    shown: Command | Group = COMMANDS[command] if command else cli.app
+    shown: Command | Group = COMMANDS[command] if command else main.app
     for option in shown.params:
         assert all(name in out for name in option.opts if name.startswith("-"))
     if command is None:
@@ -767,7 +767,7 @@ def test_a_defect_is_code_70_with_its_traceback(monkeypatch, call):
     def broken(*_: object) -> NoReturn:
         raise ZeroDivisionError("unexpected")
 
-    monkeypatch.setattr(cli, "tune", broken)
+    monkeypatch.setattr(main, "tune", broken)
     code, out, err = call("tune", "m.onnx")
     assert (code, out) == (70, "")
     assert "ZeroDivisionError: unexpected" in err
@@ -796,7 +796,7 @@ def test_ctrl_c_is_code_130_and_the_same_command_goes_on(model, tmp_path, call):
         assert seen[-1], seen
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()
-    assert (process.returncode, out) == (cli.INTERRUPTED, b"")
+    assert (process.returncode, out) == (main.INTERRUPTED, b"")
     said = "interrupted: what was measured is kept; the same command goes on from there"
     assert err.decode().splitlines()[-1] == said
     assert b"Traceback" not in err

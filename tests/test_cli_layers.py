@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from engine_contract import conv_model, quantized_conv_model
-from qdqtune import cli
-from qdqtune.cli_layers import table
+from qdqtune.cli import main
+from qdqtune.cli.layers import table
 from qdqtune.types import Layer, NumericFormat, QType
 from test_trtexec import stand_in, static
 
@@ -20,7 +20,7 @@ DATA = Path(__file__).with_name("data") / "tensorrt"
 
 def run(*arguments: str | Path) -> int:
     with pytest.raises(SystemExit) as end:
-        cli.main(["layers", *map(str, arguments)])
+        main.main(["layers", *map(str, arguments)])
     return end.value.code if isinstance(end.value.code, int) else 1
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from qdqtune import cli
+from qdqtune.cli import main
 from qdqtune.commands import doctor
 from qdqtune.commands.doctor import (
     Diagnosis,
@@ -189,9 +189,9 @@ CPU = Processor("Some CPU", 4, ("avx2",), "no VNNI")
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], found: Diagnosis, *arguments: str):
-    monkeypatch.setattr("qdqtune.cli_engines.examine", lambda _: found)
+    monkeypatch.setattr("qdqtune.cli.engines.examine", lambda _: found)
     with pytest.raises(SystemExit) as end:
-        cli.main(["doctor", *arguments])
+        main.main(["doctor", *arguments])
     return end.value.code, capsys.readouterr().out
 
 
@@ -234,7 +234,7 @@ for module in pkgutil.walk_packages(qdqtune.__path__, "qdqtune."):
     if module.name not in own:
         __import__(module.name)
 vendors = {"onnxruntime", "openvino", "tensorrt", "tensorrt_bindings", "tensorrt_rtx", "tensorrt_rtx_bindings", "cuda"}
-print(*sorted(vendors & set(sys.modules)), "qdqtune.cli" in sys.modules)
+print(*sorted(vendors & set(sys.modules)), "qdqtune.cli.main" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", text], env=environment(), capture_output=True, text=True, check=True)
     assert done.stdout == "True\n"

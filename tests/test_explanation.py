@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from models import INT8, ranges
-from qdqtune import report
+from qdqtune.cli import report
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
 from qdqtune.placement import rules

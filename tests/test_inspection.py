@@ -7,7 +7,7 @@ import json
 import pytest
 from onnx import TensorProto
 
-from qdqtune import inspection
+from qdqtune.cli import inspect
 from qdqtune.search.regions import discovery, patterns
 from region_models import Network
 
@@ -28,7 +28,7 @@ def found():
 
 
 def test_the_text_has_the_phases_and_the_summary(found):
-    lines = inspection.render(*found).splitlines()
+    lines = inspect.render(*found).splitlines()
     assert "Phase 1 complete: 5 regions, 16/16 nodes (100.0%)" in lines
     assert "Phase 2 complete: refined 2 regions, skipped 3" in lines
     assert "Summary: 9 regions (7 LEAF, 2 COMPOSITE), 16/16 nodes (100.0%)" in lines
@@ -36,7 +36,7 @@ def test_the_text_has_the_phases_and_the_summary(found):
 
 
 def test_the_tree_shows_a_composite_with_its_leaves(found):
-    text = inspection.render(*found)
+    text = inspect.render(*found)
     digest = next(p.digest for p in found[2] if p.ops == ("Conv", "Relu", "Conv", "Add", "Relu"))
     assert (
         f"""
@@ -58,25 +58,25 @@ def test_the_tree_shows_a_composite_with_its_leaves(found):
 
 
 def test_regions_without_quantizable_operators_are_hidden_but_counted(found):
-    text = inspection.render(*found)
+    text = inspect.render(*found)
     assert "Region 0 (" not in text
     assert "Hidden: 1 region without quantizable operators" in text
-    shown = inspection.render(*found, include_all_regions=True)
+    shown = inspect.render(*found, include_all_regions=True)
     assert "Region 0 (" in shown
     assert "Hidden" not in shown
 
 
 def test_verbose_names_nodes_and_tensors(found):
-    text = inspection.render(*found, verbose=True)
+    text = inspect.render(*found, verbose=True)
     assert (
         "│  ├─ Nodes: Conv, Relu\n│  │    - node2\n│  │    - node3\n│  ├─ Inputs: 1 tensor\n│  │    - input\n" in text
     )
     assert "│  └─ Outputs: 1 tensor\n│       - node3:0\n" in text
-    assert "node2" not in inspection.render(*found)
+    assert "node2" not in inspect.render(*found)
 
 
 def test_the_histogram_and_the_most_frequent_patterns_come_last(found):
-    lines = inspection.render(*found).splitlines()
+    lines = inspect.render(*found).splitlines()
     at = lines.index("LEAF region size histogram:")
     assert lines[at + 1].split(" | ")[0].strip() == "2"
     assert lines[at + 1].endswith("█ 5")
@@ -87,7 +87,7 @@ def test_the_histogram_and_the_most_frequent_patterns_come_last(found):
 
 def test_json_has_the_same_numbers(found):
     model, made, grouped = found
-    data = inspection.as_json(*found)
+    data = inspect.as_json(*found)
     assert json.loads(json.dumps(data)) == data
     assert data["phase2"] == {"refined": 2, "skipped": 3}
     assert data["summary"] == {"regions": 9, "leaf": 7, "composite": 2, "hidden": 1}
@@ -96,6 +96,6 @@ def test_json_has_the_same_numbers(found):
     block = next(r for r in data["regions"] if r["id"] == 2)
     assert block["children"] == [3, 4]
     assert [r["parent"] for r in data["regions"] if r["id"] in (3, 4)] == [2, 2]
-    everything = inspection.as_json(*found, include_all_regions=True)["regions"]
+    everything = inspect.as_json(*found, include_all_regions=True)["regions"]
     assert sorted(n for r in everything for n in r["nodes"]) == sorted(n.name for n in model.nodes)
     assert len(everything) == len(list(made.walk()))

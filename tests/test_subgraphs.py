@@ -20,7 +20,7 @@ from rich.console import Console
 
 from conftest import Call
 from models import build, feeds, normal, run
-from qdqtune import report
+from qdqtune.cli import report
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt import program as trtexec_program

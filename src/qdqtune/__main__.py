@@ -1,5 +1,5 @@
 """`python -m qdqtune` is `qdqtune`."""
 
-from qdqtune.cli import main
+from qdqtune.cli.main import main
 
 main()

@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 
 import click
 
-from qdqtune import cli
 from qdqtune.autotune.benchmark import default_engine, rounds_for
 from qdqtune.autotune.workflows import builds_for, name_logs, patterns_of
+from qdqtune.cli import main as cli
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.shapes import spans
 from qdqtune.tuning.settings import EFFORTS
@@ -124,7 +124,7 @@ def _spread(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command and exit, as `qdqtune.cli.main` does, but for code 3."""
+    """Run the command and exit, as `qdqtune.cli.main.main` does, but for code 3."""
     given = sys.argv[1:] if arguments is None else arguments
     cli.main([*_spread(given)], command, "python -m qdqtune.autotune")
 

@@ -16,6 +16,7 @@ import onnx
 
 from qdqtune.autotune.regions import AutotunerError
 from qdqtune.calibration.samples import Samples, open_samples
+from qdqtune.cli.options import usual_shapes
 from qdqtune.commands.doctor import NEEDS, engine_state
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Handle, Runner
@@ -23,7 +24,6 @@ from qdqtune.graph.loading import load, with_input_shapes
 from qdqtune.graph.model import Model
 from qdqtune.measurement.pairing import rounds_of
 from qdqtune.measurement.timing import Plan, compare, ratio
-from qdqtune.options import usual_shapes
 from qdqtune.tuning.settings import EFFORTS
 from qdqtune.types import Failure, NumericFormat, QuantType
 

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from qdqtune import options, report
 from qdqtune.calibration.calibrate import Calibration
+from qdqtune.cli import options, report
 from qdqtune.commands.quantize import Quantized, Request, Selection, quantize
 from qdqtune.engines.formats import FORMATS
 from qdqtune.errors import BadModel, BadOption

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from qdqtune import options
 from qdqtune.calibration.samples import open_samples
+from qdqtune.cli import options
 from qdqtune.commands.build import FORMATS, build
 from qdqtune.commands.check import Finding, allow, check, excuse
 from qdqtune.commands.doctor import Diagnosis, examine

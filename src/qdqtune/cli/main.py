@@ -15,12 +15,14 @@ from typing import Any, NoReturn
 import click
 from rich.console import Console
 
-from qdqtune import __version__, options, report
+from qdqtune import __version__
 from qdqtune.calibration.calibrate import Calibration
 from qdqtune.calibration.samples import open_samples
-from qdqtune.cli_engines import build_command, check_command, doctor_command
-from qdqtune.cli_layers import layers_command
-from qdqtune.cli_quantize import quantize_command, rules_command
+from qdqtune.cli import options, report
+from qdqtune.cli.engines import build_command, check_command, doctor_command
+from qdqtune.cli.inspect import as_json, render
+from qdqtune.cli.layers import layers_command
+from qdqtune.cli.quantize import quantize_command, rules_command
 from qdqtune.commands.apply import apply
 from qdqtune.commands.compare import comparable, compare_files
 from qdqtune.engines import EngineSpec
@@ -29,7 +31,6 @@ from qdqtune.engines.runner import unlogged
 from qdqtune.engines.shapes import check_spans
 from qdqtune.errors import ConstraintUnmet, EngineFailure, QdqtuneError
 from qdqtune.graph.loading import load, with_input_shapes
-from qdqtune.inspection import as_json, render
 from qdqtune.measurement.timing import Plan
 from qdqtune.placement.files import read_placement_file
 from qdqtune.search.region import Config

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from qdqtune import options
 from qdqtune.calibration.samples import open_samples
+from qdqtune.cli import options
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import unlogged
 from qdqtune.engines.shapes import check_spans
