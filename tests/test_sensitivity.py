@@ -10,10 +10,11 @@ from qdqtune.calibration import scales
 from qdqtune.calibration.scales import Range
 from qdqtune.graph.model import Model
 from qdqtune.measurement.accuracy import sqnr_db
-from qdqtune.measurement.sensitivity import DEAFENING, _shares, each_value, sensitivities
+from qdqtune.measurement.sensitivity import DEAFENING, _shares, sensitivities
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import insert
 from qdqtune.search.costs.noise import Noise
+from qdqtune.tuning.noise import each_value
 from qdqtune.types import Edge, Failure, NumericFormat, Placement
 from tuning import without_processes
 

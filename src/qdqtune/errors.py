@@ -17,6 +17,10 @@ Messages are one line and say what to do.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 
 class QdqtuneError(Exception):
     """Base of all errors below; `exit_code` is what the command line returns for it."""
@@ -76,3 +80,16 @@ def one_line(error: object, limit: int = 400) -> str:
     """The text of an error without line breaks, at most `limit` characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+@contextmanager
+def writing(path: Path, hint: str = "") -> Iterator[None]:
+    """Turn what the operating system says while `path` is written into one line; `hint` says what to do.
+
+    Raises:
+        OutputError: it could not be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror or error}{hint and f'; {hint}'}") from error

@@ -1,4 +1,4 @@
-"""The process that an engine lives in: `python -m qdqtune.engines.worker FD`, started by `qdqtune.engines.runner.Runner`.
+"""The process that an engine lives in: `python -m qdqtune.engines.worker FD`, started by `Runner`.
 
 Requests `(name of a Session method, arguments)` come in on socket FD, and each is answered by `(True, result)` or
 `(False, QdqtuneError)`. Any other exception is a defect: it ends the process, with a traceback in its log. Standard

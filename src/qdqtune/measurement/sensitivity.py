@@ -25,12 +25,7 @@ from qdqtune.engines.cpu import cores
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.model import ConstantFile, Model
 from qdqtune.measurement.accuracy import is_finite, sqnr_db
-from qdqtune.measurement.limits import Limits
 from qdqtune.placement.insertion import ONNX_TYPE, weight_role
-from qdqtune.search.costs.noise import Noise
-from qdqtune.tuning.observer import Observer
-from qdqtune.tuning.store import Store
-from qdqtune.tuning.subject import Subject
 from qdqtune.types import Array, Edge, Failure, NumericFormat, Sample
 
 MEASUREMENTS = 256
@@ -41,8 +36,6 @@ INFERENCES = 400
 
 SAMPLES = 4
 
-NOTHING = 0.01
-"""Share of the noise that a limit allows, below which a block is not worth dividing."""
 
 DEAFENING = 1e3
 """Relative noise of a block whose outputs are not finite."""
@@ -110,26 +103,6 @@ def sensitivities(
     return dict(zip(switched.values, shares, strict=True))
 
 
-def foresee(subject: Subject, limits: Limits, store: Store, observer: Observer) -> Noise:
-    """What the search knows about noise before it builds anything; found once, then read from the store.
-
-    Where ONNX Runtime does not run the model with switches, all values count the same, and the builds tell the rest.
-    """
-    floor = NOTHING * limits.max_noise if limits.max_noise is not None else 0.0
-    key = f"noise:{floor:.3g}"
-    record = store.get(key)
-    if record is None:
-        observer.stage("measuring what rounding each tensor does to the outputs")
-        found = sensitivities(
-            subject.shaped, each_value(subject.shaped, subject.ranges, subject.numbers, subject.possible),
-            subject.accuracy, floor=floor,
-        )  # fmt: skip
-        if isinstance(found, Failure):
-            found = dict.fromkeys(sorted({e.tensor for e in subject.possible}), 1.0)
-        record = store.put(key, {"alone": found})
-    return Noise(subject.shaped, record["alone"], limits.max_noise)
-
-
 def _shares(
     count: int, noise: Callable[[int, int], float], measurements: int, floor: float = 0.0, loudest: int | None = None
 ) -> list[float]:
@@ -150,14 +123,6 @@ def _shares(
     for loudness, start, stop in (*blocks, *final):
         shares[start:stop] = [-loudness / (stop - start)] * (stop - start)
     return shares
-
-
-def each_value(
-    model: Model, ranges: Ranges, numbers: NumericFormat, possible: frozenset[Edge]
-) -> dict[Edge, Quantization]:
-    """A pair on each value, for `sensitivities`: that of the first tensor which holds it."""
-    aliases = Noise(model, {}).aliases
-    return {e: _quantization(model, ranges, numbers, e) for e in possible if e.tensor not in aliases}
 
 
 def _switched(model: Model, pairs: Mapping[Edge, Quantization]) -> _Switched:
@@ -185,7 +150,7 @@ def _switched(model: Model, pairs: Mapping[Edge, Quantization]) -> _Switched:
     return _Switched(Model(proto, model.large), tuple(made))
 
 
-def _quantization(model: Model, ranges: Ranges, numbers: NumericFormat, edge: Edge) -> Quantization:
+def quantization(model: Model, ranges: Ranges, numbers: NumericFormat, edge: Edge) -> Quantization:
     """As `qdq.Inserter` does it, but for scales that several values share."""
     constant = model.constants.get(edge.tensor)
     if constant is None:

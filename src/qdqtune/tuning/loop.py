@@ -18,7 +18,6 @@ from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption, BaselineFailed, OutputError
 from qdqtune.measurement.limits import Limits, verdict, wins
 from qdqtune.measurement.metric import load_evaluation
-from qdqtune.measurement.sensitivity import foresee
 from qdqtune.measurement.timing import Plan, Ratio, judge
 from qdqtune.placement import files
 from qdqtune.placement.insertion import Inserter
@@ -31,6 +30,7 @@ from qdqtune.search.latency import GroupedSearch
 from qdqtune.search.region import QUIETER, RegionSearch
 from qdqtune.search.seeded import Seeded
 from qdqtune.tuning.bench import Bench
+from qdqtune.tuning.noise import foresee
 from qdqtune.tuning.observer import Observer, Silent, State
 from qdqtune.tuning.proof import BASELINE, CANDIDATES, FINAL, Proof, prove
 from qdqtune.tuning.settings import Settings
@@ -40,7 +40,9 @@ from qdqtune.tuning.subgraphs.verdicts import GroupVerdict
 from qdqtune.tuning.subject import Subject, calibrated, fingerprint, open_subject
 from qdqtune.types import Failure, Placement, Trial
 
-RAW, UNITS, REGION_MODELS = "optimized_raw.onnx", "units.json", "region_models"
+RAW = "optimized_raw.onnx"
+UNITS = "units.json"
+REGION_MODELS = "region_models"
 
 
 @dataclass(frozen=True)
