@@ -10,7 +10,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from qdqtune.graph.operators import COMMUTATIVE
 from qdqtune.search.regions import discovery, patterns
-from qdqtune.types import ChildInput, Edge, NodeInput, Region, RegionKind, RegionOutput, Scheme
+from qdqtune.search.regions.region import ChildInput, NodeInput, Region, RegionKind, RegionOutput, Scheme
+from qdqtune.types import Edge
 from region_models import Network, networks, resnet, shuffled
 
 

@@ -28,8 +28,9 @@ from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter, insert
 from qdqtune.search import best_of
 from qdqtune.search.regions import discovery, patterns
+from qdqtune.search.regions.region import NodeInput, Scheme
 from qdqtune.tuning.loop import tune
-from qdqtune.types import Failure, Measurement, NodeInput, Placement, Scheme
+from qdqtune.types import Failure, Measurement, Placement
 from tuning import cost, hopeless, mixed, settings, without_processes, write
 
 

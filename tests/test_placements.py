@@ -23,18 +23,8 @@ from qdqtune.placement.files import (
     write_placement,
 )
 from qdqtune.search.regions import discovery, patterns
-from qdqtune.types import (
-    ChildInput,
-    Edge,
-    Failure,
-    Measurement,
-    NodeInput,
-    Placement,
-    Proposal,
-    RegionOutput,
-    Scheme,
-    Trial,
-)  # fmt: skip
+from qdqtune.search.regions.region import ChildInput, NodeInput, RegionOutput, Scheme
+from qdqtune.types import Edge, Failure, Measurement, Placement, Proposal, Trial  # fmt: skip
 from tuning import mixed
 
 DATA = Path(__file__).parent / "data"

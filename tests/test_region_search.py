@@ -22,7 +22,8 @@ from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.region import BATCH, Config, RegionSearch
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
-from qdqtune.types import Edge, Failure, Measurement, Placement, Proposal, Scheme, Trial
+from qdqtune.search.regions.region import Scheme
+from qdqtune.types import Edge, Failure, Measurement, Placement, Proposal, Trial
 from tuning import mixed
 
 ROUNDS = 12

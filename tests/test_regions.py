@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from qdqtune.search.regions import discovery
 from qdqtune.search.regions.by_topology import Flow, post_dominators
-from qdqtune.types import RegionKind
+from qdqtune.search.regions.region import RegionKind
 from region_models import Network, networks, resnet
 
 METHODS = ["names", "topology"]

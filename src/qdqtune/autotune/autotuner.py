@@ -38,10 +38,11 @@ from qdqtune.search import ratios_to_float
 from qdqtune.search.region import RegionSearch
 from qdqtune.search.regions import patterns
 from qdqtune.search.regions.patterns import Pattern
+from qdqtune.search.regions.region import Scheme
 from qdqtune.tuning.loop import Result
 from qdqtune.tuning.store import Record, Store, pack_placement, unpack_placement
 from qdqtune.tuning.subject import DTYPES
-from qdqtune.types import Edge, Placement, Scheme
+from qdqtune.types import Edge, Placement
 
 log = logging.getLogger("qdqtune.autotune")
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Self
 
-from qdqtune import types
 from qdqtune.errors import InputError
 from qdqtune.graph.model import Model
 from qdqtune.search.regions import discovery as division
 from qdqtune.search.regions import patterns
+from qdqtune.search.regions import region as core
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.search.regions.structure import Listing, Structure
 
-RegionType = types.RegionKind
+RegionType = core.RegionKind
 
 
 class AutotunerError(InputError):
@@ -38,7 +38,7 @@ class Region:
         self.outputs: list[str] = []
 
     @classmethod
-    def of(cls, found: types.Region) -> Self:
+    def of(cls, found: core.Region) -> Self:
         """A region that was found, and all under it."""
         made = cls(found.id, found.level, found.kind)
         made.nodes, made.inputs, made.outputs = set(found.nodes), list(found.inputs), list(found.outputs)
@@ -102,8 +102,8 @@ class Grouping:
     """
 
     regions: tuple[Region, ...]
-    cores: Mapping[Region, types.Region]
-    listings: Mapping[types.Region, Listing]
+    cores: Mapping[Region, core.Region]
+    listings: Mapping[core.Region, Listing]
     patterns: Mapping[str, Pattern]
     """By digest."""
 
@@ -112,9 +112,9 @@ class Grouping:
         """Group regions of any origin as the search groups its own."""
         regions = tuple(regions)
         below = {r for region in regions for child in region.children for r in child.walk()}
-        listings, cores = dict[types.Region, Listing](), dict[Region, types.Region]()
+        listings, cores = dict[core.Region, Listing](), dict[Region, core.Region]()
         tops = tuple(_core(r, _structure(model), listings, cores) for r in regions if r not in below)
-        root = types.Region(-1, -1, RegionType.ROOT, (), tops)
+        root = core.Region(-1, -1, RegionType.ROOT, (), tops)
         found = patterns.group(model, division.Regions(root, "topology", listings))
         return Grouping(regions, cores, listings, {p.digest: p for p in found})
 
@@ -134,8 +134,8 @@ def _structure(model: Model) -> Structure:
 
 
 def _core(
-    region: Region, structure: Structure, listings: dict[types.Region, Listing], cores: dict[Region, types.Region]
-) -> types.Region:
+    region: Region, structure: Structure, listings: dict[core.Region, Listing], cores: dict[Region, core.Region]
+) -> core.Region:
     model, nodes, below = structure.model, region.get_nodes(), region.get_children()
     if not (nodes or below) or any(not 0 <= n < len(model.nodes) for n in nodes):
         raise AutotunerError(
@@ -149,6 +149,6 @@ def _core(
     children = tuple(_core(child, structure, listings, cores) for child in below)
     listing = structure.listing([c.all_nodes() for c in children] or [nodes])
     kind = RegionType.COMPOSITE if children else RegionType.LEAF
-    made = types.Region(len(listings), region.level, kind, tuple(nodes), children)  # scripts may give an id twice
+    made = core.Region(len(listings), region.level, kind, tuple(nodes), children)  # scripts may give an id twice
     listings[made], cores[region] = listing, made
     return made

@@ -11,15 +11,16 @@ from math import inf
 from pathlib import Path
 from typing import Self, get_args
 
-from qdqtune import types
 from qdqtune.autotune.regions import Grouping, InvalidSchemeError, Region
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
 from qdqtune.placement import files
 from qdqtune.search import region as search
 from qdqtune.search.regions import patterns
+from qdqtune.search.regions import region as core
+from qdqtune.search.regions.region import ChildInput, NodeInput, RegionOutput, Scheme
 from qdqtune.tuning.subject import DTYPES
-from qdqtune.types import ChildInput, NodeInput, QuantType, RegionOutput, Scheme
+from qdqtune.types import QuantType
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class RegionPattern:
         edges = patterns.resolve(graph, *self._found(other, graph), scheme.core)
         return {ResolvedInsertionPoint(e.tensor, graph.index_of.get(e.node), e.index) for e in edges}
 
-    def _found(self, region: Region, graph: Model) -> tuple[patterns.Pattern, types.Region]:
+    def _found(self, region: Region, graph: Model) -> tuple[patterns.Pattern, core.Region]:
         grouping = Grouping.of(graph, [region])
         pattern = grouping.pattern_of(graph, region)
         if pattern.digest != self.digest:

@@ -11,7 +11,7 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.operators import HEAVY, may_be_float
 from qdqtune.search.regions.discovery import Regions
 from qdqtune.search.regions.patterns import Pattern
-from qdqtune.types import Region, RegionKind
+from qdqtune.search.regions.region import Region, RegionKind
 
 QUANTIZABLE = HEAVY - {"If", "Loop", "Scan"} | {
     "Add", "Mul", "Concat", "AveragePool", "GlobalAveragePool", "MaxPool",

@@ -14,7 +14,8 @@ from qdqtune.errors import BadOption, OutputError
 from qdqtune.graph.model import Model
 from qdqtune.measurement.timing import Plan, judge
 from qdqtune.search.regions.patterns import Pattern, scheme_of
-from qdqtune.types import ChildInput, Edge, NodeInput, Placement, Point, RegionOutput, Scheme, Trial
+from qdqtune.search.regions.region import ChildInput, NodeInput, Point, RegionOutput, Scheme
+from qdqtune.types import Edge, Placement, Trial
 
 VERSION = 1
 

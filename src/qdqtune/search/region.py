@@ -20,7 +20,8 @@ from qdqtune.placement import rules
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.costs.noise import DOUBT, Noise
 from qdqtune.search.regions.patterns import Pattern
-from qdqtune.types import Edge, Placement, Point, Proposal, Scheme, Trial
+from qdqtune.search.regions.region import Point, Scheme
+from qdqtune.types import Edge, Placement, Proposal, Trial
 
 QUIETER = "within the limits"
 TRIES = 6

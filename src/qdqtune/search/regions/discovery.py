@@ -14,8 +14,8 @@ from typing import Literal
 from qdqtune.graph.model import Model
 from qdqtune.search.regions import by_names, by_topology, leaves
 from qdqtune.search.regions.by_topology import Flow, Outline
+from qdqtune.search.regions.region import Region, RegionKind
 from qdqtune.search.regions.structure import Listing, Structure
-from qdqtune.types import Region, RegionKind
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,8 +18,9 @@ from functools import cached_property
 
 from qdqtune.graph.model import GRAPH, Model
 from qdqtune.search.regions.discovery import Regions
+from qdqtune.search.regions.region import ChildInput, NodeInput, Point, Region, RegionKind, RegionOutput, Scheme
 from qdqtune.search.regions.structure import Listing, Structure, can_carry
-from qdqtune.types import ChildInput, Edge, NodeInput, Placement, Point, Region, RegionKind, RegionOutput, Scheme
+from qdqtune.types import Edge, Placement
 
 Edges = Mapping[Point, frozenset[Edge]]
 
