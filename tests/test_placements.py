@@ -12,18 +12,11 @@ from models import ranges
 from qdqtune.errors import BadOption, OutputError
 from qdqtune.measurement.timing import Plan
 from qdqtune.placement import rules
-from qdqtune.placement.files import (
-    Recorded,
-    cache_of,
-    existing,
-    read_cache,
-    read_placement_file,
-    write_cache,
-    write_json,
-    write_placement,
-)
+from qdqtune.placement.files import Recorded, existing, read_placement_file, write_placement
 from qdqtune.search.regions import discovery, patterns
+from qdqtune.search.regions.cache import cache_of, read_cache, write_cache
 from qdqtune.search.regions.region import ChildInput, NodeInput, RegionOutput, Scheme
+from qdqtune.tuning.records import write_json
 from qdqtune.types import Edge, Failure, Measurement, Placement, Proposal, Trial  # fmt: skip
 from tuning import mixed
 

@@ -25,11 +25,12 @@ from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model, save
 from qdqtune.measurement.timing import Plan, judge
 from qdqtune.placement import rules
-from qdqtune.placement.files import read_cache, read_placement_file
+from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.insertion import Inserter, insert
 from qdqtune.placement.reading import is_quantized
 from qdqtune.search import best_of
 from qdqtune.search.region import Config
+from qdqtune.search.regions.cache import read_cache
 from qdqtune.tuning.loop import Result, estimate, tune
 from qdqtune.tuning.observer import State
 from qdqtune.tuning.settings import PROOF_BUILDS

@@ -14,9 +14,8 @@ from typing import Self, get_args
 from qdqtune.autotune.regions import Grouping, InvalidSchemeError, Region
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
-from qdqtune.placement import files
 from qdqtune.search import region as search
-from qdqtune.search.regions import patterns
+from qdqtune.search.regions import cache, patterns
 from qdqtune.search.regions import region as core
 from qdqtune.search.regions.region import ChildInput, NodeInput, RegionOutput, Scheme
 from qdqtune.tuning.subject import DTYPES
@@ -209,7 +208,7 @@ class PatternCache:
     def save(self, output_path: str | Path) -> None:
         """Write the file."""
         rows = {digest: [(s.core, s.ratio) for s in own.schemes] for digest, own in self.entries.items()}
-        files.write_cache(Path(output_path), rows, [own.pattern for own in self.entries.values()])
+        cache.write_cache(Path(output_path), rows, [own.pattern for own in self.entries.values()])
 
     @classmethod
     def load(cls, input_path: str | Path) -> Self:
@@ -218,7 +217,7 @@ class PatternCache:
         Raises:
             BadOption: the file is missing, or is no pattern cache.
         """
-        found = files.read_cache(Path(input_path))
+        found = cache.read_cache(Path(input_path))
         return cls({digest: PatternSchemes(RegionPattern("", digest=digest), [*map(InsertionScheme.of, schemes)])
                     for digest, schemes in found.items()})  # fmt: skip
 

@@ -28,7 +28,9 @@ from qdqtune.search.costs.noise import Noise
 from qdqtune.search.cut import CutSearch
 from qdqtune.search.latency import GroupedSearch
 from qdqtune.search.region import QUIETER, RegionSearch
+from qdqtune.search.regions import cache
 from qdqtune.search.seeded import Seeded
+from qdqtune.tuning import records
 from qdqtune.tuning.bench import Bench
 from qdqtune.tuning.noise import foresee
 from qdqtune.tuning.observer import Observer, Silent, State
@@ -137,9 +139,9 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
                 if profiled:
                     summary |= profiled.summary() | {"groups": verdicts.record(groups)}
                 summary["seconds"] = round(time.monotonic() - started, 3)
-    files.write_json(folder / "summary.json", summary)
+    records.write_json(folder / "summary.json", summary)
     if units:
-        files.write_json(folder / UNITS, {"units": record(units)})
+        records.write_json(folder / UNITS, {"units": record(units)})
     return Result(proof.shipped, final, proof.ratio if final.edges else None, summary, tuple(history),
                   (*subject.notes, *(profiled.notes if profiled else ()), *proof.notes), units, groups)  # fmt: skip
 
@@ -198,7 +200,7 @@ def _strategy(settings: Settings, subject: Subject, bench: Bench, noise: Noise |
         patterns=subject.patterns,
         possible=subject.possible,
         seeds=suggestions,
-        cached=files.read_cache(settings.pattern_cache) if settings.pattern_cache else {},
+        cached=cache.read_cache(settings.pattern_cache) if settings.pattern_cache else {},
         config=settings.config,
         plan=settings.plan,
         seed=settings.seed,
@@ -284,13 +286,13 @@ def _write_records(
     recorded = files.Recorded(final, settings.quant_type, settings.engine.name, settings.fix_inputs)
     files.write_placement(folder / "placement.yaml", recorded, settings.model.name)
     shipped_ratio = proof.ratio.median if proof.ratio and final.edges else 1.0
-    caches = files.cache_of(
+    caches = cache.cache_of(
         subject.model, subject.patterns, (final, shipped_ratio), history, settings.plan,
         minimum_distance=settings.config.pattern_cache_minimum_distance,
         maximum_entries=settings.config.pattern_cache_max_entries_per_pattern,
     )  # fmt: skip
     target = settings.state.with_name(settings.state.stem + "_pattern_cache.yaml")
-    files.write_cache(target, caches, subject.patterns)
+    cache.write_cache(target, caches, subject.patterns)
 
 
 def _summary(

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from qdqtune.errors import OutputError
-from qdqtune.placement import files
 from qdqtune.search.costs.profiles import Profile
 from qdqtune.search.costs.units import Partition
+from qdqtune.tuning import records
 from qdqtune.tuning.observer import Observer, State
 from qdqtune.tuning.subgraphs.profiler import Kind
 from qdqtune.types import Trial
@@ -60,7 +60,7 @@ class CacheFile:
         phase = "timing groups alone" if self._left else "validating on the whole model"
         fresh = self._path.with_name(f"{NAME}.new")
         content = {"phase": phase, "profiling": list(self._groups.values()), "validation": self._validation}
-        files.write_json(fresh, content)
+        records.write_json(fresh, content)
         try:
             fresh.replace(self._path)
         except OSError as error:

@@ -1,0 +1,111 @@
+"""The pattern cache: schemes that won, by pattern, for the next model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from qdqtune.errors import BadOption
+from qdqtune.graph.model import Model
+from qdqtune.measurement.timing import Plan, judge
+from qdqtune.placement.files import VERSION, read_yaml, write_yaml
+from qdqtune.search.regions.patterns import Pattern, scheme_of
+from qdqtune.search.regions.region import ChildInput, NodeInput, Point, RegionOutput, Scheme
+from qdqtune.types import Placement, Trial
+
+
+class Known(Protocol):
+    """What the pattern cache says of a pattern."""
+
+    @property
+    def digest(self) -> str:
+        """As in `Pattern`."""
+
+    @property
+    def ops(self) -> Sequence[str]:
+        """As in `Pattern`."""
+
+
+def write_cache(path: Path, caches: Mapping[str, Sequence[tuple[Scheme, float]]], patterns: Iterable[Known]) -> None:
+    """Write a pattern cache: per pattern its schemes with their ratio to what they replaced, best first.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    entries = []
+    for pattern in patterns:
+        if schemes := caches.get(pattern.digest):
+            rows = [
+                {"ratio": round(r, 4), "points": [_point(p) for p in sorted(s.points, key=repr)]} for s, r in schemes
+            ]
+            entries.append({"pattern": pattern.digest, "ops": list(pattern.ops), "schemes": rows})
+    write_yaml(path, {"version": VERSION, "patterns": entries})
+
+
+def read_cache(path: Path) -> dict[str, tuple[Scheme, ...]]:
+    """The schemes of a pattern cache by pattern digest, best first.
+
+    Raises:
+        BadOption: the file is missing, or is no pattern cache of this version.
+    """
+    content = read_yaml(path, "pattern cache")
+    try:
+        return {entry["pattern"]: tuple(Scheme(frozenset(map(_parsed, row["points"]))) for row in entry["schemes"])
+                for entry in content["patterns"]}  # fmt: skip
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BadOption(f"{path} is no pattern cache: {error!r} is missing or wrong") from error
+
+
+def cache_of(
+    model: Model,
+    patterns: Iterable[Pattern],
+    final: tuple[Placement, float],
+    history: Sequence[Trial],
+    plan: Plan,
+    *,
+    minimum_distance: int,
+    maximum_entries: int,
+) -> dict[str, list[tuple[Scheme, float]]]:
+    """Schemes worth trying again: that of the `final` (placement, ratio), then measured winners that differ enough."""
+    found: dict[str, list[tuple[Scheme, float]]] = {}
+    for pattern in patterns:
+        region = pattern.instances[0]
+        entries = [(scheme_of(model, pattern, region, final[0].edges), final[1])]
+        own = [(t, judge(t, plan)) for t in history if t.proposal.pattern == pattern.digest]
+        trials = [(t, measured) for t, measured in own if measured is not None]
+        for trial, measured in sorted(trials, key=lambda item: item[1].median):
+            scheme = scheme_of(model, pattern, region, trial.placement.edges)
+            if measured.verdict == "faster" and all(scheme.distance(s) >= minimum_distance for s, _ in entries):
+                entries.append((scheme, measured.median))
+        found[pattern.digest] = entries[:maximum_entries]
+    return found
+
+
+def _point(point: Point) -> list[Any]:
+    match point:
+        case NodeInput(node, number):
+            return ["node_input", node, number]
+        case ChildInput(region, number):
+            return ["child_input", region, number]
+        case RegionOutput(output, None, region):
+            return ["child_output", region, output]
+        case RegionOutput(output, node, _):
+            return ["node_output", node, output]
+    raise TypeError(f"not an insertion point: {point!r}")
+
+
+def _parsed(values: Sequence[Any]) -> Point:
+    kind, owner, number = values
+    if not (isinstance(owner, int) and isinstance(number, int)):
+        raise ValueError(f"{values} is not an insertion point")
+    match kind:
+        case "node_input":
+            return NodeInput(owner, number)
+        case "child_input":
+            return ChildInput(owner, number)
+        case "child_output":
+            return RegionOutput(number, region_index=owner)
+        case "node_output":
+            return RegionOutput(number, node_index=owner)
+    raise ValueError(f"{kind} is not a kind of insertion point")
