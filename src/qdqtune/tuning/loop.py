@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import platform
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from qdqtune import __version__
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption, BaselineFailed, OutputError
 from qdqtune.measurement.limits import Limits, verdict, wins
 from qdqtune.measurement.metric import load_evaluation
 from qdqtune.measurement.timing import Plan, Ratio, judge
-from qdqtune.placement import files
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search import Strategy, best_of
 from qdqtune.search.costs.explanation import UnitPrice, explain, record
@@ -34,17 +29,14 @@ from qdqtune.tuning import records
 from qdqtune.tuning.bench import Bench
 from qdqtune.tuning.noise import foresee
 from qdqtune.tuning.observer import Observer, Silent, State
-from qdqtune.tuning.proof import BASELINE, CANDIDATES, FINAL, Proof, prove
+from qdqtune.tuning.proof import BASELINE, CANDIDATES, FINAL, prove
+from qdqtune.tuning.records import RAW, REGION_MODELS, UNITS, summary, write_records, write_region_models
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.subgraphs import prepare, verdicts
 from qdqtune.tuning.subgraphs.verdicts import GroupVerdict
 from qdqtune.tuning.subject import Subject, calibrated, fingerprint, open_subject
 from qdqtune.types import Failure, Placement, Trial
-
-RAW = "optimized_raw.onnx"
-UNITS = "units.json"
-REGION_MODELS = "region_models"
 
 
 @dataclass(frozen=True)
@@ -126,12 +118,12 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
                 observer.stage("searching")
                 strategy = narrowed(profiled.search, noise) if profiled else _strategy(settings, subject, bench, noise)
                 history = _search(strategy, bench, settings, limits, observer, time.monotonic() - begun)
-                _write_region_models(history, subject, bench, folder / REGION_MODELS)
+                write_region_models(history, subject, bench, folder / REGION_MODELS)
                 observer.stage("proving the result on fresh builds")
                 proof = prove(history, bench, settings, folder)
                 final = proof.placement
-                _write_records(settings, subject, final, proof, history, folder)
-                summary = _summary(settings, subject, runner, bench, history, proof, final)
+                write_records(settings, subject, final, proof, history, folder)
+                summary = summary(settings, subject, runner, bench, history, proof, final)
                 after = bench.metric(final) if evaluation and final.edges else limits.before
                 summary |= limits.outcome(history, settings.plan, after)
                 units = explain(strategy.costs(history), final) if isinstance(strategy, CutSearch) else ()
@@ -265,72 +257,6 @@ def _state(
     pace = seconds / builds * (settings.search_builds - builds)
     return State(builds, settings.search_builds, float(np.prod(ratios)), best_of(done), seconds,
                  pace if left is None else min(pace, left), replayed)  # fmt: skip
-
-
-def _write_region_models(history: Sequence[Trial], subject: Subject, bench: Bench, folder: Path) -> None:
-    """Keep the best model of each region: the whole model with the placement as it was when that region last won.
-
-    This comes after the search: their constants are links, and ONNX's checker refuses a file with several of them.
-    """
-    shutil.rmtree(folder, ignore_errors=True)
-    regions = {p.digest: p.instances[0] for p in subject.patterns}
-    wins = {t.proposal.pattern: t.placement for t in history if t.accepted and t.proposal.pattern}
-    for pattern, placement in wins.items():
-        region = regions[pattern]
-        bench.write_linked(placement, folder / f"region_{region.id}_level_{region.level}.onnx")
-
-
-def _write_records(
-    settings: Settings, subject: Subject, final: Placement, proof: Proof, history: Sequence[Trial], folder: Path
-) -> None:
-    recorded = files.Recorded(final, settings.quant_type, settings.engine.name, settings.fix_inputs)
-    files.write_placement(folder / "placement.yaml", recorded, settings.model.name)
-    shipped_ratio = proof.ratio.median if proof.ratio and final.edges else 1.0
-    caches = cache.cache_of(
-        subject.model, subject.patterns, (final, shipped_ratio), history, settings.plan,
-        minimum_distance=settings.config.pattern_cache_minimum_distance,
-        maximum_entries=settings.config.pattern_cache_max_entries_per_pattern,
-    )  # fmt: skip
-    target = settings.state.with_name(settings.state.stem + "_pattern_cache.yaml")
-    cache.write_cache(target, caches, subject.patterns)
-
-
-def _summary(
-    settings: Settings, subject: Subject, runner: Runner, bench: Bench, history: Sequence[Trial], proof: Proof,
-    final: Placement,
-) -> dict[str, Any]:  # fmt: skip
-    tuned = proof.ratio if final.edges else None
-    sqnr = next((t.sqnr_db for t in history if t.placement == final), None)
-    predicted = next((t.proposal.predicted for t in history if t.placement == final), None)
-    description = runner.describe()
-    return {
-        "model": str(settings.model),
-        "engine": description,
-        "mode": settings.mode,
-        "shipped": proof.shipped,
-        "baseline_ms": proof.float_seconds * 1e3,
-        "final_ms": proof.final_seconds * 1e3,
-        "ratio": tuned.median if tuned else 1.0,
-        "ratio_low": tuned.low if tuned else None,
-        "ratio_high": tuned.high if tuned else None,
-        "ratio_to_given": proof.to_given.median if tuned and proof.to_given else None,
-        "builds": 1 + sum(t.builds for t in history),
-        "proof_builds": proof.builds,
-        "predicted_ratio": predicted,
-        "predicted_ms": None if predicted is None else predicted * proof.float_seconds * 1e3,
-        "trials": len(history),
-        "engine_seconds": round(runner.engine_seconds, 3),
-        "patterns": len(subject.patterns),
-        "regions": subject.region_count,
-        "pairs": len({e.tensor for e in final}),
-        "edges": len(final),
-        "output_sqnr_db": sqnr,
-        "accuracy_samples": len(subject.accuracy),
-        "accuracy_held_out": subject.held_out,
-        "seed": settings.seed,
-        "versions": {"qdqtune": __version__, "onnx": version("onnx"), "python": platform.python_version(),
-                     settings.engine.name: description.get("version", "")},
-    }  # fmt: skip
 
 
 def _folder(settings: Settings) -> Path:
