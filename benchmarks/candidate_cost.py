@@ -31,8 +31,9 @@ from qdqtune.calibration.calibrate import calibrate
 from qdqtune.calibration.samples import open_samples
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines import EngineSpec, open_engine
+from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.loading import load
-from qdqtune.graph.model import Constant, ConstantFile, Model
+from qdqtune.graph.model import Constant, Model
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter, weight_role
 from qdqtune.search.regions import discovery, patterns

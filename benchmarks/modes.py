@@ -31,8 +31,9 @@ from qdqtune.commands.compare import Row, compare_files
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import QdqtuneError
+from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
-from qdqtune.graph.model import Model, save
+from qdqtune.graph.model import Model
 from qdqtune.measurement.timing import Plan, Ratio
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.settings import EFFORTS, Mode, Settings

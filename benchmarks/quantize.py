@@ -27,8 +27,8 @@ from qdqtune.calibration.samples import open_samples
 from qdqtune.commands.compare import compare_files
 from qdqtune.commands.quantize import Request, quantize, split
 from qdqtune.engines.runner import Runner
+from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
-from qdqtune.graph.model import save
 from qdqtune.measurement.accuracy import sqnr_db
 from qdqtune.measurement.timing import Plan
 from qdqtune.types import Array, Failure, Sample

@@ -20,8 +20,9 @@ from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantTy
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.engines.formats import ONNXRUNTIME_SHARED
 from qdqtune.graph.constants import settle
+from qdqtune.graph.files import save
 from qdqtune.graph.loading import infer, load
-from qdqtune.graph.model import Constant, Model, save
+from qdqtune.graph.model import Constant, Model
 from qdqtune.placement.rules import possible_edges
 from qdqtune.types import Edge, NumericFormat, QType
 

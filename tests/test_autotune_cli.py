@@ -16,8 +16,8 @@ import pytest
 from models import INT8, conv_net, ranges
 from qdqtune.autotune import __main__ as autotune
 from qdqtune.cli import main
+from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
-from qdqtune.graph.model import save
 from qdqtune.placement import rules
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.insertion import insert

@@ -12,7 +12,8 @@ import pytest
 from models import FP8, INT8, PLAIN, UINT8, build, normal
 from qdqtune.commands.check import Finding, allow, check
 from qdqtune.engines import EngineSpec, open_engine
-from qdqtune.graph.model import Model, save
+from qdqtune.graph.files import save
+from qdqtune.graph.model import Model
 from qdqtune.types import Layer, NumericFormat
 
 CONSTANTS: dict[str, Any] = {

@@ -11,7 +11,7 @@ from models import build, feeds, normal
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadOption
-from qdqtune.graph.model import save
+from qdqtune.graph.files import save
 from qdqtune.measurement.metric import evaluate, load_evaluation
 from qdqtune.types import Failure
 from tuning import without_processes

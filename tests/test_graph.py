@@ -15,7 +15,8 @@ from onnx import TensorProto, parser
 
 from qdqtune.errors import OutputError
 from qdqtune.graph import model as graph
-from qdqtune.graph.model import GRAPH, Constant, ConstantFile, Model, TensorInfo, Use, captured, save
+from qdqtune.graph.files import ConstantFile, save
+from qdqtune.graph.model import GRAPH, Constant, Model, TensorInfo, Use, captured
 
 TEXT = """<ir_version: 8, opset_import: ["": 17]>
 g (float[N,40] x, bool c) => (float[N,40] y, float[N,40] z) <float[N,40] t, float[1] b = {2}> {

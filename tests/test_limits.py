@@ -17,7 +17,8 @@ from models import INT8, build, feeds, normal, ranges
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
 from qdqtune.errors import BadOption, BaselineFailed
-from qdqtune.graph.model import Model, save
+from qdqtune.graph.files import save
+from qdqtune.graph.model import Model
 from qdqtune.measurement.accuracy import sqnr_db
 from qdqtune.measurement.limits import Limits, is_unmet, verdict, wins
 from qdqtune.measurement.timing import Plan

@@ -21,8 +21,8 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import FakeModel, create, latency
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadState, BaselineFailed
+from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
-from qdqtune.graph.model import save
 from qdqtune.measurement.timing import Plan
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter, insert

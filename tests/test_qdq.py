@@ -38,7 +38,8 @@ from models import (
     tapped,
 )
 from qdqtune.calibration.scales import Range, Ranges
-from qdqtune.graph.model import ConstantFile, Model, Node
+from qdqtune.graph.files import ConstantFile
+from qdqtune.graph.model import Model, Node
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import RAW_OUTPUT, Inserter, insert, weight_role
 from qdqtune.types import Edge, NumericFormat, Placement

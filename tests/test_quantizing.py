@@ -22,8 +22,9 @@ from qdqtune.commands.quantize import HELD_OUT, Request, Selection, quantize, wi
 from qdqtune.engines import MODULES
 from qdqtune.engines.formats import numeric_format
 from qdqtune.errors import BadModel, BadOption, OutputError
+from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
-from qdqtune.graph.model import Model, save
+from qdqtune.graph.model import Model
 from qdqtune.measurement.accuracy import sqnr_db
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.reading import read_placement

@@ -11,8 +11,9 @@ import pytest
 from models import attention, build, conv_net, normal
 from qdqtune.commands.quantize import Request, quantize
 from qdqtune.engines import EngineSpec, open_engine
+from qdqtune.graph.files import save
 from qdqtune.graph.float16 import Precision
-from qdqtune.graph.model import Model, save
+from qdqtune.graph.model import Model
 from qdqtune.types import QuantType
 from tuning import without_processes
 

@@ -21,8 +21,9 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import FakeModel, latency
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadModel, BadOption, BaselineFailed, OutputError
+from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
-from qdqtune.graph.model import Model, save
+from qdqtune.graph.model import Model
 from qdqtune.measurement.timing import Plan, judge
 from qdqtune.placement import rules
 from qdqtune.placement.files import read_placement_file

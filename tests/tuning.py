@@ -21,7 +21,8 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
 from qdqtune.engines.worker import Session
 from qdqtune.errors import QdqtuneError
-from qdqtune.graph.model import Model, save
+from qdqtune.graph.files import save
+from qdqtune.graph.model import Model
 from qdqtune.measurement.timing import Plan
 from qdqtune.search.region import Config
 from qdqtune.tuning.settings import Settings

@@ -17,8 +17,9 @@ import onnx
 from qdqtune.calibration.samples import open_samples
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.errors import BadModel, BadOption, EngineFailure, QdqtuneError
+from qdqtune.graph.files import save
 from qdqtune.graph.loading import infer, load
-from qdqtune.graph.model import Model, save
+from qdqtune.graph.model import Model
 
 
 def with_batch(model: Model, size: int) -> Model:

@@ -22,7 +22,8 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.cpu import cores
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadData, BadModel
-from qdqtune.graph.model import ConstantFile, Model
+from qdqtune.graph.files import ConstantFile
+from qdqtune.graph.model import Model
 from qdqtune.types import Array, Failure, NumericFormat, QType, Sample
 
 Method = Literal["minmax", "percentile", "entropy", "mse"]

@@ -9,9 +9,9 @@ from pathlib import Path
 from qdqtune.calibration.calibrate import Calibration, calibrate
 from qdqtune.calibration.samples import open_samples
 from qdqtune.errors import BadModel, BadOption, OutputError
+from qdqtune.graph.files import save
 from qdqtune.graph.float16 import Precision, load_as
 from qdqtune.graph.loading import with_input_shapes
-from qdqtune.graph.model import save
 from qdqtune.placement import rules
 from qdqtune.placement.files import existing, read_placement_file
 from qdqtune.placement.insertion import insert

@@ -22,9 +22,10 @@ from qdqtune.engines.cpu import cores
 from qdqtune.engines.formats import numeric_format
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadModel, BadOption, EngineFailure, OutputError
+from qdqtune.graph.files import save
 from qdqtune.graph.float16 import Precision, load_as
 from qdqtune.graph.loading import load, with_input_shapes
-from qdqtune.graph.model import Model, save
+from qdqtune.graph.model import Model
 from qdqtune.measurement.accuracy import cosine, is_finite, sqnr_db
 from qdqtune.measurement.metric import Evaluation, evaluate, load_evaluation
 from qdqtune.placement import engine_rules, rules

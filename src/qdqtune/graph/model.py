@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,13 +18,9 @@ import numpy.typing as npt
 import onnx
 from onnx import numpy_helper
 
-from qdqtune.errors import OutputError
-
 LARGE = 1024
 """Constants of this many bytes or more stay outside the protobuf; smaller ones may be shapes that inference reads."""
 
-PROTOBUF_LIMIT = 2**31 - 2**20
-"""Bytes beyond which a file needs external data."""
 
 GRAPH = -1
 """Node index that stands for the graph itself, as the user of its outputs."""
@@ -208,98 +202,6 @@ class Model:
         for name, constant in self.large.items():
             whole.graph.initializer.append(constant.to_proto(name))
         return whole
-
-
-def save(model: Model, path: Path) -> None:
-    """Write `model` as one self-contained file; beyond 2 GB its constants go to `<name>.data` beside it.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
-    try:
-        if model.large_bytes + model.proto.ByteSize() < PROTOBUF_LIMIT:
-            path.write_bytes(model.to_proto().SerializeToString())
-        else:
-            beside = path.with_name(path.name + ".data")
-            beside.unlink(missing_ok=True)
-            with ConstantFile(beside) as constants:
-                constants.save(model, path)
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
-
-
-class ConstantFile:
-    """One file of constants that many small model files in the same folder refer to.
-
-    Each distinct content is written once, when the first model needs it. ONNX Runtime refuses references that leave
-    the model's folder, so models in another folder need `link_into` first.
-    """
-
-    ALIGN = 4096  # engines map the file: pages must not be shared between tensors
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._spans: dict[str, tuple[int, int]] = {}
-        try:
-            path.unlink(missing_ok=True)  # an earlier file may be linked elsewhere: do not cut it short there
-            self._file = path.open("wb")
-        except OSError as error:
-            raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
-
-    def __enter__(self) -> ConstantFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def _span(self, constant: Constant) -> tuple[int, int]:
-        if constant.key not in self._spans:
-            offset = -(-self._file.tell() // self.ALIGN) * self.ALIGN
-            self._file.seek(offset)
-            data = np.ascontiguousarray(constant.array())
-            self._file.write(data.reshape(-1).view(np.uint8).data)
-            self._spans[constant.key] = (offset, data.nbytes)
-        return self._spans[constant.key]
-
-    def save(self, model: Model, path: Path) -> None:
-        """Write `model` to `path` (same folder as this file) with its large constants by reference.
-
-        Raises:
-            OutputError: a file cannot be written.
-        """
-        candidate = onnx.ModelProto()
-        candidate.CopyFrom(model.proto)
-        try:
-            for name, constant in model.large.items():
-                offset, length = self._span(constant)
-                tensor = candidate.graph.initializer.add()
-                tensor.name, tensor.data_type = name, constant.dtype
-                tensor.dims.extend(constant.shape)
-                tensor.data_location = onnx.TensorProto.EXTERNAL
-                for key, value in (("location", self.path.name), ("offset", offset), ("length", length)):
-                    tensor.external_data.add(key=key, value=str(value))
-            self._file.flush()
-            path.write_bytes(candidate.SerializeToString())
-        except OSError as error:
-            raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
-
-    def link_into(self, folder: Path) -> None:
-        """Hard-link this file into `folder`, so that model files there can refer to it (a copy across file systems).
-
-        Raises:
-            OutputError: the link cannot be made.
-        """
-        target = folder / self.path.name
-        try:
-            if target.exists() and target.samefile(self.path):
-                return
-            target.unlink(missing_ok=True)
-            try:
-                target.hardlink_to(self.path)
-            except OSError:
-                shutil.copyfile(self.path, target)
-        except OSError as error:
-            raise OutputError(f"cannot write {target}: {error.strerror or error}") from error
 
 
 def rebuild(model: Model, nodes: Sequence[onnx.NodeProto], added: Mapping[str, Constant]) -> Model:

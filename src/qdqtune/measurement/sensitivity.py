@@ -23,7 +23,8 @@ from qdqtune.calibration.scales import Quantization, Range, Ranges
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.cpu import cores
 from qdqtune.engines.runner import Runner
-from qdqtune.graph.model import ConstantFile, Model
+from qdqtune.graph.files import ConstantFile
+from qdqtune.graph.model import Model
 from qdqtune.measurement.accuracy import is_finite, sqnr_db
 from qdqtune.placement.insertion import ONNX_TYPE, weight_role
 from qdqtune.types import Array, Edge, Failure, NumericFormat, Sample

@@ -15,7 +15,7 @@ import numpy as np
 
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BaselineFailed, EngineFailure, OutputError
-from qdqtune.graph.model import ConstantFile, save
+from qdqtune.graph.files import ConstantFile, save
 from qdqtune.measurement.accuracy import is_finite, sqnr_db
 from qdqtune.measurement.limits import Limits
 from qdqtune.measurement.metric import Evaluation, evaluate

@@ -24,7 +24,7 @@ from qdqtune.engines import cpu, formats, output_to
 from qdqtune.engines.coverage import read_model
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, QdqtuneError, one_line
-from qdqtune.graph.model import PROTOBUF_LIMIT
+from qdqtune.graph.files import PROTOBUF_LIMIT
 from qdqtune.types import Layer, NumericFormat, QType, QuantType, Tensors
 
 CPU = "CPUExecutionProvider"

@@ -22,7 +22,8 @@ from qdqtune.calibration.calibrate import watch
 from qdqtune.engines import shapes
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadOption, InputError, OutputError
-from qdqtune.graph.model import ConstantFile, Model
+from qdqtune.graph.files import ConstantFile
+from qdqtune.graph.model import Model
 from qdqtune.measurement.pairing import rounds_of
 from qdqtune.measurement.timing import Plan, compare
 from qdqtune.placement.insertion import Inserter
