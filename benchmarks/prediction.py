@@ -20,8 +20,9 @@ import zoo
 
 from qdqtune.graph.loading import load
 from qdqtune.placement import rules
+from qdqtune.search.costs.optimum import Decision, decision_of
 from qdqtune.search.costs.prices import Costs
-from qdqtune.search.cut import CutSearch, Decision, decision_of
+from qdqtune.search.cut import CutSearch
 from qdqtune.tuning.store import read_records, unpack_layers, unpack_placement, unpack_ranges, unpack_result
 from qdqtune.types import Placement, Proposal, Trial
 

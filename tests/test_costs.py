@@ -10,9 +10,10 @@ from qdqtune.engines.fake import _CostModel
 from qdqtune.graph.model import Model
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
-from qdqtune.search.costs.prices import HOPE, Priced, Times, attribute, behind, learn, state
+from qdqtune.search.costs.attribution import Priced, Times, attribute
+from qdqtune.search.costs.optimum import cut, everything
+from qdqtune.search.costs.prices import HOPE, behind, learn, state
 from qdqtune.search.costs.units import Partition, partition
-from qdqtune.search.cut import cut, everything
 from qdqtune.types import Edge, Layer, Placement
 from region_models import resnet
 from test_tensorrt_report import EXPORTS, report_of

@@ -16,9 +16,10 @@ from qdqtune.measurement.timing import Plan, judge
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search import best_of
+from qdqtune.search.costs.optimum import cut, problem_of
 from qdqtune.search.costs.prices import Costs
 from qdqtune.search.costs.units import Partition, partition
-from qdqtune.search.cut import CutSearch, cut, problem_of
+from qdqtune.search.cut import CutSearch
 from qdqtune.types import Failure, Layer, Measurement, Placement, Trial
 from tuning import mixed
 

@@ -11,9 +11,9 @@ import pytest
 from models import attention, build, normal
 from qdqtune.graph.model import Model
 from qdqtune.search.costs.noise import DOUBT, STEP, Noise
+from qdqtune.search.costs.optimum import cut, cut_within
 from qdqtune.search.costs.prices import Costs
 from qdqtune.search.costs.units import Partition, partition
-from qdqtune.search.cut import cut, cut_within
 from qdqtune.types import Edge, Measurement, Placement, Proposal, Trial
 from tuning import mixed
 

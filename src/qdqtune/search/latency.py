@@ -14,10 +14,9 @@ from functools import cached_property
 
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import work
-from qdqtune.placement import rules
 from qdqtune.search import best_of
-from qdqtune.search.costs.units import Partition, Unit, partition
-from qdqtune.search.cut import nearest, other
+from qdqtune.search.costs.optimum import nearest, other
+from qdqtune.search.costs.units import Partition, Unit, partition, usual_groups
 from qdqtune.types import Edge, Placement, Proposal, Trial
 
 
@@ -82,18 +81,6 @@ class GroupedSearch:
             return f"flip {first}"
         alike = len({unit.kind for unit in group}) == 1
         return f"flip {first} and {len(group) - 1} like it" if alike else f"flip {first} to {last}"
-
-
-def usual_groups(model: Model, possible: frozenset[Edge]) -> list[list[str]]:
-    """Names of nodes that engines usually run together, in groups of more than one: `rules.everything` knows where."""
-    inside = [e for e in possible - rules.everything(model, possible).edges if e.node]
-    group_of: dict[str, list[str]] = {}
-    for edge in sorted(inside, key=lambda e: (model.index_of[e.node], e)):
-        maker = model.nodes[model.producers[edge.tensor]].name
-        group = group_of.setdefault(maker, [maker])
-        group.append(edge.node)
-        group_of[edge.node] = group
-    return list({id(group): group for group in group_of.values()}.values())
 
 
 def _halves(groups: Sequence[Sequence[Unit]]) -> list[Sequence[Unit]]:

@@ -14,10 +14,10 @@ from functools import cached_property
 from qdqtune.graph.model import Model
 from qdqtune.measurement.timing import Plan, judge
 from qdqtune.search import best_of
-from qdqtune.search.costs.prices import Priced, Times, attribute
+from qdqtune.search.costs.attribution import Priced, Times, attribute
+from qdqtune.search.costs.optimum import nearest
 from qdqtune.search.costs.profiles import Selection
 from qdqtune.search.costs.units import Partition
-from qdqtune.search.cut import nearest
 from qdqtune.types import Layer, Placement, Proposal, Trial
 
 WORTH = 0.002

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from qdqtune.search.costs.optimum import decision_of, margin
 from qdqtune.search.costs.prices import Costs
-from qdqtune.search.cut import decision_of, margin
 from qdqtune.types import Placement
 
 

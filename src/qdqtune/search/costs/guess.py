@@ -16,10 +16,9 @@ from qdqtune.graph import operators
 from qdqtune.graph.model import Model, Node
 from qdqtune.graph.operators import work
 from qdqtune.search.costs.noise import RESERVE, Noise
+from qdqtune.search.costs.optimum import cut_within
 from qdqtune.search.costs.prices import Costs
-from qdqtune.search.costs.units import Partition, Unit, partition
-from qdqtune.search.cut import cut_within
-from qdqtune.search.latency import usual_groups
+from qdqtune.search.costs.units import Partition, Unit, partition, usual_groups
 from qdqtune.search.region import QUIETER
 from qdqtune.search.subgraph import SubgraphSearch
 from qdqtune.types import Edge, Placement

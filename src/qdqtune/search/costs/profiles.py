@@ -16,9 +16,10 @@ import numpy as np
 from qdqtune.graph import operators
 from qdqtune.graph.model import Model
 from qdqtune.placement import rules
-from qdqtune.search.costs.prices import Costs, Priced, Times, attribute, learn
+from qdqtune.search.costs.attribution import Priced, Times, attribute
+from qdqtune.search.costs.optimum import Decision, cut, margin
+from qdqtune.search.costs.prices import Costs, learn
 from qdqtune.search.costs.units import Partition, Unit, partition
-from qdqtune.search.cut import Decision, cut, margin
 from qdqtune.types import Edge, Failure, Layer, Measurement, Placement
 
 Point = tuple[int, int]

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from qdqtune.graph.model import GRAPH, Model
 from qdqtune.graph.operators import COMPUTE
+from qdqtune.placement import rules
 from qdqtune.types import Edge, Layer, Placement
 
 
@@ -169,3 +170,15 @@ def kind_of(model: Model, nodes: tuple[int, ...]) -> str:
         f"({','.join(shape(t) for t in n.inputs)})->{','.join(shape(t) for t in n.outputs)}"
         for n in (model.nodes[i] for i in nodes)
     )
+
+
+def usual_groups(model: Model, possible: frozenset[Edge]) -> list[list[str]]:
+    """Names of nodes that engines usually run together, in groups of more than one: `rules.everything` knows where."""
+    inside = [e for e in possible - rules.everything(model, possible).edges if e.node]
+    group_of: dict[str, list[str]] = {}
+    for edge in sorted(inside, key=lambda e: (model.index_of[e.node], e)):
+        maker = model.nodes[model.producers[edge.tensor]].name
+        group = group_of.setdefault(maker, [maker])
+        group.append(edge.node)
+        group_of[edge.node] = group
+    return list({id(group): group for group in group_of.values()}.values())

@@ -11,7 +11,7 @@ import onnx
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
-from qdqtune.search.latency import usual_groups
+from qdqtune.search.costs.units import usual_groups
 from qdqtune.types import Edge, Layer
 
 Group = tuple[str, ...]

@@ -15,7 +15,7 @@ from typing import Any
 from qdqtune.engines import shapes
 from qdqtune.errors import OutputError
 from qdqtune.graph.operators import work
-from qdqtune.search.costs.prices import Priced, attribute
+from qdqtune.search.costs.attribution import Priced, attribute
 from qdqtune.search.costs.profiles import passing, select, signature
 from qdqtune.search.costs.units import Partition, Unit, partition
 from qdqtune.search.subgraph import SubgraphSearch

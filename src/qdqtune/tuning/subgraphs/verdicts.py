@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from qdqtune.search.costs.optimum import nearest
 from qdqtune.search.costs.profiles import Profile
-from qdqtune.search.cut import nearest
 from qdqtune.tuning.subgraphs.prepare import Profiled
 from qdqtune.types import Placement, Trial
 

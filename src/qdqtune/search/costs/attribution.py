@@ -1,0 +1,91 @@
+"""Layer times of a build by node and by tensor."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from qdqtune.graph.model import Model
+from qdqtune.graph.operators import work
+from qdqtune.types import Edge, Layer, Placement
+
+CONVERSION = re.compile(r"^(?P<tensor>.*)_(?P<op>Quantize|Dequantize)Linear(_\d+)?$")
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A build: where its pairs stood, what its layers took, and its latency as a ratio to the float build's."""
+
+    placement: Placement
+    layers: tuple[Layer, ...]
+    ratio: float = 1.0
+
+
+@dataclass(frozen=True)
+class Times:
+    """A build's layer times in ms by what they were spent on: nodes of the model, and conversions of tensors."""
+
+    placement: Placement
+    nodes: Mapping[str, float]
+    quantize: Mapping[str, float]
+    dequantize: Mapping[str, float]
+    copies: Mapping[str, int]
+    """How many DQs of a tensor ran: some engines run one for each consumer."""
+
+
+def attribute(model: Model, build: Priced, float_ms: float) -> Times:
+    """Spread a report over nodes and tensors, scaled so that it adds up to the latency that the rounds found.
+
+    A layer of several nodes is shared out by their work. Layers that name nothing (reformats) are charged to the next
+    one that does, for whose sake they run.
+    """
+    total = sum(layer.time_ms or 0.0 for layer in build.layers)
+    scale = build.ratio * float_ms / total if total > 0 else 0.0
+    nodes: dict[str, float] = {}
+    converted: dict[str, dict[str, float]] = {"Quantize": {}, "Dequantize": {}}
+    copies: dict[str, int] = {}
+    waiting = 0.0
+    for layer in build.layers:
+        own = scale * (layer.time_ms or 0.0)
+        real = [n for n in layer.nodes if n in model.index_of]
+        pairs = [m for n in layer.nodes if n not in model.index_of and (m := CONVERSION.match(n))]
+        if real:
+            weights = np.array([1.0 + work(model, model.nodes[model.index_of[n]]) for n in real])
+            for name, part in zip(real, weights / weights.sum(), strict=True):
+                nodes[name] = nodes.get(name, 0.0) + float((own + waiting) * part)
+            waiting = 0.0
+        elif pairs:
+            for match in pairs:
+                spent = converted[match["op"]]
+                spent[match["tensor"]] = spent.get(match["tensor"], 0.0) + own / len(pairs)
+                copies[match["tensor"]] = copies.get(match["tensor"], 0) + (match["op"] == "Dequantize")
+        else:
+            waiting += own
+    return Times(build.placement, nodes, converted["Quantize"], converted["Dequantize"], copies)
+
+
+def group_cost(model: Model, group: Collection[str], times: Times) -> float | None:
+    """What a fusion group took in a build that has pairs on all edges that enter and leave it; None in any other."""
+    inside = {model.index_of[n] for n in group}
+    made = {t for n in inside for t in model.nodes[n].outputs}
+    entering = {t for n in inside for t in model.nodes[n].inputs if t and t not in made and t not in model.constants}
+    paired = {e.tensor for e in times.placement}
+    leaving = {t for t in made if any(u.node not in inside for u in model.uses(t))}
+    if not all(_paired(model, t, paired) for t in entering | leaving):
+        return None
+    spent = sum(times.nodes.get(n, 0.0) for n in group)
+    spent += sum(times.quantize.get(t, 0.0) for t in made)
+    return spent + sum(times.dequantize.get(t, 0.0) for t in made | entering)
+
+
+def _paired(model: Model, tensor: str, paired: Collection[str]) -> bool:
+    info = model.tensors.get(tensor)
+    return tensor in paired or info is None or not info.is_float
+
+
+def inner_pairs(edges: Iterable[Edge], placement: Placement) -> frozenset[Edge]:
+    """Those of a group's inner edges that carry a pair."""
+    return frozenset(e for e in edges if e in placement)

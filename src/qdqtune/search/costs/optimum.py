@@ -1,0 +1,195 @@
+"""The minimum cut of the prices, and what can be asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from qdqtune.search.costs.mincut import Problem, solve
+from qdqtune.search.costs.noise import Noise
+from qdqtune.search.costs.prices import Costs, is_stored, state
+from qdqtune.search.costs.units import Partition, Unit
+from qdqtune.types import Placement
+
+BISECTIONS = 20
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A placement as the cut made it: which units run quantized, which tensors stay in 8 bits, and the predicted ms."""
+
+    quantized: frozenset[int]
+    stored: frozenset[str]
+    predicted_ms: float
+
+
+def everything(parts: Partition) -> Decision:
+    """All units that can have a pair run quantized, and all their outputs are stored so."""
+    able = frozenset(u.number for u in parts.units if u.inputs)
+    return Decision(able, frozenset(t for t in parts.edges if parts.producer.get(t) in able), 0.0)
+
+
+def cut_within(costs: Costs, noise: Noise, allowed: float) -> Decision:
+    """The optimum of the prices at the lowest price on noise that keeps its sum within what is allowed."""
+
+    def at(price: float) -> tuple[Decision, bool]:
+        decision = cut(costs, noise, price)
+        return decision, noise.predicted(_placement(costs.partition, decision)) <= allowed
+
+    found, fits = at(0.0)
+    if fits:
+        return found
+    total = sum(costs.as_float)
+    low, high = 0.0, total / allowed  # where all the noise that is allowed costs as much as the whole float model
+    found, fits = at(high)
+    while not fits:
+        low, high = high, high * 8
+        found, fits = at(high)
+    for _ in range(BISECTIONS):
+        middle = np.sqrt(low * high) if low else high / 8
+        decision, fits = at(middle)
+        found, low, high = (decision, low, middle) if fits else (found, middle, high)
+    return found
+
+
+def cut(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> Decision:
+    """The optimum of the prices, that of noise in ms included; what it predicts is time alone."""
+    problem, runs, stored = problem_of(costs, noise, price)
+    answers = solve(problem)
+    quantized = frozenset(u for u, number in enumerate(runs) if answers[number])
+    kept = frozenset(t for t, number in stored.items() if answers[number])
+    return Decision(quantized, kept, costs.total(quantized, kept))
+
+
+def problem_of(
+    costs: Costs, noise: Noise | None = None, price: float = 0.0
+) -> tuple[Problem, list[int], dict[str, int]]:
+    """`Costs.total`, and a price on noise, as a minimum cut; the numbers of the decisions to run a unit quantized, and
+    to store a tensor."""
+    parts, problem = costs.partition, Problem()
+    runs = [problem.decision(costs.as_float[u.number], costs.as_quantized[u.number] if u.inputs else np.inf)
+            for u in parts.units]  # fmt: skip
+    disturbed = [problem.decision() for _ in parts.units]
+    for amid, run, more in zip(disturbed, runs, costs.disturbed, strict=True):
+        problem.charge(amid, run, more)
+    stored = {tensor: problem.decision() for tensor in parts.edges}
+    rounding = [(run, e.tensor) for run, u in zip(runs, parts.units, strict=True) for e in u.weights]
+    for tensor, kept in stored.items():
+        producer, users = parts.producer.get(tensor), parts.users(tensor)
+        exists = problem.decision()
+        rounding += [(kept, tensor), (exists, tensor)]
+        problem.charge(exists, kept, costs.quantize[tensor])
+        if producer is None:
+            problem.if_yes[kept] = np.inf  # a graph input comes as a float
+        else:
+            problem.charge(kept, runs[producer], np.inf)
+            problem.charge(runs[producer], kept, costs.handing[producer])
+            problem.charge(exists, disturbed[producer], np.inf)
+        if not costs.per_consumer:
+            absorbed = problem.decision(if_yes=np.inf if None in users else 0.0)
+            problem.charge(kept, absorbed, costs.dequantize[tensor])
+        for user in users:
+            if user is None:
+                problem.if_yes[kept] += costs.dequantize[tensor] if costs.per_consumer else 0.0
+                continue
+            problem.charge(runs[user], exists, np.inf)
+            if costs.per_consumer:
+                problem.charge(kept, runs[user], costs.dequantize[tensor])
+            else:
+                problem.charge(absorbed, runs[user], np.inf)
+            if producer is not None:
+                problem.charge(kept, disturbed[user], np.inf)
+                problem.charge(runs[user], kept, costs.behind_float[user])
+    if noise is not None and price > 0:
+        _charge_noise(problem, rounding, noise, price, sum(costs.as_float))
+    return problem, runs, stored
+
+
+def _charge_noise(
+    problem: Problem, rounding: Sequence[tuple[int, str]], noise: Noise, price: float, most: float
+) -> None:
+    """Charge each value once if any of the decisions that round one of its tensors is yes; `most` forbids as well as
+    any higher price, and keeps the others exact."""
+    rounded: dict[str, int] = {}
+    for decision, tensor in rounding:
+        value = noise.value(tensor)
+        if alone := noise.alone.get(value):
+            if value not in rounded:
+                rounded[value] = problem.decision(if_yes=min(price * alone, most))
+            problem.charge(decision, rounded[value], np.inf)
+
+
+def decision_of(costs: Costs, placement: Placement) -> Decision:
+    """The decision that a placement comes nearest to; the cheaper one where it can be read in two ways."""
+    parts = costs.partition
+    quantized, stored = nearest(parts, placement)
+    for unit in parts.units:
+        if unit.number not in quantized and state(unit, parts, placement) == "handing":
+            either = quantized | {unit.number}
+            change = [costs.of_unit(unit, q, stored) + sum(costs.of_tensor(e.tensor, q, stored) for e in unit.inputs)
+                      for q in (either, quantized)]  # fmt: skip
+            quantized = either if change[0] < change[1] else quantized
+    return Decision(quantized, stored, costs.total(quantized, stored))
+
+
+def nearest(parts: Partition, placement: Placement) -> tuple[frozenset[int], frozenset[str]]:
+    """The units that a placement makes run quantized, at least in part, and the tensors that it keeps in 8 bits.
+
+    A unit without weights that reads such tensors and hands floats over counts as a float one behind DQs.
+    """
+    states = {u.number: state(u, parts, placement) for u in parts.units}
+    stored = frozenset(t for t in parts.edges if t in parts.producer and is_stored(t, parts, placement))
+    quantized = frozenset(
+        u.number for u in parts.units
+        if states[u.number] in ("quantized", "mixed")
+        or (states[u.number] == "handing" and (u.weights or any(e.tensor not in stored for e in u.inputs)))
+    )  # fmt: skip
+    return quantized, stored
+
+
+def margins(costs: Costs, decision: Decision) -> dict[str, float]:
+    """By kind of unit, what it would cost in ms to decide otherwise for one unit of it, all else as it is; summed over
+    its units."""
+    found: dict[str, float] = {}
+    for unit in costs.partition.units:
+        if unit.inputs and costs.as_float[unit.number] > 0:
+            found[unit.kind] = found.get(unit.kind, 0.0) + margin(costs, decision, unit)
+    return found
+
+
+def margin(costs: Costs, decision: Decision, unit: Unit) -> float:
+    """What it would cost in ms to decide otherwise for one unit, all else as it is."""
+    parts = costs.partition
+    quantized, stored = other(parts, decision.quantized, decision.stored, [unit.number])
+    leaving = [t for t in unit.outputs if t in parts.edges]
+    near = {user for t in leaving for user in parts.users(t) if user is not None}
+    near |= {parts.producer[t] for t in parts.storable(unit)}
+    units = [parts.units[n] for n in {unit.number} | near]
+    tensors = {*leaving, *(e.tensor for e in unit.inputs)}
+    return sum(
+        sign * (sum(costs.of_unit(u, q, s) for u in units) + sum(costs.of_tensor(t, q, s) for t in tensors))
+        for sign, q, s in ((1, quantized, stored), (-1, decision.quantized, decision.stored))
+    )
+
+
+def flip(costs: Costs, decision: Decision, kinds: Collection[str]) -> Decision:
+    """The decision with all units of some kinds the other way."""
+    units = [u.number for u in costs.partition.units if u.kind in kinds and u.inputs]
+    quantized, stored = other(costs.partition, decision.quantized, decision.stored, units)
+    return Decision(quantized, stored, costs.total(quantized, stored))
+
+
+def other(
+    parts: Partition, quantized: frozenset[int], stored: frozenset[str], units: Collection[int]
+) -> tuple[frozenset[int], frozenset[str]]:
+    """A decision with some units the other way: what units store that become quantized, and all else as it was."""
+    changed = quantized ^ frozenset(units)
+    fresh = {t for n in units if n in changed for t in parts.units[n].outputs if t in parts.edges}
+    lost = {t for n in units if n not in changed for t in parts.units[n].outputs}
+    return changed, (stored | fresh) - lost
+
+
+def _placement(parts: Partition, decision: Decision) -> Placement:
+    return parts.placement(decision.quantized, decision.stored)
