@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from qdqtune.engines import EngineSpec
+from qdqtune.search import Seeded
 from qdqtune.search.region import Config
-from qdqtune.search.seeded import Seeded
 from qdqtune.tuning.loop import Result, tune
 from qdqtune.types import Edge, Measurement, Placement, Proposal, Trial
 from tuning import cost, mixed, settings, without_processes, write

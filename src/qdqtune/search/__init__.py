@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from qdqtune.measurement.timing import Plan, judge
@@ -32,3 +33,17 @@ def ratios_to_float(history: Sequence[Trial], plan: Plan) -> dict[Placement, flo
         if measured is not None and trial.against in ratios:
             ratios[trial.placement] = ratios[trial.against] * measured.median
     return ratios
+
+
+@dataclass(frozen=True)
+class Seeded:
+    """`first`, which learns from layers, until it has no ideas or has spent `builds`; then `second`, which does not."""
+
+    first: Strategy
+    second: Strategy
+    builds: int
+
+    def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
+        """See `Strategy`."""
+        is_first = all(t.proposal.wants_layers for t in history) and sum(t.builds for t in history) < self.builds
+        return (is_first and self.first.propose(history)) or self.second.propose(history)

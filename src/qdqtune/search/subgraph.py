@@ -8,16 +8,18 @@ best expected gain first, and in halves where a batch is rejected: b bad ones am
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from qdqtune.graph.model import Model
 from qdqtune.measurement.timing import Plan, judge
 from qdqtune.search import best_of
 from qdqtune.search.costs.attribution import Priced, Times, attribute
-from qdqtune.search.costs.optimum import nearest
+from qdqtune.search.costs.noise import RESERVE, Noise
+from qdqtune.search.costs.optimum import cut_within, nearest
 from qdqtune.search.costs.profiles import Selection
 from qdqtune.search.costs.units import Partition
+from qdqtune.search.region import QUIETER
 from qdqtune.types import Layer, Placement, Proposal, Trial
 
 WORTH = 0.002
@@ -211,3 +213,15 @@ class SubgraphSearch:
 
 def _saved(batch: Batch) -> float:
     return sum(change.saved for change in batch)
+
+
+def narrowed(search: SubgraphSearch, noise: Noise | None) -> SubgraphSearch:
+    """A subgraph search that also tries what its own prices say within the limit on noise, and within less."""
+    if noise is None or noise.limit is None:
+        return search
+    costs, seeds = search.selection.costs, dict(search.seeds)
+    for share in (RESERVE, RESERVE / 2):
+        decision = cut_within(costs, noise, share * noise.limit)
+        name = f"{QUIETER}, {share:.0%} of the noise"
+        seeds[name] = search.parts.placement(decision.quantized, decision.stored)
+    return replace(search, seeds=seeds)

@@ -16,15 +16,15 @@ from qdqtune.measurement.limits import Limits, verdict, wins
 from qdqtune.measurement.metric import load_evaluation
 from qdqtune.measurement.timing import Plan, Ratio, judge
 from qdqtune.placement.insertion import Inserter
-from qdqtune.search import Strategy, best_of
+from qdqtune.search import Seeded, Strategy, best_of
 from qdqtune.search.costs.explanation import UnitPrice, explain, record
-from qdqtune.search.costs.guess import guesses, narrowed
+from qdqtune.search.costs.guess import guesses
 from qdqtune.search.costs.noise import Noise
 from qdqtune.search.cut import CutSearch
 from qdqtune.search.latency import GroupedSearch
 from qdqtune.search.region import QUIETER, RegionSearch
 from qdqtune.search.regions import cache
-from qdqtune.search.seeded import Seeded
+from qdqtune.search.subgraph import narrowed
 from qdqtune.tuning import records
 from qdqtune.tuning.bench import Bench
 from qdqtune.tuning.noise import foresee

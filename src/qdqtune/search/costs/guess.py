@@ -8,19 +8,16 @@ takes to go over a tensor once. So the guess is made of stretches that are worth
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 
 from qdqtune.graph import operators
 from qdqtune.graph.model import Model, Node
 from qdqtune.graph.operators import work
-from qdqtune.search.costs.noise import RESERVE, Noise
+from qdqtune.search.costs.noise import Noise
 from qdqtune.search.costs.optimum import cut_within
 from qdqtune.search.costs.prices import Costs
 from qdqtune.search.costs.units import Partition, Unit, partition, usual_groups
-from qdqtune.search.region import QUIETER
-from qdqtune.search.subgraph import SubgraphSearch
 from qdqtune.types import Edge, Placement
 
 ELEMENTS = 0.2
@@ -42,18 +39,6 @@ def guesses(model: Model, possible: frozenset[Edge], noise: Noise | None) -> Cal
         return parts.placement(decision.quantized, decision.stored)
 
     return guess
-
-
-def narrowed(search: SubgraphSearch, noise: Noise | None) -> SubgraphSearch:
-    """A subgraph search that also tries what its own prices say within the limit on noise, and within less."""
-    if noise is None or noise.limit is None:
-        return search
-    costs, seeds = search.selection.costs, dict(search.seeds)
-    for share in (RESERVE, RESERVE / 2):
-        decision = cut_within(costs, noise, share * noise.limit)
-        name = f"{QUIETER}, {share:.0%} of the noise"
-        seeds[name] = search.parts.placement(decision.quantized, decision.stored)
-    return replace(search, seeds=seeds)
 
 
 def _presumed(parts: Partition) -> Costs:
