@@ -36,6 +36,7 @@ from qdqtune.graph.loading import load
 from qdqtune.graph.model import Constant, Model
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter, weight_role
+from qdqtune.placement.possible import possible_edges
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.types import Edge, Placement
 
@@ -149,7 +150,7 @@ def row(entry: zoo.Entry, count: int) -> list[str]:
     found, finding = timed(lambda: discovery.find(model))
     _, grouping = timed(lambda: patterns.group(model, found))
     ranges = calibrate(model, open_samples(entry.data, model, limit=1, fixed=entry.fixed))
-    possible, enumerating = timed(lambda: rules.possible_edges(model, ranges))
+    possible, enumerating = timed(lambda: possible_edges(model, ranges))
     _, ruling = timed(lambda: rules.placements(model, possible))
     tried = list(candidates(possible, rules.everything(model, possible), count + 1))
     own = cost(model, ranges, tried)

@@ -19,7 +19,7 @@ import numpy as np
 import zoo
 
 from qdqtune.graph.loading import load
-from qdqtune.placement import rules
+from qdqtune.placement.possible import possible_edges
 from qdqtune.search.costs.optimum import Decision, decision_of
 from qdqtune.search.costs.prices import Costs
 from qdqtune.search.cut import CutSearch
@@ -34,7 +34,7 @@ def errors(entry: zoo.Entry, state: Path) -> Iterator[tuple[float, float]]:
     """Error of both ways, for each build of a run but the first ones."""
     model = load(entry.path, fix_inputs=entry.fixed)
     records = {str(r["key"]): r for r in read_records(state)}
-    possible = rules.possible_edges(model, unpack_ranges(records["ranges"]))
+    possible = possible_edges(model, unpack_ranges(records["ranges"]))
     layers = unpack_layers(records["layers"]["layers"])
     of_digest = {Placement().digest: Placement()}
     history: list[Trial] = []

@@ -23,7 +23,7 @@ from qdqtune.graph.constants import settle
 from qdqtune.graph.files import save
 from qdqtune.graph.loading import infer, load
 from qdqtune.graph.model import Constant, Model
-from qdqtune.placement.rules import possible_edges
+from qdqtune.placement.possible import possible_edges
 from qdqtune.types import Edge, NumericFormat, QType
 
 Array = npt.NDArray[Any]

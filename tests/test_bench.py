@@ -20,6 +20,7 @@ from qdqtune.errors import BaselineFailed, EngineFailure, OutputError
 from qdqtune.measurement.timing import Plan, judge, ratio
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
+from qdqtune.placement.possible import possible_edges
 from qdqtune.tuning.bench import Bench, job_key, profiled_runs
 from qdqtune.tuning.store import Store
 from qdqtune.types import Edge, Failure, Measurement, Placement, Proposal
@@ -88,7 +89,7 @@ Open = Callable[..., Setup]
 def opened(tmp_path: Path) -> Iterator[Open]:
     """Makes benches over one state file; the earlier one is closed first."""
     model = mixed()
-    possible = rules.possible_edges(model, ranges(model))
+    possible = possible_edges(model, ranges(model))
     placements = list(rules.placements(model, possible).values())
     with ExitStack() as stack:
 

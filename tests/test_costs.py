@@ -8,8 +8,8 @@ import pytest
 from models import INT8, build, normal, ranges
 from qdqtune.engines.fake import _CostModel
 from qdqtune.graph.model import Model
-from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
+from qdqtune.placement.possible import possible_edges
 from qdqtune.search.costs.attribution import Priced, Times, attribute
 from qdqtune.search.costs.optimum import cut, everything
 from qdqtune.search.costs.prices import HOPE, behind, learn, state
@@ -34,7 +34,7 @@ def chain() -> Model:
 
 
 def parts_of(model: Model) -> Partition:
-    return partition(model, rules.possible_edges(model, ranges(model)), ())
+    return partition(model, possible_edges(model, ranges(model)), ())
 
 
 def layer(time: float, *nodes: str) -> Layer:
@@ -90,7 +90,7 @@ def test_states() -> None:
 
 def test_pairs_inside_a_unit_say_nothing_about_it() -> None:
     model = chain()
-    parts = partition(model, rules.possible_edges(model, ranges(model)), [("a", "b")])
+    parts = partition(model, possible_edges(model, ranges(model)), [("a", "b")])
     whole = parts.placement({0}, {"u"})
     assert state(parts.units[0], parts, whole) == "quantized"
     assert state(parts.units[0], parts, whole | Placement.of([Edge("t", "b", 0)])) == "mixed"

@@ -15,6 +15,7 @@ from qdqtune.graph.model import Model
 from qdqtune.measurement.timing import Plan, judge
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
+from qdqtune.placement.possible import possible_edges
 from qdqtune.search import best_of
 from qdqtune.search.costs.optimum import cut, problem_of
 from qdqtune.search.costs.prices import Costs
@@ -83,7 +84,7 @@ class Bench:
     model: Model
 
     def __post_init__(self) -> None:
-        self.possible = rules.possible_edges(self.model, ranges(self.model))
+        self.possible = possible_edges(self.model, ranges(self.model))
         self.inserter = Inserter(self.model, ranges(self.model), INT8)
         self.float_seconds = self.seconds(Placement())
 

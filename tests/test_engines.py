@@ -23,7 +23,7 @@ from qdqtune.engines.onnxruntime import engine as ort_module
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
 from qdqtune.graph.files import save
 from qdqtune.placement.insertion import insert
-from qdqtune.placement.rules import possible_edges
+from qdqtune.placement.possible import possible_edges
 from qdqtune.types import NumericFormat, Placement, QType
 
 needs_openvino = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="needs OpenVINO")

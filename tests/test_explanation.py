@@ -16,6 +16,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
+from qdqtune.placement.possible import possible_edges
 from qdqtune.search.latency import GroupedSearch
 from qdqtune.tuning.loop import Result, tune
 from qdqtune.types import Measurement, Placement, Trial
@@ -94,7 +95,7 @@ def test_without_layer_times_groups_are_measured(tmp_path: Path) -> None:
 
 def test_grouped_search_asks_the_largest_first_and_nothing_twice() -> None:
     model = mixed()
-    possible = rules.possible_edges(model, ranges(model))
+    possible = possible_edges(model, ranges(model))
     inserter = Inserter(model, ranges(model), INT8)
     search = GroupedSearch(
         model, possible, {"static": rules.static(model, possible), "again": rules.static(model, possible)}

@@ -17,7 +17,7 @@ from qdqtune.engines.shapes import check_spans, spans, with_spans
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import with_input_shapes
 from qdqtune.graph.model import Model
-from qdqtune.placement import rules
+from qdqtune.placement.possible import possible_edges
 from qdqtune.tuning.subgraphs.extraction import Resolved, borders, extract, is_shape, resolve
 from qdqtune.tuning.subgraphs.groups import by_rules
 
@@ -41,7 +41,7 @@ def test_a_part_computes_what_the_model_computes_there(make: Callable[[], Model]
     (sample,) = feeds(model, 1)
     resolved = resolve(model, model, sample, {})
     values = watch(model, [t for node in model.nodes for t in node.outputs if t], sample) | sample
-    for group in by_rules(model, rules.possible_edges(model, ranges(model))).groups:
+    for group in by_rules(model, possible_edges(model, ranges(model))).groups:
         nodes = [model.index_of[name] for name in group]
         reads, writes = borders(model, nodes)
         if not writes:  # nobody reads what it makes

@@ -9,7 +9,7 @@ import pytest
 
 from models import attention, build, conv_net, normal, ranges
 from qdqtune.errors import BadOption
-from qdqtune.placement import rules
+from qdqtune.placement.possible import possible_edges
 from qdqtune.tuning.subgraphs import groups
 from qdqtune.types import Layer
 
@@ -83,7 +83,7 @@ def test_a_file_of_no_use_is_refused_in_one_line(tmp_path: Path, text: str | Non
 
 def test_without_a_report_rules_say_what_engines_fuse() -> None:
     model = conv_net()
-    found = groups.by_rules(model, rules.possible_edges(model, ranges(model)))
+    found = groups.by_rules(model, possible_edges(model, ranges(model)))
     assert ("stem", "stem_relu") in found.groups
     assert sorted(n for g in found.groups for n in g) == sorted(n.name for n in model.nodes)
     matrices = attention()

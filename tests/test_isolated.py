@@ -12,6 +12,7 @@ from qdqtune.engines.fake import _CostModel
 from qdqtune.graph.model import Model
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter, weight_role
+from qdqtune.placement.possible import consistent, possible_edges
 from qdqtune.search.costs.profiles import (  # fmt: skip
     Answer,
     Option,
@@ -31,7 +32,7 @@ from qdqtune.types import Edge, Failure, Layer, Measurement, Placement
 
 
 def parts_of(model: Model) -> Partition:
-    possible = rules.possible_edges(model, ranges(model))
+    possible = possible_edges(model, ranges(model))
     return partition(model, possible, by_rules(model, possible).groups)
 
 
@@ -57,7 +58,7 @@ def test_schemes_never_quantize_an_activation_without_its_weight(make: Callable[
             if name == "weight-only":
                 assert placement.edges == set(unit.weights)
                 continue
-            assert rules.consistent(model, placement) == placement
+            assert consistent(model, placement) == placement
             assert ("activation-only" in name) <= (not unit.weights)
 
 

@@ -22,8 +22,8 @@ from qdqtune.graph.model import Model
 from qdqtune.measurement.accuracy import sqnr_db
 from qdqtune.measurement.limits import Limits, is_unmet, verdict, wins
 from qdqtune.measurement.timing import Plan
-from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
+from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.rules import everything
 from qdqtune.search.costs.units import partition
 from qdqtune.search.region import QUIETER
@@ -147,7 +147,7 @@ def every() -> list[tuple[float, float]]:
     """Ratio to the float model and output SQNR of every placement of the mixed model."""
     net = mixed()
     known = ranges(net)
-    inserter, parts = Inserter(net, known, INT8), partition(net, rules.possible_edges(net, known), GROUPS)
+    inserter, parts = Inserter(net, known, INT8), partition(net, possible_edges(net, known), GROUPS)
     samples = feeds(net, 3)[:1]
 
     def outputs(model: Model) -> list[dict]:
@@ -264,7 +264,7 @@ class TestWhatCannotBe:
     def test_a_quantized_model_that_misses_the_limit_does_not_ship(self, tmp_path: Path) -> None:
         net = mixed()
         known = ranges(net)
-        given = Inserter(net, known, INT8).insert(everything(net, rules.possible_edges(net, known)))
+        given = Inserter(net, known, INT8).insert(everything(net, possible_edges(net, known)))
         path = write(net, tmp_path)
         save(given, path)
         result = tune(settings(path, from_qdq=True, min_sqnr=60.0))

@@ -26,6 +26,7 @@ from qdqtune.graph.loading import load
 from qdqtune.measurement.timing import Plan
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter, insert
+from qdqtune.placement.possible import possible_edges
 from qdqtune.search import best_of
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.region import NodeInput, Scheme
@@ -87,7 +88,7 @@ def test_3_options_that_crash_or_do_nothing(model: Path) -> None:
     filtered = tune(settings(model, node_filter=("second",), builds=12))
     assert {e.node for t in filtered.history for e in t.placement} >= {"second"}
     float_model = load(model)
-    placement = rules.integer_islands(float_model, rules.possible_edges(float_model, ranges(float_model)))
+    placement = rules.integer_islands(float_model, possible_edges(float_model, ranges(float_model)))
     other = model.parent / "quantized.onnx"
     save(insert(float_model, placement, ranges(float_model), INT8), other)
     imported = tune(settings(model, qdq_baseline=other, builds=5, output_dir=model.parent / "imported"))
@@ -225,7 +226,7 @@ def test_8_pairs_that_make_no_sense(model: Path) -> None:
         assert all(((n.name, 0) in edges) == ((n.name, 1) in edges) for n in nodes)
 
     half = conv_net(half=True)
-    made = insert(half, rules.everything(half, rules.possible_edges(half, ranges(half))), ranges(half), INT8).to_proto()
+    made = insert(half, rules.everything(half, possible_edges(half, ranges(half))), ranges(half), INT8).to_proto()
     scales = {n.input[1] for n in made.graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")}
     types = {t.data_type for t in made.graph.initializer if t.name in scales}
     assert types == {TensorProto.FLOAT16}

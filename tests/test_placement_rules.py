@@ -14,7 +14,7 @@ from qdqtune.engines.formats import numeric_format
 from qdqtune.graph.model import Model
 from qdqtune.placement.engine_rules import RULES, KeepFloat, Placed, as_json, place, rules_of
 from qdqtune.placement.insertion import insert
-from qdqtune.placement.rules import consistent, possible_edges
+from qdqtune.placement.possible import consistent, possible_edges
 from qdqtune.placement.scene import DEPTH, Scene
 from qdqtune.types import Edge, QuantType
 from region_models import networks

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from models import ranges
 from qdqtune.errors import BadOption, OutputError
 from qdqtune.measurement.timing import Plan
-from qdqtune.placement import rules
 from qdqtune.placement.files import Recorded, existing, read_placement_file, write_placement
+from qdqtune.placement.possible import possible_edges
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.cache import cache_of, read_cache, write_cache
 from qdqtune.search.regions.region import ChildInput, NodeInput, RegionOutput, Scheme
@@ -23,7 +23,7 @@ from tuning import mixed
 DATA = Path(__file__).parent / "data"
 MODEL = mixed()
 GROUPED = patterns.group(MODEL, discovery.find(MODEL))
-POSSIBLE = rules.possible_edges(MODEL, ranges(MODEL))
+POSSIBLE = possible_edges(MODEL, ranges(MODEL))
 SHIPPED = Placement.of([Edge("b", "second", 0), Edge("w1", "second", 1), Edge("d", "softmax", 0), Edge("y", "", 0)])
 
 small = st.integers(0, 99)

@@ -17,6 +17,7 @@ from qdqtune.graph.loading import load
 from qdqtune.graph.model import Constant, Model
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import insert
+from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import read_placement, strip_pairs
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.subject import open_subject
@@ -222,7 +223,7 @@ def test_a_model_in_float16_stays_as_it_is() -> None:
 def test_a_quantized_model_keeps_its_pairs() -> None:
     model = conv_net()
     found = ranges(model)
-    placement = rules.placements(model, rules.possible_edges(model, found))["static"]
+    placement = rules.placements(model, possible_edges(model, found))["static"]
     half = to_float16(insert(model, placement, found, INT8))
     assert valid(half)
     assert {half.tensors[n.inputs[1]].dtype for n in half.nodes if n.op == "QuantizeLinear"} == {TensorProto.FLOAT16}

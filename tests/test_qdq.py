@@ -42,6 +42,7 @@ from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.model import Model, Node
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import RAW_OUTPUT, Inserter, insert, weight_role
+from qdqtune.placement.possible import possible_edges
 from qdqtune.types import Edge, NumericFormat, Placement
 
 CASES = ("conv_net", "attention", "tapped", "embedding", "conv_net_half", "attention_half")
@@ -469,7 +470,7 @@ def test_opsets_that_are_too_low(half: bool, fmt: NumericFormat) -> None:
 def test_float_models_of_opset_17_take_integer_pairs() -> None:
     model = conv_net(opset=17)
     found, samples = ranges(model), feeds(model, 2)
-    quantized = insert(model, Placement(rules.possible_edges(model, found)), found, UINT8)
+    quantized = insert(model, Placement(possible_edges(model, found)), found, UINT8)
     check(quantized)
     assert sqnr(run(model, samples), run(quantized, samples)) > 25
 
@@ -631,7 +632,7 @@ def test_bodies_go_on_reading_the_float_tensors() -> None:
     net = Model(net.proto, net.large)
     samples = feeds(net, 2)
     found = ranges(net, samples)
-    placement = Placement(rules.possible_edges(net, found))
+    placement = Placement(possible_edges(net, found))
     assert {e.tensor for e in placement} == {"x", "wa", "wb", "t", "r", "z", "y"}
     for flag in (True, False):
         tried = [s | {"flag": np.array(flag)} for s in samples]
@@ -653,7 +654,7 @@ def test_new_names_collide_with_nothing() -> None:
     model = build(text, {"b_scale": np.float32([1, 2, 3, 4])})
     samples = feeds(model, 2)
     found = ranges(model, samples)
-    quantized = insert(model, Placement(rules.possible_edges(model, found)), found, UINT8)
+    quantized = insert(model, Placement(possible_edges(model, found)), found, UINT8)
     check(quantized)
     assert quantized.outputs == model.outputs
     assert len(quantized.index_of) == len(quantized.nodes)

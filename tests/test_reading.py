@@ -29,8 +29,8 @@ from models import (
 )
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.graph.model import Model
-from qdqtune.placement import rules
 from qdqtune.placement.insertion import insert
+from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import is_quantized, read_placement, strip_pairs
 from qdqtune.types import Edge, Placement
 
@@ -362,7 +362,7 @@ def test_a_missing_zero_point_is_uint8_zero() -> None:
 def test_a_model_with_bodies() -> None:
     net = branching()
     found = Ranges({t: Range(-3, 3) for t in "xtrzy"})
-    placement = Placement(rules.possible_edges(net, found))
+    placement = Placement(possible_edges(net, found))
     quantized = insert(net, placement, found, UINT8)
     assert read_placement(net, quantized).placement == placement
     assert [n.name for n in strip_pairs(quantized).nodes] == [n.name for n in net.nodes]

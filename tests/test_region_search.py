@@ -18,6 +18,7 @@ from qdqtune.graph.operators import work
 from qdqtune.measurement.timing import Plan
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
+from qdqtune.placement.possible import consistent, possible_edges
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.region import BATCH, Config, RegionSearch
 from qdqtune.search.regions import discovery, patterns
@@ -50,7 +51,7 @@ def parts(name: str) -> tuple[Model, tuple[Pattern, ...], frozenset[Edge], Inser
     model = MODELS[name]()
     found = ranges(model)
     inserter = Inserter(model, found, create().numeric_format("int8"))
-    return model, patterns.group(model, discovery.find(model)), rules.possible_edges(model, found), inserter
+    return model, patterns.group(model, discovery.find(model)), possible_edges(model, found), inserter
 
 
 def search(name: str = "mixed", **changes: Any) -> RegionSearch:
@@ -146,7 +147,7 @@ def test_the_suggestions_come_first_in_their_order(name: str) -> None:
     suggested = search(name).seeds
     first = played(name)[: len(suggested)]
     assert [t.proposal.origin for t in first] == list(suggested)
-    assert [t.placement for t in first] == [rules.consistent(parts(name)[0], p) for p in suggested.values()]
+    assert [t.placement for t in first] == [consistent(parts(name)[0], p) for p in suggested.values()]
     assert all(t.proposal.pattern for t in played(name)[len(suggested) :] if t.proposal.origin != "merged winners")
 
 
@@ -284,7 +285,7 @@ def test_suggestions_that_are_empty_or_halves_do_not_stop_the_search() -> None:
     assert len(lonely) == 2
     offered = {"imported": lonely, "nothing": Placement(), "half": Placement.of(e for e in lonely if e.node == "first")}
     history = play(search(seeds=offered | dict(search().seeds)), batches=6)
-    assert history[0].proposal == Proposal("imported", rules.consistent(model, lonely))
+    assert history[0].proposal == Proposal("imported", consistent(model, lonely))
     assert {t.proposal.origin for t in history} > {"imported", *search().seeds}
     assert not {"nothing", "half"} & {t.proposal.origin for t in history}
 

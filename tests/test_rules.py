@@ -13,8 +13,9 @@ from qdqtune.graph import operators
 from qdqtune.graph.model import GRAPH, Model
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import insert
+from qdqtune.placement.possible import consistent, possible_edges
 from qdqtune.placement.reading import read_placement
-from qdqtune.placement.rules import RULES, consistent, placements, possible_edges
+from qdqtune.placement.rules import RULES, placements
 from qdqtune.types import Edge, Placement
 from region_models import networks
 

@@ -13,6 +13,7 @@ from qdqtune.measurement.accuracy import sqnr_db
 from qdqtune.measurement.sensitivity import DEAFENING, _shares, sensitivities
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import insert
+from qdqtune.placement.possible import possible_edges
 from qdqtune.search.costs.noise import Noise
 from qdqtune.tuning.noise import each_value
 from qdqtune.types import Edge, Failure, NumericFormat, Placement
@@ -28,7 +29,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def alone(model: Model, numbers: NumericFormat = PLAIN) -> dict[str, float]:
     known = ranges(model)
-    found = sensitivities(model, each_value(model, known, numbers, rules.possible_edges(model, known)), feeds(model))
+    found = sensitivities(model, each_value(model, known, numbers, possible_edges(model, known)), feeds(model))
     assert isinstance(found, dict)
     return found
 
@@ -43,7 +44,7 @@ def noise_of(model: Model, placement: Placement, numbers: NumericFormat) -> floa
 @pytest.mark.parametrize("name", NETS)
 def test_each_value_alone_is_as_the_inserter_rounds_it(name: str) -> None:
     model = NETS[name]()
-    possible = rules.possible_edges(model, ranges(model))
+    possible = possible_edges(model, ranges(model))
     noise = Noise(model, alone(model))
     assert set(noise.alone) == {noise.value(e.tensor) for e in possible}
     for value, found in noise.alone.items():
@@ -55,7 +56,7 @@ def test_each_value_alone_is_as_the_inserter_rounds_it(name: str) -> None:
 def test_the_sum_foretells_the_noise_of_a_placement(numbers: str) -> None:
     model = conv_net()
     noise = Noise(model, alone(model, FORMATS[numbers]))
-    for placement in rules.placements(model, rules.possible_edges(model, ranges(model))).values():
+    for placement in rules.placements(model, possible_edges(model, ranges(model))).values():
         real = noise_of(model, placement, FORMATS[numbers])
         assert abs(10 * np.log10(noise.predicted(placement) / real)) < 4
 
@@ -90,7 +91,7 @@ def test_the_loudest_are_found_one_by_one_or_by_halving(measured: int, monkeypat
     monkeypatch.setattr("qdqtune.measurement.sensitivity.INFERENCES", measured)
     model = conv_net()
     known = ranges(model)
-    pairs = each_value(model, known, PLAIN, rules.possible_edges(model, known))
+    pairs = each_value(model, known, PLAIN, possible_edges(model, known))
     every = alone(model)
     assert len(every) > 16
     found = sensitivities(model, pairs, feeds(model)[:1], loudest=2)

@@ -12,6 +12,7 @@ from models import build, normal, ranges
 from qdqtune.graph.model import Model
 from qdqtune.measurement.timing import Plan, judge
 from qdqtune.placement import rules
+from qdqtune.placement.possible import possible_edges
 from qdqtune.search import best_of
 from qdqtune.search.costs.profiles import Option, Profile, select
 from qdqtune.search.costs.units import Partition, partition
@@ -33,7 +34,7 @@ def ladder(count: int = GROUPS) -> Model:
 
 def search_of(model: Model, **changes: object) -> SubgraphSearch:
     """Every product gains half a millisecond alone, the first ones a little more."""
-    parts = partition(model, rules.possible_edges(model, ranges(model)), [])
+    parts = partition(model, possible_edges(model, ranges(model)), [])
     profiles = {}
     for unit in parts.units:
         points = frozenset({(0, 0), (0, 1)})
@@ -164,7 +165,7 @@ def test_mixing_keeps_what_neighbours_need() -> None:
         "net (float[4,8] x) => (float[4,8] y) {[a] t = MatMul(x, w) [b] u = MatMul(t, w) [c] y = Softmax(u)}",
         {"w": normal(8, 8)},
     )
-    possible = rules.possible_edges(model, ranges(model))
+    possible = possible_edges(model, ranges(model))
     parts = partition(model, possible, [])
     search = search_of(model)
     both = parts.placement({0, 1}, {"t"})

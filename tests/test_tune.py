@@ -28,6 +28,7 @@ from qdqtune.measurement.timing import Plan, judge
 from qdqtune.placement import rules
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.insertion import Inserter, insert
+from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import is_quantized
 from qdqtune.search import best_of
 from qdqtune.search.region import Config
@@ -364,7 +365,7 @@ def quantized(model: Path, name: str, placement: Placement) -> Path:
 
 
 def possible(model: Path) -> frozenset[Any]:
-    return rules.possible_edges(load(model), ranges(load(model)))
+    return possible_edges(load(model), ranges(load(model)))
 
 
 @pytest.mark.usefixtures("here")

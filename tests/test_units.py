@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 
 from models import attention, build, conv_net, normal, ranges, tapped
 from qdqtune.graph.model import Model
-from qdqtune.placement import rules
+from qdqtune.placement.possible import possible_edges
 from qdqtune.search.costs.units import Partition, fusion_groups, inner_edges, partition, split
 from qdqtune.types import Edge, Layer, Placement
 from region_models import networks
 
 
 def parts_of(model: Model, *groups: tuple[str, ...]) -> Partition:
-    return partition(model, rules.possible_edges(model, ranges(model)), groups)
+    return partition(model, possible_edges(model, ranges(model)), groups)
 
 
 def unit_of(parts: Partition, name: str):
@@ -89,7 +89,7 @@ def test_groups_are_layers_of_several_known_nodes() -> None:
 def test_splitting_at_inner_edges() -> None:
     model = conv_net()
     group = ("project", "add", "add_relu")
-    inner = inner_edges(model, group, rules.possible_edges(model, ranges(model)))
+    inner = inner_edges(model, group, possible_edges(model, ranges(model)))
     assert inner == (Edge("c2", "add", 0), Edge("a", "add_relu", 0))
     assert split(model, group, ()) == [group]
     assert split(model, group, inner[:1]) == [("project",), ("add", "add_relu")]

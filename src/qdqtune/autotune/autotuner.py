@@ -33,6 +33,7 @@ from qdqtune.graph.model import Model, with_float_type
 from qdqtune.measurement.timing import Plan
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
+from qdqtune.placement.possible import consistent, possible_edges
 from qdqtune.placement.reading import read_placement
 from qdqtune.qdq_utils import QuantizedTensors
 from qdqtune.search import ratios_to_float
@@ -113,7 +114,7 @@ class QDQAutotunerBase:
                 log.warning("all scales are default_q_scale: %s", error)
                 ends = ((end - config.default_q_zero_point) * config.default_q_scale for end in (-127, 127))
                 ranges = Ranges(dict.fromkeys(candidate_tensors(graph), Range(*ends)))
-            possible = rules.possible_edges(graph, ranges)
+            possible = possible_edges(graph, ranges)
             search = RegionSearch(graph, (), possible, rules.placements(graph, possible), config=config)
             self._made = Inserter(graph, ranges, numbers), search
         return self._made
@@ -334,7 +335,7 @@ class QDQAutotunerBase:
         """`base` with all instances of a pattern as one of its schemes has them."""
         pattern = self._pattern(schemes)
         edges = (base.edges - self._edges(pattern, pattern.everything)) | self._edges(pattern, scheme.core)
-        return rules.consistent(self.graph, Placement(edges))
+        return consistent(self.graph, Placement(edges))
 
     def _edges(self, pattern: Pattern, scheme: Scheme) -> frozenset[Edge]:
         try:

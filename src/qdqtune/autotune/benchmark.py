@@ -16,10 +16,10 @@ import onnx
 
 from qdqtune.autotune.regions import AutotunerError
 from qdqtune.calibration.samples import Samples, open_samples
-from qdqtune.cli.options import usual_shapes
 from qdqtune.commands.doctor import NEEDS, engine_state
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Handle, Runner
+from qdqtune.engines.shapes import usual_shapes
 from qdqtune.graph.loading import load, with_input_shapes
 from qdqtune.graph.model import Model
 from qdqtune.measurement.pairing import rounds_of

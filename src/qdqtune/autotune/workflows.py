@@ -17,7 +17,7 @@ from qdqtune.autotune.autotuner import QDQAutotuner
 from qdqtune.autotune.benchmark import Benchmark, benchmark_onnx_model, init_benchmark_instance, instance
 from qdqtune.autotune.schemes import Config, PatternCache
 from qdqtune.cli import report
-from qdqtune.cli.options import usual_shapes
+from qdqtune.engines.shapes import usual_shapes
 from qdqtune.graph.loading import load
 from qdqtune.placement.reading import is_quantized, strip_pairs
 from qdqtune.search import region as search

@@ -21,9 +21,8 @@ from rich.text import Text
 from qdqtune.calibration.samples import open_samples
 from qdqtune.cli import options
 from qdqtune.commands.build import FORMATS, build
-from qdqtune.commands.check import Finding, allow, check, excuse
+from qdqtune.commands.check import Finding, allow, check, excuse, is_measured
 from qdqtune.commands.doctor import Diagnosis, examine
-from qdqtune.commands.provenance import is_measured
 from qdqtune.commands.reasons import is_low
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import unlogged

@@ -25,7 +25,7 @@ from qdqtune.cli.layers import layers_command
 from qdqtune.cli.quantize import quantize_command, rules_command
 from qdqtune.commands.apply import apply
 from qdqtune.commands.compare import comparable, compare_files
-from qdqtune.engines import EngineSpec
+from qdqtune.engines import EngineSpec, shapes
 from qdqtune.engines.formats import numeric_format
 from qdqtune.engines.runner import unlogged
 from qdqtune.engines.shapes import check_spans
@@ -235,7 +235,7 @@ def _settings(model: Path, given: Mapping[str, Any]) -> Settings:
         calibration_samples=given["calibration_samples"],
         calibration=Calibration(given["calibration_method"], given["percentile"]),
         fix_inputs=given["fix_inputs"],
-        input_shapes=given["input_shapes"] or options.usual_shapes(given["spec"], given["calibration_data"]),
+        input_shapes=given["input_shapes"] or shapes.usual_shapes(given["spec"], given["calibration_data"]),
         regions=given["region_method"],
         config=Config(schemes_per_region=effort.schemes_per_region if schemes is None else schemes),
         plan=replace(Plan(), looks=looks, warmup=given["warmup_runs"]),

@@ -15,7 +15,7 @@ import click
 
 from qdqtune.calibration.calibrate import Method
 from qdqtune.engines import MODULES, EngineSpec
-from qdqtune.engines.shapes import ENGINES, OPTIONS, spans
+from qdqtune.engines.shapes import ENGINES, OPTIONS
 from qdqtune.errors import BadOption
 
 Command = Callable[..., Any]
@@ -199,11 +199,6 @@ def _spec(engine: str, given: Mapping[str, Any], input_shapes: Mapping[str, Sequ
             raise BadOption(f"--engine-option {option} sets nothing: give NAME=VALUE")
         chosen[name] = _value(text)
     return EngineSpec(engine, chosen)
-
-
-def usual_shapes(spec: EngineSpec, calibration_data: str | None) -> dict[str, tuple[int, ...]]:
-    """The shapes that the engine tunes for, as those of random inputs; samples of the user's have their own."""
-    return {} if calibration_data else {name: usual for name, (_, usual, _) in spans(spec).items()}
 
 
 def with_timing_cache(spec: EngineSpec, folder: Path) -> EngineSpec:

@@ -12,9 +12,9 @@ from qdqtune.errors import BadModel, BadOption, OutputError
 from qdqtune.graph.files import save
 from qdqtune.graph.float16 import Precision, load_as
 from qdqtune.graph.loading import with_input_shapes
-from qdqtune.placement import rules
 from qdqtune.placement.files import existing, read_placement_file
 from qdqtune.placement.insertion import insert
+from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import is_quantized
 from qdqtune.types import Edge, NumericFormat, Placement
 
@@ -53,7 +53,7 @@ def apply(
     data = open_samples(calibration_data, shaped, seed=seed, limit=samples, fixed=recorded.fix_inputs)
     data.first(1)  # refuses an empty source by its name
     ranges = calibrate(shaped, data, calibration, numbers=numbers)
-    placed, lost = existing(shaped, recorded.placement, rules.possible_edges(shaped, ranges))
+    placed, lost = existing(shaped, recorded.placement, possible_edges(shaped, ranges))
     if recorded.placement.edges and not placed.edges:
         raise BadModel(
             f"{model} has none of the {len(recorded.placement)} edges of {placement}: is it the same network?"

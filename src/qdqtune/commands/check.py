@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Literal
 
 from qdqtune.commands.reasons import UNKNOWN, Reasons, Verdict, is_conversion, is_float, is_low, told
+from qdqtune.errors import InputError
+from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model, Node
 from qdqtune.graph.operators import COMPUTE
+from qdqtune.placement.files import read_placement_file
+from qdqtune.placement.reading import read_placement
+from qdqtune.tuning.proof import BASELINE
 from qdqtune.types import Layer, NumericFormat
 
 Kind = Literal["standalone pair", "float compute", "reformat", "boundary"]
@@ -156,3 +163,20 @@ class _Checker:
 
 def _names(nodes: Iterable[Node]) -> tuple[str, ...]:
     return tuple(node.name for node in nodes)
+
+
+def is_measured(file: Path, model: Model, engine: Mapping[str, str]) -> bool:
+    """Whether `model`, read from `file`, carries the pairs that a run has proven faster than none on this very engine.
+
+    `engine` is its description. An engine of another version, device or setting may fuse otherwise, and another
+    placement than the recorded one was not measured.
+    """
+    folder = file.parent
+    try:
+        summary = json.loads((folder / "summary.json").read_text())
+        if summary["shipped"] != "tuned" or summary["engine"] != dict(engine):
+            return False
+        recorded = read_placement_file(folder / "placement.yaml").placement
+        return recorded == read_placement(load(folder / BASELINE), model).placement
+    except (OSError, ValueError, KeyError, TypeError, InputError):  # no output folder of ours
+        return False

@@ -28,9 +28,10 @@ from qdqtune.graph.loading import load, with_input_shapes
 from qdqtune.graph.model import Model
 from qdqtune.measurement.accuracy import cosine, is_finite, sqnr_db
 from qdqtune.measurement.metric import Evaluation, evaluate, load_evaluation
-from qdqtune.placement import engine_rules, rules
+from qdqtune.placement import engine_rules
 from qdqtune.placement.engine_rules import Placed
 from qdqtune.placement.insertion import insert
+from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import is_quantized
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.types import Edge, Failure, NumericFormat, QuantType, Sample
@@ -154,7 +155,7 @@ def quantize(request: Request, observer: Observer | None = None) -> Quantized:
     observer.stage(f"calibrating on {samples.origin}")
     ranges = calibrate(shaped, seen, request.calibration, numbers=numbers)
     ranges = with_known_ranges(shaped, ranges, numbers)
-    possible = request.selection.allowed(shaped, rules.possible_edges(shaped, ranges))
+    possible = request.selection.allowed(shaped, possible_edges(shaped, ranges))
     placed = engine_rules.place(shaped, possible, request.engine, request.quant_type)
     if not placed.placement.edges:
         chosen = " among the nodes that you chose" if request.selection != Selection() else ""

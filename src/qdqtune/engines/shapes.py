@@ -89,3 +89,8 @@ def _read(text: str) -> dict[str, tuple[int, ...]]:
             raise BadOption(f"trtexec_args: {part!r} is no shape: give NAME:1x3x224x224")
         found[name] = tuple(map(int, sizes.split("x")))
     return found
+
+
+def usual_shapes(spec: EngineSpec, calibration_data: str | None) -> dict[str, tuple[int, ...]]:
+    """The shapes that the engine tunes for, as those of random inputs; samples of the user's have their own."""
+    return {} if calibration_data else {name: usual for name, (_, usual, _) in spans(spec).items()}

@@ -14,7 +14,7 @@ from typing import Any
 from qdqtune.graph.model import Model
 from qdqtune.placement import carry_pairs as pairs
 from qdqtune.placement import keep_float as floats
-from qdqtune.placement.rules import consistent
+from qdqtune.placement.possible import consistent
 from qdqtune.placement.scene import Scene
 from qdqtune.types import Edge, Placement, QuantType
 

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from qdqtune.graph.model import GRAPH, Model, Node
 from qdqtune.graph.operators import COMPUTE, is_float, takes_data
-from qdqtune.placement.rules import compute_edges
+from qdqtune.placement.possible import compute_edges
 from qdqtune.types import Edge, QuantType
 
 COPIES = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})

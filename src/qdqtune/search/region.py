@@ -16,7 +16,7 @@ import numpy as np
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import work
 from qdqtune.measurement.timing import Plan, judge
-from qdqtune.placement import rules
+from qdqtune.placement.possible import consistent
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.costs.noise import DOUBT, Noise
 from qdqtune.search.regions.patterns import Pattern
@@ -94,7 +94,7 @@ class RegionSearch:
     def _fresh(self, ideas: Iterator[Proposal], tried: set[str], spent: dict[str, int]) -> Iterator[Proposal]:
         """Ideas that were not measured yet, each placement once, within the schemes that a pattern may have."""
         for idea in ideas:
-            placement = rules.consistent(self.model, idea.placement)
+            placement = consistent(self.model, idea.placement)
             if placement.digest in tried:
                 continue
             if idea.pattern and spent.get(idea.pattern, 0) >= self.config.schemes_per_region:
@@ -105,7 +105,7 @@ class RegionSearch:
 
     def _ideas(self, history: Sequence[Trial]) -> Iterator[Proposal]:
         offered = {"pattern cache": self._recalled(), **self.seeds}
-        suggestions = {name: c for name, p in offered.items() if (c := rules.consistent(self.model, p)).edges}
+        suggestions = {name: c for name, p in offered.items() if (c := consistent(self.model, p)).edges}
         waiting = [name for name, p in suggestions.items() if not any(t.placement == p for t in history)]
         for name in waiting:
             yield Proposal(name, suggestions[name])

@@ -59,6 +59,11 @@ def write_region_models(history: Sequence[Trial], subject: Subject, bench: Bench
 def write_records(
     settings: Settings, subject: Subject, final: Placement, proof: Proof, history: Sequence[Trial], folder: Path
 ) -> None:
+    """Write placement.yaml and the pattern cache.
+
+    Raises:
+        OutputError: a file cannot be written.
+    """
     recorded = files.Recorded(final, settings.quant_type, settings.engine.name, settings.fix_inputs)
     files.write_placement(folder / "placement.yaml", recorded, settings.model.name)
     shipped_ratio = proof.ratio.median if proof.ratio and final.edges else 1.0
@@ -75,6 +80,7 @@ def summary(
     settings: Settings, subject: Subject, runner: Runner, bench: Bench, history: Sequence[Trial], proof: Proof,
     final: Placement,
 ) -> dict[str, Any]:  # fmt: skip
+    """What summary.json holds, but for limits and groups."""
     tuned = proof.ratio if final.edges else None
     sqnr = next((t.sqnr_db for t in history if t.placement == final), None)
     predicted = next((t.proposal.predicted for t in history if t.placement == final), None)

@@ -22,6 +22,7 @@ from qdqtune.graph.float16 import OPSET, load_as, to_float16
 from qdqtune.graph.loading import load, with_input_shapes
 from qdqtune.graph.model import Model, with_float_type
 from qdqtune.placement import rules
+from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import Reading, is_quantized, read_placement, strip_pairs
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
@@ -151,7 +152,7 @@ def calibrated(subject: Subject, settings: Settings, store: Store, observer: Obs
     if subject.imported is not None and settings.from_qdq:
         own = subject.imported.ranges
         ranges = Ranges({**ranges.activations, **own.activations}, own.weights)
-    possible = rules.possible_edges(subject.shaped, ranges)
+    possible = possible_edges(subject.shaped, ranges)
     if settings.node_filter:
         possible &= frozenset(
             e for p in subject.patterns for parts in p.edges.values() for es in parts.values() for e in es

@@ -16,6 +16,7 @@ import numpy as np
 from qdqtune.graph import operators
 from qdqtune.graph.model import Model
 from qdqtune.placement import rules
+from qdqtune.placement.possible import consistent
 from qdqtune.search.costs.attribution import Priced, Times, attribute
 from qdqtune.search.costs.optimum import Decision, cut, margin
 from qdqtune.search.costs.prices import Costs, learn
@@ -68,7 +69,7 @@ def schemes(model: Model, possible: frozenset[Edge]) -> dict[str, Placement]:
     """
     (unit,) = partition(model, possible, [[node.name for node in model.nodes]]).units
     outputs = Placement.of(e for e in possible if e.is_graph_output)
-    full = rules.consistent(model, Placement.of((*unit.inputs, *unit.weights)) | rules.compute_inputs(model, possible))
+    full = consistent(model, Placement.of((*unit.inputs, *unit.weights)) | rules.compute_inputs(model, possible))
     inside = {"full" if unit.weights else "activation-only": full}
     inside |= {name: p - outputs for name, p in rules.placements(model, possible).items()}
     found: dict[Placement, str] = {}

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from qdqtune.graph.model import GRAPH, Model
+from qdqtune.placement.possible import can_carry
 from qdqtune.search.regions.discovery import Regions
 from qdqtune.search.regions.region import ChildInput, NodeInput, Point, Region, RegionKind, RegionOutput, Scheme
-from qdqtune.search.regions.structure import Listing, Structure, can_carry
+from qdqtune.search.regions.structure import Listing, Structure
 from qdqtune.types import Edge, Placement
 
 Edges = Mapping[Point, frozenset[Edge]]

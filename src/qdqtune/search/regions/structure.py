@@ -17,7 +17,8 @@ from typing import Literal, NamedTuple
 import onnx
 
 from qdqtune.graph.model import GRAPH, Model, Node
-from qdqtune.graph.operators import COMMUTATIVE, PARAMETERS, TAKES_CONSTANT_DATA
+from qdqtune.graph.operators import COMMUTATIVE
+from qdqtune.placement.possible import can_carry
 from qdqtune.search.regions.signature import digest, written
 
 KINDS: Mapping[int, str] = {
@@ -26,23 +27,6 @@ KINDS: Mapping[int, str] = {
     onnx.TensorProto.BOOL: "b",
     onnx.TensorProto.STRING: "s",
 }
-
-
-def can_carry(model: Model, tensor: str, node: int, slot: int) -> bool:
-    """Whether a Q/DQ pair can stand where input `slot` of node number `node` (or the graph, GRAPH) uses `tensor`.
-
-    A tensor of unknown type cannot: nobody knows the type that its scale must have. Nor can a tensor that a body
-    captures (slot -1), a parameter of an operator, or a constant that is neither a weight nor an elementwise operand.
-    """
-    info = model.tensors.get(tensor)
-    if info is None or not info.is_float or slot < 0:
-        return False
-    if node == GRAPH:
-        return tensor not in model.constants
-    user = model.nodes[node]
-    if tensor in model.constants and (user.domain or user.op not in TAKES_CONSTANT_DATA):
-        return False
-    return bool(user.domain) or slot not in PARAMETERS.get(user.op, ())
 
 
 FREE = -2
