@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from qdqtune.cli import main
-from tuning import without_processes
+from runs import without_processes
 
 Call = Callable[..., tuple[int, str, str]]
 

@@ -23,7 +23,7 @@ from qdqtune.autotune import __main__ as autotune
 from qdqtune.cli import main
 from qdqtune.engines.fake import FakeModel
 from qdqtune.types import Tensors
-from tuning import without_processes
+from runs import without_processes
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples" / "qdq_placement"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tuning import environment
+from runs import environment
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "qdqtune"
@@ -22,13 +22,12 @@ VENDORS = {
 }  # fmt: skip
 GRAPH_TOOLS = {"onnxruntime.transformers"}
 """Parts of vendor packages that rewrite models and run nothing; to be imported where they are used."""
-ENGINE_SIDE = {f"qdqtune.{name}" for name in ("engines", "runner", "bench", "pairing", "tune", "cli")}
+FLOORS = ("autotune", "cli", "commands", "tuning", "search", "measurement", "placement", "calibration", "engines",
+          "graph", "types", "errors", "version")  # fmt: skip
+"""The folders and the files that all stand on, from the top: imports run downwards only."""
 
-COMMAND_LINES = {"qdqtune.cli.main", "qdqtune.__main__", "qdqtune.autotune.__main__", "qdqtune.autotune.region_inspect",
-                 "qdqtune.autotune.region_search"}  # fmt: skip
-"""What translates the flags of another tool's commands hands them to ours."""
-NAMED_BY_OTHERS = {"qdqtune.qdq_utils"}
-"""Scripts made for another tool import it by this name."""
+OUTSIDE = {"qdqtune", "qdqtune.__main__", "qdqtune.qdq_utils"}
+"""Doors: what a user imports or runs by name. They lead to any floor, and no floor leads to them."""
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -38,7 +37,9 @@ def imports(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} has a relative import"
-            yield str(node.module)
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            if node.module != "qdqtune" or names - MODULES.keys():
+                yield str(node.module)
             yield from (f"{node.module}.{a.name}" for a in node.names if f"{node.module}.{a.name}" in MODULES)
 
 
@@ -50,9 +51,27 @@ def within(name: str, packages: set[str]) -> bool:
     return any(name == p or name.startswith(p + ".") for p in packages)
 
 
+def floor(name: str) -> int:
+    return FLOORS.index(name.split(".")[1])
+
+
 def test_the_modules_are_found() -> None:
     assert {"qdqtune", "qdqtune.tuning.loop", "qdqtune.search.region", "qdqtune.engines.fake"} <= MODULES.keys()
     assert "qdqtune.tuning.loop" in ours("qdqtune.cli.main")
+
+
+@pytest.mark.parametrize("name", [m for m in MODULES if m not in OUTSIDE])
+def test_imports_run_downwards(name: str) -> None:
+    needs = ours(name) - {name, "qdqtune.autotune"}
+    allowed = {"qdqtune.qdq_utils"} if floor(name) == 0 else set[str]()  # a guest, by the name that guests know
+    assert not (needs & OUTSIDE) - allowed
+    assert not {m for m in needs - OUTSIDE if floor(m) < floor(name)}
+
+
+def test_the_root_holds_the_doors_and_the_ground_floor_only() -> None:
+    found = {p.stem for p in PACKAGE.glob("*.py")}
+    assert found <= {"__init__", "__main__", "qdq_utils", "errors", "types", "version"}
+    assert {p.name for p in PACKAGE.iterdir() if p.is_dir() and p.name != "__pycache__"} <= set(FLOORS)
 
 
 @pytest.mark.parametrize("name", [m for m in MODULES if within(m, {"qdqtune.search"})])
@@ -62,20 +81,14 @@ def test_strategies_never_reach_an_engine(name: str) -> None:
         for module in ours(waiting.pop()) - seen - {"qdqtune"}:
             seen.add(module)
             waiting.append(module)
-    assert not {m for m in seen if within(m, ENGINE_SIDE)}
-    assert not {m for m in seen if within(m, {"qdqtune.tuning.store"})}
+    assert not {m for m in seen if within(m, {"qdqtune.engines", "qdqtune.tuning", "qdqtune.commands", "qdqtune.cli"})}
 
 
-def test_types_and_errors_stand_on_nothing_of_ours() -> None:
-    assert ours("qdqtune.errors") == set()
-    assert ours("qdqtune.types") <= {"qdqtune.errors"}
-    assert ours("qdqtune.graph.model") <= {"qdqtune.errors", "qdqtune.types"}
-
-
-def test_only_the_command_line_knows_the_command_line() -> None:
-    for name in MODULES:
-        if not within(name, COMMAND_LINES) and not name.startswith("qdqtune.cli_"):
-            assert "qdqtune.cli.main" not in ours(name), name
+@pytest.mark.parametrize("name", [m for m, p in MODULES.items() if p.name == "__init__.py"])
+def test_a_folder_says_in_a_sentence_what_it_is_and_imports_nothing(name: str) -> None:
+    if name not in ("qdqtune", "qdqtune.engines", "qdqtune.search", "qdqtune.autotune"):
+        assert not set(imports(MODULES[name]))
+        assert len(ast.parse(MODULES[name].read_text()).body) == 1
 
 
 @pytest.mark.parametrize("name", [m for m in MODULES if not within(m, {"qdqtune.engines"})])
@@ -84,12 +97,13 @@ def test_vendor_libraries_are_imported_by_their_engine_only(name: str) -> None:
     assert not {m for m in vendors if not within(m, GRAPH_TOOLS)}
 
 
-@pytest.mark.parametrize("name", [m for m in MODULES if within(m, {"qdqtune.engines"})])
-def test_an_engine_imports_no_other_engine_and_nothing_of_the_search(name: str) -> None:
-    forbidden = {f"qdqtune.{part}" for part in ("tune", "bench", "strategies", "store", "cli", "runner")}
-    assert not {m for m in ours(name) if within(m, forbidden)}
-    if name == "qdqtune.engines":
-        assert not {m for m in ours(name) if m.startswith("qdqtune.engines.")}
+def test_an_engine_imports_no_other_engine() -> None:
+    vendors = {"onnxruntime", "openvino", "tensorrt"}
+    for name in MODULES:
+        own = set(name.split(".")[2:3]) & vendors if within(name, {"qdqtune.engines"}) else set[str]()
+        others = {f"qdqtune.engines.{vendor}" for vendor in vendors - own}
+        if own or name == "qdqtune.engines":
+            assert not {m for m in ours(name) if within(m, others)}, name
 
 
 def test_no_two_modules_import_each_other() -> None:
@@ -129,7 +143,7 @@ def test_what_is_public_says_what_it_does(name: str) -> None:
 
 def test_no_module_has_a_name_that_says_nothing() -> None:
     words = {"utils", "util", "common", "base", "helpers", "helper", "misc"}
-    assert not {name for name in MODULES.keys() - NAMED_BY_OTHERS if words & set(re.split(r"[._]", name))}
+    assert not {name for name in MODULES.keys() - OUTSIDE if words & set(re.split(r"[._]", name))}
 
 
 @pytest.mark.parametrize("name", MODULES)

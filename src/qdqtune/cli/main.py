@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 import click
 from rich.console import Console
 
-from qdqtune import __version__
 from qdqtune.calibration.calibrate import Calibration
 from qdqtune.calibration.samples import open_samples
 from qdqtune.cli import options, report
@@ -38,6 +37,7 @@ from qdqtune.search.regions import discovery, patterns
 from qdqtune.tuning.loop import estimate, tune
 from qdqtune.tuning.proof import FINAL
 from qdqtune.tuning.settings import EFFORTS, Settings
+from qdqtune.version import __version__
 
 NO_IMPROVEMENT, INTERRUPTED, DEFECT = 3, 130, 70
 

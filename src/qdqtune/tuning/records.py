@@ -10,7 +10,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from qdqtune import __version__
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import OutputError
 from qdqtune.placement import files
@@ -20,6 +19,7 @@ from qdqtune.tuning.proof import Proof
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.subject import Subject
 from qdqtune.types import Placement, Trial
+from qdqtune.version import __version__
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

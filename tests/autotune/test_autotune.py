@@ -1,0 +1,625 @@
+"""Scripts in the form that ModelOpt's documentation gives them, on a real network and on small ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from test_trtexec import stand_in
+
+from models import INT8, build, conv_net, feeds, normal, ranges
+from qdqtune.autotune import (
+    AutotunerError,
+    AutotunerNotInitializedError,
+    ChildRegionInputInsertionPoint,
+    Config,
+    InsertionScheme,
+    InvalidSchemeError,
+    NodeInputInsertionPoint,
+    PatternCache,
+    PatternSchemes,
+    QDQAutotuner,
+    QDQAutotunerBase,
+    Region,
+    RegionOutputInsertionPoint,
+    RegionPattern,
+    RegionType,
+    ResolvedInsertionPoint,
+    benchmark,
+    workflows,
+)
+from qdqtune.autotune.workflows import (
+    benchmark_onnx_model,
+    init_benchmark_instance,
+    region_pattern_autotuning_workflow,
+)
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.fake import FakeModel, latency
+from qdqtune.errors import BadOption, BadState, BaselineFailed
+from qdqtune.graph.loading import load, load_proto
+from qdqtune.graph.model import Model
+from qdqtune.measurement.timing import Plan
+from qdqtune.placement import rules
+from qdqtune.placement.insertion import insert
+from qdqtune.placement.possible import possible_edges
+from qdqtune.placement.reading import read_placement
+from qdqtune.qdq_utils import get_quantized_tensors
+from qdqtune.tuning.loop import tune
+from qdqtune.tuning.settings import Settings
+from runs import cost, hopeless, mixed, settings, without_processes, write
+
+DIGITS = Path(__file__).parents[2] / "demo" / "digits.onnx"
+INF = float("inf")
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    without_processes(monkeypatch)
+    monkeypatch.setattr(benchmark, "_instance", None)
+    monkeypatch.chdir(tmp_path)
+
+
+def begun(proto: onnx.ModelProto, config: Config | None = None, **more: Any) -> QDQAutotuner:
+    """An autotuner that knows the latency of the model without pairs, on the fake engine."""
+    init_benchmark_instance(engine="fake")
+    autotuner = QDQAutotuner(proto)
+    autotuner.initialize(config, **more)
+    autotuner.submit(benchmark_onnx_model(autotuner.export_onnx(None, insert_qdq=False)))
+    return autotuner
+
+
+def profile(autotuner: QDQAutotunerBase, schemes: int = 4) -> Iterator[bytes]:
+    """The loop of every script; gives each model that is measured."""
+    for number, region in enumerate(autotuner.regions):
+        autotuner.set_profile_region(region, commit=number > 0)
+        if autotuner.current_profile_pattern_schemes is None:
+            continue
+        for _ in range(schemes):
+            if autotuner.generate() == -1:
+                break
+            model = autotuner.export_onnx(None, insert_qdq=True)
+            yield model
+            found = benchmark_onnx_model(model)
+            autotuner.submit(found, success=found != INF)
+    autotuner.set_profile_region(None, commit=True)
+
+
+def seconds(model: bytes) -> float:
+    """Exact latency on the fake engine."""
+    return latency(onnx.load_from_string(model))
+
+
+def pairs(model: bytes, onto: Model) -> Any:
+    """The edges of `onto` that carry a pair."""
+    return read_placement(onto, load_proto(onnx.load_from_string(model))).placement
+
+
+def test_the_documented_loop_makes_a_real_network_faster() -> None:
+    init_benchmark_instance(
+        use_trtexec=False, timing_cache_file="timing.cache", warmup_runs=5, timing_runs=20, engine="fake"
+    )
+    model = onnx.load(DIGITS)
+    autotuner = QDQAutotuner(model)
+    config = Config(default_quant_type="int8", verbose=True)
+    autotuner.initialize(config)
+
+    autotuner.export_onnx("baseline.onnx", insert_qdq=False)
+    baseline_latency = benchmark_onnx_model("baseline.onnx")
+    autotuner.submit(baseline_latency)
+
+    regions = autotuner.regions
+    best = baseline_latency
+    for region_idx, region in enumerate(regions):
+        autotuner.set_profile_region(region, commit=(region_idx > 0))
+        if autotuner.current_profile_pattern_schemes is None:
+            continue
+        for _ in range(4):
+            scheme_idx = autotuner.generate()
+            if scheme_idx == -1:
+                break
+            model_bytes = autotuner.export_onnx(None, insert_qdq=True)
+            latency = benchmark_onnx_model(model_bytes)
+            success = latency != float("inf")
+            autotuner.submit(latency, success=success)
+            assert autotuner.current_profile_pattern_schemes.schemes[scheme_idx].latency_ms == latency
+        ps = autotuner.current_profile_pattern_schemes
+        if ps and ps.best_scheme:
+            best = min(best, ps.best_scheme.latency_ms)
+    autotuner.set_profile_region(None, commit=True)
+    autotuner.export_onnx("optimized_final.onnx", insert_qdq=True)
+
+    assert cost(Path("baseline.onnx")) * 1e3 == pytest.approx(baseline_latency)
+    assert cost(Path("optimized_final.onnx")) * 1e3 <= best * config.performance_threshold
+    assert best < 0.5 * baseline_latency
+    assert len({p.pattern for p in autotuner.profiled_patterns}) == len(autotuner.profiled_patterns) > 5
+
+
+def test_on_onnx_runtime_what_was_measured_runs_and_is_near_float() -> None:
+    init_benchmark_instance(warmup_runs=1, timing_runs=4, engine="onnxruntime")
+    autotuner = QDQAutotuner(onnx.load(DIGITS))
+    autotuner.initialize(Config())
+    autotuner.submit(benchmark_onnx_model(autotuner.export_onnx("float.onnx", insert_qdq=False)))
+    autotuner.regions = autotuner.regions[:1]
+    (model, *_) = profile(autotuner, schemes=1)
+    assert autotuner.profiled_patterns[0].schemes[0].latency_ms < INF
+    feed = feeds(load(DIGITS), 1)[0]
+    ours, floats = (
+        onnxruntime.InferenceSession(m).run(None, feed)[0] for m in (model, Path("float.onnx").read_bytes())
+    )
+    assert np.abs(ours - floats).max() < 0.2 * np.abs(floats).max()
+    types = {t.data_type for t in onnx.load_from_string(model).graph.initializer}
+    assert onnx.TensorProto.UINT8 in types  # the engine's own numbers
+
+
+def test_the_benchmark_comes_first_and_says_so() -> None:
+    with pytest.raises(AutotunerError, match="Benchmark instance not initialized: call init_benchmark_instance"):
+        benchmark_onnx_model("model.onnx")
+    with pytest.raises(AutotunerError, match="not initialized"):
+        region_pattern_autotuning_workflow("model.onnx")
+
+
+def test_calls_come_in_order() -> None:
+    autotuner = QDQAutotuner(onnx.load(DIGITS))
+    with pytest.raises(AutotunerNotInitializedError):
+        autotuner.export_onnx()
+    autotuner = begun(onnx.load(DIGITS))
+    for early in (autotuner.generate, lambda: autotuner.submit(1.0)):
+        with pytest.raises(InvalidSchemeError):
+            early()
+    with pytest.raises(InvalidSchemeError, match="none of the autotuner's regions"):
+        autotuner.set_profile_region(Region())
+
+
+def test_the_engine_is_tensorrt_where_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qdqtune.autotune.benchmark.NEEDS", {"tensorrt": (("no_such_package",), "pip install it")})
+    assert benchmark.default_engine() == ("onnxruntime", "TensorRT is not installed: pip install it")
+    monkeypatch.setattr("qdqtune.autotune.benchmark.NEEDS", {"tensorrt": ((), "")})
+    assert benchmark.default_engine()[0] == "onnxruntime"  # installed, perhaps, but there is no GPU
+    monkeypatch.setattr("qdqtune.autotune.benchmark.NEEDS", {"tensorrt": ((), "")})
+    state = benchmark.engine_state("fake", Path())
+    monkeypatch.setattr("qdqtune.autotune.benchmark.engine_state", lambda *_: state)
+    assert benchmark.default_engine() == ("tensorrt", "TensorRT 1 on cost model")
+
+
+def test_options_of_the_benchmark_reach_engines_that_know_them() -> None:
+    given: dict[str, Any] = {"plugin_libraries": ["a.so"], "timing_cache_file": "t", "trtexec_args": ["--x", "--y=1"]}
+    own = {"timing_cache": "t", "plugin_libraries": ["a.so"]}
+    assert init_benchmark_instance(use_trtexec=True, **given).spec == EngineSpec(
+        "trtexec", own | {"trtexec_args": "--x --y=1"}
+    )
+    assert init_benchmark_instance(engine="tensorrt", **given).spec == EngineSpec("tensorrt", own)
+    assert init_benchmark_instance(engine="onnxruntime", **given).spec == EngineSpec("onnxruntime", {})
+    made = init_benchmark_instance(engine="fake", warmup_runs=7, timing_runs=100)
+    assert (made.plan.warmup, made.plan.looks) == (7, (50,))  # a round runs each model twice
+
+
+def test_drift_between_two_benchmarks_cancels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = write(mixed(), tmp_path)
+    init_benchmark_instance(engine="fake")
+    first = benchmark_onnx_model(str(path))
+    original = FakeModel.time
+    monkeypatch.setattr(FakeModel, "time", lambda *a: 3 * original(*a))
+    assert benchmark_onnx_model(path.read_bytes()) == pytest.approx(first)
+
+
+def test_a_refused_model_takes_infinitely_long(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(mixed(), tmp_path)
+    init_benchmark_instance(engine=EngineSpec("fake", {"faults": {"refuse": "*"}}))
+    autotuner = QDQAutotuner(onnx.load(path))
+    autotuner.initialize(Config())
+    autotuner.submit(benchmark_onnx_model(autotuner.export_onnx(None, insert_qdq=False)))
+    assert all(seconds(model) for model in profile(autotuner, schemes=2))
+    assert "no implementation for a quantized node" in caplog.text
+    tried = [s for p in autotuner.profiled_patterns for s in p.schemes]
+    assert tried
+    assert all(s.error and s.latency_ms == INF and s.is_profiled for s in tried if s.core.points)
+    assert seconds(autotuner.export_onnx()) == cost(path)
+    assert benchmark_onnx_model(path.read_bytes(), "one.log") < INF
+    assert "building" in Path("one.log").read_text()
+
+
+@pytest.mark.parametrize(("latency", "success"), [(INF, True), (1.0, False), (-1.0, True)])
+def test_a_failed_baseline_is_an_error(latency: float, success: bool) -> None:
+    autotuner = QDQAutotuner(mixed().to_proto())
+    autotuner.initialize()
+    with pytest.raises(BaselineFailed):
+        autotuner.submit(latency, success=success)
+
+
+def test_no_placement_is_measured_twice() -> None:
+    autotuner = begun(mixed().to_proto())
+    measured = [pairs(model, autotuner.graph) for model in profile(autotuner, schemes=20)]
+    assert len(measured) > 10
+    assert len(set(measured)) == len(measured)
+    for placement in measured:  # a weight or an activation alone only costs
+        edges = {(e.node, e.index) for e in placement}
+        assert all(((n.name, 0) in edges) == ((n.name, 1) in edges) for n in autotuner.graph.nodes if n.op == "MatMul")
+    assert not any(p == pairs(autotuner.export_onnx(insert_qdq=False), autotuner.graph) for p in measured)
+
+
+def test_what_stands_beats_what_comes_later() -> None:
+    autotuner = begun(mixed().to_proto())
+    best = [autotuner.baseline_latency_ms or 0.0]
+    measured = set[bytes]()
+    for model in profile(autotuner, schemes=6):
+        measured.add(model)
+        best.append(seconds(autotuner.export_onnx(best=True)) * 1e3)
+        assert seconds(model) * 1e3 >= min(best) * 0.2
+    assert best == sorted(best, reverse=True)
+    assert seconds(autotuner.export_onnx()) * 1e3 <= best[-1]
+    assert autotuner.export_onnx() in measured  # scales and all
+
+
+def test_state_goes_on_where_it_was_and_forgets_no_pattern() -> None:
+    config = Config(default_quant_type="int8")
+    autotuner = begun(mixed().to_proto(), config)
+    for number, _ in enumerate(profile(autotuner)):
+        autotuner.save_state("autotuner_state.yaml")
+        if number == 6:
+            break
+    autotuner.submit(benchmark_onnx_model(autotuner.export_onnx()))
+    autotuner.save_state("autotuner_state.yaml")
+    begun_patterns = {p.pattern for p in autotuner.profiled_patterns}
+    assert autotuner.current_profile_pattern_schemes is not None
+    begun_patterns.add(autotuner.current_profile_pattern_schemes.pattern)
+
+    resumed = QDQAutotuner(mixed().to_proto())
+    resumed.initialize(config)
+    resumed.load_state("autotuner_state.yaml")
+    assert resumed.baseline_latency_ms == autotuner.baseline_latency_ms
+    assert {p.pattern for p in resumed.profiled_patterns} == begun_patterns
+    assert resumed.export_onnx() == autotuner.export_onnx(best=True)
+    for region in resumed.regions:
+        resumed.set_profile_region(region)
+        current = resumed.current_profile_pattern_schemes
+        assert current is None or current.pattern not in begun_patterns
+    seen = {pairs(m, resumed.graph) for m in profile(resumed)}
+    assert not {digest for digest in autotuner._measured if digest in {p.digest for p in seen}}
+    resumed.save_state("autotuner_state.yaml")
+    assert Path("autotuner_state_pattern_cache.yaml").is_file()
+
+
+def test_state_of_other_settings_is_refused() -> None:
+    begun(mixed().to_proto()).save_state("state.yaml")
+    other = begun(mixed().to_proto(), Config(maximum_mutations=2))
+    for use in (other.load_state, other.save_state):
+        with pytest.raises(BadState, match="maximum_mutations 3, now it is 2"):
+            use("state.yaml")
+    with pytest.raises(BadState, match="no state file"):
+        other.load_state("missing.yaml")
+
+
+def test_a_script_that_does_not_load_its_state_writes_it_anew() -> None:
+    autotuner = begun(mixed().to_proto())
+    list(profile(autotuner))
+    autotuner.save_state("state.yaml")
+    second = begun(mixed().to_proto())
+    second.save_state("state.yaml")
+    third = begun(mixed().to_proto())
+    third.load_state("state.yaml")
+    assert third.profiled_patterns == []
+
+
+def test_a_pattern_cache_is_tried_first() -> None:
+    autotuner = begun(mixed().to_proto())
+    list(profile(autotuner))
+    autotuner.save_state("autotuner_state.yaml")
+    cache = PatternCache.load("autotuner_state_pattern_cache.yaml")
+    assert 0 < cache.num_patterns == autotuner.pattern_cache.num_patterns <= cache.total_schemes
+
+    warm = begun(mixed().to_proto(), pattern_cache=cache)
+    first = next(r for r in warm.regions if cache.get_pattern_schemes(RegionPattern.from_region(r, warm.graph)))
+    warm.set_profile_region(first)
+    current = warm.current_profile_pattern_schemes
+    assert current is not None
+    known = cache.get_pattern_schemes(current.pattern)
+    assert known is not None
+    assert [s.core for s in current.schemes] == [s.core for s in known.schemes]
+    assert warm.generate() < current.num_schemes
+    cache.save("again.yaml")
+    assert PatternCache.load("again.yaml") == cache
+
+
+def test_a_cache_keeps_the_fastest_that_differ_enough() -> None:
+    pattern = RegionPattern("LEAF(Conv)", digest="0" * 16)
+    schemes = [
+        InsertionScheme([NodeInputInsertionPoint(0, k) for k in range(n)], latency_ms=10.0 - n) for n in range(6)
+    ]
+    schemes.append(InsertionScheme([NodeInputInsertionPoint(9, 9)], error=True))
+    cache = PatternCache(minimum_distance=3)
+    cache.add_pattern_schemes(PatternSchemes(pattern, schemes))
+    found = cache.get_pattern_schemes(pattern)
+    assert found is not None
+    assert [len(s.node_inputs) for s in found.schemes] == [5, 2]
+    other = PatternCache(max_entries_per_pattern=1)
+    other.merge(cache)
+    assert other.total_schemes == 1
+    with pytest.raises(BadOption):
+        PatternCache.load("missing.yaml")
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["as they come", "names alone"])
+def test_pairs_of_a_quantized_model_are_tried_first(plain: bool) -> None:
+    net = conv_net()
+    everything = rules.everything(net, possible_edges(net, ranges(net)))
+    quantized = insert(net, everything, ranges(net), INT8).to_proto()
+    tensors = get_quantized_tensors(quantized)
+    assert {"p0", "r1"} <= tensors
+    autotuner = begun(net.to_proto())
+    autotuner.import_insertion_points(list(tensors) if plain else tensors)
+    assert autotuner.pattern_cache.num_patterns > 3
+    found = set[Any]()
+    for region in autotuner.regions:
+        autotuner.set_profile_region(region)
+        if autotuner.current_profile_pattern_schemes is not None and autotuner.generate() == 0:
+            found |= set(pairs(autotuner.export_onnx(), autotuner.graph))
+    wanted = {e for e in everything if not e.is_graph_output}
+    assert len(found & wanted) > 0.9 * len(wanted)
+
+
+def test_fp8_scales_are_the_right_way_up() -> None:
+    autotuner = begun(mixed(batch=8).to_proto(), Config(default_quant_type="fp8"))
+    model, *_ = profile(autotuner, schemes=2)
+    proto = onnx.load_from_string(model)
+    assert next(o.version for o in proto.opset_import if o.domain == "") >= 19
+    values = {t.name: onnx.numpy_helper.to_array(t) for t in proto.graph.initializer}
+    weights = [n for n in proto.graph.node if n.op_type == "DequantizeLinear" and n.input[0] in values]
+    assert weights
+    for node in weights:
+        assert values[node.input[0]].dtype == ml_dtypes.float8_e4m3fn
+        original = onnx.numpy_helper.to_array(
+            next(t for t in mixed().to_proto().graph.initializer if t.name == node.input[0].removesuffix("_quantized"))
+        )
+        assert values[node.input[1]] == pytest.approx(np.abs(original).max() / 448, rel=1e-3)
+
+
+def test_pairs_in_a_float16_model_are_float16() -> None:
+    autotuner = begun(conv_net(half=True).to_proto())
+    model = next(iter(profile(autotuner)))
+    proto = onnx.load_from_string(model)
+    scales = {n.input[1] for n in proto.graph.node if n.op_type == "DequantizeLinear"}
+    assert {t.data_type for t in proto.graph.initializer if t.name in scales} == {onnx.TensorProto.FLOAT16}
+
+
+def test_every_field_of_the_configuration_has_its_place() -> None:
+    config = Config(
+        default_quant_type="int8",
+        default_dq_dtype="float32",
+        default_q_scale=0.1,
+        default_q_zero_point=0,
+        top_percent_to_mutate=0.1,
+        minimum_schemes_to_mutate=10,
+        maximum_mutations=3,
+        maximum_generation_attempts=100,
+        pattern_cache_minimum_distance=4,
+        pattern_cache_max_entries_per_pattern=32,
+        maximum_sequence_region_size=10,
+        minimum_topdown_search_size=10,
+        verbose=True,
+    )
+    assert dataclasses.replace(config, verbose=False) == Config()
+    for wrong in ({"default_quant_type": "int4"}, {"default_dq_dtype": "float64"}):
+        with pytest.raises(BadOption, match="is one of"):
+            Config(**wrong)  # type: ignore[arg-type]
+    small = begun(conv_net().to_proto(), Config(maximum_sequence_region_size=1, minimum_topdown_search_size=1))
+    assert len(small.regions) > len(begun(conv_net().to_proto()).regions)
+
+
+def test_a_model_that_cannot_be_calibrated_gets_the_default_scale() -> None:
+    proto = mixed().to_proto()
+    proto.opset_import.append(onnx.helper.make_opsetid("plugins", 1))
+    proto.graph.node.append(onnx.helper.make_node("Own", ["a"], ["own"], "own", domain="plugins"))
+    proto.graph.output.append(onnx.helper.make_tensor_value_info("own", onnx.TensorProto.FLOAT, None))
+    init_benchmark_instance(engine="fake")
+    autotuner = QDQAutotuner(proto)
+    autotuner.initialize(Config(default_q_scale=0.25))
+    autotuner.submit(1.0)
+    autotuner.set_profile_region(autotuner.regions[0])
+    while autotuner.generate() != -1 and b"QuantizeLinear" not in autotuner.export_onnx():
+        autotuner.submit(1.0)
+    made = onnx.load_from_string(autotuner.export_onnx()).graph
+    scales = {n.input[1] for n in made.node if n.op_type == "QuantizeLinear"}
+    assert {float(onnx.numpy_helper.to_array(t)) for t in made.initializer if t.name in scales} == {0.25}
+
+
+class CustomAutotuner(QDQAutotunerBase):
+    """As the documentation has it."""
+
+    def __init__(self, model: onnx.ModelProto, custom_regions: list[Region]) -> None:
+        super().__init__(model)
+        self.regions = custom_regions
+
+
+def test_regions_may_change_and_have_one_id() -> None:
+    init_benchmark_instance(engine="fake")
+    autotuner = QDQAutotuner(mixed().to_proto())
+    autotuner.initialize(Config())
+    autotuner.submit(benchmark_onnx_model(autotuner.export_onnx(None, insert_qdq=False)))
+    halves = [Region(), Region()]
+    for half, nodes in zip(halves, ({0, 1}, {2, 3}), strict=True):
+        half.nodes.update(nodes)
+    both = Region(region_type=RegionType.COMPOSITE)
+    for half in halves:
+        both.add_child(half)
+    autotuner.regions = [both]
+    autotuner.set_profile_region(both)
+    assert autotuner.generate() == 0
+    everything = RegionPattern.from_region(both, autotuner.graph).get_full_insertion_scheme(both, autotuner.graph)
+    assert {p.region_index for p in everything.child_region_inputs} == {0, 1}
+    autotuner.save_state("state.yaml")
+    autotuner.regions = halves
+    with pytest.raises(BadState, match="made with regions"):
+        autotuner.load_state("state.yaml")
+
+
+def test_regions_of_ones_own() -> None:
+    leaf = Region(region_id=0, level=1, region_type=RegionType.LEAF)
+    leaf.nodes.update({0, 1})
+    outer = Region(region_id=1, level=0, region_type=RegionType.COMPOSITE)
+    outer.add_child(leaf)
+    outer.nodes.update({2, 3})
+    assert outer.get_region_nodes_and_descendants() == {0, 1, 2, 3}
+    init_benchmark_instance(engine="fake")
+    autotuner = CustomAutotuner(mixed().to_proto(), [leaf, outer])
+    autotuner.initialize(Config())
+    autotuner.submit(benchmark_onnx_model(autotuner.export_onnx(None, insert_qdq=False)))
+    models = list(profile(autotuner))
+    assert len(models) > 3
+    inside = {autotuner.graph.nodes[n].name for n in range(4)}
+    reached = {e.node for m in models for e in pairs(m, autotuner.graph)}
+    assert reached <= inside | {"softmax"}  # an output of the region is an input of what follows
+    assert len(autotuner.profiled_patterns) == 2
+    outer.remove_child(leaf)
+    assert outer.get_children() == []
+    for nodes in (set(), {99}):
+        broken = Region()
+        broken.nodes = nodes
+        with pytest.raises(AutotunerError, match="needs nodes between 0 and 7: indices in the autotuner's graph"):
+            RegionPattern.from_region(broken, autotuner.graph)
+
+
+def test_schemes_of_ones_own_and_what_they_mean() -> None:
+    autotuner = begun(conv_net().to_proto())
+    graph = autotuner.graph
+    stem = next(
+        r for r in autotuner.regions if r.type is RegionType.LEAF and "stem" in {graph.nodes[n].name for n in r.nodes}
+    )
+    pattern = RegionPattern.from_region(stem, graph)
+    full = pattern.get_full_insertion_scheme(stem, graph)
+    point = NodeInputInsertionPoint(node_index=0, input_index=0)
+    assert point in full.node_inputs
+    stem_index = graph.index_of["stem"]
+    meant = pattern.matches(stem, graph, InsertionScheme([point]))
+    assert meant == {ResolvedInsertionPoint("image", stem_index, 0)}
+    assert pattern.matches(stem, graph, full) > meant
+    assert pattern.matches(stem, graph)
+    assert pattern.matches(RegionPattern.from_region(stem, graph))
+    composite = next(r for r in autotuner.regions if r.type is RegionType.COMPOSITE)
+    points = RegionPattern.from_region(composite, graph).get_full_insertion_scheme(composite, graph)
+    assert all(isinstance(p, ChildRegionInputInsertionPoint) for p in points.child_region_inputs)
+    assert all(isinstance(p, RegionOutputInsertionPoint) for p in points.region_outputs)
+    assert not pattern.matches(composite, graph)
+    with pytest.raises(InvalidSchemeError):
+        pattern.get_full_insertion_scheme(composite, graph)
+
+    autotuner.set_profile_region(stem)
+    current = autotuner.current_profile_pattern_schemes
+    assert current is not None
+    current.schemes.append(InsertionScheme([point, NodeInputInsertionPoint(0, 1)]))
+    assert autotuner.generate() == 0
+    placed = {(e.node, e.index) for e in pairs(autotuner.export_onnx(), graph)}
+    assert {("stem", 0), ("stem", 1)} <= placed
+    autotuner.submit(0.001)
+    current.schemes.append(InsertionScheme([NodeInputInsertionPoint(77, 0)]))
+    with pytest.raises(InvalidSchemeError, match="has no point"):
+        autotuner.generate()
+
+
+def test_every_region_has_a_pattern() -> None:
+    program = runpy.run_module("qdqtune.autotune.region_search", run_name="region_search")
+    found = program["CombinedRegionSearch"](conv_net(), maximum_sequence_region_size=2).search_regions()
+    assert sum(len(region.get_region_nodes_and_descendants()) for region in found) == len(conv_net().nodes)
+    cache = PatternCache(minimum_distance=2, max_entries_per_pattern=3)
+    for region in found:
+        pattern = RegionPattern.from_region(region, conv_net())
+        cache.add_pattern_from_region(region, conv_net())
+        known = cache.get_pattern_schemes(pattern.signature)
+        assert known is cache.get_pattern_schemes(pattern)
+        assert known is not None
+        assert (known.pattern, known.num_schemes) == (pattern, 1)
+        assert pattern.size == len(region.get_region_nodes_and_descendants())
+
+    net = build("net (float[2,8] x) => (float[2,8] y, int64[2] s) { [size] s = Shape(x) [first] y = MatMul(x, w) }",
+                {"w": normal(8, 8)})  # fmt: skip
+    nothing = Region()
+    nothing.nodes.add(net.index_of["size"])
+    pattern = RegionPattern.from_region(nothing, net)
+    assert pattern.get_full_insertion_scheme(nothing, net) == InsertionScheme()
+    assert pattern.matches(nothing, net)
+    assert pattern.matches(nothing, net, InsertionScheme()) == set()
+    autotuner = CustomAutotuner(net.to_proto(), [nothing])
+    autotuner.initialize()
+    autotuner.set_profile_region(nothing)
+    assert autotuner.current_profile_pattern_schemes is None
+
+
+def test_open_sizes_come_from_trtexecs_arguments_or_from_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(mixed(batch=None), tmp_path)
+    np.savez("samples.npz", x=np.zeros((3, 2, 64, 64), np.float32))
+    stand_in(tmp_path, "10.16")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    asked = list[Settings]()
+    monkeypatch.setattr(workflows, "tune", lambda settings, _: asked.append(settings) or sys.exit())
+    shapes = ["--minShapes=x:1x64x64", "--optShapes=x:8x64x64", "--maxShapes=x:8x64x64"]
+    ways: list[dict[str, Any]] = [
+        {"use_trtexec": True, "trtexec_args": shapes},
+        {"engine": "fake", "calibration_data": "samples.npz"},
+    ]
+    for given in ways:
+        init_benchmark_instance(**given)
+        autotuner = QDQAutotuner(onnx.load(path))
+        autotuner.initialize()
+        autotuner.set_profile_region(autotuner.regions[0])
+        assert autotuner.generate() == 0
+        model = autotuner.export_onnx()
+        assert benchmark_onnx_model(model) < INF
+        dims = onnx.load_from_string(model).graph.input[0].type.tensor_type.shape.dim
+        assert [d.dim_value or d.dim_param for d in dims] == ["N", 64, 64]
+        with pytest.raises(SystemExit):
+            region_pattern_autotuning_workflow(path)
+    assert [settings.input_shapes for settings in asked] == [{"x": (8, 64, 64)}, {}]
+    assert [settings.calibration_data for settings in asked] == [None, "samples.npz"]
+
+
+def test_models_that_were_timed_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    init_benchmark_instance(engine="fake")
+    model = mixed().to_proto().SerializeToString()
+    assert len({benchmark_onnx_model(model) for _ in range(3)}) == 1
+    (kept,) = tmp_path.glob("qdqtune-*/*.onnx")
+    other = hopeless().to_proto().SerializeToString()  # with other inputs: nothing to compare with
+    assert benchmark_onnx_model(other) == pytest.approx(seconds(other) * 1e3)
+    assert [*tmp_path.glob("qdqtune-*/*.onnx")] == [kept.with_name("model_4.onnx")]
+
+
+def test_a_whole_run_gives_what_was_proven(tmp_path: Path) -> None:
+    path = write(mixed(), tmp_path)
+    result = tune(settings(path))
+    assert result.improved
+    autotuner = QDQAutotuner(onnx.load(path))
+    autotuner.initialize()
+    slow = dataclasses.replace(result, summary={**result.summary, "final_ms": 0.99 * result.summary["baseline_ms"]})
+    autotuner.adopt(slow, Plan())  # every trial looks faster
+    assert pairs(autotuner.export_onnx(), autotuner.graph) == result.placement
+
+
+def test_a_whole_run_gives_an_autotuner_that_holds_it(tmp_path: Path) -> None:
+    path = write(mixed(), tmp_path)
+    init_benchmark_instance(timing_cache_file="trt_cache.cache", warmup_runs=5, timing_runs=20, engine="fake")
+    arguments: dict[str, Any] = {"model_path": str(path), "output_dir": Path("results"), "num_schemes_per_region": 3}
+    autotuner = region_pattern_autotuning_workflow(**arguments, calibration_data=str(path.with_suffix(".npz")))
+    final = Path("results") / "optimized_final.onnx"
+    assert autotuner.baseline_latency_ms == pytest.approx(cost(path) * 1e3)
+    assert cost(final) < cost(path)
+    assert len(autotuner.profiled_patterns) > 2
+    assert autotuner.pattern_cache.num_patterns > 2
+    best = min(s.latency_ms for p in autotuner.profiled_patterns for s in p.schemes)
+    assert best == pytest.approx(cost(final) * 1e3)
+    assert pairs(autotuner.export_onnx(), autotuner.graph) == pairs(final.read_bytes(), autotuner.graph)
+    autotuner.save_state("mine.yaml")
+    again = QDQAutotuner(onnx.load(path))
+    again.initialize(autotuner.config)
+    again.load_state("mine.yaml")
+    assert again.export_onnx() == autotuner.export_onnx()

@@ -1,0 +1,246 @@
+"""`python -m qdqtune.autotune` with the flags that ModelOpt's documentation shows."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from models import INT8, conv_net, ranges
+from qdqtune.autotune import __main__ as autotune
+from qdqtune.cli import main
+from qdqtune.graph.files import save
+from qdqtune.graph.loading import load
+from qdqtune.placement import rules
+from qdqtune.placement.files import read_placement_file
+from qdqtune.placement.insertion import insert
+from qdqtune.placement.possible import possible_edges
+from qdqtune.search.regions import discovery
+from qdqtune.search.regions.patterns import group
+from runs import cost, environment, hopeless, mixed, without_processes, write
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Run the command on the fake engine: exit code, standard output, standard error."""
+    without_processes(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: object, engine: Sequence[str] = ("--engine", "fake")) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            autotune.main([*map(str, arguments), *engine])
+        assert isinstance(end.value.code, int)
+        return end.value.code, *capfd.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What `qdqtune tune` is asked for, instead of a run."""
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(main.tune_command, "callback", lambda **given: calls.append(given) or 0)
+    return calls
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write(mixed(), tmp_path)
+
+
+def test_a_run_writes_the_files_that_users_know(run: Run, model: Path) -> None:
+    code, output, errors = run("--onnx_path", model, "--mode", "quick")
+    assert code == 0
+    assert errors.splitlines()[0] == "engine: fake (as you asked)"
+    assert "autotuner_output/optimized_final.onnx is the tuned model" in output
+    out = Path("autotuner_output")
+    names = {"autotuner_state.yaml", "autotuner_state_pattern_cache.yaml", "baseline.onnx", "optimized_final.onnx"}
+    assert names | {"logs", "region_models"} <= {p.name for p in out.iterdir()}
+    logs = {p.name for p in (out / "logs").iterdir()}
+    assert {"baseline.log", "final.log"} <= logs
+    discovery = [name for name in logs if re.fullmatch(r"region_\d+_scheme_\d+\.log", name)]
+    assert discovery
+    assert all("building" in (out / "logs" / name).read_text() for name in (*discovery, "final.log"))
+    assert cost(out / "optimized_final.onnx") < cost(model)
+
+
+def test_logs_have_the_numbers_of_the_regions_that_were_tuned(run: Run, tmp_path: Path) -> None:
+    path = write(conv_net(), tmp_path)
+    run("-m", path, "-o", "out", "--regions", "names", "-s", 1, "--no-cut-seed")
+    names = {p.name for p in Path("out/logs").iterdir()}
+    found = group(load(path), discovery.find(load(path), "names"))
+    tuned = {f"region_{p.instances[0].id}_scheme_0.log" for p in found}
+    assert {name for name in names if name.startswith("region_")} == tuned
+
+
+def test_the_same_command_goes_on(run: Run, model: Path) -> None:
+    first = run("-m", model, "-o", "out", "--builds", 8, "--json")
+    again = run("-m", model, "-o", "out", "--builds", 14, "-v", "--json")
+    assert first[0] == again[0] == 0
+    trials = json.loads(first[1])["trials"]
+    assert again[2].count("from the state file") == trials < json.loads(again[1])["trials"]
+
+
+def test_no_improvement_is_no_error(run: Run, tmp_path: Path) -> None:
+    path = write(hopeless(), tmp_path)
+    code, output, _ = run("--model", path, "--output", "out")
+    assert code == 0
+    assert "no improvement found" in output
+
+
+def test_every_underscored_flag(run: Run, asked: list[dict[str, Any]], model: Path) -> None:
+    code, _, errors = run(
+        "--onnx_path", model, "--output_dir", "results", "--mode", "extensive", "--schemes_per_region", 30,
+        "--pattern_cache", "cache.yaml", "--qdq_baseline", "quantized.onnx", "--state_file", "state.yaml",
+        "--quant_type", "fp8", "--default_dq_dtype", "bfloat16", "--timing_cache", "times",
+        "--warmup_runs", 50, "--timing_runs", 100, "--plugin_libraries", "a.so", "b.so", "--verbose",
+        "--trtexec_benchmark_args", "--fp16 --workspace=4096", "--use_trtexec", engine=(),
+    )  # fmt: skip
+    assert code == 0, errors
+    (given,) = asked
+    assert errors.splitlines()[0] == "engine: trtexec (as you asked)"
+    assert (given["model"], given["output_dir"]) == (model, Path("results"))
+    assert (given["mode"], given["effort"]) == ("region", "extensive")
+    assert given["builds"] > 30 * 3
+    assert (given["schemes_per_region"], given["warmup_runs"], given["timing_runs"]) == (30, 50, 50)
+    assert (given["quant_type"], given["default_dq_dtype"], given["verbose"]) == ("fp8", "bfloat16", True)
+    assert [given[n] for n in ("pattern_cache", "qdq_baseline", "state_file")] == [
+        Path(n) for n in ("cache.yaml", "quantized.onnx", "state.yaml")
+    ]
+    assert (given["engine"], given["timing_cache"]) == ("trtexec", "times")
+    assert (given["plugin_libraries"], given["trtexec_args"]) == (("a.so", "b.so"), "--fp16 --workspace=4096")
+
+
+def test_every_dashed_flag(run: Run, asked: list[dict[str, Any]], model: Path) -> None:
+    code, _, errors = run(
+        "--model", model, "--output", "out", "--mode", "subgraph", "--quant-type", "fp8", "--use-trtexec",
+        "--warmup-runs", 5, "--timing-runs", 20, "--incremental-validation", "--trtexec-args", "--stronglyTyped",
+        "--schemes-per-region", 30, "--graph-json", "graph.json", "--plugin-libraries", "a.so", "--mode", "quick",
+        "--pattern-cache", "c.yaml", "--qdq-baseline", "q.onnx", "--state-file", "s.yaml", engine=(),
+    )  # fmt: skip
+    assert code == 0, errors
+    (given,) = asked
+    assert (given["mode"], given["effort"], given["builds"]) == ("subgraph", "quick", None)
+    assert (given["graph_json"], given["incremental_validation"]) == (Path("graph.json"), True)
+    assert given["pattern_cache"] is None  # schemes of regions
+    assert "note: --pattern_cache means something with --mode region only" in errors
+    assert (given["warmup_runs"], given["timing_runs"]) == (5, 12)  # rounds, of two runs each; 12 are the least
+    assert (given["engine"], given["trtexec_args"]) == ("trtexec", "--stronglyTyped")
+    run("-m", model, "--mode", "subgraph", "--no-incremental-validation")
+    assert asked[1]["incremental_validation"] is False
+
+
+def test_short_flags_and_defaults(run: Run, asked: list[dict[str, Any]], model: Path) -> None:
+    run("-m", model, "-o", "out", "-s", 7, "-v", "--calibration_data", "x.npz", "--threads=2")
+    run("--onnx_path", model)
+    first, default = asked
+    assert (first["schemes_per_region"], first["verbose"], first["calibration_data"]) == (7, True, "x.npz")
+    assert default["output_dir"] == Path("autotuner_output")
+    assert (default["mode"], default["effort"], default["builds"]) == ("region", "default", None)
+    assert (default["quant_type"], default["default_dq_dtype"]) == ("int8", "float32")
+
+
+def test_what_the_engine_cannot_take_is_said(run: Run, asked: list[dict[str, Any]], model: Path) -> None:
+    flags = "--fp16 --optShapes=x:8x8x64 --minShapes=x:1x8x64"
+    _, _, errors = run("-m", model, "--trtexec_args", flags, "--plugins", "a.so", "--graph_json", "g.json")
+    (given,) = asked
+    assert given["input_shapes"] == {"x": (8, 8, 64)}
+    assert given["graph_json"] is None
+    notes = [line for line in errors.splitlines() if line.startswith("note: ")]
+    assert len(notes) == 3
+    assert "fake takes no arguments of trtexec" in errors
+    assert "fake loads no TensorRT plug-ins" in errors
+    assert "--mode subgraph only" in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "Missing option"),
+        (("-m", "missing.onnx"), "missing.onnx"),
+        (("-m", "model.onnx", "--mode", "thorough"), "'thorough' is not one of"),
+        (("-m", "model.onnx", "--no_such_flag"), "No such option"),
+        (("-m", "model.onnx", "--pattern_cache", "none.yaml"), "cannot read pattern cache none.yaml"),
+        (("-m", "model.onnx", "--node_filter_list", "none.txt"), "cannot read --node-filter-list none.txt"),
+    ],
+)
+def test_bad_input_is_one_line(run: Run, model: Path, arguments: Sequence[str], words: str) -> None:
+    code, _, errors = run(*arguments)
+    assert code == 2
+    assert words in errors.splitlines()[-1]
+
+
+def test_the_node_filter_and_the_quantized_start_do_what_they_say(run: Run, model: Path) -> None:
+    Path("names.txt").write_text("# the second product\nsecond*\n")
+    assert run("-m", model, "-o", "filtered", "--node_filter_list", "names.txt", "--builds", 14)[0] == 0
+    nodes = {e.node for e in read_placement_file(Path("filtered/placement.yaml")).placement}
+    assert "second" in nodes
+    assert not nodes & {"first", "third", "head"}
+
+    net = load(model)
+    everything = rules.everything(net, possible_edges(net, ranges(net)))
+    save(insert(net, everything, ranges(net), INT8), Path("quantized.onnx"))
+    _, _, errors = run("-m", model, "-o", "imported", "--qdq_baseline", "quantized.onnx", "--builds", 8, "-v")
+    assert re.search(r"^ +[1-5] .* imported: ", errors, re.MULTILINE)
+
+
+def test_a_pattern_cache_warms_the_next_run(run: Run, model: Path) -> None:
+    run("-m", model, "-o", "run1", "--mode", "quick")
+    cache = "run1/autotuner_state_pattern_cache.yaml"
+    _, _, errors = run("-m", model, "-o", "run2", "--mode", "quick", "--pattern_cache", cache, "--no-cut-seed", "-v")
+    assert re.search(r"^ +1 .* pattern cache: faster", errors, re.MULTILINE)
+
+
+def test_fp8_is_refused_where_there_are_no_kernels(run: Run, model: Path) -> None:
+    code, _, errors = run("-m", model, "--quant_type", "fp8", engine=("--engine", "onnxruntime"))
+    assert (code, errors.splitlines()[-1]) == (
+        2, "error: ONNX Runtime has no FP8 kernels: use --quant-type int8, or another engine"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("module", ["region_inspect", "region_search"])
+def test_regions_can_be_looked_at(module: str, model: Path, tmp_path: Path) -> None:
+    def shown(*more: str) -> str:
+        command = [sys.executable, "-W", "error::RuntimeWarning", "-m", f"qdqtune.autotune.{module}"]
+        given = [*command, "--model", str(model), *more]
+        return subprocess.run(given, capture_output=True, text=True, check=True, env=environment()).stdout
+
+    text = shown("--verbose", "--max-sequence-size", "20", "--include-all-regions")
+    assert "Phase 1 complete:" in text
+    assert "Summary:" in text
+    assert "  - softmax" in text
+
+
+@pytest.mark.parametrize("module", ["region_inspect", "region_search"])
+def test_nothing_imports_the_programs_that_show_regions(module: str, model: Path) -> None:
+    code = f"""
+import runpy, sys
+import qdqtune.autotune.__main__, qdqtune.autotune.workflows
+sys.argv = ["{module}", "--model", {str(model)!r}, "--json"]
+runpy.run_module("qdqtune.autotune.{module}", run_name="__main__")"""
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-c", code]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, env=environment()).stdout
+    assert json.loads(shown)["summary"]["leaf"] > 1
+
+
+def test_looking_at_what_is_no_model_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        autotune.inspect("region_inspect", ["--model", "missing.onnx"])
+    assert end.value.code == 2
+    assert capfd.readouterr().err.startswith("error: missing.onnx: cannot read the model")
+
+
+def test_as_a_program(model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "qdqtune.autotune", "--onnx_path", str(model), "--engine", "fake", "--builds", "6"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert onnx.load(tmp_path / "autotuner_output" / "optimized_final.onnx").graph.node

@@ -1,0 +1,178 @@
+"""`qdqtune quantize` and `qdqtune rules` as a user meets them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import Call
+from models import build, conv_net
+from qdqtune.graph.loading import load
+from qdqtune.placement.engine_rules import RULES, rules_of
+from qdqtune.placement.reading import read_placement
+from runs import mixed, write
+
+RUN = ("--engine", "openvino", "--calibration-data")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write(conv_net(), tmp_path)
+
+
+def test_one_command_writes_a_file_and_says_what_it_cost(call: Call, model: Path) -> None:
+    code, out, err = call("quantize", model, *RUN, model.with_suffix(".npz"))
+    target = model.with_suffix(".qdq.onnx")
+    first, second = out.splitlines()
+    edges = len(read_placement(load(model), load(target)).placement)
+    assert code == 0
+    assert first == f"{target}: {edges} edges carry a pair (INT8 as openvino wants it)"
+    assert second.startswith("output SQNR ")
+    assert second.endswith(", on 3 samples")
+    assert "calibrating on" in err
+    assert "note: fewer than 5 samples" in err
+
+
+def test_the_report_shows_rules_and_the_ten_worst_tensors(call: Call, model: Path, tmp_path: Path) -> None:
+    code, out, _ = call("quantize", model, *RUN, model.with_suffix(".npz"), "--report", "-o", tmp_path / "r.onnx")
+    assert code == 0
+    assert all(rule.name in out for rule in rules_of("openvino", "int8"))
+    table = out.split("own SQNR")[1].split("output SQNR")[0]
+    assert table.count(" dB") >= 10
+    assert len([line for line in table.splitlines() if " dB" in line]) == 10
+
+
+def test_json_holds_it_all_and_null_where_nothing_is_lost(call: Call, tmp_path: Path) -> None:
+    text = "net (float[4,32] x) => (float[4,32] y) {\n [a] p = MatMul(x, w)\n [b] q = Abs(p)\n [end] y = Floor(q) }"
+    path = write(build(text, {"w": np.eye(32, dtype=np.float32)}), tmp_path)
+    np.savez(path.with_suffix(".npz"), x=np.float32(np.random.default_rng(0).integers(-1, 2, (6, 4, 32)) * 127))
+    code, out, _ = call("quantize", path, *RUN, path.with_suffix(".npz"), "--report", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["output_sqnr_db"] is None
+    assert (found["samples"], found["held_out"], found["metric"]) == (1, True, None)
+    assert found["rules"]["compute-inputs"] == found["edges"] == 2
+    assert {p["tensor"] for p in found["pairs"]} == {"x", "w"}
+    assert {(*p["nodes"], p["output_db"]) for p in found["pairs"]} == {("a", None)}
+    assert found["finite"]
+
+
+def test_choices_and_metric_reach_it(call: Call, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "metric.py").write_text("def always(predict):\n    return 0.75\n")
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = call(
+        "quantize", model, *RUN, model.with_suffix(".npz"), "--nodes-to-exclude", "side",
+        "--op-types-to-exclude", "Gemm", "--no-per-channel", "--precision", "fp16",
+        "--calibration-method", "mse", "--evaluate", "metric.py:always",
+    )  # fmt: skip
+    assert code == 0
+    assert out.splitlines()[-1] == "metric.py:always: 0.75 before, 0.75 after"
+    done = load(model.with_suffix(".qdq.onnx"))
+    assert done.constants["w0_scale"].array().dtype == np.float16
+    assert done.constants["w0_scale"].shape == ()
+    assert not {"w3_scale", "w4_scale"} & done.constants.keys()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["--engine", "gpu"], "'gpu' is not one of"), (["--quant-type", "fp8"], "ONNX Runtime has no FP8 kernels"),
+     (["--nodes-to-exclude", "nobody"], "no node is named 'nobody'"), (["-o", "no/q.onnx"], "there is no folder no"),
+     (["-o", "."], "cannot write .: it is no file"), (["-o", "/dev/null/q.onnx"], "there is no folder /dev/null"),
+     (["-o", "/proc/q.onnx"], "cannot write /proc/q.onnx"),
+     (["--tune-args", "--builds 3"], "--tune-args goes with --tune"),
+     (["--tune", "--tune-args", "--builds 'x"], "--tune-args --builds 'x: No closing quotation"),
+     (["--tune", "--tune-args", "--builds x"], "'x' is not a valid integer (see qdqtune tune --help)"),
+     (["--precision", "fp16"], ", half-precision (")],
+)  # fmt: skip
+def test_bad_input_is_one_line(call: Call, model: Path, arguments: list[str], words: str) -> None:
+    code, out, err = call("quantize", model, *arguments)
+    assert code == 2
+    assert out == ""
+    assert words in err
+    assert len([line for line in err.splitlines() if line.startswith("error: ")]) == 1
+
+
+def test_what_is_read_is_not_overwritten(call: Call, model: Path) -> None:
+    data = model.with_suffix(".npz")
+    before = model.read_bytes(), data.read_bytes()
+    for target, what in ((model, "model"), (data, "calibration data")):
+        code, out, err = call("quantize", model, *RUN, data, "-o", target)
+        assert (code, out) == (2, "")
+        assert err.splitlines() == [f"error: {target} would overwrite the {what}: choose another --output"]
+    assert (model.read_bytes(), data.read_bytes()) == before
+
+
+def test_a_refused_run_leaves_no_file_behind(call: Call, model: Path, tmp_path: Path) -> None:
+    assert call("quantize", model, *RUN, model.with_suffix(".npz"), "--nodes-to-exclude", "nobody")[0] == 2
+    assert call("quantize", tmp_path)[::2] == (2, f"error: {tmp_path} is a folder: name an ONNX file\n")
+    assert {file.suffix for file in tmp_path.iterdir()} == {".onnx", ".npz"}
+    assert "cannot read the model: No such file" in call("quantize", tmp_path / "no" / "model.onnx")[2]
+
+
+def test_a_metric_that_cannot_be_used(call: Call, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "metric.py").write_text(
+        "def nothing(predict):\n    return float('nan')\ndef other(predict):\n    return predict({'picture': [0.0]})\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    for name, words in (("nothing", "metric.py:nothing is nan"), ("other", "Required inputs (['image'])")):
+        code, out, err = call("quantize", model, *RUN, model.with_suffix(".npz"), "--evaluate", f"metric.py:{name}")
+        error = err.splitlines()[-1]
+        assert (code, out) == (2, "")
+        assert error.startswith(f"error: --evaluate metric.py:{name} cannot be used: ")
+        assert words in error
+
+
+@pytest.mark.parametrize("by", ["float", "quantized"])
+def test_outputs_that_are_not_finite_are_told_and_json_stays_valid(by: str, call: Call, tmp_path: Path) -> None:
+    """1/p: p is 0 in the quantized model only, where rounding makes it so."""
+    text = "net (float[4,32] x) => (float[4,32] y) {\n [a] p = MatMul(x, w)\n [b] y = Reciprocal(p) }"
+    path = write(build(text, {"w": np.eye(32, dtype=np.float32)}), tmp_path)
+    values = np.ones((6, 4, 32), np.float32)
+    values[:, 0, :2] = 1000, 0 if by == "float" else 0.001
+    np.savez(path.with_suffix(".npz"), x=values)
+    code, out, err = call("quantize", path, *RUN, path.with_suffix(".npz"), "--report", "--json")
+    found = json.loads(out, parse_constant=pytest.fail)
+    assert code == 0
+    assert (found["finite"], found["output_sqnr_db"], found["output_cosine"]) == (False, None, None)
+    assert f"note: outputs of the {by} model are NaN or infinite" in err
+    assert "output SQNR unknown, on 1 held-out samples" in call("quantize", path, *RUN, path.with_suffix(".npz"))[1]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_tune_starts_from_the_placement(call: Call, precision: str, tmp_path: Path) -> None:
+    path = write(mixed(), tmp_path)
+    code, out, _ = call(
+        "quantize", path, "--engine", "fake", "--calibration-data", path.with_suffix(".npz"), "--tune",
+        "--precision", precision, "--tune-args", f"--builds 7 -o '{tmp_path / 'out'}'", "--json",
+    )  # fmt: skip
+    assert code == 0
+    summary = json.loads(out)
+    assert summary["shipped"] == "tuned"
+    assert "origin: imported" in (tmp_path / "out" / "autotuner_state.yaml").read_text().replace('"', "")
+    ours = read_placement(load(path), load(path.with_suffix(".qdq.onnx"))).placement
+    assert ours.edges
+
+
+# The list of rules
+
+
+def test_rules_lists_every_rule_with_its_reason_and_source(call: Call) -> None:
+    code, out, _ = call("rules")
+    assert code == 0
+    for rule in RULES:
+        assert f"\n{rule.name} (" in "\n" + out
+        assert rule.reason in out
+        assert rule.source in out
+
+
+def test_rules_of_one_engine_and_type(call: Call) -> None:
+    code, out, _ = call("rules", "--engine", "tensorrt", "--quant-type", "fp8", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert [r["name"] for r in found] == [r.name for r in rules_of("tensorrt", "fp8")]
+    assert all("tensorrt" in r["engines"] and "fp8" in r["quant_types"] for r in found)
+    assert {r["effect"] for r in found} == {"keeps in float", "places pairs"}
+    assert set(found[0]) == {"name", "effect", "reason", "engines", "quant_types", "source"}

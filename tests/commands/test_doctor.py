@@ -1,0 +1,240 @@
+"""What `examine` finds on machines that differ from this one."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qdqtune.cli import main
+from qdqtune.commands import doctor
+from qdqtune.commands.doctor import (
+    Diagnosis,
+    EngineState,
+    Gpu,
+    Processor,
+    consequence,
+    engine_state,
+    examine,
+    find_gpus,
+    processor,
+)
+from qdqtune.engines import MODULES, EngineSpec
+from qdqtune.errors import EngineUnavailable
+from runs import environment, without_processes
+
+# Processors
+
+
+@pytest.mark.parametrize(("isa", "machine", "words"), [
+    ("avx2", "x86_64", "no VNNI: weights take 7 bits"),
+    ("avx2 avx_vnni", "AMD64", "VNNI: int8 dot products in hardware"),
+    ("avx2 avx512_vnni amx_int8", "x86_64", "AMX: int8 matrix products in hardware"),
+    ("asimddp", "aarch64", "ASIMDDP: int8 dot products in hardware"),
+    ("asimddp i8mm", "arm64", "I8MM: int8 matrix products in hardware"),
+    ("", "riscv64", "no instruction set that is known to matter"),
+])  # fmt: skip
+def test_what_follows_from_instruction_sets(isa, machine, words):
+    assert consequence(machine, isa.split()).startswith(words)
+
+
+def test_this_processor():
+    found = processor()
+    assert found.cores >= 1
+    assert found.name
+    assert found.consequence == consequence(platform.machine(), found.isa)
+
+
+# GPUs
+
+
+def nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin")
+
+
+def test_gpus(tmp_path, monkeypatch):
+    lines = "echo 'NVIDIA A100-SXM4-40GB, 550.54.15, 8.0, 40960 MiB'; echo 'NVIDIA L4, 550.54.15, 8.9, 23034 MiB'"
+    nvidia_smi(tmp_path, monkeypatch, f'case "$1" in --query-gpu=*) {lines};; *) exit 3;; esac')
+    gpus = (
+        Gpu("NVIDIA A100-SXM4-40GB", "550.54.15", "8.0", "40960 MiB"),
+        Gpu("NVIDIA L4", "550.54.15", "8.9", "23034 MiB"),
+    )
+    assert find_gpus() == (gpus, "")
+
+
+@pytest.mark.parametrize(("script", "note"), [
+    ("echo 'NVIDIA-SMI has failed because it could not communicate with the driver'; exit 9",
+     "nvidia-smi finds none: NVIDIA-SMI has failed because it could not communicate with the driver"),
+    ("echo 'No devices were found'", "nvidia-smi finds none: No devices were found"),
+    ("echo broken >&2; exit 1", "nvidia-smi finds none: broken"),
+])  # fmt: skip
+def test_no_gpu(script, note, tmp_path, monkeypatch):
+    nvidia_smi(tmp_path, monkeypatch, script)
+    assert find_gpus() == ((), note)
+
+
+def test_no_driver_and_a_driver_that_hangs(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_gpus() == ((), "no NVIDIA driver: there is no nvidia-smi")
+    nvidia_smi(tmp_path, monkeypatch, "exec sleep 60")
+    monkeypatch.setattr(doctor, "NVIDIA_SMI_SECONDS", 0.2)
+    gpus, note = find_gpus()
+    assert gpus == ()
+    assert note.startswith("nvidia-smi does not answer: ")
+
+
+# Engines
+
+
+def test_engines_that_work(tmp_path, monkeypatch):
+    without_processes(monkeypatch)
+    fake, onnxruntime = (engine_state(name, tmp_path) for name in ("fake", "onnxruntime"))
+    assert (fake.status, fake.version, fake.device, fake.reason) == ("usable", "1", "cost model", "")
+    assert onnxruntime.status == "usable"
+    assert onnxruntime.version
+    assert onnxruntime.device
+
+
+def library(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, name: str = "tensorrt") -> None:
+    """A Python package of that name, for workers."""
+    (folder / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setitem(doctor.NEEDS, name, ((name,), "pip install it"))
+
+
+def test_a_library_that_is_not_there(tmp_path, monkeypatch):
+    library(tmp_path, monkeypatch, "raise ModuleNotFoundError(\"No module named 'tensorrt'\")")
+    monkeypatch.setitem(doctor.NEEDS, "tensorrt", (("no_such_package",), "pip install 'qdqtune[tensorrt]'"))
+    assert engine_state("tensorrt", tmp_path) == EngineState(
+        "tensorrt", "missing", reason="TensorRT cannot be loaded (No module named 'tensorrt')",
+        remedy="pip install 'qdqtune[tensorrt]'",
+    )  # fmt: skip
+
+
+def test_a_library_that_lacks_another_is_not_to_be_installed_again(tmp_path, monkeypatch):
+    library(tmp_path, monkeypatch, "raise ImportError('libnvinfer.so.10: cannot open shared object file')")
+    found = engine_state("tensorrt", tmp_path)
+    assert (found.status, found.remedy) == ("missing", "")
+    assert "libnvinfer.so.10: cannot open shared object file" in found.reason
+
+
+def test_a_version_that_is_too_old(tmp_path, monkeypatch):
+    library(tmp_path, monkeypatch, "__version__ = '8.2.0'\nclass IExecutionContext: pass")
+    assert engine_state("tensorrt", tmp_path).reason == "TensorRT 8.2.0 is too old: install 8.6 or later"
+
+
+def test_a_library_that_kills_its_process(tmp_path, monkeypatch):
+    library(tmp_path, monkeypatch, "import os\nos.abort()")
+    found = engine_state("tensorrt", tmp_path)
+    assert found.status == "missing"
+    assert found.reason == (
+        "engine 'tensorrt' does not work here: the engine process ended with signal SIGABRT while opening the engine"
+    )
+
+
+def test_an_engine_that_only_builds(tmp_path, monkeypatch):
+    class Opened:
+        def __init__(self, spec, **_):
+            self.options = spec.options
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def describe(self):
+            if not self.options:
+                raise EngineUnavailable("there is no GPU")
+            return {"version": "1.7", "device": "none"}
+
+    monkeypatch.setattr(doctor, "Runner", Opened)
+    monkeypatch.setattr(doctor, "NEEDS", {})
+    assert engine_state("tensorrt-rtx", tmp_path) == EngineState(
+        "tensorrt-rtx", "builds only", "1.7", "none", "there is no GPU"
+    )
+    assert engine_state("tensorrt", tmp_path) == EngineState("tensorrt", "missing", reason="there is no GPU")
+
+
+def test_building_ahead_of_time_needs_no_cuda(tmp_path, monkeypatch):
+    """The package of TensorRT-RTX alone will do, which is all that its extra installs."""
+
+    def described(spec: EngineSpec, _: Path) -> dict[str, str]:
+        if not spec.options:
+            raise EngineUnavailable("cuda-python is missing")
+        return {"version": "1.7", "device": "sm89"}
+
+    monkeypatch.setattr(doctor, "_described", described)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name == "tensorrt_rtx_bindings" or None)
+    found = engine_state("tensorrt-rtx", tmp_path)
+    assert (found.status, found.reason, found.remedy) == ("builds only", "cuda-python is missing", "")
+
+
+def test_every_engine_is_examined(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "engine_state", lambda name, _: EngineState(name, "missing"))
+    assert [e.name for e in examine(tmp_path).engines] == list(MODULES)
+
+
+# The command
+
+
+CPU = Processor("Some CPU", 4, ("avx2",), "no VNNI")
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], found: Diagnosis, *arguments: str):
+    monkeypatch.setattr("qdqtune.cli.engines.examine", lambda _: found)
+    with pytest.raises(SystemExit) as end:
+        main.main(["doctor", *arguments])
+    return end.value.code, capsys.readouterr().out
+
+
+def test_the_table(monkeypatch, capsys):
+    engines = (
+        EngineState("fake", "usable", "1", "cost model"),
+        EngineState("onnxruntime", "usable", "1.31", "Some CPU"),
+        EngineState("openvino", "missing", reason="no module", remedy="pip install 'qdqtune[openvino]'"),
+    )
+    code, printed = run(monkeypatch, capsys, Diagnosis(engines, CPU, (Gpu("L4", "550", "8.9", "23034 MiB"),), ""))
+    assert code == 0
+    assert "openvino: no module: pip install 'qdqtune[openvino]'\n" in printed
+    assert "CPU: Some CPU, 4 cores (avx2); no VNNI\n" in printed
+    assert "GPU: L4, 23034 MiB, compute capability 8.9, driver 550\n" in printed
+    assert [line.split() for line in printed.splitlines() if line.startswith((" onnx", " open"))] == [
+        ["onnxruntime", "usable", "1.31", "Some", "CPU"],
+        ["openvino", "missing"],
+    ]
+
+
+@pytest.mark.parametrize(("status", "code"), [("usable", 0), ("builds only", 0), ("missing", 5)])
+def test_the_exit_code_tells_whether_any_engine_is_usable(status, code, monkeypatch, capsys):
+    engines = (EngineState("fake", "usable", "1", "cost model"), EngineState("onnxruntime", status, reason="why"))
+    found, printed = run(monkeypatch, capsys, Diagnosis(engines, CPU, (), "no driver"), "--json")
+    assert found == code
+    told = json.loads(printed)
+    assert [e["status"] for e in told["engines"]] == ["usable", status]
+    assert (told["processor"]["isa"], told["gpus"], told["gpu_note"]) == (["avx2"], [], "no driver")
+
+
+# Imports
+
+
+def test_importing_qdqtune_imports_no_engine():
+    text = """
+import pkgutil, sys
+import qdqtune
+own = {"qdqtune.__main__", "qdqtune.engines.onnxruntime.engine", "qdqtune.engines.openvino.engine"}
+for module in pkgutil.walk_packages(qdqtune.__path__, "qdqtune."):
+    if module.name not in own:
+        __import__(module.name)
+vendors = {"onnxruntime", "openvino", "tensorrt", "tensorrt_bindings", "tensorrt_rtx", "tensorrt_rtx_bindings", "cuda"}
+print(*sorted(vendors & set(sys.modules)), "qdqtune.cli.main" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", text], env=environment(), capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"

@@ -1,0 +1,420 @@
+"""`quantize`: what is written, exact against a float64 reference, and what is said about it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import onnx
+import pytest
+
+import qdqtune
+from models import attention, build, conv_net, embedding, feeds, normal, run
+from qdqtune.calibration.calibrate import Calibration
+from qdqtune.calibration.scales import Range, Ranges
+from qdqtune.commands.quantize import HELD_OUT, Request, Selection, quantize, with_known_ranges
+from qdqtune.engines import MODULES
+from qdqtune.engines.formats import numeric_format
+from qdqtune.errors import BadModel, BadOption, OutputError
+from qdqtune.graph.files import save
+from qdqtune.graph.loading import load
+from qdqtune.graph.model import Model
+from qdqtune.measurement.accuracy import sqnr_db
+from qdqtune.placement.insertion import insert
+from qdqtune.placement.reading import read_placement
+from qdqtune.types import Failure, Placement, QType, QuantType
+from runs import without_processes
+
+Array = npt.NDArray[Any]
+DIGITS = Path(__file__).parents[2] / "demo" / "digits.onnx"
+
+
+@pytest.fixture(autouse=True)
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_processes(monkeypatch)
+
+
+def written(model: Model, folder: Path, count: int = 5) -> Path:
+    """The model as a file, with samples beside it."""
+    path = folder / "model.onnx"
+    save(model, path)
+    samples = feeds(model, count)
+    np.savez(path.with_suffix(".npz"), **{k: np.stack([s[k] for s in samples]) for k in model.inputs})
+    return path
+
+
+def request(path: Path, **changes: Any) -> Request:
+    base = Request(path, path.with_name("q.onnx"), calibration_data=str(path.with_suffix(".npz")), engine="tensorrt")
+    return replace(base, **changes)
+
+
+def wide() -> Model:
+    """Opset 17, with enough channels for FP8."""
+    text = """net (float[N,32,8,8] x) => (float[N,32] y) {
+        [conv] c = Conv <pads=[1,1,1,1]> (x, w0)
+        [relu] r = Relu(c)
+        [mean] m = GlobalAveragePool(r)
+        [flat] f = Flatten(m)
+        [head] h = Gemm <transB=1> (f, w1, b1)
+        [end] y = Tanh(h)
+    }"""
+    return build(text, {"w0": normal(32, 32, 3, 3), "w1": normal(32, 32), "b1": normal(32)}, opset=17)
+
+
+def nearest_e4m3(values: Array) -> Array:
+    """E4M3FN by its definition, in float64: 3 bits of mantissa, exponents from -6, ties to even, saturated at 448."""
+    magnitude = np.abs(values.astype(np.float64))
+    exponent = np.maximum(np.floor(np.log2(np.maximum(magnitude, 2.0**-20))), -6)
+    step = 2.0 ** (exponent - 3)
+    return np.asarray(np.sign(values) * np.minimum(np.rint(magnitude / step) * step, 448))
+
+
+def pairs(model: Model) -> Iterator[tuple[str, Array, Array, Array]]:
+    """Each Q/DQ'd tensor: name, scale, zero point and, for a constant, its quantized values."""
+    for node in model.nodes:
+        if node.op == "DequantizeLinear":
+            scale, zero = (model.constants[name].array() for name in node.inputs[1:3])
+            constant = model.constants.get(node.inputs[0])
+            yield node.inputs[0], scale, zero, np.zeros(0) if constant is None else constant.array()
+
+
+# Numbers
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("source", ["random", "trained"])
+def test_fp8_is_opset_19_with_amax_over_448_and_the_tensors_own_float_type(
+    source: str, half: bool, tmp_path: Path
+) -> None:
+    model = load(DIGITS) if source == "trained" else wide()
+    path = written(model, tmp_path)
+    quantize(request(path, quant_type="fp8", precision="fp16" if half else "fp32"))
+    done = load(path.with_name("q.onnx"))
+    assert done.opset >= 19
+    dtype = np.float16 if half else np.float32
+    seen = 0
+    for name, scale, zero, values in pairs(done):
+        assert zero.dtype == ml_dtypes.float8_e4m3fn
+        assert zero.astype(np.float32) == 0
+        assert scale.dtype == dtype
+        assert scale.shape == ()
+        if values.size:
+            exact = original(model, name).astype(dtype)
+            assert scale == (np.abs(exact.astype(np.float64)).max() / 448).astype(dtype)
+            reference = nearest_e4m3(exact.astype(np.float32) / scale.astype(np.float32))
+            np.testing.assert_array_equal(values.astype(np.float64), reference)
+            seen += 1
+    assert seen
+
+
+def original(model: Model, name: str) -> Array:
+    """The float values of a quantized constant."""
+    return model.constants[name.removesuffix("_quantized")].array()
+
+
+@pytest.mark.parametrize("source", ["random", "trained"])
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_int8_rounds_half_to_even_as_onnx_says(source: str, per_channel: bool, tmp_path: Path) -> None:
+    model = load(DIGITS) if source == "trained" else conv_net()
+    path = written(model, tmp_path)
+    quantize(request(path, per_channel=per_channel))
+    seen = 0
+    for name, scale, zero, values in pairs(load(path.with_name("q.onnx"))):
+        assert (zero == 0).all()
+        assert zero.dtype == np.int8
+        if values.size:
+            exact = original(model, name)
+            axis = next(i for i, n in enumerate(exact.shape) if n == scale.size) if scale.ndim else None
+            assert (axis is not None) == per_channel
+            others = tuple(i for i in range(exact.ndim) if i != axis) if per_channel else None
+            np.testing.assert_array_equal(scale, np.float32(np.abs(exact.astype(np.float64)).max(axis=others) / 127))
+            along = scale.reshape([-1 if i == axis else 1 for i in range(exact.ndim)]) if per_channel else scale
+            ties = np.rint((exact / along).astype(np.float64))  # numpy rounds half to even
+            np.testing.assert_array_equal(values, np.clip(ties, -128, 127))
+            seen += 1
+    assert seen
+
+
+@pytest.mark.parametrize("engine", sorted(MODULES))
+@pytest.mark.parametrize("quant_type", ["int8", "fp8"])
+def test_every_engine_names_its_numbers_without_its_library(
+    engine: str, quant_type: QuantType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for library in ("tensorrt", "tensorrt_rtx", "tensorrt_rtx_bindings", "openvino"):
+        monkeypatch.setitem(sys.modules, library, None)
+    if quant_type == "fp8" and engine in ("onnxruntime", "openvino"):
+        with pytest.raises(BadOption, match="no FP8"):
+            numeric_format(engine, quant_type)
+    else:
+        numbers = numeric_format(engine, quant_type)
+        assert (numbers.weight is QType.FP8) == (quant_type == "fp8")
+
+
+def test_an_engine_that_nobody_knows() -> None:
+    with pytest.raises(BadOption, match="unknown engine 'gpu'; there are fake, onnxruntime"):
+        numeric_format("gpu", "int8")
+
+
+# What comes out
+
+
+@pytest.mark.parametrize("method", ["minmax", "percentile", "entropy", "mse"])
+@pytest.mark.parametrize("engine", ["onnxruntime", "tensorrt"])
+def test_a_quantized_network_stays_close_to_the_float_one(engine: str, method: Any, tmp_path: Path) -> None:
+    path = written(conv_net(), tmp_path, 10)
+    done = quantize(request(path, engine=engine, calibration=Calibration(method)))
+    assert done.placed.placement.edges
+    assert done.sqnr_db is not None
+    assert done.sqnr_db > 15
+    assert done.cosine is not None
+    assert 0.98 < done.cosine < 1
+    assert (done.judged, done.is_held_out, done.notes) == (2, True, ())
+
+
+def test_the_reported_sqnr_is_that_of_the_written_file_on_every_fifth_sample(tmp_path: Path) -> None:
+    model = conv_net()
+    path = written(model, tmp_path, 11)
+    done = quantize(request(path))
+    unseen = [s for i, s in enumerate(feeds(model, 11), 1) if i % HELD_OUT == 0]
+    expected = sqnr_db(run(model, unseen), run(load(done.output), unseen))
+    assert done.sqnr_db == pytest.approx(expected, abs=1e-3)
+    assert done.judged == 2
+
+
+def test_held_out_samples_do_not_enter_the_scales(tmp_path: Path) -> None:
+    path = written(conv_net(), tmp_path, 5)
+    quantize(request(path))
+    before = {name: scale for name, scale, _, _ in pairs(load(path.with_name("q.onnx")))}
+    with np.load(path.with_suffix(".npz")) as data:
+        images = data["image"].copy()
+    images[4] *= 1000
+    np.savez(path.with_suffix(".npz"), image=images)
+    quantize(request(path))
+    after = {name: scale for name, scale, _, _ in pairs(load(path.with_name("q.onnx")))}
+    assert all((before[name] == after[name]).all() for name in before)
+
+
+def test_few_samples_and_random_ones_are_told(tmp_path: Path) -> None:
+    path = written(conv_net(), tmp_path, 4)
+    few = quantize(request(path))
+    assert not few.is_held_out
+    assert few.judged == 4
+    assert few.notes == ("fewer than 5 samples: the SQNR is that of the calibration data",)
+    assert "random inputs" in quantize(request(path, calibration_data=None)).notes[0]
+
+
+def test_several_inputs_and_integers_and_a_dynamic_batch(tmp_path: Path) -> None:
+    path = written(embedding(), tmp_path)
+    done = quantize(request(path, engine="openvino"))
+    assert {e.node for e in done.placed.placement} == {"dense"}
+    quantized = load(path.with_name("q.onnx"))
+    for batch in (1, 3):
+        sample = {"ids": np.zeros((batch, 5), np.int64), "mask": np.ones((batch, 5), np.float32)}
+        assert run(quantized, [sample])[0]["y"].shape == (batch, 5, 8)
+
+
+STATE = """net (float[N,32] x, float[N,32] state, int64 rate) => (float[N,32] y, float[N,32] next) {
+    [is16] wide = Equal(rate, wanted)
+    [choose] h = If(wide) <then_branch = a () => (float[N,32] p) { p = MatMul(x, w) },
+                           else_branch = b () => (float[N,32] q) { q = MatMul(x, v) }>
+    [carry] s = MatMul(state, v)
+    [add] t = Add(h, s)
+    [tanh] next = Tanh(t)
+    [copy] y = MatMul(next, w)
+}"""
+
+
+def test_a_state_is_an_input_like_others_and_a_fixed_input_decides_an_if(tmp_path: Path) -> None:
+    model = build(STATE, {"w": normal(32, 32), "v": normal(32, 32, seed=1), "wanted": np.int64(16000)})
+    path = tmp_path / "model.onnx"
+    save(model, path)
+    np.savez(path.with_suffix(".npz"), x=normal(6, 2, 32), state=normal(6, 2, 32, seed=2), rate=np.int64(16000))
+    done = quantize(request(path, fix_inputs={"rate": 16000}))
+    assert {"carry", "copy"} < {e.node for e in done.placed.placement}
+    assert "rate" not in load(done.output).inputs
+    assert done.sqnr_db is not None
+    assert done.sqnr_db > 20
+
+
+def test_where_nothing_is_lost_the_sqnr_is_none(tmp_path: Path) -> None:
+    text = "net (float[4,32] x) => (float[4,32] y) {\n [a] p = MatMul(x, w)\n [b] q = Abs(p)\n [end] y = Floor(q) }"
+    path = tmp_path / "model.onnx"
+    save(build(text, {"w": np.eye(32, dtype=np.float32)}), path)
+    np.savez(path.with_suffix(".npz"), x=np.float32(np.random.default_rng(0).integers(-1, 2, (6, 4, 32)) * 127))
+    done = quantize(request(path))
+    assert done.placed.placement.edges
+    assert done.sqnr_db is None
+    assert done.cosine == pytest.approx(1)
+
+
+def test_what_a_softmax_makes_has_the_range_from_0_to_1_in_uint8_if_it_comes_half_way() -> None:
+    model = attention()
+    for high, expected in ((0.6, Range(0, 1)), (0.4, Range(0.1, 0.4))):
+        found = Ranges({"p": Range(0.1, high), "q": Range(-1, 1)})
+        known = with_known_ranges(model, found, numeric_format("onnxruntime", "int8")).activations
+        assert known == {"p": expected, "q": Range(-1, 1)}
+        assert with_known_ranges(model, found, numeric_format("tensorrt", "int8")) == found
+
+
+# Choices
+
+
+def consumers(done: Any) -> set[str]:
+    return {e.node for e in done.placed.placement}
+
+
+@pytest.mark.parametrize(
+    ("selection", "gone", "kept"),
+    [(Selection(excluded_nodes=["side", "de*"]), {"side", "depthwise"}, {"stem", "project"}),
+     (Selection(excluded_op_types=["Gemm", "Add"]), {"head", "add"}, {"stem", "side"}),
+     (Selection(nodes=["st*", "side"]), {"project", "head", "add"}, {"stem", "side"}),
+     (Selection(op_types=["Gemm"]), {"stem", "side", "add"}, {"head"}),
+     (Selection(op_types=["Conv"], excluded_nodes=["side"]), {"side", "head"}, {"stem"})],
+)  # fmt: skip
+def test_nodes_and_operators_to_quantize_and_to_exclude(
+    selection: Selection, gone: set[str], kept: set[str], tmp_path: Path
+) -> None:
+    done = consumers(quantize(request(written(conv_net(), tmp_path), engine="openvino", selection=selection)))
+    assert not done & gone
+    assert kept <= done
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"selection": Selection(nodes=["nobody*"])}, "no node is named 'nobody\\*'"),
+     ({"selection": Selection(excluded_op_types=["LSTM"])}, "the model has no LSTM; it has Add, Clip"),
+     ({"per_channel": True, "quant_type": "fp8"}, "--per-channel is for int8"),
+     ({"engine": "onnxruntime", "quant_type": "fp8"}, "no FP8 kernels"),
+     ({"evaluate": "nothing:here"}, "--evaluate"),
+     ({"output": Path("model.onnx")}, "would overwrite")],
+)  # fmt: skip
+def test_what_cannot_be_asked_for(
+    changes: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(conv_net(), tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadOption, match=words):
+        quantize(request(path, **changes))
+
+
+def test_models_that_cannot_be_quantized(tmp_path: Path) -> None:
+    path = written(conv_net(), tmp_path)
+    quantize(request(path))
+    with pytest.raises(BadModel, match="already has Q/DQ pairs"):
+        quantize(request(path, model=path.with_name("q.onnx"), output=tmp_path / "twice.onnx"))
+    with pytest.raises(BadModel, match=r"find nothing to quantize in .*model.onnx among the nodes that you chose"):
+        quantize(request(path, selection=Selection(op_types=["Flatten"])))
+    with pytest.raises(BadModel, match=r"kept in float by .*tiny-convolutions \(\d+ edges\)"):
+        quantize(request(path, quant_type="fp8"))
+    with pytest.raises(OutputError, match="there is no folder"):
+        quantize(request(path, output=tmp_path / "no" / "q.onnx"))
+
+
+def test_a_model_that_computes_in_integers_already(tmp_path: Path) -> None:
+    text = """net (float[4,32] x) => (float[4,32] y) {
+        q, s, z = DynamicQuantizeLinear(x)
+        p = MatMulInteger(q, w, z)
+        f = Cast <to=1> (p)
+        y = MatMul(f, v)
+    }"""
+    path = written(build(text, {"w": np.ones((32, 32), np.int8), "v": normal(32, 32)}), tmp_path)
+    with pytest.raises(BadModel, match=r"has 8-bit operators \(DynamicQuantizeLinear, MatMulInteger\): give the float"):
+        quantize(request(path))
+
+
+def test_a_float16_model_is_judged_against_the_float32_one(tmp_path: Path) -> None:
+    path = written(conv_net(), tmp_path)
+    done = quantize(request(path, precision="fp16", selection=Selection(nodes=["side"])))
+    assert load(done.output).tensors["c0"].dtype == onnx.TensorProto.FLOAT16
+    assert done.sqnr_db is not None
+    assert 20 < done.sqnr_db < 80
+
+
+def test_the_metric_before_and_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "metrics.py").write_text(
+        "import numpy as np\ndef spread(predict):\n"
+        "    return float(np.std(predict({'image': np.ones((1, 3, 8, 8), 'f')})['logits']))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    done = quantize(request(written(conv_net(), tmp_path), evaluate="metrics:spread"))
+    assert done.metric is not None
+    before, after = done.metric
+    assert before == pytest.approx(after, rel=0.1)
+    assert before != after
+
+
+def test_from_python(tmp_path: Path) -> None:
+    path = written(conv_net(), tmp_path)
+    done = qdqtune.quantize(str(path), tmp_path / "q.onnx", calibration_data=str(path.with_suffix(".npz")))
+    assert done.output.is_file()
+    with pytest.raises(TypeError, match="calibration_dta"):
+        qdqtune.quantize(path, tmp_path / "q.onnx", calibration_dta="x")
+
+
+# The report
+
+
+def test_the_report_ranks_tensors_by_what_they_do_to_the_outputs(tmp_path: Path) -> None:
+    """The tensor with the longest tail loses most by itself, and hardly reaches the output."""
+    text = """net (float[N,32] x) => (float[N,32] y) {
+        [first] p = MatMul(x, w)
+        [tail] o = Exp(p)
+        [second] q = MatMul(o, v)
+        [third] r = MatMul(p, u)
+        [sum] y = Add(q, r)
+    }"""
+    weights = {"w": normal(32, 32, scale=0.4), "v": normal(32, 32, scale=1e-4, seed=1), "u": normal(32, 32, seed=2)}
+    path = written(build(text, weights), tmp_path)
+    done = quantize(request(path, report=True))
+    found = {d.tensor: d for d in done.damages}
+    assert {"x", "w", "o", "v", "p", "u"} <= set(found)
+    ordered = [d.output_db for d in done.damages if d.output_db is not None]
+    assert ordered == sorted(ordered)
+    assert len(ordered) == len(found)
+    assert min(found, key=lambda t: found[t].own_db or 0.0) == "o"
+    assert [d.tensor for d in done.damages].index("o") > [d.tensor for d in done.damages].index("p")
+    assert [found[t].nodes for t in ("p", "o", "w")] == [("third",), ("second",), ("first",)]
+    assert quantize(request(path)).damages == ()
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", "tensorrt"])
+@pytest.mark.parametrize("net", [conv_net, attention])
+def test_what_the_report_says_of_a_tensor_holds_in_a_model_with_its_pairs_only(
+    engine: str, net: Callable[[], Model], tmp_path: Path
+) -> None:
+    """Also where a pair stands for a clamp that was dropped, and where it shares its scale."""
+    model = net()
+    path = written(model, tmp_path)
+    done = quantize(request(path, engine=engine, report=True))
+    unseen = feeds(model, 5)[4:]
+    known = read_placement(model, load(done.output)).ranges
+    numbers = replace(numeric_format(engine, "int8"), shared_scale_ops=frozenset(), bias="float", drop_clamps=False)
+    exact = run(model, unseen)
+    assert len(done.damages) == min(10, len({e.tensor for e in done.placed.placement}))
+    for damage in done.damages:
+        only = Placement.of(e for e in done.placed.placement if e.tensor == damage.tensor)
+        found = sqnr_db(exact, run(insert(model, only, known, numbers), unseen))
+        assert damage.output_db == pytest.approx(found, abs=0.2)
+        assert damage.own_db is not None
+        assert damage.own_db > 20
+
+
+def test_keeping_the_nodes_of_the_report_in_float_takes_the_pair_away(tmp_path: Path) -> None:
+    path = written(conv_net(), tmp_path)
+    for damage in quantize(request(path, engine="onnxruntime", report=True)).damages:
+        less = quantize(request(path, engine="onnxruntime", selection=Selection(excluded_nodes=damage.nodes)))
+        assert damage.tensor not in {e.tensor for e in less.placed.placement}
+
+
+def test_no_report_where_the_model_with_switches_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qdqtune.commands.quantize.damages", lambda *_: Failure("build", "no such operator"))
+    done = quantize(request(written(conv_net(), tmp_path, 10), report=True))
+    assert done.damages == ()
+    assert done.sqnr_db is not None
+    assert done.notes == ("no report of single tensors, as the model with switches fails: no such operator",)

@@ -1,0 +1,389 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx.reference import ReferenceEvaluator
+from test_trtexec import stand_in
+
+from engine_contract import IMAGE, conv_model, quantized_conv_model
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.fake import latency
+from qdqtune.engines.runner import Handle, Runner
+from qdqtune.engines.worker import Session
+from qdqtune.errors import BadOption, EngineUnavailable, OutputError
+from qdqtune.types import Failure, Measurement, NumericFormat, QType
+from runs import environment
+
+QUANTIZED = quantized_conv_model(NumericFormat(QType.INT8, QType.INT8, symmetric=True))
+ROUNDS: dict[str, Any] = {"seed": 3, "first_round": 0, "slot_seconds": 0.0, "warmup": 0}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> SimpleNamespace:
+    """Four models on disk, two of them with pairs."""
+    made = {"plain": conv_model(), "large": conv_model(32), "quantized": QUANTIZED, "again": QUANTIZED}
+    for name, model in made.items():
+        onnx.save(model, tmp_path / f"{name}.onnx")
+    return SimpleNamespace(**{name: tmp_path / f"{name}.onnx" for name in made})
+
+
+@contextmanager
+def opened(folder: Path, limit: float = 60.0, engine: str = "fake", **options: Any) -> Iterator[Runner]:
+    with Runner(EngineSpec(engine, options), time_limit_s=limit, log_dir=folder / "logs") as runner:
+        runner.feed(IMAGE)
+        yield runner
+
+
+def loaded(runner: Runner, path: Path, **how: Any) -> Handle:
+    handle = runner.load(path, **how)
+    assert isinstance(handle, Handle), handle
+    return handle
+
+
+def measured(result: Measurement | Failure) -> Measurement:
+    assert isinstance(result, Measurement), result
+    return result
+
+
+def failed(result: object) -> Failure:
+    assert isinstance(result, Failure), result
+    assert len(result.reason.splitlines()) == 1
+    return result
+
+
+def pid(runner: Runner) -> int:
+    assert runner._worker is not None
+    return runner._worker._process.pid
+
+
+def gone(process: int) -> bool:
+    """Whether a process has ended (one that nobody has waited for yet has ended as well)."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        listed = subprocess.run(["ps", "-o", "stat=", "-p", str(process)], capture_output=True, text=True, check=False)
+        if listed.stdout.strip()[:1] in ("", "Z"):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("engine", ["fake", "onnxruntime"])
+def test_a_session_from_load_to_unload(tmp_path: Path, files: SimpleNamespace, engine: str) -> None:
+    with opened(tmp_path, engine=engine) as runner:
+        assert runner.describe()["engine"] == engine
+        assert runner.numeric_format("int8").weight is QType.INT8
+        plain, large = loaded(runner, files.plain, log_name="baseline"), loaded(runner, files.quantized)
+        assert (tmp_path / "logs" / "baseline.log").exists()
+        outputs = runner.outputs(plain, [IMAGE, IMAGE])
+        assert not isinstance(outputs, Failure)
+        np.testing.assert_allclose(outputs[1]["y"], ReferenceEvaluator(conv_model()).run(None, IMAGE)[0], atol=1e-4)
+        samples = measured(runner.rounds(plain, large, 4, seed=0, first_round=0, slot_seconds=0.001, warmup=1))
+        assert len(samples.a) == len(samples.b) == 4
+        runner.unload(plain)
+        runner.unload(plain)
+        with pytest.raises(ValueError, match="not loaded"):
+            runner.outputs(plain, [IMAGE])
+
+
+def test_a_file_is_built_once_unless_a_fresh_build_is_asked_for(tmp_path: Path, files: SimpleNamespace) -> None:
+    with opened(tmp_path, build_seconds=0.05) as runner:
+        first = loaded(runner, files.plain)
+        assert first.build_seconds >= 0.05
+        assert loaded(runner, files.plain) == first
+        second = loaded(runner, files.plain, fresh=True)
+        assert second != first
+        assert measured(runner.rounds(first, second, 2, **ROUNDS)).a
+        runner.unload(second)
+        assert loaded(runner, files.plain) == first
+        runner.unload(first)
+        assert loaded(runner, files.plain) not in (first, second)
+
+
+def test_rounds_give_the_latencies_of_both_sides(tmp_path: Path, files: SimpleNamespace) -> None:
+    with opened(tmp_path) as runner:
+        a, b = loaded(runner, files.plain), loaded(runner, files.large)
+        samples = measured(runner.rounds(a, b, 5, **ROUNDS))
+        assert samples == Measurement((latency(conv_model()),) * 5, (latency(conv_model(32)),) * 5)
+
+
+def test_rounds_continue_where_the_last_call_stopped(tmp_path: Path, files: SimpleNamespace) -> None:
+    def run(*counts: int, seed: int = 3) -> list[tuple[float, float]]:
+        with opened(tmp_path, noise=0.1) as runner:
+            a, b = loaded(runner, files.plain), loaded(runner, files.large)
+            pairs: list[tuple[float, float]] = []
+            for count in counts:
+                part = measured(runner.rounds(a, b, count, **ROUNDS | {"first_round": len(pairs), "seed": seed}))
+                pairs += zip(part.a, part.b, strict=True)
+            return pairs
+
+    assert run(6) == run(2, 1, 3)
+    assert run(6) != run(6, seed=4)
+
+
+class _Scripted:
+    """Records the slots that a model is asked for."""
+
+    def __init__(self, name: str, seconds: float, slots: list[tuple[str, int]]) -> None:
+        self.name, self.seconds, self.slots = name, seconds, slots
+
+    def time(self, inputs: object, runs: int) -> float:
+        self.slots.append((self.name, runs))
+        return self.seconds + len(self.slots)
+
+
+def _scripted(a_seconds: float = 1.0, b_seconds: float = 1.0) -> tuple[Session, list[tuple[str, int]]]:
+    slots: list[tuple[str, int]] = []
+    session = Session(EngineSpec("fake"))
+    session._models = {0: _Scripted("A", a_seconds, slots), 1: _Scripted("B", b_seconds, slots)}  # type: ignore[dict-item]
+    return session, slots
+
+
+def test_a_round_is_abba_or_baab_by_its_own_coin() -> None:
+    session, slots = _scripted()
+    samples = session.rounds(0, 1, 5, range(64), 7, 3)
+    assert slots[:2] == [("A", 3), ("B", 3)]
+    assert {runs for _, runs in slots[2:]} == {7}
+    orders = ["".join(name for name, _ in slots[i : i + 4]) for i in range(2, len(slots), 4)]
+    assert set(orders) == {"ABBA", "BAAB"}
+    assert 16 < orders.count("ABBA") < 48
+    assert samples.a == samples.b  # a steady drift hits both sides alike
+
+    later, later_slots = _scripted()
+    later.rounds(0, 1, 5, range(10, 12), 7, 0)
+    assert ["".join(name for name, _ in later_slots[i : i + 4]) for i in (0, 4)] == orders[10:12]
+
+
+def test_the_slower_model_fills_a_slot(tmp_path: Path, files: SimpleNamespace) -> None:
+    with opened(tmp_path) as runner:
+        runner.rounds(loaded(runner, files.plain), loaded(runner, files.large), 1, **ROUNDS | {"slot_seconds": 0.01})
+        ((runs, seconds),) = runner._slots.values()
+    assert seconds == latency(conv_model(32))
+    assert (runs - 1) * seconds < 0.01 <= runs * seconds
+
+
+@pytest.mark.parametrize(
+    ("fault", "stage", "words"),
+    [("refuse", "build", "no implementation"), ("crash", "crash", "exit code 70"), ("hang", "timeout", "longer than")],
+)
+def test_a_build_that_fails_leaves_the_rest_usable(
+    tmp_path: Path, files: SimpleNamespace, fault: str, stage: str, words: str
+) -> None:
+    with opened(tmp_path, limit=2.0 if fault == "hang" else 60.0, faults={fault: "conv"}) as runner:
+        a, b = loaded(runner, files.plain), loaded(runner, files.large)
+        before = measured(runner.rounds(a, b, 2, **ROUNDS))
+        for _ in range(2):
+            failure = failed(runner.load(files.quantized, "bad"))
+            assert failure.stage == stage
+            assert words in failure.reason
+            assert f"fault: {fault}" in failure.log
+        assert measured(runner.rounds(a, b, 2, **ROUNDS)) == before
+
+
+def test_nan_is_an_output_like_any_other(tmp_path: Path, files: SimpleNamespace) -> None:
+    with opened(tmp_path, faults={"nan": "conv"}) as runner:
+        outputs = runner.outputs(loaded(runner, files.quantized), [IMAGE])
+        assert not isinstance(outputs, Failure)
+        assert np.isnan(outputs[0]["y"]).all()
+
+
+def test_inputs_that_do_not_fit_are_a_failed_run(tmp_path: Path, files: SimpleNamespace) -> None:
+    with opened(tmp_path, engine="onnxruntime") as runner:
+        plain = loaded(runner, files.plain)
+        assert failed(runner.outputs(plain, [{"x": np.zeros((1, 3, 8, 8), np.float32)}])).stage == "run"
+        runner.feed({"x": np.zeros((1, 3, 8, 8), np.float32)})
+        assert failed(runner.rounds(plain, plain, 1, **ROUNDS)).stage == "run"
+        assert len(runner.outputs(plain, [IMAGE])) == 1  # type: ignore[arg-type]
+
+
+def test_a_worker_killed_between_calls_is_replaced(tmp_path: Path, files: SimpleNamespace) -> None:
+    with opened(tmp_path) as runner:
+        a, b = loaded(runner, files.plain), loaded(runner, files.large)
+        before = measured(runner.rounds(a, b, 2, **ROUNDS))
+        first = pid(runner)
+        os.kill(first, signal.SIGKILL)
+        assert gone(first)
+        assert measured(runner.rounds(a, b, 2, **ROUNDS)) == before
+        assert pid(runner) != first
+        os.kill(pid(runner), signal.SIGKILL)
+        runner.unload(a)
+        assert not isinstance(runner.outputs(b, [{"x": np.zeros((1, 4, 32, 32), np.float32)}]), Failure)
+
+
+def test_a_worker_killed_during_a_call_is_a_crash_that_names_the_signal(tmp_path: Path, files: SimpleNamespace) -> None:
+    with opened(tmp_path, faults={"hang": "conv"}) as runner:
+        plain = loaded(runner, files.plain)
+        threading.Timer(0.3, os.kill, (pid(runner), signal.SIGKILL)).start()
+        failure = failed(runner.load(files.quantized))
+        assert (failure.stage, "SIGKILL" in failure.reason) == ("crash", True)
+        assert len(runner.outputs(plain, [IMAGE])) == 1  # type: ignore[arg-type]
+
+
+def test_a_model_that_cannot_be_built_again_is_a_failure(tmp_path: Path, files: SimpleNamespace) -> None:
+    with opened(tmp_path) as runner:
+        plain = loaded(runner, files.plain)
+        runner.close()
+        files.plain.write_bytes(b"damaged")
+        assert failed(runner.outputs(plain, [IMAGE])).stage == "build"
+
+
+def test_an_interrupt_while_waiting_leaves_the_runner_usable(
+    tmp_path: Path, files: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    with opened(tmp_path, faults={"hang": "conv"}) as runner:
+        plain = loaded(runner, files.plain)
+        hung = pid(runner)
+        with monkeypatch.context() as patch:
+            patch.setattr(Connection, "poll", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                runner.load(files.quantized)
+        assert gone(hung)
+        assert len(runner.outputs(plain, [IMAGE])) == 1  # type: ignore[arg-type]
+        last = pid(runner)
+    assert gone(last)
+
+
+def test_an_interrupt_from_the_terminal_is_not_for_the_worker(tmp_path: Path, files: SimpleNamespace) -> None:
+    with opened(tmp_path) as runner:
+        plain = loaded(runner, files.plain)
+        worker = pid(runner)
+        assert os.getpgid(worker) != os.getpgid(0)
+        os.kill(worker, signal.SIGINT)
+        assert len(runner.outputs(plain, [IMAGE])) == 1  # type: ignore[arg-type]
+        assert pid(runner) == worker
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_killed_parent_leaves_no_worker(tmp_path: Path, files: SimpleNamespace, busy: bool) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(f"""
+import sys, time
+from pathlib import Path
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.runner import Runner
+print("imported", flush=True)  # a worker that imported this script would say so again
+runner = Runner(EngineSpec("fake", {{"faults": {{"hang": "conv"}}}}), time_limit_s=600, log_dir=Path({str(tmp_path)!r}))
+runner.load(Path({str(files.plain)!r}))
+print(runner._worker._process.pid, flush=True)
+if {busy}:
+    runner.load(Path({str(files.quantized)!r}))
+time.sleep(600)
+""")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment)
+    assert parent.stdout is not None
+    lines = [parent.stdout.readline().strip() for _ in range(2)]
+    worker = int(lines[1])
+    os.kill(worker, 0)
+    parent.kill()
+    assert parent.communicate()[0] == ""
+    assert lines[0] == "imported"
+    assert gone(worker)
+
+
+def scratch(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("worker-*") if path.is_dir())
+
+
+def plans(folder: Path) -> list[Path]:
+    return [plan for left in scratch(folder) for plan in left.rglob("*.plan")]
+
+
+def trtexec(folder: Path) -> EngineSpec:
+    return EngineSpec("trtexec", {"trtexec": stand_in(folder, "10.16")})
+
+
+def test_what_the_engine_leaves_in_its_temporary_folder_goes_with_the_worker(
+    tmp_path: Path, files: SimpleNamespace
+) -> None:
+    with Runner(trtexec(tmp_path), time_limit_s=60, log_dir=tmp_path / "logs") as runner:
+        assert isinstance(runner.load(files.plain), Handle)
+        assert len(plans(tmp_path / "logs")) == 1
+        first = scratch(tmp_path / "logs")
+        os.kill(pid(runner), signal.SIGKILL)
+        gone(pid(runner))
+        assert isinstance(runner.load(files.plain, fresh=True), Handle)
+        assert len(scratch(tmp_path / "logs")) == 1
+        assert scratch(tmp_path / "logs") != first
+    assert not scratch(tmp_path / "logs")
+
+
+def test_what_a_killed_run_has_left_goes_at_the_next_start(tmp_path: Path, files: SimpleNamespace) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(f"""
+import time
+from pathlib import Path
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.runner import Runner
+runner = Runner({trtexec(tmp_path)!r}, time_limit_s=600, log_dir=Path({str(tmp_path / "logs")!r}))
+runner.load(Path({str(files.plain)!r}))
+print(runner._worker._process.pid, flush=True)
+time.sleep(600)
+""")
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment())
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    (left,) = scratch(tmp_path / "logs")
+    with Runner(EngineSpec("fake"), time_limit_s=60, log_dir=tmp_path / "logs") as runner:
+        runner.describe()
+        assert left in scratch(tmp_path / "logs")  # its run still lives
+    parent.kill()
+    parent.communicate()
+    assert gone(worker)
+    assert plans(tmp_path / "logs")
+    with Runner(EngineSpec("fake"), time_limit_s=60, log_dir=tmp_path / "logs") as runner:
+        runner.describe()
+        assert left not in scratch(tmp_path / "logs")
+    assert not scratch(tmp_path / "logs")
+
+
+def test_errors_of_the_engine_keep_their_class_and_message(tmp_path: Path) -> None:
+    with opened(tmp_path, engine="nosuch") as runner, pytest.raises(BadOption, match="unknown engine 'nosuch'"):
+        runner.describe()
+    with opened(tmp_path, engine="onnxruntime") as runner:
+        with pytest.raises(BadOption, match="FP8"):
+            runner.numeric_format("fp8")
+        assert runner.describe()["engine"] == "onnxruntime"
+    with (
+        opened(tmp_path, engine="onnxruntime", provider="NoSuch") as runner,
+        pytest.raises(EngineUnavailable, match="no provider 'NoSuch'"),
+    ):
+        runner.load(tmp_path / "m.onnx")
+
+
+def test_the_log_folder_must_be_writable(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("in the way")
+    with pytest.raises(OutputError, match="logs"), opened(tmp_path):
+        pass
+
+
+def test_timing_needs_a_sample(tmp_path: Path, files: SimpleNamespace) -> None:
+    with Runner(EngineSpec("fake"), time_limit_s=60, log_dir=tmp_path) as runner:
+        plain = loaded(runner, files.plain)
+        with pytest.raises(ValueError, match="feed"):
+            runner.rounds(plain, plain, 1, **ROUNDS)
+
+
+def test_engine_seconds_count_the_waiting(tmp_path: Path, files: SimpleNamespace) -> None:
+    with opened(tmp_path, build_seconds=0.1) as runner:
+        start = time.monotonic()
+        for path in (files.plain, files.large):
+            loaded(runner, path)
+        time.sleep(0.2)
+        assert 0.2 <= runner.engine_seconds <= time.monotonic() - start - 0.2

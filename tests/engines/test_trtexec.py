@@ -1,0 +1,359 @@
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from engine_contract import IMAGE, ROWS, EngineContract, conv_model, matmul_model, model_of, quantized_conv_model
+from qdqtune.engines import Engine, EngineSpec, open_engine
+from qdqtune.engines.runner import Runner
+from qdqtune.engines.tensorrt.trtexec import create
+from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
+from qdqtune.graph.loading import node_names
+from qdqtune.types import Failure, NumericFormat, QType
+
+VERSIONS = ["8.6", "10.0", "10.16", "11.1"]
+INT8 = NumericFormat(QType.INT8, QType.INT8, symmetric=True)
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Temporary folders of this process lie beside the models of the test."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def stand_in(folder: Path, version: str, **config: Any) -> str:
+    """A program `trtexec` in `folder`; its command lines go to the file `calls` beside it."""
+    program = folder / "trtexec"
+    text = json.dumps({"version": version, "calls": str(folder / "calls"), **config})
+    words = [sys.executable, str(Path(__file__).parents[1] / "trtexec_stand_in.py")]
+    program.write_text(f'#!/bin/sh\nTRTEXEC_STAND_IN={shlex.quote(text)} exec {shlex.join(words)} "$@"\n')
+    program.chmod(0o755)
+    return str(program)
+
+
+def calls(folder: Path) -> list[dict[str, str]]:
+    """The command lines so far, each as flag name to value; `--help` is left out."""
+    lines = [json.loads(line) for line in (folder / "calls").read_text().splitlines()]
+    found = [{f.removeprefix("--").partition("=")[0]: f.partition("=")[2] for f in words} for words in lines]
+    assert all(len(words) == len(flags) for words, flags in zip(lines, found, strict=True)), "a flag was passed twice"
+    return [flags for flags in found if "help" not in flags]
+
+
+def static(model: onnx.ModelProto) -> onnx.ModelProto:
+    """`model` with 1 for its dynamic dimensions."""
+    for dimension in model.graph.input[0].type.tensor_type.shape.dim:
+        dimension.dim_value = dimension.dim_value or 1
+    return model
+
+
+@pytest.fixture
+def quantized(tmp_path: Path) -> Path:
+    onnx.save(static(quantized_conv_model(INT8)), tmp_path / "q.onnx")
+    return tmp_path / "q.onnx"
+
+
+class TestContract(EngineContract):
+    @pytest.fixture(autouse=True)
+    def _program(self, tmp_path: Path) -> None:
+        self.spec = EngineSpec("trtexec", {"trtexec": stand_in(tmp_path, "10.16")})
+
+    def test_close_frees_the_model(self, engine: Engine, tmp_path: Path, log: Path) -> None:
+        """It is never in this process; what stays is a folder."""
+        onnx.save(conv_model(), tmp_path / "m.onnx")
+        built = engine.build(tmp_path / "m.onnx", log)
+        assert len(list(tmp_path.glob("trtexec-*/*.plan"))) == 1
+        built.close()
+        assert not list(tmp_path.glob("trtexec-*"))
+
+
+@pytest.fixture(params=VERSIONS)
+def version(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_versions_are_read_from_the_banner(tmp_path: Path, version: str) -> None:
+    engine = create(stand_in(tmp_path, version))
+    expected = {"8.6": "8.6.1", "10.0": "10.0.1", "10.16": "10.16.1", "11.1": "11.1.0"}[version]
+    assert engine.describe()["version"] == expected
+
+
+def test_each_version_builds_runs_times_and_reports(tmp_path: Path, quantized: Path, version: str) -> None:
+    engine = create(stand_in(tmp_path, version))
+    built = engine.build(quantized, tmp_path / "build.log")
+    outputs, seconds, layers = built.run(IMAGE), built.time(IMAGE, 5), built.layers(IMAGE, 5)
+    assert outputs["y"].shape == (1, 8, 8, 8)
+    assert 1e-5 < seconds < 1e-3
+    names = [name for layer in layers for name in layer.nodes]
+    assert sorted(names) == sorted(node_names(onnx.load(quantized).graph))
+    assert [(x.kind, x.precision) for x in layers] == [("quantize", "INT8"), ("compute", "INT8"), ("quantize", "FP32")]
+    assert all(x.time_ms is not None and x.time_ms > 0 for x in layers)
+    built.save(tmp_path / "engine.plan")
+    assert (tmp_path / "engine.plan").read_bytes().startswith(b"stand-in plan")
+    assert (tmp_path / "build.log").read_text().count("\n$ ") + 1 == 4
+    built.close()
+    assert not list(tmp_path.glob("trtexec-*"))
+
+
+def test_flags_are_those_of_the_version(tmp_path: Path, quantized: Path, version: str) -> None:
+    built = create(stand_in(tmp_path, version)).build(quantized, tmp_path / "build.log")
+    built.time(IMAGE, 3)
+    built.layers(IMAGE, 3)
+    build, timed, profiled = calls(tmp_path)
+    typing = {"8.6": {"fp16", "int8"}, "10.0": {"stronglyTyped"}, "10.16": {"stronglyTyped"}, "11.1": set()}[version]
+    assert build.keys() & {"fp16", "int8", "fp8", "best", "stronglyTyped"} == typing
+    assert {"skipInference", "saveEngine"} <= build.keys()
+    assert build["profilingVerbosity"] == "detailed"
+    assert not {"minShapes", "shapes"} & (build.keys() | timed.keys())
+    quick = {"useCudaGraph", "useSpinWait", "noDataTransfers"}
+    assert timed.keys() & quick == (set() if version == "11.1" else quick)
+    assert ("separateProfileRun" in profiled) == (version != "11.1")
+    assert timed["warmUp"] == "200"
+    assert timed["duration"] == profiled["duration"] == "0"
+    assert timed["iterations"] == timed["avgRuns"] == "3"
+    assert timed["loadEngine"] == build["saveEngine"]
+    assert "onnx" not in timed
+
+
+def test_a_float_model_is_built_with_fp16_alone_on_8_6(tmp_path: Path) -> None:
+    onnx.save(static(conv_model()), tmp_path / "m.onnx")
+    create(stand_in(tmp_path, "8.6")).build(tmp_path / "m.onnx", tmp_path / "build.log")
+    assert calls(tmp_path)[0].keys() & {"fp16", "int8"} == {"fp16"}
+
+
+def test_time_is_the_median_of_the_exported_times(tmp_path: Path, quantized: Path) -> None:
+    seconds = create(stand_in(tmp_path, "10.0")).build(quantized, tmp_path / "build.log").time(IMAGE, 5)
+    expected = (0.01 + 0.05 * 0.4 + 0.01 * 0.4) / 1.15 * 1.02 / 1e3  # samples are 0 to 4 % over the modelled latency
+    assert seconds == pytest.approx(expected, rel=1e-5)
+
+
+def test_without_exported_times_the_summary_is_read(tmp_path: Path, quantized: Path) -> None:
+    seconds = [
+        create(stand_in(folder, "10.0", silent=silent)).build(quantized, folder / "build.log").time(IMAGE, 7)
+        for silent in (False, True)
+        if (folder := tmp_path / str(silent)) and not folder.mkdir()
+    ]
+    assert seconds[0] == pytest.approx(seconds[1], rel=1e-4)
+
+
+def test_unknown_profiling_flags_are_dropped_once_and_for_all(tmp_path: Path, quantized: Path) -> None:
+    unknown = ["profilingVerbosity", "exportProfile"]
+    engine = create(stand_in(tmp_path, "8.6", unknown=unknown))
+    built = engine.build(quantized, tmp_path / "build.log")
+    assert len(calls(tmp_path)) == 2
+    assert built.time(IMAGE, 1) > 0
+    with pytest.raises(EngineFailure, match="knows no profiling flags"):
+        built.layers(IMAGE, 1)
+    engine.build(quantized, tmp_path / "again.log")
+    seen = calls(tmp_path)
+    assert "profilingVerbosity" in seen[0]
+    assert not any({"profilingVerbosity", "exportProfile", "exportLayerInfo"} & flags.keys() for flags in seen[1:])
+    assert "Unknown option: --profilingVerbosity detailed" in (tmp_path / "build.log").read_text()
+
+
+def test_an_unknown_flag_of_the_user_is_no_reason_to_repeat(tmp_path: Path, quantized: Path) -> None:
+    engine = create(stand_in(tmp_path, "10.0"), trtexec_args="--fastest")
+    with pytest.raises(EngineFailure, match="Unknown option: --fastest"):
+        engine.build(quantized, tmp_path / "build.log")
+    assert len(calls(tmp_path)) == 1
+
+
+def test_user_arguments_win_and_are_passed_once(tmp_path: Path, quantized: Path) -> None:
+    arguments = "--warmUp=7 --useCudaGraph --best --builderOptimizationLevel=1 --builderOptimizationLevel=2"
+    engine = create(stand_in(tmp_path, "10.16"), trtexec_args=arguments, builder_level=5, workspace_mb=64)
+    engine.build(quantized, tmp_path / "build.log").time(IMAGE, 1)
+    build, timed = calls(tmp_path)
+    assert build["builderOptimizationLevel"] == "2"
+    assert build["memPoolSize"] == "workspace:64"
+    assert "stronglyTyped" not in build, "it excludes the user's --best"
+    assert "best" in build
+    assert timed["warmUp"] == "7"
+    assert engine.describe()["typing"] == "weak"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"warmup_ms": -1}, "warmup_ms"), ({"builder_level": 9}, "builder level"), ({"workspace_mb": 0}, "workspace")],
+)
+def test_options_that_cannot_be_used(tmp_path: Path, options: dict[str, int], words: str) -> None:
+    with pytest.raises(BadOption, match=words):
+        open_engine(EngineSpec("trtexec", {"trtexec": stand_in(tmp_path, "10.0"), **options}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [("--onnx=a.onnx", "--onnx is set by qdqtune"), ("fast", "'fast' is no flag"), ("--a='b", "cannot be read")],
+)
+def test_arguments_that_cannot_be_used(tmp_path: Path, arguments: str, words: str) -> None:
+    with pytest.raises(BadOption, match=words):
+        create(stand_in(tmp_path, "10.0"), trtexec_args=arguments)
+
+
+def test_plugins_and_timing_cache(tmp_path: Path, quantized: Path) -> None:
+    plugin = tmp_path / "libplugin.so"
+    plugin.write_bytes(b"")
+    engine = create(
+        stand_in(tmp_path, "11.1"), plugin_libraries=[str(plugin)], timing_cache=str(tmp_path / "kernels.cache"),
+        trtexec_args=f"--staticPlugins={plugin}",
+    )  # fmt: skip
+    engine.build(quantized, tmp_path / "build.log").time(IMAGE, 1)
+    assert all(flags["staticPlugins"] == str(plugin) for flags in calls(tmp_path))
+    assert (tmp_path / "kernels.cache").exists()
+    missing = create(stand_in(tmp_path, "11.1"), plugin_libraries=["/nowhere/lib.so"])
+    with pytest.raises(EngineFailure, match=r"plugin library /nowhere/lib\.so"):
+        missing.build(quantized, tmp_path / "build.log")
+
+
+def test_given_shapes_make_one_plan(tmp_path: Path) -> None:
+    onnx.save(matmul_model(), tmp_path / "m.onnx")
+    shapes = {"min_shapes": {"x": [1, 16]}, "opt_shapes": {"x": [4, 16]}, "max_shapes": {"x": [8, 16]}}
+    built = create(stand_in(tmp_path, "10.0"), **shapes).build(tmp_path / "m.onnx", tmp_path / "build.log")
+    assert built.run(ROWS)["y"].shape == (3, 8)
+    build, run = calls(tmp_path)
+    assert (build["minShapes"], build["optShapes"], build["maxShapes"]) == ("x:1x16", "x:4x16", "x:8x16")
+    assert run["shapes"] == "x:3x16"
+    with pytest.raises(EngineFailure, match="does not satisfy any optimization profiles"):
+        built.run({"x": np.zeros((9, 16), np.float32)})
+
+
+def test_without_shapes_each_size_gets_a_plan(tmp_path: Path) -> None:
+    onnx.save(matmul_model(), tmp_path / "m.onnx")
+    built = create(stand_in(tmp_path, "10.0")).build(tmp_path / "m.onnx", tmp_path / "build.log")
+    built.time(ROWS, 1)
+    built.time(ROWS, 1)
+    assert [flags.get("optShapes") for flags in calls(tmp_path) if "onnx" in flags] == ["x:1x16", "x:3x16"]
+
+
+def test_shapes_for_some_dynamic_inputs_only(tmp_path: Path) -> None:
+    add = model_of([helper.make_node("Add", ["x", "u"], ["y"])], ["n"], {})
+    add.graph.input.append(helper.make_tensor_value_info("u", TensorProto.FLOAT, ["n"]))
+    onnx.save(add, tmp_path / "m.onnx")
+    engine = create(stand_in(tmp_path, "10.0"), opt_shapes={"x": [4]})
+    with pytest.raises(BadOption, match="input 'u' has dynamic sizes as well"):
+        engine.build(tmp_path / "m.onnx", tmp_path / "build.log")
+
+
+@pytest.mark.parametrize("version", ["8.6", "10.0"])
+def test_64_bit_integers_are_narrow_before_10(tmp_path: Path, version: str) -> None:
+    gather = model_of([helper.make_node("Gather", ["w", "x"], ["y"])], [2], {"w": np.arange(12, dtype=np.float32)})
+    gather.graph.input[0].type.tensor_type.elem_type = TensorProto.INT64
+    onnx.save(gather, tmp_path / "m.onnx")
+    built = create(stand_in(tmp_path, version)).build(tmp_path / "m.onnx", tmp_path / "build.log")
+    assert built.run({"x": np.array([3, 11])})["y"].tolist() == [3, 11]
+    with pytest.raises(EngineFailure, match="is int64 of sizes"):
+        built.run({"x": np.array([3, 11], np.int32)})
+
+
+def test_outputs_may_be_nan(tmp_path: Path) -> None:
+    onnx.save(model_of([helper.make_node("Log", ["x"], ["y"])], [3], {}), tmp_path / "m.onnx")
+    built = create(stand_in(tmp_path, "10.0")).build(tmp_path / "m.onnx", tmp_path / "build.log")
+    outputs = built.run({"x": np.array([-1, 0, 1], np.float32)})
+    np.testing.assert_array_equal(outputs["y"], np.array([np.nan, -np.inf, 0], np.float32))
+    assert outputs["y"].dtype == np.float32
+
+
+@pytest.mark.parametrize("version", ["8.6", "11.1"])
+def test_a_refusal_tells_cause_and_stage(tmp_path: Path, quantized: Path, version: str) -> None:
+    engine = create(stand_in(tmp_path, version, refuse="conv"))
+    with pytest.raises(EngineFailure, match=r"any implementation for node conv.*; Engine set up failed$"):
+        engine.build(quantized, tmp_path / "build.log")
+    assert "Building engine failed" in (tmp_path / "build.log").read_text()
+    assert not list(tmp_path.glob("trtexec-*"))
+
+
+def test_a_damaged_plan_is_a_failure(tmp_path: Path, quantized: Path) -> None:
+    built = create(stand_in(tmp_path, "10.0")).build(quantized, tmp_path / "build.log")
+    next(tmp_path.glob("trtexec-*/*.plan")).write_bytes(b"stand")
+    with pytest.raises(EngineFailure, match="Error opening engine file"):
+        built.time(IMAGE, 1)
+
+
+def test_fp8_needs_version_10(tmp_path: Path, version: str) -> None:
+    engine = create(stand_in(tmp_path, version))
+    assert engine.numeric_format("int8").symmetric
+    if version == "8.6":
+        with pytest.raises(BadOption, match="--quant-type int8"):
+            engine.numeric_format("fp8")
+    else:
+        assert engine.numeric_format("fp8").weight is QType.FP8
+
+
+def test_a_missing_program_says_where_it_comes_from() -> None:
+    with pytest.raises(EngineUnavailable, match=r"no program 'no-such-trtexec'.*--trtexec PATH"):
+        create("no-such-trtexec")
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("echo hello", "tells no TensorRT version"),
+        ("echo 'libnvinfer.so.10: cannot open' >&2; exit 127", "cannot open"),
+        ("echo '&&&& RUNNING TensorRT.trtexec [TensorRT v8503]'", "8.5.3: 8.6 or later is needed"),
+    ],
+)
+def test_a_program_that_will_not_do(tmp_path: Path, script: str, words: str) -> None:
+    program = tmp_path / "trtexec"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    with pytest.raises(EngineUnavailable, match=words):
+        open_engine(EngineSpec("trtexec", {"trtexec": str(program)}))
+
+
+def test_a_crash_is_told_by_its_signal(tmp_path: Path, quantized: Path) -> None:
+    program = Path(stand_in(tmp_path, "10.0"))
+    engine = create(str(program))
+    program.write_text("#!/bin/sh\nkill -SEGV $$\n")
+    with pytest.raises(EngineFailure, match="ended with signal SIGSEGV"):
+        engine.build(quantized, tmp_path / "build.log")
+
+
+def test_a_call_that_hangs_ends_with_the_worker(tmp_path: Path, quantized: Path) -> None:
+    spec = EngineSpec("trtexec", {"trtexec": stand_in(tmp_path, "10.0", hang="inference")})
+    with Runner(spec, time_limit_s=3, log_dir=tmp_path / "logs") as runner:
+        handle = runner.load(quantized, "hanging")
+        assert not isinstance(handle, Failure)
+        result = runner.outputs(handle, [IMAGE])
+        assert isinstance(result, Failure)
+        assert result.stage == "timeout"
+    assert not _running(str(tmp_path))
+
+
+def _running(argument: str) -> list[int]:
+    """Processes with this text in their command lines."""
+    if not Path("/proc").is_dir():
+        pytest.skip("needs /proc")
+    for _ in range(50):  # a killed process stays for a moment
+        found = []
+        for entry in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                line = entry.read_bytes().decode(errors="replace")
+            except OSError:
+                continue
+            if argument in line and "loadEngine" in line:
+                found.append(int(entry.parent.name))
+        if not found:
+            return []
+        time.sleep(0.1)
+    return found
+
+
+def test_paired_rounds_through_the_runner(tmp_path: Path, quantized: Path) -> None:
+    onnx.save(static(conv_model()), tmp_path / "m.onnx")
+    spec = EngineSpec("trtexec", {"trtexec": stand_in(tmp_path, "11.1")})
+    with Runner(spec, time_limit_s=60, log_dir=tmp_path / "logs") as runner:
+        runner.feed(IMAGE)
+        a, b = runner.load(tmp_path / "m.onnx"), runner.load(quantized)
+        assert not isinstance(a, Failure)
+        assert not isinstance(b, Failure)
+        measured = runner.rounds(a, b, 2, seed=1, first_round=0, slot_seconds=1e-4, warmup=1)
+        assert not isinstance(measured, Failure)
+        assert np.median(measured.b) != np.median(measured.a)

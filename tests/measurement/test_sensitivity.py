@@ -1,0 +1,119 @@
+"""What rounding one value does to the outputs: against the inserter's own models, one value at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from models import FORMATS, PLAIN, attention, build, conv_net, feeds, normal, ranges, run
+from qdqtune.calibration import scales
+from qdqtune.calibration.scales import Range
+from qdqtune.graph.model import Model
+from qdqtune.measurement.accuracy import sqnr_db
+from qdqtune.measurement.sensitivity import DEAFENING, _shares, sensitivities
+from qdqtune.placement import rules
+from qdqtune.placement.insertion import insert
+from qdqtune.placement.possible import possible_edges
+from qdqtune.search.costs.noise import Noise
+from qdqtune.tuning.noise import each_value
+from qdqtune.types import Edge, Failure, NumericFormat, Placement
+from runs import without_processes
+
+NETS = {"conv": conv_net, "attention": attention}
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_processes(monkeypatch)
+
+
+def alone(model: Model, numbers: NumericFormat = PLAIN) -> dict[str, float]:
+    known = ranges(model)
+    found = sensitivities(model, each_value(model, known, numbers, possible_edges(model, known)), feeds(model))
+    assert isinstance(found, dict)
+    return found
+
+
+def noise_of(model: Model, placement: Placement, numbers: NumericFormat) -> float:
+    """As the inserter has it."""
+    samples = feeds(model)
+    ratio = sqnr_db(run(model, samples), run(insert(model, placement, ranges(model), numbers), samples))
+    return 0.0 if ratio is None else float(10 ** (-ratio / 10))
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_each_value_alone_is_as_the_inserter_rounds_it(name: str) -> None:
+    model = NETS[name]()
+    possible = possible_edges(model, ranges(model))
+    noise = Noise(model, alone(model))
+    assert set(noise.alone) == {noise.value(e.tensor) for e in possible}
+    for value, found in noise.alone.items():
+        placement = Placement.of(e for e in possible if noise.value(e.tensor) == value)
+        assert found == pytest.approx(noise_of(model, placement, PLAIN), rel=0.1, abs=1e-9), value
+
+
+@pytest.mark.parametrize("numbers", FORMATS)
+def test_the_sum_foretells_the_noise_of_a_placement(numbers: str) -> None:
+    model = conv_net()
+    noise = Noise(model, alone(model, FORMATS[numbers]))
+    for placement in rules.placements(model, possible_edges(model, ranges(model))).values():
+        real = noise_of(model, placement, FORMATS[numbers])
+        assert abs(10 * np.log10(noise.predicted(placement) / real)) < 4
+
+
+def test_half_precision_is_rounded_as_well() -> None:
+    found = alone(attention(half=True))
+    assert 0 < min(v for v in found.values() if v > 0) < max(found.values()) < 1e-2
+
+
+def test_the_loudest_blocks_are_divided_until_the_measurements_are_spent() -> None:
+    real = np.array([1, 1, 1, 1, 1, 100, 1, 1.0])
+    asked: list[tuple[int, int]] = []
+
+    def noise(start: int, stop: int) -> float:
+        asked.append((start, stop))
+        return float(real[start:stop].sum())
+
+    assert _shares(8, noise, 100, 0.0) == real.tolist()
+    assert len(asked) == 15
+    asked.clear()
+    assert _shares(8, noise, 7, 0.0) == [1, 1, 1, 1, 1, 100, 1, 1]
+    assert asked == [(0, 8), (0, 4), (4, 8), (4, 6), (6, 8), (4, 5), (5, 6)]
+    asked.clear()
+    assert _shares(8, noise, 100, loudest=1) == [1, 1, 1, 1, 1, 100, 1, 1]
+    assert asked == [(0, 8), (0, 4), (4, 8), (4, 6), (6, 8), (4, 5), (5, 6)]
+    assert _shares(8, noise, 100, floor=4.0) == real.tolist()
+    assert _shares(8, noise, 100, floor=1000.0) == [real.sum() / 8] * 8
+
+
+@pytest.mark.parametrize("measured", [400, 16])
+def test_the_loudest_are_found_one_by_one_or_by_halving(measured: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qdqtune.measurement.sensitivity.INFERENCES", measured)
+    model = conv_net()
+    known = ranges(model)
+    pairs = each_value(model, known, PLAIN, possible_edges(model, known))
+    every = alone(model)
+    assert len(every) > 16
+    found = sensitivities(model, pairs, feeds(model)[:1], loudest=2)
+    assert isinstance(found, dict)
+    assert max(found, key=found.__getitem__) == max(every, key=every.__getitem__)
+    largest = max(every.values())
+    assert max(found.values()) == pytest.approx(largest, rel=0.5)
+
+
+def test_outputs_that_are_not_finite() -> None:
+    text = "net (float[1,4] x) => (float[1,4] y) { h = Neg(x) y = Reciprocal(h) }"
+    model = build(text, {})
+    pairs = {Edge("x", model.nodes[0].name, 0): scales.of_range(Range(-1, 1), PLAIN)}
+    tiny, zero = ({"x": np.float32([[1, 1, 1, last]])} for last in (1e-3, 0))
+    assert sensitivities(model, pairs, [tiny]) == {"x": DEAFENING}
+    found = sensitivities(model, pairs, [zero])
+    assert isinstance(found, Failure)
+    assert "NaN or infinite" in found.reason
+
+
+def test_what_onnx_runtime_does_not_run_is_a_failure() -> None:
+    model = build("net (float[2,4] x) => (float[2,4] y) { h = MatMul(x, w) y = custom.Knows(h) }", {"w": normal(4, 4)})
+    edge = Edge("x", model.nodes[0].name, 0)
+    found = sensitivities(model, {edge: scales.of_range(Range(-1, 1), PLAIN)}, feeds(model))
+    assert isinstance(found, Failure)

@@ -1,0 +1,136 @@
+"""Every command and snippet of docs/ and examples/ runs, on stand-ins where it needs a GPU; links and options exist."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from test_trtexec import stand_in
+
+from documents import ROOT, Block, blocks, options_of_commands, prepare, quickly, run_command, run_python
+from tensorrt_fakes import FakeCuda, Logger, Module
+
+DOCUMENTS = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
+RELEASES = {"10": ("10.16", "10.16.1"), "11": ("11.1", "11.4.0")}
+"""By generation of TensorRT: the version of the stand-in of trtexec, and that of the Python module."""
+
+BUILDS = 13
+"""Of a search: what a text is about can be seen in a few."""
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+OPTION = re.compile(r"(?<![\w-])--([a-zA-Z][\w-]*)")
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("documents")
+    prepare(folder)
+    return folder
+
+
+def with_tensorrt(release: str, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Put stand-ins of one generation of TensorRT, and of cuda-python, where programs and modules are looked for."""
+    program, version = RELEASES[release]
+    stand_in(folder, program)
+    patch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    cuda = FakeCuda()
+    trt = Module(version, cuda)
+    bindings = ModuleType("cuda.bindings")
+    bindings.runtime = cuda  # type: ignore[attr-defined]
+
+    class Simple(Logger):
+        _module, _kind = trt, "ILogger"
+
+        def __init__(self, min_severity: int) -> None:
+            assert min_severity == self.WARNING
+
+        def log(self, severity: int, msg: str) -> None:
+            pass
+
+    trt.__dict__["Logger"] = Simple
+    for name, module in {"tensorrt": trt, "cuda.bindings": bindings, "cuda.bindings.runtime": cuda}.items():
+        patch.setitem(sys.modules, name, module)
+
+
+def run(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+    if block.kind == "python":
+        run_python(block.text, capsys)
+    for command in block.commands if block.kind == "bash" else ():
+        run_command(command, on_gpu=bool(block.releases), builds=BUILDS)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_everything_runs_in_the_order_of_the_text(
+    document: Path,
+    prepared: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "here"
+    shutil.copytree(prepared, folder)
+    quickly(monkeypatch)
+    monkeypatch.chdir(folder)
+    for block in blocks(document.read_text()):
+        if not block.releases:
+            run(block, capsys)
+        for release in block.releases:
+            with monkeypatch.context() as patch:
+                with_tensorrt(release, tmp_path, patch)
+                run(block, capsys)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_blocks_are_of_kinds_that_are_run_or_only_shown(document: Path) -> None:
+    text = document.read_text()
+    assert {block.kind for block in blocks(text)} <= {"bash", "python", "text"}
+    assert text.count("```") == 2 * len(blocks(text))
+    marked = [block for block in blocks(text) if block.releases]
+    assert text.count("needs a GPU: ") == text.count("*Needs a GPU.*") == len(marked)
+    assert all(set(block.releases) <= RELEASES.keys() for block in marked)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_links_lead_somewhere(document: Path) -> None:
+    for place, anchor in LINK.findall(document.read_text()):
+        if not place.startswith("https://"):
+            target = (document.parent / place).resolve() if place else document
+            assert target.exists(), place
+            if anchor:
+                assert anchor in {slug(title) for title in HEADING.findall(target.read_text())}, anchor
+
+
+def slug(title: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_every_option_exists(document: Path, tmp_path: Path) -> None:
+    scripts = "".join(path.read_text() for path in (ROOT / "examples").rglob("*.py"))
+    program = stand_in(tmp_path, "10.16")
+    listed = subprocess.run([program, "--help"], capture_output=True, text=True, check=True).stdout
+    known = {"help", *OPTION.findall(" ".join(options_of_commands()) + listed + scripts)}
+    assert set(OPTION.findall(document.read_text())) <= known
+
+
+@pytest.mark.parametrize("title", ["what `check` says", "message"])
+def test_messages_are_quoted_as_they_are(title: str) -> None:
+    source = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    table = (ROOT / "docs" / "troubleshooting.md").read_text().split(f"\n| {title} |")[1].split("\n\n")[0]
+    quoted = re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
+    assert len(quoted) > 2
+    for piece in (piece.strip() for quote in quoted for piece in quote.split("...")):
+        assert piece in source
+
+
+def test_the_readme_leads_to_every_document() -> None:
+    linked = {place for place, _ in LINK.findall((ROOT / "README.md").read_text())}
+    assert {str(path.relative_to(ROOT)) for path in DOCUMENTS} <= linked

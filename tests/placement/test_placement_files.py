@@ -1,0 +1,152 @@
+"""Files that carry a result to another model: placement.yaml and the pattern cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from models import ranges
+from qdqtune.errors import BadOption, OutputError
+from qdqtune.measurement.timing import Plan
+from qdqtune.placement.files import Recorded, existing, read_placement_file, write_placement
+from qdqtune.placement.possible import possible_edges
+from qdqtune.search.regions import discovery, patterns
+from qdqtune.search.regions.cache import cache_of, read_cache, write_cache
+from qdqtune.search.regions.region import ChildInput, NodeInput, RegionOutput, Scheme
+from qdqtune.tuning.records import write_json
+from qdqtune.types import Edge, Failure, Measurement, Placement, Proposal, Trial  # fmt: skip
+from runs import mixed
+
+DATA = Path(__file__).parents[1] / "data"
+MODEL = mixed()
+GROUPED = patterns.group(MODEL, discovery.find(MODEL))
+POSSIBLE = possible_edges(MODEL, ranges(MODEL))
+SHIPPED = Placement.of([Edge("b", "second", 0), Edge("w1", "second", 1), Edge("d", "softmax", 0), Edge("y", "", 0)])
+
+small = st.integers(0, 99)
+points = st.builds(NodeInput, small, small) | st.builds(ChildInput, small, small)
+points |= st.builds(RegionOutput, small, small) | st.builds(lambda o, r: RegionOutput(o, region_index=r), small, small)
+printable = st.text(st.characters(codec="utf-8", exclude_categories=["C"]), min_size=1)
+
+
+@given(st.frozensets(st.builds(Edge, printable, printable | st.just(""), small)))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None)
+def test_a_placement_survives_with_what_it_was_made_for(tmp_path: Path, edges: frozenset[Edge]) -> None:
+    recorded = Recorded(Placement(edges), "fp8", "tensorrt", {"sr": 16000, "scale": 0.5, "mode": "fast"})
+    write_placement(tmp_path / "placement.yaml", recorded, "some.onnx")
+    assert read_placement_file(tmp_path / "placement.yaml") == recorded
+
+
+def test_a_placement_file_names_what_people_know(tmp_path: Path) -> None:
+    write_placement(tmp_path / "p.yaml", Recorded(SHIPPED, "int8", "onnxruntime", {}), "net.onnx")
+    text = (tmp_path / "p.yaml").read_text()
+    assert "{tensor: w1, node: second, input: 1}" in text
+    assert "{tensor: y, output: 0}" in text
+
+
+def test_only_edges_that_can_carry_a_pair_are_kept_and_the_others_told() -> None:
+    gone = [Edge("b", "renamed", 0), Edge("nobody", "second", 0), Edge("b", "second", 7)]
+    kept, lost = existing(MODEL, SHIPPED | Placement.of(gone), POSSIBLE)
+    assert kept == SHIPPED
+    assert sorted(lost) == sorted(gone)
+
+
+@given(st.lists(st.frozensets(points), min_size=1, max_size=4))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None)
+def test_a_cache_survives_in_its_order(tmp_path: Path, schemes: list[frozenset[NodeInput]]) -> None:
+    entries = {p.digest: [(Scheme(s), 0.5 + k / 8) for k, s in enumerate(schemes)] for p in GROUPED[1:]}
+    write_cache(tmp_path / "cache.yaml", entries, GROUPED)
+    assert read_cache(tmp_path / "cache.yaml") == {d: tuple(s for s, _ in rows) for d, rows in entries.items()}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "[]", "version: 2\nedges: []\npatterns: []", "{", "\x00", "version: 1",
+        "version: 1\nquant_type: int8\nengine: fake\nedges: [{tensor: x}]\npatterns: [{pattern: a}]",
+        "version: 1\nquant_type: int8\nengine: fake\nedges: [x]\npatterns: [x]",
+        "version: 1\nquant_type: int8\nengine: fake\nedges: 3\npatterns: 3",
+        "version: 1\nedges: []\npatterns: [{pattern: a, schemes: [{points: [[node_input, 0]]}]}]",
+        "version: 1\nedges: []\npatterns: [{pattern: a, schemes: [{points: [[nobody, 0, 0]]}]}]",
+        "version: 1\nedges: []\npatterns: [{pattern: a, schemes: [{points: [[node_input, a, 0]]}]}]",
+    ],
+)  # fmt: skip
+def test_other_files_are_refused_in_one_line(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text(content)
+    for read in (read_placement_file, read_cache):
+        with pytest.raises(BadOption) as refusal:
+            read(path)
+        assert len(str(refusal.value).splitlines()) == 1
+        assert "file.yaml" in str(refusal.value)
+
+
+def test_missing_files_are_refused(tmp_path: Path) -> None:
+    for read in (read_placement_file, read_cache):
+        for place in (tmp_path / "missing.yaml", tmp_path):
+            with pytest.raises(BadOption, match="cannot read"):
+                read(place)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x81")
+    with pytest.raises(BadOption, match="is no pattern cache file, or damaged"):
+        read_cache(tmp_path / "binary.yaml")
+
+
+def test_an_unwritable_place_is_an_output_error(tmp_path: Path) -> None:
+    place = tmp_path / "missing" / "file"
+    with pytest.raises(OutputError, match="cannot write"):
+        write_placement(place, Recorded(SHIPPED, "int8", "fake", {}), "net.onnx")
+    with pytest.raises(OutputError, match="cannot write"):
+        write_cache(place, {}, GROUPED)
+    with pytest.raises(OutputError, match="cannot write"):
+        write_json(place, {})
+
+
+def trial(number: int, pattern: str, placement: Placement, ratio: float) -> Trial:
+    proposal = Proposal("mutated", placement, pattern)
+    return Trial(number, proposal, Placement(), Measurement((1.0,) * 12, (ratio,) * 12), accepted=ratio < 1)
+
+
+def test_the_cache_holds_the_final_scheme_then_the_winners_that_differ_enough() -> None:
+    pattern = next(p for p in GROUPED if len(p.points) >= 5)
+    region = pattern.instances[0]
+
+    def placed(count: int) -> Placement:
+        return Placement.of(patterns.resolve(MODEL, pattern, region, Scheme(frozenset(pattern.points[:count]))))
+
+    final = placed(0)
+    history = [
+        trial(1, pattern.digest, placed(1), 0.8),  # too near to the final one
+        trial(2, pattern.digest, placed(5), 0.9),
+        trial(3, pattern.digest, placed(4), 0.7),  # faster, so it comes first, and keeps trial 2 out
+        trial(4, pattern.digest, placed(3), 1.1),  # slower
+        trial(5, "", placed(2), 0.5),  # of no pattern
+        Trial(6, Proposal("all", placed(3), pattern.digest), Placement(), Failure("build", "refused")),
+    ]
+
+    def cached(distance: int, most: int = 32) -> list[tuple[Scheme, float]]:
+        made = cache_of(MODEL, GROUPED, (final, 0.66), history, Plan(), minimum_distance=distance, maximum_entries=most)
+        return made[pattern.digest]
+
+    sizes = [(len(scheme.points), ratio) for scheme, ratio in cached(4)]
+    assert sizes == [(0, 0.66), (4, 0.7)]
+    assert [len(s.points) for s, _ in cached(1)] == [0, 4, 1, 5]
+    assert [len(s.points) for s, _ in cached(1, 2)] == [0, 4]
+
+
+def test_a_placement_file_of_version_1_still_loads() -> None:
+    recorded = read_placement_file(DATA / "placement_v1.yaml")
+    assert (recorded.quant_type, recorded.engine) == ("int8", "fake")
+    assert recorded.fix_inputs == {"sr": 16000, "mode": "fast"}
+    assert len(recorded.placement) == 8
+    assert existing(MODEL, recorded.placement, POSSIBLE) == (recorded.placement, ())
+
+
+def test_a_pattern_cache_of_version_1_still_loads_and_fits_the_patterns_of_today() -> None:
+    cached = read_cache(DATA / "pattern_cache_v1.yaml")
+    assert set(cached) == {p.digest for p in GROUPED}
+    placement = patterns.place(MODEL, GROUPED, {digest: schemes[0] for digest, schemes in cached.items()})
+    recorded = read_placement_file(DATA / "placement_v1.yaml").placement
+    assert placement == recorded - Placement.of([Edge("y", "", 0)])

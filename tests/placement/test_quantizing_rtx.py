@@ -1,0 +1,92 @@
+"""TensorRT-RTX takes what `quantize` writes for TensorRT, without a GPU, and runs it in 8 bits."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from models import attention, build, conv_net, normal
+from qdqtune.commands.quantize import Request, quantize
+from qdqtune.engines import EngineSpec, open_engine
+from qdqtune.graph.files import save
+from qdqtune.graph.float16 import Precision
+from qdqtune.graph.model import Model
+from qdqtune.types import QuantType
+from runs import without_processes
+
+pytest.importorskip("tensorrt_rtx_bindings")
+
+PASSING = """net (float[1,32,16,16] x) => (float[1,32,8,8] y) {
+    [left] l = Conv <pads=[1,1,1,1]> (x, w)
+    [gate] g = Sigmoid(l)
+    [swish] s = Mul(l, g)
+    [pool] m = MaxPool <kernel_shape=[2,2], strides=[2,2]> (s)
+    [right] r = Conv <pads=[1,1,1,1]> (m, w)
+    [add] a = Add(r, m)
+    [up] u = Resize <mode="nearest", nearest_mode="floor", coordinate_transformation_mode="asymmetric"> (a, , scales)
+    [down] d = AveragePool <kernel_shape=[2,2], strides=[2,2]> (u)
+    [concat] c = Concat <axis=1> (a, d)
+    [last] y = Conv <pads=[1,1,1,1]> (c, wide)
+}"""
+
+NEXT = """net (float[1,3,16,16] x) => (float[1,64,4,4] y) {
+    [stem] p = Conv <strides=[2,2]> (x, w0)
+    [turn] t = Transpose <perm=[0,2,3,1]> (p)
+    [norm] n = LayerNormalization <axis=-1> (t, g, b)
+    [up] u = MatMul(n, w1)
+    [down] m = MatMul(u, w2)
+    [add] a = Add(t, m)
+    [norm2] n2 = LayerNormalization <axis=-1> (a, g, b)
+    [back] c = Transpose <perm=[0,3,1,2]> (n2)
+    [shrink] y = Conv <strides=[2,2]> (c, w3)
+}"""
+
+HEADS = """net (float[1,2,32,32] q, float[1,2,32,32] k, float[1,2,32,32] v) => (float[1,2,32,32] y) {
+    [turn] t = Transpose <perm=[0,1,3,2]> (k)
+    [scores] s = MatMul(q, t)
+    [scale] d = Mul(s, c)
+    [softmax] p = Softmax(d)
+    [context] y = MatMul(p, v)
+}"""
+
+
+def passing() -> Model:
+    """SiLU, a pool, a residual, a Resize, an average pool and a Concat between convolutions."""
+    return build(PASSING, {"w": normal(32, 32, 3, 3, scale=0.1), "wide": normal(32, 64, 3, 3, scale=0.1),
+                           "scales": np.float32([1, 1, 2, 2])})  # fmt: skip
+
+
+def convnext() -> Model:
+    """LayerNormalization behind a convolution, and behind a residual Add in front of one."""
+    return build(NEXT, {"w0": normal(32, 3, 2, 2), "w1": normal(32, 64, scale=0.1), "w2": normal(64, 32, scale=0.1),
+                        "w3": normal(64, 32, 2, 2, scale=0.1), "g": np.ones(32, "f"), "b": normal(32)})  # fmt: skip
+
+
+def heads() -> Model:
+    """The core of an attention."""
+    return build(HEADS, {"c": np.float32(0.25)})
+
+
+CASES = [(passing, "int8"), (passing, "fp8"), (convnext, "int8"), (convnext, "fp8"), (heads, "int8"), (heads, "fp8"),
+         (attention, "int8"), (conv_net, "int8")]  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize(("make", "quant_type"), CASES)
+def test_it_builds_and_runs_in_8_bits(
+    make: object, quant_type: QuantType, precision: Precision, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_processes(monkeypatch)
+    for module in ("cuda.bindings.runtime", "cuda.cudart"):  # as without a GPU, also where there is one
+        monkeypatch.setitem(sys.modules, module, None)
+    assert callable(make)
+    model = make()
+    save(model, tmp_path / "model.onnx")
+    quantize(Request(tmp_path / "model.onnx", tmp_path / "q.onnx", quant_type, "tensorrt-rtx", precision))
+    shapes = {name: [d or 2 for d in model.tensors[name].shape] for name in model.inputs}
+    engine = open_engine(EngineSpec("tensorrt-rtx", {"target": "sm89", "opt_shapes": shapes}))
+    layers = engine.build(tmp_path / "q.onnx", tmp_path / "build.log").layers({}, 1)
+    assert any(layer.precision == {"int8": "INT8", "fp8": "FP8"}[quant_type] for layer in layers)

@@ -1,0 +1,251 @@
+"""Prices from layer reports: nothing is lost, and each price goes to the one that causes it."""
+
+from __future__ import annotations
+
+import onnx
+import pytest
+from test_tensorrt_report import EXPORTS, report_of
+
+from models import INT8, build, normal, ranges
+from qdqtune.engines.fake import _CostModel
+from qdqtune.graph.model import Model
+from qdqtune.placement.insertion import Inserter
+from qdqtune.placement.possible import possible_edges
+from qdqtune.search.costs.attribution import Priced, Times, attribute
+from qdqtune.search.costs.optimum import cut, everything
+from qdqtune.search.costs.prices import HOPE, behind, learn, state
+from qdqtune.search.costs.units import Partition, partition
+from qdqtune.types import Edge, Layer, Placement
+from region_models import resnet
+from runs import mixed
+
+EMPTY = Placement()
+
+CHAIN = """net (float[8,64] x) => (float[8,64] y) {
+    [a] t = MatMul(x, w0)
+    [b] u = MatMul(t, w1)
+    [c] v = Softmax(u)
+    [d] y = MatMul(v, w2)
+}"""
+
+
+def chain() -> Model:
+    return build(CHAIN, {f"w{k}": normal(64, 64, seed=k) for k in range(3)})
+
+
+def parts_of(model: Model) -> Partition:
+    return partition(model, possible_edges(model, ranges(model)), ())
+
+
+def layer(time: float, *nodes: str) -> Layer:
+    return Layer(nodes[0] if nodes else "reformat", nodes, "FP32", time, "compute" if nodes else "reformat")
+
+
+def times(placement: Placement = EMPTY, quantize=None, dequantize=None, copies=None, **nodes: float) -> Times:
+    dequantize = dequantize or {}
+    return Times(placement, nodes, quantize or {}, dequantize, copies or dict.fromkeys(dequantize, 1))
+
+
+FLOAT = {"a": 10.0, "b": 10.0, "c": 3.0, "d": 10.0}
+
+
+def placed(parts: Partition, running: str, stored: str = "") -> Placement:
+    return parts.placement({parts.owner[n] for n in running}, set(stored))
+
+
+def test_attribution_adds_up_to_the_scaled_latency() -> None:
+    conversions = layer(1.0, "u_DequantizeLinear"), layer(1.0, "u_DequantizeLinear_2"), layer(0.5, "t_QuantizeLinear")
+    layers = (layer(2.0, "a", "t_QuantizeLinear"), layer(1.0), layer(4.0, "b", "c"), *conversions)
+    found = attribute(chain(), Priced(Placement(), layers, 0.5), 38.0)
+    scale = 0.5 * 38.0 / 9.5
+    assert found.nodes["a"] == pytest.approx(2.0 * scale)
+    assert found.nodes["b"] + found.nodes["c"] == pytest.approx(5.0 * scale)  # with the reformat in front
+    assert found.nodes["b"] > 50 * found.nodes["c"]  # by work
+    assert found.dequantize == pytest.approx({"u": 2.0 * scale})
+    assert found.copies["u"] == 2
+    assert found.quantize == pytest.approx({"t": 0.5 * scale})
+
+
+def test_a_report_without_times_gives_none() -> None:
+    found = attribute(chain(), Priced(Placement(), (Layer("a", ("a",), "", None, "compute"),)), 0.0)
+    assert sum(found.nodes.values()) == 0
+
+
+def test_states() -> None:
+    parts = parts_of(chain())
+
+    def states(placement: Placement) -> list[str]:
+        return [state(u, parts, placement) for u in parts.units]
+
+    assert states(Placement()) == ["float"] * 4
+    assert states(placed(parts, "abcd", "tuvy")) == ["quantized"] * 4
+    assert states(placed(parts, "a")) == ["handing", "float", "float", "float"]
+    assert states(placed(parts, "a", "t")) == ["quantized", "fed", "float", "float"]
+    assert states(Placement.of([Edge("x", "a", 0)])) == ["fed", "float", "float", "float"]
+    assert states(Placement.of([Edge("w0", "a", 1)]))[0] == "float"
+    assert [behind(u, parts, placed(parts, "ab", "tu")) for u in parts.units] == [
+        "quantized", "quantized", "quantized", "float",
+    ]  # fmt: skip
+
+
+def test_pairs_inside_a_unit_say_nothing_about_it() -> None:
+    model = chain()
+    parts = partition(model, possible_edges(model, ranges(model)), [("a", "b")])
+    whole = parts.placement({0}, {"u"})
+    assert state(parts.units[0], parts, whole) == "quantized"
+    assert state(parts.units[0], parts, whole | Placement.of([Edge("t", "b", 0)])) == "mixed"
+
+
+def test_unseen_units_are_hoped_to_be_fast() -> None:
+    costs = learn(parts_of(chain()), [times(**FLOAT)])
+    assert costs.as_float == (10.0, 10.0, 3.0, 10.0)
+    assert costs.as_quantized == tuple(HOPE * c for c in costs.as_float)
+    assert costs.seen == frozenset()
+
+
+def test_equal_units_share_their_price() -> None:
+    """Of the three products only the second ran quantized."""
+    parts = parts_of(chain())
+    built = times(placed(parts, "b", "u"), {"t": 0.5}, {"u": 0.7}, a=10.0, b=4.0, c=3.0, d=10.0)
+    costs = learn(parts, [times(**FLOAT), built])
+    assert [costs.as_quantized[k] for k in (0, 1, 3)] == [4.0, 4.0, 4.0]
+    assert costs.quantize["t"] == 0.5
+    assert costs.dequantize["u"] == 0.7
+    assert {0, 1, 3} == costs.seen
+
+
+def test_a_dq_is_charged_to_the_consumer_that_did_not_absorb_it() -> None:
+    parts = parts_of(chain())
+    built = times(placed(parts, "abcd", "tuvy"), {"v": 0.6}, {"u": 0.7}, a=3.0, b=3.0, c=3.0, d=3.0)
+    costs = learn(parts, [times(**FLOAT), built])
+    assert costs.as_quantized == pytest.approx((3.0, 3.0, 3.0 + 0.7 + 0.6, 3.0))
+
+
+def test_costs_depend_on_the_neighbours() -> None:
+    parts = parts_of(chain())
+    inner = times(placed(parts, "abcd", "tuvy"), a=3.0, b=3.0, c=1.0, d=3.0)
+    alone = times(placed(parts, "d", "y"), {"v": 0.2}, a=10.0, b=10.0, c=3.0, d=5.0)
+    ahead = times(placed(parts, "a", "t"), {}, {"t": 0.5}, a=3.0, b=12.0, c=3.0, d=10.0)
+    costs = learn(parts, [times(**FLOAT), inner, alone, ahead])
+    assert costs.behind_float[3] == pytest.approx(2.0)
+    assert costs.disturbed[1] == pytest.approx(2.0)
+    assert costs.total({3}, {"y"}) == pytest.approx(10 + 10 + 3 + 5 + 0.2 + costs.dequantize["y"])
+    assert costs.total({0}, {"t"}) == pytest.approx(3 + 12 + 3 + 10 + 0.5 + costs.quantize["x"])
+
+
+def test_a_float_unit_may_suffer_from_a_pair_on_what_it_writes() -> None:
+    """An engine moved the Q of d's input in front of the Softmax c, and ran that four times as slowly."""
+    parts = parts_of(chain())
+    floats = times(**FLOAT)
+    moved = times(placed(parts, "d", "y"), {"v": 0.2}, a=10.0, b=10.0, c=12.0, d=5.0)
+    usual = times(placed(parts, "d", "y"), {"v": 0.2}, a=10.0, b=10.0, c=3.3, d=5.0)
+    costs = learn(parts, [floats, moved])
+    assert costs.disturbed[2] == pytest.approx(9.0)
+    assert costs.as_float[2] == 3.0
+    assert costs.total({3}, {"y"}) == pytest.approx(10 + 10 + 3 + 9 + 5 + 0.2 + costs.dequantize["y"])
+    assert costs.total(set(), set()) == pytest.approx(33.0)
+    assert learn(parts, [floats, usual]).disturbed[2] == 0  # noise
+
+
+def test_equal_units_that_the_float_build_took_unequal_time_for_share_nothing() -> None:
+    """The third product works on values that the engine is slow with."""
+    parts = parts_of(chain())
+    built = times(placed(parts, "a", "t"), {}, {"t": 0.5}, a=4.0, b=10.0, c=3.0, d=30.0)
+    costs = learn(parts, [times(**FLOAT | {"d": 30.0}), built])
+    assert costs.as_quantized == pytest.approx((4.0, 4.0, HOPE * 3.0, HOPE * 30.0))
+    assert costs.as_float == (10.0, 10.0, 3.0, 30.0)
+    alike = learn(parts, [times(**FLOAT | {"d": 14.0}), built])
+    assert alike.as_quantized[3] == pytest.approx(4.0)
+
+
+def test_conversions_that_no_layer_ran_are_free() -> None:
+    """The Softmax wrote 8 bits itself, and the product b read them itself in front of the float Softmax."""
+    parts = parts_of(chain())
+    alone = times(placed(parts, "d", "y"), a=10.0, b=10.0, c=3.0, d=5.0)
+    ahead = times(placed(parts, "a", "t"), {"x": 0.4}, a=4.0, b=10.0, c=3.0, d=10.0)
+    costs = learn(parts, [times(**FLOAT), alone, ahead])
+    assert costs.quantize["v"] == 0
+    assert costs.dequantize["t"] == 0
+    assert costs.quantize["u"] > 0  # never seen: as the Q of x, by its bytes
+
+
+def test_pairs_on_some_uses_of_an_output_leave_a_float_there() -> None:
+    model = resnet(1)
+    uses = ((t, n.name, k) for n in model.nodes for k, t in enumerate(n.inputs) if t not in model.constants)
+    parts = partition(model, frozenset(Edge(*use) for use in uses), ())
+    tensor = next(t for t in parts.edges if len(parts.users(t)) == 2 and t in parts.producer)
+    unit = parts.units[parts.producer[tensor]]
+    one = Placement(parts.placement({unit.number}, ()).edges | {parts.edges[tensor][0]})
+    assert state(unit, parts, one) == "handing"
+    assert state(unit, parts, parts.placement({unit.number}, {tensor})) == "quantized"
+
+
+def test_engines_that_run_a_dq_for_each_consumer() -> None:
+    model = resnet(2)
+    uses = ((t, n.name, k) for n in model.nodes for k, t in enumerate(n.inputs) if t not in model.constants)
+    parts = partition(model, possible := frozenset(Edge(*use) for use in uses), ())
+    tensor = next(t for t in parts.edges if len(parts.users(t)) == 2 and t in parts.producer)
+    producer = parts.producer[tensor]
+    placement = parts.placement({producer}, {tensor})
+    assert placement.edges <= possible
+    base = times(**dict.fromkeys((n.name for n in model.nodes), 1.0))
+    for copies, expected in ((1, 0.8), (2, 0.4)):
+        built = times(placement, dequantize={tensor: 0.8}, copies={tensor: copies}, **base.nodes)
+        costs = learn(parts, [base, built])
+        assert costs.dequantize[tensor] == pytest.approx(expected)
+        assert costs.per_consumer == (copies == 2)
+        assert costs.of_tensor(tensor, {producer}, {tensor}) == pytest.approx(0.8)
+
+
+def test_unseen_conversions_follow_a_line() -> None:
+    text = CHAIN.replace("[d] y = MatMul(v, w2)", "[d] y = MatMul(v, w2)\n    [e] z = Concat <axis=0> (y, y, y, y)")
+    model = build(text.replace("float[8,64] y", "float[32,64] z"), {f"w{k}": normal(64, 64, seed=k) for k in range(3)})
+    parts = parts_of(model)
+    size = 8 * 64 * 4
+    built = times(
+        placed(parts, "ad", "tyz"), {"x": 0.1 + 1e-4 * size}, {"t": 0.1 + 1e-4 * size, "z": 0.1 + 4e-4 * size}
+    )
+    costs = learn(parts, [times(), built])
+    assert costs.quantize["u"] == pytest.approx(0.1 + 1e-4 * size)
+    assert costs.quantize["z"] == pytest.approx(0.1 + 4e-4 * size)
+
+
+def test_the_fake_engines_builds_are_predicted_exactly() -> None:
+    """Each build's own prices give back its latency."""
+    model = mixed()
+    parts = parts_of(model)
+    inserter = Inserter(model, ranges(model), INT8)
+
+    def priced(placement: Placement) -> tuple[Times, float]:
+        found = _CostModel(inserter.insert(placement).to_proto())
+        return attribute(model, Priced(placement, found.layers()), 1e3 * found.seconds()), 1e3 * found.seconds()
+
+    whole = everything(parts)
+    base, seconds = priced(Placement())
+    built, quantized_seconds = priced(parts.placement(whole.quantized, whole.stored))
+    costs = learn(parts, [base, built])
+    assert costs.total((), ()) == pytest.approx(seconds)
+    assert costs.total(whole.quantized, whole.stored) == pytest.approx(quantized_seconds)
+
+
+@pytest.mark.parametrize("export", EXPORTS)
+def test_recorded_reports_of_tensorrt_are_attributed(export: str) -> None:
+    """To a model of other names nothing can be attributed, and to one of its names everything."""
+    report = report_of(export)
+    total = sum(found.time_ms or 0.0 for found in report)
+    stranger = attribute(chain(), Priced(Placement(), report), total)
+    assert not stranger.nodes
+    parts = parts_of(chain())
+    assert isinstance(cut(learn(parts, [times(**FLOAT), stranger])).predicted_ms, float)
+    named = [n for found in report for n in found.nodes if "QuantizeLinear" not in n]
+    model = lookalike(list(dict.fromkeys(named)))
+    found = attribute(model, Priced(Placement(), report, 0.5), total)
+    spent = sum((*found.nodes.values(), *found.quantize.values(), *found.dequantize.values()))
+    assert 0.8 * 0.5 * total < spent <= 0.5 * total * (1 + 1e-9)  # what runs behind the last node has no owner
+
+
+def lookalike(names: list[str]) -> Model:
+    """A chain of nodes with given names."""
+    nodes = [onnx.helper.make_node("Relu", [f"t{k}"], [f"t{k + 1}"], name) for k, name in enumerate(names)]
+    ends = [onnx.helper.make_tensor_value_info(t, 1, [2, 4]) for t in ("t0", f"t{len(names)}")]
+    return Model(onnx.helper.make_model(onnx.helper.make_graph(nodes, "chain", ends[:1], ends[1:])))

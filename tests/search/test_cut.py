@@ -1,0 +1,261 @@
+"""The cut search on the fake engine, whose cost model is exact, against all placements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain, combinations, product
+
+import numpy as np
+import pytest
+
+from models import INT8, attention, build, conv_net, normal, ranges
+from qdqtune.engines.fake import _CostModel
+from qdqtune.graph.model import Model
+from qdqtune.measurement.timing import Plan, judge
+from qdqtune.placement import rules
+from qdqtune.placement.insertion import Inserter
+from qdqtune.placement.possible import possible_edges
+from qdqtune.search import best_of
+from qdqtune.search.costs.optimum import cut, problem_of
+from qdqtune.search.costs.prices import Costs
+from qdqtune.search.costs.units import Partition, partition
+from qdqtune.search.cut import CutSearch
+from qdqtune.types import Failure, Layer, Measurement, Placement, Trial
+from runs import mixed
+
+PLAN = Plan((12,), slot_seconds=0.0)
+BUILDS = 11
+
+TWO_BRANCHES = """net (float[8,8,64] x) => (float[8,8,16] y, float[8,8,64] z) {
+    [stem] a = MatMul(x, w0)
+    [left] b = MatMul(a, w1)
+    [left_relu] c = Relu(b)
+    [right] d = Softmax(a)
+    [join] e = Add(c, d)
+    [norm] z = Tanh(e)
+    [head] y = MatMul(e, w2)
+}"""
+
+PRODUCTS = """net (float[4,16,64] x) => (float[4,16,64] y) {
+    [query] q = MatMul(x, wq)
+    [key] k = MatMul(x, wk)
+    [turn] t = Transpose <perm=[0,2,1]> (k)
+    [scores] s = MatMul(q, t)
+    [softmax] p = Softmax(s)
+    [value] v = MatMul(x, wv)
+    [context] c = MatMul(p, v)
+    [out] y = MatMul(c, wo)
+}"""
+
+CONVS = """net (float[1,4,16,16] x) => (float[1,5] y) {
+    [stem] a = Conv <pads=[1,1,1,1]> (x, w0)
+    [stem_relu] b = Relu(a)
+    [small] c = Conv <group=16, pads=[1,1,1,1]> (b, w1)
+    [clip] d = Clip(c, zero, six)
+    [wide] e = Conv <pads=[1,1,1,1]> (d, w2)
+    [skip] f = Add(e, b)
+    [skip_relu] g = Relu(f)
+    [sigmoid] h = Sigmoid(g)
+    [gate] i = Mul(g, h)
+    [pool] j = GlobalAveragePool(i)
+    [flat] k = Flatten(j)
+    [head] y = Gemm <transB=1> (k, w3)
+}"""
+
+
+def two_branches() -> Model:
+    return build(TWO_BRANCHES, {"w0": normal(64, 64), "w1": normal(64, 64, seed=1), "w2": normal(64, 16)})
+
+
+def products() -> Model:
+    return build(PRODUCTS, {f"w{n}": normal(64, 64, seed=k) for k, n in enumerate("qkvo")})
+
+
+def convs() -> Model:
+    return build(CONVS, {"w0": normal(16, 4, 3, 3), "w1": normal(16, 1, 3, 3), "w2": normal(16, 16, 3, 3),
+                         "w3": normal(5, 16), "zero": np.float32(0), "six": np.float32(6)})  # fmt: skip
+
+
+@dataclass
+class Bench:
+    """Builds placements on the cost model, and remembers."""
+
+    model: Model
+
+    def __post_init__(self) -> None:
+        self.possible = possible_edges(self.model, ranges(self.model))
+        self.inserter = Inserter(self.model, ranges(self.model), INT8)
+        self.float_seconds = self.seconds(Placement())
+
+    def costs(self, placement: Placement) -> _CostModel:
+        return _CostModel(self.inserter.insert(placement).to_proto())
+
+    def seconds(self, placement: Placement) -> float:
+        return self.costs(placement).seconds()
+
+    def layers(self, placement: Placement) -> tuple[Layer, ...]:
+        return self.costs(placement).layers()
+
+    def search(self) -> CutSearch:
+        return CutSearch(self.model, self.possible, self.layers(Placement()), plan=PLAN)
+
+    def measured(self, number: int, proposal, against: Placement) -> Trial:
+        a, b = self.seconds(against), self.seconds(proposal.placement)
+        return Trial(
+            number, proposal, against, Measurement((a,) * 12, (b,) * 12), layers=self.layers(proposal.placement)
+        )
+
+    def played(self, builds: int = BUILDS, measured: Callable[..., Trial] | None = None) -> list[Trial]:
+        """As the tuning loop does it."""
+        measured, search, history = measured or self.measured, self.search(), list[Trial]()
+        while len(history) < builds and (batch := search.propose(history)):
+            against = best_of(history)
+            room = batch[: builds - len(history)]
+            trials = [measured(len(history) + k, p, against) for k, p in enumerate(room, 1)]
+            wins = [(f.median, t.number) for t in trials if (f := judge(t, PLAN)) and f.verdict == "faster"]
+            history += [replace(t, accepted=bool(wins) and t.number == min(wins)[1]) for t in trials]
+        return history
+
+
+def decisions(parts: Partition) -> Iterator[tuple[frozenset[int], frozenset[str]]]:
+    """Every set of units, each output of a quantized unit stored quantized."""
+    able = [u.number for u in parts.units if u.inputs]
+    for chosen in chain.from_iterable(combinations(able, n) for n in range(len(able) + 1)):
+        quantized = frozenset(chosen)
+        yield quantized, frozenset(t for t in parts.edges if parts.producer.get(t) in quantized)
+
+
+MODELS = {"mixed": mixed, "two branches": two_branches, "products": products, "convs": convs, "conv net": conv_net}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_best_of_all_placements_is_found(name: str) -> None:
+    bench = Bench(MODELS[name]())
+    history = bench.played()
+    parts = partition(bench.model, bench.possible, bench.search().groups)
+    assert len(parts.units) <= 12
+    best = min(bench.seconds(parts.placement(q, s)) for q, s in decisions(parts))
+    assert bench.seconds(best_of(history)) == pytest.approx(min(best, bench.float_seconds), rel=1e-9)
+
+
+def test_every_subset_of_stored_tensors_is_beaten_too() -> None:
+    bench = Bench(two_branches())
+    found = bench.seconds(best_of(bench.played()))
+    parts = partition(bench.model, bench.possible, bench.search().groups)
+    for quantized, stored in decisions(parts):
+        for kept in chain.from_iterable(combinations(sorted(stored), n) for n in range(len(stored) + 1)):
+            assert found <= bench.seconds(parts.placement(quantized, kept)) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("per_consumer", [False, True])
+def test_the_cut_minimizes_what_total_predicts(name: str, per_consumer: bool) -> None:
+    """One energy: the problem's cost of any allowed answers is the prediction, and the cut is its minimum."""
+    costs = made_up(Bench(MODELS[name]()), per_consumer)
+    parts = costs.partition
+    problem, runs, stored = problem_of(costs)
+    lowest = cut(costs).predicted_ms
+    random = np.random.default_rng(0)
+    for _ in range(60):
+        quantized = frozenset(u.number for u in parts.units if u.inputs and random.random() < 0.6)
+        kept = frozenset(t for t in stored if parts.producer.get(t) in quantized and random.random() < 0.7)
+        answers = settled(problem.if_no, parts, runs, stored, quantized, kept)
+        total = costs.total(quantized, kept)
+        assert min(problem.cost(a) for a in answers) == pytest.approx(total)
+        assert lowest <= total + 1e-9
+
+
+def made_up(bench: Bench, per_consumer: bool) -> Costs:
+    """Arbitrary prices, so that no term is zero."""
+    parts = partition(bench.model, bench.possible, bench.search().groups)
+    random = np.random.default_rng(1)
+    rows = [tuple(random.random(len(parts.units)).tolist()) for _ in range(5)]
+    q, d = ({t: float(random.random()) / 3 for t in parts.edges} for _ in range(2))
+    return Costs(parts, *rows, q, d, per_consumer, frozenset())
+
+
+def settled(names, parts, runs, stored, quantized, kept) -> Iterator[list[bool]]:
+    """The answers that mean a decision, with the helping variables each way that is consistent for a tensor."""
+    for exist, absorb in product((0, 1), repeat=2):
+        answers = [False] * len(names)
+        for unit, number in enumerate(runs):
+            answers[number] = unit in quantized
+        free = [n for n in range(len(names)) if n not in set(runs) | set(stored.values())]
+        disturbed, free = free[: len(runs)], free[len(runs) :]
+        each = len(free) // len(stored)
+        for k, (tensor, number) in enumerate(stored.items()):
+            answers[number] = tensor in kept
+            users = parts.users(tensor)
+            needed = any(u in quantized for u in users if u is not None)
+            answers[free[each * k]] = exists = needed or (exist == 1 and tensor in kept)
+            if exists and tensor in parts.producer:
+                answers[disturbed[parts.producer[tensor]]] = True
+            for user in users:
+                if tensor in kept and user is not None:
+                    answers[disturbed[user]] = True
+            if each == 2:
+                answers[free[each * k + 1]] = absorb == 1 and all(u in quantized for u in users)
+        yield answers
+
+
+def test_it_is_a_pure_function_of_its_history() -> None:
+    bench = Bench(mixed())
+    history = bench.played()
+    for count in range(len(history) + 1):
+        first, again = (bench.search().propose(history[:count]) for _ in range(2))
+        assert first == again
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_is_proposed_twice_nor_the_float_model(name: str) -> None:
+    bench = Bench(MODELS[name]())
+    placements = [t.placement for t in bench.played(30)]
+    assert len(set(placements)) == len(placements)
+    assert Placement() not in placements
+
+
+def test_a_fixed_point_ends_the_search() -> None:
+    bench = Bench(mixed())
+    history = bench.played(100)
+    assert len(history) < 8
+    assert bench.search().propose(history) == ()
+    last = [t for t in history if t.proposal.origin == "cut"][-1]
+    assert last.proposal.predicted == pytest.approx(bench.seconds(last.placement) / bench.float_seconds)
+
+
+def test_failed_builds_do_not_stop_it() -> None:
+    """The usual first builds fail, and so does every third after them."""
+    bench = Bench(mixed())
+
+    def flaky(number: int, proposal, against: Placement) -> Trial:
+        if number in (1, 4):
+            return Trial(number, proposal, against, Failure("build", "no kernel"))
+        return bench.measured(number, proposal, against)
+
+    history = bench.played(measured=flaky)
+    assert len(history) > 4
+    assert bench.seconds(best_of(history)) < 0.75 * bench.float_seconds
+
+
+def test_when_everything_fails_it_ends() -> None:
+    bench = Bench(hopeful := mixed())
+    history = bench.played(measured=lambda n, p, a: Trial(n, p, a, Failure("crash", "gone")))
+    assert history
+    assert best_of(history) == Placement()
+    assert bench.model is hopeful
+
+
+def test_seeds_are_priced_in_the_first_batch() -> None:
+    bench = Bench(mixed())
+    seed = rules.compute_inputs(bench.model, bench.possible)
+    search = replace(bench.search(), seeds={"mine": seed, "empty": Placement()})
+    assert [p.origin for p in search.propose([])] == ["fused units", "single nodes", "mine"]
+    assert search.propose([])[-1].placement == seed
+
+
+def test_attention_and_convolutions_improve_or_stay_float() -> None:
+    for model in (attention(), conv_net()):
+        bench = Bench(model)
+        history = bench.played()
+        assert bench.seconds(best_of(history)) <= bench.float_seconds

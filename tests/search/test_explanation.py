@@ -1,0 +1,123 @@
+"""What cut mode says about its result, and what it does without layer times, in whole runs on the fake engine."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from itertools import chain, combinations
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from models import INT8, ranges
+from qdqtune.cli import report
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.fake import latency
+from qdqtune.placement import rules
+from qdqtune.placement.insertion import Inserter
+from qdqtune.placement.possible import possible_edges
+from qdqtune.search.latency import GroupedSearch
+from qdqtune.tuning.loop import Result, tune
+from qdqtune.types import Measurement, Placement, Trial
+from runs import hopeless, mixed, settings, without_processes, write
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_processes(monkeypatch)
+
+
+def cut_run(folder: Path, **changes: object) -> Result:
+    return tune(settings(write(mixed(), folder), **{"mode": "cut", "builds": 12} | changes))
+
+
+def test_every_unit_is_explained(tmp_path: Path) -> None:
+    result = cut_run(tmp_path)
+    written = json.loads((tmp_path / "out" / "units.json").read_text())["units"]
+    assert sorted(n for row in written for n in row["nodes"]) == sorted(n.name for n in mixed().nodes)
+    rows = {row["nodes"][0]: row for row in written}
+    assert [r["float_ms"] for r in written] == sorted((r["float_ms"] for r in written), reverse=True)
+    assert {name for name, row in rows.items() if row["quantized"]} == {"first", "second", "skip"}
+    assert rows["second"]["quantized_ms"] < rows["second"]["float_ms"] / 3
+    assert all(row["margin_ms"] >= 0 for row in written)  # the decision is the optimum
+    assert all(row["seen"] for row in written)
+    assert rows["skip"]["boundary_ms"] == pytest.approx(rows["skip"]["dequantize_ms"])  # softmax reads it as a float
+    assert rows["head"]["boundary_ms"] == 0
+    assert [r.nodes for r in result.units] == [tuple(r["nodes"]) for r in written]
+
+
+def test_the_prediction_stands_beside_the_measurement(tmp_path: Path) -> None:
+    summary = cut_run(tmp_path).summary
+    assert summary["predicted_ms"] == pytest.approx(summary["final_ms"], rel=1e-6)
+    assert summary["predicted_ratio"] == pytest.approx(summary["ratio"], rel=1e-6)
+
+
+def test_nothing_faster_is_explained_too(tmp_path: Path) -> None:
+    result = tune(settings(write(hopeless(), tmp_path), mode="cut", builds=12))
+    assert not result.improved
+    assert result.units
+    assert not any(unit.quantized for unit in result.units)
+    assert result.summary["predicted_ms"] is None
+
+
+def test_the_largest_units_are_printed(tmp_path: Path) -> None:
+    console = Console(width=120, record=True, file=StringIO())
+    console.print(report.units_table(cut_run(tmp_path)))
+    lines = console.export_text().splitlines()
+    second = next(line for line in lines if "second" in line)
+    assert "8 bits" in second
+    assert any("first and 1 more" in line for line in lines)
+
+
+def test_region_mode_explains_no_units(tmp_path: Path) -> None:
+    result = tune(settings(write(mixed(), tmp_path)))
+    assert result.units == ()
+    assert not (tmp_path / "out" / "units.json").exists()
+
+
+def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    short = cut_run(tmp_path, builds=4)
+    long = cut_run(tmp_path, builds=12)
+    assert len(short.history) == 3 < len(long.history)
+    assert long.history[:3] == short.history
+
+
+def test_without_layer_times_groups_are_measured(tmp_path: Path) -> None:
+    spec = EngineSpec("fake", {"hide_times": True})
+    blind = cut_run(tmp_path, engine=spec, builds=16)
+    assert blind.units == ()
+    assert blind.improved
+    best = cut_run(tmp_path, restart=True)
+    assert blind.summary["final_ms"] == pytest.approx(best.summary["final_ms"], rel=0.02)
+    assert any(t.proposal.origin.startswith("flip") and t.accepted for t in blind.history)
+
+
+def test_grouped_search_asks_the_largest_first_and_nothing_twice() -> None:
+    model = mixed()
+    possible = possible_edges(model, ranges(model))
+    inserter = Inserter(model, ranges(model), INT8)
+    search = GroupedSearch(
+        model, possible, {"static": rules.static(model, possible), "again": rules.static(model, possible)}
+    )
+    history: list[Trial] = []
+    best = Placement()
+    while batch := search.propose(history):
+        for proposal in batch:
+            a, b = (latency(inserter.insert(p).to_proto()) for p in (best, proposal.placement))
+            won = b < a
+            history.append(Trial(len(history) + 1, proposal, best, Measurement((a,), (b,)), accepted=won))
+            best = proposal.placement if won else best
+    assert search.propose(history) == ()
+    origins = [t.proposal.origin for t in history]
+    assert origins[0] == "static"
+    asked = [(t.proposal.origin, t.against) for t in history[1:]]
+    assert len(set(asked)) == len(asked)
+    assert origins[1] == "flip second"
+    assert len({t.placement for t in history}) == len(history)
+    assert Placement() not in {t.placement for t in history}
+    able = [u.number for u in search.units.units if u.inputs]
+    every = (search.units.placement(set(q), {t for n in q for t in search.units.units[n].outputs})
+             for q in chain.from_iterable(combinations(able, k) for k in range(len(able) + 1)))  # fmt: skip
+    seconds = {p: latency(inserter.insert(p).to_proto()) for p in every}
+    assert latency(inserter.insert(best).to_proto()) <= 1.02 * min(seconds.values())

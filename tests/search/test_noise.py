@@ -1,0 +1,130 @@
+"""Noise that is foretold, and the cut that keeps within it, against all placements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from models import attention, build, normal
+from qdqtune.graph.model import Model
+from qdqtune.search.costs.noise import DOUBT, STEP, Noise
+from qdqtune.search.costs.optimum import cut, cut_within
+from qdqtune.search.costs.prices import Costs
+from qdqtune.search.costs.units import Partition, partition
+from qdqtune.types import Edge, Measurement, Placement, Proposal, Trial
+from runs import mixed
+
+CHAIN = """net (float[4,6] x) => (float[2,12] y) {
+    a = Relu(x)
+    b = Transpose <perm=[1,0]> (a)
+    c = Reshape(b, shape)
+    y = MatMul(c, w)
+}"""
+
+
+def chain() -> Model:
+    return build(CHAIN, {"shape": np.int64([2, 12]), "w": normal(12, 12)})
+
+
+def on(*tensors: str) -> Placement:
+    return Placement.of(Edge(t, "node", i) for i, t in enumerate(tensors))
+
+
+def trial(placement: Placement, db: float | None = None, metric: float | None = None, holds: bool = True) -> Trial:
+    result = Measurement((1.0,), (0.5,))
+    return Trial(1, Proposal("", placement), Placement(), result, sqnr_db=db, metric=metric, holds=holds)
+
+
+class TestWhatIsForetold:
+    def test_values_that_are_only_moved_count_once(self) -> None:
+        noise = Noise(chain(), {"a": 0.25, "w": 0.5})
+        assert noise.value("c") == noise.value("b") == noise.value("a") == "a"
+        assert noise.predicted(on("b", "c", "w")) == 0.75
+        assert noise.predicted(on("x")) == 0
+
+    def test_the_build_nearest_to_the_limit_corrects_the_sum(self) -> None:
+        noise = Noise(chain(), {"a": 0.25, "w": 0.5}, limit=0.1)
+        assert noise.allowed([]) == pytest.approx(0.1)
+        far, near = trial(on("a", "w"), db=0.0), trial(on("a"), db=10 * np.log10(1 / 0.05))
+        assert noise.allowed([far]) == pytest.approx(0.1 * 0.75)
+        assert noise.allowed([far, near]) == noise.allowed([near, far]) == pytest.approx(0.1 * 0.25 / 0.05)
+
+    def test_the_metric_is_bracketed(self) -> None:
+        noise = Noise(chain(), {"a": 0.25, "b": 9.0, "w": 0.5, "x": 0.01})
+        assert noise.allowed([trial(on("a"), db=10)]) == np.inf
+        assert noise.levels([trial(on("a"), db=10)]) == (np.inf,) * 3
+        bad, good = trial(on("a", "w"), metric=0.1, holds=False), trial(on("x"), metric=0.9)
+        assert noise.levels([bad]) == pytest.approx([0.75 / STEP, 0.75 / STEP**0.5, 0.75 / STEP**0.25])
+        assert noise.levels([bad, good])[0] == pytest.approx(np.sqrt(0.75 * 0.01))
+        assert max(noise.levels([bad, good])) < noise.allowed([bad, good]) < 0.75
+
+    def test_the_tighter_of_both_limits_counts(self) -> None:
+        noise = Noise(chain(), {"a": 0.25, "w": 0.5}, limit=0.1)
+        history = [trial(on("w"), db=3.0, metric=0.1, holds=False)]
+        bound = 0.1 * 0.5 / 10**-0.3
+        assert noise.allowed(history) == pytest.approx(bound)
+        assert max(noise.levels(history)) <= bound * (1 + 1e-9)
+        assert max(noise.levels(history[:0])) == pytest.approx(0.1 * DOUBT)
+
+
+def made_up(model: Model) -> tuple[Costs, Noise]:
+    """Arbitrary prices and noise."""
+    possible = frozenset(Edge(t, n.name, i) for n in model.nodes for i, t in enumerate(n.inputs)
+                         if t in model.tensors and model.tensors[t].is_float)  # fmt: skip
+    parts = partition(model, possible, [])
+    random = np.random.default_rng(3)
+    rows = {f.name: tuple((random.random(len(parts.units)) / 4).tolist()) for f in fields(Costs) if "tuple" in f.type}
+    slow = tuple(1 + extra for extra in rows["as_float"])
+    q, d = ({t: float(random.random()) / 4 for t in parts.edges} for _ in range(2))
+    alone = {t: float(random.lognormal(sigma=2)) for t in sorted({e.tensor for e in possible})}
+    others = {"quantize": q, "dequantize": d, "per_consumer": False, "seen": frozenset()}
+    return Costs(**{"partition": parts, **rows, **others, "as_float": slow}), Noise(model, alone)
+
+
+def placement(parts: Partition, decision) -> Placement:
+    return parts.placement(decision.quantized, decision.stored)
+
+
+@pytest.mark.parametrize("make", [mixed, attention])
+class TestACutWithinLimits:
+    def test_no_price_on_noise_gives_the_cut_and_no_room_gives_the_float_model(self, make) -> None:
+        costs, noise = made_up(make())
+        assert cut_within(costs, noise, np.inf) == cut(costs)
+        silent = placement(costs.partition, cut_within(costs, noise, 1e-12))
+        assert noise.predicted(silent) == 0
+
+    def test_less_room_takes_longer_and_is_kept_to(self, make) -> None:
+        costs, noise = made_up(make())
+        whole = noise.predicted(placement(costs.partition, cut(costs)))
+        times: list[float] = []
+        for share in (1.0, 0.8, 0.5, 0.3, 0.1, 0.03):
+            decision = cut_within(costs, noise, share * whole)
+            assert noise.predicted(placement(costs.partition, decision)) <= share * whole
+            times.append(decision.predicted_ms)
+        assert times == sorted(times)
+        assert times[0] < times[-1]
+
+    def test_no_placement_with_as_little_noise_is_faster(self, make) -> None:
+        """The cut lies on the convex front: whatever beats it in time makes more noise."""
+        costs, noise = made_up(make())
+        parts = costs.partition
+        whole = noise.predicted(placement(parts, cut(costs)))
+        found = [cut_within(costs, noise, share * whole) for share in (0.7, 0.4, 0.2)]
+        for quantized, stored in _random_decisions(parts, 2000):
+            predicted = noise.predicted(parts.placement(quantized, stored))
+            for decision in found:
+                if predicted <= noise.predicted(placement(parts, decision)):
+                    assert costs.total(quantized, stored) >= decision.predicted_ms - 1e-6
+
+
+def _random_decisions(parts: Partition, count: int) -> Sequence[tuple[frozenset[int], frozenset[str]]]:
+    random = np.random.default_rng(4)
+    found = []
+    for _ in range(count):
+        quantized = frozenset(u.number for u in parts.units if u.inputs and random.random() < 0.5)
+        mine = [t for t in parts.edges if parts.producer.get(t) in quantized]
+        found.append((quantized, frozenset(t for t in mine if random.random() < 0.8)))
+    return found

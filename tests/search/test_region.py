@@ -1,0 +1,331 @@
+"""The region strategy alone: a pure function of trials, fed with exact latencies of the fake engine's cost model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from models import attention, build, conv_net, normal, ranges
+from qdqtune.engines.fake import create, latency
+from qdqtune.graph import operators
+from qdqtune.graph.model import Model
+from qdqtune.graph.operators import work
+from qdqtune.measurement.timing import Plan
+from qdqtune.placement import rules
+from qdqtune.placement.insertion import Inserter
+from qdqtune.placement.possible import consistent, possible_edges
+from qdqtune.search import best_of, ratios_to_float
+from qdqtune.search.region import BATCH, Config, RegionSearch
+from qdqtune.search.regions import discovery, patterns
+from qdqtune.search.regions.patterns import Pattern
+from qdqtune.search.regions.region import Scheme
+from qdqtune.types import Edge, Failure, Measurement, Placement, Proposal, Trial
+from runs import mixed
+
+ROUNDS = 12
+
+
+def blocks() -> Model:
+    """Three residual blocks of one structure."""
+    lines, weights, x = [], {}, "x"
+    for k in range(3):
+        lines += [f"[up{k}] a{k} = MatMul({x}, u{k})", f"[relu{k}] b{k} = Relu(a{k})",
+                  f"[down{k}] c{k} = MatMul(b{k}, d{k})", f"[add{k}] s{k} = Add(c{k}, {x})",
+                  f"[tanh{k}] {'y' if k == 2 else f'x{k}'} = Tanh(s{k})"]  # fmt: skip
+        weights |= {f"u{k}": normal(64, 64, scale=0.1, seed=k), f"d{k}": normal(64, 64, scale=0.1, seed=9 + k)}
+        x = f"x{k}"
+    text = "\n".join(lines)
+    return build(f"net (float[4,32,64] x) => (float[4,32,64] y) {{ {text} }}", weights)
+
+
+MODELS = {"mixed": mixed, "conv_net": conv_net, "attention": attention, "blocks": blocks}
+
+
+@cache
+def parts(name: str) -> tuple[Model, tuple[Pattern, ...], frozenset[Edge], Inserter]:
+    model = MODELS[name]()
+    found = ranges(model)
+    inserter = Inserter(model, found, create().numeric_format("int8"))
+    return model, patterns.group(model, discovery.find(model)), possible_edges(model, found), inserter
+
+
+def search(name: str = "mixed", **changes: Any) -> RegionSearch:
+    model, grouped, possible, _ = parts(name)
+    made = RegionSearch(model, grouped, possible, rules.placements(model, possible))
+    return replace(made, **{"config": Config(schemes_per_region=6), **changes})
+
+
+@cache
+def seconds(name: str, placement: Placement) -> float:
+    return latency(parts(name)[3].insert(placement).to_proto())
+
+
+def tried(number: int, proposal: Proposal, against: Placement, a: float, b: float) -> Trial:
+    return Trial(number, proposal, against, Measurement((a,) * ROUNDS, (b,) * ROUNDS))
+
+
+def batch(strategy: RegionSearch, history: Sequence[Trial], name: str) -> list[Trial]:
+    """One batch, measured without noise; the fastest winner is accepted."""
+    against = best_of(history)
+    start = len(history) + 1
+    trials = [
+        tried(n, p, against, seconds(name, against), seconds(name, p.placement))
+        for n, p in enumerate(strategy.propose(history), start)
+    ]
+    winners = [t for t in trials if seconds(name, t.placement) < seconds(name, against)]
+    best = min(winners, key=lambda t: seconds(name, t.placement)) if winners else None
+    return [replace(t, accepted=t is best) for t in trials]
+
+
+def play(strategy: RegionSearch, name: str = "mixed", batches: int = 12) -> list[Trial]:
+    history: list[Trial] = []
+    for _ in range(batches):
+        history += batch(strategy, history, name)
+    return history
+
+
+@cache
+def played(name: str) -> tuple[Trial, ...]:
+    return tuple(play(search(name), name))
+
+
+@pytest.fixture(params=MODELS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_the_same_history_gives_the_same_proposals(name: str) -> None:
+    history = played(name)
+    one, other = search(name), search(name)
+    for count in range(0, len(history), BATCH):
+        proposed = one.propose(history[:count])
+        assert proposed == one.propose(history[:count])
+        assert proposed == other.propose(list(history[:count]))
+
+
+def test_a_search_that_goes_on_after_any_trial_proposes_what_the_unbroken_one_did(name: str) -> None:
+    history = played(name)
+    at = 0
+    while at < len(history):
+        proposals = search(name).propose(history[:at])
+        assert [t.proposal for t in history[at : at + len(proposals)]] == list(proposals)
+        at += len(proposals)
+
+
+def test_no_placement_comes_twice_and_none_is_empty(name: str) -> None:
+    placements = [t.placement for t in played(name)]
+    assert len(set(placements)) == len(placements) >= 15
+    assert all(p.edges for p in placements)
+
+
+def test_every_proposal_stands_on_possible_edges_and_has_no_activation_without_its_weight(name: str) -> None:
+    model, _, possible, _ = parts(name)
+    for trial in played(name):
+        assert trial.placement.edges <= possible
+        for node in model.nodes:
+            if node.op in operators.COMPUTE:
+                assert len({Edge(t, node.name, i) in trial.placement for i, t in enumerate(node.inputs[:2])}) == 1
+
+
+def test_batches_have_one_size_until_the_ideas_run_out(name: str) -> None:
+    history = played(name)
+    sizes, at = [], 0
+    while at < len(history):
+        sizes.append(len(search(name).propose(history[:at])))
+        at += sizes[-1]
+    suggested = len(rules.placements(*parts(name)[:3:2]))
+    assert sizes[0] == min(BATCH, suggested)
+    assert all(size == BATCH for size in sizes[-(-suggested // BATCH) : -1])
+
+
+def test_the_suggestions_come_first_in_their_order(name: str) -> None:
+    suggested = search(name).seeds
+    first = played(name)[: len(suggested)]
+    assert [t.proposal.origin for t in first] == list(suggested)
+    assert [t.placement for t in first] == [consistent(parts(name)[0], p) for p in suggested.values()]
+    assert all(t.proposal.pattern for t in played(name)[len(suggested) :] if t.proposal.origin != "merged winners")
+
+
+def test_patterns_vary_as_all_suggestions_have_it_whatever_those_were_compared_with() -> None:
+    offered = list(search().seeds.items())
+    assert BATCH < len(offered) <= 2 * BATCH
+    proposed = set()
+    for first in range(len(offered)):
+        strategy = search(seeds=dict(offered[first:] + offered[:first]))
+        history = play(strategy, batches=2)
+        assert len(history) == len(offered)
+        proposed.add(tuple(strategy.propose(history)))
+    assert len(proposed) == 1
+
+
+def test_suggestions_are_ranked_by_their_ratio_to_the_float_model() -> None:
+    history = played("mixed")[: len(search().seeds)]
+    assert history[-1].against.edges
+    ratios = ratios_to_float(history, Plan())
+    floats = seconds("mixed", Placement())
+    assert ratios == pytest.approx(
+        {p: seconds("mixed", p) / floats for p in (Placement(), *(t.placement for t in history))}
+    )
+    failed = [replace(history[0], result=Failure("crash", "gone")), *history[1:]]
+    assert set(ratios_to_float(failed, Plan())) == set(ratios) - {history[0].placement}
+
+
+@pytest.mark.parametrize("cap", [0, 1, 3])
+def test_no_pattern_gets_more_schemes_than_it_may_have(cap: int) -> None:
+    history = play(search(config=Config(schemes_per_region=cap)), batches=20)
+    counts = Counter(t.proposal.pattern for t in history if t.proposal.pattern)
+    assert all(n <= cap for n in counts.values())
+    assert not cap or max(counts.values()) == cap
+    assert search(config=Config(schemes_per_region=cap)).propose(history) == ()
+
+
+def test_a_pattern_varies_inside_itself_only_and_in_all_instances_alike() -> None:
+    model, grouped, _, _ = parts("blocks")
+    by_digest = {p.digest: p for p in grouped}
+    assert max(len(p.instances) for p in grouped) == 3
+    varied = 0
+    for trial in played("blocks"):
+        if pattern := by_digest.get(trial.proposal.pattern):
+            inside = {n for r in pattern.instances for n in r.all_nodes()}
+            names = {model.nodes[n].name for n in inside}
+            made = {t for n in inside for t in model.nodes[n].outputs}
+            changed = trial.placement.edges ^ trial.against.edges
+            own = {e for e in changed if e.node in names or e.tensor in made}
+            assert {e.node for e in changed - own} <= {e.node for e in own}  # the weight goes with its activation
+            if trial.proposal.origin in ("float", "all"):
+                schemes = {patterns.scheme_of(model, pattern, r, trial.placement.edges) for r in pattern.instances}
+                assert len(schemes) == 1
+                varied += len(pattern.instances) > 1
+    assert varied
+
+
+def test_mutations_depend_on_the_random_seed_and_the_number_of_trials_alone() -> None:
+    history = [t for t in played("mixed") if not t.proposal.pattern]  # no pattern has spent anything yet
+
+    def mutations(random_seed: int, trials: Sequence[Trial]) -> list[Proposal]:
+        strategy = search(seed=random_seed)
+        return list(strategy._mutations(best_of(trials), len(trials)))
+
+    slower = [replace(t, result=Failure("build", "refused")) if not t.accepted else t for t in history]
+    assert mutations(1, history) == mutations(1, slower)
+    assert mutations(1, history) != mutations(2, history)
+    assert mutations(1, history) != mutations(1, history[:-1]) or best_of(history) != best_of(history[:-1])
+
+
+def test_another_random_seed_tries_other_placements() -> None:
+    strategies = [search(seed=s, config=Config(schemes_per_region=30)) for s in (1, 1, 2)]
+    first, again, other = ([t.placement for t in play(s, batches=10)] for s in strategies)
+    assert first == again
+    assert first != other
+    assert first[:4] == other[:4]
+
+
+def test_the_best_is_never_given_up_for_something_slower(name: str) -> None:
+    history = played(name)
+    best = [seconds(name, best_of(history[:n])) for n in range(len(history) + 1)]
+    assert best == sorted(best, reverse=True)
+
+
+def test_it_finds_the_optimum_of_the_cost_model() -> None:
+    model, _, possible, inserter = parts("mixed")
+    weight_of = {t: Edge(n.inputs[1], n.name, 1) for n in model.nodes if n.op == "MatMul" for t in [n.name]}
+    free = sorted(possible - set(weight_of.values()))
+    costs = []
+    for bits in range(2 ** len(free)):
+        chosen = [e for k, e in enumerate(free) if bits >> k & 1]
+        both = [weight_of[e.node] for e in chosen if e.node in weight_of]
+        costs.append(latency(inserter.insert(Placement.of(chosen + both)).to_proto()))
+    found = seconds("mixed", best_of(played("mixed")))
+    assert min(costs) < 0.6 * costs[0]
+    assert found <= 1.02 * min(costs)
+
+
+def test_nothing_is_taken_where_nothing_pays() -> None:
+    assert not best_of(played("conv_net")).edges
+
+
+def outcome(history: Sequence[Trial], result: Measurement | Failure) -> list[Trial]:
+    return [replace(t, result=result, accepted=False) for t in history]
+
+
+def test_it_goes_on_when_everything_fails() -> None:
+    strategy = search()
+    history: list[Trial] = []
+    for _ in range(6):
+        history += outcome(batch(strategy, history, "mixed"), Failure("crash", "gone"))
+    assert len(history) > len(strategy.seeds)
+    assert len({t.placement for t in history}) == len(history)
+
+
+def test_cached_schemes_come_first_and_those_that_lost_come_again_alone() -> None:
+    model, grouped, _, _ = parts("mixed")
+    best = best_of(played("mixed"))
+    schemes = {p.digest: patterns.scheme_of(model, p, p.instances[0], best.edges) for p in grouped}
+    cached = {digest: [s, Scheme(frozenset(sorted(s.points, key=repr)[1:]))] for digest, s in schemes.items()}
+    history = play(search(cached=cached, config=Config(schemes_per_region=20)), batches=16)
+    assert history[0].proposal == Proposal("pattern cache", best)
+    assert history[0].accepted
+    assert {t.proposal.origin for t in history} >= {"cached"} | set(search().seeds)
+    assert len({t.placement for t in history}) == len(history)
+
+
+@pytest.mark.parametrize("unknown", [{"0" * 16: [Scheme()]}, {}])
+def test_a_cache_without_a_known_pattern_changes_nothing(unknown: Mapping[str, Sequence[Scheme]]) -> None:
+    assert play(search(cached=unknown), batches=4) == play(search(), batches=4)
+
+
+def test_suggestions_that_are_empty_or_halves_do_not_stop_the_search() -> None:
+    model, _, possible, _ = parts("mixed")
+    lonely = Placement.of(e for e in possible if e.node in ("first", "softmax") and e.tensor not in model.constants)
+    assert len(lonely) == 2
+    offered = {"imported": lonely, "nothing": Placement(), "half": Placement.of(e for e in lonely if e.node == "first")}
+    history = play(search(seeds=offered | dict(search().seeds)), batches=6)
+    assert history[0].proposal == Proposal("imported", consistent(model, lonely))
+    assert {t.proposal.origin for t in history} > {"imported", *search().seeds}
+    assert not {"nothing", "half"} & {t.proposal.origin for t in history}
+
+
+def test_only_the_given_patterns_and_edges_are_varied() -> None:
+    model, grouped, possible, _ = parts("attention")
+    chosen = tuple(p for p in grouped if {"query", "key"} & {model.nodes[n].name for n in p.instances[0].all_nodes()})
+    within = possible & {e for p in chosen for edges in p.edges.values() for es in edges.values() for e in es}
+    made = rules.placements(model, within)
+    history = play(search("attention", patterns=chosen, possible=within, seeds=made), "attention", 8)
+    assert 0 < len(within) < len(possible)
+    assert history
+    assert all(t.placement.edges <= within for t in history)
+
+
+def test_winners_of_one_batch_are_tried_together() -> None:
+    history = played("mixed")
+    number, merged = next((k, t) for k, t in enumerate(history) if t.proposal.origin == "merged winners")
+    lost = [t for t in history[:number] if t.proposal.pattern and not t.accepted and t.result.b < t.result.a]
+    added, removed = lost[-1].placement - lost[-1].against, lost[-1].against - lost[-1].placement
+    assert merged.against != lost[-1].against
+    assert merged.placement == (merged.against | added) - removed
+
+
+def test_work_counts_multiplications_for_products_and_elements_for_the_rest() -> None:
+    model = parts("mixed")[0]
+    products = {n.name: work(model, n) for n in model.nodes}
+    assert products["first"] == 8 * 8 * 64 * 128
+    assert products["head"] == 8 * 8 * 4 * 8
+    assert products["softmax"] == 8 * 8 * 128
+    net = parts("conv_net")[0]
+    depthwise = next(n for n in net.nodes if n.name == "depthwise")
+    shape = net.tensors[depthwise.outputs[0]].shape
+    assert shape is not None
+    assert work(net, depthwise) == shape[1] * shape[2] * shape[3] * 9  # its batch is unknown and counts as 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"maximum_mutations": 0}, {"maximum_generation_attempts": 0}, {"schemes_per_region": -1}]
+)
+def test_impossible_constants_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError):
+        Config(**wrong)

@@ -1,0 +1,134 @@
+"""Region mode begins with the cut's result: when one search hands over to the other, and what that gains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from qdqtune.engines import EngineSpec
+from qdqtune.search import Seeded
+from qdqtune.search.region import Config
+from qdqtune.tuning.loop import Result, tune
+from qdqtune.types import Edge, Measurement, Placement, Proposal, Trial
+from runs import cost, mixed, settings, without_processes, write
+
+STATE = "autotuner_state.yaml"
+OF_THE_CUT = {"fused units", "single nodes", "cut", "polish"}
+SAME = Measurement((1.0,) * 12, (1.0,) * 12)
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """Proposes placements with numbers of its own, one at a time, until there were so many in all."""
+
+    first: int
+    count: int
+    wants_layers: bool
+
+    def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
+        own = [t for t in history if t.proposal.wants_layers == self.wants_layers]
+        name = str(self.first + len(own))
+        proposal = Proposal(name, Placement.of([Edge(name)]), wants_layers=self.wants_layers)
+        return (proposal,) if len(own) < self.count else ()
+
+
+def origins(search: Seeded, *, builds_each: int = 1) -> list[str]:
+    """What a search proposes until it ends."""
+    history: list[Trial] = []
+    while batch := search.propose(history):
+        assert search.propose(tuple(history)) == batch  # nothing but the history counts
+        checked = SAME if builds_each == 3 else None
+        history += [Trial(len(history) + 1, p, Placement(), SAME, check=checked) for p in batch]
+    return [t.proposal.origin for t in history]
+
+
+@pytest.mark.parametrize(
+    ("ideas", "builds", "each", "expected"),
+    [
+        (2, 9, 1, ["0", "1", "10", "11", "12"]),  # no more ideas
+        (9, 3, 1, ["0", "1", "2", "10", "11", "12"]),  # its builds are spent
+        (9, 4, 3, ["0", "1", "10", "11", "12"]),  # of which a trial may take several
+        (0, 9, 1, ["10", "11", "12"]),
+        (9, 0, 1, ["10", "11", "12"]),
+    ],
+)
+def test_the_second_search_begins_where_the_first_one_ends(
+    ideas: int, builds: int, each: int, expected: list[str]
+) -> None:
+    search = Seeded(Numbered(0, ideas, wants_layers=True), Numbered(10, 3, wants_layers=False), builds)
+    assert origins(search, builds_each=each) == expected
+
+
+def test_it_never_goes_back() -> None:
+    """Also where the first search would have builds left and ideas again."""
+    search = Seeded(Numbered(0, 9, wants_layers=True), Numbered(10, 9, wants_layers=False), builds=9)
+    (other,) = search.second.propose(())
+    history = [Trial(1, other, Placement(), SAME)]
+    assert search.first.propose(history)
+    assert [p.origin for p in search.propose(history)] == ["11"]
+    assert not replace(search, second=Numbered(10, 1, wants_layers=False)).propose(history)
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    without_processes(monkeypatch)
+    return write(mixed(), tmp_path)
+
+
+def tuned(model: Path, name: str, *, builds: int = 24, cut_seed: bool = True, **engine: bool) -> Result:
+    """A run in region mode, into a folder of this name."""
+    return tune(settings(model, output_dir=model.parent / name, engine=EngineSpec("fake", engine), builds=builds,
+                         cut_seed=cut_seed, config=Config(schemes_per_region=50)))  # fmt: skip
+
+
+def final(model: Path, name: str) -> float:
+    return cost(model.parent / name / "optimized_final.onnx")
+
+
+@pytest.mark.parametrize(("builds", "gains"), [(10, True), (24, True), (32, False)])
+def test_in_the_same_number_of_builds_it_is_never_worse_with_the_cut_first(
+    model: Path, builds: int, gains: bool
+) -> None:
+    tuned(model, "rules", builds=builds, cut_seed=False)
+    result = tuned(model, "seeded", builds=builds)
+    assert result.summary["builds"] <= builds
+    assert final(model, "seeded") <= final(model, "rules")
+    assert (final(model, "seeded") < final(model, "rules")) == gains
+
+
+def test_the_cut_is_built_before_anything_else_and_costs_a_build_each(model: Path) -> None:
+    """Its wins are not repeated on a second build: that would spend all before a cut is made."""
+    found = [(t.proposal.origin, t.builds) for t in tuned(model, "seeded").history]
+    begun = next(i for i, (origin, _) in enumerate(found) if origin in ("residual", "islands"))
+    assert ("cut", 1) in found[:begun]
+    assert {builds for _, builds in found[:begun]} == {1}
+    assert not OF_THE_CUT & {origin for origin, _ in found[begun:]}
+    assert tuned(model, "seeded").history[begun - 1].proposal.wants_layers
+
+
+def test_a_run_that_ended_anywhere_goes_on_to_the_same_state(model: Path) -> None:
+    whole = tuned(model, "seeded")
+    state = model.parent / "seeded" / STATE
+    expected = state.read_bytes()
+    lines = expected.splitlines(keepends=True)
+    for kept in range(1, len(lines), 2):
+        state.write_bytes(b"".join(lines[:kept]))
+        assert tuned(model, "seeded").history == whole.history
+        assert state.read_bytes() == expected
+
+
+def test_a_larger_budget_goes_on_where_a_smaller_one_ended(model: Path) -> None:
+    whole = tuned(model, "whole", builds=30).history
+    for builds in (6, 12, 20, 30):
+        part = tuned(model, "seeded", builds=builds).history
+        assert part[:-4] == whole[: len(part[:-4])]
+    assert part == whole
+
+
+def test_without_layer_times_the_rules_come_first(model: Path) -> None:
+    seeded = tuned(model, "seeded", builds=10, hide_times=True)
+    assert seeded.history == tuned(model, "rules", builds=10, cut_seed=False, hide_times=True).history
+    assert not OF_THE_CUT & {t.proposal.origin for t in seeded.history}

@@ -1,0 +1,330 @@
+"""The bench against an engine whose every build and round is scripted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import onnx
+import pytest
+
+from models import feeds, ranges
+from qdqtune.engines.fake import create
+from qdqtune.engines.runner import Handle, Runner
+from qdqtune.errors import BaselineFailed, EngineFailure, OutputError
+from qdqtune.measurement.timing import Plan, judge, ratio
+from qdqtune.placement import rules
+from qdqtune.placement.insertion import Inserter
+from qdqtune.placement.possible import possible_edges
+from qdqtune.tuning.bench import Bench, job_key, profiled_runs
+from qdqtune.tuning.store import Store
+from qdqtune.types import Edge, Failure, Measurement, Placement, Proposal
+from runs import mixed, room_for
+
+FLOAT = Placement()
+SAMPLES = feeds(mixed(), 2)
+
+
+@dataclass
+class Script:
+    """Stands in for the runner. `speed(path, build)` is what one build of a file takes, in seconds."""
+
+    speed: Callable[[Path, int], float] = lambda _path, _build: 1.0
+    refused: Callable[[Path, int], Failure | None] = lambda _path, _build: None
+    spoiled: Callable[[Path], float | Failure] = lambda _path: 0.01
+    builds: list[Path] = field(default_factory=list)
+    contents: dict[Path, bytes] = field(default_factory=dict)
+    present: set[Handle] = field(default_factory=set)
+    timed: int = 0
+
+    def load(self, path: Path, log_name: str | None = None, *, fresh: bool = False) -> Handle | Failure:
+        kept = [h for h in self.present if h.path == path]
+        if kept and not fresh:
+            return kept[0]
+        number = len(self.builds)
+        self.builds.append(path)
+        self.contents[path] = path.read_bytes()
+        if failure := self.refused(path, number):
+            return failure
+        handle = Handle(path, number, 0.0)
+        self.present.add(handle)
+        return handle
+
+    def unload(self, handle: Handle) -> None:
+        self.present.remove(handle)
+
+    def outputs(self, handle: Handle, samples: Any) -> list[dict[str, Any]] | Failure:
+        assert handle in self.present
+        error = self.spoiled(handle.path) if len(self.builds) > 1 else 0.0
+        if isinstance(error, Failure):
+            return error
+        return [{"y": np.array([1.0, -1.0]) + error} for _ in samples]
+
+    def rounds(self, a: Handle, b: Handle, count: int, **_: Any) -> Measurement:
+        assert {a, b} <= self.present
+        self.timed += count
+        return Measurement((self.speed(a.path, a.build),) * count, (self.speed(b.path, b.build),) * count)
+
+
+@dataclass
+class Setup:
+    folder: Path
+    runner: Script
+    bench: Bench
+    placements: list[Placement]
+
+    def measure(self, number: int, candidate: Placement, against: Placement = FLOAT) -> Any:
+        return self.bench.measure(number, Proposal("test", candidate), against)
+
+
+Open = Callable[..., Setup]
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Open]:
+    """Makes benches over one state file; the earlier one is closed first."""
+    model = mixed()
+    possible = possible_edges(model, ranges(model))
+    placements = list(rules.placements(model, possible).values())
+    with ExitStack() as stack:
+
+        def make(**script: Any) -> Setup:
+            stack.close()
+            runner = Script(**script)
+            store = stack.enter_context(Store(tmp_path / "state.yaml", {"model": "m"}))
+            inserter = Inserter(model, ranges(model), create().numeric_format("int8"))
+            bench = Bench(
+                cast(Runner, runner), inserter, store, tmp_path / "candidates", Plan(slot_seconds=0.0), SAMPLES, 7
+            )
+            return Setup(tmp_path, runner, stack.enter_context(bench), placements)
+
+        yield make
+
+
+def by_digest(speeds: dict[str, float]) -> Callable[[Path, int], float]:
+    return lambda path, _build: speeds.get(path.stem, 1.0)
+
+
+def test_a_trial_holds_what_was_compared_and_is_stored(opened: Open) -> None:
+    setup = opened()
+    candidate = setup.placements[0]
+    trial, was_known = setup.measure(3, candidate)
+    assert (trial.number, trial.placement, trial.against, was_known) == (3, candidate, FLOAT, False)
+    assert trial.result == Measurement((1.0,) * 12, (1.0,) * 12)
+    assert trial.sqnr_db == pytest.approx(40)
+    assert (trial.check, trial.accepted, trial.builds) == (None, False, 1)
+    again, was_known = setup.measure(3, candidate)
+    assert (again, was_known) == (trial, True)
+    assert setup.runner.timed == 1 + 12  # the float model's own, and one look
+
+
+def test_a_stored_trial_is_never_measured_again(opened: Open) -> None:
+    first = opened()
+    trial, _ = first.measure(1, first.placements[0])
+    later = opened(speed=lambda _path, _build: 99.0)
+    assert later.measure(1, later.placements[0]) == (trial, True)
+    assert later.runner.builds == []
+
+
+def test_what_it_is_compared_with_makes_it_another_job(opened: Open) -> None:
+    setup = opened()
+    one, other = setup.placements[:2]
+    assert len({job_key(k, p, a) for k in ("trial", "x") for p in (one, other) for a in (FLOAT, one)}) == 8
+    setup.measure(1, one)
+    _, was_known = setup.measure(2, one, other)
+    assert not was_known
+
+
+def test_a_win_is_repeated_on_second_builds_of_both_and_kept_loaded(opened: Open) -> None:
+    setup = opened()
+    winner = setup.placements[0]
+    setup = opened(speed=by_digest({winner.digest: 0.5}))
+    trial, _ = setup.measure(1, winner)
+    assert trial.check == trial.result
+    assert trial.builds == 3
+    assert [p.stem for p in setup.runner.builds] == [FLOAT.digest, winner.digest, FLOAT.digest, winner.digest]
+    assert {h.path.stem for h in setup.runner.present} == {FLOAT.digest, winner.digest}
+    setup.bench.keep_only(winner)
+    assert {h.path.stem for h in setup.runner.present} == {winner.digest}
+    before = len(setup.runner.builds)
+    setup.measure(2, setup.placements[1], winner)
+    assert len(setup.runner.builds) == before + 1
+
+
+def test_one_lucky_build_does_not_win(opened: Open) -> None:
+    setup = opened(speed=lambda _path, build: 0.5 if build == 1 else 1.0)
+    trial, _ = setup.measure(1, setup.placements[0])
+    found = judge(trial, Plan())
+    assert ratio(cast(Measurement, trial.result), Plan()).verdict == "faster"
+    assert found is not None
+    assert found.verdict == "undecided"
+
+
+def test_a_loser_is_unloaded_and_its_file_deleted(opened: Open) -> None:
+    setup = opened()
+    setup.measure(1, setup.placements[0])
+    assert {h.path.stem for h in setup.runner.present} == {FLOAT.digest}
+    assert [p.stem for p in (setup.folder / "candidates").glob("*.onnx")] == [FLOAT.digest]
+
+
+@pytest.mark.parametrize(
+    ("script", "stage"),
+    [
+        ({"refused": lambda _path, build: Failure("build", "no kernel", "log") if build == 1 else None}, "build"),
+        ({"refused": lambda _path, build: Failure("crash", "gone") if build == 1 else None}, "crash"),
+        ({"spoiled": lambda _path: Failure("run", "bad shape")}, "run"),
+        ({"spoiled": lambda _path: float("nan")}, "output"),
+        ({"spoiled": lambda _path: float("inf")}, "output"),
+    ],
+)
+def test_a_failure_is_a_reasoned_result_that_is_remembered(opened: Open, script: dict[str, Any], stage: str) -> None:
+    setup = opened(**script)
+    trial, _ = setup.measure(1, setup.placements[0])
+    assert isinstance(trial.result, Failure)
+    assert trial.result.stage == stage
+    assert judge(trial, Plan()) is None
+    assert {h.path.stem for h in setup.runner.present} == {FLOAT.digest}
+    later = opened()
+    assert later.measure(1, later.placements[0]) == (trial, True)
+    assert isinstance(later.measure(2, later.placements[1])[0].result, Measurement)
+
+
+def test_a_failure_while_a_win_is_repeated_is_no_win(opened: Open) -> None:
+    setup = opened()
+    winner = setup.placements[0].digest
+    setup = opened(
+        speed=by_digest({winner: 0.5}),
+        refused=lambda _path, build: Failure("build", "out of memory") if build == 3 else None,
+    )
+    trial, _ = setup.measure(1, setup.placements[0])
+    assert isinstance(trial.check, Failure)
+    assert judge(trial, Plan()) is None
+    assert {h.path.stem for h in setup.runner.present} == {FLOAT.digest}
+
+
+def test_a_candidate_is_not_blamed_when_its_opponent_fails(opened: Open) -> None:
+    setup = opened()
+    best, candidate = setup.placements[:2]
+    setup = opened(refused=lambda path, _build: Failure("crash", "gone") if path.stem == best.digest else None)
+    with pytest.raises(EngineFailure, match="gone"):
+        setup.measure(1, candidate, best)
+    later = opened()
+    assert not later.measure(1, candidate, best)[1]
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ({"refused": lambda *_: Failure("build", "unsupported operator Foo")}, "unsupported operator Foo"),
+        ({"refused": lambda *_: Failure("timeout", "took too long")}, "took too long"),
+    ],
+)
+def test_a_float_model_that_fails_ends_the_run(opened: Open, script: dict[str, Any], message: str) -> None:
+    with pytest.raises(BaselineFailed, match=message):
+        opened(**script).bench.reference()
+
+
+def test_a_float_model_with_nan_outputs_ends_the_run(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = opened()
+    monkeypatch.setattr(setup.runner, "outputs", lambda *_: [{"y": np.array([np.nan])}])
+    with pytest.raises(BaselineFailed, match="NaN"):
+        setup.bench.reference()
+
+
+def test_a_hopeless_candidate_costs_one_look_a_close_one_all(opened: Open) -> None:
+    setup = opened()
+    slower, close = setup.placements[:2]
+    setup = opened(speed=by_digest({slower.digest: 1.001}))
+    setup.bench.reference()
+    setup.runner.timed = 0
+    setup.measure(1, slower)
+    assert setup.runner.timed == 12
+
+    def wavering(a: Handle, b: Handle, count: int, *, first_round: int, **_: Any) -> Measurement:
+        setup.runner.timed += count
+        return Measurement((1.0,) * count, tuple((0.9, 1.05)[(first_round + k) % 2] for k in range(count)))
+
+    setup.runner.rounds = wavering  # type: ignore[method-assign]
+    setup.runner.timed = 0
+    setup.measure(2, close)
+    assert setup.runner.timed == 48
+
+
+def test_the_proof_takes_all_rounds_on_two_fresh_builds_of_each_file(opened: Open, tmp_path: Path) -> None:
+    files = [tmp_path / "baseline.onnx", tmp_path / "final.onnx"]
+    setup = opened(speed=lambda path, build: {"baseline": 1.0, "final": 0.8 if build < 2 else 0.9}.get(path.stem, 1.0))
+    for path, placement in zip(files, (FLOAT, setup.placements[0]), strict=True):
+        setup.bench.write_whole(placement, path)
+    proven = setup.bench.confirm("proof:x", *files, Plan((16,)))
+    assert not isinstance(proven, Failure)
+    assert (proven.low, proven.high) == (0.8, 0.9)
+    assert proven.median == pytest.approx((0.8 * 0.9) ** 0.5)
+    assert [p.name for p in setup.runner.builds] == ["baseline.onnx", "final.onnx"] * 2
+    assert setup.runner.present == set()
+    assert setup.bench.latency("proof:x").b == (0.8,) * 16 + (0.9,) * 16
+    later = opened()
+    assert later.bench.confirm("proof:x", *files, Plan((16,))) == proven
+    assert later.runner.builds == []
+
+
+def test_the_whole_file_computes_what_the_candidate_did(opened: Open, tmp_path: Path) -> None:
+    setup = opened()
+    placement = setup.placements[0]
+    setup.bench.write_linked(placement, tmp_path / "linked" / "model.onnx")
+    setup.bench.write_whole(placement, tmp_path / "whole.onnx")
+    linked, whole = tmp_path / "linked" / "model.onnx", tmp_path / "whole.onnx"
+    assert linked.stat().st_size < whole.stat().st_size
+    assert onnx.load(linked, load_external_data=False).graph.node == onnx.load(whole).graph.node
+    setup.bench.__exit__()  # the links outlive the bench, and only then are they single
+    loaded = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(linked).graph.initializer}
+    expected = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(whole).graph.initializer}
+    assert loaded.keys() == expected.keys()
+    assert all(np.array_equal(loaded[name], expected[name]) for name in loaded)
+
+
+def test_the_folder_is_emptied_first_and_gone_at_the_end(opened: Open, tmp_path: Path) -> None:
+    folder = tmp_path / "candidates"
+    folder.mkdir()
+    (folder / "left_by_a_killed_run.onnx").touch()
+    setup = opened()
+    setup.measure(1, setup.placements[0])
+    assert not (folder / "left_by_a_killed_run.onnx").exists()
+    setup.bench.__exit__()
+    assert not folder.exists()
+
+
+def test_a_full_disk_is_an_output_error_and_the_folder_still_goes(opened: Open, tmp_path: Path) -> None:
+    setup = opened()
+    with room_for(20_000), pytest.raises(OutputError, match="cannot write"), setup.bench:
+        setup.measure(1, setup.placements[-1])
+    assert not (tmp_path / "candidates").exists()
+
+
+def test_a_place_that_cannot_be_written_is_an_output_error(opened: Open, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    setup = opened()
+    with pytest.raises(OutputError, match="cannot write"):
+        setup.bench.write_linked(FLOAT, tmp_path / "file" / "model.onnx")
+    with pytest.raises(OutputError, match="cannot make folder"):
+        Bench(
+            cast(Runner, setup.runner), cast(Inserter, None), cast(Store, None), tmp_path / "file" / "x", Plan(), [], 0
+        )
+
+
+def test_records_are_plain_json(opened: Open, tmp_path: Path) -> None:
+    setup = opened(spoiled=lambda _path: float("nan"))
+    setup.measure(1, setup.placements[0])
+    record = json.loads((tmp_path / "state.yaml").read_text().splitlines()[-1].removeprefix("- "))
+    assert {"origin", "pattern", "against", "placement", "sqnr_db", "result", "check"} <= record.keys()
+    assert [Edge(*e) for e in record["placement"]] == list(setup.placements[0])
+    assert record["sqnr_db"] is None
+
+
+@pytest.mark.parametrize(("seconds", "runs"), [(0.0, 400), (5e-5, 400), (1e-3, 50), (4.1e-3, 13), (0.2, 12)])
+def test_short_models_are_profiled_for_longer(seconds: float, runs: int) -> None:
+    assert profiled_runs(seconds) == runs

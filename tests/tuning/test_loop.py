@@ -1,0 +1,619 @@
+"""Whole tuning runs on the fake engine, whose latencies are known exactly."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import yaml
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+
+from models import INT8, build, conv_net, feeds, normal, ranges
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.fake import FakeModel, latency
+from qdqtune.engines.runner import Runner
+from qdqtune.errors import BadModel, BadOption, BaselineFailed, OutputError
+from qdqtune.graph.files import save
+from qdqtune.graph.loading import load
+from qdqtune.graph.model import Model
+from qdqtune.measurement.timing import Plan, judge
+from qdqtune.placement import rules
+from qdqtune.placement.files import read_placement_file
+from qdqtune.placement.insertion import Inserter, insert
+from qdqtune.placement.possible import possible_edges
+from qdqtune.placement.reading import is_quantized
+from qdqtune.search import best_of
+from qdqtune.search.region import Config
+from qdqtune.search.regions.cache import read_cache
+from qdqtune.tuning.loop import Result, estimate, tune
+from qdqtune.tuning.observer import State
+from qdqtune.tuning.settings import PROOF_BUILDS
+from qdqtune.tuning.store import Store, unpack_result
+from qdqtune.types import Failure, Measurement, Placement, Trial
+from runs import cost, hopeless, mixed, settings, without_processes, write
+
+SUMMARY = {
+    "model", "engine", "mode", "baseline_ms", "final_ms", "ratio", "ratio_low", "ratio_high", "builds", "trials",
+    "seconds", "engine_seconds", "patterns", "regions", "pairs", "output_sqnr_db", "seed", "versions",
+}  # fmt: skip
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No processes."""
+    without_processes(monkeypatch)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write(mixed(), tmp_path)
+
+
+@dataclass
+class Log:
+    """Remembers what an observer is told."""
+
+    stages: list[str] = field(default_factory=list)
+    trials: list[tuple[Trial, str, State]] = field(default_factory=list)
+
+    def stage(self, text: str) -> None:
+        self.stages.append(text)
+
+    def trial(self, trial: Trial, verdict: str, state: State) -> None:
+        self.trials.append((trial, verdict, state))
+
+
+def out(model: Path, name: str) -> Path:
+    return model.parent / "out" / name
+
+
+def faulty(**faults: str) -> EngineSpec:
+    return EngineSpec("fake", {"faults": faults})
+
+
+def never_slower(model: Path) -> None:
+    assert cost(out(model, "optimized_final.onnx")) <= cost(out(model, "baseline.onnx")) <= 1.0001 * cost(model)
+
+
+@pytest.mark.usefixtures("here")
+class TestAnImprovement:
+    @pytest.fixture
+    def result(self, model: Path, here: None) -> Result:
+        return tune(settings(model))
+
+    def test_it_is_shipped_near_the_best_that_there_is(self, model: Path, result: Result) -> None:
+        assert result.improved
+        assert cost(out(model, "optimized_final.onnx")) / cost(model) == pytest.approx(0.5007, rel=0.02)
+
+    def test_all_promised_files_are_there_and_no_candidate(self, model: Path, result: Result) -> None:
+        names = {p.name for p in (model.parent / "out").iterdir()}
+        assert names == {"baseline.onnx", "optimized_final.onnx", "placement.yaml", "autotuner_state.yaml",
+                         "autotuner_state_pattern_cache.yaml", "summary.json", "logs", "region_models"}  # fmt: skip
+        for name in ("baseline.onnx", "optimized_final.onnx"):
+            onnx.checker.check_model(out(model, name), full_check=True)
+        assert list((out(model, "logs")).glob("trial_*.log"))
+        for path in out(model, "region_models").glob("*.onnx"):
+            assert path.name.startswith("region_")
+            assert is_quantized(load(path))
+        assert list(out(model, "region_models").glob("*.onnx"))
+
+    def test_the_summary_has_every_key_and_agrees_with_the_files(self, model: Path, result: Result) -> None:
+        summary = json.loads(out(model, "summary.json").read_text())
+        assert summary.keys() >= SUMMARY
+        assert summary["ratio"] == pytest.approx(cost(out(model, "optimized_final.onnx")) / cost(model))
+        assert summary["ratio_low"] <= summary["ratio"] <= summary["ratio_high"] < 1
+        assert summary["final_ms"] / summary["baseline_ms"] == pytest.approx(summary["ratio"])
+        assert summary["baseline_ms"] == pytest.approx(1e3 * cost(model))
+        assert summary["trials"] == len(result.history)
+        assert summary["builds"] == 1 + sum(t.builds for t in result.history) <= 32
+        assert summary["proof_builds"] == PROOF_BUILDS
+        quantized = [n for n in load(out(model, "optimized_final.onnx")).nodes if n.op == "DequantizeLinear"]
+        assert summary["pairs"] == len(quantized)
+        assert summary["mode"] == "region"
+        assert summary["engine"]["engine"] == "fake"
+        assert summary["output_sqnr_db"] > 20
+
+    def test_the_placement_file_says_what_is_in_the_model(self, model: Path, result: Result) -> None:
+        recorded = read_placement_file(out(model, "placement.yaml"))
+        assert recorded.placement == result.placement == best_of(result.history)
+        assert (recorded.engine, recorded.quant_type) == ("fake", "int8")
+
+    def test_the_best_trial_was_accepted_and_each_one_was_faster_than_the_last(
+        self, model: Path, result: Result
+    ) -> None:
+        inserter = Inserter(load(model), ranges(load(model)), INT8)
+        accepted = [t for t in result.history if t.accepted]
+        times = [latency(inserter.insert(t.placement).to_proto()) for t in accepted]
+        assert times == sorted(times, reverse=True)
+        assert all(t.against == before.placement for before, t in pairwise(accepted) if t.number - before.number > 4)
+
+    def test_the_same_call_again_measures_nothing_and_writes_the_same(self, model: Path, result: Result) -> None:
+        names = ("baseline.onnx", "optimized_final.onnx", "placement.yaml", "autotuner_state.yaml")
+        before = {name: out(model, name).read_bytes() for name in names}
+        log = Log()
+        again = tune(settings(model), log)
+        assert {name: out(model, name).read_bytes() for name in names} == before
+        assert again.history == result.history
+        assert all(state.replayed for _, _, state in log.trials)
+
+
+@pytest.mark.usefixtures("here")
+def test_the_file_that_ships_is_the_file_that_was_measured(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[tuple[str, str]] = []
+    original = Runner.load
+
+    def watched(self: Runner, path: Path, *args: Any, **kwargs: Any) -> Any:
+        built.append((path.name, hashlib.sha256(path.read_bytes()).hexdigest()))
+        return original(self, path, *args, **kwargs)
+
+    monkeypatch.setattr(Runner, "load", watched)
+    assert tune(settings(model)).improved
+    for name in ("optimized_final.onnx", "model.onnx"):
+        path = model if name == "model.onnx" else out(model, name)
+        digests = [digest for built_name, digest in built if built_name == name]
+        assert digests == [hashlib.sha256(path.read_bytes()).hexdigest()] * 2
+    with Store(out(model, "autotuner_state.yaml"), state_fingerprint(model)) as store:
+        proofs = [unpack_result(r) for r in store.records() if r["key"].startswith("given:")]
+    assert len(proofs) == 2
+    assert all(isinstance(p, Measurement) and max(p.b) < min(p.a) for p in proofs)
+
+
+def state_fingerprint(model: Path) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(out(model, "autotuner_state.yaml").read_text())[0]["fingerprint"]
+    return found
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("make", [hopeless, conv_net])
+def test_where_no_pair_pays_the_baseline_ships(tmp_path: Path, make: Callable[[], Model]) -> None:
+    model = write(make(), tmp_path)
+    result = tune(settings(model, builds=22))
+    assert (result.improved, result.shipped, result.placement, result.ratio) == (False, "baseline", Placement(), None)
+    assert out(model, "optimized_final.onnx").read_bytes() == out(model, "baseline.onnx").read_bytes()
+    assert read_placement_file(out(model, "placement.yaml")).placement == Placement()
+    summary = json.loads(out(model, "summary.json").read_text())
+    assert summary.keys() >= SUMMARY
+    assert (summary["ratio"], summary["ratio_low"], summary["pairs"], summary["output_sqnr_db"]) == (1.0, None, 0, None)
+    assert not is_quantized(load(out(model, "baseline.onnx")))
+
+
+@pytest.mark.usefixtures("here")
+def test_an_improvement_that_fresh_builds_do_not_confirm_does_not_ship(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = FakeModel.time
+
+    def slow_when_finished(self: FakeModel, *args: Any) -> float:
+        return original(self, *args) * (3 if self._path.name == "optimized_final.onnx" else 1)
+
+    monkeypatch.setattr(FakeModel, "time", slow_when_finished)
+    result = tune(settings(model))
+    assert best_of(result.history).edges
+    assert not result.improved
+    assert any("did not prove faster" in note for note in result.notes)
+    assert out(model, "optimized_final.onnx").read_bytes() == out(model, "baseline.onnx").read_bytes()
+    assert result.summary["ratio"] == 1.0
+
+
+@pytest.mark.usefixtures("here")
+def test_a_result_slower_than_the_users_own_file_does_not_ship(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = FakeModel.time
+
+    def quick_as_given(self: FakeModel, *args: Any) -> float:
+        return original(self, *args) * (0.1 if self._path == model else 1)
+
+    monkeypatch.setattr(FakeModel, "time", quick_as_given)
+    assert tune(settings(model)).shipped == "given"
+    assert out(model, "optimized_final.onnx").read_bytes() == model.read_bytes()
+
+
+@pytest.mark.usefixtures("here")
+def test_what_the_engine_does_not_run_as_it_was_given_meets_the_baseline(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Runner.load
+
+    def refused(self: Runner, path: Path, *args: Any, **kwargs: Any) -> Any:
+        return Failure("build", "no") if path == model else original(self, path, *args, **kwargs)
+
+    monkeypatch.setattr(Runner, "load", refused)
+    result = tune(settings(model))
+    assert result.improved
+    assert result.notes == ("the engine does not run model.onnx as it is, so it was not compared: no",)
+    with Store(out(model, "autotuner_state.yaml"), state_fingerprint(model)) as store:
+        keys = [r["key"].split(":")[0] for r in store.records()]
+    assert (keys.count("given"), keys.count("proof")) == (1, 2)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_model_that_has_pairs_is_proven_against_float_and_against_itself(model: Path) -> None:
+    given = quantized(model, "qdq.onnx", rules.compute_inputs(load(model), possible(model)))
+    result = tune(settings(model, model=given, from_qdq=True))
+    assert result.improved
+    assert result.ratio is not None
+    assert result.ratio.median == pytest.approx(cost(out(model, "optimized_final.onnx")) / cost(model))
+    assert result.summary["ratio_to_given"] == pytest.approx(cost(out(model, "optimized_final.onnx")) / cost(given))
+    assert result.summary["proof_builds"] == 2 * PROOF_BUILDS
+
+
+@pytest.mark.usefixtures("here")
+def test_a_file_that_is_not_proven_never_takes_the_place_of_the_final_one(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("qdqtune.tuning.bench.Bench.confirm", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tune(settings(model))
+    assert not out(model, "optimized_final.onnx").exists()
+    assert not out(model, "candidates").exists()
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("builds", [4, 9, 17])
+def test_the_builds_are_never_overspent(model: Path, monkeypatch: pytest.MonkeyPatch, builds: int) -> None:
+    made: list[Path] = []
+    original = Runner._build
+
+    def counted(self: Runner, number: int, path: Path, log: Path) -> Any:
+        made.append(path)
+        return original(self, number, path, log)
+
+    monkeypatch.setattr(Runner, "_build", counted)
+    result = tune(settings(model, builds=builds))
+    assert builds - 3 < result.summary["builds"] <= builds
+    candidates = [p for p in made if p.parent.name == "candidates" and p.name != "optimized_final.onnx"]
+    assert len(candidates) == result.summary["builds"]
+    calibrations = 1
+    assert len(made) == result.summary["builds"] + result.summary["proof_builds"] + calibrations
+
+
+@pytest.mark.usefixtures("here")
+def test_the_time_budget_ends_the_search(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def tick() -> float:
+        clock[0] += 1.0
+        return clock[0]
+
+    monkeypatch.setattr("qdqtune.tuning.loop.time.monotonic", tick)
+    short = tune(settings(model, builds=192, time_budget=20.0))
+    assert 1 <= len(short.history) < 10
+    never_slower(model)
+
+
+@pytest.mark.usefixtures("here")
+def test_it_stops_when_there_is_nothing_left_to_try(model: Path) -> None:
+    result = tune(settings(model, builds=392, config=Config(schemes_per_region=2)))
+    assert 0 < result.summary["builds"] < 60
+
+
+@pytest.mark.usefixtures("here")
+def test_the_input_file_is_left_as_it_is(model: Path) -> None:
+    before = model.read_bytes(), sorted(p.name for p in model.parent.iterdir())
+    tune(settings(model, builds=6))
+    assert (model.read_bytes(), sorted(p.name for p in model.parent.iterdir() if p.name != "out")) == before
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("name", ["baseline.onnx", "optimized_final.onnx"])
+def test_a_folder_where_results_would_overwrite_the_input_is_refused(tmp_path: Path, name: str) -> None:
+    model = write(mixed(), tmp_path, name.removesuffix(".onnx"))
+    before = model.read_bytes()
+    with pytest.raises(BadOption, match="would be overwritten"):
+        tune(settings(model, output_dir=tmp_path))
+    assert model.read_bytes() == before
+
+
+@pytest.mark.usefixtures("here")
+def test_an_output_folder_that_cannot_be_written_is_an_output_error(model: Path) -> None:
+    (model.parent / "file").touch()
+    with pytest.raises(OutputError, match="cannot write"):
+        tune(settings(model, output_dir=model.parent / "file" / "out"))
+
+
+@pytest.mark.usefixtures("here")
+def test_a_dynamic_batch_stays_dynamic(tmp_path: Path) -> None:
+    model = write(mixed(batch=None), tmp_path)
+    result = tune(settings(model, input_shapes={"x": (2, 64, 64)}))
+    assert result.improved
+    for name in ("baseline.onnx", "optimized_final.onnx"):
+        graph = onnx.load(out(model, name)).graph
+        for value in (graph.input[0], graph.output[0]):
+            assert value.type.tensor_type.shape.dim[0].dim_param == "N"
+
+
+@pytest.mark.usefixtures("here")
+def test_the_observer_hears_every_trial_in_order(model: Path) -> None:
+    log = Log()
+    result = tune(settings(model, builds=17), log)
+    assert [t.number for t, _, _ in log.trials] == list(range(1, len(result.history) + 1))
+    assert [t.placement for t, _, _ in log.trials] == [t.placement for t in result.history]
+    assert {verdict for _, verdict, _ in log.trials} == {"faster", "slower"}
+    spent = [state.builds for _, _, state in log.trials]
+    assert spent == sorted(spent)
+    assert spent[-1] == sum(t.builds for t in result.history)
+    assert log.trials[-1][2].best_ratio == pytest.approx(result.summary["ratio"])
+    assert not any(state.replayed for _, _, state in log.trials)
+
+
+@pytest.mark.usefixtures("here")
+def test_the_node_filter_leaves_other_regions_in_float(model: Path) -> None:
+    result = tune(settings(model, node_filter=("fir*",)))
+    assert result.improved
+    touched = {e.node for t in result.history for e in t.placement}
+    assert "first" in touched
+    assert not touched & {"third", "tanh", "head"}
+    with pytest.raises(BadOption, match="matches no node"):
+        tune(settings(model, node_filter=("nobody*",), restart=True))
+
+
+def quantized(model: Path, name: str, placement: Placement) -> Path:
+    """A Q/DQ version of the model, made by us."""
+    path = model.parent / name
+    save(insert(load(model), placement, ranges(load(model)), INT8), path)
+    return path
+
+
+def possible(model: Path) -> frozenset[Any]:
+    return possible_edges(load(model), ranges(load(model)))
+
+
+@pytest.mark.usefixtures("here")
+class TestAModelThatHasPairs:
+    def test_it_is_refused_unless_said(self, model: Path) -> None:
+        given = quantized(model, "qdq.onnx", rules.everything(load(model), possible(model)))
+        with pytest.raises(BadModel, match="already has Q/DQ pairs: give --from-qdq"):
+            tune(settings(model, model=given))
+        with pytest.raises(BadOption, match="leave --from-qdq out"):
+            tune(settings(model, from_qdq=True))
+
+    def test_its_pairs_are_stripped_and_tried_first(self, model: Path) -> None:
+        placement = rules.compute_inputs(load(model), possible(model))
+        given = quantized(model, "qdq.onnx", placement)
+        before = given.read_bytes()
+        result = tune(settings(model, model=given, from_qdq=True))
+        assert result.history[0].proposal.origin == "imported"
+        assert {(e.node, e.index) for e in result.history[0].placement} == {(e.node, e.index) for e in placement}
+        assert not is_quantized(load(out(model, "baseline.onnx")))
+        assert result.improved
+        assert cost(out(model, "optimized_final.onnx")) < cost(given)
+        assert given.read_bytes() == before
+
+    def test_its_scales_are_kept(self, model: Path) -> None:
+        placement = rules.compute_inputs(load(model), possible(model))
+        given = quantized(model, "qdq.onnx", placement)
+        doubled = onnx.load(given)
+        scale = next(i for i in doubled.graph.initializer if i.name == pair_scale(doubled, "x"))
+        scale.CopyFrom(onnx.numpy_helper.from_array(2 * onnx.numpy_helper.to_array(scale), scale.name))
+        onnx.save(doubled, given)
+        result = tune(settings(model, model=given, from_qdq=True))
+        assert any(e.tensor == "x" for e in result.placement)
+        final = onnx.load(out(model, "optimized_final.onnx"))
+        values = {i.name: onnx.numpy_helper.to_array(i) for i in final.graph.initializer}
+        assert values[pair_scale(final, "x")] == pytest.approx(onnx.numpy_helper.to_array(scale))
+
+    def test_it_ships_again_where_nothing_is_faster(self, model: Path) -> None:
+        best = tune(settings(model)).placement
+        given = quantized(model, "qdq.onnx", best)
+        result = tune(settings(model, model=given, from_qdq=True, output_dir=model.parent / "again"))
+        assert result.shipped == "given"
+        assert (model.parent / "again" / "optimized_final.onnx").read_bytes() == given.read_bytes()
+
+    def test_with_external_data_it_ships_again_whole(self, model: Path) -> None:
+        given = quantized(model, "qdq.onnx", tune(settings(model)).placement)
+        beside = model.parent / "beside" / "qdq.onnx"
+        beside.parent.mkdir()
+        onnx.save(onnx.load(given), beside, save_as_external_data=True, location="weights.bin", size_threshold=0)
+        result = tune(settings(model, model=beside, from_qdq=True, output_dir=model.parent / "again"))
+        assert result.shipped == "given"
+        shipped = onnx.load(model.parent / "again" / "optimized_final.onnx")
+        assert shipped.graph == onnx.load(beside).graph
+
+    @pytest.mark.parametrize("lonely", [True, False])
+    def test_a_useless_import_does_not_stop_the_search(self, model: Path, lonely: bool) -> None:
+        edges = [e for e in possible(model) if e.node == ("first" if lonely else "tanh") and e.index == 0]
+        other = quantized(model, "qdq.onnx", Placement.of(edges))
+        result = tune(settings(model, qdq_baseline=other, node_filter=() if lonely else ("first", "relu")))
+        assert result.improved
+        assert len(result.history) > 4
+
+    def test_as_a_baseline_it_is_tried_first(self, model: Path) -> None:
+        placement = rules.integer_islands(load(model), possible(model))
+        other = quantized(model, "qdq.onnx", placement)
+        result = tune(settings(model, qdq_baseline=other, builds=12))
+        assert result.history[0].proposal.origin == "imported"
+        assert result.history[0].placement == placement
+
+    def test_quantize_static_is_imported(self, tmp_path: Path) -> None:
+        model, other = write(conv_net(), tmp_path), tmp_path / "static.onnx"
+
+        class Reader(CalibrationDataReader):  # type: ignore[misc]
+            def __init__(self) -> None:
+                self.samples = iter(feeds(conv_net(), 2))
+
+            def get_next(self) -> Any:
+                return next(self.samples, None)
+
+        quantize_static(model, other, Reader(), quant_format=QuantFormat.QDQ, per_channel=True,
+                        activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8)  # fmt: skip
+        result = tune(settings(model, qdq_baseline=other, builds=6))
+        nodes = {e.node for e in result.history[0].placement}
+        assert result.history[0].proposal.origin == "imported"
+        assert nodes >= {"stem", "depthwise", "project", "side", "head"}
+
+    def test_both_ways_at_once_are_refused(self, model: Path) -> None:
+        with pytest.raises(BadOption, match="exclude each other"):
+            settings(model, from_qdq=True, qdq_baseline=model)
+
+
+def pair_scale(proto: onnx.ModelProto, tensor: str) -> str:
+    return next(str(n.input[1]) for n in proto.graph.node if n.op_type == "QuantizeLinear" and n.input[0] == tensor)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_pattern_cache_is_tried_first(model: Path) -> None:
+    first = tune(settings(model))
+    cache = out(model, "autotuner_state_pattern_cache.yaml")
+    assert set(read_cache(cache))
+    warm = tune(settings(model, pattern_cache=cache, output_dir=model.parent / "warm", builds=8))
+    assert warm.history[0].proposal.origin == "pattern cache"
+    assert warm.history[0].accepted
+    assert warm.placement == first.placement
+    with pytest.raises(BadOption, match="no pattern cache"):
+        tune(settings(model, pattern_cache=out(model, "placement.yaml"), restart=True))
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(("kind", "stage"), [("refuse", "build"), ("nan", "output")])
+def test_a_placement_that_fails_does_not_ship_and_the_search_goes_on(model: Path, kind: str, stage: str) -> None:
+    result = tune(settings(model, engine=faulty(**{kind: "skip"})))
+    failed = [t for t in result.history if isinstance(t.result, Failure)]
+    assert failed
+    assert {t.result.stage for t in failed if isinstance(t.result, Failure)} == {stage}
+    assert all(any(e.node == "skip" for e in t.placement) for t in failed)
+    assert result.improved
+    assert not any(e.node == "skip" for e in result.placement)
+    never_slower(model)
+
+
+@pytest.mark.parametrize(("kind", "stage"), [("crash", "crash"), ("hang", "timeout")])
+def test_an_engine_that_dies_or_hangs_is_a_failed_trial(model: Path, kind: str, stage: str) -> None:
+    result = tune(settings(model, engine=faulty(**{kind: "tanh"}), time_limit=2.0, builds=12))
+    failed = [t for t in result.history if isinstance(t.result, Failure)]
+    assert {t.result.stage for t in failed if isinstance(t.result, Failure)} == {stage}
+    assert result.improved
+    assert not any(e.node == "tanh" for e in result.placement)
+    assert any(t.number > failed[0].number and not isinstance(t.result, Failure) for t in result.history)
+    assert not out(model, "candidates").exists()
+
+
+@pytest.mark.usefixtures("here")
+def test_a_float_model_that_the_engine_refuses_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write(mixed(), tmp_path)
+
+    def refuse(*_: Any) -> float:
+        raise ValueError("no such operator")
+
+    monkeypatch.setattr("qdqtune.engines.fake.latency", refuse)
+    with pytest.raises(BaselineFailed, match=r"cannot run the float model: .*no such operator") as failure:
+        tune(settings(model))
+    assert failure.value.exit_code == 5
+    assert not out(model, "optimized_final.onnx").exists()
+    assert not out(model, "candidates").exists()
+    with pytest.raises(BaselineFailed):
+        estimate(settings(model, output_dir=tmp_path / "other"))
+
+
+@pytest.mark.usefixtures("here")
+def test_a_model_without_anything_to_quantize_is_refused(tmp_path: Path) -> None:
+    model = write(build("net (int64[2,8] x) => (int64[2,8] y) { [negate] y = Neg(x) }"), tmp_path)
+    with pytest.raises(BadModel, match="has no tensor that could be quantized"):
+        tune(settings(model))
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("wrong", [{"builds": 3}, {"time_budget": 0.0}, {"time_budget": -1.0}])
+def test_budgets_that_leave_nothing_are_refused(model: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(BadOption):
+        settings(model, **wrong)
+
+
+@pytest.mark.usefixtures("here")
+def test_an_estimate_builds_the_float_model_once_and_leaves_no_state(model: Path) -> None:
+    expected = estimate(settings(model))
+    assert expected.latency == pytest.approx(cost(model))
+    assert expected.builds <= 32
+    assert expected.patterns == 4
+    assert expected.seconds > 0
+    assert not out(model, "autotuner_state.yaml").exists()
+    assert tune(settings(model)).summary["patterns"] == expected.patterns
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("number", range(6))
+def test_no_random_network_gets_slower(tmp_path: Path, number: int) -> None:
+    model = write(random_network(number), tmp_path)
+    result = tune(settings(model, builds=22, seed=number))
+    never_slower(model)
+    accepted = [judge(t, Plan(slot_seconds=0.0)) for t in result.history if t.accepted]
+    assert all(found is not None and found.verdict == "faster" for found in accepted)
+
+
+def random_network(number: int) -> Model:
+    """A chain of products of random width with something between them, and a residual here and there."""
+    rng = np.random.default_rng(number)
+    lines, weights, x, width, last = [], {}, "x", 32, ""
+    for k in range(5):
+        wide = int(rng.choice([8, 32, 128]))
+        weights[f"w{k}"] = normal(width, wide, scale=0.2, seed=k)
+        lines.append(f"[mul{k}] a{k} = MatMul({x}, w{k})")
+        op = rng.choice(["Relu", "Tanh", "Softmax", "Abs"])
+        lines.append(f"[op{k}] b{k} = {op}(a{k})")
+        x, width = f"b{k}", wide
+        if last and rng.random() < 0.5 and weights[f"w{k}"].shape[0] == wide:
+            lines.append(f"[add{k}] c{k} = Add(b{k}, {last})")
+            x = f"c{k}"
+        last = x
+    lines.append(f"[end] y = Sigmoid({x})")
+    return build(f"net (float[8,8,32] x) => (float[8,8,{width}] y) {{ {' '.join(lines)} }}", weights)
+
+
+NOISE = {"noise": 0.03, "drift": 0.1, "spikes": 0.02}
+
+
+@pytest.mark.usefixtures("here")
+def test_where_no_placement_changes_the_latency_noise_ships_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At one false win per thousand comparisons and a repetition of each win, hundreds of comparisons give none."""
+    monkeypatch.setattr("qdqtune.engines.fake._CostModel.seconds", lambda _self: 1e-4)
+    products = "[m0] a = MatMul(x, w) [t0] b = Tanh(a) [m1] c = MatMul(b, w) [a1] d = Add(c, b) [m2] y = MatMul(d, w)"
+    network = build(f"net (float[2,8] x) => (float[2,8] y) {{ {products} }}", {"w": normal(8, 8)})
+    model = write(network, tmp_path)
+    comparisons = wins = accepted = 0
+    for number in range(12):
+        engine = EngineSpec("fake", {"seed": number, **NOISE})
+        result = tune(settings(model, engine=engine, seed=number, builds=28, restart=True))
+        verdicts = [t for t in result.history if isinstance(t.result, Measurement)]
+        comparisons += len(verdicts)
+        wins += sum(t.check is not None for t in verdicts)
+        accepted += sum(t.accepted for t in verdicts)
+        assert result.shipped == "baseline"
+    assert comparisons > 200
+    assert wins <= 3
+    assert accepted == 0
+
+
+@pytest.mark.usefixtures("here")
+def test_under_the_same_noise_a_real_gain_is_found(model: Path) -> None:
+    for number in range(2):
+        engine = EngineSpec("fake", {"seed": number, **NOISE})
+        result = tune(settings(model, engine=engine, seed=number, restart=True))
+        assert result.improved
+        assert result.ratio is not None
+        low, high, truth = result.ratio.low, result.ratio.high, cost(out(model, "optimized_final.onnx")) / cost(model)
+        assert low is not None
+        assert high is not None
+        assert low <= truth <= high
+
+
+@pytest.mark.usefixtures("here")
+def test_on_onnx_runtime_the_result_runs_and_is_near_the_float_model(tmp_path: Path) -> None:
+    model = write(mixed(), tmp_path)
+    short = replace(Plan(), looks=(12,), slot_seconds=0.001)
+    result = tune(settings(model, engine=EngineSpec("onnxruntime"), plan=short, builds=8, proof=(12,)))
+    assert len(result.history) >= 2
+    assert all(t.sqnr_db is not None and t.sqnr_db > 20 for t in result.history)
+    assert all(isinstance(t.result, Measurement) for t in result.history)
+    onnx.checker.check_model(out(model, "optimized_final.onnx"), full_check=True)
+    assert result.improved == (result.summary["ratio"] < 1)

@@ -1,0 +1,287 @@
+"""Runs that are killed, interrupted or ended by their budget go on as if nothing had happened."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import yaml
+
+from models import feeds
+from qdqtune.calibration.calibrate import Calibration
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.runner import Runner
+from qdqtune.errors import BadState, EngineFailure
+from qdqtune.measurement.timing import Plan
+from qdqtune.search.region import Config
+from qdqtune.tuning.loop import tune
+from qdqtune.types import Failure
+from runs import environment, mixed, settings, without_processes, write
+
+STATE = "autotuner_state.yaml"
+FILES = [STATE, "autotuner_state_pattern_cache.yaml", "baseline.onnx", "optimized_final.onnx", "placement.yaml"]
+
+
+def command(model: Path, out: Path, *more: str) -> list[str]:
+    data = ["--calibration-data", str(model.with_suffix(".npz"))]
+    fake = ["--engine", "fake", "--engine-option", "asymmetric=true"]
+    search = ["--mode", "region", "--builds", "24"]
+    return [sys.executable, "-m", "qdqtune", "tune", str(model), "-o", str(out), *search, *data, *fake, *more]
+
+
+def environ(number: int) -> dict[str, str]:
+    """Every process with an order of sets of its own."""
+    return environment() | {"PYTHONHASHSEED": str(number)}
+
+
+def finish(model: Path, out: Path, number: int, *more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(model, out, *more), env=environ(number), capture_output=True, text=True, check=False)
+
+
+def stop(model: Path, out: Path, records: int, how: signal.Signals, number: int) -> tuple[int, bytes]:
+    """Send a signal when the state file has that many records; the exit code, and what the file held by then."""
+    slow = ("--engine-option", "build_seconds=0.02")
+    state = out / STATE
+    with subprocess.Popen(
+        command(model, out, *slow), env=environ(number), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as run:
+        while not state.exists() or state.read_bytes().count(b"\n") < records:
+            assert run.poll() is None, "it ended too early"
+            time.sleep(0.002)
+        before = state.read_bytes()
+        run.send_signal(how)
+        return run.wait(), before[: before.rfind(b"\n") + 1]
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    return {name: (out / name).read_bytes() for name in FILES}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("resume")
+
+
+@pytest.fixture(scope="module")
+def unbroken(folder: Path) -> tuple[Path, dict[str, bytes]]:
+    """The model, and the files of a run that nobody disturbed."""
+    model = write(mixed(), folder)
+    done = finish(model, folder / "unbroken", 0)
+    assert done.returncode == 0, done.stderr
+    return model, contents(folder / "unbroken")
+
+
+def test_a_run_that_is_stopped_again_and_again_ends_with_the_same_files(
+    unbroken: tuple[Path, dict[str, bytes]], tmp_path: Path
+) -> None:
+    model, expected = unbroken
+    records = expected[STATE].count(b"\n")
+    assert records > 15
+    before = b""
+    stops = [
+        (2, signal.SIGKILL, -signal.SIGKILL),
+        (6, signal.SIGINT, 130),
+        (records - 3, signal.SIGKILL, -signal.SIGKILL),
+    ]
+    for number, (count, how, code) in enumerate(stops, 1):
+        given, held = stop(model, tmp_path, count, how, number)
+        assert given == code
+        assert held.startswith(before)
+        assert held.count(b"\n") >= count
+        assert (tmp_path / STATE).read_bytes().startswith(held)
+        assert expected[STATE].startswith(held)
+        assert how is signal.SIGKILL or not (tmp_path / "candidates").exists()
+        assert not (tmp_path / "optimized_final.onnx").exists()
+        before = held
+    assert finish(model, tmp_path, 4).returncode == 0
+    assert contents(tmp_path) == expected
+    assert not (tmp_path / "candidates").exists()
+
+
+def test_another_option_is_refused_in_one_line_with_exit_code_2(
+    unbroken: tuple[Path, dict[str, bytes]], folder: Path
+) -> None:
+    model, expected = unbroken
+    done = finish(model, folder / "unbroken", 5, "--seed", "1")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    refusals = [line for line in done.stderr.splitlines() if "error" in line]
+    assert len(refusals) == 1
+    assert "was made with seed 0, now it is 1" in refusals[0]
+    assert "Traceback" not in done.stderr
+    assert contents(folder / "unbroken") == expected
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No processes."""
+    without_processes(monkeypatch)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write(mixed(), tmp_path)
+
+
+def parsed(state: bytes) -> list[Any]:
+    found: list[Any] = yaml.safe_load(state)
+    return found
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(("mode", "builds"), [("region", 16), ("cut", 8)])
+def test_a_state_file_cut_off_after_any_record_is_completed_to_the_same_file(
+    model: Path, mode: str, builds: int
+) -> None:
+    first = tune(settings(model, builds=builds, mode=mode))
+    assert len(first.history) > 3
+    out = model.parent / "out"
+    expected = contents(out)
+    lines = expected[STATE].splitlines(keepends=True)
+    for kept in range(1, len(lines)):
+        torn = lines[kept][: len(lines[kept]) // 2] if kept % 2 else b""
+        (out / STATE).write_bytes(b"".join(lines[:kept]) + torn)
+        again = tune(settings(model, builds=builds, mode=mode))
+        assert contents(out) == expected
+        assert again.history == first.history
+
+
+@pytest.mark.usefixtures("here")
+def test_a_larger_budget_goes_on_where_the_smaller_one_ended(model: Path) -> None:
+    whole = tune(settings(model, builds=32, output_dir=model.parent / "whole"))
+    for builds in (4, 13, 18, 32):
+        part = tune(settings(model, builds=builds))
+        assert part.history[:-4] == whole.history[: len(part.history[:-4])]
+    assert part.history == whole.history
+    keys = [[r["key"] for r in parsed((model.parent / n / STATE).read_bytes())] for n in ("out", "whole")]
+    trials, expected = ([k for k in found if k.startswith("trial")] for found in keys)
+    assert trials == expected
+
+
+@pytest.mark.usefixtures("here")
+def test_a_smaller_budget_measures_nothing_more(model: Path) -> None:
+    tune(settings(model, builds=32))
+    before = parsed((model.parent / "out" / STATE).read_bytes())
+    less = tune(settings(model, builds=12, time_limit=5.0, time_budget=1e6))
+    assert less.summary["builds"] <= 12
+    after = parsed((model.parent / "out" / STATE).read_bytes())
+    assert after[: len(before)] == before
+    assert all(not r["key"].startswith("trial") for r in after[len(before) :])
+
+
+@pytest.mark.usefixtures("here")
+def test_noise_is_not_measured_twice(model: Path) -> None:
+    noisy = settings(model, engine=EngineSpec("fake", {"noise": 0.02, "drift": 0.05}), builds=12)
+    first = tune(noisy)
+    assert tune(noisy).history == first.history
+    assert tune(noisy).ratio == first.ratio
+
+
+@pytest.mark.usefixtures("here")
+def test_the_first_failure_of_an_engine_is_remembered_the_state_stays_good(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = tune(settings(model, builds=10))
+    original = Runner.load
+
+    def dead(self: Runner, path: Path, *args: Any, **kwargs: Any) -> Any:
+        inner = path.parent.name == "candidates" and args != ("baseline",)
+        return Failure("crash", "the device is gone") if inner else original(self, path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "load", dead)
+        with pytest.raises(EngineFailure, match="the device is gone"):
+            tune(settings(model, builds=32))
+    whole = tune(settings(model, builds=32))
+    assert whole.history[: len(first.history[:-4])] == first.history[:-4]
+    assert not [t for t in whole.history if isinstance(t.result, Failure)]
+
+
+def another_model(model: Path) -> dict[str, Any]:
+    proto = onnx.load(model)
+    weight = next(i for i in proto.graph.initializer if i.name == "w3")
+    weight.CopyFrom(onnx.numpy_helper.from_array(1.5 * onnx.numpy_helper.to_array(weight), "w3"))
+    onnx.save(proto, model)
+    return {}
+
+
+def other_samples(model: Path) -> dict[str, Any]:
+    np.savez(model.with_suffix(".npz"), x=np.stack([s["x"] for s in feeds(mixed(), 3, seed=5)]))
+    return {}
+
+
+CHANGES: dict[str, Any] = {
+    "model": another_model,
+    "calibration data": other_samples,
+    "calibration method": {"calibration": Calibration("percentile", 99.9)},
+    "seed": {"seed": 1},
+    "quant type": {"quant_type": "fp8"},
+    "engine numbers": {"engine": EngineSpec("fake", {"asymmetric": True})},
+    "rounds": {"plan": Plan((12,), slot_seconds=0.0)},
+    "regions": {"regions": "topology"},
+    "node filter": {"node_filter": ("first",)},
+    "input shapes": {"input_shapes": {"x": (8, 8, 64)}},
+}
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, bytes]]:
+    """A finished run, and its state."""
+    with pytest.MonkeyPatch.context() as patch:
+        without_processes(patch)
+        model = write(mixed(), tmp_path_factory.mktemp("done"))
+        tune(settings(model, builds=4))
+        yield model, (model.parent / "out" / STATE).read_bytes()
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_that_matters_is_refused_by_its_name(done: tuple[Path, bytes], tmp_path: Path, name: str) -> None:
+    _, state = done
+    model = write(mixed(), tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / STATE).write_bytes(state)
+    change = CHANGES[name](model) if callable(CHANGES[name]) else CHANGES[name]
+    with pytest.raises(BadState, match=f"was made with {name} ") as refusal:
+        tune(settings(model, builds=4, **change))
+    assert len(str(refusal.value).splitlines()) == 1
+    assert (tmp_path / "out" / STATE).read_bytes() == state
+    assert tune(settings(model, builds=4, restart=True, **change)).history
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    "change", [{"builds": 6}, {"time_budget": 100.0}, {"time_limit": 9.0}, {"config": Config(schemes_per_region=9)}]
+)
+def test_budgets_may_change(done: tuple[Path, bytes], change: dict[str, Any]) -> None:
+    model, state = done
+    assert tune(settings(model, **{"builds": 4, **change})).history
+    assert (model.parent / "out" / STATE).read_bytes().startswith(state)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_damaged_state_file_ends_the_run_with_one_line(done: tuple[Path, bytes], tmp_path: Path) -> None:
+    _, state = done
+    model = write(mixed(), tmp_path)
+    damaged = tmp_path / "state.yaml"
+    damaged.write_bytes(state.replace(b'"origin": "compute"', b'"origin": "other"'))
+    with pytest.raises(BadState, match=r"state\.yaml, line 3 is damaged"):
+        tune(settings(model, state_file=damaged))
+
+
+@pytest.mark.usefixtures("here")
+def test_the_state_may_lie_elsewhere(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    elsewhere = tmp_path / "kept" / "run.yaml"
+    tune(settings(model, builds=4, state_file=elsewhere))
+    assert elsewhere.exists()
+    assert (tmp_path / "kept" / "run_pattern_cache.yaml").exists()
+    assert not (model.parent / "out" / STATE).exists()

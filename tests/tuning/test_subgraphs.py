@@ -1,0 +1,293 @@
+"""Whole runs of subgraph mode: what they write, that they go on where they were, and what goes wrong on the way."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from rich.console import Console
+from test_trtexec import calls, stand_in
+
+from conftest import Call
+from models import build, feeds, normal, run
+from qdqtune.cli import report
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.runner import Runner
+from qdqtune.engines.tensorrt import program as trtexec_program
+from qdqtune.errors import BadOption
+from qdqtune.graph.loading import load
+from qdqtune.measurement.timing import Plan
+from qdqtune.tuning.loop import Result, tune
+from qdqtune.tuning.subgraphs import profiler
+from runs import cost, environment, hopeless, mixed, settings, without_processes, write
+
+ONCE = Plan((1,), error=0.4, slot_seconds=0.0, warmup=0)
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_processes(monkeypatch)
+
+
+def subgraph_run(folder: Path, **changes: Any) -> Result:
+    return tune(settings(write(mixed(), folder), **{"mode": "subgraph", "builds": 8} | changes))
+
+
+def builds_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that engines build from now on."""
+    built: list[str] = []
+    plain = Runner.load
+
+    def load(self: Runner, path: Path, *arguments: Any, **more: Any) -> Any:
+        built.append(path.name)
+        return plain(self, path, *arguments, **more)
+
+    monkeypatch.setattr(Runner, "load", load)
+    return built
+
+
+def test_it_finds_what_cut_mode_finds_and_writes_its_files(tmp_path: Path) -> None:
+    result = subgraph_run(tmp_path)
+    out = tmp_path / "out"
+    best = tune(settings(tmp_path / "model.onnx", mode="cut", builds=12, output_dir=tmp_path / "cut"))
+    assert result.summary["ratio"] == pytest.approx(best.summary["ratio"], rel=1e-6)
+    assert result.summary["mode"] == "subgraph"
+    assert cost(out / "optimized_final.onnx") < cost(out / "baseline.onnx")
+    assert cost(out / "optimized_raw.onnx") == pytest.approx(cost(out / "optimized_final.onnx"))
+    assert result.summary["builds"] == 4  # the float model, all groups together, and what is tried besides
+    cache = json.loads((out / "autotune_cache.json").read_text())
+    assert [t["origin"] for t in cache["validation"]] == ["all groups", "static", "compute"]
+    assert all(group["schemes_ms"] for group in cache["profiling"])
+    assert not list(out.glob("*.new"))
+    log = (out / "logs" / "subgraphs.log").read_text()
+    assert "7 groups as the engine's layer report has them" in log
+    assert "  first + relu\n" in log
+    (sample,) = feeds(mixed(), 1)
+    for part in (out / "subgraphs").glob("group_*.onnx"):
+        model = load(part)
+        assert all(v.type.tensor_type.shape.dim for v in model.proto.graph.input)
+        (made,) = run(model, feeds(model, 1))
+        assert all(np.isfinite(values).all() for values in made.values())
+    assert {p.name for p in (out / "subgraphs").iterdir()} >= {"group_001.onnx", "constants.bin"}
+    assert run(load(out / "optimized_raw.onnx"), [sample])[0].keys() == {"y"}
+
+
+def test_the_table_tells_what_became_of_each_group(tmp_path: Path) -> None:
+    result = subgraph_run(tmp_path)
+    rows = {row.nodes[0]: row for row in result.groups}
+    assert sorted(n for row in result.groups for n in row.nodes) == sorted(n.name for n in mixed().nodes)
+    assert {name for name, row in rows.items() if row.kept} == {"first", "second", "skip"}
+    assert rows["second"].why == "kept"
+    assert rows["softmax"].why == "slower alone"
+    assert rows["third"].why == "conversions cost more"
+    assert rows["second"].gain_alone == pytest.approx(rows["second"].float_ms - rows["second"].quantized_ms)
+    assert rows["second"].gain_in_model > 0
+    saved = result.summary["baseline_ms"] - result.summary["final_ms"]
+    assert sum(row.gain_in_model for row in result.groups) == pytest.approx(saved, rel=1e-6)
+    written = result.summary["groups"]
+    assert [row["nodes"] for row in written] == [row.nodes for row in result.groups]
+    console = Console(width=110, record=True, file=StringIO())
+    console.print(report.groups_table(result))
+    lines = console.export_text().splitlines()
+    assert any("first and 1 more" in line and "full, output" in line and "kept" in line for line in lines)
+
+
+def test_a_run_that_is_repeated_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = subgraph_run(tmp_path)
+    built = builds_of(monkeypatch)
+    again = subgraph_run(tmp_path)
+    assert [name for name in built if name.startswith("group_")] == []
+    assert again.history == first.history
+    assert again.groups == first.groups
+    assert (tmp_path / "out" / "subgraphs" / "group_001.onnx").exists()
+
+
+def test_a_killed_run_goes_on_without_asking_twice(tmp_path: Path) -> None:
+    model, state = write(mixed(), tmp_path), tmp_path / "out" / "autotuner_state.yaml"
+    command = [sys.executable, "-m", "qdqtune", "tune", str(model), "-o", str(tmp_path / "out"), "--mode", "subgraph",
+               "--engine", "fake", "--calibration-data", str(model.with_suffix(".npz"))]  # fmt: skip
+    with subprocess.Popen(
+        [*command, "--engine-option", "build_seconds=0.02"], env=environment(), stderr=subprocess.DEVNULL
+    ) as killed:
+        while not state.exists() or state.read_bytes().count(b'"part:') < 7:
+            assert killed.poll() is None, "it ended too early"
+            time.sleep(0.002)
+        killed.send_signal(signal.SIGKILL)
+    held = state.read_bytes()
+    assert json.loads((tmp_path / "out" / "autotune_cache.json").read_text())["phase"] == "timing groups alone"
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    after = state.read_bytes()
+    assert after.startswith(held[: held.rfind(b"\n") + 1])
+    keys = [line.split(b'"')[3] for line in after.splitlines()]
+    assert len(keys) == len(set(keys))
+
+
+def test_equal_groups_are_timed_once(tmp_path: Path) -> None:
+    model = build(
+        "net (float[64,64] x) => (float[64,64] y) {"
+        "[a] t = MatMul(x, w) [b] u = Relu(t) [c] v = MatMul(u, w) [d] z = Relu(v) [e] y = MatMul(z, k)}",
+        {"w": normal(64, 64, scale=0.1), "k": normal(64, 64, scale=0.1, seed=1)},
+    )
+    result = tune(settings(write(model, tmp_path), mode="subgraph", builds=8))
+    kinds = [row.kind for row in result.groups]
+    assert len(kinds) == 3
+    assert len(set(kinds)) == 2
+    assert result.improved
+
+
+def test_without_layer_times_total_latency_is_compared_and_said_so(tmp_path: Path) -> None:
+    result = subgraph_run(tmp_path, engine=EngineSpec("fake", {"hide_times": True}))
+    assert result.improved
+    assert any("total latency" in note for note in result.notes)
+    assert "total latency" in (tmp_path / "out" / "logs" / "subgraphs.log").read_text()
+    assert "all groups and what lies between" in [t.proposal.origin for t in result.history]
+    assert all(row.gain_in_model is None for row in result.groups)
+
+
+def test_groups_that_do_not_build_are_told_and_skipped(tmp_path: Path) -> None:
+    result = subgraph_run(tmp_path, engine=EngineSpec("fake", {"faults": {"refuse": "softmax"}}))
+    rows = {row.nodes[0]: row for row in result.groups}
+    assert rows["softmax"].why.startswith("scheme activation-only")
+    assert "no implementation" in rows["softmax"].why
+    assert not rows["softmax"].kept
+    assert result.improved
+
+
+def test_nothing_faster_ships_the_baseline(tmp_path: Path) -> None:
+    result = tune(settings(write(hopeless(), tmp_path), mode="subgraph", builds=8))
+    assert not result.improved
+    assert result.summary["ratio"] == 1.0
+    assert {row.kept for row in result.groups} == {False}
+    raw, baseline = (onnx.load(tmp_path / "out" / name) for name in ("optimized_raw.onnx", "baseline.onnx"))
+    assert raw == baseline  # no group gains
+
+
+def test_without_validation_all_groups_are_one_question(tmp_path: Path) -> None:
+    result = subgraph_run(tmp_path, incremental_validation=False)
+    assert [t.proposal.origin for t in result.history] == ["all groups"]
+    assert result.improved
+
+
+def test_the_time_budget_holds_for_groups_too(tmp_path: Path) -> None:
+    result = subgraph_run(tmp_path, time_budget=1e-6)
+    assert {row.why for row in result.groups if row.kind} == {"no time was left"}
+    assert not result.improved
+
+
+def test_groups_of_a_given_file(tmp_path: Path, call: Call) -> None:
+    model, graph = write(mixed(), tmp_path), tmp_path / "graph.json"
+    names = ["first + relu", "second + skip", "softmax", "third", "PWN(tanh)", "head"]
+    graph.write_text(json.dumps({"Layers": [{"Name": name, "LayerType": "kernel"} for name in names]}))
+    common = ["tune", model, "-o", tmp_path / "out", "--engine", "fake", "--effort", "quick", "--mode", "subgraph",
+              "--calibration-data", model.with_suffix(".npz"), "--graph-json", graph]  # fmt: skip
+    code, printed, _ = call(*common, "--json")
+    assert code == 0
+    assert ["second", "skip"] in [row["nodes"] for row in json.loads(printed)["groups"]]
+    assert "6 groups from graph.json" in (tmp_path / "out" / "logs" / "subgraphs.log").read_text()
+    graph.write_text(json.dumps({"Layers": ["first", "relu"]}))
+    code, _, said = call(*common)
+    assert code == 2
+    assert "made with graph JSON" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [('{"Layers": [{"Na', "cut short"), ('{"Layers": ["conv7", "conv8"]}', "another model"), (None, "cannot read")],
+)
+def test_a_file_of_groups_that_is_of_no_use_ends_the_run_in_one_line(
+    tmp_path: Path, call: Call, text: str | None, words: str
+) -> None:
+    model, graph = write(mixed(), tmp_path), tmp_path / "graph.json"
+    if text is not None:
+        graph.write_text(text)
+    code, _, said = call("tune", model, "-o", tmp_path / "out", "--engine", "fake", "--mode", "subgraph",
+                         "--calibration-data", model.with_suffix(".npz"), "--graph-json", graph)  # fmt: skip
+    assert code == 2
+    (line,) = [line for line in said.splitlines() if line.startswith("error")]
+    assert words in line
+    assert "--graph-json" in line
+
+
+def test_a_file_of_groups_is_for_this_mode(tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match="--mode subgraph"):
+        settings(tmp_path / "model.onnx", graph_json=tmp_path / "graph.json")
+
+
+def trtexec_here(monkeypatch: pytest.MonkeyPatch, folder: Path, version: str, **config: Any) -> str:
+    """The stand-in for trtexec, run in this process: an interpreter for each of its many calls would take long."""
+    program = stand_in(folder, version, **config)
+    given = json.dumps({"version": version, "calls": str(folder / "calls"), **config})
+    monkeypatch.setenv("TRTEXEC_STAND_IN", given)
+
+    def run_here(command: list[str], stdout: Any = None, **_: Any) -> subprocess.CompletedProcess[bytes]:
+        printed, code = StringIO(), 0
+        monkeypatch.setattr(sys, "argv", command)
+        with redirect_stdout(printed), redirect_stderr(printed):
+            try:
+                runpy.run_path(str(Path(__file__).parents[1] / "trtexec_stand_in.py"), run_name="__main__")
+            except SystemExit as end:
+                code = int(end.code or 0)
+        data = printed.getvalue().encode()
+        if stdout is not None:
+            stdout.write(data)
+            stdout.flush()
+        return subprocess.CompletedProcess(command, code, data, b"")
+
+    monkeypatch.setattr(trtexec_program.subprocess, "run", run_here)
+    return program
+
+
+def trt_run(folder: Path, program: str, **options: Any) -> Result:
+    """A run on the stand-in for trtexec, with as few calls of it as can be."""
+    model = build(
+        "net (float[N,8] x) => (float[N,4] y) {[a] t = MatMul(x, w) [b] u = Relu(t) [c] y = MatMul(u, v)}",
+        {"w": normal(8, 16, scale=0.1), "v": normal(16, 4, scale=0.1, seed=1)},
+    )
+    spec = EngineSpec("trtexec", {"trtexec": program, **options})
+    return tune(settings(write(model, folder), mode="subgraph", engine=spec, plan=ONCE, proof=(1,), builds=2,
+                         input_shapes={"x": (4, 8)}, calibration_data=None))  # fmt: skip
+
+
+def test_trtexec_writes_the_groups_and_builds_parts_for_the_shapes_that_were_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiler, "ROUNDS", ONCE)
+    text = "--minShapes=x:1x8 --optShapes=x:4x8 --maxShapes=x:16x8"
+    program = trtexec_here(monkeypatch, tmp_path, "10.16")
+    result = trt_run(tmp_path, program, trtexec_args=text)
+    out = tmp_path / "out"
+    assert sorted(row.nodes for row in result.groups) == [("a", "b"), ("c",)]
+    assert result.groups[0].gain_alone > 0
+    exported = json.loads((out / "model.fp16.graph.json").read_text())
+    assert any("a" in layer["Name"] for layer in exported["Layers"])
+    assert "trtexec" in (out / "model.fp16.build.log").read_text()
+    parts = [c for c in calls(tmp_path) if "group_" in c.get("onnx", "")]
+    shaped = {(c["minShapes"], c["optShapes"], c["maxShapes"]) for c in parts}
+    assert shaped == {("x:1x8", "x:4x8", "x:16x8"), ("u:1x16", "u:4x16", "u:16x16")}
+    count = len(parts)
+    again = trt_run(tmp_path, program, trtexec_args=text)
+    assert len([c for c in calls(tmp_path) if "group_" in c.get("onnx", "")]) == count
+    assert again.history == result.history
+
+
+def test_trtexec_without_profiling_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiler, "ROUNDS", ONCE)
+    unknown = ["profilingVerbosity", "exportProfile", "exportLayerInfo"]
+    program = trtexec_here(monkeypatch, tmp_path, "8.6", unknown=unknown)
+    result = trt_run(tmp_path, program)
+    assert any("reports no layers" in note for note in result.notes)
+    assert not (tmp_path / "out" / "model.fp16.graph.json").exists()
+    assert result.groups[0].gain_alone is not None
+    assert "as engines usually fuse" in (tmp_path / "out" / "logs" / "subgraphs.log").read_text()
