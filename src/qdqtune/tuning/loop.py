@@ -30,7 +30,7 @@ from qdqtune.tuning.bench import Bench
 from qdqtune.tuning.noise import foresee
 from qdqtune.tuning.observer import Observer, Silent, State
 from qdqtune.tuning.proof import BASELINE, CANDIDATES, FINAL, prove
-from qdqtune.tuning.records import RAW, REGION_MODELS, UNITS, summary, write_records, write_region_models
+from qdqtune.tuning.records import RAW, REGION_MODELS, UNITS, summary_of, write_records, write_region_models
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.subgraphs import prepare, verdicts
@@ -123,7 +123,7 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
                 proof = prove(history, bench, settings, folder)
                 final = proof.placement
                 write_records(settings, subject, final, proof, history, folder)
-                summary = summary(settings, subject, runner, bench, history, proof, final)
+                summary = summary_of(settings, subject, runner, bench, history, proof, final)
                 after = bench.metric(final) if evaluation and final.edges else limits.before
                 summary |= limits.outcome(history, settings.plan, after)
                 units = explain(strategy.costs(history), final) if isinstance(strategy, CutSearch) else ()

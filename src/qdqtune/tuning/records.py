@@ -76,7 +76,7 @@ def write_records(
     cache.write_cache(target, caches, subject.patterns)
 
 
-def summary(
+def summary_of(
     settings: Settings, subject: Subject, runner: Runner, bench: Bench, history: Sequence[Trial], proof: Proof,
     final: Placement,
 ) -> dict[str, Any]:  # fmt: skip
