@@ -141,6 +141,17 @@ def test_what_is_public_says_what_it_does(name: str) -> None:
                     assert ast.get_docstring(inner), f"{name}.{node.name}.{inner.name}"
 
 
+def test_the_plan_of_the_house_names_every_module_and_no_other() -> None:
+    plan = (ROOT / "docs" / "architecture.md").read_text()
+    named = set()
+    for folder, rows in re.findall(r"^### (\w+)/\n(.*?)(?=^##)", plan, re.MULTILINE | re.DOTALL):
+        named |= {f"{folder}/{name}" for name in re.findall(r"^\| `([\w/]+\.py)` \|", rows, re.MULTILINE)}
+    files = {p.relative_to(PACKAGE).as_posix() for p in PACKAGE.glob("*/**/*.py")}
+    silent = {name for name in files if name.endswith("__init__.py")}
+    assert files - silent == named - silent
+    assert len(named) > 90
+
+
 def test_no_module_has_a_name_that_says_nothing() -> None:
     words = {"utils", "util", "common", "base", "helpers", "helper", "misc"}
     assert not {name for name in MODULES.keys() - OUTSIDE if words & set(re.split(r"[._]", name))}

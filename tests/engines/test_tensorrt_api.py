@@ -25,8 +25,8 @@ from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.types import QType
 from tensorrt_fakes import FLAGS, VERSIONS, FakeCuda, Module, names_of
 
-ENGINES = Path(qdqtune.engines.__file__).parent
-SOURCES = [ENGINES / f"{name}.py" for name in ("tensorrt", "tensorrt_build", "tensorrt_execution", "tensorrt_rtx")]
+ENGINES = Path(qdqtune.engines.__file__).parent / "tensorrt"
+SOURCES = [ENGINES / f"{name}.py" for name in ("api", "build", "execution", "rtx")]
 
 VARIABLES = {
     "builder": "Builder", "network": "INetworkDefinition", "parser": "OnnxParser", "config": "IBuilderConfig",
@@ -415,8 +415,8 @@ def test_a_version_that_is_too_old(rig: Rig, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_engine_module_needs_no_vendor_library() -> None:
-    for name in ("cuda", "tensorrt", "tensorrt_build", "tensorrt_execution", "tensorrt_rtx"):
+    for name in ("cuda", "api", "build", "execution", "rtx"):
         tree = ast.parse((ENGINES / f"{name}.py").read_text())
         imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
         assert not {n for n in imported if n.split(".")[0] in ("tensorrt", "tensorrt_rtx_bindings", "cuda")}
-        importlib.import_module(f"qdqtune.engines.{name}")
+        importlib.import_module(f"qdqtune.engines.tensorrt.{name}")

@@ -14,7 +14,6 @@ import pytest
 from onnx import TensorProto, parser
 
 from qdqtune.errors import OutputError
-from qdqtune.graph import model as graph
 from qdqtune.graph.files import ConstantFile, save
 from qdqtune.graph.model import GRAPH, Constant, Model, TensorInfo, Use, captured
 
@@ -137,7 +136,7 @@ def test_a_model_is_saved_in_one_file(tmp_path: Path) -> None:
 def test_beyond_the_limit_constants_go_beside_it_and_each_content_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graph, "PROTOBUF_LIMIT", 6000)
+    monkeypatch.setattr("qdqtune.graph.files.PROTOBUF_LIMIT", 6000)
     (tmp_path / "m.onnx.data").write_bytes(bytes(100_000))
     save(model(), tmp_path / "m.onnx")
     assert (tmp_path / "m.onnx.data").stat().st_size == 40 * 40 * 4

@@ -69,12 +69,3 @@ def test_every_option_and_engine_exists() -> None:
     assert len(named) > 15
     table = README.split("\n## Engines\n")[1].split("\n## ")[0]
     assert {"onnxruntime", "fake"} <= set(re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)) <= MODULES.keys()
-
-
-def test_the_map_has_every_module_and_no_other() -> None:
-    source = ROOT / "src" / "qdqtune"
-    rows = re.findall(r"^\| (`.*?) \|", README.split("\n## Where things are\n")[1].split("\n## ")[0], re.MULTILINE)
-    named = {name for row in rows for name in re.findall(r"`([^`]+)`", row)} - {"src/qdqtune/"}
-    files = {p.name for p in source.glob("*.py")} - {"__init__.py", "__main__.py"}
-    folders = {f"{p.parent.name}/" for p in source.glob("*/__init__.py")}
-    assert named == files | folders
