@@ -90,7 +90,7 @@ def test_everything_runs_in_the_order_of_the_text(
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
 def test_blocks_are_of_kinds_that_are_run_or_only_shown(document: Path) -> None:
     text = document.read_text()
-    assert {block.kind for block in blocks(text)} <= {"bash", "python", "text"}
+    assert {block.kind for block in blocks(text)} <= {"bash", "python", "text", "mermaid"}
     assert text.count("```") == 2 * len(blocks(text))
     marked = [block for block in blocks(text) if block.releases]
     assert text.count("needs a GPU: ") == text.count("*Needs a GPU.*") == len(marked)
