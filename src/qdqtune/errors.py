@@ -83,8 +83,8 @@ def one_line(error: object, limit: int = 400) -> str:
 
 
 @contextmanager
-def writing(path: Path, hint: str = "") -> Iterator[None]:
-    """Turn what the operating system says while `path` is written into one line; `hint` says what to do.
+def writing(what: Path | str, hint: str = "") -> Iterator[None]:
+    """Turn what the operating system says while something is written into one line; `hint` says what to do.
 
     Raises:
         OutputError: it could not be written.
@@ -92,4 +92,13 @@ def writing(path: Path, hint: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror or error}{hint and f'; {hint}'}") from error
+        raise OutputError(f"cannot write {what}: {error.strerror or error}{hint and f'; {hint}'}") from error
+
+
+@contextmanager
+def reading(what: Path | str, raises: type[InputError] = BadOption) -> Iterator[None]:
+    """Turn what the operating system says while something is read into one line of the error `raises`."""
+    try:
+        yield
+    except OSError as error:
+        raise raises(f"cannot read {what}: {error.strerror or error}") from error

@@ -310,7 +310,7 @@ def test_a_place_that_cannot_be_written_is_an_output_error(opened: Open, tmp_pat
     setup = opened()
     with pytest.raises(OutputError, match="cannot write"):
         setup.bench.write_linked(FLOAT, tmp_path / "file" / "model.onnx")
-    with pytest.raises(OutputError, match="cannot make folder"):
+    with pytest.raises(OutputError, match="cannot write"):
         Bench(
             cast(Runner, setup.runner), cast(Inserter, None), cast(Store, None), tmp_path / "file" / "x", Plan(), [], 0
         )

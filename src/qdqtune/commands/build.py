@@ -11,7 +11,7 @@ from onnx import ModelProto
 from qdqtune.engines import MODULES, EngineSpec
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.engines.shapes import check_spans
-from qdqtune.errors import BadOption, EngineFailure, OutputError
+from qdqtune.errors import BadOption, EngineFailure, OutputError, writing
 from qdqtune.graph.loading import read
 from qdqtune.graph.model import Model
 from qdqtune.types import Failure
@@ -55,19 +55,17 @@ def build(model: Path, output: Path, spec: EngineSpec, *, time_limit_s: float) -
     if spec.name in MODULES and spec.name not in FORMATS:
         able = ", ".join(FORMATS)
         raise EngineFailure(f"engine {spec.name!r} has no format of its own to save; these have: {able}")
-    try:
-        with (
-            tempfile.TemporaryDirectory(prefix=".qdqtune-", dir=output.parent) as folder,
-            Runner(spec, time_limit_s=time_limit_s, log_dir=Path(folder, "logs")) as runner,
-        ):
-            handle = _saved(runner, model, Path(folder, output.name))
-            made = sorted(path for path in Path(folder).iterdir() if path.is_file())
-            for path in made:
-                _refuse_overwriting(inputs, output.with_name(path.name))
-            nbytes = sum(path.stat().st_size for path in made)
-            files = tuple(path.replace(output.with_name(path.name)) for path in made)
-    except OSError as error:
-        raise OutputError(f"cannot write {output}: {error.strerror or error}") from error
+    with (
+        writing(output),
+        tempfile.TemporaryDirectory(prefix=".qdqtune-", dir=output.parent) as folder,
+        Runner(spec, time_limit_s=time_limit_s, log_dir=Path(folder, "logs")) as runner,
+    ):
+        handle = _saved(runner, model, Path(folder, output.name))
+        made = sorted(path for path in Path(folder).iterdir() if path.is_file())
+        for path in made:
+            _refuse_overwriting(inputs, output.with_name(path.name))
+        nbytes = sum(path.stat().st_size for path in made)
+        files = tuple(path.replace(output.with_name(path.name)) for path in made)
     return Artifact(files, nbytes, handle.build_seconds)
 
 

@@ -21,7 +21,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.cpu import cores
 from qdqtune.engines.formats import numeric_format
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.errors import BadModel, BadOption, EngineFailure, OutputError
+from qdqtune.errors import BadModel, BadOption, EngineFailure, OutputError, writing
 from qdqtune.graph.files import save
 from qdqtune.graph.float16 import Precision, load_as
 from qdqtune.graph.loading import load, with_input_shapes
@@ -221,12 +221,10 @@ def _check_output(request: Request) -> None:
     exists = output.exists()
     if exists and not output.is_file():
         raise OutputError(f"cannot write {output}: it is no file; name one with --output")
-    try:
+    with writing(output, "choose another --output"):
         output.open("ab").close()
         if not exists:
             output.unlink()
-    except OSError as error:
-        raise OutputError(f"cannot write {output}: {error.strerror or error}; choose another --output") from error
 
 
 def _numbers(request: Request) -> NumericFormat:

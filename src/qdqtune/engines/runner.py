@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qdqtune.engines import EngineSpec
-from qdqtune.errors import EngineFailure, EngineUnavailable, OutputError, QdqtuneError
+from qdqtune.errors import EngineFailure, EngineUnavailable, QdqtuneError, writing
 from qdqtune.types import Failure, Layer, Measurement, NumericFormat, QuantType, Tensors
 
 LOG_LINES = 50
@@ -74,10 +74,8 @@ class Runner:
         self._logs: dict[Handle, Path] = {}
         self._present: set[int] = set()
         self._slots: dict[tuple[frozenset[Handle], float], tuple[int, float]] = {}
-        try:
+        with writing(log_dir):
             log_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OutputError(f"cannot make folder {log_dir}: {error.strerror or error}") from error
 
     def __enter__(self) -> Self:
         return self

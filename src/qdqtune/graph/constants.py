@@ -16,7 +16,7 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto, numpy_helper
 
-from qdqtune.errors import BadModel
+from qdqtune.errors import BadModel, reading
 from qdqtune.graph.model import LARGE, Constant, bodies, content_key
 
 M = TypeVar("M")
@@ -193,11 +193,8 @@ def _span(tensor: TensorProto, folder: Path) -> tuple[Path, int, int]:
 
 
 def _chunks(file: Path, offset: int, length: int) -> Iterator[bytes]:
-    try:
-        with file.open("rb") as source:
-            source.seek(offset)
-            while length > 0 and (chunk := source.read(min(CHUNK, length))):
-                yield chunk
-                length -= len(chunk)
-    except OSError as error:
-        raise BadModel(f"cannot read {file}: {error.strerror or error}") from error
+    with reading(file, BadModel), file.open("rb") as source:
+        source.seek(offset)
+        while length > 0 and (chunk := source.read(min(CHUNK, length))):
+            yield chunk
+            length -= len(chunk)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from qdqtune.errors import OutputError
+from qdqtune.errors import writing
 from qdqtune.graph.model import Constant, Model
 
 PROTOBUF_LIMIT = 2**31 - 2**20
@@ -21,7 +21,7 @@ def save(model: Model, path: Path) -> None:
     Raises:
         OutputError: the file cannot be written.
     """
-    try:
+    with writing(path):
         if model.large_bytes + model.proto.ByteSize() < PROTOBUF_LIMIT:
             path.write_bytes(model.to_proto().SerializeToString())
         else:
@@ -29,8 +29,6 @@ def save(model: Model, path: Path) -> None:
             beside.unlink(missing_ok=True)
             with ConstantFile(beside) as constants:
                 constants.save(model, path)
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 class ConstantFile:
@@ -45,11 +43,9 @@ class ConstantFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._spans: dict[str, tuple[int, int]] = {}
-        try:
+        with writing(path):
             path.unlink(missing_ok=True)  # an earlier file may be linked elsewhere: do not cut it short there
             self._file = path.open("wb")
-        except OSError as error:
-            raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
 
     def __enter__(self) -> ConstantFile:
         return self
@@ -74,7 +70,7 @@ class ConstantFile:
         """
         candidate = onnx.ModelProto()
         candidate.CopyFrom(model.proto)
-        try:
+        with writing(path):
             for name, constant in model.large.items():
                 offset, length = self._span(constant)
                 tensor = candidate.graph.initializer.add()
@@ -85,8 +81,6 @@ class ConstantFile:
                     tensor.external_data.add(key=key, value=str(value))
             self._file.flush()
             path.write_bytes(candidate.SerializeToString())
-        except OSError as error:
-            raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
 
     def link_into(self, folder: Path) -> None:
         """Hard-link this file into `folder`, so that model files there can refer to it (a copy across file systems).
@@ -95,7 +89,7 @@ class ConstantFile:
             OutputError: the link cannot be made.
         """
         target = folder / self.path.name
-        try:
+        with writing(target):
             if target.exists() and target.samefile(self.path):
                 return
             target.unlink(missing_ok=True)
@@ -103,5 +97,3 @@ class ConstantFile:
                 target.hardlink_to(self.path)
             except OSError:
                 shutil.copyfile(self.path, target)
-        except OSError as error:
-            raise OutputError(f"cannot write {target}: {error.strerror or error}") from error

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from qdqtune.errors import BadOption, OutputError
+from qdqtune.errors import BadOption, reading, writing
 from qdqtune.graph.model import Model
 from qdqtune.types import Edge, Placement
 
@@ -67,10 +67,8 @@ def write_yaml(path: Path, content: Mapping[str, Any]) -> None:
     Raises:
         OutputError: the file cannot be written.
     """
-    try:
+    with writing(path):
         path.write_text(yaml.safe_dump(dict(content), sort_keys=False, default_flow_style=None, width=120))
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def read_yaml(path: Path, what: str) -> dict[str, Any]:
@@ -80,9 +78,8 @@ def read_yaml(path: Path, what: str) -> dict[str, Any]:
         BadOption: the file is missing, or of another version.
     """
     try:
-        content = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise BadOption(f"cannot read {what} {path}: {error.strerror or error}") from error
+        with reading(f"{what} {path}"):
+            content = yaml.safe_load(path.read_text())
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise BadOption(f"{path} is no {what} file, or damaged: it is no YAML") from error
     if not isinstance(content, dict) or content.get("version") != VERSION:

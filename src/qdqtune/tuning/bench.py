@@ -14,7 +14,7 @@ from typing import Self
 import numpy as np
 
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.errors import BaselineFailed, EngineFailure, OutputError
+from qdqtune.errors import BaselineFailed, EngineFailure, writing
 from qdqtune.graph.files import ConstantFile, save
 from qdqtune.measurement.accuracy import is_finite, sqnr_db
 from qdqtune.measurement.limits import Limits
@@ -61,11 +61,9 @@ class Bench:
         self._limits, self._evaluation = limits or Limits(), evaluation
         self._check_wins = check_wins
         self._folder = folder
-        try:
+        with writing(folder):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-        except OSError as error:
-            raise OutputError(f"cannot make folder {folder}: {error.strerror or error}") from error
         self._constants = ConstantFile(folder / "constants.bin")
         self._loaded: dict[Placement, Handle] = {}
         self._reference: list[dict[str, Array]] | None = None
@@ -148,13 +146,11 @@ class Bench:
         Raises:
             OutputError: a file cannot be written.
         """
-        try:
+        with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             candidate = self._file(placement)
             self._constants.link_into(path.parent)
             shutil.copyfile(candidate, path)
-        except OSError as error:
-            raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
 
     def write_whole(self, placement: Placement, path: Path) -> None:
         """Write a placement as a self-contained file."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from qdqtune.engines.runner import Runner
-from qdqtune.errors import BadOption, BaselineFailed, OutputError
+from qdqtune.errors import BadOption, BaselineFailed, writing
 from qdqtune.measurement.limits import Limits, verdict, wins
 from qdqtune.measurement.metric import load_evaluation
 from qdqtune.measurement.timing import Plan, Ratio, judge
@@ -263,8 +263,6 @@ def _folder(settings: Settings) -> Path:
     folder = settings.output_dir
     if settings.model.resolve() in {(folder / name).resolve() for name in (BASELINE, FINAL, RAW)}:
         raise BadOption(f"{settings.model} would be overwritten: choose another --output-dir")
-    try:
+    with writing(f"to {folder}"):
         (folder / "logs").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"cannot write to {folder}: {error.strerror or error}") from error
     return folder

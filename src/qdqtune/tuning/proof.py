@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from qdqtune.errors import BaselineFailed, OutputError
+from qdqtune.errors import BaselineFailed, writing
 from qdqtune.measurement.timing import Ratio
 from qdqtune.tuning.bench import Bench
 from qdqtune.tuning.settings import PROOF_BUILDS, Settings
@@ -116,25 +116,21 @@ def _medians(bench: Bench, key: str) -> tuple[float, float]:
 
 def _move(source: Path, target: Path) -> None:
     """Move a model of ours, in one step unless it has external data."""
-    try:
+    with writing(target):
         beside = source.with_name(source.name + ".data")
         if beside.exists():
             beside.replace(target.with_name(target.name + ".data"))
         source.replace(target)
-    except OSError as error:
-        raise OutputError(f"cannot write {target}: {error.strerror or error}") from error
 
 
 def _copy(source: Path, target: Path) -> None:
     """Copy a model to another folder or name, and the external data that it refers to."""
     tensors = onnx.load(source, load_external_data=False).graph.initializer
     locations = {e.value for t in tensors for e in t.external_data if e.key == "location"}
-    try:
+    with writing(target):
         shutil.copyfile(source, target)
         for location in sorted(locations):
             data, copy = source.parent / location, target.parent / location
             if not (copy.exists() and copy.samefile(data)):
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(data, copy)
-    except OSError as error:
-        raise OutputError(f"cannot write {target}: {error.strerror or error}") from error

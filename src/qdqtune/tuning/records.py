@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qdqtune.engines.runner import Runner
-from qdqtune.errors import OutputError
+from qdqtune.errors import writing
 from qdqtune.placement import files
 from qdqtune.search.regions import cache
 from qdqtune.tuning.bench import Bench
@@ -28,10 +28,8 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     Raises:
         OutputError: the file cannot be written.
     """
-    try:
+    with writing(path):
         path.write_text(json.dumps(dict(content), indent=2, allow_nan=False) + "\n")
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 RAW = "optimized_raw.onnx"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from qdqtune.calibration.scales import Range, Ranges
-from qdqtune.errors import BadState, OutputError
+from qdqtune.errors import BadState, OutputError, writing
 from qdqtune.types import Edge, Failure, Layer, Measurement, Placement
 
 VERSION = 1
@@ -49,12 +49,10 @@ class Store:
         """
         self.path = path
         self._found: dict[str, Record] = {}
-        try:
+        with writing(path):
             path.touch()
             # Unbuffered: what a full disk has refused must not come up again when the file is closed.
             self._file: IO[bytes] = path.open("r+b", buffering=0)
-        except OSError as error:
-            raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
         try:
             self._lock()
             if restart:

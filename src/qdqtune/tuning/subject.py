@@ -17,7 +17,7 @@ from qdqtune.calibration.samples import Samples, input_specs, open_samples
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.shapes import check_spans
-from qdqtune.errors import BadModel, BadOption
+from qdqtune.errors import BadModel, BadOption, reading
 from qdqtune.graph.float16 import OPSET, load_as, to_float16
 from qdqtune.graph.loading import load, with_input_shapes
 from qdqtune.graph.model import Model, with_float_type
@@ -128,10 +128,8 @@ def fingerprint(settings: Settings, subject: Subject, engine: Mapping[str, str])
 
 def _digest(path: Path | None) -> str | None:
     """16 hex digits of a file's content."""
-    try:
+    with reading(f"--graph-json {path}"):
         return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    except OSError as error:
-        raise BadOption(f"cannot read --graph-json {path}: {error.strerror or error}") from error
 
 
 def _told_apart(numbers: NumericFormat) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import onnx
 from google.protobuf.message import DecodeError
 
-from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, OutputError, one_line
+from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line, writing
 
 Shapes = Mapping[str, Sequence[int]]
 """Input name to its sizes; for an input that is itself a shape, to its values."""
@@ -269,10 +269,8 @@ def _node_name(model: Path, index: int) -> str:
 
 def _replace(path: Path, data: bytes) -> None:
     """Write a file such that readers see the old content or the new."""
-    try:
+    with writing(f"timing cache {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f"{path.name}.{os.getpid()}")
         beside.write_bytes(data)
         beside.replace(path)
-    except OSError as error:
-        raise OutputError(f"cannot write timing cache {path}: {error.strerror or error}") from error

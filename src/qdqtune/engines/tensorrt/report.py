@@ -18,7 +18,7 @@ from typing import Any, Literal
 import onnx
 
 from qdqtune.engines.tensorrt.nodes import COPY_NODE, Names, assign, mentioned
-from qdqtune.errors import BadOption
+from qdqtune.errors import BadOption, reading
 from qdqtune.types import Layer
 
 Kind = Literal["compute", "reformat", "copy", "quantize", "folded"]
@@ -107,10 +107,8 @@ def read_report(
 def _text(source: Path | str, what: str) -> str:
     if isinstance(source, str):
         return source
-    try:
+    with reading(f"the {what} {source}"):
         return source.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise BadOption(f"cannot read the {what} {source}: {error.strerror or error}") from error
 
 
 def _entries(text: str) -> list[_Entry]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qdqtune.engines import shapes
-from qdqtune.errors import OutputError
+from qdqtune.errors import writing
 from qdqtune.graph.operators import work
 from qdqtune.search.costs.attribution import Priced, attribute
 from qdqtune.search.costs.profiles import passing, select, signature
@@ -101,11 +101,9 @@ def _grouped(settings: Settings, subject: Subject, layers: Sequence[Layer]) -> G
     exported = settings.output_dir / "logs" / "baseline.graph.json"
     if exported.exists():
         stem = settings.output_dir / f"{settings.model.stem}.fp16"
-        try:
+        with writing(f"{stem}.graph.json"):
             shutil.copyfile(exported, stem.with_name(stem.name + ".graph.json"))
             shutil.copyfile(exported.with_name("baseline.log"), stem.with_name(stem.name + ".build.log"))
-        except OSError as error:
-            raise OutputError(f"cannot write {stem}.graph.json: {error.strerror or error}") from error
     if layers:
         return groups.from_layers(subject.shaped, layers, "as the engine's layer report has them")
     return groups.by_rules(subject.shaped, subject.possible)
@@ -153,7 +151,5 @@ def _notes(grouped: Grouping, layers: Sequence[Layer], timed: bool) -> tuple[str
 
 
 def _write_log(path: Path, lines: Sequence[str]) -> None:
-    try:
+    with writing(path):
         path.write_text("\n".join(lines) + "\n")
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error

@@ -21,7 +21,7 @@ from onnx import helper
 from qdqtune.calibration.calibrate import watch
 from qdqtune.engines import shapes
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.errors import BadOption, InputError, OutputError
+from qdqtune.errors import BadOption, InputError, writing
 from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.model import Model
 from qdqtune.measurement.pairing import rounds_of
@@ -98,11 +98,9 @@ class Profiler:
         self._subject, self._parts, self._resolved, self._store = subject, parts, resolved, store
         self._timed, self._seed = timed, settings.seed
         self._folder = settings.output_dir / FOLDER
-        try:
+        with writing(self._folder):
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder.mkdir(parents=True)
-        except OSError as error:
-            raise OutputError(f"cannot make folder {self._folder}: {error.strerror or error}") from error
         self._constants = ConstantFile(self._folder / "constants.bin")
         spec = shapes.with_spans(settings.engine, resolved.spans)
         self._runner = Runner(spec, time_limit_s=settings.time_limit, log_dir=settings.output_dir / "logs" / FOLDER)

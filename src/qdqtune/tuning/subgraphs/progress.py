@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qdqtune.errors import OutputError
+from qdqtune.errors import writing
 from qdqtune.search.costs.profiles import Profile
 from qdqtune.search.costs.units import Partition
 from qdqtune.tuning import records
@@ -61,7 +61,5 @@ class CacheFile:
         fresh = self._path.with_name(f"{NAME}.new")
         content = {"phase": phase, "profiling": list(self._groups.values()), "validation": self._validation}
         records.write_json(fresh, content)
-        try:
+        with writing(self._path):
             fresh.replace(self._path)
-        except OSError as error:
-            raise OutputError(f"cannot write {self._path}: {error.strerror or error}") from error
