@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from qdqtune.cli import main
-from runs import without_processes
+from runs import mixed, write
+from workers import Workers, in_process
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -17,9 +19,21 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background: so w
 
 
 @pytest.fixture
-def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
+def workers() -> Iterator[Workers]:
+    """No processes: every runner works in this one, some times faster, and good for all but crashes and hangs."""
+    with in_process() as started:
+        yield started
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A file with a model on which pairs pay in parts, and samples beside it."""
+    return write(mixed(), tmp_path)
+
+
+@pytest.fixture
+def call(capfd: pytest.CaptureFixture[str], workers: Workers) -> Call:
     """Run a command line in this process: exit code, standard output, standard error."""
-    without_processes(monkeypatch)
 
     def run(*arguments: object) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as end:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,13 +18,12 @@ import pytest
 from models import build, feeds, normal
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
-from qdqtune.engines.worker import Session
-from qdqtune.errors import QdqtuneError
 from qdqtune.graph.files import save
 from qdqtune.graph.model import Model
 from qdqtune.measurement.timing import Plan
 from qdqtune.search.region import Config
 from qdqtune.tuning.settings import Settings
+from workers import Workers
 
 MIXED = """net (float[B,ROWS,64] x) => (float[B,ROWS,8] y) {
     [first] a = MatMul(x, w0)
@@ -88,36 +86,9 @@ def cost(path: Path) -> float:
     return latency(onnx.load(path))
 
 
-class InProcess:
-    """Answers the runner's requests as the worker process does, without starting one."""
-
-    alive = True
-
-    def __init__(self, log: Path) -> None:
-        log.touch()
-        self._session: Session | None = None
-
-    def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
-        try:
-            if self._session is None:
-                self._session = Session(*arguments)
-                return True, None
-            return True, getattr(self._session, name)(*arguments)
-        except QdqtuneError as error:
-            return False, error
-
-    def kill(self) -> None:
-        self._session = None
-
-    def printed(self) -> str:
-        return ""
-
-
 def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every runner work in this process: some times faster, and good for all but crashes and hangs."""
-    monkeypatch.setattr("qdqtune.engines.runner._Worker", InProcess)
-    still = SimpleNamespace(collect=lambda: 0, enable=lambda: None, disable=lambda: None)
-    monkeypatch.setattr("qdqtune.engines.worker.gc", still)  # a full collection per comparison, in a large process
+    monkeypatch.setattr("qdqtune.engines.runner.start_worker", Workers())
 
 
 def environment() -> dict[str, str]:

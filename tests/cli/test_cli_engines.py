@@ -164,14 +164,14 @@ def test_elsewhere_the_same_pairs_fail(call, tuned, tmp_path):
 
 
 @pytest.mark.parametrize("json_flag", [(), ("--json",)])
-def test_a_float_model_has_no_pairs_and_runs_nothing(json_flag, call, float_file, monkeypatch):
-    monkeypatch.setattr("qdqtune.engines.runner._Worker", None)
+def test_a_float_model_has_no_pairs_and_runs_nothing(json_flag, call, float_file, workers):
     code, out, err = call("check", float_file, *json_flag)
     assert (code, err) == (0, "")
     if json_flag:
         assert (json.loads(out)["pairs"], json.loads(out)["findings"]) == (0, [])
     else:
         assert out == f"{float_file}: no pairs, nothing to check\n"
+    assert workers.started == 0
 
 
 def test_onnxruntime_fuses_its_own_format_and_says_what_it_misses(call, tmp_path):
@@ -282,20 +282,16 @@ class Saves:
         path.with_suffix(".bin").write_text("weights")
 
 
-def engine(monkeypatch: pytest.MonkeyPatch, made: Saves) -> None:
-    monkeypatch.setattr("qdqtune.engines.worker.open_engine", lambda _: made)
-
-
-def test_all_files_that_an_engine_writes_arrive(call, float_file, tmp_path, monkeypatch):
-    engine(monkeypatch, Saves())
+def test_all_files_that_an_engine_writes_arrive(call, float_file, tmp_path, workers):
+    workers.opener = lambda _: Saves()
     code, out, _ = call("build", float_file, "-o", tmp_path / "m.xml", "--engine", "openvino")
     assert code == 0
     assert out.startswith(f"{tmp_path}/m.bin and {tmp_path}/m.xml: an OpenVINO IR, ")
     assert (tmp_path / "m.bin").read_text() == "weights"
 
 
-def test_weights_of_the_model_are_never_replaced(call, tmp_path, monkeypatch):
-    engine(monkeypatch, Saves())
+def test_weights_of_the_model_are_never_replaced(call, tmp_path, workers):
+    workers.opener = lambda _: Saves()
     onnx.save(conv_model(), tmp_path / "m.onnx", save_as_external_data=True, location="m.bin", size_threshold=0)
     before = (tmp_path / "m.bin").read_bytes()
     code, out, err = call("build", tmp_path / "m.onnx", "-o", tmp_path / "m.xml", "--engine", "openvino")
@@ -322,10 +318,10 @@ def test_the_model_is_never_replaced(how, call, float_file, tmp_path):
     assert float_file.read_bytes() == before
 
 
-def test_a_failed_build_leaves_what_was_there(call, float_file, tmp_path, monkeypatch):
+def test_a_failed_build_leaves_what_was_there(call, float_file, tmp_path, workers):
     target = tmp_path / "m.plan"
     target.write_text("good")
-    engine(monkeypatch, Saves("TensorRT: no"))
+    workers.opener = lambda _: Saves("TensorRT: no")
     code, _, err = call("build", float_file, "-o", target, "--engine", "tensorrt")
     assert (code, err) == (5, "error: TensorRT: no\n")
     assert target.read_text() == "good"

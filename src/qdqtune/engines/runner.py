@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
-import os
-import shutil
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 from time import monotonic
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.process import WorkerProcess
 from qdqtune.errors import EngineFailure, EngineUnavailable, QdqtuneError, writing
 from qdqtune.types import Failure, Layer, Measurement, NumericFormat, QuantType, Tensors
 
 LOG_LINES = 50
-SCRATCH = "worker-"
-"""How the names of folders for temporary files begin."""
 START_SECONDS = 120.0
 """Least time limit for opening an engine: how long a library takes to load says nothing about a candidate."""
 
@@ -45,6 +36,41 @@ class Handle:
     build_seconds: float = field(compare=False)
 
 
+class Worker(Protocol):
+    """What answers the requests of one runner: names of `worker.Session` methods with their arguments.
+
+    The first request opens the engine.
+    """
+
+    @property
+    def alive(self) -> bool:
+        """Whether it may be asked. One that is not has lost what it held."""
+
+    def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
+        """`(True, result)`, or `(False, QdqtuneError)`.
+
+        Raises:
+            TimeoutError: no answer within `limit` seconds.
+            EOFError, OSError: it has ended.
+        """
+
+    def kill(self) -> None:
+        """End it at once, with all that it holds."""
+
+    def exit_reason(self) -> str:
+        """Exit code or signal of a worker that has ended."""
+
+    def printed(self) -> str:
+        """What it has printed outside of builds."""
+
+
+StartWorker = Callable[[Path], Worker]
+"""Starts a worker that prints to the end of the file given."""
+
+start_worker: StartWorker = WorkerProcess
+"""How runners that are not told otherwise start theirs."""
+
+
 class _WorkerLostError(Exception):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.reason)
@@ -59,16 +85,19 @@ class Runner:
     ends the worker too, and the runner stays usable.
 
     `time_limit_s` holds for each build, each inference of `outputs`, and each probe. Rounds may take that, and `SLACK`
-    times what the probe makes us expect in addition.
+    times what the probe makes us expect in addition. `start` gives another worker than a process.
     """
 
-    def __init__(self, spec: EngineSpec, *, time_limit_s: float, log_dir: Path) -> None:
+    def __init__(
+        self, spec: EngineSpec, *, time_limit_s: float, log_dir: Path, start: StartWorker | None = None
+    ) -> None:
         self.engine_seconds = 0.0
         """Wall time that callers have spent waiting for the engine."""
         self._spec = spec
         self._limit = time_limit_s
         self._log_dir = log_dir
-        self._worker: _Worker | None = None
+        self._start_worker = start or start_worker
+        self._worker: Worker | None = None
         self._inputs: Tensors | None = None
         self._numbers = itertools.count()
         self._logs: dict[Handle, Path] = {}
@@ -241,12 +270,12 @@ class Runner:
     def _call(self, name: str, *arguments: Any, what: str, log: Path | None = None, extra: float = 0.0) -> Any:
         return self._exchange(self._start(), name, arguments, what, self._limit + extra, log)
 
-    def _start(self) -> _Worker:
+    def _start(self) -> Worker:
         """The worker, with the engine open and the sample fed."""
         if self._worker is not None and self._worker.alive:
             return self._worker
         self.close()
-        worker = self._worker = _Worker(self._log_dir / "worker.log")
+        worker = self._worker = self._start_worker(self._log_dir / "worker.log")
         limit = max(self._limit, START_SECONDS)
         spec = EngineSpec(self._spec.name, dict(self._spec.options))
         try:
@@ -261,7 +290,7 @@ class Runner:
         return worker
 
     def _exchange(
-        self, worker: _Worker, name: str, arguments: tuple[Any, ...], what: str, limit: float, log: Path | None = None
+        self, worker: Worker, name: str, arguments: tuple[Any, ...], what: str, limit: float, log: Path | None = None
     ) -> Any:
         start = monotonic()
         answered = False
@@ -281,101 +310,6 @@ class Runner:
         if not good:
             raise result
         return result
-
-
-class _Worker:
-    """The child process and the socket to it. The child ends when this end of the socket closes.
-
-    What it writes to the folder of temporary files is gone with it.
-    """
-
-    def __init__(self, log: Path) -> None:
-        ours, theirs = socket.socketpair()
-        self._log = log
-        self._scratch = _Scratch(log.parent)
-        with theirs, log.open("ab") as output:
-            self._log_start = output.tell()
-            # A process group of its own: Ctrl-C in a terminal reaches the parent only, and one kill reaches whatever
-            # the engine has started. The search path is ours, the current folder only if it is on ours.
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "qdqtune.engines.worker", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=[theirs.fileno()], process_group=0,
-                env=os.environ | {
-                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-                    "TMPDIR": str(self._scratch.path),
-                },
-            )  # fmt: skip
-        self._channel: Connection[Any, Any] = Connection(ours.detach())
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
-        self._channel.send((name, arguments))
-        if not self._channel.poll(limit):
-            raise TimeoutError
-        answer: tuple[bool, Any] = self._channel.recv()
-        return answer
-
-    def kill(self) -> None:
-        self._channel.close()
-        if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # gone in between
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        self._scratch.close()
-
-    def exit_reason(self) -> str:
-        """Exit code or signal of a process whose end of the socket has closed."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=5)
-        code = self._process.poll()
-        if code is None:
-            return "a closed connection"
-        return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-
-    def printed(self) -> str:
-        """What this worker has printed outside of builds."""
-        with self._log.open("rb") as file:
-            file.seek(self._log_start)
-            return file.read().decode(errors="replace")
-
-
-class _Scratch:
-    """A folder in `parent` for temporary files. It is locked, so that one whose process was killed is known as left
-    over; such folders are removed when the next one is made.
-    """
-
-    def __init__(self, parent: Path) -> None:
-        for left in parent.glob(f"{SCRATCH}*"):
-            with contextlib.suppress(OSError):  # locked, or gone already
-                os.close(_locked(left))
-                shutil.rmtree(left, ignore_errors=True)
-        self.path = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=parent)).absolute()
-        self._lock = _locked(self.path)
-
-    def close(self) -> None:
-        """Remove the folder; does nothing if that has been done."""
-        if self._lock >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)  # what the worker had started may still write there
-            os.close(self._lock)
-        self._lock = -1
-
-
-def _locked(folder: Path) -> int:
-    """A descriptor of the folder, which holds a lock on it until it is closed.
-
-    Raises:
-        OSError: another one has the lock, or there is no such folder.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 def _tail(log: Path | None, more: str = "") -> str:

@@ -15,6 +15,8 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -36,8 +38,8 @@ PROBE_SECONDS = 1.0
 class Session:
     """An engine and the models that it holds, each under a number that the parent gave it."""
 
-    def __init__(self, spec: EngineSpec) -> None:
-        self._engine: Engine = open_engine(spec)
+    def __init__(self, spec: EngineSpec, opener: Callable[[EngineSpec], Engine] = open_engine) -> None:
+        self._engine = opener(spec)
         self._models: dict[int, Built] = {}
         self._inputs: Tensors = {}
 
@@ -91,15 +93,10 @@ class Session:
         """Paired rounds, each A B B A or B A A B, with `runs` inferences a slot."""
         first, second = self._models[a], self._models[b]
         coins = [bool(np.random.default_rng((seed, number)).integers(2)) for number in numbers]
-        gc.collect()
-        gc.disable()
-        try:
-            if warmup:
-                first.time(self._inputs, warmup)
-                second.time(self._inputs, warmup)
-            samples = [self._round(first, second, runs, a_is_outside=coin) for coin in coins]
-        finally:
-            gc.enable()
+        if warmup:
+            first.time(self._inputs, warmup)
+            second.time(self._inputs, warmup)
+        samples = [self._round(first, second, runs, a_is_outside=coin) for coin in coins]
         return Measurement(tuple(s[0] for s in samples), tuple(s[1] for s in samples))
 
     def _round(self, a: Built, b: Built, runs: int, *, a_is_outside: bool) -> tuple[float, float]:
@@ -123,11 +120,23 @@ def main() -> None:
             if session is None:
                 session, result = Session(*arguments), None  # the first request opens the engine
             else:
-                result = getattr(session, name)(*arguments)
+                with _no_collection() if name == "rounds" else nullcontext():
+                    result = getattr(session, name)(*arguments)
         except QdqtuneError as error:
             channel.send((False, error))
         else:
             channel.send((True, result))
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector of this process out of what is timed."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _receive(channel: Connection[Any, Any], requests: SimpleQueue[Any]) -> None:

@@ -1,0 +1,117 @@
+"""The worker process as its parent sees it: started, asked over a socket, killed, and cleaned up after."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+SCRATCH = "worker-"
+"""How the names of folders for temporary files begin."""
+
+
+class WorkerProcess:
+    """The child process and the socket to it. The child ends when this end of the socket closes.
+
+    What it writes to the folder of temporary files is gone with it.
+    """
+
+    def __init__(self, log: Path) -> None:
+        ours, theirs = socket.socketpair()
+        self._log = log
+        self._scratch = _Scratch(log.parent)
+        with theirs, log.open("ab") as output:
+            self._log_start = output.tell()
+            # A process group of its own: Ctrl-C in a terminal reaches the parent only, and one kill reaches whatever
+            # the engine has started. The search path is ours, the current folder only if it is on ours.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "qdqtune.engines.worker", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=[theirs.fileno()], process_group=0,
+                env=os.environ | {
+                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+                    "TMPDIR": str(self._scratch.path),
+                },
+            )  # fmt: skip
+        self._channel: Connection[Any, Any] = Connection(ours.detach())
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process still runs."""
+        return self._process.poll() is None
+
+    def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
+        """`Worker.request`."""
+        self._channel.send((name, arguments))
+        if not self._channel.poll(limit):
+            raise TimeoutError
+        answer: tuple[bool, Any] = self._channel.recv()
+        return answer
+
+    def kill(self) -> None:
+        """End the process, and what it has started."""
+        self._channel.close()
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # gone in between
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._scratch.close()
+
+    def exit_reason(self) -> str:
+        """Exit code or signal of a process whose end of the socket has closed."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=5)
+        code = self._process.poll()
+        if code is None:
+            return "a closed connection"
+        return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+    def printed(self) -> str:
+        """What this worker has printed outside of builds."""
+        with self._log.open("rb") as file:
+            file.seek(self._log_start)
+            return file.read().decode(errors="replace")
+
+
+class _Scratch:
+    """A folder in `parent` for temporary files. It is locked, so that one whose process was killed is known as left
+    over; such folders are removed when the next one is made.
+    """
+
+    def __init__(self, parent: Path) -> None:
+        for left in parent.glob(f"{SCRATCH}*"):
+            with contextlib.suppress(OSError):  # locked, or gone already
+                os.close(_locked(left))
+                shutil.rmtree(left, ignore_errors=True)
+        self.path = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=parent)).absolute()
+        self._lock = _locked(self.path)
+
+    def close(self) -> None:
+        """Remove the folder; does nothing if that has been done."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)  # what the worker had started may still write there
+            os.close(self._lock)
+        self._lock = -1
+
+
+def _locked(folder: Path) -> int:
+    """A descriptor of the folder, which holds a lock on it until it is closed.
+
+    Raises:
+        OSError: another one has the lock, or there is no such folder.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor

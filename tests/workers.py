@@ -1,0 +1,143 @@
+"""Workers in the process of the test: for all that is not about processes. They record what engines are asked for, and
+let a test decide how builds go and how long inferences take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qdqtune.engines import Built, Engine, EngineSpec, open_engine
+from qdqtune.engines.worker import Session
+from qdqtune.errors import EngineFailure, QdqtuneError
+from qdqtune.types import Layer, NumericFormat, QuantType, Tensors
+
+
+@dataclass(frozen=True)
+class Build:
+    """What a worker is to build: the how manyth build that is, on which engine, from which file, with which log."""
+
+    number: int
+    engine: str
+    path: Path
+    log: Path
+
+    @property
+    def is_candidate(self) -> bool:
+        """Whether it is one of a search: proofs and calibration are none."""
+        return self.path.parent.name == "candidates" and self.path.name != "optimized_final.onnx"
+
+
+@dataclass
+class Workers:
+    """Starts workers: the `start` of a `Runner`."""
+
+    opener: Callable[[EngineSpec], Engine] = open_engine
+    refused: Callable[[Build], str | None] = lambda _: None
+    """Called before each build, to look on, or to refuse it with what the engine says."""
+    slower: Callable[[Build], float] = lambda _: 1.0
+    """How many times longer inferences of a build take."""
+    started: int = 0
+    builds: list[Build] = field(default_factory=list)
+    runs: list[int] = field(default_factory=list)
+    """Inferences of each timing."""
+
+    def __call__(self, log: Path) -> InProcess:
+        log.touch()
+        self.started += 1
+        return InProcess(self)
+
+
+class InProcess:
+    """Answers requests as the worker process does. What crashes or hangs is not for it."""
+
+    alive = True
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self._session: Session | None = None
+
+    def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
+        """`Worker.request`; the limit does not hold."""
+        try:
+            if self._session is None:
+                (spec,) = arguments
+                self._session = Session(spec, lambda spec: Watched(self._workers, spec))
+                return True, None
+            return True, getattr(self._session, name)(*arguments)
+        except QdqtuneError as error:
+            return False, error
+
+    def kill(self) -> None:
+        """`Worker.kill`."""
+        self._session = None
+
+    def exit_reason(self) -> str:
+        """`Worker.exit_reason`."""
+        return "no exit code"
+
+    def printed(self) -> str:
+        """`Worker.printed`."""
+        return ""
+
+
+class Watched:
+    """An engine on which `Workers` look."""
+
+    def __init__(self, workers: Workers, spec: EngineSpec) -> None:
+        self._workers = workers
+        self._name = spec.name
+        self._engine = workers.opener(spec)
+
+    def describe(self) -> dict[str, str]:
+        return self._engine.describe()
+
+    def numeric_format(self, quant_type: QuantType) -> NumericFormat:
+        return self._engine.numeric_format(quant_type)
+
+    def build(self, model: Path, log: Path) -> Built:
+        build = Build(len(self._workers.builds), self._name, model, log)
+        self._workers.builds.append(build)
+        refusal = self._workers.refused(build)
+        if refusal is not None:
+            raise EngineFailure(refusal)
+        return WatchedModel(self._workers, self._engine.build(model, log), self._workers.slower(build))
+
+
+@dataclass(frozen=True)
+class WatchedModel:
+    """A model whose inferences are counted, and take longer."""
+
+    workers: Workers
+    built: Built
+    factor: float
+
+    def run(self, inputs: Tensors) -> dict[str, Any]:
+        return self.built.run(inputs)
+
+    def time(self, inputs: Tensors, runs: int) -> float:
+        self.workers.runs.append(runs)
+        return self.factor * self.built.time(inputs, runs)
+
+    def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
+        return self.built.layers(inputs, runs)
+
+    def save(self, path: Path) -> None:
+        self.built.save(path)
+
+    def close(self) -> None:
+        self.built.close()
+
+
+@contextmanager
+def in_process() -> Iterator[Workers]:
+    """Every runner that is opened inside works in this process. Tests ask for the fixture `workers` instead."""
+    workers = Workers()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qdqtune.engines.runner.start_worker", workers)
+        yield workers
