@@ -321,6 +321,12 @@ def test_random_token_ids_stay_inside_every_table_they_look_up() -> None:
     )
     ids = np.concatenate([s["ids"] for s in open_samples(None, both, limit=60)])
     assert set(np.unique(ids)) == set(range(5))
+    turned = build(
+        "net (int64[1,4] ids) => (float[4,1,2] a) {\n t = Transpose(ids)\n a = Gather(table, t) }",
+        {"table": normal(6, 2)},
+    )
+    ids = np.concatenate([s["ids"] for s in open_samples(None, turned, limit=60)])
+    assert set(np.unique(ids)) == set(range(6))
 
 
 def test_other_integers_are_zero_or_one() -> None:

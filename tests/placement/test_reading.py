@@ -143,6 +143,7 @@ def test_dropped_clamps_come_back(clamp: str, high: float, restored: str) -> Non
 NEVER_NEGATIVE = [
     "Relu(x)", "Sigmoid(x)", "Softmax(x)", "MaxPool<kernel_shape=[1,1]>(r)", "Add(r, r)", "Concat<axis=1>(r, r)",
     "Mul(r, r)", "Add(e, one)", "Clip(x, zero)", "Add(r, one)", "Flatten(r)",
+    "DepthToSpace<blocksize=1>(r)", "SpaceToDepth<blocksize=1>(r)",
 ]  # fmt: skip
 
 

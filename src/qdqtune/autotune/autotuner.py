@@ -28,8 +28,8 @@ from qdqtune.errors import BadModel, BadState, BaselineFailed
 from qdqtune.graph import operators
 from qdqtune.graph.files import save
 from qdqtune.graph.float16 import HALF, OPSET
-from qdqtune.graph.loading import load_proto
-from qdqtune.graph.model import Model, with_float_type
+from qdqtune.graph.loading import load_proto, with_float_type
+from qdqtune.graph.model import Model
 from qdqtune.measurement.timing import Plan
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter

@@ -25,6 +25,7 @@ import onnx
 
 from qdqtune.errors import BadData, BadModel, BadOption, one_line
 from qdqtune.graph.model import Model
+from qdqtune.graph.operators import COPIES
 from qdqtune.types import Array, Sample
 
 HELD_OUT = 5
@@ -321,7 +322,7 @@ def _index_end(model: Model, name: str) -> int:
             if node.op == "Gather" and use.slot == 1 and node.inputs[0] in model.constants:
                 shape = model.constants[node.inputs[0]].shape
                 tables.append(shape[node.attributes.get("axis", 0)])
-            elif node.op in ("Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Slice"):
+            elif node.op in COPIES | {"Slice"}:
                 waiting.extend(o for o in node.outputs if o not in seen)
                 seen.update(node.outputs)
     return max(min(tables, default=2), 1)

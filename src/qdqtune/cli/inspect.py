@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from qdqtune.graph.model import Model
-from qdqtune.graph.operators import HEAVY, may_be_float
+from qdqtune.graph.operators import CONTROL_FLOW, HEAVY, INTEGER_KERNELS, may_be_float
 from qdqtune.search.regions.discovery import Regions
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.search.regions.region import Region, RegionKind
 
-QUANTIZABLE = HEAVY - {"If", "Loop", "Scan"} | {
-    "Add", "Mul", "Concat", "AveragePool", "GlobalAveragePool", "MaxPool",
-}  # fmt: skip
+QUANTIZABLE = HEAVY - CONTROL_FLOW | INTEGER_KERNELS | {"AveragePool", "MaxPool"}
 """Operators that engines run on quantized values."""
 
 MOST_FREQUENT = 10

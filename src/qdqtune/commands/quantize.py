@@ -26,6 +26,7 @@ from qdqtune.graph.files import save
 from qdqtune.graph.float16 import Precision, load_as
 from qdqtune.graph.loading import load, with_input_shapes
 from qdqtune.graph.model import Model
+from qdqtune.graph.operators import INTEGER
 from qdqtune.measurement.accuracy import cosine, is_finite, sqnr_db
 from qdqtune.measurement.metric import Evaluation, evaluate, load_evaluation
 from qdqtune.placement import engine_rules
@@ -43,10 +44,6 @@ HELD_OUT = 5
 
 JUDGED = 32
 """Most samples that the result is judged by."""
-
-INTEGER = frozenset({"ConvInteger", "DynamicQuantizeLinear", "DynamicQuantizeMatMul", "MatMulInteger",
-                     "MatMulIntegerToFloat", "QAttention", "QGemm"})  # fmt: skip
-"""Operators that dynamic and operator-wise quantization leave, besides those called QLinear..."""
 
 
 @dataclass(frozen=True)

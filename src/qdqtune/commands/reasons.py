@@ -14,7 +14,16 @@ import numpy as np
 from onnx import TensorProto
 
 from qdqtune.graph.model import GRAPH, Constant, Model, Node
-from qdqtune.graph.operators import COMPUTE, FUSED_BEHIND, MOVERS, SETTINGS_FROM
+from qdqtune.graph.operators import (
+    ASKS_SHAPE,
+    CLAMPS,
+    COMPUTE,
+    FUSED_BEHIND,
+    INTEGER_KERNELS,
+    MOVERS,
+    QDQ,
+    SETTINGS_FROM,
+)
 from qdqtune.placement.insertion import ONNX_TYPE
 from qdqtune.types import Layer, NumericFormat
 
@@ -23,14 +32,13 @@ UNKNOWN = "unknown"
 LOW = re.compile(r"(u?int|[ui]|fp|f|float)[48]", re.IGNORECASE)
 FLOAT = re.compile(r"bf|tf|fp|f|half", re.IGNORECASE)
 
-CONVERSIONS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 PASSES = MOVERS | {"Cast"}
 """What a value of the graph's border may meet before it is quantized, or after."""
 KEEPS_VALUES = MOVERS - {"AveragePool", "MaxPool", "Resize"}
 """Operators that neither compute nor choose: integers pass through them, if the scale is one on both sides."""
-USUAL = COMPUTE | MOVERS | {"Add", "Mul", "Concat", "GlobalAveragePool"}
+USUAL = COMPUTE | MOVERS | INTEGER_KERNELS
 """Operators that most engines run in 8 bits, so that other reasons are likelier than a missing kernel."""
-AROUND_SOFTMAX = MOVERS | CONVERSIONS | {"Add", "Cast", "Div", "Dropout", "Mul", "Where"}
+AROUND_SOFTMAX = MOVERS | QDQ | {"Add", "Cast", "Div", "Dropout", "Mul", "Where"}
 """What stands between the two products of attention and their Softmax."""
 
 
@@ -68,7 +76,7 @@ def is_float(precision: str) -> bool:
 
 def is_conversion(node: Node) -> bool:
     """Whether a node is a Q or a DQ."""
-    return node.op in CONVERSIONS
+    return node.op in QDQ
 
 
 def told(node: Node) -> str:
@@ -182,7 +190,7 @@ class Reasons:
         if self._numbers is None or not self._numbers.drop_clamps or len(readers) != 1:
             return ""
         clamp = readers[0]
-        qs = [n for n in self._readers(clamp.outputs[0]) if n.op == "QuantizeLinear"] * (clamp.op in ("Relu", "Clip"))
+        qs = [n for n in self._readers(clamp.outputs[0]) if n.op == "QuantizeLinear"] * (clamp.op in CLAMPS)
         for q in qs:
             zero = self._constant(q, 2)
             if zero is not None and np.any(zero.array() != np.iinfo(zero.array().dtype).min):
@@ -274,8 +282,11 @@ class Reasons:
         return f"its output carries no pair on the way to {self._users(tensor, others)}"
 
     def _kernel(self, node: Node) -> str:
-        """That no node of its kind runs in 8 bits. For convolutions and products this would say little."""
-        if node.op in ("Conv", "Gemm", "MatMul") or self._like(node):
+        """That no node of its kind runs in 8 bits. For convolutions and products this would say little.
+
+        Of a ConvTranspose it does say something: not every engine has an integer kernel for it.
+        """
+        if node.op in COMPUTE - {"ConvTranspose"} or self._like(node):
             return ""
         return f"no {node.op} of this model runs in 8 bits: this engine seems to have no such kernel"
 
@@ -365,7 +376,7 @@ class Reasons:
     def _readers(self, tensor: str) -> list[Node]:
         """The nodes that read a tensor's values; its shape, engines know or take from either form."""
         users = dict.fromkeys(use.node for use in self._model.uses(tensor) if use.node != GRAPH)
-        return [node for i in users if (node := self._model.nodes[i]).op not in ("Shape", "Size")]
+        return [node for i in users if (node := self._model.nodes[i]).op not in ASKS_SHAPE]
 
     def _is_output(self, tensor: str) -> bool:
         return tensor in self._model.outputs

@@ -14,9 +14,10 @@ import onnx
 
 from qdqtune.graph.loading import name_nodes
 from qdqtune.graph.model import bodies, captured
+from qdqtune.graph.operators import ASKS_SHAPE, COMPUTE
 from qdqtune.types import Layer
 
-HEADS = frozenset({"Conv", "ConvTranspose", "DequantizeLinear", "Gemm", "MatMul"})
+HEADS = COMPUTE | {"DequantizeLinear"}
 """Operators that a fusion begins with: what others add to stands behind them."""
 
 
@@ -84,7 +85,7 @@ class _Assignment:
         """Nodes that nobody claims and whose results, from now on `_known`, do not depend on the graph's inputs."""
         found = set()
         for name, node in self._nodes.items():
-            is_static = node.op_type in ("Shape", "Size") or self._known.issuperset(self._inputs[name])
+            is_static = node.op_type in ASKS_SHAPE or self._known.issuperset(self._inputs[name])
             if name not in self._home and is_static and not node.op_type.startswith("Random"):
                 found.add(name)
                 self._known.update(node.output)

@@ -34,6 +34,7 @@ from onnx.reference.op_run import OpRun
 from qdqtune.engines import formats
 from qdqtune.engines.coverage import read_model
 from qdqtune.errors import BadOption, EngineFailure, one_line
+from qdqtune.graph.operators import COMPUTE, QDQ
 from qdqtune.types import Array, Layer, NumericFormat, QType, QuantType, Tensors
 
 MULTIPLY_ADDS_PER_SECOND = 2e10
@@ -49,7 +50,6 @@ SHAPE_BYTES = 1024
 DEQUANTIZES = 19
 """The first opset of which the reference evaluator has the operator DequantizeLinear."""
 
-COMPUTE = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 MOVES = frozenset({"Flatten", "MaxPool", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 INTEGER_KERNELS = COMPUTE | MOVES | {"Add", "AveragePool", "Concat", "GlobalAveragePool", "Mul"}
 EPILOGUES = frozenset({"Clip", "Relu"})
@@ -282,9 +282,7 @@ class _CostModel:
         return (*found, Layer("folded", tuple(folded), "", 0.0, "folded")) if folded else tuple(found)
 
     def _layer(self, node: onnx.NodeProto, names: tuple[str, ...]) -> Layer:
-        kind: Literal["compute", "quantize"] = (
-            "quantize" if node.op_type in ("QuantizeLinear", "DequantizeLinear") else "compute"
-        )
+        kind: Literal["compute", "quantize"] = "quantize" if node.op_type in QDQ else "compute"
         precision = "INT8" if node.output[0] in self.integer else "FP32"
         return Layer(node.name, names, precision, 1e3 * self._node_seconds(node), kind)
 

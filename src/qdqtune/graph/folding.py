@@ -19,9 +19,7 @@ from onnx.reference import ReferenceEvaluator
 from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph.constants import replace, settle
 from qdqtune.graph.model import LARGE, Constant, bodies, captured, defined, static_shape
-
-RANDOM = frozenset({"Bernoulli", "Multinomial", "RandomNormalLike", "RandomUniformLike"})
-"""Operators whose result is not a function of their inputs."""
+from qdqtune.graph.operators import RANDOM
 
 FAILURES = (
     onnx.shape_inference.InferenceError,

@@ -21,6 +21,7 @@ from qdqtune.graph.constants import replace, settle, take_external
 from qdqtune.graph.folding import Names, drop_identities, drop_unused
 from qdqtune.graph.folding import fix_inputs as fix
 from qdqtune.graph.model import Constant, Model, bodies, captured
+from qdqtune.graph.operators import COMPUTE
 
 OLDEST_OPSET = 7
 """The version converter knows no way up from anything older."""
@@ -108,6 +109,19 @@ def with_input_shapes(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> Mo
             if dim.dim_param in symbols:
                 dim.dim_value = symbols[dim.dim_param]
     return Model(infer(proto, model.large), model.large)
+
+
+def with_float_type(model: Model, dtype: int) -> Model:
+    """`model` with `dtype` for the inputs of compute operators whose type shape inference could not find.
+
+    Behind a custom operator types are unknown; what a convolution or a matrix product reads is float all the same.
+    """
+    result = ModelProto()
+    result.CopyFrom(model.proto)
+    unknown = {t for n in model.nodes if n.op in COMPUTE for t in n.inputs[:2]}
+    for tensor in sorted(unknown - set(model.tensors)):
+        result.graph.value_info.append(onnx.helper.make_tensor_value_info(tensor, dtype, None))
+    return Model(result, model.large)
 
 
 def checked(proto: ModelProto, large: Mapping[str, Constant]) -> Model:

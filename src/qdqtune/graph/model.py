@@ -227,19 +227,6 @@ def rebuild(model: Model, nodes: Sequence[onnx.NodeProto], added: Mapping[str, C
     return Model(result, {name: c for name, c in large.items() if name in read})
 
 
-def with_float_type(model: Model, dtype: int) -> Model:
-    """`model` with `dtype` for the inputs of compute operators whose type shape inference could not find.
-
-    Behind a custom operator types are unknown; what a convolution or a matrix product reads is float all the same.
-    """
-    result = onnx.ModelProto()
-    result.CopyFrom(model.proto)
-    unknown = {t for n in model.nodes if n.op in ("Conv", "ConvTranspose", "Gemm", "MatMul") for t in n.inputs[:2]}
-    for tensor in sorted(unknown - set(model.tensors)):
-        result.graph.value_info.append(onnx.helper.make_tensor_value_info(tensor, dtype, None))
-    return Model(result, model.large)
-
-
 def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
     """The graphs that a node carries in its attributes."""
     for attribute in node.attribute:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from qdqtune.graph.model import Node
+from qdqtune.graph.operators import AVERAGE_POOLS
 from qdqtune.placement import rules
 from qdqtune.placement.keep_float import follows_convolution, result
 from qdqtune.placement.scene import Scene
@@ -68,7 +69,7 @@ def resize(scene: Scene, placed: frozenset[Edge]) -> Iterator[Edge]:
 def average_pool(scene: Scene, placed: frozenset[Edge]) -> Iterator[Edge]:
     """Input and result of an average pool between quantized operators, if nothing reads its input in float."""
     for node in scene.model.nodes:
-        if node.op not in ("AveragePool", "GlobalAveragePool") or not _all_read_low(scene, node, placed):
+        if node.op not in AVERAGE_POOLS or not _all_read_low(scene, node, placed):
             continue
         tensor = node.inputs[0]
         others = [e for e in scene.uses(tensor) if e.node != node.name]

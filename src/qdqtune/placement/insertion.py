@@ -19,6 +19,7 @@ from qdqtune.calibration import scales
 from qdqtune.calibration.scales import Quantization, Range, Ranges
 from qdqtune.graph.folding import names_in
 from qdqtune.graph.model import GRAPH, LARGE, Constant, Model, Node, rebuild
+from qdqtune.graph.operators import CLAMPS, COMPUTE
 from qdqtune.types import Array, Edge, NumericFormat, Placement, QType
 
 ONNX_TYPE: Mapping[QType, int] = {
@@ -26,6 +27,8 @@ ONNX_TYPE: Mapping[QType, int] = {
     QType.INT8: TensorProto.INT8,
     QType.FP8: TensorProto.FLOAT8E4M3FN,
 }
+
+HAS_BIAS = COMPUTE - {"MatMul"}  # which takes two inputs
 
 RAW_OUTPUT = "_QuantizeLinear_Input"
 """Suffix of the float tensor behind a graph output that carries a pair (quantize_static's convention)."""
@@ -209,7 +212,7 @@ class Inserter:
         """
         model = self._model
         for node in model.nodes:
-            if node.op not in ("Relu", "Clip") or node.domain or node.outputs[0] not in activations:
+            if node.op not in CLAMPS or node.domain or node.outputs[0] not in activations:
                 continue
             source, result = node.inputs[0], node.outputs[0]
             bounds = _clamp_bounds(model, node)
@@ -233,7 +236,7 @@ class Inserter:
         """
         model = self._model
         for node in model.nodes:
-            if node.op not in ("Conv", "ConvTranspose", "Gemm") or node.domain or len(node.inputs) < 3:
+            if node.op not in HAS_BIAS or node.domain or len(node.inputs) < 3:
                 continue
             x, w = Edge(node.inputs[0], node.name, 0), Edge(node.inputs[1], node.name, 1)
             bias = model.constants.get(node.inputs[2])

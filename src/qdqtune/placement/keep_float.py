@@ -7,12 +7,10 @@ from math import prod
 
 from qdqtune.graph.float16 import HALF
 from qdqtune.graph.model import Node
+from qdqtune.graph.operators import ARITHMETIC, CLAMPS, CONVOLUTIONS, NORMALIZATIONS
 from qdqtune.placement.scene import Scene, nodes_into
 from qdqtune.types import Edge
 
-NORMALIZATIONS = frozenset({"BatchNormalization", "GroupNormalization", "InstanceNormalization", "LayerNormalization",
-                            "LpNormalization", "MeanVarianceNormalization", "RMSNormalization",
-                            "SimplifiedLayerNormalization"})  # fmt: skip
 FLOAT_FUNCTIONS = frozenset({"Softmax", "LogSoftmax", "Erf", "Gelu"})
 
 CHANNELS = 16
@@ -29,7 +27,7 @@ def graph_outputs(scene: Scene) -> Iterator[Edge]:
 
 def float_outputs(scene: Scene) -> Iterator[Edge]:
     """Edges to graph outputs, but those of what a convolution makes."""
-    own = {result(scene, n) for n in scene.computes() if n.op in ("Conv", "ConvTranspose")}
+    own = {result(scene, n) for n in scene.computes() if n.op in CONVOLUTIONS}
     return (e for e in graph_outputs(scene) if e.tensor not in own)
 
 
@@ -43,7 +41,7 @@ def result(scene: Scene, node: Node) -> str:
     tensor = node.outputs[0]
     while len(uses := scene.uses(tensor)) == 1:
         user = scene.user(uses[0])
-        if user is None or user.op not in ("Relu", "Clip") or user.domain:
+        if user is None or user.op not in CLAMPS or user.domain:
             break
         tensor = user.outputs[0]
     return tensor
@@ -52,7 +50,7 @@ def result(scene: Scene, node: Node) -> str:
 def constant_operands(scene: Scene) -> Iterator[Edge]:
     """Add, Sub, Mul and Div with a constant operand."""
     for node in scene.model.nodes:
-        if node.op in ("Add", "Sub", "Mul", "Div") and any(t in scene.model.constants for t in node.inputs):
+        if node.op in ARITHMETIC and any(t in scene.model.constants for t in node.inputs):
             yield from scene.into(node)
 
 
@@ -104,7 +102,7 @@ def follows_convolution(scene: Scene, node: Node) -> Node | None:
     if source is None or root is None:
         return None
     made_by = scene.model.nodes[root]
-    if made_by.op in ("Conv", "ConvTranspose"):
+    if made_by.op in CONVOLUTIONS:
         return made_by
     users = [scene.user(e) for e in scene.readers(node.outputs[0])]
     is_residual = source.op == "Add" and scene.skip(source) is not None
@@ -115,7 +113,7 @@ def matrix_vector(scene: Scene) -> Iterator[Edge]:
     """Matrix products with M or N = 1; with a weight, where no batch makes M larger."""
     for node in scene.computes():
         shape = scene.sizes(node.outputs[0])
-        if node.op in ("Conv", "ConvTranspose") or not shape:
+        if node.op in CONVOLUTIONS or not shape:
             continue
         is_weighted = any(t in scene.model.constants for t in node.inputs[:2])
         rows = prod(d or 0 for d in shape[:-1]) if is_weighted else (shape[-2] if len(shape) > 1 else 1)
@@ -127,7 +125,7 @@ def tiny_products(scene: Scene) -> Iterator[Edge]:
     """Matrix products with K or N below 16."""
     for node in scene.computes():
         second, shape = scene.sizes(node.inputs[1]), scene.sizes(node.outputs[0])
-        if node.op in ("Conv", "ConvTranspose") or len(second) < 2 or not shape:
+        if node.op in CONVOLUTIONS or len(second) < 2 or not shape:
             continue
         inner = second[-1] if node.op == "Gemm" and node.attributes.get("transB", 0) else second[-2]
         if any(0 < (size or 0) < CHANNELS for size in (inner, shape[-1])):

@@ -13,15 +13,9 @@ from onnx import TensorProto, helper
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.graph.loading import infer
 from qdqtune.graph.model import FLOATS, GRAPH, Constant, Model, Node, rebuild
+from qdqtune.graph.operators import KEEPS_SIGN, LOWER_BOUNDS, QDQ
 from qdqtune.placement.insertion import RAW_OUTPUT, weight_role
 from qdqtune.types import Array, Edge, Placement
-
-LOWER_BOUNDS = {"Relu": 0.0, "Sigmoid": 0.0, "Softmax": 0.0, "Abs": 0.0, "HardSigmoid": 0.0, "Exp": 0.0,
-                "ReduceL2": 0.0, "Softplus": 0.0, "Sqrt": 0.0, "Erf": -1.0, "Tanh": -1.0}  # fmt: skip
-"""The least that these operators give, whatever they get."""
-
-PASSES_SIGN = frozenset({"MaxPool", "AveragePool", "GlobalAveragePool", "Reshape", "Transpose", "Flatten", "Squeeze",
-                         "Unsqueeze", "Identity", "Slice", "Split", "Gather", "Expand", "Tile"})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,7 +56,7 @@ class _Pair:
 
 def is_quantized(model: Model) -> bool:
     """Whether the model holds Q or DQ nodes."""
-    return any(n.op in ("QuantizeLinear", "DequantizeLinear") for n in model.nodes)
+    return any(n.op in QDQ for n in model.nodes)
 
 
 def read_placement(float_model: Model, qdq_model: Model) -> Reading:
@@ -258,7 +252,7 @@ def _lower_bounds(model: Model, pairs: Mapping[str, _Pair]) -> Mapping[str, floa
                 low = 0.0 if pair.range.low == 0 else bound(pair.source)
         elif node.op == "Clip" and len(node.inputs) > 1 and node.inputs[1]:
             low = bound(node.inputs[1])
-        elif node.op in PASSES_SIGN and (first := bound(node.inputs[0])) is not None:
+        elif node.op in KEEPS_SIGN and (first := bound(node.inputs[0])) is not None:
             low = min(first, 0.0)  # pools may count zeros of the border
         elif node.op in ("Add", "Concat", "Mul"):
             low = _joined(node.op, [bound(tensor) for tensor in node.inputs])

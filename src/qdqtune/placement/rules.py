@@ -9,13 +9,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from qdqtune.graph.model import GRAPH, Model
-from qdqtune.graph.operators import COMPUTE, FUSED_BEHIND, MOVERS, is_float, takes_data
+from qdqtune.graph.operators import CLAMPS, COMPUTE, FUSED_BEHIND, INTEGER_KERNELS, MOVERS, is_float, takes_data
 from qdqtune.placement.possible import compute_edges, consistent
 from qdqtune.types import Edge, Placement
 
-STATIC = frozenset({"Add", "Mul", "LeakyRelu", "Sigmoid", "GlobalAveragePool", "Pad", "Concat", "Softmax",
-                    "LayerNormalization", "InstanceNormalization"}) | COMPUTE  # fmt: skip
+STATIC = COMPUTE | INTEGER_KERNELS | {
+    "InstanceNormalization", "LayerNormalization", "LeakyRelu", "Pad", "Sigmoid", "Softmax",
+}  # fmt: skip
 """Operators that ONNX Runtime's quantize_static puts pairs around, besides those that follow their input."""
+
+JOINS = INTEGER_KERNELS - {"GlobalAveragePool"}  # it has one input
+"""Operators of INTEGER_KERNELS whose values come from several tensors."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ def residual_inputs(model: Model, possible: frozenset[Edge]) -> Placement:
 
 
 def integer_islands(
-    model: Model, possible: frozenset[Edge], joining: frozenset[str] = frozenset({"Add", "Concat", "GlobalAveragePool"})
+    model: Model, possible: frozenset[Edge], joining: frozenset[str] = INTEGER_KERNELS - {"Mul"}
 ) -> Placement:
     """Compute operators and everything between them that can stay in integers: `joining` operators and movers."""
     edges = set(compute_inputs(model, possible).edges)
@@ -78,12 +82,12 @@ def static(model: Model, possible: frozenset[Edge]) -> Placement:
             continue
         if node.op in STATIC:
             marked.update(t for t in (*node.inputs[:1], *node.outputs) if t)
-            if node.op in COMPUTE | {"Add", "Mul", "Concat"}:
+            if node.op in COMPUTE | JOINS:
                 marked.update(t for t in (node.inputs if node.op == "Concat" else node.inputs[:2]) if t)
         elif node.op == "Gather" and node.inputs[0] in model.constants:
             marked.update((node.inputs[0], *node.outputs))
-        elif (node.op in MOVERS or node.op in ("Relu", "Clip")) and node.inputs[0] in marked:
-            if node.op in ("Relu", "Clip") and len(model.uses(node.inputs[0])) == 1:
+        elif node.op in MOVERS | CLAMPS and node.inputs[0] in marked:
+            if node.op in CLAMPS and len(model.uses(node.inputs[0])) == 1:
                 marked.difference_update({node.inputs[0]} - set(model.inputs))
             marked.update(node.outputs)
     return Placement.of(set(_uses(model, marked)) & possible)

@@ -7,17 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from qdqtune.graph.model import GRAPH, Model, Node
-from qdqtune.graph.operators import COMPUTE, is_float, takes_data
+from qdqtune.graph.operators import ARITHMETIC, ASKS_SHAPE, COMPUTE, COPIES, FUSED_POINTWISE, is_float, takes_data
 from qdqtune.placement.possible import compute_edges
 from qdqtune.types import Edge, QuantType
 
-COPIES = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
-"""Operators that hand every value on, in another order, shape or type."""
-
-POINTWISE = frozenset({"Abs", "Add", "BatchNormalization", "Clip", "Div", "Dropout", "Elu", "Erf", "Exp", "Gelu",
-                       "HardSigmoid", "HardSwish", "LeakyRelu", "Max", "Min", "Mish", "Mul", "Neg", "PRelu", "Pow",
-                       "Reciprocal", "Relu", "Selu", "Sigmoid", "Softplus", "Sqrt", "Sub", "Tanh"})  # fmt: skip
-"""Operators that engines draw into the kernel in front of them."""
+SCALES_AND_MASKS = COPIES | ARITHMETIC | {"Clip", "Where"}
+"""What stands between the first product of attention and its Softmax."""
 
 DEPTH = 10
 """Most copies between two operators that count as neighbours."""
@@ -96,7 +91,7 @@ class Scene:
             node = self.user(edge)
             if node is not None and node.op in copies and edge.index == 0 and depth < DEPTH:
                 pending += [(e, depth + 1) for o in node.outputs if o for e in self.uses(o)]
-            elif node is None or node.op not in ("Shape", "Size"):
+            elif node is None or node.op not in ASKS_SHAPE:
                 yield edge
 
     def sizes(self, tensor: str) -> tuple[int | None, ...]:
@@ -117,7 +112,7 @@ class Scene:
                 continue
             if node.op in COMPUTE:
                 roots[node.index] = node.index
-            elif node.op in COPIES or node.op in POINTWISE:
+            elif node.op in COPIES | FUSED_POINTWISE:
                 root = self._root(roots, node)
                 if root is not None:
                     roots[node.index] = root
@@ -177,7 +172,7 @@ class Scene:
             seen.add(tensor)
             if node.op == "MatMul" and len(self.data(node)) == 2:
                 return node
-            if node.op in COPIES or node.op in ("Add", "Sub", "Mul", "Div", "Where", "Clip"):
+            if node.op in SCALES_AND_MASKS:
                 pending += [e.tensor for e in self.data(node)]
         return None
 

@@ -19,8 +19,8 @@ from qdqtune.engines.runner import Runner
 from qdqtune.engines.shapes import check_spans
 from qdqtune.errors import BadModel, BadOption, reading
 from qdqtune.graph.float16 import OPSET, load_as, to_float16
-from qdqtune.graph.loading import load, with_input_shapes
-from qdqtune.graph.model import Model, with_float_type
+from qdqtune.graph.loading import load, with_float_type, with_input_shapes
+from qdqtune.graph.model import Model
 from qdqtune.placement import rules
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import Reading, is_quantized, read_placement, strip_pairs

@@ -20,18 +20,18 @@ from scipy.stats import trim_mean
 
 from qdqtune.engines.coverage import Claim, cover, folded
 from qdqtune.errors import EngineFailure
+from qdqtune.graph.operators import QDQ
 from qdqtune.types import Layer
 
 Event = Mapping[str, Any]
 Kind = Literal["compute", "reformat", "copy", "quantize"]
 
 COPIES = frozenset({"MemcpyFromHost", "MemcpyToHost"})
-CONVERSIONS = frozenset({"DequantizeLinear", "QuantizeLinear"})
 MOVES = frozenset({"Cast", "ReorderInput", "ReorderOutput", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
-INSERTED = COPIES | CONVERSIONS | MOVES
+INSERTED = COPIES | QDQ | MOVES
 """What the optimizer puts between two nodes; anything else is a node of the model in another form."""
 
-PASSIVE = CONVERSIONS | MOVES | {"Flatten", "Gather", "Identity", "MaxPool", "Slice", "Split"}
+PASSIVE = QDQ | MOVES | {"Flatten", "Gather", "Identity", "MaxPool", "Slice", "Split"}
 """Operators that the optimizer moves conversions across."""
 
 PRECISIONS: Mapping[str, str] = {"float": "FP32", "float16": "FP16", "int8": "INT8", "uint8": "INT8"}
@@ -142,7 +142,7 @@ def _moved(
     """Every conversion, and the conversions of the model that it may be: behind its input, moves of data between."""
     producer = {tensor: node for node in nodes for tensor in node.output}
     for i, node in enumerate(nodes):
-        if node.op_type in CONVERSIONS:
+        if node.op_type in QDQ:
             source = node.input[0]
             while not (tensors[source] or model.maker(source)) and source in producer:
                 if producer[source].op_type not in INSERTED:
@@ -213,7 +213,7 @@ def _parts(name: str) -> Iterator[str]:
 def _kind(node: onnx.NodeProto, names: Sequence[str]) -> Kind:
     if node.op_type in COPIES:
         return "copy"
-    if node.op_type in CONVERSIONS:
+    if node.op_type in QDQ:
         return "quantize"
     return "reformat" if node.op_type in MOVES and not names else "compute"
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import onnx
 
 from qdqtune.engines.coverage import Claim, cover, folded
+from qdqtune.graph.operators import QDQ
 from qdqtune.types import Layer
 
 Kind = Literal["compute", "reformat", "quantize"]
@@ -24,7 +25,6 @@ TAG = re.compile(r"@(\d+)@")
 PRECISIONS: Mapping[str, str] = {
     "f32": "FP32", "f16": "FP16", "i8": "INT8", "u8": "INT8", "i32": "INT32", "i64": "INT64",
 }  # fmt: skip
-PAIRS = frozenset({"DequantizeLinear", "QuantizeLinear"})
 BORDERS = frozenset({"Input", "Output"})
 """Kinds of layers that stand for the arrays of the caller."""
 
@@ -160,7 +160,7 @@ def _constants(
 
 def _kind(info: Mapping[str, str], name: str, operators: Sequence[str]) -> Kind:
     if operators:
-        return "quantize" if PAIRS.issuperset(operators) else "compute"
+        return "quantize" if QDQ.issuperset(operators) else "compute"
     if info["layerType"] in ("Convert", "Reorder"):
         return "reformat"
     return "quantize" if "FakeQuantize" in (info["layerType"], name.split("_")[0]) else "compute"  # a pair that moved

@@ -19,6 +19,7 @@ import onnx
 
 from qdqtune.engines.tensorrt.nodes import COPY_NODE, Names, assign, mentioned
 from qdqtune.errors import BadOption, reading
+from qdqtune.graph.operators import QDQ
 from qdqtune.types import Layer
 
 Kind = Literal["compute", "reformat", "copy", "quantize", "folded"]
@@ -33,7 +34,6 @@ PRECISIONS = {
 DATATYPE = re.compile(rf"\b({'|'.join(PRECISIONS)})\b", re.IGNORECASE)
 
 PAIR = re.compile(r"(?i:quantize_?linear|quantlinearnode)|[_/.]D?Q(_\d+)?$")
-QDQ = frozenset({"QuantizeLinear", "DequantizeLinear"})
 
 COPIES = frozenset({"Concatenation", "NoOp", "Padding", "Shuffle", "Slice", "Wait", "Signal", "wait", "signal",
                     "shape_call"})  # fmt: skip

@@ -13,10 +13,8 @@ from functools import cached_property
 from math import inf, log
 
 from qdqtune.graph.model import Model
+from qdqtune.graph.operators import REARRANGES
 from qdqtune.types import Placement, Trial
-
-ALIASES = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
-"""Operators whose output holds the values of their input: rounding both is no worse than rounding one."""
 
 RESERVE = 0.8
 """Share of what is allowed that a search uses up at first: what just fails is worth nothing."""
@@ -55,7 +53,7 @@ class Noise:
         """Tensor to the tensor that holds the same values first; others are absent."""
         found: dict[str, str] = {}
         for node in self.model.nodes:
-            if node.op in ALIASES and not node.domain and node.inputs[0] not in self.model.constants:
+            if node.op in REARRANGES and not node.domain and node.inputs[0] not in self.model.constants:
                 found[node.outputs[0]] = found.get(node.inputs[0], node.inputs[0])
         return found
 

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from qdqtune.graph.model import Model
-from qdqtune.graph.operators import ELEMENTWISE, HEAVY, may_be_float
+from qdqtune.graph.operators import ELEMENTWISE, HEAVY, LAST_AXIS_NORMALIZATIONS, REARRANGES, may_be_float
 
 EPILOGUE = 3
 """Nodes at most that a block draws in behind the point where it converges."""
@@ -22,10 +22,7 @@ NESTING = 6
 """Levels of blocks at most. Outer blocks of deeper nests are given up: the work stays linear."""
 
 
-CONTINUING = ELEMENTWISE | {
-    "Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "LayerNormalization", "RMSNormalization",
-    "SimplifiedLayerNormalization",
-}  # fmt: skip
+CONTINUING = ELEMENTWISE | REARRANGES | LAST_AXIS_NORMALIZATIONS
 """Operators that a block may draw in behind its convergence."""
 
 
