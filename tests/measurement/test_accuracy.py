@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qdqtune.measurement.accuracy import cosine, is_finite, sqnr_db
+from qdqtune.measurement.accuracy import accuracy, cosine, is_finite, sqnr_db
 
 
 def test_noise_is_summed_over_samples_before_the_ratio_is_taken() -> None:
@@ -65,3 +65,35 @@ def test_the_cosine_is_taken_over_all_samples_of_the_worst_output() -> None:
 def test_outputs_without_floats_or_of_zeros_have_no_angle() -> None:
     assert cosine([{"n": np.array([3])}], [{"n": np.array([4])}]) is None
     assert cosine([{"y": np.zeros(2)}], [{"y": np.ones(2)}]) is None
+
+
+def test_the_spread_is_that_of_single_samples_of_the_worst_output() -> None:
+    reference = [{"a": np.float32([10, 0]), "b": np.float32([1, 0])} for _ in range(3)]
+    outputs = [{"a": np.float32([10 + error, 0]), "b": np.float32([1, 0.001])} for error in (1, 0.1, 0)]
+    found = accuracy(reference, outputs)
+    assert found.sqnr_db == pytest.approx(10 * np.log10(300 / 1.01), abs=1e-4)
+    assert (found.lowest_db, found.highest_db) == pytest.approx((20, 40), abs=1e-3)
+    assert found.samples == 3
+    assert str(found) == "24.7 dB (20.0 to 40.0 over 3 samples)"
+
+
+def test_integers_count_by_how_many_are_equal_in_the_worst_output() -> None:
+    reference = [{"ids": np.array([1, 2, 3, 4]), "flag": np.array([True]), "s": np.array(["a"])}] * 2
+    outputs = [{**reference[0], "ids": np.array([1, 2, 3, 0])}, reference[1]]
+    found = accuracy(reference, outputs)
+    assert found.agreement == 7 / 8
+    assert found.sqnr_db is None
+    assert str(found) == "87.5% of the integers equal"
+    assert accuracy([{"y": np.ones(3)}], [{"y": np.ones(3)}]).agreement is None
+
+
+def test_class_scores_tell_how_many_samples_keep_their_class() -> None:
+    reference = [{"y": np.float32([[0.1, 0.9], [0.8, 0.2]])}, {"y": np.float32([[0.6, 0.4], [0.3, 0.7]])}]
+    outputs = [reference[0], {"y": np.float32([[0.4, 0.6], [0.3, 0.7]])}]
+    assert accuracy(reference, outputs).top1 == 0.75
+    with_ones = [{"y": sample["y"].reshape(2, 2, 1, 1)} for sample in reference]
+    assert accuracy(with_ones, with_ones).top1 == 1
+    boxes = [{"y": np.ones((1, 4, 5), np.float32)}]
+    assert accuracy(boxes, boxes).top1 is None
+    one = [{"y": np.ones((1, 1), np.float32)}]
+    assert accuracy(one, one).top1 is None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from qdqtune.types import Array
+from qdqtune.types import Accuracy, Array
 
 Outputs = Sequence[Mapping[str, Array]]
 
@@ -16,22 +17,83 @@ def is_finite(outputs: Outputs) -> bool:
     return all(np.isfinite(a).all() for sample in outputs for a in sample.values() if a.dtype.kind == "f")
 
 
-def sqnr_db(reference: Outputs, outputs: Outputs) -> float | None:
-    """Signal to quantization noise ratio of the worst float output, in dB, over all samples.
+def accuracy(reference: Outputs, outputs: Outputs) -> Accuracy:
+    """Outputs against those of the float model, sample by sample.
 
-    10 log10(sum(reference^2) / sum((reference - output)^2)). None if the outputs are equal, or none is float.
+    The SQNR of an output is 10 log10(sum(reference^2) / sum((reference - output)^2)) over all samples; the worst output
+    counts, and its spread over single samples stands beside it.
     """
-    ratios = []
+    worst: _Power | None = None
+    agreements = []
     for name in reference[0]:
-        signal = noise = 0.0
-        for expected, found in zip(reference, outputs, strict=True):
-            if expected[name].dtype.kind == "f":
-                exact = expected[name].astype(np.float64)
-                signal += float(np.square(exact).sum())
-                noise += float(np.square(exact - found[name].astype(np.float64)).sum())
-        if noise > 0:
-            ratios.append(10 * np.log10(max(signal, np.finfo(np.float64).tiny) / noise))
-    return float(min(ratios)) if ratios else None
+        pairs = [(expected[name], found[name]) for expected, found in zip(reference, outputs, strict=True)]
+        if pairs[0][0].dtype.kind == "f":
+            power = _Power.of(pairs)
+            if power.noise.sum() > 0 and (worst is None or power.db < worst.db):
+                worst = power
+        else:
+            equal, total = (sum(n) for n in zip(*((int((a == b).sum()), a.size) for a, b in pairs), strict=True))
+            agreements.append(equal / total if total else 1.0)
+    single = [] if worst is None else worst.single
+    return Accuracy(
+        None if worst is None else worst.db,
+        min(single, default=None),
+        max(single, default=None),
+        min(agreements, default=None),
+        _top1(reference, outputs),
+        len(reference),
+    )
+
+
+def sqnr_db(reference: Outputs, outputs: Outputs) -> float | None:
+    """The SQNR of `accuracy`."""
+    return accuracy(reference, outputs).sqnr_db
+
+
+@dataclass(frozen=True, eq=False)
+class _Power:
+    """Signal and noise power of one output, by sample."""
+
+    signal: Array
+    noise: Array
+
+    @staticmethod
+    def of(pairs: Sequence[tuple[Array, Array]]) -> _Power:
+        rows = []
+        for expected, found in pairs:
+            exact = expected.astype(np.float64)
+            rows.append((np.square(exact).sum(), np.square(exact - found.astype(np.float64)).sum()))
+        signal, noise = np.array(rows).T
+        return _Power(signal, noise)
+
+    @property
+    def db(self) -> float:
+        return _db(float(self.signal.sum()), float(self.noise.sum()))
+
+    @property
+    def single(self) -> list[float]:
+        """Of each sample that differs at all."""
+        return [_db(s, n) for s, n in zip(self.signal.tolist(), self.noise.tolist(), strict=True) if n > 0]
+
+
+def _db(signal: float, noise: float) -> float:
+    return float(10 * np.log10(max(signal, np.finfo(np.float64).tiny) / noise))
+
+
+def _top1(reference: Outputs, outputs: Outputs) -> float | None:
+    """Share of rows of class scores, float [samples, classes] with any number of ones behind, that have the same
+    largest class; of the worst such output."""
+    shares = []
+    for name, first in reference[0].items():
+        rows, classes = first.shape[:1], first.shape[1:2]
+        if first.dtype.kind == "f" and classes and classes[0] > 1 and first.size == rows[0] * classes[0]:
+            same = [
+                expected[name].reshape(rows[0], -1).argmax(1) == found[name].reshape(rows[0], -1).argmax(1)
+                for expected, found in zip(reference, outputs, strict=True)
+                if expected[name].shape == found[name].shape == first.shape
+            ]
+            shares.append(float(np.mean(same)))
+    return min(shares, default=None)
 
 
 def cosine(reference: Outputs, outputs: Outputs) -> float | None:

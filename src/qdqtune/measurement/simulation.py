@@ -1,0 +1,70 @@
+"""What a placement does to the outputs, foretold without the engine: ONNX Runtime runs the Q/DQ model as it stands in
+the file, no pair fused away.
+
+Engines round where the file says so, and what they fuse they compute at least as exactly, so their outputs differ from
+these far less than from the float model's. A search asks here before it spends a build.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Self
+
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.cpu import cores
+from qdqtune.engines.runner import Runner
+from qdqtune.graph.files import ConstantFile
+from qdqtune.measurement.accuracy import accuracy, is_finite
+from qdqtune.placement.insertion import Inserter
+from qdqtune.types import Accuracy, Array, Failure, Placement, Sample
+
+
+class Simulation:
+    """Placements of one model on some samples. A context manager; ONNX Runtime starts when somebody asks."""
+
+    def __init__(self, inserter: Inserter, samples: Sequence[Sample]) -> None:
+        self._inserter, self._samples = inserter, samples
+        self._stack = ExitStack()
+        self._opened: tuple[Runner, ConstantFile, Path] | None = None
+        self._reference: list[dict[str, Array]] | Failure | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def accuracy(self, placement: Placement) -> Accuracy | Failure:
+        """How far the outputs of a placement are from the float model's; a failure if ONNX Runtime does not run it."""
+        if self._reference is None:
+            self._reference = self._outputs(Placement())
+        if isinstance(self._reference, Failure):
+            return self._reference
+        found = self._outputs(placement)
+        return found if isinstance(found, Failure) else accuracy(self._reference, found)
+
+    def _outputs(self, placement: Placement) -> list[dict[str, Array]] | Failure:
+        runner, constants, folder = self._open()
+        path = folder / f"{placement.digest}.onnx"
+        constants.save(self._inserter.insert(placement), path)
+        handle = runner.load(path)
+        if isinstance(handle, Failure):
+            return handle
+        found = runner.outputs(handle, self._samples)
+        runner.unload(handle)
+        path.unlink()
+        if not isinstance(found, Failure) and not is_finite(found):
+            return Failure("output", "the outputs hold NaN or infinite values")
+        return found
+
+    def _open(self) -> tuple[Runner, ConstantFile, Path]:
+        if self._opened is None:
+            folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="qdqtune-")))
+            constants = self._stack.enter_context(ConstantFile(folder / "constants.bin"))
+            spec = EngineSpec("onnxruntime", {"threads": cores(), "fuse": False})
+            runner = self._stack.enter_context(Runner(spec, time_limit_s=3600, log_dir=folder))
+            self._opened = (runner, constants, folder)
+        return self._opened

@@ -1,0 +1,43 @@
+"""Outputs foretold without the engine: against the inserter's own models on ONNX Runtime."""
+
+from __future__ import annotations
+
+import pytest
+
+from models import PLAIN, attention, build, conv_net, feeds, normal, ranges, run
+from qdqtune.measurement.accuracy import accuracy
+from qdqtune.measurement.simulation import Simulation
+from qdqtune.placement import rules
+from qdqtune.placement.insertion import Inserter
+from qdqtune.placement.possible import possible_edges
+from qdqtune.types import Accuracy, Failure, Placement
+from runs import without_processes
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_processes(monkeypatch)
+
+
+@pytest.mark.parametrize("net", [conv_net, attention])
+def test_it_tells_what_the_file_does(net: type[object]) -> None:
+    model = net()
+    known, samples = ranges(model), feeds(model)
+    inserter = Inserter(model, known, PLAIN)
+    reference = run(model, samples)
+    with Simulation(inserter, samples) as simulation:
+        for placement in rules.placements(model, possible_edges(model, known)).values():
+            found = simulation.accuracy(placement)
+            real = accuracy(reference, run(inserter.insert(placement), samples))
+            fused = accuracy(reference, run(inserter.insert(placement), samples, fused=True))
+            assert isinstance(found, Accuracy)
+            assert found.sqnr_db is not None
+            assert found.sqnr_db == pytest.approx(real.sqnr_db, abs=1e-3)
+            assert found.sqnr_db == pytest.approx(fused.sqnr_db, abs=1.0)
+        assert simulation.accuracy(Placement()).sqnr_db is None  # type: ignore[union-attr]
+
+
+def test_what_onnx_runtime_does_not_run_is_a_failure() -> None:
+    model = build("net (float[2,4] x) => (float[2,4] y) { h = MatMul(x, w) y = custom.Knows(h) }", {"w": normal(4, 4)})
+    with Simulation(Inserter(model, ranges(conv_net()), PLAIN), [{}]) as simulation:
+        assert isinstance(simulation.accuracy(Placement()), Failure)
