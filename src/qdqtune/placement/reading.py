@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import ml_dtypes
 import numpy as np
@@ -32,7 +33,7 @@ class Reading:
 
 
 @dataclass(frozen=True, eq=False)
-class _Pair:
+class Pair:
     """A DQ node of a Q/DQ model: the float tensor or quantized constant in front, and who reads it."""
 
     source: str
@@ -46,12 +47,16 @@ class _Pair:
     @property
     def range(self) -> Range:
         """What the pair can represent. Symmetric int8 leaves out -128, so that the scale is max / 127 again."""
+        return Range(self.end("min"), self.end("max"))
+
+    def end(self, which: Literal["min", "max"]) -> float:
+        """One end of the range; NaN where the scale is."""
         scale, zero = float(np.max(self.scale)), float(np.max(self.zero_point.astype(np.float32)))
         dtype = self.zero_point.dtype
         ends = (ml_dtypes.finfo if "float" in dtype.name else ml_dtypes.iinfo)(dtype)
         low, high = float(ends.min), float(ends.max)
         low = -high if zero == 0 and low < 0 else low
-        return Range((low - zero) * scale, (high - zero) * scale)
+        return ((low if which == "min" else high) - zero) * scale
 
 
 def is_quantized(model: Model) -> bool:
@@ -65,16 +70,16 @@ def read_placement(float_model: Model, qdq_model: Model) -> Reading:
     Nodes are matched by name, then by the name of an output tensor; the edge is the float node's own input. Pairs of
     int32 biases follow from the others and are left out.
     """
-    twins = _twins(float_model, qdq_model)
+    twins = twins_of(float_model, qdq_model)
     edges: set[Edge] = set()
     activations: dict[str, Range] = {}
     weights: dict[str, tuple[float, ...]] = {}
     unmatched: list[str] = []
-    for pair in _pairs(qdq_model):
+    for pair in pairs_of(qdq_model):
         if pair.is_bias:
             continue
         for use in qdq_model.uses(pair.dq.outputs[0]):
-            edge = _counterpart(float_model, qdq_model, pair, use.node, use.slot, twins)
+            edge = counterpart(float_model, qdq_model, pair, use.node, use.slot, twins)
             if edge is None:
                 unmatched.append(pair.dq.name)
                 continue
@@ -92,7 +97,7 @@ def strip_pairs(model: Model) -> Model:
     Quantized constants become float ones. Where a pair clamped at zero and its producer may go below (a Relu that a
     quantizer had dropped), the clamp comes back as a Relu, or as a Clip where the range ends at 6.
     """
-    pairs = {p.dq.outputs[0]: p for p in _pairs(model)}
+    pairs = {p.dq.outputs[0]: p for p in pairs_of(model)}
     bounds = _lower_bounds(model, pairs)
     added: dict[str, Constant] = {}
     source: dict[str, str] = {}
@@ -101,7 +106,7 @@ def strip_pairs(model: Model) -> Model:
         if pair.is_constant:
             added[name] = _dequantized(model, pair)
             continue
-        clamps_at_zero = pair.range.low == 0 and bounds.get(pair.source, -1.0) < 0
+        clamps_at_zero = pair.end("min") == 0 and bounds.get(pair.source, -1.0) < 0
         if clamps_at_zero and pair.source not in clamps:
             clamps[pair.source], ends = _lost_clamp(model, pair)
             added |= ends
@@ -148,7 +153,8 @@ def _renamed(node: onnx.NodeProto, source: Mapping[str, str], final: Mapping[str
     return copy
 
 
-def _pairs(model: Model) -> Iterator[_Pair]:
+def pairs_of(model: Model) -> Iterator[Pair]:
+    """The pairs whose scale is a constant, in graph order."""
     for node in model.nodes:
         if node.op != "DequantizeLinear":
             continue
@@ -162,10 +168,10 @@ def _pairs(model: Model) -> Iterator[_Pair]:
         if q is not None and q.op == "QuantizeLinear":
             source = q.inputs[0]
             zero = _zero_point(model, q, np.dtype(np.uint8))
-            yield _Pair(source, values, zero, axis, node, source in model.constants, False)
+            yield Pair(source, values, zero, axis, node, source in model.constants, False)
         elif constant is not None:
             zero = _zero_point(model, node, helper.tensor_dtype_to_np_dtype(constant.dtype))
-            yield _Pair(node.inputs[0], values, zero, axis, node, True, constant.dtype == TensorProto.INT32)
+            yield Pair(node.inputs[0], values, zero, axis, node, True, constant.dtype == TensorProto.INT32)
 
 
 def _zero_point(model: Model, node: Node, default: np.dtype[np.generic]) -> Array:
@@ -174,7 +180,7 @@ def _zero_point(model: Model, node: Node, default: np.dtype[np.generic]) -> Arra
     return np.zeros((), default)
 
 
-def _twins(float_model: Model, qdq_model: Model) -> Mapping[int, Node]:
+def twins_of(float_model: Model, qdq_model: Model) -> Mapping[int, Node]:
     """Node of the Q/DQ model (by index) to the same node of the float model."""
     by_output = {o: n for n in float_model.nodes for o in n.outputs if o}
     twins = {}
@@ -188,8 +194,8 @@ def _twins(float_model: Model, qdq_model: Model) -> Mapping[int, Node]:
     return twins
 
 
-def _counterpart(
-    float_model: Model, qdq_model: Model, pair: _Pair, node: int, slot: int, twins: Mapping[int, Node]
+def counterpart(
+    float_model: Model, qdq_model: Model, pair: Pair, node: int, slot: int, twins: Mapping[int, Node]
 ) -> Edge | None:
     """The float model's edge for one use of a pair."""
     if node == GRAPH:
@@ -206,7 +212,7 @@ def _counterpart(
     return Edge(tensor, twin.name, slot)
 
 
-def _dequantized(model: Model, pair: _Pair) -> Constant:
+def _dequantized(model: Model, pair: Pair) -> Constant:
     """The float constant that a DQ of a constant gives: (q - zero point) * scale, or the float source of a Q."""
     constant = model.constants[pair.source]
     dtype = helper.tensor_dtype_to_np_dtype(model.constants[pair.dq.inputs[1]].dtype)
@@ -223,17 +229,17 @@ def _dequantized(model: Model, pair: _Pair) -> Constant:
     return Constant(key, helper.np_dtype_to_tensor_dtype(dtype), constant.shape, read)
 
 
-def _lost_clamp(model: Model, pair: _Pair) -> tuple[onnx.NodeProto, dict[str, Constant]]:
+def _lost_clamp(model: Model, pair: Pair) -> tuple[onnx.NodeProto, dict[str, Constant]]:
     """A Relu or Clip that stands for the saturation of a pair whose lowest value is zero."""
     name, result = f"{pair.source}_clamp", f"{pair.source}_clamped"
-    if abs(pair.range.high - 6) > 0.01:
+    if abs(pair.end("max") - 6) > 0.01:
         return helper.make_node("Relu", [pair.source], [result], name), {}
     dtype = helper.tensor_dtype_to_np_dtype(model.constants[pair.dq.inputs[1]].dtype)
     bounds = {f"{name}_{end}": Constant.of(np.array(v, dtype)) for end, v in (("min", 0), ("max", 6))}
     return helper.make_node("Clip", [pair.source, *bounds], [result], name), bounds
 
 
-def _lower_bounds(model: Model, pairs: Mapping[str, _Pair]) -> Mapping[str, float]:
+def _lower_bounds(model: Model, pairs: Mapping[str, Pair]) -> Mapping[str, float]:
     """Tensors to a value that they never fall below once the pairs are gone and the lost clamps back."""
     bounds: dict[str, float] = {}
 
@@ -249,7 +255,7 @@ def _lower_bounds(model: Model, pairs: Mapping[str, _Pair]) -> Mapping[str, floa
             if pair.is_constant:
                 low = _least(_dequantized(model, pair))
             else:
-                low = 0.0 if pair.range.low == 0 else bound(pair.source)
+                low = 0.0 if pair.end("min") == 0 else bound(pair.source)
         elif node.op == "Clip" and len(node.inputs) > 1 and node.inputs[1]:
             low = bound(node.inputs[1])
         elif node.op in KEEPS_SIGN and (first := bound(node.inputs[0])) is not None:

@@ -7,11 +7,9 @@ import shlex
 import shutil
 import signal
 import subprocess
-import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
 
@@ -28,20 +26,7 @@ UNKNOWN_OPTION = re.compile(r"Unknown option: -*(\w+)")
 ERROR = re.compile(r"\[[EF]\] (?:\[TRT\] )?(.*)")
 
 
-Launch = Callable[[Sequence[str], BinaryIO], int]
-"""Runs a command to its end, with what it prints in the file: its exit status, negative for a signal."""
-
-
-def launch_process(command: Sequence[str], printed: BinaryIO) -> int:
-    """A `Launch`. The child stays in the worker's process group, so that it dies with the worker.
-
-    Raises:
-        OSError: it cannot be started.
-    """
-    return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed, check=False).returncode
-
-
-def find(name: str, arguments: str, launch: Launch = launch_process) -> Program:
+def find(name: str, arguments: str) -> Program:
     """The program of that name or path, and the user's flags for it.
 
     Raises:
@@ -55,7 +40,7 @@ def find(name: str, arguments: str, launch: Launch = launch_process) -> Program:
             f"there is no program {name!r}: it comes with TensorRT (in its bin folder; in NVIDIA's containers "
             "/usr/src/tensorrt/bin/trtexec); give its place with --trtexec PATH"
         )
-    return Program(path, _version(path, launch), flags, launch)
+    return Program(path, _version(path), flags)
 
 
 def _arguments(text: str) -> tuple[str, ...]:
@@ -77,18 +62,15 @@ def flag_name(flag: str) -> str:
     return flag.removeprefix("--").partition("=")[0]
 
 
-def _version(program: str, launch: Launch) -> tuple[int, int, int]:
+def _version(program: str) -> tuple[int, int, int]:
     """The version in the program's banner: `[TensorRT v8601]`, from 10 on two digits for each part, `v100001`."""
-    with tempfile.TemporaryFile() as file:
-        try:
-            status = launch([program, "--help"], file)
-        except OSError as error:
-            raise EngineUnavailable(f"{program} cannot be started: {error.strerror or error}") from error
-        file.seek(0)
-        printed = file.read().decode(errors="replace")
-    banner = re.search(r"\[TensorRT v(\d+)\]", printed)
+    try:
+        done = subprocess.run([program, "--help"], stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    except OSError as error:
+        raise EngineUnavailable(f"{program} cannot be started: {error.strerror or error}") from error
+    banner = re.search(r"\[TensorRT v(\d+)\]", (done.stdout + done.stderr).decode(errors="replace"))
     if banner is None:
-        words = one_line(printed.strip() or f"status {status}")
+        words = one_line((done.stderr or done.stdout).decode(errors="replace").strip() or f"status {done.returncode}")
         raise EngineUnavailable(f"{program} --help tells no TensorRT version ({words:.200}): is it trtexec?")
     number = int(banner[1])
     major, rest = divmod(number, 10_000 if number >= 100_000 else 1000)
@@ -105,7 +87,6 @@ class Program:
     path: str
     version: tuple[int, int, int]
     arguments: tuple[str, ...]
-    launch: Launch = launch_process
     profiles: bool = field(default=True, init=False)
     """Whether it knows the profiling flags."""
 
@@ -136,7 +117,10 @@ class Program:
             file.write(f"$ {shlex.join([self.path, *flags])}\n".encode())
             file.flush()
             start = file.tell()
-            status = self.launch([self.path, *flags], file)
+            # The child stays in the worker's process group, so that it dies with the worker.
+            status = subprocess.run(
+                [self.path, *flags], stdin=subprocess.DEVNULL, stdout=file, stderr=file, check=False
+            ).returncode
         with log.open("rb") as file:
             file.seek(start)
             return status, file.read().decode(errors="replace")

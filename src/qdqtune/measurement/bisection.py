@@ -1,0 +1,89 @@
+"""Which few of many parts spoil a whole: adaptive group testing on the damage that any set of parts does together.
+
+The damage need not add up: one part alone may spoil everything (then a second one makes it no worse), and parts may do
+harm in company only, as the pairs around an operator do that an engine fuses wrongly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+HEALED = 0.5
+"""Taking parts out heals if no more than this share of the damage is left: 3 dB."""
+
+Parts = tuple[int, ...]
+Damage = Callable[[Parts], float]
+"""Power of the error at the outputs, relative to the signal, with these parts in place and no others."""
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """A part that spoils the company in which it was found: with it `damage` is done there, without it `without`."""
+
+    part: int
+    damage: float
+    without: float
+    company: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The culprits in the order in which they were found, and the damage that the `rest` of the parts does.
+
+    If that is above the limit, no single one of the rest is to blame.
+    """
+
+    culprits: tuple[Culprit, ...]
+    rest: Parts
+    damage: float
+
+
+def culprits(parts: Sequence[int], damage: Damage, limit: float) -> Verdict:
+    """Find culprits one after another, until what is left does no more damage than `limit`, or none stands out.
+
+    `parts` come in an order in which those that work together are neighbours. One culprit among n parts takes at most
+    1 + 2 log2(n) calls of `damage`, no set is asked for twice. A culprit leaves at most `HEALED` of the damage when it
+    is taken out of company that does at least that share of all damage, or does more than `limit` by itself.
+    """
+    asked = cache(damage)
+    rest, found = tuple(parts), list[Culprit]()
+    while rest and asked(rest) > limit:
+        culprit = _one(rest, asked, limit)
+        if culprit is None:
+            break
+        found.append(culprit)
+        rest = _without(rest, (culprit.part,))
+    return Verdict(tuple(found), rest, asked(rest) if rest else 0.0)
+
+
+def _one(parts: Parts, damage: Damage, limit: float) -> Culprit | None:
+    """The part in whose absence a broken company is whole; the company shrinks where there are several such parts."""
+    company = suspects = parts
+    whole = damage(parts)
+    while len(suspects) > 1:
+        halves = suspects[: (len(suspects) + 1) // 2], suspects[(len(suspects) + 1) // 2 :]
+        bound = HEALED * damage(company)
+        healing = next((h for h in halves if _rest(company, h, damage) <= bound), None)
+        if healing is not None:
+            suspects = healing
+            continue
+        louder = max(halves, key=damage)
+        if damage(louder) <= limit and damage(louder) < HEALED * whole:
+            return None
+        company = suspects = louder
+    if damage(company) < HEALED * whole and damage(suspects) <= limit:
+        return None
+    without = _rest(company, suspects, damage)
+    return Culprit(suspects[0], damage(company), without, len(company))
+
+
+def _without(parts: Parts, others: Parts) -> Parts:
+    gone = frozenset(others)
+    return tuple(p for p in parts if p not in gone)
+
+
+def _rest(company: Parts, others: Parts, damage: Damage) -> float:
+    left = _without(company, others)
+    return damage(left) if left else 0.0

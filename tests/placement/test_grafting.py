@@ -1,0 +1,98 @@
+"""The pairs of a file put onto the float model: all of them give the file again, damaged as it is."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from models import FORMATS, Arrays, attention, conv_net, feeds, ranges, run, tapped
+from qdqtune.graph.loading import load_proto
+from qdqtune.graph.model import Model
+from qdqtune.placement.grafting import SWITCH, graft, graft_switched, representable, standing_pairs
+from qdqtune.placement.insertion import insert
+from qdqtune.placement.possible import possible_edges
+from qdqtune.types import Placement
+
+NETS = {"conv": conv_net, "attention": attention, "tapped": tapped}
+
+
+def quantized(model: Model, numbers: str = "plain") -> Model:
+    known = ranges(model)
+    whole = Placement.of(possible_edges(model, known))
+    return load_proto(insert(model, whole, known, FORMATS[numbers]).to_proto())
+
+
+def equal(a: list[Arrays], b: list[Arrays]) -> bool:
+    pairs = ((x[name], y[name]) for x, y in zip(a, b, strict=True) for name in x)
+    return all(np.allclose(x, y, rtol=1e-5, atol=1e-6, equal_nan=True) for x, y in pairs)
+
+
+def spoil(model: Model, tensor: str, factor: float) -> Model:
+    """A Q/DQ model with a scale that is off by `factor`."""
+    proto = model.to_proto()
+    (scale,) = (t for t in proto.graph.initializer if t.name == f"{tensor}_scale")
+    scale.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(scale) * np.float32(factor), scale.name))
+    return load_proto(proto)
+
+
+@pytest.mark.parametrize("numbers", ["plain", "uint8", "int8", "fp8"])
+@pytest.mark.parametrize("name", NETS)
+def test_all_pairs_give_the_file_and_none_the_float_model(name: str, numbers: str) -> None:
+    model = NETS[name]()
+    file, samples = quantized(model, numbers), feeds(model)
+    pairs, unmatched = standing_pairs(model, file)
+    assert not unmatched
+    assert len(pairs) == sum(n.op == "DequantizeLinear" for n in file.nodes)
+    assert equal(run(graft(model, pairs, file), samples), run(file, samples))
+    assert equal(run(graft(model, (), file), samples), run(model, samples))
+    assert not equal(run(file, samples), run(model, samples))
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_switches_choose_the_same_as_a_model_of_its_own(name: str) -> None:
+    model = NETS[name]()
+    file, samples = quantized(model, "uint8"), feeds(model)
+    pairs, _ = standing_pairs(model, file)
+    switched = graft_switched(model, pairs, file)
+    onnx.checker.check_model(switched.to_proto())
+    for chosen in ([], [0], [len(pairs) - 1], range(0, len(pairs), 2), range(len(pairs))):
+        switches = {f"{SWITCH}{i}": np.asarray(i in chosen) for i in range(len(pairs))}
+        by_switch = run(switched, [{**sample, **switches} for sample in samples])
+        assert equal(by_switch, run(graft(model, [pairs[i] for i in chosen], file), samples)), chosen
+
+
+@pytest.mark.parametrize(("tensor", "factor"), [("w2", 32.0), ("r0", 1 / 64), ("image", np.nan), ("b0", 2.0)])
+def test_a_damaged_pair_stands_as_it_is(tensor: str, factor: float) -> None:
+    model, name = conv_net(), f"{tensor}_quantized" if tensor == "b0" else tensor
+    good = quantized(model, "uint8")
+    file, samples = spoil(good, name, factor), feeds(model)
+    pairs, _ = standing_pairs(model, file)
+    assert equal(run(graft(model, pairs, file), samples), run(file, samples))
+    (pair,) = (p for p in pairs if p.tensor == tensor)
+    (healthy,) = (p for p in standing_pairs(model, good)[0] if p.tensor == tensor)
+    assert pair.scale == pytest.approx(healthy.scale * np.float32(factor), nan_ok=True)
+    if np.isfinite(factor):
+        assert representable(pair) == pytest.approx([factor * end for end in representable(healthy)])
+        low, high = representable(healthy)
+        values = model.constants[tensor].array() if tensor in model.constants else np.array([0, 1.0])
+        assert low <= values.min() + 0.02
+        assert high >= values.max() - 0.02
+    else:
+        assert np.isnan(representable(pair)).all()
+
+
+def test_pairs_of_another_model_are_unmatched() -> None:
+    pairs, unmatched = standing_pairs(attention(), quantized(conv_net()))
+    assert not pairs
+    assert len(unmatched) > 10
+
+
+def test_pairs_come_in_graph_order() -> None:
+    model = conv_net()
+    pairs, _ = standing_pairs(model, quantized(model))
+    first = [min(model.index_of.get(e.node, len(model.nodes)) for e in p.edges) for p in pairs]
+    assert first == sorted(first)
+    assert {p.kind for p in pairs} == {"activation", "constant"}
+    assert {e for p in pairs for e in p.edges} == set(possible_edges(model, ranges(model)))
