@@ -35,8 +35,8 @@ from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Constant, Model
 from qdqtune.placement import rules
-from qdqtune.placement.insertion import Inserter, weight_role
-from qdqtune.placement.possible import possible_edges
+from qdqtune.placement.insertion import Inserter
+from qdqtune.placement.possible import possible_edges, weight_role
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.types import Edge, Placement
 
@@ -124,9 +124,9 @@ def resized(model: Model, factor: float) -> Model:
     for node in model.nodes:
         for slot, name in enumerate(node.inputs):
             if name in large and len(large[name].shape) > 1:
-                is_weight, channels = weight_role(model, Edge(name, node.name, slot))
-                if is_weight:
-                    axis = 0 if channels else 1
+                role = weight_role(model, Edge(name, node.name, slot))
+                if role is not None:
+                    axis = 0 if role.axis else 1
                     large[name] = _resized(model.large[name], axis, factor)
     return Model(model.proto, large)
 

@@ -54,6 +54,7 @@ from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import read_placement
 from qdqtune.qdq_utils import get_quantized_tensors
+from qdqtune.search.regions.region import Scheme
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.settings import Settings
 from runs import cost, hopeless, mixed, settings, without_processes, write
@@ -330,6 +331,21 @@ def test_a_pattern_cache_is_tried_first() -> None:
     assert PatternCache.load("again.yaml") == cache
 
 
+def test_points_of_a_cache_that_a_pattern_has_not_are_left_out() -> None:
+    autotuner = begun(mixed().to_proto())
+    region = next(r for r in autotuner.regions if RegionPattern.from_region(r, autotuner.graph).size > 1)
+    pattern = RegionPattern.from_region(region, autotuner.graph)
+    full = pattern.get_full_insertion_scheme(region, autotuner.graph)
+    older = InsertionScheme([*full.node_inputs, NodeInputInsertionPoint(0, 99)], [], list(full.region_outputs))
+    autotuner.pattern_cache.put_first(pattern, older)
+    autotuner.set_profile_region(region)
+    current = autotuner.current_profile_pattern_schemes
+    assert current is not None
+    assert [s.core for s in current.schemes] == [Scheme(older.core.points - {NodeInputInsertionPoint(0, 99)})]
+    assert autotuner.generate() == 0
+    assert autotuner.export_onnx()
+
+
 def test_a_cache_keeps_the_fastest_that_differ_enough() -> None:
     pattern = RegionPattern("LEAF(Conv)", digest="0" * 16)
     schemes = [
@@ -539,8 +555,8 @@ def test_every_region_has_a_pattern() -> None:
         assert (known.pattern, known.num_schemes) == (pattern, 1)
         assert pattern.size == len(region.get_region_nodes_and_descendants())
 
-    net = build("net (float[2,8] x) => (float[2,8] y, int64[2] s) { [size] s = Shape(x) [first] y = MatMul(x, w) }",
-                {"w": normal(8, 8)})  # fmt: skip
+    text = "{ [shape] s = Shape(x) [size] t = Neg(s) [first] y = MatMul(x, w) }"
+    net = build(f"net (float[2,8] x) => (float[2,8] y, int64[2] t) {text}", {"w": normal(8, 8)})
     nothing = Region()
     nothing.nodes.add(net.index_of["size"])
     pattern = RegionPattern.from_region(nothing, net)

@@ -41,8 +41,8 @@ from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.model import Model, Node
 from qdqtune.placement import rules
-from qdqtune.placement.insertion import RAW_OUTPUT, Inserter, insert, weight_role
-from qdqtune.placement.possible import possible_edges
+from qdqtune.placement.insertion import RAW_OUTPUT, Inserter, insert
+from qdqtune.placement.possible import WeightRole, possible_edges, weight_role
 from qdqtune.types import Edge, NumericFormat, Placement
 
 CASES = ("conv_net", "attention", "tapped", "embedding", "conv_net_half", "attention_half")
@@ -522,7 +522,7 @@ def test_weights_have_a_scale_for_each_output_channel(
     dims, open_dims = ",".join(map(str, shape)), ",".join("ABCD"[: max(len(shape) - (len(weight) == 1), 1)])
     model = build(f"net (float[{dims}] x) => (float[{open_dims}] y) {{ [node] y = {op} }}", {"w": values})
     edge = Edge("w", "node", model.nodes[0].inputs.index("w"))
-    assert weight_role(model, edge) == (True, axis)
+    assert weight_role(model, edge) == WeightRole(axis)
     quantized = insert(model, Placement.of([edge]), Ranges({}), fmt)
     check(quantized)
     (dq,) = of_type(quantized, "DequantizeLinear")
@@ -541,7 +541,7 @@ def test_weights_have_a_scale_for_each_output_channel(
 
 def test_constants_of_other_operators_are_quantized_like_activations() -> None:
     model = build("net (float[N,4] x) => (float[N,4] y) { [add] y = Add(x, c) }", {"c": np.float32([1, 2, 3, 5])})
-    assert weight_role(model, Edge("c", "add", 1)) == (False, None)
+    assert weight_role(model, Edge("c", "add", 1)) is None
     quantized = insert(model, Placement.of([Edge("c", "add", 1)]), Ranges({}), UINT8)
     check(quantized)
     (dq,) = of_type(quantized, "DequantizeLinear")

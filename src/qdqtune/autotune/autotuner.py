@@ -147,7 +147,9 @@ class QDQAutotunerBase:
         pattern = RegionPattern.of(found)
         if found.points and all(done.pattern != pattern for done in self.profiled_patterns):
             known = self.pattern_cache.get_pattern_schemes(pattern)
-            waiting = [InsertionScheme.of(scheme.core) for scheme in known.schemes] if known else []
+            points = frozenset(found.points)  # a cache of an earlier version may hold some that are none today
+            schemes = (Scheme(scheme.core.points & points) for scheme in known.schemes) if known else ()
+            waiting = [InsertionScheme.of(scheme) for scheme in dict.fromkeys(schemes)]
             self.current_profile_region, self.current_profile_pattern_schemes = region, PatternSchemes(pattern, waiting)
 
     def generate(self) -> int:

@@ -117,37 +117,6 @@ SETTINGS_FROM: Mapping[str, int] = {
 """First input that is a setting (a bound, a scale, a pad value), not data."""
 
 
-PARAMETERS: Mapping[str, frozenset[int]] = {
-    "BatchNormalization": frozenset({1, 2, 3, 4}),
-    "Clip": frozenset({1, 2}),
-    "Conv": frozenset({2}),
-    "ConvTranspose": frozenset({2}),
-    "Dropout": frozenset({1, 2}),
-    "Gemm": frozenset({2}),
-    "GroupNormalization": frozenset({1, 2}),
-    "GRU": frozenset({3}),
-    "InstanceNormalization": frozenset({1, 2}),
-    "LSTM": frozenset({3, 7}),
-    "LayerNormalization": frozenset({1, 2}),
-    "NonMaxSuppression": frozenset({2, 3, 4}),
-    "OneHot": frozenset({0, 1, 2}),
-    "Pad": frozenset({1, 2, 3}),
-    "QuantizeLinear": frozenset({1, 2}),
-    "DequantizeLinear": frozenset({0, 1, 2}),
-    "RNN": frozenset({3}),
-    "Range": frozenset({0, 1, 2}),
-    "Resize": frozenset({1, 2, 3}),
-    "Shape": frozenset({0}),
-    "Size": frozenset({0}),
-    "Upsample": frozenset({1}),
-}
-"""Inputs that are no data: limits, scales, statistics, and biases (which follow from the other two inputs)."""
-
-
-TAKES_CONSTANT_DATA = HEAVY | {"Add", "Sub", "Mul", "Div", "Concat", "Gather"}
-"""Operators of which a constant input can carry a pair: engines have integer kernels for them."""
-
-
 def is_float(model: Model, tensor: str) -> bool:
     """Whether a tensor is known to be of a float type."""
     return tensor in model.tensors and model.tensors[tensor].is_float

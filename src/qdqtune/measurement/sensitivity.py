@@ -26,7 +26,8 @@ from qdqtune.engines.runner import Runner
 from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.model import Model
 from qdqtune.measurement.accuracy import is_finite, sqnr_db
-from qdqtune.placement.insertion import ONNX_TYPE, weight_role
+from qdqtune.placement.insertion import ONNX_TYPE
+from qdqtune.placement.possible import weight_role
 from qdqtune.types import Array, Edge, Failure, NumericFormat, Sample
 
 MEASUREMENTS = 256
@@ -156,10 +157,10 @@ def quantization(model: Model, ranges: Ranges, numbers: NumericFormat, edge: Edg
     constant = model.constants.get(edge.tensor)
     if constant is None:
         return scales.of_range(ranges.activations[edge.tensor], numbers)
-    is_weight, axis = weight_role(model, edge)
+    role = weight_role(model, edge)
     values = constant.array()
-    if is_weight:
-        return scales.of_weight(values.astype(np.float32), axis, numbers, ranges.weights.get(edge.tensor))
+    if role is not None:
+        return scales.of_weight(values.astype(np.float32), role.axis, numbers, ranges.weights.get(edge.tensor))
     own = Range(float(values.min(initial=0.0)), float(values.max(initial=0.0)))
     return scales.of_range(ranges.activations.get(edge.tensor, own), numbers)
 

@@ -20,6 +20,7 @@ from qdqtune.calibration.scales import Quantization, Range, Ranges
 from qdqtune.graph.folding import names_in
 from qdqtune.graph.model import GRAPH, LARGE, Constant, Model, Node, rebuild
 from qdqtune.graph.operators import CLAMPS, COMPUTE
+from qdqtune.placement.possible import refusal, unscaled, weight_role
 from qdqtune.types import Array, Edge, NumericFormat, Placement, QType
 
 ONNX_TYPE: Mapping[QType, int] = {
@@ -94,6 +95,7 @@ class Inserter:
         self._weights: dict[tuple[str, int | None], Quantization] = {}
         self._activations: dict[tuple[Range, int], Quantization] = {}
         self._forms: dict[tuple[object, ...], Constant] = {}
+        self._problems: dict[Edge, str | None] = {}
         self._names = names_in(model.proto.graph) | set(model.index_of)
 
     def insert(self, placement: Placement) -> Model:
@@ -113,25 +115,17 @@ class Inserter:
         return by_tensor
 
     def _problem(self, edge: Edge) -> str | None:
-        model = self._model
-        if edge.is_graph_output:
-            exists = 0 <= edge.index < len(model.outputs) and model.outputs[edge.index] == edge.tensor
-            if edge.tensor not in model.producers:
-                return "the graph hands it through"
-            if any(use.slot < 0 for use in model.uses(edge.tensor)):
-                return "a body reads it under its name"
-        else:
-            index = model.index_of.get(edge.node)
-            node = model.nodes[index] if index is not None else None
-            exists = node is not None and 0 <= edge.index < len(node.inputs) and node.inputs[edge.index] == edge.tensor
-        if not exists:
+        """Why an edge can carry no pair; None if it can. Remembered, since most placements share their edges."""
+        if edge not in self._problems:
+            self._problems[edge] = self._found_problem(edge)
+        return self._problems[edge]
+
+    def _found_problem(self, edge: Edge) -> str | None:
+        model, node = self._model, GRAPH if edge.is_graph_output else self._model.index_of.get(edge.node)
+        slots = () if node is None else model.outputs if node == GRAPH else model.nodes[node].inputs
+        if node is None or not 0 <= edge.index < len(slots) or slots[edge.index] != edge.tensor:
             return "the model has no such edge"
-        info = model.tensors.get(edge.tensor)
-        if info is None or not info.is_float:
-            return "it is not known to be a float tensor"
-        if edge.tensor not in model.constants and edge.tensor not in self._ranges.activations:
-            return "its range is unknown"
-        return None
+        return refusal(model, edge.tensor, node, edge.index) or unscaled(model, edge.tensor, self._ranges)
 
     def _needed_opset(self, tensors: Iterable[str]) -> int:
         half = any(self._dtype(t) != TensorProto.FLOAT for t in tensors)
@@ -145,7 +139,7 @@ class Inserter:
     def _decide(self, placement: Placement, by_tensor: Mapping[str, list[Edge]]) -> _Decision:
         constants = self._model.constants
         fixed = [e for tensor, edges in by_tensor.items() if tensor in constants for e in edges]
-        weights = {e: self._weight_scale(e) for e in fixed if weight_role(self._model, e)[0]}
+        weights = {e: self._weight_scale(e) for e in fixed if weight_role(self._model, e) is not None}
         members: dict[_Member, Range] = {t: self._ranges.activations[t] for t in by_tensor if t not in constants}
         members.update({e: self._constant_range(e.tensor) for e in fixed if e not in weights})
         found = self._scales(members, placement)
@@ -194,7 +188,8 @@ class Inserter:
         return self._constants[tensor]
 
     def _weight_scale(self, edge: Edge, floor: Array | None = None) -> Quantization:
-        constant, (_, axis) = self._model.constants[edge.tensor], weight_role(self._model, edge)
+        constant, role = self._model.constants[edge.tensor], weight_role(self._model, edge)
+        axis = None if role is None else role.axis
         key = (edge.tensor, axis)
         if key not in self._weights:
             given = self._ranges.weights.get(edge.tensor)
@@ -357,32 +352,6 @@ class Inserter:
         if axis is not None:
             node.attribute.append(helper.make_attribute("axis", axis))
         draft.nodes.append(node)
-
-
-def weight_role(model: Model, edge: Edge) -> tuple[bool, int | None]:
-    """Whether a constant is a weight there, and along which axis its output channels lie (None: per tensor).
-
-    Conv: [out, in/group, ...], ConvTranspose: [in, out/group, ...], Gemm: [in, out] or transposed, MatMul: last axis.
-    The scale of a normalization is a weight without channels; constants of other operators are like activations.
-    """
-    node = model.nodes[model.index_of[edge.node]] if edge.node else None
-    rank = len(model.constants[edge.tensor].shape)
-    if node is None or node.domain:
-        return False, None
-    match node.op, edge.index:
-        case "Conv", 1:
-            return True, 0
-        case "ConvTranspose", 1:
-            return True, 1 if node.attributes.get("group", 1) == 1 else None
-        case "Gemm", 1:
-            return True, 0 if node.attributes.get("transB", 0) else 1
-        case "MatMul", 1:
-            return True, rank - 1 if rank >= 2 else None
-        case (("Gemm" | "MatMul"), 0):
-            return True, None
-        case (("LayerNormalization" | "InstanceNormalization" | "BatchNormalization"), 1):
-            return True, None
-    return False, None
 
 
 def _clamp_bounds(model: Model, node: Node) -> tuple[float, float] | None:

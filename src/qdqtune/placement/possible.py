@@ -1,43 +1,126 @@
-"""Where a Q/DQ pair may stand."""
+"""Where a Q/DQ pair may stand, and as what: said here for everybody who asks.
+
+Region search asks of its points, `possible_edges` for the rules and the searches, insertion before it writes. What the
+structure of a graph says (`refusal`) is one function; the rest is numbers (`unscaled`): a pair needs a scale.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from qdqtune.calibration.scales import Ranges
 from qdqtune.graph.model import GRAPH, Model, Node
-from qdqtune.graph.operators import COMPUTE, PARAMETERS, TAKES_CONSTANT_DATA, is_float, takes_data
-from qdqtune.placement.insertion import weight_role
+from qdqtune.graph.operators import ARITHMETIC, COMPUTE, is_float, takes_data
 from qdqtune.types import Edge, Placement
+
+TAKES_CONSTANTS = ARITHMETIC | {"Concat"}
+"""Operators of which a constant operand is like an activation: engines have integer kernels that read both in 8 bits.
+A table of Gather is another one."""
+
+
+def refusal(model: Model, tensor: str, node: int, slot: int) -> str | None:
+    """Why no pair can stand where input `slot` of node number `node`, or graph output `slot` (node GRAPH), uses
+    `tensor`, whatever its range; None where one can.
+
+    Engines run a pair wherever ONNX allows one; whether it pays is for measurement to say. So an activation can carry
+    one into every input that is data. That holds for the computed bias of a Conv (a constant one follows from the
+    other two inputs), for LSTM and Einsum, and for Shape, where it is good for nothing.
+
+    No pair can stand on
+
+    - a tensor of unknown type, whose scale would have no type either, or of another type than float;
+    - a setting (`SETTINGS_FROM`): engines want those as plain numbers;
+    - an input of an operator that is not ONNX's: nobody knows what it does to its values;
+    - what a body captures, and a graph output that a body reads: both go by a name that the pair would take; likewise
+      a graph output that no node makes;
+    - a constant that is neither a weight (`weight_role`) nor an operand (`TAKES_CONSTANTS`). The weights of LSTM and
+      Einsum are among those: no engine has an integer kernel that starts from them, and nothing tells their channels.
+      The constant scale of a LayerNormalization, InstanceNormalization or BatchNormalization is a weight: engines fold
+      it, and placements stand on it.
+    """
+    if not is_float(model, tensor):
+        return "it is not known to be a float tensor"
+    if slot < 0:
+        return "a body reads it under its name"
+    if node == GRAPH:
+        if tensor not in model.producers:
+            return "the graph hands it through"
+        is_captured = any(use.slot < 0 for use in model.uses(tensor))
+        return "a body reads it under its name" if is_captured else None
+    user = model.nodes[node]
+    if user.domain:
+        return f"{user.op} is no operator of ONNX"
+    if tensor in model.constants:
+        return _refused_constant(model, tensor, user, slot)
+    return None if takes_data(user, slot) else f"it is a setting of {user.op}"
+
+
+def _refused_constant(model: Model, tensor: str, user: Node, slot: int) -> str | None:
+    if not model.constants[tensor].nbytes:
+        return "it is empty"
+    is_operand = user.op in TAKES_CONSTANTS or (user.op == "Gather" and slot == 0)
+    if is_operand or weight_role(model, Edge(tensor, user.name, slot)) is not None:
+        return None
+    return f"it is neither a weight nor an operand of {user.op}"
+
+
+def can_carry(model: Model, tensor: str, node: int, slot: int) -> bool:
+    """Whether a pair can stand there if the tensor has a range: see `refusal`."""
+    return refusal(model, tensor, node, slot) is None
+
+
+def unscaled(model: Model, tensor: str, ranges: Ranges) -> str | None:
+    """Why a tensor has no scale: an activation of unknown range, a constant with values that are not finite."""
+    constant = model.constants.get(tensor)
+    if constant is None:
+        return None if tensor in ranges.activations else "its range is unknown"
+    return None if np.isfinite(constant.array()).all() else "its values are not all finite"
 
 
 def possible_edges(model: Model, ranges: Ranges) -> frozenset[Edge]:
-    """Every edge that may carry a pair: activations of known range, weights, and float constants of elementwise ops."""
-    edges = set()
-    for tensor in ranges.activations:
-        if not is_float(model, tensor) or tensor in model.constants:
-            continue
-        is_captured = any(use.slot < 0 for use in model.uses(tensor))  # by its name, which the pair would take
-        for user, slot in model.uses(tensor):
-            if user == GRAPH and tensor in model.producers and not is_captured:
-                edges.add(Edge(tensor, "", slot))
-            elif user != GRAPH and slot >= 0 and takes_data(model.nodes[user], slot):
-                edges.add(Edge(tensor, model.nodes[user].name, slot))
-    for node in model.nodes:
-        for slot, tensor in enumerate(node.inputs):
-            edge = Edge(tensor, node.name, slot)
-            if tensor in model.constants and _float_constant(model, edge, node):
-                edges.add(edge)
-    return frozenset(edges)
+    """Every edge that may carry a pair: those that can (`can_carry`), of tensors that have a scale."""
+    inputs = ((t, n.index, slot, n.name) for n in model.nodes for slot, t in enumerate(n.inputs))
+    outputs = ((t, GRAPH, slot, "") for slot, t in enumerate(model.outputs))
+    able: dict[str, list[Edge]] = {}
+    for tensor, node, slot, name in (*inputs, *outputs):
+        if can_carry(model, tensor, node, slot):
+            able.setdefault(tensor, []).append(Edge(tensor, name, slot))
+    return frozenset(e for tensor, edges in able.items() if unscaled(model, tensor, ranges) is None for e in edges)
 
 
-def _float_constant(model: Model, edge: Edge, node: Node) -> bool:
-    constant = model.constants[edge.tensor]
-    if not is_float(model, edge.tensor) or not constant.nbytes or node.domain:
-        return False
-    is_weight, _ = weight_role(model, edge)
-    usual = node.op in ("Add", "Mul", "Sub", "Div", "Concat") or (node.op == "Gather" and edge.index == 0)
-    return (is_weight or usual) and bool(np.isfinite(constant.array()).all())
+@dataclass(frozen=True)
+class WeightRole:
+    """That a constant is a weight, and the axis along which its output channels lie (None: one scale for all of it)."""
+
+    axis: int | None
+
+
+def weight_role(model: Model, edge: Edge) -> WeightRole | None:
+    """How a constant is a weight there; None if it is like an activation, or nothing.
+
+    Conv: [out, in/group, ...], ConvTranspose: [in, out/group, ...], Gemm: [in, out] or transposed, MatMul: last axis.
+    The scale of a normalization is a weight without channels.
+    """
+    node = model.nodes[model.index_of[edge.node]] if edge.node else None
+    rank = len(model.constants[edge.tensor].shape)
+    if node is None or node.domain:
+        return None
+    match node.op, edge.index:
+        case "Conv", 1:
+            return WeightRole(0)
+        case "ConvTranspose", 1:
+            return WeightRole(1 if node.attributes.get("group", 1) == 1 else None)
+        case "Gemm", 1:
+            return WeightRole(0 if node.attributes.get("transB", 0) else 1)
+        case "MatMul", 1:
+            return WeightRole(rank - 1 if rank >= 2 else None)
+        case (("Gemm" | "MatMul"), 0):
+            return WeightRole(None)
+        case (("LayerNormalization" | "InstanceNormalization" | "BatchNormalization"), 1):
+            return WeightRole(None)
+    return None
 
 
 def compute_edges(model: Model, node: Node, possible: frozenset[Edge]) -> frozenset[Edge]:
@@ -55,20 +138,3 @@ def consistent(model: Model, placement: Placement) -> Placement:
             if len(present := [e for e in both if e in placement]) == 1:
                 lonely.update(present)
     return Placement(placement.edges - lonely) if lonely else placement
-
-
-def can_carry(model: Model, tensor: str, node: int, slot: int) -> bool:
-    """Whether a Q/DQ pair can stand where input `slot` of node number `node` (or the graph, GRAPH) uses `tensor`.
-
-    A tensor of unknown type cannot: nobody knows the type that its scale must have. Nor can a tensor that a body
-    captures (slot -1), a parameter of an operator, or a constant that is neither a weight nor an elementwise operand.
-    """
-    info = model.tensors.get(tensor)
-    if info is None or not info.is_float or slot < 0:
-        return False
-    if node == GRAPH:
-        return tensor not in model.constants
-    user = model.nodes[node]
-    if tensor in model.constants and (user.domain or user.op not in TAKES_CONSTANT_DATA):
-        return False
-    return bool(user.domain) or slot not in PARAMETERS.get(user.op, ())

@@ -15,7 +15,8 @@ from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.graph.loading import infer
 from qdqtune.graph.model import FLOATS, GRAPH, Constant, Model, Node, rebuild
 from qdqtune.graph.operators import KEEPS_SIGN, LOWER_BOUNDS, QDQ
-from qdqtune.placement.insertion import RAW_OUTPUT, weight_role
+from qdqtune.placement.insertion import RAW_OUTPUT
+from qdqtune.placement.possible import weight_role
 from qdqtune.types import Array, Edge, Placement
 
 
@@ -84,7 +85,7 @@ def read_placement(float_model: Model, qdq_model: Model) -> Reading:
                 unmatched.append(pair.dq.name)
                 continue
             edges.add(edge)
-            if edge.tensor in float_model.constants and weight_role(float_model, edge)[0]:
+            if edge.tensor in float_model.constants and weight_role(float_model, edge) is not None:
                 weights[edge.tensor] = tuple(float(s) for s in pair.scale.reshape(-1))
             else:
                 activations[edge.tensor] = pair.range
