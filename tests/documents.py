@@ -181,7 +181,7 @@ def prepare(folder: Path) -> None:
 
 def options_of_commands() -> Iterator[str]:
     """Every option of every command, those of the other tool's interface with underscores as well."""
-    for command in (*main.app.commands.values(), autotune.command):
+    for command in (*(later.command for later in main.app.commands.values()), autotune.command):
         for option in command.params:
             yield from (*option.opts, *option.secondary_opts)
             yield from ("--" + name[2:].replace("-", "_") for name in option.opts if command is autotune.command)

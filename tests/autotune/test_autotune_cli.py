@@ -15,7 +15,7 @@ import pytest
 
 from models import INT8, conv_net, ranges
 from qdqtune.autotune import __main__ as autotune
-from qdqtune.cli import main
+from qdqtune.cli import tune
 from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
 from qdqtune.placement import rules
@@ -48,7 +48,7 @@ def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What `qdqtune tune` is asked for, instead of a run."""
     calls: list[dict[str, Any]] = []
-    monkeypatch.setattr(main.tune_command, "callback", lambda **given: calls.append(given) or 0)
+    monkeypatch.setattr(tune, "run", lambda given: calls.append(given) or 0)
     return calls
 
 

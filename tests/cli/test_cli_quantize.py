@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 
 from conftest import Call
 from models import build, conv_net
+from qdqtune.calibration.calibrate import Calibration
+from qdqtune.cli.quantize import quantize_command
+from qdqtune.commands.quantize import Request, Selection
+from qdqtune.errors import BadModel
 from qdqtune.graph.loading import load
 from qdqtune.placement.engine_rules import RULES, rules_of
 from qdqtune.placement.reading import read_placement
@@ -74,6 +81,66 @@ def test_choices_and_metric_reach_it(call: Call, model: Path, tmp_path: Path, mo
     assert done.constants["w0_scale"].array().dtype == np.float16
     assert done.constants["w0_scale"].shape == ()
     assert not {"w3_scale", "w4_scale"} & done.constants.keys()
+
+
+QUANTIZE: dict[str, tuple[Sequence[str], Callable[[Request], object], object]] = {
+    "--output": (["x.onnx"], lambda r: r.output, Path("x.onnx")),
+    "--quant-type": (["fp8"], lambda r: r.quant_type, "fp8"),
+    "--engine": (["openvino"], lambda r: r.engine, "openvino"),
+    "--precision": (["fp16"], lambda r: r.precision, "fp16"),
+    "--no-per-channel": ([], lambda r: r.per_channel, False),
+    "--nodes-to-quantize": (["a"], lambda r: r.selection, Selection(nodes=("a",))),
+    "--op-types-to-quantize": (["Conv"], lambda r: r.selection, Selection(op_types=("Conv",))),
+    "--nodes-to-exclude": (["b"], lambda r: r.selection, Selection(excluded_nodes=("b",))),
+    "--op-types-to-exclude": (["Add"], lambda r: r.selection, Selection(excluded_op_types=("Add",))),
+    "--calibration-data": (["a:b"], lambda r: r.calibration_data, "a:b"),
+    "--calibration-samples": (["7"], lambda r: r.calibration_samples, 7),
+    "--input-shape": (["a:1x3"], lambda r: r.input_shapes, {"a": (1, 3)}),
+    "--seed": (["5"], lambda r: r.seed, 5),
+    "--calibration-method": (["mse"], lambda r: r.calibration, Calibration("mse", 99.99)),
+    "--percentile": (["99.5"], lambda r: r.calibration.percentile, 99.5),
+    "--fix-input": (["sr=16000"], lambda r: r.fix_inputs, {"sr": 16000}),
+    "--evaluate": (["metric:score"], lambda r: r.evaluate, "metric:score"),
+    "--report": ([], lambda r: r.report, True),
+}
+"""Option to values, what to look at in the request, and what is expected there."""
+
+
+def test_every_option_reaches_its_field_and_every_field_has_one(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Request] = []
+
+    def caught(request: Request, observer: object) -> NoReturn:
+        given.append(request)
+        raise BadModel("caught")
+
+    monkeypatch.setattr("qdqtune.cli.quantize.quantize", caught)
+    assert call("quantize", "m.onnx") == (2, "", "error: caught\n")
+    usual, reached = given[0], set[str]()
+    assert usual == Request(Path("m.onnx"), Path("m.qdq.onnx"), selection=Selection((), (), (), ()))
+    for option, (values, look, expected) in QUANTIZE.items():
+        call("quantize", "m.onnx", option, *values)
+        assert look(given[-1]) == expected != look(usual)
+        reached |= {name for name, value in vars(given[-1]).items() if value != getattr(usual, name)}
+    assert reached == {field.name for field in fields(Request)} - {"model"}
+    names = {next(o for o in p.opts if o.startswith("--")) for p in quantize_command.params if p.name != "model"}
+    assert names == {name.replace("--no-", "--") for name in QUANTIZE} | {"--tune", "--tune-args", "--json"}
+
+
+def test_what_is_given_reaches_the_search(call: Call, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `--tune-args` says of the same option wins; of mappings, the other names stay."""
+    searches: list[Mapping[str, Any]] = []
+    monkeypatch.setattr("qdqtune.cli.tune.run", lambda given: searches.append(given) or 0)
+    data = ["--calibration-data", model.with_suffix(".npz"), "--input-shape", "image:2x3x8x8"]
+    given = ["--seed", 3, "--percentile", 99, *data, "--tune", "-o", model.parent / "q.onnx"]
+    for more in ("--seed 4 --threads 2 --fix-input a=1", "--seed=4 --input-shape b:1 --json"):
+        code, _, err = call("quantize", model, *given, "--tune-args", more)
+        assert code == 0, err
+    first, second = searches
+    assert (first["seed"], first["threads"], first["percentile"], first["fix_inputs"]) == (4, 2, 99, {"a": 1})
+    assert (first["model"], first["qdq_baseline"]) == (model, model.parent / "q.onnx")
+    assert (first["calibration_data"], first["as_machine"]) == (str(data[1]), False)
+    assert second["input_shapes"] == {"image": (2, 3, 8, 8), "b": (1,)}
+    assert second["as_machine"]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import sys
 import termios
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -25,11 +26,12 @@ import numpy as np
 import onnx
 import pytest
 from click import Command, Group
+from click.shell_completion import ShellComplete
 
 from conftest import Call
 from models import conv_net
 from qdqtune.calibration.calibrate import Calibration
-from qdqtune.cli import main
+from qdqtune.cli import files, inspect, main, tune
 from qdqtune.commands.apply import Applied
 from qdqtune.engines import EngineSpec, runner
 from qdqtune.engines.formats import numeric_format
@@ -38,7 +40,7 @@ from qdqtune.tuning.settings import EFFORTS, Settings
 from qdqtune.types import Edge, Placement
 from runs import environment, hopeless, mixed, without_processes, write
 
-COMMANDS: dict[str, Command] = main.app.commands
+COMMANDS: dict[str, Command] = {name: later.command for name, later in main.app.commands.items()}
 QUICK = ("--engine", "fake", "--builds", "7")
 
 
@@ -72,7 +74,7 @@ def settings_of(monkeypatch: pytest.MonkeyPatch, call: Call, *arguments: object)
         given.append(settings)
         raise BadModel("caught")
 
-    monkeypatch.setattr(main, "tune", caught)
+    monkeypatch.setattr(tune, "tune", caught)
     assert call("tune", *arguments) == (2, "", "error: caught\n")
     return given[0]
 
@@ -159,6 +161,17 @@ def test_no_option_of_tune_is_left_out():
     assert names == {name.replace("--no-", "--") for name in TUNE} | SHOWN
 
 
+def test_every_field_of_the_settings_has_an_option(monkeypatch, call, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("names.txt").write_text("/a/*\n")
+    usual = settings_of(monkeypatch, call, "m.onnx")
+    reached = set()
+    for option, (values, _, _) in TUNE.items():
+        given = settings_of(monkeypatch, call, "m.onnx", option, *values)
+        reached |= {name for name, value in vars(given).items() if value != getattr(usual, name)}
+    assert reached == {field.name for field in fields(Settings)} - {"model", "accuracy_samples"}
+
+
 def test_defaults_are_those_of_settings(monkeypatch, call):
     given = settings_of(monkeypatch, call, "m.onnx")
     assert given == Settings(Path("m.onnx"), engine=EngineSpec("onnxruntime", {"threads": 1}))
@@ -199,13 +212,13 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineSpec, float]]:
 def test_options_of_compare_reach_the_measurement(monkeypatch, call, made, tmp_path):
     path = write(mixed(batch=None), tmp_path)
     given = SimpleNamespace()
-    monkeypatch.setattr(main, "compare_files", lambda *a, **k: given.__dict__.update(a=a, **k) or [])
+    monkeypatch.setattr(files, "compare_files", lambda *a, **k: given.__dict__.update(a=a, **k) or [])
     code, _, _ = call("compare", path, path, "--engine", "fake", "--engine_option", "noise=0.1", "--time-limit", "3m",
                       "--input-shape", "x:5x64x64", "--calibration_samples", 2, "--seed", 4,
                       "--timing_runs", 30, "--warmup-runs", 1, "--threads", 2, "--provider", "P")  # fmt: skip
     assert code == 0
-    files, _, samples, plan = given.a
-    assert (files, given.seed, plan.looks, plan.warmup) == ((path, path), 4, (30,), 1)
+    compared, _, samples, plan = given.a
+    assert (compared, given.seed, plan.looks, plan.warmup) == ((path, path), 4, (30,), 1)
     assert [s["x"].shape for s in samples] == [(5, 64, 64)] * 2
     assert made == [(EngineSpec("fake", {"noise": 0.1, "provider": "P"}), 180)]
     code, _, _ = call("compare", path, path, "--calibration-data", path.with_suffix(".npz"), "--threads", 2, "--json")
@@ -221,7 +234,7 @@ def test_options_of_apply_reach_it(monkeypatch, call, made, tuned, tmp_path):
         given.a, given.k = arguments, options
         return Applied(Placement(), (Edge("t", "n", 1),), random_data=False)
 
-    monkeypatch.setattr(main, "apply", caught)
+    monkeypatch.setattr(files, "apply", caught)
     target, placement = tmp_path / "made.onnx", tuned.parent / "out" / "placement.yaml"
     code, out, err = call("apply", tuned, "--placement", placement, "--output", target, "--engine", "onnxruntime",
                           "--calibration_data", "d.npz", "--calibration-samples", 2, "--input-shape", "x:1x2",
@@ -240,10 +253,10 @@ def test_options_of_apply_reach_it(monkeypatch, call, made, tuned, tmp_path):
 
 def test_options_of_inspect_reach_it(monkeypatch, call):
     given: dict[str, Any] = {}
-    monkeypatch.setattr(main, "load", lambda path, fix_inputs: given.update(path=path, fixed=fix_inputs))
-    monkeypatch.setattr(main.regions, "find", lambda _, method, **k: given.update(method=method, **k))
-    monkeypatch.setattr(main.patterns, "group", lambda *_: None)
-    monkeypatch.setattr(main, "render", lambda *_, **k: given.update(k) or "shown")
+    monkeypatch.setattr(inspect, "load", lambda path, fix_inputs: given.update(path=path, fixed=fix_inputs))
+    monkeypatch.setattr(inspect.discovery, "find", lambda _, method, **k: given.update(method=method, **k))
+    monkeypatch.setattr(inspect, "group", lambda *_: None)
+    monkeypatch.setattr(inspect, "render", lambda *_, **k: given.update(k) or "shown")
     code, out, _ = call("inspect", "m.onnx", "--regions", "topology", "--max_sequence_size", 4,
                         "--include-all-regions", "--fix-input", "sr=1", "-v")  # fmt: skip
     assert (code, out) == (0, "shown\n")
@@ -261,6 +274,34 @@ def test_help_shows_every_option(command, call):
     if command is None:
         assert all(f"  {name} " in out for name in COMMANDS)
     assert max(map(len, out.splitlines())) <= 110
+
+
+@pytest.mark.parametrize("width", [40, 60, 95, 300])
+def test_the_summary_of_a_command_is_the_beginning_of_its_help(width):
+    for name, later in main.app.commands.items():
+        assert later.get_short_help_str(width) == COMMANDS[name].get_short_help_str(width)
+        assert later.name == COMMANDS[name].name
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["tuen"]])
+def test_what_runs_no_command_imports_none(arguments):
+    code = f"""
+import sys
+from qdqtune.cli import main
+try:
+    main.main({arguments})
+finally:
+    print(*sys.modules, file=sys.stderr)"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment())
+    loaded = set(done.stderr.split())
+    assert "qdqtune.cli.main" in loaded
+    assert not loaded & {"numpy", "onnx", "scipy", "onnxruntime", "qdqtune.cli.options", "qdqtune.engines"}
+
+
+def test_a_shell_completes_the_options_of_a_command():
+    completing = ShellComplete(main.app, {}, "qdqtune", "_QDQTUNE_COMPLETE")
+    assert [item.value for item in completing.get_completions(["tune"], "--incr")] == ["--incremental-validation"]
+    assert {item.value for item in completing.get_completions([], "")} == COMMANDS.keys()
 
 
 def test_version_and_bare_call(call):
@@ -767,7 +808,7 @@ def test_a_defect_is_code_70_with_its_traceback(monkeypatch, call):
     def broken(*_: object) -> NoReturn:
         raise ZeroDivisionError("unexpected")
 
-    monkeypatch.setattr(main, "tune", broken)
+    monkeypatch.setattr(tune, "tune", broken)
     code, out, err = call("tune", "m.onnx")
     assert (code, out) == (70, "")
     assert "ZeroDivisionError: unexpected" in err

@@ -15,7 +15,7 @@ import pytest
 
 import digits
 import run
-from qdqtune.cli import main
+from qdqtune.cli import tune
 
 TABLE = re.compile(r"""
  +before +after
@@ -45,7 +45,7 @@ def test_what_it_types_is_what_it_runs_and_starts_anew(
     program, command, *arguments = shlex.split(typed.removeprefix("$ "))
     assert (program, command) == ("qdqtune", "tune")
     assert ran[0][-len(arguments) :] == arguments
-    given = main.tune_command.make_context("tune", arguments).params
+    given = tune.tune_command.make_context("tune", arguments).params
     assert given["time_budget"] <= 60
     assert given["restart"]
     with np.load(given["calibration_data"]) as arrays:

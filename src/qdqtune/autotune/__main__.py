@@ -13,42 +13,64 @@ import click
 from qdqtune.autotune.benchmark import default_engine, rounds_for
 from qdqtune.autotune.workflows import builds_for, name_logs, patterns_of
 from qdqtune.cli import main as cli
+from qdqtune.cli import tune
+from qdqtune.cli.inspect import inspect_command
+from qdqtune.cli.options import FILE, Given, flag, option, repeated
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.shapes import spans
 from qdqtune.tuning.settings import EFFORTS
 
 MODES, TENSORRT, STATE = ("region", "subgraph"), ("tensorrt", "trtexec"), "autotuner_state.yaml"
 
-MODEL = click.Option(["-m", "--onnx-path", "--model", "model"], type=click.Path(path_type=Path), required=True,
-                     help="ONNX file.")  # fmt: skip
+MODEL = option("-m --onnx-path --model model", "ONNX file.", FILE, required=True)
 
 OWN = (
     MODEL,
-    click.Option(["-o", "--output-dir", "--output"], type=click.Path(path_type=Path), show_default=True,
-                 default=Path("autotuner_output"), help="Where everything goes. The same folder again resumes."),
-    click.Option(["--mode"], type=click.Choice([*MODES, *EFFORTS]), multiple=True, show_default=True,
-                 default=["region", "default"],
-                 help="How to search, and how much to spend on it. Give one of either kind, or one."),
-    click.Option(["-s", "--schemes-per-region"], type=click.IntRange(1), metavar="N",
-                 help="Give every pattern N schemes, however long it takes. Without it the preset limits the builds "
-                      "of the whole search (24, 52 or 400)."),
-    click.Option(["--default-dq-dtype"], type=click.Choice(["float16", "float32", "bfloat16"]), default="float32",
-                 show_default=True, help="Type of tensors whose type cannot be inferred."),
-    click.Option(["--engine"], metavar="NAME",
-                 help="Engine to time on.  [default: tensorrt if it works here, or onnxruntime]"),
-    click.Option(["--use-trtexec"], is_flag=True, help="The same as --engine trtexec."),
-    click.Option(["--trtexec-benchmark-args", "--trtexec-args", "trtexec_args"],
-                 help="trtexec: more arguments, as one string."),
-    click.Option(["--timing-cache"], default=str(Path(tempfile.gettempdir()) / "trtexec_timing.cache"),
-                 show_default=True, help="TensorRT: file of kernel times that builds share."),
-    click.Option(["--timing-runs"], type=click.IntRange(1),
-                 help="Least inferences of each model in a comparison that is not decided earlier.  [40 | 96 | 192]"),
-)  # fmt: skip
+    option(
+        "-o --output-dir --output",
+        "Where everything goes. The same folder again resumes.",
+        FILE,
+        default=Path("autotuner_output"),
+    ),
+    repeated(
+        "--mode",
+        None,
+        "How to search, and how much to spend on it. Give one of either kind, or one.",
+        type=click.Choice([*MODES, *EFFORTS]),
+        default=["region", "default"],
+        show_default=True,
+    ),
+    option(
+        "-s --schemes-per-region",
+        "Give every pattern N schemes, however long it takes. Without it the preset limits the builds of the whole "
+        "search (24, 52 or 400).",
+        click.IntRange(1),
+        metavar="N",
+    ),
+    option(
+        "--default-dq-dtype",
+        "Type of tensors whose type cannot be inferred.",
+        click.Choice(["float16", "float32", "bfloat16"]),
+        default="float32",
+    ),
+    option("--engine", "Engine to time on.  [default: tensorrt if it works here, or onnxruntime]", metavar="NAME"),
+    flag("--use-trtexec", "The same as --engine trtexec."),
+    option("--trtexec-benchmark-args --trtexec-args trtexec_args", "trtexec: more arguments, as one string."),
+    option(
+        "--timing-cache",
+        "TensorRT: file of kernel times that builds share.",
+        default=str(Path(tempfile.gettempdir()) / "trtexec_timing.cache"),
+    ),
+    option(
+        "--timing-runs",
+        "Least inferences of each model in a comparison that is not decided earlier.  [40 | 96 | 192]",
+        click.IntRange(1),
+    ),
+)
 """Flags that differ from those of `tune`, in name, default or meaning."""
 
 
-@click.pass_context
-def run(context: click.Context, /, **given: Any) -> int:
+def run(**given: Any) -> int:
     """Find the fastest Q/DQ placement for a model, by the flags of ModelOpt's autotuner.
 
     The exit code is 0 also where nothing faster was found; the files are all there.
@@ -63,36 +85,37 @@ def run(context: click.Context, /, **given: Any) -> int:
     modes = given["mode"]
     given["mode"] = next((mode for mode in reversed(modes) if mode in MODES), "region")
     given["effort"] = next((mode for mode in reversed(modes) if mode in EFFORTS), given["effort"])
-    for flag, mode in (("pattern_cache", "region"), ("graph_json", "subgraph")):
-        if given[flag] is not None and given["mode"] != mode:
-            _note(f"note: --{flag} means something with --mode {mode} only")
-            given[flag] = None
+    for name, mode in (("pattern_cache", "region"), ("graph_json", "subgraph")):
+        if given[name] is not None and given["mode"] != mode:
+            _note(f"note: --{name} means something with --mode {mode} only")
+            given[name] = None
     if given["timing_runs"] is not None:
         given["timing_runs"] = rounds_for(given["timing_runs"])
     if given["mode"] == "subgraph":
-        code: int = context.invoke(cli.tune_command, **_for_engine(**given))
+        code = tune.run(_for_engine(given))
     else:
-        found = patterns_of(given["model"], given["region_method"], given["fix_inputs"])
+        found = patterns_of(given["model"], given["regions"], given["fix_inputs"])
         if given["schemes_per_region"] is not None and given["builds"] is None:
             given["builds"] = builds_for(given["schemes_per_region"], found)
-        code = context.invoke(cli.tune_command, **_for_engine(**given))
+        code = tune.run(_for_engine(given))
         name_logs(given["output_dir"], given["state_file"] or given["output_dir"] / STATE, found)
-    return 0 if code == cli.NO_IMPROVEMENT else code
+    return 0 if code == tune.NO_IMPROVEMENT else code
 
 
-def _for_engine(**given: Any) -> dict[str, Any]:
-    """What `tune` is given, without what the engine does not know."""
+def _for_engine(given: Given) -> Given:
+    """The options of `tune`, without what the engine does not know."""
     engine, unknown = given["engine"], set[str]()
     if engine != "trtexec" and given["trtexec_args"]:
         _note(f"note: {engine} takes no arguments of trtexec: of --trtexec_benchmark_args only shapes are used")
         found = spans(EngineSpec("trtexec", {"trtexec_args": given["trtexec_args"]}))
-        given["input_shapes"] = {name: usual for name, (_, usual, _) in found.items()} | given["input_shapes"]
+        usual = {name: middle for name, (_, middle, _) in found.items()}
+        given = {**given, "input_shapes": usual | given["input_shapes"]}
         unknown |= {"trtexec_args"}
     if engine not in TENSORRT:
         if given["plugin_libraries"]:
             _note(f"note: {engine} loads no TensorRT plug-ins, so --plugin_libraries is passed over")
         unknown |= {"timing_cache", "plugin_libraries"}
-    return {name: value for name, value in given.items() if name not in unknown}
+    return {name: None if name in unknown else value for name, value in given.items()}
 
 
 def _note(text: str) -> None:
@@ -107,7 +130,7 @@ def _like(ours: click.Command, own: Sequence[click.Parameter], **changed: Any) -
     return click.Command(ours.name, context_settings=cli.CONTEXT, params=params, **given)
 
 
-command = _like(cli.tune_command, OWN, callback=run, help=run.__doc__)
+command = _like(tune.tune_command, OWN, callback=run, help=run.__doc__)
 
 
 def _spread(arguments: Sequence[str]) -> Iterator[str]:
@@ -131,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def inspect(program: str, arguments: Sequence[str] | None = None) -> NoReturn:
     """Be one of the programs that show regions: `qdqtune inspect` with the model as a flag."""
-    cli.main(arguments, _like(cli.inspect_command, [MODEL]), f"python -m qdqtune.autotune.{program}")
+    cli.main(arguments, _like(inspect_command, [MODEL]), f"python -m qdqtune.autotune.{program}")
 
 
 if __name__ == "__main__":

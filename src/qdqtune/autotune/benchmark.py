@@ -24,7 +24,7 @@ from qdqtune.graph.loading import load, with_input_shapes
 from qdqtune.graph.model import Model
 from qdqtune.measurement.pairing import rounds_of
 from qdqtune.measurement.timing import Plan, compare, ratio
-from qdqtune.tuning.settings import EFFORTS
+from qdqtune.tuning.settings import EFFORTS, looks_until
 from qdqtune.types import Failure, NumericFormat, QuantType
 
 log = logging.getLogger("qdqtune.autotune")
@@ -58,7 +58,7 @@ class Benchmark:
         rounds, usual = rounds_for(timing_runs), EFFORTS["default"].looks
         self.spec, self.calibration_data = spec, calibration_data
         self.plan = Plan((rounds,), warmup=warmup_runs)
-        self.search_plan = replace(self.plan, looks=(*(n for n in usual if n < rounds), rounds))
+        self.search_plan = replace(self.plan, looks=looks_until(rounds, usual))
         """The same rounds for a search, which may decide earlier."""
         self._folder = tempfile.TemporaryDirectory(prefix="qdqtune-")
         self._runner = Runner(spec, time_limit_s=600, log_dir=Path(self._folder.name))

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import onnx
-from rich.console import Console
 
 from qdqtune.autotune.autotuner import QDQAutotuner
 from qdqtune.autotune.benchmark import Benchmark, benchmark_onnx_model, init_benchmark_instance, instance
@@ -64,7 +63,7 @@ def region_pattern_autotuning_workflow(
         builds=builds_for(schemes, found) if schemes else usual.builds["region"],
         pattern_cache=_path(pattern_cache_file), state_file=_path(state_file), qdq_baseline=_path(qdq_baseline_model),
     )  # fmt: skip
-    with report.progress(Console(stderr=True), verbose=verbose) as observer:
+    with report.progress(verbose=verbose) as observer:
         result = tune(settings, observer)
     name_logs(settings.output_dir, settings.state, found)
     cache = PatternCache.load(settings.state.with_name(f"{settings.state.stem}_pattern_cache.yaml"))

@@ -1,16 +1,24 @@
-"""What region discovery found, for people (`render`) and for machines (`as_json`)."""
+"""`qdqtune inspect`: the regions and patterns of a model, for people (`render`) and for machines (`as_json`)."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
+import click
+
+from qdqtune.cli import options
+from qdqtune.cli.options import flag, option
+from qdqtune.cli.output import print_json
+from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import CONTROL_FLOW, HEAVY, INTEGER_KERNELS, may_be_float
+from qdqtune.search.regions import discovery
 from qdqtune.search.regions.discovery import Regions
-from qdqtune.search.regions.patterns import Pattern
+from qdqtune.search.regions.patterns import Pattern, group
 from qdqtune.search.regions.region import Region, RegionKind
 
 QUANTIZABLE = HEAVY - CONTROL_FLOW | INTEGER_KERNELS | {"AveragePool", "MaxPool"}
@@ -21,6 +29,40 @@ MOST_FREQUENT = 10
 
 BAR = 40
 """Width of the longest histogram bar."""
+
+
+@click.command(
+    "inspect",
+    params=[
+        options.MODEL,
+        options.REGIONS,
+        option("--max-sequence-size", "Largest leaf, in nodes.", click.IntRange(1), default=10),
+        flag("--include-all-regions", "Show regions without quantizable operators as well."),
+        options.FIX_INPUT,
+        flag("-v --verbose", "Name every node and tensor."),
+        options.AS_JSON,
+    ],
+)
+def inspect_command(
+    model: Path,
+    regions: Literal["auto", "names", "topology"],
+    max_sequence_size: int,
+    include_all_regions: bool,
+    fix_inputs: Mapping[str, float | int | str],
+    verbose: bool,
+    as_machine: bool,
+) -> None:
+    """Show how MODEL divides into regions, and which of them share a pattern.
+
+    More patterns mean a longer search: every pattern is tuned once, wherever it occurs.
+    """
+    graph = load(model, fix_inputs=fix_inputs)
+    division = discovery.find(graph, regions, max_sequence_size=max_sequence_size)
+    patterns = group(graph, division)
+    if as_machine:
+        print_json(as_json(graph, division, patterns, include_all_regions=include_all_regions))
+    else:
+        print(render(graph, division, patterns, include_all_regions=include_all_regions, verbose=verbose))
 
 
 def render(

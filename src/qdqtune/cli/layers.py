@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 from rich import box
@@ -13,37 +13,40 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from qdqtune.calibration.samples import open_samples
 from qdqtune.cli import options
-from qdqtune.engines import EngineSpec
-from qdqtune.engines.runner import unlogged
-from qdqtune.engines.shapes import check_spans
+from qdqtune.cli.options import FILE, option
+from qdqtune.cli.output import print_json
+from qdqtune.engines.runner import Runner, unlogged
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption, EngineFailure
-from qdqtune.graph.loading import load, read, with_input_shapes
-from qdqtune.types import Failure, Layer, Tensors
+from qdqtune.graph.loading import load, read
+from qdqtune.types import Failure, Layer, Sample
 
 FIXED = 4 + 8 + 9 + 9 + 5 + 2 * 7
 """Characters of a table's row besides the names, gaps included."""
 LEAST = 12
 
 
-@click.command("layers")
-@click.argument("model", type=click.Path(path_type=Path), required=False)
-@options.engine_options
-@options.data_options
-@click.option("--runs", type=click.IntRange(1), default=20, show_default=True, help="Inferences to take the times of.")
-@click.option("--graph-json", type=click.Path(path_type=Path), metavar="FILE",
-              help="Read what trtexec --exportLayerInfo wrote, and run nothing; MODEL tells the nodes.")  # fmt: skip
-@click.option("--profile-json", type=click.Path(path_type=Path), metavar="FILE",
-              help="The times to it: what trtexec --exportProfile wrote.")  # fmt: skip
-@click.option("--json", "as_machine", is_flag=True, help="Print JSON instead of the table.")
+OPTIONS = (
+    click.Argument(["model"], type=FILE, required=False),
+    *options.ENGINE,
+    *options.DATA,
+    options.RUNS,
+    option(
+        "--graph-json",
+        "Read what trtexec --exportLayerInfo wrote, and run nothing; MODEL tells the nodes.",
+        FILE,
+        metavar="FILE",
+    ),
+    options.PROFILE_JSON,
+    options.JSON_FOR_TABLE,
+)
+
+
+@click.command("layers", params=[*OPTIONS])
 def layers_command(
-    model: Path | None, engine: str, spec: EngineSpec,
-    time_limit: float, calibration_data: str | None, calibration_samples: int | None,
-    input_shapes: Mapping[str, tuple[int, ...]], seed: int, runs: int, graph_json: Path | None,
-    profile_json: Path | None, as_machine: bool,
-) -> None:  # fmt: skip
+    model: Path | None, runs: int, graph_json: Path | None, profile_json: Path | None, as_machine: bool, **given: Any
+) -> None:
     """Show what the engine makes of MODEL: its layers in order, the nodes that each covers, and how long each takes.
 
     Times are of profiled inferences: they say where the time goes, and add up to more than the latency.
@@ -52,31 +55,35 @@ def layers_command(
     qdqtune layers model.onnx --engine openvino
     qdqtune layers --graph-json model.graph.json --profile-json model.profile.json
     """
+    engine = given["engine"]
     if graph_json is not None:
         engine = "tensorrt"
-        found = read_report(graph_json, profile_json, read(model) if model is not None else None)
+        layers = read_report(graph_json, profile_json, read(model) if model is not None else None)
     elif model is None:
         raise BadOption("there is nothing to show: give a MODEL, or --graph-json FILE")
     elif profile_json is not None:
         raise BadOption("--profile-json goes with --graph-json")
     else:
-        graph = load(model)
-        check_spans(spec, graph)
-        shaped = with_input_shapes(graph, input_shapes) if input_shapes else graph
-        sample = open_samples(calibration_data, shaped, seed=seed, limit=calibration_samples).first(1)[0]
-        found = _profiled(model, spec, sample, runs, time_limit)
+        spec = options.engine(given)
+        (sample,) = options.Data.of(given).first(1, load(model), spec)
+        with unlogged(spec, time_limit_s=given["time_limit"]) as runner:
+            layers = profiled(runner, model, sample, runs, refusal=f"{engine} has no layers of {model}")
     if as_machine:
-        print(json.dumps({"engine": engine, "layers": [asdict(layer) for layer in found]}, indent=2))
+        print_json({"engine": engine, "layers": [asdict(layer) for layer in layers]})
     else:
         console = Console()
-        console.print(table(found, console.width))
+        console.print(table(layers, console.width))
 
 
-def _profiled(model: Path, spec: EngineSpec, sample: Tensors, runs: int, time_limit: float) -> tuple[Layer, ...]:
-    with unlogged(spec, time_limit_s=time_limit) as runner:
-        result = runner.report(model, sample, runs, "layers")
+def profiled(runner: Runner, model: Path, sample: Sample, runs: int, *, refusal: str) -> tuple[Layer, ...]:
+    """The layers of a model with their times.
+
+    Raises:
+        EngineFailure: `refusal`, and why.
+    """
+    result = runner.report(model, sample, runs, "layers")
     if isinstance(result, Failure):
-        raise EngineFailure(f"{spec.name} has no layers of {model}: {result.reason}")
+        raise EngineFailure(f"{refusal}: {result.reason}")
     return result
 
 
@@ -97,8 +104,8 @@ def table(layers: Sequence[Layer], width: int) -> Table:
     for number, layer in enumerate(layers, 1):
         time = "" if layer.time_ms is None else f"{layer.time_ms:.4f}"
         share = "" if layer.time_ms is None or not total else f"{100 * layer.time_ms / total:.1f}"
-        grid.add_row(str(number), Text(_shortened(layer.name, name)), layer.kind, layer.precision, time, share,
-                     Text(", ".join(layer.nodes)))  # fmt: skip
+        shown, nodes = Text(_shortened(layer.name, name)), Text(", ".join(layer.nodes))
+        grid.add_row(str(number), shown, layer.kind, layer.precision, time, share, nodes)
     return grid
 
 

@@ -1,31 +1,45 @@
-"""Options that several commands share, and what the text behind an option means."""
+"""Options that several commands share, what the text behind an option means, and how options become values.
+
+A command gets the values of its options by parameter. An option whose parameter has the name of a field is that field
+(`named`); what follows from several options is made of them here (`engine`, `calibration`, `Data`).
+"""
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from qdqtune.calibration.calibrate import Method
+from qdqtune.calibration.calibrate import Calibration, Method
+from qdqtune.calibration.samples import open_samples
 from qdqtune.engines import MODULES, EngineSpec
-from qdqtune.engines.shapes import ENGINES, OPTIONS
+from qdqtune.engines.shapes import ENGINES, OPTIONS, check_spans
 from qdqtune.errors import BadOption
+from qdqtune.graph.loading import with_input_shapes
+from qdqtune.graph.model import Model
+from qdqtune.types import Sample
 
-Command = Callable[..., Any]
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
+Given = Mapping[str, Any]
+"""Values of options by parameter."""
 
 THREAD_ENGINES = frozenset({"onnxruntime", "openvino"})
 MOST_THREADS = max(16, os.cpu_count() or 1)
 """More than the machine has slow it down without end: idle ones wait busily."""
 
 LONGEST_SECONDS = 366 * 24 * 3600
+
+
+# What the text behind an option means
 
 
 class Number(click.FloatRange):
@@ -37,98 +51,6 @@ class Number(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value!r} is no finite number", param, ctx)
         return number
-
-
-def engine_options(command: Command) -> Command:
-    """Which engine, and how it runs. `command` gets its name as `engine`, and name and options together as `spec`."""
-
-    @functools.wraps(command)
-    def wrapped(**given: Any) -> Any:
-        chosen = {name: given.pop(name) for name in OWN}
-        spec = _spec(given["engine"], chosen, given.get("input_shapes"))
-        return command(**given, spec=spec)
-
-    engines = ", ".join(sorted(set(MODULES) - {"fake"})) + " or fake"
-    every = [
-        click.option("--engine", default="onnxruntime", show_default=True, metavar="NAME",
-                     help=f"Engine to build and time on: {engines}."),
-        click.option("--threads", type=click.IntRange(1, MOST_THREADS), default=1, show_default=True,
-                     help="CPU threads of onnxruntime and openvino. One gives the most stable timing."),
-        click.option("--provider", help="onnxruntime: execution provider (default: CPUExecutionProvider)."),
-        click.option("--target", help="tensorrt-rtx: GPU to build for, such as sm89; needs none here."),
-        click.option("--min-shapes", multiple=True, metavar="NAME:1x3x224x224", callback=shapes,
-                     help="TensorRT: smallest sizes of a dynamic input. Repeatable."),
-        click.option("--opt-shapes", multiple=True, metavar="NAME:1x3x224x224", callback=shapes,
-                     help="TensorRT: sizes to tune for.  [default: --input-shape]"),
-        click.option("--max-shapes", multiple=True, metavar="NAME:1x3x224x224", callback=shapes,
-                     help="TensorRT: largest sizes."),
-        click.option("--timing-cache", type=click.Path(), help="TensorRT: file of kernel times that builds share."),
-        click.option("--plugin-libraries", "--plugins", multiple=True, type=click.Path(), metavar="FILE",
-                     help="TensorRT: shared library with plug-ins. Repeatable."),
-        click.option("--workspace-mb", type=click.IntRange(1), help="TensorRT: memory limit of the builder."),
-        click.option("--builder-level", type=click.IntRange(0, 5), help="TensorRT: builder optimization level."),
-        click.option("--trtexec", help="trtexec: the program.  [default: trtexec on the PATH]"),
-        click.option("--trtexec-args", help="trtexec: more arguments, as one string."),
-        click.option("--engine-option", "engine_options", multiple=True, metavar="NAME=VALUE",
-                     help="Any other option of the engine; VALUE is JSON or text. Repeatable."),
-        click.option("--time-limit", default="10m", show_default=True, callback=seconds,
-                     help="Longest that one build or inference may take: 90s, 10m, 1h."),
-    ]  # fmt: skip
-    return _with(every, wrapped)
-
-
-OWN = ("threads", "provider", "target", "min_shapes", "opt_shapes", "max_shapes", "timing_cache", "plugin_libraries",
-       "workspace_mb", "builder_level", "trtexec", "trtexec_args", "engine_options")  # fmt: skip
-"""Parameters that go into the engine's options."""
-
-
-def data_options(command: Command) -> Command:
-    """What the model is fed."""
-    options = [
-        click.option("--calibration-data", metavar="SOURCE",
-                     help="An .npz (arrays named as the inputs), a folder of .npy/.npz, or module:callable. "
-                          "Without it, seeded random inputs."),
-        click.option("--calibration-samples", type=click.IntRange(1), help="Use at most this many samples."),
-        click.option("--input-shape", "input_shapes", multiple=True, metavar="NAME:1x3x224x224", callback=shapes,
-                     help="Shape of a dynamic input while measuring; what ships stays dynamic. Repeatable."),
-        click.option("--seed", type=click.IntRange(0), default=0, show_default=True,
-                     help="Seed of everything random: inputs, order of rounds, mutations."),
-    ]  # fmt: skip
-    return _with(options, command)
-
-
-def range_options(command: Command) -> Command:
-    """How scales are found."""
-    options = [
-        click.option("--calibration-method", type=click.Choice(get_args(Method)), default="minmax",
-                     show_default=True, help="How ranges are found: all values; without outliers; with the least "
-                     "loss of information; with the least squared error."),
-        click.option("--percentile", type=Number(50, 100, min_open=True), default=99.99, show_default=True,
-                     help="Share of the values, in %, that method percentile keeps."),
-    ]  # fmt: skip
-    return _with(options, command)
-
-
-def limit_options(command: Command) -> Command:
-    """What a result must hold besides being fast."""
-    options = [
-        click.option("--min-sqnr", type=Number(), metavar="DB",
-                     help="Take only what keeps the signal this far above the error at the outputs, in dB; 20 is an "
-                          "error of a tenth, 30 of a thirtieth. Exit code 4 if nothing faster does."),
-        click.option("--evaluate", metavar="MODULE:CALLABLE",
-                     help="Your metric, higher is better: callable(predict) -> number, where predict takes {input: "
-                          "array} and returns {output: array}. Also path/to/file.py:callable. Reported before and "
-                          "after."),
-        click.option("--max-drop", type=Number(min=0), metavar="X",
-                     help="Take only what keeps the metric of --evaluate within X of the float model's."),
-    ]  # fmt: skip
-    return _with(options, command)
-
-
-def _with(options: Sequence[Command], command: Command) -> Command:
-    for option in reversed(options):
-        command = option(command)
-    return command
 
 
 def seconds(_: click.Context, __: click.Parameter, value: str | None) -> float | None:
@@ -146,69 +68,27 @@ def seconds(_: click.Context, __: click.Parameter, value: str | None) -> float |
 
 def shapes(_: click.Context, __: click.Parameter, values: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """Shapes by input name, of NAME:1x3x224x224; NAME: is a scalar."""
-    found = {}
+    shape_of = {}
     for value in values:
         name, _colon, sizes = value.rpartition(":")
         if not name or not re.fullmatch(r"\d+(x\d+)*|", sizes):
             raise click.BadParameter(f"{value!r} is no shape: give NAME:1x3x224x224")
-        found[name] = tuple(int(size) for size in sizes.split("x") if size)
-    return found
+        shape_of[name] = tuple(int(size) for size in sizes.split("x") if size)
+    return shape_of
 
 
 def fixed(_: click.Context, __: click.Parameter, values: Sequence[str]) -> dict[str, float | int | str]:
     """Values by input name, of NAME=VALUE."""
-    found: dict[str, float | int | str] = {}
+    value_of: dict[str, float | int | str] = {}
     for value in values:
         name, equals, text = value.partition("=")
         if not equals or not name:
             raise click.BadParameter(f"{value!r} fixes nothing: give NAME=VALUE")
-        found[name] = _value(text) if isinstance(_value(text), int | float) else text
-    return found
+        value_of[name] = _value(text) if isinstance(_value(text), int | float) else text
+    return value_of
 
 
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
-
-
-def _spec(engine: str, given: Mapping[str, Any], input_shapes: Mapping[str, Sequence[int]] | None) -> EngineSpec:
-    """The engine with the options that were given; the engine itself refuses those that it does not know.
-
-    `threads` has a default and goes only to engines that have threads; the shapes that a model is measured with are
-    what an engine for fixed shapes is built for.
-
-    Raises:
-        BadOption: an option is not NAME=VALUE.
-    """
-    free = given["engine_options"]
-    chosen = {name: given[name] for name in OWN if given[name] and name not in ("threads", "engine_options")}
-    for name in OPTIONS:
-        if name in chosen:
-            chosen[name] = {tensor: list(shape) for tensor, shape in chosen[name].items()}
-    if engine in THREAD_ENGINES:
-        chosen["threads"] = given["threads"]
-    if engine in ENGINES and input_shapes and "opt_shapes" not in chosen:
-        chosen["opt_shapes"] = {tensor: list(shape) for tensor, shape in input_shapes.items()}
-    if "plugin_libraries" in chosen:
-        chosen["plugin_libraries"] = list(chosen["plugin_libraries"])
-    for option in free:
-        name, equals, text = option.partition("=")
-        if not equals:
-            raise BadOption(f"--engine-option {option} sets nothing: give NAME=VALUE")
-        chosen[name] = _value(text)
-    return EngineSpec(engine, chosen)
-
-
-def with_timing_cache(spec: EngineSpec, folder: Path) -> EngineSpec:
-    """The engine with its timing cache beside the output, where the user has named none."""
-    if spec.name not in ("tensorrt", "trtexec") or "timing_cache" in spec.options:
-        return spec
-    return EngineSpec(spec.name, {**spec.options, "timing_cache": str(folder.absolute() / "timing.cache")})
-
-
-def wildcards(path: Path | None) -> tuple[str, ...]:
+def wildcards(_: click.Context, __: click.Parameter, path: Path | None) -> tuple[str, ...]:
     """The lines of a --node-filter-list; empty lines and those that begin with # do not count.
 
     Raises:
@@ -221,7 +101,232 @@ def wildcards(path: Path | None) -> tuple[str, ...]:
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise BadOption(f"cannot read --node-filter-list {path}: {why}") from error
-    found = tuple(line for line in lines if line and not line.startswith("#"))
-    if not found:
+    names = tuple(line for line in lines if line and not line.startswith("#"))
+    if not names:
         raise BadOption(f"--node-filter-list {path} holds no wildcard")
-    return found
+    return names
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+# How options are written
+
+
+def option(flags: str, help: str | None, type: click.ParamType[Any] | None = None, **how: Any) -> click.Option:
+    """An option that tells its default. `flags` are its names, and that of its parameter where that is another."""
+    return click.Option(flags.split(), help=help, type=type, show_default=how.get("default") not in (None, ""), **how)
+
+
+def flag(flags: str, help: str) -> click.Option:
+    """An option that is given or not."""
+    return click.Option(flags.split(), help=help, is_flag=True)
+
+
+def repeated(flags: str, metavar: str | None, help: str, **how: Any) -> click.Option:
+    """An option that can be given several times."""
+    return click.Option(flags.split(), help=help, metavar=metavar, multiple=True, **how)
+
+
+SHAPE = "NAME:1x3x224x224"
+FILE = click.Path(path_type=Path)
+QUANT_TYPES = click.Choice(["int8", "fp8"])
+PRECISIONS = click.Choice(["fp32", "fp16"])
+ENGINE_NAMES = ", ".join(sorted(set(MODULES) - {"fake"})) + " or fake"
+
+MODEL = click.Argument(["model"], type=FILE)
+AS_JSON = flag("--json as_machine", "Print JSON.")
+JSON_FOR_TABLE = flag("--json as_machine", "Print JSON instead of the table.")
+
+ENGINE = (
+    option("--engine", f"Engine to build and time on: {ENGINE_NAMES}.", metavar="NAME", default="onnxruntime"),
+    option(
+        "--threads",
+        "CPU threads of onnxruntime and openvino. One gives the most stable timing.",
+        click.IntRange(1, MOST_THREADS),
+        default=1,
+    ),
+    option("--provider", "onnxruntime: execution provider (default: CPUExecutionProvider)."),
+    option("--target", "tensorrt-rtx: GPU to build for, such as sm89; needs none here."),
+    repeated("--min-shapes", SHAPE, "TensorRT: smallest sizes of a dynamic input. Repeatable.", callback=shapes),
+    repeated("--opt-shapes", SHAPE, "TensorRT: sizes to tune for.  [default: --input-shape]", callback=shapes),
+    repeated("--max-shapes", SHAPE, "TensorRT: largest sizes.", callback=shapes),
+    option("--timing-cache", "TensorRT: file of kernel times that builds share.", click.Path()),
+    repeated(
+        "--plugin-libraries --plugins",
+        "FILE",
+        "TensorRT: shared library with plug-ins. Repeatable.",
+        type=click.Path(),
+    ),
+    option("--workspace-mb", "TensorRT: memory limit of the builder.", click.IntRange(1)),
+    option("--builder-level", "TensorRT: builder optimization level.", click.IntRange(0, 5)),
+    option("--trtexec", "trtexec: the program.  [default: trtexec on the PATH]"),
+    option("--trtexec-args", "trtexec: more arguments, as one string."),
+    repeated(
+        "--engine-option engine_options",
+        "NAME=VALUE",
+        "Any other option of the engine; VALUE is JSON or text. Repeatable.",
+    ),
+    option(
+        "--time-limit", "Longest that one build or inference may take: 90s, 10m, 1h.", default="10m", callback=seconds
+    ),
+)
+"""Which engine, and how it runs."""
+
+DATA = (
+    option(
+        "--calibration-data",
+        "An .npz (arrays named as the inputs), a folder of .npy/.npz, or module:callable. Without it, seeded random "
+        "inputs.",
+        metavar="SOURCE",
+    ),
+    option("--calibration-samples", "Use at most this many samples.", click.IntRange(1)),
+    repeated(
+        "--input-shape input_shapes",
+        SHAPE,
+        "Shape of a dynamic input while measuring; what ships stays dynamic. Repeatable.",
+        callback=shapes,
+    ),
+    option("--seed", "Seed of everything random: inputs, order of rounds, mutations.", click.IntRange(0), default=0),
+)
+"""What the model is fed."""
+
+RANGES = (
+    option(
+        "--calibration-method",
+        "How ranges are found: all values; without outliers; with the least loss of information; with the least "
+        "squared error.",
+        click.Choice(get_args(Method)),
+        default="minmax",
+    ),
+    option(
+        "--percentile",
+        "Share of the values, in %, that method percentile keeps.",
+        Number(50, 100, min_open=True),
+        default=99.99,
+    ),
+)
+"""How scales are found."""
+
+LIMITS = (
+    option(
+        "--min-sqnr",
+        "Take only what keeps the signal this far above the error at the outputs, in dB; 20 is an error of a tenth, "
+        "30 of a thirtieth. Exit code 4 if nothing faster does.",
+        Number(),
+        metavar="DB",
+    ),
+    option(
+        "--evaluate",
+        "Your metric, higher is better: callable(predict) -> number, where predict takes {input: array} and returns "
+        "{output: array}. Also path/to/file.py:callable. Reported before and after.",
+        metavar="MODULE:CALLABLE",
+    ),
+    option(
+        "--max-drop",
+        "Take only what keeps the metric of --evaluate within X of the float model's.",
+        Number(min=0),
+        metavar="X",
+    ),
+)
+"""What a result must hold besides being fast."""
+
+FIX_INPUT = repeated(
+    "--fix-input fix_inputs",
+    "NAME=VALUE",
+    "Make an input constant; an If that it decides is folded. Repeatable.",
+    callback=fixed,
+)
+REGIONS = option(
+    "--regions",
+    "Divide the graph by node names, by topology, or by what fits.",
+    click.Choice(["auto", "names", "topology"]),
+    default="auto",
+)
+WARMUP_RUNS = option("--warmup-runs", "Inferences of each model before its rounds.", click.IntRange(0), default=2)
+RUNS = option("--runs", "Inferences to take the times of.", click.IntRange(1), default=20)
+PROFILE_JSON = option("--profile-json", "The times to it: what trtexec --exportProfile wrote.", FILE, metavar="FILE")
+
+
+# How options become values
+
+
+def named(kind: type[DataclassInstance], given: Given, but: Collection[str] = ()) -> dict[str, Any]:
+    """The options that are fields of a dataclass, but for those whose field is something else than their value."""
+    return {field.name: given[field.name] for field in fields(kind) if field.name in given.keys() - set(but)}
+
+
+def calibration(given: Given) -> Calibration:
+    """How ranges are found, of the options `RANGES`."""
+    return Calibration(given["calibration_method"], given["percentile"])
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a model is fed while it is measured: the values of the options `DATA`."""
+
+    calibration_data: str | None
+    calibration_samples: int | None
+    input_shapes: Mapping[str, tuple[int, ...]]
+    seed: int
+
+    @classmethod
+    def of(cls, given: Given) -> Data:
+        """Pick them out of all options."""
+        return cls(**named(cls, given))
+
+    def first(self, number: int, model: Model, spec: EngineSpec) -> Sequence[Sample]:
+        """The first samples, for a model on an engine.
+
+        Raises:
+            BadOption: the engine or the user names shapes that the inputs cannot have.
+            BadData: the samples do not fit the model.
+        """
+        check_spans(spec, model)
+        shaped = with_input_shapes(model, self.input_shapes) if self.input_shapes else model
+        limit = self.calibration_samples
+        return open_samples(self.calibration_data, shaped, seed=self.seed, limit=limit).first(number)
+
+
+NOT_OWN = {"engine", "threads", "engine_options", "time_limit"}
+OWN = [name for option in ENGINE if (name := option.human_readable_name) not in NOT_OWN]
+"""Options that are the engine's own under the same name."""
+
+
+def engine(given: Given) -> EngineSpec:
+    """The engine of the options `ENGINE`, told what the user gave; it refuses by itself what it does not know.
+
+    `threads` has a default and goes only to engines that have threads; the shapes that a model is measured with are
+    what an engine for fixed shapes is built for.
+
+    Raises:
+        BadOption: an option is not NAME=VALUE.
+    """
+    name, input_shapes = given["engine"], given.get("input_shapes")
+    chosen = {own: given[own] for own in OWN if given[own]}
+    if name in ENGINES and input_shapes and "opt_shapes" not in chosen:
+        chosen["opt_shapes"] = input_shapes
+    for own in OPTIONS:
+        if own in chosen:
+            chosen[own] = {tensor: list(shape) for tensor, shape in chosen[own].items()}
+    if name in THREAD_ENGINES:
+        chosen["threads"] = given["threads"]
+    if "plugin_libraries" in chosen:
+        chosen["plugin_libraries"] = list(chosen["plugin_libraries"])
+    for text in given["engine_options"]:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise BadOption(f"--engine-option {text} sets nothing: give NAME=VALUE")
+        chosen[key] = _value(value)
+    return EngineSpec(name, chosen)
+
+
+def with_timing_cache(spec: EngineSpec, folder: Path) -> EngineSpec:
+    """The engine with its timing cache beside the output, where the user has named none."""
+    if spec.name not in ("tensorrt", "trtexec") or "timing_cache" in spec.options:
+        return spec
+    return EngineSpec(spec.name, {**spec.options, "timing_cache": str(folder.absolute() / "timing.cache")})

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import click
@@ -15,51 +13,79 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from qdqtune.calibration.calibrate import Calibration
-from qdqtune.cli import options, report
+from qdqtune.cli import options, report, tune
+from qdqtune.cli.options import FILE, flag, option, repeated
+from qdqtune.cli.output import print_json, say_notes
 from qdqtune.commands.quantize import Quantized, Request, Selection, quantize
 from qdqtune.engines.formats import FORMATS
 from qdqtune.errors import BadModel, BadOption
 from qdqtune.placement import engine_rules
+from qdqtune.types import QuantType
 
-engines = click.Choice(sorted(FORMATS))
-quant_types = click.Choice(["int8", "fp8"])
+ENGINES = click.Choice(sorted(FORMATS))
+
+OPTIONS = (
+    options.MODEL,
+    option("-o --output", "[default: MODEL with .qdq.onnx]", FILE),
+    option("--quant-type", None, options.QUANT_TYPES, default="int8"),
+    option(
+        "--engine", "Whose numbers and rules to use. It need not be installed here.", ENGINES, default="onnxruntime"
+    ),
+    option(
+        "--precision",
+        "fp16: make what stays in float float16, as TensorRT takes precision from the graph. Not for onnxruntime.",
+        options.PRECISIONS,
+        default="fp32",
+    ),
+    option(
+        "--per-channel/--no-per-channel",
+        "A scale for each output channel of an int8 weight.  [default: as the engine wants it]",
+        default=None,
+    ),
+    repeated("--nodes-to-quantize nodes", "WILDCARD", "Only nodes named so. Repeatable."),
+    repeated("--op-types-to-quantize op_types", "OP", "Only these operators. Repeatable."),
+    repeated("--nodes-to-exclude excluded_nodes", "WILDCARD", "Nodes to keep in float, such as '/head/*'. Repeatable."),
+    repeated("--op-types-to-exclude excluded_op_types", "OP", "Operators to keep in float. Repeatable."),
+    *options.DATA,
+    *options.RANGES,
+    options.FIX_INPUT,
+    option(
+        "--evaluate",
+        "Your metric, called with a function that runs the model: before and after.",
+        metavar="MODULE:CALLABLE",
+    ),
+    flag(
+        "--report",
+        "What each rule did, and the ten tensors whose rounding alone does most to the outputs. Runs the float model "
+        "once or more for each tensor with a pair, up to 400 times in all.",
+    ),
+    flag("--tune is_seed", "Go on with a search that starts from this placement."),
+    option(
+        "--tune-args",
+        'More arguments of tune, as one string: "--builds 24 --threads 4 -o out".',
+        metavar="ARGUMENTS",
+        default="",
+    ),
+    flag("--json as_machine", "Print JSON instead of text."),
+)
+
+SHARED = (
+    "quant_type",
+    "engine",
+    "precision",
+    "seed",
+    "calibration_data",
+    "calibration_samples",
+    "calibration_method",
+    "percentile",
+    "fix_inputs",
+    "input_shapes",
+)
+"""Options that mean to `tune` what they mean here."""
 
 
-@click.command("quantize")
-@click.argument("model", type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="[default: MODEL with .qdq.onnx]")
-@click.option("--quant-type", type=quant_types, default="int8", show_default=True)
-@click.option("--engine", type=engines, default="onnxruntime", show_default=True,
-              help="Whose numbers and rules to use. It need not be installed here.")  # fmt: skip
-@click.option("--precision", type=click.Choice(["fp32", "fp16"]), default="fp32", show_default=True,
-              help="fp16: make what stays in float float16, as TensorRT takes precision from the graph. Not for "
-                   "onnxruntime.")  # fmt: skip
-@click.option("--per-channel/--no-per-channel", default=None,
-              help="A scale for each output channel of an int8 weight.  [default: as the engine wants it]")  # fmt: skip
-@click.option("--nodes-to-quantize", multiple=True, metavar="WILDCARD", help="Only nodes named so. Repeatable.")
-@click.option("--op-types-to-quantize", multiple=True, metavar="OP", help="Only these operators. Repeatable.")
-@click.option("--nodes-to-exclude", multiple=True, metavar="WILDCARD",
-              help="Nodes to keep in float, such as '/head/*'. Repeatable.")  # fmt: skip
-@click.option("--op-types-to-exclude", multiple=True, metavar="OP", help="Operators to keep in float. Repeatable.")
-@options.data_options
-@options.range_options
-@click.option("--fix-input", "fix_inputs", multiple=True, metavar="NAME=VALUE", callback=options.fixed,
-              help="Make an input constant; an If that it decides is folded. Repeatable.")  # fmt: skip
-@click.option("--evaluate", metavar="MODULE:CALLABLE",
-              help="Your metric, called with a function that runs the model: before and after.")  # fmt: skip
-@click.option("--report", "with_report", is_flag=True,
-              help="What each rule did, and the ten tensors whose rounding alone does most to the outputs. Runs the "
-                   "float model once or more for each tensor with a pair, up to 400 times in all.")  # fmt: skip
-@click.option("--tune", "is_seed", is_flag=True, help="Go on with a search that starts from this placement.")
-@click.option("--tune-args", metavar="ARGUMENTS", default="",
-              help="More arguments of tune, as one string: \"--builds 24 --threads 4 -o out\".")  # fmt: skip
-@click.option("--json", "as_machine", is_flag=True, help="Print JSON instead of text.")
-@click.pass_context
-def quantize_command(
-    context: click.Context, /, model: Path, output: Path | None, as_machine: bool, is_seed: bool, tune_args: str,
-    **given: Any,
-) -> Any:  # fmt: skip
+@click.command("quantize", params=[*OPTIONS])
+def quantize_command(**given: Any) -> int:
     """Quantize MODEL by placement rules: calibrated Q/DQ pairs in one pass, with no search and no timing.
 
     The rules say where an engine gains from 8 bits as a rule (qdqtune rules lists them); tune measures it. Every fifth
@@ -70,79 +96,50 @@ def quantize_command(
     qdqtune quantize model.onnx --calibration-data data.npz --engine tensorrt --quant-type fp8 --precision fp16
     qdqtune quantize model.onnx --calibration-data samples.npz --report --nodes-to-exclude '/head/*'
     """
-    if tune_args and not is_seed:
+    model, as_machine, more = given["model"], given["as_machine"], given["tune_args"]
+    if more and not given["is_seed"]:
         raise BadOption("--tune-args goes with --tune")
     if model.is_dir():
         raise BadModel(f"{model} is a folder: name an ONNX file")
-    request = _request(model, output or model.with_suffix(".qdq.onnx"), given)
-    search = _search(context, request, tune_args, as_machine) if is_seed else None
-    with report.progress(Console(stderr=True)) as observer:
+    request = request_of(given)
+    search = _search(request, given, more) if given["is_seed"] else None
+    with report.progress() as observer:
         done = quantize(request, observer)
-    for note in done.notes:
-        Console(stderr=True).print(f"note: {note}", highlight=False, soft_wrap=True, markup=False)
-    if as_machine and not is_seed:
-        print(json.dumps(as_json(request, done), indent=2))
-    elif not as_machine:
+    say_notes(done.notes)
+    if not as_machine:
         if request.report:
             for table in (rule_counts(done), worst_tensors(done)):
                 Console().print(table)
         print("\n".join(_lines(request, done)))
-    if search is None:
-        return 0
-    with search:
-        return search.command.invoke(search)
+    elif search is None:
+        print_json(as_json(request, done))
+    return 0 if search is None else tune.run(search)
 
 
-def _request(model: Path, output: Path, given: Mapping[str, Any]) -> Request:
+def request_of(given: options.Given) -> Request:
+    """What quantize is told."""
     return Request(
-        model=model,
-        output=output,
-        quant_type=given["quant_type"],
-        engine=given["engine"],
-        precision=given["precision"],
-        calibration_data=given["calibration_data"],
-        calibration_samples=given["calibration_samples"],
-        calibration=Calibration(given["calibration_method"], given["percentile"]),
-        per_channel=given["per_channel"],
-        selection=Selection(given["nodes_to_quantize"], given["op_types_to_quantize"],
-                            given["nodes_to_exclude"], given["op_types_to_exclude"]),
-        fix_inputs=given["fix_inputs"],
-        input_shapes=given["input_shapes"],
-        evaluate=given["evaluate"],
-        report=given["with_report"],
-        seed=given["seed"],
-    )  # fmt: skip
+        **options.named(Request, given, but=("output",)),
+        output=given["output"] or given["model"].with_suffix(".qdq.onnx"),
+        calibration=options.calibration(given),
+        selection=Selection(**options.named(Selection, given)),
+    )
 
 
-def _search(context: click.Context, request: Request, more: str, as_machine: bool) -> click.Context:
-    """`tune` as the user would type it, with what will be written as its start, ready to be invoked.
+def _search(request: Request, given: options.Given, more: str) -> options.Given:
+    """Options of the search that starts from what will be written.
 
     Raises:
         BadOption: `more` cannot be split into arguments.
         click.ClickException: they are not those of `tune`.
     """
     try:
-        added = [*shlex.split(more), *["--json"] * as_machine]
+        arguments = shlex.split(more)
     except ValueError as error:
         raise BadOption(f"--tune-args {more}: {error}") from error
-    how = request.calibration
-    arguments = [
-        str(request.model), "--qdq-baseline", str(request.output), "--quant-type", request.quant_type,
-        "--engine", request.engine, "--precision", request.precision, "--seed", str(request.seed),
-        "--calibration-method", how.method, "--percentile", str(how.percentile),
-    ]  # fmt: skip
-    if request.calibration_data is not None:
-        arguments += ["--calibration-data", request.calibration_data]
-    if request.calibration_samples is not None:
-        arguments += ["--calibration-samples", str(request.calibration_samples)]
-    for name, value in request.fix_inputs.items():
-        arguments += ["--fix-input", f"{name}={value}"]
-    for name, shape in request.input_shapes.items():
-        arguments += ["--input-shape", f"{name}:{'x'.join(map(str, shape))}"]
-    program = context.find_root()
-    assert isinstance(program.command, click.Group)
-    tune = program.command.commands["tune"]
-    return tune.make_context("tune", [*arguments, *added], parent=program)
+    known = {name: given[name] for name in ("model", *SHARED)} | {"qdq_baseline": request.output}
+    search = tune.typed(arguments, known)
+    return search | {"as_machine": search["as_machine"] or given["as_machine"]}
 
 
 def as_json(request: Request, done: Quantized) -> dict[str, Any]:
@@ -164,8 +161,8 @@ def as_json(request: Request, done: Quantized) -> dict[str, Any]:
 
 
 def _lines(request: Request, done: Quantized) -> Iterator[str]:
-    kind = request.quant_type.upper()
-    yield f"{done.output}: {len(done.placed.placement)} edges carry a pair ({kind} as {request.engine} wants it)"
+    numbers = f"{request.quant_type.upper()} as {request.engine} wants it"
+    yield f"{done.output}: {len(done.placed.placement)} edges carry a pair ({numbers})"
     where = "held-out samples" if done.is_held_out else "samples"
     angle = "" if done.cosine is None else f", cosine {done.cosine:.6f}"
     ratio = _db(done.sqnr_db) if done.is_finite else "unknown"
@@ -203,15 +200,19 @@ def worst_tensors(done: Quantized) -> Table:
     return table
 
 
-@click.command("rules")
-@click.option("--engine", type=engines, help="Only the rules of this engine.")
-@click.option("--quant-type", type=quant_types, help="Only the rules of this type.")
-@click.option("--json", "as_machine", is_flag=True, help="Print JSON.")
-def rules_command(engine: str | None, quant_type: Any, as_machine: bool) -> None:
+@click.command(
+    "rules",
+    params=[
+        option("--engine", "Only the rules of this engine.", ENGINES),
+        option("--quant-type", "Only the rules of this type.", options.QUANT_TYPES),
+        options.AS_JSON,
+    ],
+)
+def rules_command(engine: str | None, quant_type: QuantType | None, as_machine: bool) -> None:
     """List the placement rules of quantize: what each does, why, for which engines, and who says so."""
     chosen = engine_rules.rules_of(engine, quant_type)
     if as_machine:
-        print(json.dumps([engine_rules.as_json(rule) for rule in chosen], indent=2))
+        print_json([engine_rules.as_json(rule) for rule in chosen])
         return
     for rule in chosen:
         print(f"{rule.name} ({engine_rules.effect(rule)})")

@@ -38,8 +38,9 @@ CANDIDATE = re.compile(r"\b[0-9a-f]{16}\.onnx\b")
 """Names of candidate files: two candidates that fail in the same way have the same reason but for these."""
 
 
-def progress(console: Console, *, verbose: bool = False) -> Live | Plain:
-    """What tells of a run on `console`: a picture that changes on a terminal; lines elsewhere, or with `verbose`."""
+def progress(*, quiet: bool = False, verbose: bool = False) -> Live | Plain:
+    """What tells of a run: a picture that changes on a terminal; lines elsewhere, or with `verbose`."""
+    console = Console(stderr=True, quiet=quiet)
     moving = console.is_terminal and not console.is_dumb_terminal and not verbose
     return Live(console) if moving else Plain(console)
 
@@ -60,8 +61,8 @@ class Live:
         self._searching = False
         self._last = self._best = ""
         self._display = Display(
-            get_renderable=self._picture, console=console, refresh_per_second=8, transient=True, redirect_stdout=False,
-        )  # fmt: skip
+            get_renderable=self._picture, console=console, refresh_per_second=8, transient=True, redirect_stdout=False
+        )
 
     def __enter__(self) -> Self:
         self._display.start()

@@ -41,6 +41,11 @@ EFFORTS: Mapping[str, Effort] = MappingProxyType(
 )
 
 
+def looks_until(last: int, looks: tuple[int, ...]) -> tuple[int, ...]:
+    """When a comparison of at most `last` rounds looks, that would look at `looks`."""
+    return (*(n for n in looks if n < last), last)
+
+
 @dataclass(frozen=True)
 class Settings:
     """Everything that a tuning run is told. Budgets (`builds`, `time_budget`) may grow when a run is resumed.

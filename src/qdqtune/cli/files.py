@@ -1,0 +1,112 @@
+"""`qdqtune compare` and `apply`: model files against each other, and a recorded placement on another one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from qdqtune.cli import options, report
+from qdqtune.cli.options import FILE, option
+from qdqtune.cli.output import print_json, say_error, say_notes
+from qdqtune.commands.apply import apply
+from qdqtune.commands.compare import comparable, compare_files
+from qdqtune.engines.formats import numeric_format
+from qdqtune.engines.runner import unlogged
+from qdqtune.errors import EngineFailure
+from qdqtune.measurement.timing import Plan
+from qdqtune.placement.files import read_placement_file
+
+COMPARE = (
+    click.Argument(["files"], type=FILE, nargs=-1, required=True),
+    *options.ENGINE,
+    *options.DATA,
+    option("--timing-runs", "Rounds per pair of builds.", click.IntRange(12), default=24),
+    options.WARMUP_RUNS,
+    options.JSON_FOR_TABLE,
+)
+
+
+@click.command("compare", params=[*COMPARE])
+def compare_command(files: Sequence[Path], timing_runs: int, warmup_runs: int, as_machine: bool, **given: Any) -> int:
+    """Time every other of FILES against the first, in interleaved rounds on two fresh builds of both.
+
+    A ratio below 1 means less time than the first file takes. The true ratio lies outside its interval at most twice
+    in a thousand comparisons. Exit code 5: the engine refuses one of the files.
+
+    \b
+    qdqtune compare model.onnx qdqtune_output/optimized_final.onnx
+    """
+    spec, plan = options.engine(given), Plan((timing_runs,), warmup=warmup_runs)
+    samples = options.Data.of(given).first(4, comparable(files)[0], spec)
+    with report.progress() as observer, unlogged(spec, time_limit_s=given["time_limit"]) as runner:
+        rows = compare_files(files, runner, samples, plan, seed=given["seed"], observer=observer)
+    if as_machine:
+        print_json({"first": str(files[0]), "others": [row.as_json() for row in rows]})
+    else:
+        Console().print(report.comparison_table(str(files[0]), rows))
+    refused = [row for row in rows if row.ratio is None]
+    for row in refused:
+        say_error(f"{row.file} cannot be compared: {row.reason}")
+    return EngineFailure.exit_code if refused else 0
+
+
+APPLY = (
+    options.MODEL,
+    option("--placement", "placement.yaml of a tuning run.", FILE, required=True),
+    option("-o --output", "[default: MODEL with .qdq.onnx]", FILE),
+    option(
+        "--engine",
+        "Engine whose numeric format to use; it need not be installed here.  [default: that of the placement]",
+        metavar="NAME",
+    ),
+    option(
+        "--precision",
+        "fp16: make MODEL float16 first, as the run that found the placement did.",
+        options.PRECISIONS,
+        default="fp32",
+    ),
+    *options.DATA,
+    *options.RANGES,
+    options.AS_JSON,
+)
+
+
+@click.command("apply", params=[*APPLY])
+def apply_command(
+    model: Path, placement: Path, output: Path | None, engine: str | None, as_machine: bool, **given: Any
+) -> None:
+    """Put the Q/DQ pairs of an earlier search into MODEL, with scales calibrated anew: no search, no timing.
+
+    For a network that was trained again: its placement holds, its scales do not.
+    """
+    recorded = read_placement_file(placement)
+    target = output or model.with_suffix(".qdq.onnx")
+    numbers = numeric_format(engine or recorded.engine, "fp8" if recorded.quant_type == "fp8" else "int8")
+    data = options.Data.of(given)
+    with report.progress() as observer:
+        observer.stage(f"calibrating {model.name}")
+        done = apply(
+            model,
+            placement,
+            target,
+            numbers,
+            calibration_data=data.calibration_data,
+            calibration=options.calibration(given),
+            input_shapes=data.input_shapes,
+            samples=data.calibration_samples,
+            seed=data.seed,
+            precision=given["precision"],
+        )
+    if done.random_data:
+        say_notes(["no --calibration-data: the scales come from random inputs"])
+    if done.lost:
+        say_notes([f"{len(done.lost)} edges are not in this model, the first: {done.lost[0]}"])
+    if as_machine:
+        lost = [str(edge) for edge in done.lost]
+        print_json({"output": str(target), "edges": len(done.placement), "lost": lost})
+    else:
+        print(f"{target}: {len(done.placement)} edges carry a Q/DQ pair")

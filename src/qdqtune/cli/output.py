@@ -1,0 +1,46 @@
+"""What goes where: results to standard output, words about them to standard error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells have it."""
+
+
+def say(text: str, style: str = "") -> None:
+    """One line for people. Standard output is for results."""
+    line = " ".join(text.splitlines())
+    _console().print(line, style=style, highlight=False, soft_wrap=True, markup=False)
+
+
+def say_error(text: str) -> None:
+    """One line about what went wrong."""
+    say(f"error: {text}", "red")
+
+
+def say_notes(notes: Iterable[str]) -> None:
+    """What the user should know, a line each."""
+    for note in notes:
+        say(f"note: {note}")
+
+
+def say_exception() -> None:
+    """The exception at hand, whole."""
+    _console().print_exception()
+
+
+def _console() -> Console:
+    from rich.console import Console  # half of what it takes to start, and most commands have nothing to say
+
+    return Console(stderr=True)
+
+
+def print_json(value: object) -> None:
+    """A result for machines."""
+    print(json.dumps(value, indent=2))

@@ -1,0 +1,213 @@
+"""`qdqtune tune`: the search, from its options to what is told of its result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+from rich.console import Console
+
+from qdqtune.cli import options, report
+from qdqtune.cli.options import FILE, flag, option
+from qdqtune.cli.output import INTERRUPTED, print_json, say, say_notes
+from qdqtune.engines.shapes import usual_shapes
+from qdqtune.errors import ConstraintUnmet
+from qdqtune.measurement.timing import Plan
+from qdqtune.search.region import Config
+from qdqtune.tuning.loop import Result, estimate, tune
+from qdqtune.tuning.proof import FINAL
+from qdqtune.tuning.settings import EFFORTS, Settings, looks_until
+
+NO_IMPROVEMENT = 3
+"""The exit code where nothing faster was found."""
+
+OPTIONS = (
+    options.MODEL,
+    option(
+        "-o --output-dir",
+        "Where everything goes. The same folder again resumes.",
+        FILE,
+        default=Path("qdqtune_output"),
+    ),
+    option(
+        "--mode",
+        "How to search. cut: price every fusion group from layer times and take the optimum of the prices. region: "
+        "vary the result of the cut pattern by pattern; takes about five times as long. subgraph: time every distinct "
+        "fusion group alone, then put together what gains and check it on the whole model.",
+        click.Choice(["cut", "region", "subgraph"]),
+        default="cut",
+    ),
+    option(
+        "--cut-seed/--no-cut-seed",
+        "region: begin with what the cut finds in the first dozen builds; or with rules alone.",
+        default=True,
+    ),
+    option(
+        "--graph-json",
+        "subgraph: take the fusion groups from this file of trtexec --exportLayerInfo (with "
+        "--profilingVerbosity=detailed), not from the engine at hand.",
+        FILE,
+        metavar="FILE",
+    ),
+    option(
+        "--incremental-validation/--no-incremental-validation",
+        "subgraph: look on the whole model for groups that do not pay, in batches that are halved where they are "
+        "rejected; or take all groups that gain alone, or none.",
+        default=True,
+    ),
+    option(
+        "--quant-type",
+        "Numbers of the pairs; fp8 is E4M3, where the engine has it, and needs opset 19.",
+        options.QUANT_TYPES,
+        default="int8",
+    ),
+    option(
+        "--precision",
+        "fp16: make MODEL float16 first, as TensorRT takes precision from the graph. Its inputs and outputs keep their "
+        "types.",
+        options.PRECISIONS,
+        default="fp32",
+    ),
+    *options.ENGINE,
+    *options.DATA,
+    *options.RANGES,
+    *options.LIMITS,
+    options.FIX_INPUT,
+    option(
+        "--effort",
+        "Preset of --builds, --schemes-per-region and --timing-runs; explicit flags win.",
+        click.Choice(list(EFFORTS)),
+        default="default",
+    ),
+    option(
+        "--builds",
+        "Engine builds that the search may spend.  [by --effort: cut 8, 12, 30; region 24, 52, 400; subgraph 4, 7, 24]",
+        click.INT,
+    ),
+    option("-s --schemes-per-region", "region: candidates per pattern.  [4 | 50 | 200]", click.IntRange(0)),
+    option("--time-budget", "Stop searching after this long: 90s, 10m, 1h.", callback=options.seconds),
+    option("--timing-runs", "Most rounds of one comparison.  [20 | 48 | 96]", click.IntRange(12)),
+    options.WARMUP_RUNS,
+    options.REGIONS,
+    option(
+        "--node-filter-list node_filter",
+        "File of node-name wildcards, one a line: other regions stay in float.",
+        FILE,
+        callback=options.wildcards,
+    ),
+    option(
+        "--default-dq-dtype",
+        "Type of tensors whose type cannot be inferred (behind custom operators).",
+        click.Choice(["float16", "float32", "bfloat16"]),
+    ),
+    option("--qdq-baseline", "A quantized version of the model to start from.", FILE),
+    flag("--from-qdq", "MODEL has Q/DQ pairs: strip them, keep their scales, start from them."),
+    option("--pattern-cache", "region: try the schemes in the pattern cache of an earlier run.", FILE),
+    option("--state-file", "[default: OUTPUT_DIR/autotuner_state.yaml]", FILE),
+    flag("--restart", "Forget what the state file knows."),
+    flag("--dry-run", "Say what would be done, and how long it would take."),
+    flag("--json as_machine", "Print summary.json instead of the table."),
+    flag("-q --quiet", "No progress."),
+    flag("-v --verbose", "A line for every candidate, also on a terminal."),
+)
+
+
+@click.command("tune", params=[*OPTIONS])
+def tune_command(**given: Any) -> int:
+    """Find the fastest Q/DQ placement for MODEL.
+
+    Writes baseline.onnx and optimized_final.onnx, which is proven faster on fresh builds or else equals the baseline;
+    placement.yaml, summary.json, a pattern cache and logs/. By --mode also units.json (the prices behind the cut),
+    region_models/ or subgraphs/. Stop it with Ctrl-C and type the same command to go on. Exit code 3: nothing faster
+    was found; 4: only what misses --min-sqnr or --max-drop was.
+
+    \b
+    qdqtune tune model.onnx --calibration-data samples.npz -o out
+    qdqtune tune model.onnx --effort quick --input-shape image:1x3x224x224
+    """
+    return run(given)
+
+
+def run(given: options.Given) -> int:
+    """Do what `qdqtune tune` does, told the values of its options by parameter. Gives the exit code.
+
+    Raises:
+        QdqtuneError: see `qdqtune.tuning.loop.tune`.
+    """
+    settings = settings_of(given)
+    try:
+        with report.progress(quiet=given["quiet"], verbose=given["verbose"]) as observer:
+            if given["dry_run"]:
+                expected = estimate(settings, observer)
+                if given["as_machine"]:
+                    print_json(vars(expected))
+                else:
+                    print(report.estimate_lines(expected))
+                return 0
+            result = tune(settings, observer)
+    except KeyboardInterrupt:
+        without = " without --restart" if settings.restart else ""
+        say(f"interrupted: what was measured is kept; the same command{without} goes on from there")
+        return INTERRUPTED
+    why = report.failure_note(result, settings.output_dir / "logs")
+    say_notes((*result.notes, *filter(None, [why])))
+    if given["as_machine"]:
+        print_json(dict(result.summary))
+    else:
+        _print(result, settings.output_dir / FINAL, verbose=given["verbose"])
+    return 0 if result.improved else ConstraintUnmet.exit_code if result.unmet else NO_IMPROVEMENT
+
+
+def _print(result: Result, final: Path, *, verbose: bool) -> None:
+    """The result for people."""
+    if verbose and result.units:
+        Console().print(report.units_table(result))
+    if result.groups:
+        Console().print(report.groups_table(result))
+    Console().print(report.result_table(result))
+    print(report.result_line(result, final))
+
+
+def settings_of(given: options.Given) -> Settings:
+    """What a run is told. What `--effort` presets holds where its own option is not given.
+
+    Raises:
+        BadOption: options exclude each other, or leave nothing to do.
+    """
+    effort = EFFORTS[given["effort"]]
+    preset = {
+        "builds": effort.builds[given["mode"]],
+        "schemes_per_region": effort.schemes_per_region,
+        "timing_runs": effort.looks[-1],
+    }
+    given = {name: preset.get(name) if value is None else value for name, value in given.items()}
+    spec = options.engine(given)
+    return Settings(
+        **options.named(Settings, given, but=("engine", "input_shapes")),
+        engine=options.with_timing_cache(spec, given["output_dir"]),
+        input_shapes=given["input_shapes"] or usual_shapes(spec, given["calibration_data"]),
+        calibration=options.calibration(given),
+        config=Config(schemes_per_region=given["schemes_per_region"]),
+        plan=Plan(looks_until(given["timing_runs"], effort.looks), warmup=given["warmup_runs"]),
+        proof=effort.proof,
+    )
+
+
+def typed(arguments: Sequence[str], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `tune` for `run`: as typed in `arguments`, else as `known`, else their defaults.
+
+    `known` holds the model, and an option that maps names to values adds to what is known of them.
+
+    Raises:
+        click.ClickException: `arguments` are not those of `tune`.
+    """
+    program = click.get_current_context().find_root()
+    context = tune_command.make_context("tune", [str(known["model"]), *arguments], parent=program)
+    given = {**context.params, **known}
+    for name, value in context.params.items():
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE and name != "model":
+            given[name] = known.get(name, {}) | value if isinstance(value, dict) else value
+    return given
