@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from qdqtune.cli import main
 from runs import mixed, write
@@ -16,6 +17,10 @@ Call = Callable[..., tuple[int, str, str]]
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background: so would what the tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")  # how long an example takes says nothing where many processes share the cores
 
 
 @pytest.fixture

@@ -81,6 +81,13 @@ def quantized_conv_model(numbers: NumericFormat, side: int = 8, *, relu: bool = 
     return model_of(nodes, ["batch", 4, side, side], constants)
 
 
+def static(model: onnx.ModelProto) -> onnx.ModelProto:
+    """`model` with 1 for its dynamic dimensions."""
+    for dimension in model.graph.input[0].type.tensor_type.shape.dim:
+        dimension.dim_value = dimension.dim_value or 1
+    return model
+
+
 def named(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model with a name for every node."""
     for i, node in enumerate(model.graph.node):
@@ -94,16 +101,19 @@ class EngineContract:
     spec: EngineSpec
     saved: str | None = "saved.plan"
 
+    def opened(self) -> Engine:
+        return open_engine(self.spec)
+
     @pytest.fixture
     def engine(self) -> Engine:
-        return open_engine(self.spec)
+        return self.opened()
 
     @pytest.fixture
     def log(self, tmp_path: Path) -> Path:
         return tmp_path / "build.log"
 
     def test_describe_is_stable_text_that_names_engine_and_version(self, engine: Engine) -> None:
-        first, second = engine.describe(), open_engine(self.spec).describe()
+        first, second = engine.describe(), self.opened().describe()
         assert first == second
         assert first["engine"] == self.spec.name
         assert {"version", "device", "threads"} <= set(first)

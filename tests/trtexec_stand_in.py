@@ -1,16 +1,21 @@
 """A program that behaves like trtexec of TensorRT 8.6, 10.0, 10.16 or 11.1 towards its caller: flags, messages, exit
 codes, files. It needs no GPU: outputs come from ONNX's reference evaluator, layers from the model's nodes.
 
-The environment variable TRTEXEC_STAND_IN holds JSON: `version`; and optionally `unknown` (flags that it does not know),
-`refuse` (pattern of node names that fail to build), `hang` ("build" or "inference"), `silent` (no times in files), and
-`calls` (a file to which every command line is added).
+`stand_in` makes one for a test: the file `trtexec`, which runs this one, and beside it `trtexec.json` with `version`;
+and optionally `unknown` (flags that it does not know), `refuse` (pattern of node names that fail to build), `hang`
+("build" or "inference"), `silent` (no times in files), and `calls` (a file to which every command line is added).
+`launch` runs it without a process, since an interpreter for each of many calls takes long.
 """
 
+import io
 import json
 import os
+import shlex
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 RELEASES = {"8.6": 8601, "10.0": 100001, "10.16": 101601, "11.1": 110100}
 EVERYWHERE = (
@@ -23,9 +28,41 @@ EVERYWHERE = (
 PRECISIONS = ("best", "fp16", "fp8", "int8")
 COMPUTE = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 PLAN = b"stand-in plan\n"
-CONFIG = json.loads(os.environ["TRTEXEC_STAND_IN"])
-VERSION = tuple(map(int, CONFIG["version"].split(".")))
 STAMP = "[11/21/2025-02:00:00]"
+
+WORDS, CONFIG, VERSION = [], {}, ()
+"""The command line of this call, what the stand-in is, and its version."""
+
+
+def stand_in(folder, version, **config):
+    """A program `trtexec` in `folder`; its command lines go to the file `calls` beside it."""
+    program = Path(folder, "trtexec")
+    program.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, __file__])} "$0" "$@"\n')
+    program.chmod(0o755)
+    told = {"version": version, "calls": str(program.with_name("calls")), **config}
+    program.with_suffix(".json").write_text(json.dumps(told))
+    return str(program)
+
+
+def calls(folder):
+    """The command lines so far, each as flag name to value; `--help` is left out."""
+    lines = [json.loads(line) for line in Path(folder, "calls").read_text().splitlines()]
+    found = [{f.removeprefix("--").partition("=")[0]: f.partition("=")[2] for f in words} for words in lines]
+    assert all(len(words) == len(flags) for words, flags in zip(lines, found, strict=True)), "a flag was passed twice"
+    return [flags for flags in found if "help" not in flags]
+
+
+def launch(command, printed):
+    """A `Launch` of qdqtune for a stand-in, in this process."""
+    text, status = io.StringIO(), 0
+    with redirect_stdout(text), redirect_stderr(text):
+        try:
+            main(command)
+        except SystemExit as end:
+            status = end.code
+    printed.write(text.getvalue().encode())
+    printed.flush()
+    return status
 
 
 def info(text):
@@ -41,17 +78,20 @@ def fail(*errors):
 
 def verdict(word):
     if VERSION <= (10, 0) or word == "RUNNING":
-        line = " ".join(sys.argv)
+        line = " ".join(WORDS)
         print(f"&&&& {word} TensorRT.trtexec [TensorRT v{RELEASES[CONFIG['version']]}] # {line}", flush=True)
 
 
-def main():
+def main(command):
+    global WORDS, CONFIG, VERSION
+    WORDS, CONFIG = command, json.loads(Path(f"{command[0]}.json").read_text())
+    VERSION = tuple(map(int, CONFIG["version"].split(".")))
     if "calls" in CONFIG:
         with open(CONFIG["calls"], "a") as file:
-            file.write(json.dumps(sys.argv[1:]) + "\n")
+            file.write(json.dumps(WORDS[1:]) + "\n")
     verdict("RUNNING")
     flags = {}
-    for word in sys.argv[1:]:
+    for word in WORDS[1:]:
         name, _, value = word.removeprefix("--").partition("=")
         flags.setdefault(name, []).append(value)
     known = {*EVERYWHERE, *(PRECISIONS if VERSION < (11,) else ()), *(["stronglyTyped"] if VERSION >= (10,) else [])}
@@ -375,4 +415,4 @@ def export_output(path, flags, sizes, model):
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

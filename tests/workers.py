@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from qdqtune.engines import Built, Engine, EngineSpec, open_engine
+from qdqtune.engines.tensorrt import trtexec
 from qdqtune.engines.worker import Session
 from qdqtune.errors import EngineFailure, QdqtuneError
 from qdqtune.types import Layer, NumericFormat, QuantType, Tensors
+from trtexec_stand_in import launch
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,16 @@ class Build:
         return self.path.parent.name == "candidates" and self.path.name != "optimized_final.onnx"
 
 
+def open_here(spec: EngineSpec) -> Engine:
+    """The engine; what stands in for trtexec runs in this process as well."""
+    return trtexec.create(**spec.options, launch=launch) if spec.name == "trtexec" else open_engine(spec)
+
+
 @dataclass
 class Workers:
     """Starts workers: the `start` of a `Runner`."""
 
-    opener: Callable[[EngineSpec], Engine] = open_engine
+    opener: Callable[[EngineSpec], Engine] = open_here
     refused: Callable[[Build], str | None] = lambda _: None
     """Called before each build, to look on, or to refuse it with what the engine says."""
     slower: Callable[[Build], float] = lambda _: 1.0

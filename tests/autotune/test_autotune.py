@@ -15,7 +15,6 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from test_trtexec import stand_in
 
 from models import INT8, build, conv_net, feeds, normal, ranges
 from qdqtune.autotune import (
@@ -58,6 +57,7 @@ from qdqtune.search.regions.region import Scheme
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.settings import Settings
 from runs import cost, hopeless, mixed, settings, without_processes, write
+from trtexec_stand_in import stand_in
 
 DIGITS = Path(__file__).parents[2] / "demo" / "digits.onnx"
 INF = float("inf")

@@ -8,12 +8,12 @@ from typing import Any
 import onnx
 import pytest
 from rich.console import Console
-from test_trtexec import stand_in, static
 
-from engine_contract import conv_model, quantized_conv_model
+from engine_contract import conv_model, quantized_conv_model, static
 from qdqtune.cli import main
 from qdqtune.cli.layers import table
 from qdqtune.types import Layer, NumericFormat, QType
+from trtexec_stand_in import stand_in
 
 DATA = Path(__file__).parents[1] / "data" / "tensorrt"
 

@@ -17,7 +17,6 @@ import numpy as np
 import onnx
 import pytest
 from onnx.reference import ReferenceEvaluator
-from test_trtexec import stand_in
 
 from engine_contract import IMAGE, conv_model, quantized_conv_model
 from qdqtune.engines import EngineSpec
@@ -27,6 +26,7 @@ from qdqtune.engines.worker import Session
 from qdqtune.errors import BadOption, EngineUnavailable, OutputError
 from qdqtune.types import Failure, Measurement, NumericFormat, QType
 from runs import environment
+from trtexec_stand_in import stand_in
 
 QUANTIZED = quantized_conv_model(NumericFormat(QType.INT8, QType.INT8, symmetric=True))
 ROUNDS: dict[str, Any] = {"seed": 3, "first_round": 0, "slot_seconds": 0.0, "warmup": 0}
@@ -182,11 +182,13 @@ def test_the_slower_model_fills_a_slot(tmp_path: Path, files: SimpleNamespace) -
 def test_a_build_that_fails_leaves_the_rest_usable(
     tmp_path: Path, files: SimpleNamespace, fault: str, stage: str, words: str
 ) -> None:
-    with opened(tmp_path, limit=2.0 if fault == "hang" else 60.0, faults={fault: "conv"}) as runner:
+    with opened(tmp_path, faults={fault: "conv"}) as runner:
         a, b = loaded(runner, files.plain), loaded(runner, files.large)
         before = measured(runner.rounds(a, b, 2, **ROUNDS))
         for _ in range(2):
+            runner._limit = 1.0 if fault == "hang" else 60.0
             failure = failed(runner.load(files.quantized, "bad"))
+            runner._limit = 60.0  # the good ones may take their time
             assert failure.stage == stage
             assert words in failure.reason
             assert f"fault: {fault}" in failure.log
@@ -223,11 +225,17 @@ def test_a_worker_killed_between_calls_is_replaced(tmp_path: Path, files: Simple
         assert not isinstance(runner.outputs(b, [{"x": np.zeros((1, 4, 32, 32), np.float32)}]), Failure)
 
 
+def kill_when_it_hangs(worker: int, log: Path) -> None:
+    while not (log.exists() and "fault: hang" in log.read_text()):
+        time.sleep(0.01)
+    os.kill(worker, signal.SIGKILL)
+
+
 def test_a_worker_killed_during_a_call_is_a_crash_that_names_the_signal(tmp_path: Path, files: SimpleNamespace) -> None:
     with opened(tmp_path, faults={"hang": "conv"}) as runner:
         plain = loaded(runner, files.plain)
-        threading.Timer(0.3, os.kill, (pid(runner), signal.SIGKILL)).start()
-        failure = failed(runner.load(files.quantized))
+        threading.Thread(target=kill_when_it_hangs, args=(pid(runner), tmp_path / "logs" / "bad.log")).start()
+        failure = failed(runner.load(files.quantized, "bad"))
         assert (failure.stage, "SIGKILL" in failure.reason) == ("crash", True)
         assert len(runner.outputs(plain, [IMAGE])) == 1  # type: ignore[arg-type]
 

@@ -1,25 +1,33 @@
 from __future__ import annotations
 
-import json
-import shlex
-import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from engine_contract import IMAGE, ROWS, EngineContract, conv_model, matmul_model, model_of, quantized_conv_model
+from engine_contract import (
+    IMAGE,
+    ROWS,
+    EngineContract,
+    conv_model,
+    matmul_model,
+    model_of,
+    quantized_conv_model,
+    static,
+)
 from qdqtune.engines import Engine, EngineSpec, open_engine
 from qdqtune.engines.runner import Runner
-from qdqtune.engines.tensorrt.trtexec import create
+from qdqtune.engines.tensorrt import trtexec
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.graph.loading import node_names
 from qdqtune.types import Failure, NumericFormat, QType
+from trtexec_stand_in import calls, launch, stand_in
+from workers import Workers
 
 VERSIONS = ["8.6", "10.0", "10.16", "11.1"]
 INT8 = NumericFormat(QType.INT8, QType.INT8, symmetric=True)
@@ -31,29 +39,8 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
-def stand_in(folder: Path, version: str, **config: Any) -> str:
-    """A program `trtexec` in `folder`; its command lines go to the file `calls` beside it."""
-    program = folder / "trtexec"
-    text = json.dumps({"version": version, "calls": str(folder / "calls"), **config})
-    words = [sys.executable, str(Path(__file__).parents[1] / "trtexec_stand_in.py")]
-    program.write_text(f'#!/bin/sh\nTRTEXEC_STAND_IN={shlex.quote(text)} exec {shlex.join(words)} "$@"\n')
-    program.chmod(0o755)
-    return str(program)
-
-
-def calls(folder: Path) -> list[dict[str, str]]:
-    """The command lines so far, each as flag name to value; `--help` is left out."""
-    lines = [json.loads(line) for line in (folder / "calls").read_text().splitlines()]
-    found = [{f.removeprefix("--").partition("=")[0]: f.partition("=")[2] for f in words} for words in lines]
-    assert all(len(words) == len(flags) for words, flags in zip(lines, found, strict=True)), "a flag was passed twice"
-    return [flags for flags in found if "help" not in flags]
-
-
-def static(model: onnx.ModelProto) -> onnx.ModelProto:
-    """`model` with 1 for its dynamic dimensions."""
-    for dimension in model.graph.input[0].type.tensor_type.shape.dim:
-        dimension.dim_value = dimension.dim_value or 1
-    return model
+create = partial(trtexec.create, launch=launch)
+"""The engine, with the stand-in in this process."""
 
 
 @pytest.fixture
@@ -66,6 +53,9 @@ class TestContract(EngineContract):
     @pytest.fixture(autouse=True)
     def _program(self, tmp_path: Path) -> None:
         self.spec = EngineSpec("trtexec", {"trtexec": stand_in(tmp_path, "10.16")})
+
+    def opened(self) -> Engine:
+        return create(**self.spec.options)
 
     def test_close_frees_the_model(self, engine: Engine, tmp_path: Path, log: Path) -> None:
         """It is never in this process; what stays is a folder."""
@@ -88,7 +78,15 @@ def test_versions_are_read_from_the_banner(tmp_path: Path, version: str) -> None
 
 
 def test_each_version_builds_runs_times_and_reports(tmp_path: Path, quantized: Path, version: str) -> None:
-    engine = create(stand_in(tmp_path, version))
+    whole(create(stand_in(tmp_path, version)), tmp_path, quantized)
+
+
+def test_the_program_runs_as_a_process_of_its_own(tmp_path: Path, quantized: Path) -> None:
+    whole(open_engine(EngineSpec("trtexec", {"trtexec": stand_in(tmp_path, "10.16")})), tmp_path, quantized)
+
+
+def whole(engine: Engine, tmp_path: Path, quantized: Path) -> None:
+    """Everything that one does with a model."""
     built = engine.build(quantized, tmp_path / "build.log")
     outputs, seconds, layers = built.run(IMAGE), built.time(IMAGE, 5), built.layers(IMAGE, 5)
     assert outputs["y"].shape == (1, 8, 8, 8)
@@ -310,20 +308,19 @@ def test_a_program_that_will_not_do(tmp_path: Path, script: str, words: str) -> 
 
 def test_a_crash_is_told_by_its_signal(tmp_path: Path, quantized: Path) -> None:
     program = Path(stand_in(tmp_path, "10.0"))
-    engine = create(str(program))
+    engine = trtexec.create(str(program))
     program.write_text("#!/bin/sh\nkill -SEGV $$\n")
     with pytest.raises(EngineFailure, match="ended with signal SIGSEGV"):
         engine.build(quantized, tmp_path / "build.log")
 
 
 def test_a_call_that_hangs_ends_with_the_worker(tmp_path: Path, quantized: Path) -> None:
-    spec = EngineSpec("trtexec", {"trtexec": stand_in(tmp_path, "10.0", hang="inference")})
+    spec = EngineSpec("trtexec", {"trtexec": stand_in(tmp_path, "10.0", hang="build")})
     with Runner(spec, time_limit_s=3, log_dir=tmp_path / "logs") as runner:
-        handle = runner.load(quantized, "hanging")
-        assert not isinstance(handle, Failure)
-        result = runner.outputs(handle, [IMAGE])
+        result = runner.load(quantized, "hanging")
         assert isinstance(result, Failure)
         assert result.stage == "timeout"
+        assert "--skipInference" in result.log
     assert not _running(str(tmp_path))
 
 
@@ -338,7 +335,7 @@ def _running(argument: str) -> list[int]:
                 line = entry.read_bytes().decode(errors="replace")
             except OSError:
                 continue
-            if argument in line and "loadEngine" in line:
+            if argument in line and "skipInference" in line:
                 found.append(int(entry.parent.name))
         if not found:
             return []
@@ -346,7 +343,7 @@ def _running(argument: str) -> list[int]:
     return found
 
 
-def test_paired_rounds_through_the_runner(tmp_path: Path, quantized: Path) -> None:
+def test_paired_rounds_through_the_runner(tmp_path: Path, quantized: Path, workers: Workers) -> None:
     onnx.save(static(conv_model()), tmp_path / "m.onnx")
     spec = EngineSpec("trtexec", {"trtexec": stand_in(tmp_path, "11.1")})
     with Runner(spec, time_limit_s=60, log_dir=tmp_path / "logs") as runner:

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from test_trtexec import stand_in, static
 
 from conftest import Call
-from engine_contract import quantized_conv_model
+from engine_contract import quantized_conv_model, static
 from models import INT8, UINT8
 from qdqtune.graph.loading import load, node_names
 from qdqtune.tuning.subgraphs import groups
+from trtexec_stand_in import stand_in
 
 ENGINES = ["fake", "onnxruntime", "openvino", "trtexec"]
 

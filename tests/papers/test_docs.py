@@ -11,10 +11,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from test_trtexec import stand_in
 
 from documents import ROOT, Block, blocks, options_of_commands, prepare, quickly, run_command, run_python
 from tensorrt_fakes import FakeCuda, Logger, Module
+from trtexec_stand_in import stand_in
 
 DOCUMENTS = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
 RELEASES = {"10": ("10.16", "10.16.1"), "11": ("11.1", "11.4.0")}

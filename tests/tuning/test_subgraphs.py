@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import runpy
 import signal
 import subprocess
 import sys
 import time
-from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -17,20 +15,19 @@ import numpy as np
 import onnx
 import pytest
 from rich.console import Console
-from test_trtexec import calls, stand_in
 
 from conftest import Call
 from models import build, feeds, normal, run
 from qdqtune.cli import report
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
-from qdqtune.engines.tensorrt import program as trtexec_program
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
 from qdqtune.measurement.timing import Plan
 from qdqtune.tuning.loop import Result, tune
 from qdqtune.tuning.subgraphs import profiler
 from runs import cost, environment, hopeless, mixed, settings, without_processes, write
+from trtexec_stand_in import calls, stand_in
 
 ONCE = Plan((1,), error=0.4, slot_seconds=0.0, warmup=0)
 
@@ -225,30 +222,6 @@ def test_a_file_of_groups_is_for_this_mode(tmp_path: Path) -> None:
         settings(tmp_path / "model.onnx", graph_json=tmp_path / "graph.json")
 
 
-def trtexec_here(monkeypatch: pytest.MonkeyPatch, folder: Path, version: str, **config: Any) -> str:
-    """The stand-in for trtexec, run in this process: an interpreter for each of its many calls would take long."""
-    program = stand_in(folder, version, **config)
-    given = json.dumps({"version": version, "calls": str(folder / "calls"), **config})
-    monkeypatch.setenv("TRTEXEC_STAND_IN", given)
-
-    def run_here(command: list[str], stdout: Any = None, **_: Any) -> subprocess.CompletedProcess[bytes]:
-        printed, code = StringIO(), 0
-        monkeypatch.setattr(sys, "argv", command)
-        with redirect_stdout(printed), redirect_stderr(printed):
-            try:
-                runpy.run_path(str(Path(__file__).parents[1] / "trtexec_stand_in.py"), run_name="__main__")
-            except SystemExit as end:
-                code = int(end.code or 0)
-        data = printed.getvalue().encode()
-        if stdout is not None:
-            stdout.write(data)
-            stdout.flush()
-        return subprocess.CompletedProcess(command, code, data, b"")
-
-    monkeypatch.setattr(trtexec_program.subprocess, "run", run_here)
-    return program
-
-
 def trt_run(folder: Path, program: str, **options: Any) -> Result:
     """A run on the stand-in for trtexec, with as few calls of it as can be."""
     model = build(
@@ -265,7 +238,7 @@ def test_trtexec_writes_the_groups_and_builds_parts_for_the_shapes_that_were_giv
 ) -> None:
     monkeypatch.setattr(profiler, "ROUNDS", ONCE)
     text = "--minShapes=x:1x8 --optShapes=x:4x8 --maxShapes=x:16x8"
-    program = trtexec_here(monkeypatch, tmp_path, "10.16")
+    program = stand_in(tmp_path, "10.16")
     result = trt_run(tmp_path, program, trtexec_args=text)
     out = tmp_path / "out"
     assert sorted(row.nodes for row in result.groups) == [("a", "b"), ("c",)]
@@ -285,7 +258,7 @@ def test_trtexec_writes_the_groups_and_builds_parts_for_the_shapes_that_were_giv
 def test_trtexec_without_profiling_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiler, "ROUNDS", ONCE)
     unknown = ["profilingVerbosity", "exportProfile", "exportLayerInfo"]
-    program = trtexec_here(monkeypatch, tmp_path, "8.6", unknown=unknown)
+    program = stand_in(tmp_path, "8.6", unknown=unknown)
     result = trt_run(tmp_path, program)
     assert any("reports no layers" in note for note in result.notes)
     assert not (tmp_path / "out" / "model.fp16.graph.json").exists()

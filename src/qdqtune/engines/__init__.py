@@ -115,7 +115,7 @@ def open_engine(spec: EngineSpec) -> Engine:
         create: Callable[..., Engine] = importlib.import_module(MODULES[spec.name]).create
     except ImportError as error:
         raise EngineUnavailable(f"engine {spec.name!r} cannot be loaded: {one_line(error)}") from error
-    known = inspect.signature(create).parameters
+    known = [p.name for p in inspect.signature(create).parameters.values() if p.kind is not p.KEYWORD_ONLY]
     if unknown := sorted(set(spec.options) - set(known)):
         raise BadOption(f"engine {spec.name!r} has no option {unknown[0]!r}; it has {', '.join(known)}")
     hints = get_type_hints(create)

@@ -7,9 +7,11 @@ import shlex
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
 
@@ -26,7 +28,20 @@ UNKNOWN_OPTION = re.compile(r"Unknown option: -*(\w+)")
 ERROR = re.compile(r"\[[EF]\] (?:\[TRT\] )?(.*)")
 
 
-def find(name: str, arguments: str) -> Program:
+Launch = Callable[[Sequence[str], BinaryIO], int]
+"""Runs a command to its end, with what it prints in the file: its exit status, negative for a signal."""
+
+
+def launch_process(command: Sequence[str], printed: BinaryIO) -> int:
+    """A `Launch`. The child stays in the worker's process group, so that it dies with the worker.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed, check=False).returncode
+
+
+def find(name: str, arguments: str, launch: Launch = launch_process) -> Program:
     """The program of that name or path, and the user's flags for it.
 
     Raises:
@@ -40,7 +55,7 @@ def find(name: str, arguments: str) -> Program:
             f"there is no program {name!r}: it comes with TensorRT (in its bin folder; in NVIDIA's containers "
             "/usr/src/tensorrt/bin/trtexec); give its place with --trtexec PATH"
         )
-    return Program(path, _version(path), flags)
+    return Program(path, _version(path, launch), flags, launch)
 
 
 def _arguments(text: str) -> tuple[str, ...]:
@@ -62,15 +77,18 @@ def flag_name(flag: str) -> str:
     return flag.removeprefix("--").partition("=")[0]
 
 
-def _version(program: str) -> tuple[int, int, int]:
+def _version(program: str, launch: Launch) -> tuple[int, int, int]:
     """The version in the program's banner: `[TensorRT v8601]`, from 10 on two digits for each part, `v100001`."""
-    try:
-        done = subprocess.run([program, "--help"], stdin=subprocess.DEVNULL, capture_output=True, check=False)
-    except OSError as error:
-        raise EngineUnavailable(f"{program} cannot be started: {error.strerror or error}") from error
-    banner = re.search(r"\[TensorRT v(\d+)\]", (done.stdout + done.stderr).decode(errors="replace"))
+    with tempfile.TemporaryFile() as file:
+        try:
+            status = launch([program, "--help"], file)
+        except OSError as error:
+            raise EngineUnavailable(f"{program} cannot be started: {error.strerror or error}") from error
+        file.seek(0)
+        printed = file.read().decode(errors="replace")
+    banner = re.search(r"\[TensorRT v(\d+)\]", printed)
     if banner is None:
-        words = one_line((done.stderr or done.stdout).decode(errors="replace").strip() or f"status {done.returncode}")
+        words = one_line(printed.strip() or f"status {status}")
         raise EngineUnavailable(f"{program} --help tells no TensorRT version ({words:.200}): is it trtexec?")
     number = int(banner[1])
     major, rest = divmod(number, 10_000 if number >= 100_000 else 1000)
@@ -87,6 +105,7 @@ class Program:
     path: str
     version: tuple[int, int, int]
     arguments: tuple[str, ...]
+    launch: Launch = launch_process
     profiles: bool = field(default=True, init=False)
     """Whether it knows the profiling flags."""
 
@@ -117,10 +136,7 @@ class Program:
             file.write(f"$ {shlex.join([self.path, *flags])}\n".encode())
             file.flush()
             start = file.tell()
-            # The child stays in the worker's process group, so that it dies with the worker.
-            status = subprocess.run(
-                [self.path, *flags], stdin=subprocess.DEVNULL, stdout=file, stderr=file, check=False
-            ).returncode
+            status = self.launch([self.path, *flags], file)
         with log.open("rb") as file:
             file.seek(start)
             return status, file.read().decode(errors="replace")

@@ -25,7 +25,7 @@ from google.protobuf.message import DecodeError
 
 from qdqtune.engines import formats
 from qdqtune.engines.tensorrt.build import Options, Shapes
-from qdqtune.engines.tensorrt.program import Program, find, flag_name, gpu
+from qdqtune.engines.tensorrt.program import Launch, Program, find, flag_name, gpu, launch_process
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption, EngineFailure, InputError, one_line
 from qdqtune.types import Layer, NumericFormat, QuantType, Tensors
@@ -52,6 +52,8 @@ def create(
     workspace_mb: int | None = None,
     builder_level: int | None = None,
     warmup_ms: int = 200,
+    *,
+    launch: Launch = launch_process,
 ) -> Trtexec:
     """The engine.
 
@@ -65,6 +67,7 @@ def create(
         workspace_mb: most scratch memory that a kernel may take.
         builder_level: 0 (fast builds) to 5 (fast engines); the version's own default is 3.
         warmup_ms: how long trtexec runs the model before it measures.
+        launch: what runs the program. No option of the engine.
 
     Raises:
         BadOption: an option has a value that cannot be used.
@@ -73,7 +76,7 @@ def create(
     options = Options(min_shapes or {}, opt_shapes or {}, max_shapes or {}, workspace_mb, builder_level)
     if warmup_ms < 0:
         raise BadOption(f"warmup_ms is 0 or more milliseconds, not {warmup_ms}")
-    program = find(trtexec, trtexec_args)
+    program = find(trtexec, trtexec_args, launch)
     files = [f"--staticPlugins={library}" for library in plugin_libraries]
     if timing_cache is not None:
         files.append(f"--timingCacheFile={Path(timing_cache).absolute()}")
