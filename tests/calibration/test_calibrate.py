@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import FP8, INT8, UINT8, Arrays, activations, branching, build, conv_net, embedding, feeds, normal
-from qdqtune.calibration.calibrate import Calibration, Method, calibrate, candidate_tensors, observed
+from qdqtune.calibration.calibrate import Calibration, Method, calibrate, candidate_tensors
 from qdqtune.calibration.histograms import Histogram
+from qdqtune.calibration.samples import Samples
 from qdqtune.calibration.scales import Range, dequantize, of_range, quantize
 from qdqtune.errors import BadData, BadModel
 from qdqtune.graph.model import Model
@@ -54,15 +55,13 @@ def test_candidates_are_the_float_tensors_that_somebody_uses() -> None:
 def test_min_and_max_are_those_of_numpy_over_all_samples(make: Any) -> None:
     net = make()
     samples = feeds(net, 5)
-    done: list[int] = []
-    found = calibrate(net, iter(samples), threads=1, progress=done.append).activations
+    found = calibrate(net, iter(samples)).activations
     values = activations(net, samples)
     assert set(found) == set(candidate_tensors(net))
     for tensor, own in found.items():
         np.testing.assert_allclose(
             (own.low, own.high), spread(values, tensor), rtol=2e-3 if make is half_conv_net else 1e-5, atol=1e-6
         )
-    assert done == [1, 2, 3, 4, 5]
 
 
 MASKED = """net (float[1,64] x, float[1,64] m) => (float[1,64] y, float[1,64] z) {
@@ -83,20 +82,20 @@ def test_tensors_with_nan_or_infinite_values_get_no_range(method: Any) -> None:
     masks[0, 0, ::2] = 1  # 3e38 in half the places: finite, though the sum is not
     samples = [{"x": a, "m": m} for a, m in zip(x, masks, strict=True)]
     usual = set(candidate_tensors(net))
-    assert set(calibrate(net, samples, Calibration(method), threads=1).activations) == usual
+    assert set(calibrate(net, samples, Calibration(method)).activations) == usual
     for value in (0.0, -1.0):
         bad = [dict(s) for s in samples]
         bad[2]["x"] = x[2].copy()
         bad[2]["x"][0, 37] = value
-        assert usual - set(calibrate(net, bad, Calibration(method), threads=1).activations) == {"l", "z"}
+        assert usual - set(calibrate(net, bad, Calibration(method)).activations) == {"l", "z"}
 
 
 def test_no_sample_and_a_model_that_does_not_run() -> None:
     net = build("net (float[N,2] x) => (float[N,2] y) { y = Relu(x) }")
     with pytest.raises(BadData, match="no sample"):
-        calibrate(net, [], threads=1)
+        calibrate(net, [])
     with pytest.raises(BadModel, match="cannot run the model") as error:
-        calibrate(branching(), feeds(branching(), 1), threads=1)
+        calibrate(branching(), feeds(branching(), 1))
     assert "\n" not in str(error.value)
 
 
@@ -111,7 +110,7 @@ def test_memory_does_not_grow_with_the_number_of_samples(method: Any) -> None:
 
     tracemalloc.start()
     try:
-        found = calibrate(net, long(), Calibration(method, 100.0), threads=1).activations
+        found = calibrate(net, Samples("long", "", False, long), Calibration(method, 100.0)).activations
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -195,7 +194,7 @@ def test_odd_histograms(parts: list[Array], expected: Range | None) -> None:
 def test_percentiles_of_a_model_over_samples() -> None:
     net = embedding()
     samples = feeds(net, 6)
-    found = calibrate(net, samples, Calibration("percentile", 90.0), threads=1).activations
+    found = calibrate(net, samples, Calibration("percentile", 90.0)).activations
     for tensor in ("mask", "y"):
         values = np.concatenate([v[tensor].reshape(-1) for v in activations(net, samples)])
         close(found[tensor], values, 90.0, 2.0 ** np.ceil(np.log2(np.abs(values).max())) / Histogram.BINS)
@@ -273,16 +272,6 @@ def test_odd_histograms_of_the_other_methods(method: str) -> None:
 def test_ranges_fit_the_numbers_they_are_for(method: Any) -> None:
     net = build("net (float[N,20000] x) => (float[N,20000] y) { y = Relu(x) }")
     samples = [{"x": (normal(1, 20000, seed=i) ** 3).astype(np.float32)} for i in range(3)]
-    found = {name: calibrate(net, samples, Calibration(method), numbers=numbers, threads=1).activations["x"]
+    found = {name: calibrate(net, samples, Calibration(method), numbers=numbers).activations["x"]
              for name, numbers in NUMBERS.items()}  # fmt: skip
     assert found["fp8"].magnitude > found["int8"].magnitude  # whose steps are the same size everywhere
-
-
-def test_observed_values_are_those_of_the_model_sample_by_sample() -> None:
-    for net in (conv_net(), half_conv_net()):
-        samples = feeds(net, 2)
-        wanted = [t for t in ("image", "c0", "a") if t in candidate_tensors(net)]
-        for seen, exact in zip(observed(net, wanted, samples, threads=1), activations(net, samples), strict=True):
-            assert {a.dtype for a in seen.values()} == {np.dtype(np.float32)}
-            for tensor in wanted:
-                np.testing.assert_allclose(seen[tensor], exact[tensor], rtol=2e-3, atol=1e-3)

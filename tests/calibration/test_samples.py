@@ -367,14 +367,14 @@ def numbered(count: int) -> Samples:
 
 
 def test_every_fifth_of_the_first_is_set_apart() -> None:
-    split = numbered(23).apart(4)
+    split = numbered(23).apart(4, 4)
     assert split is not None
-    apart, others = split
+    others, apart = split
     assert [int(s["x"]) for s in apart] == [4, 9, 14, 19]
     for _ in range(2):
         assert [int(s["x"]) for s in others] == [i for i in range(23) if i not in (4, 9, 14, 19)]
 
 
 def test_too_few_samples_are_not_divided() -> None:
-    assert numbered(19).apart(4) is None
+    assert numbered(19).apart(4, 4) is None
     assert numbered(20).apart(4) is not None

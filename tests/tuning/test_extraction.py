@@ -11,7 +11,7 @@ import onnx
 import pytest
 
 from models import attention, build, conv_net, feeds, normal, ranges, run, tapped
-from qdqtune.calibration.calibrate import watch
+from qdqtune.calibration.observe import values_on
 from qdqtune.engines import EngineSpec, shapes
 from qdqtune.engines.shapes import check_spans, spans, with_spans
 from qdqtune.errors import BadOption
@@ -40,7 +40,7 @@ def test_a_part_computes_what_the_model_computes_there(make: Callable[[], Model]
     model = make()
     (sample,) = feeds(model, 1)
     resolved = resolve(model, model, sample, {})
-    values = watch(model, [t for node in model.nodes for t in node.outputs if t], sample) | sample
+    values = values_on(model, [t for node in model.nodes for t in node.outputs if t], sample) | sample
     for group in by_rules(model, possible_edges(model, ranges(model))).groups:
         nodes = [model.index_of[name] for name in group]
         reads, writes = borders(model, nodes)

@@ -60,16 +60,21 @@ class Samples:
     def __iter__(self) -> Iterator[Sample]:
         return self.produce()
 
-    def apart(self, count: int) -> tuple[list[Sample], Samples] | None:
-        """Every fifth of the first samples until there are `count`, and a source of the others; None if too few."""
-        head = list(islice(iter(self), HELD_OUT * count))
-        if len(head) < HELD_OUT * count:
+    def apart(self, least: int, most: int | None = None) -> tuple[Samples, Samples] | None:
+        """Every fifth sample kept from the others until `most` are: the others, and these. None if under `least` are.
+
+        Raises:
+            BadData: there is no sample at all.
+        """
+        if len(self.first(HELD_OUT * least)) < HELD_OUT * least:
             return None
 
-        def others() -> Iterator[Sample]:
-            return (s for i, s in enumerate(self) if i >= len(head) or (i + 1) % HELD_OUT)
+        def part(is_held_out: bool) -> Iterator[Sample]:
+            end = None if most is None else HELD_OUT * most
+            numbered = enumerate(islice(iter(self), end) if is_held_out else self, 1)
+            return (s for i, s in numbered if (i % HELD_OUT == 0 and (end is None or i <= end)) == is_held_out)
 
-        return head[HELD_OUT - 1 :: HELD_OUT], replace(self, produce=others)
+        return replace(self, produce=lambda: part(False)), replace(self, produce=lambda: part(True))
 
     def first(self, count: int) -> list[Sample]:
         """The first `count` samples, or all of them if there are fewer.

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from qdqtune.calibration.calibrate import Calibration, calibrate
-from qdqtune.calibration.samples import open_samples
+from qdqtune.calibration.calibrate import Calibration
+from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.errors import BadModel, BadOption, OutputError
 from qdqtune.graph.files import save
 from qdqtune.graph.float16 import Precision, load_as
-from qdqtune.graph.loading import with_input_shapes
 from qdqtune.placement.files import existing, read_placement_file
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
@@ -49,14 +48,13 @@ def apply(
     graph = load_as(model, precision, recorded.fix_inputs, numbers.opset)
     if is_quantized(graph):
         raise BadModel(f"{model} already has Q/DQ pairs: apply a placement to the float model")
-    shaped = with_input_shapes(graph, input_shapes) if input_shapes else graph
-    data = open_samples(calibration_data, shaped, seed=seed, limit=samples, fixed=recorded.fix_inputs)
-    data.first(1)  # refuses an empty source by its name
-    ranges = calibrate(shaped, data, calibration, numbers=numbers)
-    placed, lost = existing(shaped, recorded.placement, possible_edges(shaped, ranges))
+    prepared = prepare(graph, Data(calibration_data, samples, input_shapes or {}, seed), fixed=recorded.fix_inputs)
+    prepared.samples.first(1)  # refuses an empty source by its name
+    ranges = prepared.ranges(calibration, numbers)
+    placed, lost = existing(prepared.shaped, recorded.placement, possible_edges(prepared.shaped, ranges))
     if recorded.placement.edges and not placed.edges:
         raise BadModel(
             f"{model} has none of the {len(recorded.placement)} edges of {placement}: is it the same network?"
         )
     save(insert(graph, placed, ranges, numbers), output)
-    return Applied(placed, lost, data.is_random)
+    return Applied(placed, lost, prepared.samples.is_random)

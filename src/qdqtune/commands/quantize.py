@@ -7,14 +7,15 @@ seen, where there are enough of them.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TypeVar
 
-from qdqtune.calibration.calibrate import Calibration, calibrate
-from qdqtune.calibration.samples import Samples, open_samples
+from qdqtune.calibration.calibrate import Calibration
+from qdqtune.calibration.prepare import Data, HoldOut, prepare
+from qdqtune.calibration.samples import HELD_OUT
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.commands.worst_tensors import Damage, damages
 from qdqtune.engines import EngineSpec
@@ -24,7 +25,7 @@ from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadModel, BadOption, EngineFailure, OutputError, writing
 from qdqtune.graph.files import save
 from qdqtune.graph.float16 import Precision, load_as
-from qdqtune.graph.loading import load, with_input_shapes
+from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import INTEGER
 from qdqtune.measurement.accuracy import cosine, is_finite, sqnr_db
@@ -38,9 +39,6 @@ from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.types import Edge, Failure, NumericFormat, QuantType, Sample
 
 T = TypeVar("T")
-
-HELD_OUT = 5
-"""Every fifth sample is kept from calibration, to judge the result by."""
 
 JUDGED = 32
 """Most samples that the result is judged by."""
@@ -104,6 +102,11 @@ class Request:
     report: bool = False
     seed: int = 0
 
+    @property
+    def data(self) -> Data:
+        """What the model is fed."""
+        return Data(self.calibration_data, self.calibration_samples, self.input_shapes, self.seed)
+
 
 @dataclass(frozen=True)
 class Quantized:
@@ -143,15 +146,11 @@ def quantize(request: Request, observer: Observer | None = None) -> Quantized:
     graph = load_as(request.model, request.precision, request.fix_inputs, numbers.opset)
     if present := _quantized_parts(graph):
         raise BadModel(f"{request.model} already has {present}: give the float model")
-    shaped = with_input_shapes(graph, request.input_shapes) if request.input_shapes else graph
-    request.selection.allowed(shaped, frozenset())  # refuses names that fit nothing, before the work begins
-    samples = open_samples(request.calibration_data, shaped, seed=request.seed, limit=request.calibration_samples,
-                           fixed=request.fix_inputs)  # fmt: skip
-    is_held_out = len(samples.first(HELD_OUT)) == HELD_OUT
-    seen, unseen = split(samples) if is_held_out else (samples, samples)
-    observer.stage(f"calibrating on {samples.origin}")
-    ranges = calibrate(shaped, seen, request.calibration, numbers=numbers)
-    ranges = with_known_ranges(shaped, ranges, numbers)
+    request.selection.allowed(graph, frozenset())  # refuses names that fit nothing, before the work begins
+    prepared = prepare(graph, request.data, fixed=request.fix_inputs, hold_out=HoldOut())
+    observer.stage(f"calibrating on {prepared.samples.origin}")
+    shaped, judging = prepared.shaped, prepared.judging.first(JUDGED)
+    ranges = with_known_ranges(shaped, prepared.ranges(request.calibration, numbers), numbers)
     possible = request.selection.allowed(shaped, possible_edges(shaped, ranges))
     placed = engine_rules.place(shaped, possible, request.engine, request.quant_type)
     if not placed.placement.edges:
@@ -162,20 +161,20 @@ def quantize(request: Request, observer: Observer | None = None) -> Quantized:
     save(quantized, request.output)
     observer.stage("comparing with the float model")
     with tempfile.TemporaryDirectory(prefix="qdqtune-") as folder:
-        done = _judged(request, placed, unseen, metric, Path(folder))
+        done = _judged(request, placed, judging, metric, Path(folder))
     notes = [*done.notes]
     if request.report:
         observer.stage("measuring what rounding each tensor does to the outputs")
-        found = damages(graph, quantized, placed.placement, unseen.first(JUDGED))
+        found = damages(graph, quantized, placed.placement, judging)
         if isinstance(found, Failure):
             notes.append(f"no report of single tensors, as the model with switches fails: {found.reason}")
         else:
             done = replace(done, damages=tuple(found))
-    if samples.is_random:
+    if prepared.samples.is_random:
         notes.append("no --calibration-data: scales and SQNR come from random inputs")
-    elif not is_held_out:
+    elif not prepared.is_held_out:
         notes.append(f"fewer than {HELD_OUT} samples: the SQNR is that of the calibration data")
-    return replace(done, is_held_out=is_held_out, notes=tuple(notes))
+    return replace(done, is_held_out=prepared.is_held_out, notes=tuple(notes))
 
 
 def with_known_ranges(model: Model, ranges: Ranges, numbers: NumericFormat) -> Ranges:
@@ -233,28 +232,20 @@ def _numbers(request: Request) -> NumericFormat:
     return replace(numbers, per_channel=request.per_channel)
 
 
-def split(samples: Samples) -> tuple[Samples, Samples]:
-    """Samples to calibrate on, and every fifth one to judge by."""
-
-    def part(is_held_out: bool) -> Iterator[Sample]:
-        return (s for i, s in enumerate(samples, 1) if (i % HELD_OUT == 0) == is_held_out)
-
-    return replace(samples, produce=lambda: part(False)), replace(samples, produce=lambda: part(True))
-
-
-def _judged(request: Request, placed: Placed, samples: Samples, metric: Evaluation | None, folder: Path) -> Quantized:
+def _judged(
+    request: Request, placed: Placed, samples: Sequence[Sample], metric: Evaluation | None, folder: Path
+) -> Quantized:
     """The written file against the user's model: pairs fused where ONNX Runtime is the target, else as they stand."""
     plain = folder / "float.onnx"
     save(load(request.model, fix_inputs=request.fix_inputs), plain)
     spec = EngineSpec("onnxruntime", {"threads": cores(), "fuse": request.engine == "onnxruntime"})
     with Runner(spec, time_limit_s=3600, log_dir=folder) as runner:
         before, after = (_checked(runner.load(file)) for file in (plain, request.output))
-        given = samples.first(JUDGED)
-        expected, found = (_checked(runner.outputs(handle, given)) for handle in (before, after))
+        expected, found = (_checked(runner.outputs(handle, samples)) for handle in (before, after))
         measured = None
         if metric is not None:
             measured = _measured(metric, runner, before), _measured(metric, runner, after)
-    done = Quantized(request.output, placed, None, None, len(given), True, measured)
+    done = Quantized(request.output, placed, None, None, len(samples), True, measured)
     for outputs, whose in ((expected, "float"), (found, "quantized")):
         if not is_finite(outputs):
             note = f"outputs of the {whose} model are NaN or infinite: the two cannot be compared"

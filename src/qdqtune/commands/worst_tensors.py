@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 
 from qdqtune.calibration import scales
-from qdqtune.calibration.calibrate import observed
+from qdqtune.calibration.observe import observe
 from qdqtune.calibration.scales import NUMPY_TYPE, Quantization
 from qdqtune.graph.model import Model
 from qdqtune.measurement.sensitivity import sensitivities
@@ -74,10 +74,10 @@ def _own(model: Model, pairs: Mapping[str, Quantization], samples: Sequence[Samp
     fixed = {t: model.constants[t].array() for t in pairs if t in model.constants}
     computed = [t for t in pairs if t not in fixed]
     power = {tensor: np.zeros(2) for tensor in pairs}
-    for values in chain([fixed], observed(model, computed, samples) if computed else ()):
-        for tensor, exact in values.items():
-            error = exact - scales.dequantize(scales.quantize(exact, pairs[tensor]), pairs[tensor])
-            power[tensor] += np.square(exact.astype(np.float64)).sum(), np.square(error).sum()
+    seen = ((tensor, values) for _, tensor, values in observe(model, computed, samples))
+    for tensor, exact in chain(fixed.items(), seen):
+        error = exact - scales.dequantize(scales.quantize(exact, pairs[tensor]), pairs[tensor])
+        power[tensor] += np.square(exact.astype(np.float64)).sum(), np.square(error).sum()
     return {tensor: _decibels(noise / signal if noise else 0.0) for tensor, (signal, noise) in power.items()}
 
 

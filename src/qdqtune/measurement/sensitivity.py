@@ -8,10 +8,8 @@ was not halved share its noise. Who asks for the loudest values only has each me
 from __future__ import annotations
 
 import heapq
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,11 +17,8 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from qdqtune.calibration import scales
+from qdqtune.calibration.observe import running
 from qdqtune.calibration.scales import Quantization, Range, Ranges
-from qdqtune.engines import EngineSpec
-from qdqtune.engines.cpu import cores
-from qdqtune.engines.runner import Runner
-from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.model import Model
 from qdqtune.measurement.accuracy import is_finite, sqnr_db
 from qdqtune.placement.insertion import ONNX_TYPE
@@ -71,37 +66,29 @@ def sensitivities(
     measurements = min(2 * count, MEASUREMENTS) if loudest is None else min(count, INFERENCES)
     most = len(samples) if loudest is not None else SAMPLES
     used = list(samples[: max(1, min(most, INFERENCES // measurements))])
-    with tempfile.TemporaryDirectory(prefix="qdqtune-") as folder:
-        path = Path(folder) / "switched.onnx"
-        with ConstantFile(Path(folder) / "constants.bin") as constants:
-            constants.save(switched.model, path)
-        spec = EngineSpec("onnxruntime", {"threads": cores()})
-        with Runner(spec, time_limit_s=3600, log_dir=Path(folder)) as runner:
-            handle = runner.load(path)
-            if isinstance(handle, Failure):
-                return handle
+    with running(switched.model) as run:
 
-            def outputs(start: int, stop: int) -> list[dict[str, Array]] | Failure:
-                on = {_switch(i): np.asarray(start <= i < stop) for i in range(count)}
-                return runner.outputs(handle, [{**sample, **on} for sample in used])
+        def outputs(start: int, stop: int) -> list[dict[str, Array]] | Failure:
+            on = {_switch(i): np.asarray(start <= i < stop) for i in range(count)}
+            return run({**sample, **on} for sample in used)
 
-            reference = outputs(0, 0)
-            if isinstance(reference, Failure):
-                return reference
-            if not is_finite(reference):
-                return Failure("output", "outputs of the float model are NaN or infinite")
+        reference = outputs(0, 0)
+        if isinstance(reference, Failure):
+            return reference
+        if not is_finite(reference):
+            return Failure("output", "outputs of the float model are NaN or infinite")
 
-            def noise(start: int, stop: int) -> float:
-                found = outputs(start, stop)
-                if isinstance(found, Failure) or not is_finite(found):
-                    return DEAFENING
-                ratio = sqnr_db(reference, found)
-                return 0.0 if ratio is None else min(10 ** (-ratio / 10), DEAFENING)
+        def noise(start: int, stop: int) -> float:
+            found = outputs(start, stop)
+            if isinstance(found, Failure) or not is_finite(found):
+                return DEAFENING
+            ratio = sqnr_db(reference, found)
+            return 0.0 if ratio is None else min(10 ** (-ratio / 10), DEAFENING)
 
-            if loudest is not None and count <= measurements:
-                shares = [noise(i, i + 1) for i in range(count)]
-            else:
-                shares = _shares(count, noise, measurements, floor, loudest)
+        if loudest is not None and count <= measurements:
+            shares = [noise(i, i + 1) for i in range(count)]
+        else:
+            shares = _shares(count, noise, measurements, floor, loudest)
     return dict(zip(switched.values, shares, strict=True))
 
 

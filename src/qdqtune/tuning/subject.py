@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import onnx
 
-from qdqtune.calibration.calibrate import calibrate
-from qdqtune.calibration.samples import Samples, input_specs, open_samples
+from qdqtune.calibration.prepare import Data, HoldOut, Prepared, prepare
+from qdqtune.calibration.samples import input_specs
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.shapes import check_spans
 from qdqtune.errors import BadModel, BadOption, reading
 from qdqtune.graph.float16 import OPSET, load_as, to_float16
-from qdqtune.graph.loading import load, with_float_type, with_input_shapes
+from qdqtune.graph.loading import load, with_float_type
 from qdqtune.graph.model import Model
 from qdqtune.placement import rules
 from qdqtune.placement.possible import possible_edges
@@ -40,26 +40,36 @@ DTYPES = {"float16": "FLOAT16", "float32": "FLOAT", "bfloat16": "BFLOAT16"}
 
 @dataclass(frozen=True)
 class Subject:
-    """See the module. `model` is what ships, `shaped` the same graph with the measurement's input shapes.
+    """See the module. `accuracy` is what the outputs are compared on, `feed` the sample for timing.
 
-    `feed` is the sample for timing. `imported` holds the pairs of a Q/DQ model that the user gave.
+    `imported` holds the pairs of a Q/DQ model that the user gave.
     """
 
-    model: Model
-    shaped: Model
+    prepared: Prepared
     numbers: NumericFormat
-    samples: Samples
+    accuracy: tuple[Sample, ...]
     feed: Sample
     patterns: tuple[Pattern, ...]
     region_count: int
     imported: Reading | None = None
     notes: tuple[str, ...] = ()
-    accuracy: tuple[Sample, ...] = ()
-    """What the outputs are compared on."""
-    held_out: bool = False
-    """Whether calibration does not see those."""
     ranges: Ranges = field(default_factory=lambda: Ranges({}))
     possible: frozenset[Edge] = frozenset()
+
+    @property
+    def model(self) -> Model:
+        """What ships."""
+        return self.prepared.model
+
+    @property
+    def shaped(self) -> Model:
+        """The same graph with the measurement's input shapes."""
+        return self.prepared.shaped
+
+    @property
+    def held_out(self) -> bool:
+        """Whether calibration does not see the samples for accuracy."""
+        return self.prepared.is_held_out
 
     def suggestions(self) -> dict[str, Placement]:
         """Whole-model placements to try first: the user's own, then those of the rules."""
@@ -85,20 +95,22 @@ def open_subject(settings: Settings, runner: Runner) -> Subject:
     notes: list[str] = []
     model, imported = _float_model(settings, numbers, notes)
     check_spans(settings.engine, model)
-    shaped = with_input_shapes(model, settings.input_shapes) if settings.input_shapes else model
-    samples = open_samples(settings.calibration_data, shaped, seed=settings.seed, limit=settings.calibration_samples,
-                           fixed=settings.fix_inputs)  # fmt: skip
-    if samples.is_random:
+    data = Data(settings.calibration_data, settings.calibration_samples, settings.input_shapes, settings.seed)
+    count = settings.accuracy_samples
+    hold_out = HoldOut(least=count, most=count, of_random=False)
+    prepared = prepare(model, data, fixed=settings.fix_inputs, hold_out=hold_out)
+    shaped = prepared.shaped
+    if prepared.samples.is_random:
         notes.append("no --calibration-data: scales come from random inputs, so latency is real but accuracy is not")
-    feed = samples.first(1)[0] | _fixed(settings)
+    feed = prepared.samples.first(1)[0] | _fixed(settings)
     found = discovery.find(shaped, settings.regions, max_sequence_size=settings.config.maximum_sequence_region_size,
                          min_topdown_size=settings.config.minimum_topdown_search_size)  # fmt: skip
     grouped = patterns.group(shaped, found)
     chosen = _filtered(shaped, grouped, settings.node_filter)
-    split = None if samples.is_random else samples.apart(settings.accuracy_samples)
-    accuracy, rest = split or (samples.first(settings.accuracy_samples), samples)
-    return Subject(model, shaped, numbers, rest, feed, chosen, len(found.leaves) + len(found.composites), imported,
-                   tuple(notes), tuple(accuracy), split is not None)  # fmt: skip
+    return Subject(
+        prepared, numbers, tuple(prepared.judging.first(count)), feed, chosen,
+        len(found.leaves) + len(found.composites), imported, tuple(notes),
+    )  # fmt: skip
 
 
 def fingerprint(settings: Settings, subject: Subject, engine: Mapping[str, str]) -> dict[str, Any]:
@@ -121,7 +133,7 @@ def fingerprint(settings: Settings, subject: Subject, engine: Mapping[str, str])
         "numeric format": _told_apart(subject.numbers),
         "model": subject.model.fingerprint,
         "calibration method": how.method + (f" {how.percentile}" if how.method == "percentile" else ""),
-        "calibration data": f"{subject.samples.digest} ({settings.calibration_samples or 'all'} samples"
+        "calibration data": f"{subject.prepared.samples.digest} ({settings.calibration_samples or 'all'} samples"
         + (f", {len(subject.accuracy)} of them held out)" if subject.held_out else ")"),
     }
 
@@ -143,9 +155,8 @@ def calibrated(subject: Subject, settings: Settings, store: Store, observer: Obs
     """The subject with ranges: from the store if an earlier run has found them, else by one pass over the samples."""
     record = store.get("ranges")
     if record is None:
-        observer.stage(f"calibrating on {subject.samples.origin}")
-        found = calibrate(subject.shaped, subject.samples, settings.calibration, numbers=subject.numbers)
-        record = store.put("ranges", pack_ranges(found))
+        observer.stage(f"calibrating on {subject.prepared.samples.origin}")
+        record = store.put("ranges", pack_ranges(subject.prepared.ranges(settings.calibration, subject.numbers)))
     ranges = unpack_ranges(record)
     if subject.imported is not None and settings.from_qdq:
         own = subject.imported.ranges

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from qdqtune.calibration.calibrate import watch
+from qdqtune.calibration.observe import outputs_on, with_outputs
 from qdqtune.engines.shapes import Span
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import with_input_shapes
@@ -51,12 +51,9 @@ def resolve(model: Model, shaped: Model, sample: Sample, spans: Mapping[str, Spa
     sizes = {name: np.shape(array) for name, array in sample.items()} | _known(shaped)
     made = [t for node in shaped.nodes for t in node.outputs if t]
     if unknown := [t for t in made if t not in sizes and t in shaped.tensors]:
-        names = {tensor: f"__shape_{i}" for i, tensor in enumerate(unknown)}
-        asked = onnx.ModelProto()
-        asked.CopyFrom(shaped.proto)
-        asked.graph.node.extend(helper.make_node("Shape", [t], [name], name) for t, name in names.items())
-        found = watch(Model(asked, shaped.large), list(names.values()), sample)
-        sizes |= {tensor: tuple(map(int, found[name])) for tensor, name in names.items()}
+        nodes = [helper.make_node("Shape", [t], [f"__shape_{i}"], f"__shape_{i}") for i, t in enumerate(unknown)]
+        (found,) = outputs_on(with_outputs(shaped, nodes), [sample])
+        sizes |= {t: tuple(map(int, found[node.output[0]])) for t, node in zip(unknown, nodes, strict=True)}
     varying = {name: span for name, span in spans.items() if name in model.inputs and span[0] != span[2]}
     if not varying:
         return Resolved(sizes)

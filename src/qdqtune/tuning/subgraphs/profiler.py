@@ -18,7 +18,7 @@ from typing import Self
 import numpy as np
 from onnx import helper
 
-from qdqtune.calibration.calibrate import watch
+from qdqtune.calibration.observe import values_on
 from qdqtune.engines import shapes
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadOption, InputError, writing
@@ -159,7 +159,7 @@ class Profiler:
         model = self._subject.shaped
         reads = dict.fromkeys(t for kind in kinds for t in borders(model, kind.first.nodes)[0])
         computed = [t for t in reads if is_shape(model, t, self._resolved.sizes)]
-        return watch(model, computed, self._subject.feed) if computed else {}
+        return values_on(model, computed, self._subject.feed) if computed else {}
 
     def _extracted(self, kind: Kind, baked: Mapping[str, Array]) -> _Part | str:
         """The part with the files of its schemes' names; or why there is none."""
@@ -221,7 +221,7 @@ class Profiler:
         wanted = list(dict.fromkeys(t for part in batch for t in part.model.inputs))
         fed = {t: np.asarray(self._subject.feed[t]) for t in wanted if t in self._subject.feed}
         made = [t for t in wanted if t not in fed]
-        return fed | (watch(self._subject.shaped, made, self._subject.feed) if made else {})
+        return fed | (values_on(self._subject.shaped, made, self._subject.feed) if made else {})
 
     def _measure(self, part: _Part) -> None:
         """Ask the engine for all that the store does not have yet."""

@@ -1,0 +1,165 @@
+"""What the tensors of a float model are on samples: the one way to run it for other outputs than its own.
+
+ONNX Runtime runs it, whichever engine is tuned for: nothing here is timed. Calibration, noise and reports ask.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import onnx
+from onnx import TensorProto, helper
+
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.cpu import cores
+from qdqtune.engines.runner import Runner
+from qdqtune.errors import BadData, BadModel
+from qdqtune.graph.files import ConstantFile
+from qdqtune.graph.model import Model
+from qdqtune.types import Array, Failure, Sample
+
+SECONDS = 3600.0
+"""Longest that one inference may take."""
+
+MEMORY = 2**29
+"""Bytes of values that one inference hands over, if no single tensor is larger."""
+
+WIDENED = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
+
+Run = Callable[[Iterable[Sample]], list[dict[str, Array]] | Failure]
+"""The outputs of a model, by name, for each sample."""
+
+
+class Seen(NamedTuple):
+    """The values of a tensor on sample number `sample`."""
+
+    sample: int
+    tensor: str
+    values: Array
+
+
+def observe(
+    model: Model,
+    tensors: Sequence[str],
+    samples: Iterable[Sample],
+    *,
+    widen: bool = True,
+    memory: int | None = MEMORY,
+    threads: int = 0,
+) -> Iterator[Seen]:
+    """The values of any tensors of the main graph on all samples, in memory that does not grow with their number.
+
+    Tensors come in their order, one batch after the other, and each batch sample by sample. A batch holds as many as
+    fit into `memory` bytes (those of the first sample, where shapes are not static; None: all), and takes a pass over
+    the samples, which are no iterator therefore. float16 and bfloat16 values are widened to float32 unless `widen` is
+    False. `threads` 0 stands for all cores.
+
+    Raises:
+        BadData: no sample.
+        BadModel: ONNX Runtime cannot run the model.
+    """
+    for batch in _batches(model, tensors, samples, memory):
+        shown = _showing(model, batch, widen=widen)
+        for number, outputs in enumerate(outputs_on(shown, samples, threads=threads)):
+            for tensor, name in zip(batch, shown.outputs, strict=True):
+                yield Seen(number, tensor, outputs.pop(name))
+
+
+def values_on(model: Model, tensors: Sequence[str], sample: Sample) -> dict[str, Array]:
+    """The values that some tensors take on one sample, in the types that they have.
+
+    Raises:
+        BadModel: ONNX Runtime cannot run the model.
+    """
+    return {seen.tensor: seen.values for seen in observe(model, tensors, [sample], widen=False, memory=None)}
+
+
+def outputs_on(model: Model, samples: Iterable[Sample], *, threads: int = 0) -> Iterator[dict[str, Array]]:
+    """All outputs of a model by name, sample by sample.
+
+    Raises:
+        BadData: no sample.
+        BadModel: ONNX Runtime cannot run the model.
+    """
+    sample = None
+    with running(model, threads=threads) as run:
+        for sample in samples:
+            outputs = run([sample])
+            if isinstance(outputs, Failure):
+                raise BadModel(f"calibration cannot run the model: {outputs.reason}")
+            yield outputs[0]
+    if sample is None:
+        raise BadData("the calibration data hold no sample")
+
+
+@contextmanager
+def running(model: Model, *, threads: int = 0) -> Iterator[Run]:
+    """A model in a process of its own. One that cannot be built gives that failure for whatever it is asked."""
+    spec = EngineSpec("onnxruntime", {"threads": threads or cores()})
+    with tempfile.TemporaryDirectory(prefix="qdqtune-") as name:
+        path = Path(name, "model.onnx")
+        with ConstantFile(Path(name, "constants.bin")) as constants:
+            constants.save(model, path)
+        with Runner(spec, time_limit_s=SECONDS, log_dir=Path(name)) as runner:
+            handle = runner.load(path)
+            yield lambda samples: handle if isinstance(handle, Failure) else runner.outputs(handle, samples)
+
+
+def with_outputs(model: Model, nodes: Sequence[onnx.NodeProto], outputs: Iterable[str] | None = None) -> Model:
+    """The model with more nodes at its end, and with `outputs` instead of its own: by default what each node makes."""
+    proto = onnx.ModelProto()
+    proto.CopyFrom(model.proto)
+    proto.graph.node.extend(nodes)
+    del proto.graph.output[:]
+    for name in [node.output[0] for node in nodes] if outputs is None else outputs:
+        proto.graph.output.add(name=name)  # ONNX Runtime infers the rest
+    return Model(proto, model.large)
+
+
+def _showing(model: Model, tensors: Sequence[str], *, widen: bool) -> Model:
+    """The model with the values of `tensors` as its outputs."""
+
+    def shown(i: int, tensor: str) -> onnx.NodeProto:  # graph inputs cannot be outputs as they are
+        info, name = model.tensors.get(tensor), f"__value_{i}"
+        if widen and info is not None and info.dtype in WIDENED:
+            return helper.make_node("Cast", [tensor], [name], name, to=TensorProto.FLOAT)
+        return helper.make_node("Identity", [tensor], [name], name)
+
+    return with_outputs(model, [shown(i, tensor) for i, tensor in enumerate(tensors)])
+
+
+def _batches(
+    model: Model, tensors: Sequence[str], samples: Iterable[Sample], memory: int | None
+) -> Iterator[tuple[str, ...]]:
+    """The tensors in their order, as many at a time as take no more than `memory` bytes (at least one)."""
+    if memory is None or len(tensors) < 2:
+        yield from filter(None, [tuple(tensors)])
+        return
+    sizes = _sizes(model, tensors, samples)
+    batch: list[str] = []
+    left = memory
+    for tensor in tensors:
+        if batch and sizes[tensor] > left:
+            yield tuple(batch)
+            batch, left = [], memory
+        batch.append(tensor)
+        left -= sizes[tensor]
+    yield tuple(batch)
+
+
+def _sizes(model: Model, tensors: Sequence[str], samples: Iterable[Sample]) -> dict[str, int]:
+    """Bytes of each tensor: of its static shape, or as the first sample has it. 4 an element, which most types take."""
+    infos = {tensor: model.tensors.get(tensor) for tensor in tensors}
+    shapes = {t: info.shape for t, info in infos.items() if info is not None and info.shape is not None}
+    sizes = {t: 4 * prod(d for d in shape if d is not None) for t, shape in shapes.items() if None not in shape}
+    if unknown := [tensor for tensor in tensors if tensor not in sizes]:
+        nodes = [helper.make_node("Size", [t], [f"__size_{i}"], f"__size_{i}") for i, t in enumerate(unknown)]
+        (counts,) = outputs_on(with_outputs(model, nodes), islice(samples, 1))
+        sizes |= {t: 4 * int(counts[node.output[0]]) for t, node in zip(unknown, nodes, strict=True)}
+    return sizes

@@ -1,0 +1,55 @@
+"""Values of tensors on samples: those of the model, in batches, in their own type or widened."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from models import activations, branching, build, conv_net, feeds
+from qdqtune.calibration.observe import observe, outputs_on, running, values_on, with_outputs
+from qdqtune.errors import BadData, BadModel
+from qdqtune.types import Failure
+
+
+@pytest.mark.parametrize("memory", [None, 2**29, 1])
+@pytest.mark.parametrize("half", [False, True])
+def test_values_are_those_of_the_model_batch_by_batch(half: bool, memory: int | None) -> None:
+    net = conv_net(half=half)
+    samples = feeds(net, 2)
+    exact = activations(net, samples)
+    wanted = [t for t in ("image", "c0", "a") if t in exact[0]]
+    seen = list(observe(net, wanted, samples, memory=memory))
+    for number, tensor, values in seen:
+        assert values.dtype == np.float32
+        np.testing.assert_allclose(values, exact[number][tensor], rtol=2e-3, atol=1e-3)
+    together = [(n, t) for n in range(2) for t in wanted]
+    assert [s[:2] for s in seen] == (together if memory != 1 else sorted(together, key=lambda s: wanted.index(s[1])))
+
+
+def test_sizes_that_are_not_static_are_those_of_the_first_sample() -> None:
+    net = build("net (float[N,4] x) => (float[N,4] y) { a = Relu(x) y = Neg(a) }")
+    samples = [{"x": np.full((8, 4), i, np.float32)} for i in range(2)]
+    order = [(0, "a"), (1, "a"), (0, "y"), (1, "y")]
+    assert [s[:2] for s in observe(net, ["a", "y"], samples, memory=8 * 4 * 4)] == order
+    assert [s[:2] for s in observe(net, ["a", "y"], samples, memory=2 * 8 * 4 * 4)] == sorted(order)
+    assert not list(observe(net, [], samples))
+
+
+def test_values_on_one_sample_keep_their_types_and_inputs_may_be_asked_for() -> None:
+    net = build("net (float16[2] x, int64[2] n) => (float16[2] y) { m = Neg(n) k = Cast <to = 10> (m) y = Add(x, k) }")
+    sample = {"x": np.float16([1, 2]), "n": np.int64([3, 4])}
+    found = values_on(net, ["x", "m", "y"], sample)
+    assert {name: array.dtype.name for name, array in found.items()} == {"x": "float16", "m": "int64", "y": "float16"}
+    assert found["m"].tolist() == [-3, -4]
+    assert {s.values.dtype.name for s in observe(net, ["x", "y"], [sample])} == {"float32"}
+
+
+def test_no_sample_and_a_model_that_does_not_run() -> None:
+    net = conv_net()
+    with pytest.raises(BadData, match="no sample"):
+        list(outputs_on(net, []))
+    with pytest.raises(BadModel, match="cannot run the model"):
+        list(outputs_on(branching(), feeds(branching(), 1)))
+    with running(branching()) as run:
+        assert isinstance(run(feeds(branching(), 1)), Failure)
+    assert with_outputs(net, [], net.outputs).outputs == net.outputs
