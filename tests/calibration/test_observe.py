@@ -10,6 +10,8 @@ from qdqtune.calibration.observe import observe, outputs_on, running, values_on,
 from qdqtune.errors import BadData, BadModel
 from qdqtune.types import Failure
 
+pytestmark = pytest.mark.usefixtures("workers")
+
 
 @pytest.mark.parametrize("memory", [None, 2**29, 1])
 @pytest.mark.parametrize("half", [False, True])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,6 @@ import onnx
 
 from qdqtune.engines import Built, formats, output_to
 from qdqtune.engines.tensorrt.build import (
-    Options,
-    Shapes,
     TimingCache,
     build_plan,
     is_strongly_typed,
@@ -25,40 +23,26 @@ from qdqtune.engines.tensorrt.build import (
 )
 from qdqtune.engines.tensorrt.cuda import Cuda
 from qdqtune.engines.tensorrt.execution import Execution
+from qdqtune.engines.tensorrt.options import CachedOptions, Options, taking
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
 from qdqtune.types import Layer, NumericFormat, QuantType, Tensors
 
 
-def create(
-    timing_cache: str | None = None,
-    plugin_libraries: Sequence[str] = (),
-    min_shapes: Shapes | None = None,
-    opt_shapes: Shapes | None = None,
-    max_shapes: Shapes | None = None,
-    workspace_mb: int | None = None,
-    builder_level: int | None = None,
-) -> TensorRt:
+@taking(CachedOptions)
+def create(options: CachedOptions) -> TensorRt:
     """The engine on the current GPU.
-
-    Args:
-        timing_cache: file of kernel times that builds share, made if it is missing; without it, only in memory.
-        plugin_libraries: shared libraries with plug-ins.
-        min_shapes: smallest sizes of each dynamic input (`opt_shapes`: those to tune for, `max_shapes`: largest).
-        workspace_mb: most scratch memory that a kernel may take.
-        builder_level: 0 (fast builds) to 5 (fast engines); the version's own default is 3.
 
     Raises:
         BadOption: an option has a value that cannot be used.
         EngineUnavailable: TensorRT, cuda-python, a GPU or a plug-in library is missing.
     """
-    options = Options(min_shapes or {}, opt_shapes or {}, max_shapes or {}, workspace_mb, builder_level)
     trt = vendor_module("tensorrt", "TensorRT", "pip install 'qdqtune[tensorrt]'")
     if not hasattr(trt.IExecutionContext, "execute_async_v3"):
         raise EngineUnavailable(f"TensorRT {trt.__version__} is too old: install 8.6 or later")
     cuda = Cuda()
-    load_plugins(trt, plugin_libraries)
-    return TensorRt("tensorrt", trt, cuda, options, TimingCache.at(timing_cache))
+    load_plugins(trt, options.plugin_libraries)
+    return TensorRt("tensorrt", trt, cuda, options, TimingCache.at(options.timing_cache))
 
 
 def vendor_module(name: str, product: str, remedy: str) -> Any:

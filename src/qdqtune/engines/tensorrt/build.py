@@ -6,8 +6,7 @@ Where versions differ, the presence of a name decides. `trt` is the vendor's mod
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,44 +14,8 @@ from typing import Any
 import onnx
 from google.protobuf.message import DecodeError
 
+from qdqtune.engines.tensorrt.options import Options
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line, writing
-
-Shapes = Mapping[str, Sequence[int]]
-"""Input name to its sizes; for an input that is itself a shape, to its values."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the builder is told. `target` names a GPU that need not be here (`sm89`); empty means the one at hand."""
-
-    min_shapes: Shapes = field(default_factory=dict)
-    opt_shapes: Shapes = field(default_factory=dict)
-    max_shapes: Shapes = field(default_factory=dict)
-    workspace_mb: int | None = None
-    builder_level: int | None = None
-    target: str = ""
-
-    def __post_init__(self) -> None:
-        if self.workspace_mb is not None and self.workspace_mb < 1:
-            raise BadOption(f"the workspace limit is at least 1 MB, not {self.workspace_mb}")
-        if self.builder_level is not None and not 0 <= self.builder_level <= 5:
-            raise BadOption(f"the builder level is 0 to 5, not {self.builder_level}")
-
-    def shapes(self, name: str) -> tuple[list[int], list[int], list[int]] | None:
-        """Smallest, usual and largest sizes of an input. What is not given follows from what is."""
-        low, usual, high = (s.get(name) for s in (self.min_shapes, self.opt_shapes, self.max_shapes))
-        usual = usual or high or low
-        return (list(low or usual), list(usual), list(high or usual)) if usual else None
-
-    def described(self) -> dict[str, str]:
-        """What of it shapes latency, as text."""
-        shapes = {
-            name: f"{dict(values)}"
-            for name in ("min_shapes", "opt_shapes", "max_shapes")
-            if (values := getattr(self, name))
-        }
-        numbers = {"workspace_mb": self.workspace_mb, "builder_level": self.builder_level, "target": self.target}
-        return shapes | {name: str(value) for name, value in numbers.items() if value not in (None, "")}
 
 
 class TimingCache:

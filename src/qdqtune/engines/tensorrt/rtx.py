@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,8 +18,9 @@ import onnx
 
 from qdqtune.engines import Built, output_to
 from qdqtune.engines.tensorrt.api import TensorRt, numeric_format, save_plan, translated, vendor_module
-from qdqtune.engines.tensorrt.build import Options, Shapes, build_plan, load_plugins, logger_of
+from qdqtune.engines.tensorrt.build import build_plan, load_plugins, logger_of
 from qdqtune.engines.tensorrt.cuda import Cuda
+from qdqtune.engines.tensorrt.options import Options, taking
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.types import Layer, NumericFormat, QuantType, Tensors
@@ -28,32 +29,26 @@ FIELD = re.compile(r"(?:^|, )(LayerType|Inputs|Constants|Outputs|TacticName|Stre
 TENSOR = re.compile(r"\{ Name: (.*?), Dimensions: \[(.*?)\].*?, Datatype: (\w+)")
 
 
-def create(
-    target: str | None = None,
-    plugin_libraries: Sequence[str] = (),
-    min_shapes: Shapes | None = None,
-    opt_shapes: Shapes | None = None,
-    max_shapes: Shapes | None = None,
-    workspace_mb: int | None = None,
-    builder_level: int | None = None,
-) -> TensorRt | AheadOfTime:
-    """The engine on the current GPU; with a `target` other than that GPU, one that builds and cannot run.
+@dataclass(frozen=True)
+class RtxOptions(Options):
+    """Options with the architecture to build for: sm75, sm80, sm86, sm89, sm120, sm121."""
 
-    Args:
-        target: architecture to build for: sm75, sm80, sm86, sm89, sm120, sm121.
-        plugin_libraries: shared libraries with plug-ins.
-        min_shapes: smallest sizes of each dynamic input (`opt_shapes`: those to tune for, `max_shapes`: largest).
-        workspace_mb: most scratch memory that a kernel may take.
-        builder_level: 0 (fast builds) to 5 (fast engines).
+    target: str | None = None
+
+
+@taking(RtxOptions)
+def create(options: RtxOptions) -> TensorRt | AheadOfTime:
+    """The engine on the current GPU; with a `target` other than that GPU, one that builds and cannot run.
 
     Raises:
         BadOption: an option has a value that cannot be used.
         EngineUnavailable: TensorRT-RTX or a plug-in library is missing, or a GPU is, without a `target`.
     """
-    shapes = (min_shapes or {}, opt_shapes or {}, max_shapes or {})
     trt = vendor_module("tensorrt_rtx_bindings", "TensorRT-RTX", "pip install 'qdqtune[tensorrt-rtx]'")
-    options = Options(*shapes, workspace_mb, builder_level, _known(trt, target))
-    load_plugins(trt, plugin_libraries)
+    target, known = options.target, _targets(trt)
+    if target and target not in known:
+        raise BadOption(f"TensorRT-RTX {trt.__version__} does not build for {target!r}; it does for {', '.join(known)}")
+    load_plugins(trt, options.plugin_libraries)
     try:
         cuda = Cuda()
     except EngineUnavailable as error:
@@ -63,7 +58,7 @@ def create(
     here = cuda.device
     if target and target != here.target:
         return AheadOfTime(trt, options)
-    if here.target not in _targets(trt):
+    if here.target not in known:
         raise EngineUnavailable(f"TensorRT-RTX has no kernels for {here.name} ({here.target}); to check builds for "
                                 "another GPU give --target sm89")  # fmt: skip
     return TensorRt("tensorrt-rtx", trt, cuda, options, None)
@@ -73,17 +68,10 @@ def _targets(trt: Any) -> list[str]:
     return [name.lower() for name in trt.ComputeCapability.__members__ if name.startswith("SM")]
 
 
-def _known(trt: Any, target: str | None) -> str:
-    known = _targets(trt)
-    if target and target not in known:
-        raise BadOption(f"TensorRT-RTX {trt.__version__} does not build for {target!r}; it does for {', '.join(known)}")
-    return target or ""
-
-
 class AheadOfTime:
     """Builds for a GPU that this machine does not have."""
 
-    def __init__(self, trt: Any, options: Options) -> None:
+    def __init__(self, trt: Any, options: RtxOptions) -> None:
         self._trt = trt
         self._options = options
 
@@ -116,7 +104,7 @@ class AheadOfTime:
 class AheadOfTimeModel:
     """A plan for another machine, and the builder's list of its layers."""
 
-    def __init__(self, plan: Any, model: Path, layers: str, target: str) -> None:
+    def __init__(self, plan: Any, model: Path, layers: str, target: str | None) -> None:
         self._plan, self._model, self._layers, self._target = plan, model, layers, target
 
     def run(self, inputs: Tensors) -> dict[str, npt.NDArray[Any]]:

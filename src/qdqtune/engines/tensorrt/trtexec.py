@@ -13,7 +13,7 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,7 +24,7 @@ import onnx
 from google.protobuf.message import DecodeError
 
 from qdqtune.engines import formats
-from qdqtune.engines.tensorrt.build import Options, Shapes
+from qdqtune.engines.tensorrt.options import CachedOptions, taking
 from qdqtune.engines.tensorrt.program import Launch, Program, find, flag_name, gpu, launch_process
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption, EngineFailure, InputError, one_line
@@ -41,56 +41,47 @@ SUMMARY = re.compile(r"(?<!Total )GPU Compute Time: min = .*?median = ([-+.\deE]
 OUTPUT = re.compile(r'"name" : "(.*?)"\s*, "dimensions" : "(.*?)"\s*, "values" : \[(.*?)\]\s*\}', re.DOTALL)
 
 
-def create(
-    trtexec: str = "trtexec",
-    trtexec_args: str = "",
-    timing_cache: str | None = None,
-    plugin_libraries: Sequence[str] = (),
-    min_shapes: Shapes | None = None,
-    opt_shapes: Shapes | None = None,
-    max_shapes: Shapes | None = None,
-    workspace_mb: int | None = None,
-    builder_level: int | None = None,
-    warmup_ms: int = 200,
-    *,
-    launch: Launch = launch_process,
-) -> Trtexec:
-    """The engine.
+@dataclass(frozen=True)
+class TrtexecOptions(CachedOptions):
+    """Options with the program. Where no shapes are given, a model is built for those of the inputs that it meets.
 
-    Args:
-        trtexec: the program: a path, or a name on the search path.
-        trtexec_args: more flags for every call of it, as on a command line. They win over the engine's own.
-        timing_cache: file of kernel times that builds share; trtexec makes it if it is missing.
-        plugin_libraries: shared libraries with plug-ins.
-        min_shapes: smallest sizes of each dynamic input (`opt_shapes`: those to tune for, `max_shapes`: largest). If
-            none are given, the model is built for the sizes of each input that it meets.
-        workspace_mb: most scratch memory that a kernel may take.
-        builder_level: 0 (fast builds) to 5 (fast engines); the version's own default is 3.
-        warmup_ms: how long trtexec runs the model before it measures.
-        launch: what runs the program. No option of the engine.
+    trtexec: the program: a path, or a name on the search path.
+    trtexec_args: more flags for every call of it, as on a command line. They win over the engine's own.
+    warmup_ms: how long trtexec runs the model before it measures.
+    """
+
+    trtexec: str = "trtexec"
+    trtexec_args: str = ""
+    warmup_ms: int = field(default=200, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.warmup_ms < 0:
+            raise BadOption(f"warmup_ms is 0 or more milliseconds, not {self.warmup_ms}")
+
+
+@taking(TrtexecOptions)
+def create(options: TrtexecOptions, *, launch: Launch = launch_process) -> Trtexec:
+    """The engine. `launch` is what runs the program.
 
     Raises:
         BadOption: an option has a value that cannot be used.
         EngineUnavailable: there is no such program, or it is no trtexec of 8.6 or later.
     """
-    options = Options(min_shapes or {}, opt_shapes or {}, max_shapes or {}, workspace_mb, builder_level)
-    if warmup_ms < 0:
-        raise BadOption(f"warmup_ms is 0 or more milliseconds, not {warmup_ms}")
-    program = find(trtexec, trtexec_args, launch)
-    files = [f"--staticPlugins={library}" for library in plugin_libraries]
-    if timing_cache is not None:
-        files.append(f"--timingCacheFile={Path(timing_cache).absolute()}")
-    return Trtexec(program, options, tuple(files), warmup_ms)
+    program = find(options.trtexec, options.trtexec_args, launch)
+    files = [f"--staticPlugins={library}" for library in options.plugin_libraries]
+    if options.timing_cache is not None:
+        files.append(f"--timingCacheFile={Path(options.timing_cache).absolute()}")
+    return Trtexec(program, options, tuple(files))
 
 
 class Trtexec:
     """Builds plans with trtexec and times them with it."""
 
-    def __init__(self, program: Program, options: Options, files: tuple[str, ...], warmup_ms: int) -> None:
+    def __init__(self, program: Program, options: TrtexecOptions, files: tuple[str, ...]) -> None:
         self._program = program
         self._options = options
         self._files = files
-        self._warmup_ms = warmup_ms
 
     def describe(self) -> dict[str, str]:
         """Version, GPU, driver, and the options that shape latency."""
@@ -138,7 +129,7 @@ class Trtexec:
         if self._options.builder_level is not None:
             flags.append(f"--builderOptimizationLevel={self._options.builder_level}")
         shapes = self._given_shapes(signature)
-        built = TrtexecModel(self._program, model, signature, flags, shapes, log, self._warmup_ms)
+        built = TrtexecModel(self._program, model, signature, flags, shapes, log, self._options.warmup_ms)
         try:
             built.plan({name: [size or 1 for size in spec.sizes] for name, spec in signature.inputs.items()})
         except EngineFailure:
