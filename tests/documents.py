@@ -23,7 +23,7 @@ from qdqtune.autotune import __main__ as autotune
 from qdqtune.cli import main
 from qdqtune.engines.fake import FakeModel
 from qdqtune.types import Tensors
-from runs import without_processes
+from workers import in_process
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples" / "qdq_placement"
@@ -66,7 +66,7 @@ def blocks(text: str) -> list[Block]:
 
 
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work in this process, and let ONNX Runtime compute what the fake engine gives out: it takes milliseconds."""
+    """Let ONNX Runtime compute what the fake engine gives out: it takes milliseconds."""
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
@@ -82,7 +82,6 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
         feed = {name: array for name, array in inputs.items() if name in known}
         return dict(zip(names, session.run(names, feed), strict=True))
 
-    without_processes(monkeypatch)
     monkeypatch.setattr(FakeModel, "run", run)
 
 
@@ -164,7 +163,7 @@ def prepare(folder: Path) -> None:
     """
     for script in EXAMPLES.glob("*.py"):
         shutil.copy(script, folder)
-    with pytest.MonkeyPatch.context() as patch:
+    with in_process(), pytest.MonkeyPatch.context() as patch:
         quickly(patch)
         patch.chdir(folder)
         run_command("python make_model.py --samples 4")

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import pytest
 
 from models import build, feeds, normal
 from qdqtune.engines import EngineSpec
@@ -23,7 +22,6 @@ from qdqtune.graph.model import Model
 from qdqtune.measurement.timing import Plan
 from qdqtune.search.region import Config
 from qdqtune.tuning.settings import Settings
-from workers import Workers
 
 MIXED = """net (float[B,ROWS,64] x) => (float[B,ROWS,8] y) {
     [first] a = MatMul(x, w0)
@@ -84,11 +82,6 @@ def settings(model: Path, /, **changes: Any) -> Settings:
 def cost(path: Path) -> float:
     """Exact latency on the fake engine, in seconds."""
     return latency(onnx.load(path))
-
-
-def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make every runner work in this process: some times faster, and good for all but crashes and hangs."""
-    monkeypatch.setattr("qdqtune.engines.runner.start_worker", Workers())
 
 
 def environment() -> dict[str, str]:

@@ -49,6 +49,8 @@ class Workers:
     """Called before each build, to look on, or to refuse it with what the engine says."""
     slower: Callable[[Build], float] = lambda _: 1.0
     """How many times longer inferences of a build take."""
+    drift: float = 1.0
+    """How many times longer all inferences take from now on."""
     started: int = 0
     builds: list[Build] = field(default_factory=list)
     runs: list[int] = field(default_factory=list)
@@ -129,7 +131,7 @@ class WatchedModel:
 
     def time(self, inputs: Tensors, runs: int) -> float:
         self.workers.runs.append(runs)
-        return self.factor * self.built.time(inputs, runs)
+        return self.workers.drift * self.factor * self.built.time(inputs, runs)
 
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
         return self.built.layers(inputs, runs)

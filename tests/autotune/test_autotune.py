@@ -43,7 +43,7 @@ from qdqtune.autotune.workflows import (
     region_pattern_autotuning_workflow,
 )
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.fake import FakeModel, latency
+from qdqtune.engines.fake import latency
 from qdqtune.errors import BadOption, BadState, BaselineFailed
 from qdqtune.graph.loading import load, load_proto
 from qdqtune.graph.model import Model
@@ -56,16 +56,16 @@ from qdqtune.qdq_utils import get_quantized_tensors
 from qdqtune.search.regions.region import Scheme
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.settings import Settings
-from runs import cost, hopeless, mixed, settings, without_processes, write
+from runs import cost, hopeless, mixed, settings, write
 from trtexec_stand_in import stand_in
+from workers import Workers
 
 DIGITS = Path(__file__).parents[2] / "demo" / "digits.onnx"
 INF = float("inf")
 
 
 @pytest.fixture(autouse=True)
-def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    without_processes(monkeypatch)
+def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: Workers) -> None:
     monkeypatch.setattr(benchmark, "_instance", None)
     monkeypatch.chdir(tmp_path)
 
@@ -204,12 +204,11 @@ def test_options_of_the_benchmark_reach_engines_that_know_them() -> None:
     assert (made.plan.warmup, made.plan.looks) == (7, (50,))  # a round runs each model twice
 
 
-def test_drift_between_two_benchmarks_cancels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_drift_between_two_benchmarks_cancels(workers: Workers, tmp_path: Path) -> None:
     path = write(mixed(), tmp_path)
     init_benchmark_instance(engine="fake")
     first = benchmark_onnx_model(str(path))
-    original = FakeModel.time
-    monkeypatch.setattr(FakeModel, "time", lambda *a: 3 * original(*a))
+    workers.drift = 3.0
     assert benchmark_onnx_model(path.read_bytes()) == pytest.approx(first)
 
 

@@ -24,15 +24,15 @@ from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search.regions import discovery
 from qdqtune.search.regions.patterns import group
-from runs import cost, environment, hopeless, mixed, without_processes, write
+from runs import cost, environment, hopeless, write
+from workers import Workers
 
 Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: Workers) -> Run:
     """Run the command on the fake engine: exit code, standard output, standard error."""
-    without_processes(monkeypatch)
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: object, engine: Sequence[str] = ("--engine", "fake")) -> tuple[int, str, str]:
@@ -50,11 +50,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = []
     monkeypatch.setattr(tune, "run", lambda given: calls.append(given) or 0)
     return calls
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return write(mixed(), tmp_path)
 
 
 def test_a_run_writes_the_files_that_users_know(run: Run, model: Path) -> None:

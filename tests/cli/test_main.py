@@ -38,16 +38,11 @@ from qdqtune.engines.formats import numeric_format
 from qdqtune.errors import BadModel
 from qdqtune.tuning.settings import EFFORTS, Settings
 from qdqtune.types import Edge, Placement
-from runs import environment, hopeless, mixed, without_processes, write
+from runs import environment, hopeless, mixed, write
+from workers import in_process
 
 COMMANDS: dict[str, Command] = {name: later.command for name, later in main.app.commands.items()}
 QUICK = ("--engine", "fake", "--builds", "7")
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    """A model on which pairs pay, with samples beside it."""
-    return write(mixed(), tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +50,8 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, and in `out` beside it what a tuning run on the fake engine has written."""
     path = write(mixed(), tmp_path_factory.mktemp("tuned"))
     arguments = ["tune", str(path), *QUICK, "--calibration-data", str(path.with_suffix(".npz"))]
-    with pytest.MonkeyPatch.context() as patch:
-        without_processes(patch)
-        with pytest.raises(SystemExit) as end:
-            main.main([*arguments, "-o", str(path.parent / "out")])
+    with in_process(), pytest.raises(SystemExit) as end:
+        main.main([*arguments, "-o", str(path.parent / "out")])
     assert end.value.code == 0
     return path
 

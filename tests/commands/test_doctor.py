@@ -25,7 +25,7 @@ from qdqtune.commands.doctor import (
 )
 from qdqtune.engines import MODULES, EngineSpec
 from qdqtune.errors import EngineUnavailable
-from runs import environment, without_processes
+from runs import environment
 
 # Processors
 
@@ -93,8 +93,7 @@ def test_no_driver_and_a_driver_that_hangs(tmp_path, monkeypatch):
 # Engines
 
 
-def test_engines_that_work(tmp_path, monkeypatch):
-    without_processes(monkeypatch)
+def test_engines_that_work(tmp_path, workers):
     fake, onnxruntime = (engine_state(name, tmp_path) for name in ("fake", "onnxruntime"))
     assert (fake.status, fake.version, fake.device, fake.reason) == ("usable", "1", "cost model", "")
     assert onnxruntime.status == "usable"
@@ -139,23 +138,19 @@ def test_a_library_that_kills_its_process(tmp_path, monkeypatch):
     )
 
 
-def test_an_engine_that_only_builds(tmp_path, monkeypatch):
-    class Opened:
-        def __init__(self, spec, **_):
-            self.options = spec.options
+class Ahead:
+    """An engine that cannot be opened but for another device."""
 
-        def __enter__(self):
-            return self
+    def __init__(self, spec: EngineSpec) -> None:
+        if not spec.options:
+            raise EngineUnavailable("there is no GPU")
 
-        def __exit__(self, *_):
-            pass
+    def describe(self) -> dict[str, str]:
+        return {"version": "1.7", "device": "none"}
 
-        def describe(self):
-            if not self.options:
-                raise EngineUnavailable("there is no GPU")
-            return {"version": "1.7", "device": "none"}
 
-    monkeypatch.setattr(doctor, "Runner", Opened)
+def test_an_engine_that_only_builds(tmp_path, monkeypatch, workers):
+    workers.opener = Ahead
     monkeypatch.setattr(doctor, "NEEDS", {})
     assert engine_state("tensorrt-rtx", tmp_path) == EngineState(
         "tensorrt-rtx", "builds only", "1.7", "none", "there is no GPU"
@@ -163,18 +158,13 @@ def test_an_engine_that_only_builds(tmp_path, monkeypatch):
     assert engine_state("tensorrt", tmp_path) == EngineState("tensorrt", "missing", reason="there is no GPU")
 
 
-def test_building_ahead_of_time_needs_no_cuda(tmp_path, monkeypatch):
+def test_building_ahead_of_time_needs_no_cuda(tmp_path, monkeypatch, workers):
     """The package of TensorRT-RTX alone will do, which is all that its extra installs."""
 
-    def described(spec: EngineSpec, _: Path) -> dict[str, str]:
-        if not spec.options:
-            raise EngineUnavailable("cuda-python is missing")
-        return {"version": "1.7", "device": "sm89"}
-
-    monkeypatch.setattr(doctor, "_described", described)
+    workers.opener = Ahead
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name == "tensorrt_rtx_bindings" or None)
     found = engine_state("tensorrt-rtx", tmp_path)
-    assert (found.status, found.reason, found.remedy) == ("builds only", "cuda-python is missing", "")
+    assert (found.status, found.reason, found.remedy) == ("builds only", "there is no GPU", "")
 
 
 def test_every_engine_is_examined(tmp_path, monkeypatch):

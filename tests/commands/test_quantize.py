@@ -29,15 +29,12 @@ from qdqtune.measurement.accuracy import sqnr_db
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.reading import read_placement
 from qdqtune.types import Failure, Placement, QType, QuantType
-from runs import without_processes
 
 Array = npt.NDArray[Any]
 DIGITS = Path(__file__).parents[2] / "demo" / "digits.onnx"
 
 
-@pytest.fixture(autouse=True)
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_processes(monkeypatch)
+pytestmark = pytest.mark.usefixtures("workers")
 
 
 def written(model: Model, folder: Path, count: int = 5) -> Path:

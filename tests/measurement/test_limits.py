@@ -31,7 +31,8 @@ from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import State
 from qdqtune.tuning.settings import Settings
 from qdqtune.types import Failure, Measurement, Placement, Proposal, Trial
-from runs import hopeless, mixed, settings, without_processes, write
+from runs import hopeless, mixed, settings, write
+from workers import Workers
 
 PLAN = Plan((12,))
 GROUPS = [("first", "relu")]
@@ -39,6 +40,7 @@ GROUPS = [("first", "relu")]
 
 METRIC = """import numpy as np
 from pathlib import Path
+from workers import Workers
 HERE = Path(__file__).parent
 SAMPLE = np.load(HERE / "model.npz")["x"][0]
 def score(predict):
@@ -117,12 +119,7 @@ class Log:
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_processes(monkeypatch)
-
-
-@pytest.fixture
-def model(tmp_path: Path, here: None) -> Path:
+def model(tmp_path: Path, workers: Workers) -> Path:
     return write(mixed(), tmp_path)
 
 
@@ -239,7 +236,7 @@ def test_other_searches_try_a_guess_within_the_limit(
     assert any(t.proposal.origin.startswith(QUIETER) for t in result.history)
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("workers")
 class TestWhatCannotBe:
     def test_nothing_faster_is_not_a_limit_unmet(self, tmp_path: Path) -> None:
         result = tune(settings(write(hopeless(), tmp_path), min_sqnr=1.0))
@@ -274,7 +271,7 @@ class TestWhatCannotBe:
         assert result.summary["output_sqnr_db"] >= 38
 
 
-def test_with_enough_samples_some_are_kept_from_calibration(tmp_path: Path, here: None) -> None:
+def test_with_enough_samples_some_are_kept_from_calibration(tmp_path: Path, workers: Workers) -> None:
     path = write(mixed(), tmp_path)
     few = tune(settings(path, builds=10)).summary
     assert (few["accuracy_samples"], few["accuracy_held_out"]) == (1, False)

@@ -14,7 +14,7 @@ from qdqtune.errors import BadOption
 from qdqtune.graph.files import save
 from qdqtune.measurement.metric import evaluate, load_evaluation
 from qdqtune.types import Failure
-from runs import without_processes
+from workers import Workers
 
 NET = build("net (float[2,4] x) => (float[2,3] y) { y = MatMul(x, w) }", {"w": normal(4, 3)})
 Metric = Callable[[str], str]
@@ -33,8 +33,7 @@ def metric(tmp_path: Path) -> Metric:
 
 
 @pytest.fixture
-def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Runner, Handle]:
-    without_processes(monkeypatch)
+def loaded(tmp_path: Path, workers: Workers) -> tuple[Runner, Handle]:
     save(NET, tmp_path / "net.onnx")
     runner = Runner(EngineSpec("fake"), time_limit_s=60, log_dir=tmp_path)
     handle = runner.load(tmp_path / "net.onnx")

@@ -17,14 +17,11 @@ from qdqtune.placement.possible import possible_edges
 from qdqtune.search.costs.noise import Noise
 from qdqtune.tuning.noise import each_value
 from qdqtune.types import Edge, Failure, NumericFormat, Placement
-from runs import without_processes
 
 NETS = {"conv": conv_net, "attention": attention}
 
 
-@pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_processes(monkeypatch)
+pytestmark = pytest.mark.usefixtures("workers")
 
 
 def alone(model: Model, numbers: NumericFormat = PLAIN) -> dict[str, float]:

@@ -66,6 +66,7 @@ def run(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
         run_command(command, on_gpu=bool(block.releases), builds=BUILDS)
 
 
+@pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_everything_runs_in_the_order_of_the_text(
     document: Path,

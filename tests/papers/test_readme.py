@@ -11,11 +11,14 @@ import pytest
 from documents import ROOT, blocks, options_of_commands, run_command, run_python
 from qdqtune.engines import MODULES, EngineSpec
 from qdqtune.engines.worker import Session
-from runs import mixed, without_processes, write
+from runs import mixed, write
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = blocks(README)
 COMMANDS = [command for block in BLOCKS if block.kind == "bash" for command in block.commands]
+
+
+pytestmark = pytest.mark.usefixtures("workers")
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +35,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_command_runs_in_the_order_of_the_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(COMMANDS) > 8
-    without_processes(monkeypatch)
     monkeypatch.chdir(folder)
     for command in COMMANDS:
         run_command(command)
@@ -52,7 +54,6 @@ def test_the_python_code_runs(
     engine = 'EngineSpec("onnxruntime", {"threads": 1})'
     assert engine in code
     Session(EngineSpec("onnxruntime", {"threads": 1}))  # takes these options
-    without_processes(monkeypatch)
     monkeypatch.chdir(folder)
     assert run_python(code, capsys).startswith("True ")
     assert (folder / "from_python" / "optimized_final.onnx").is_file()

@@ -15,7 +15,6 @@ from qdqtune.graph.files import save
 from qdqtune.graph.float16 import Precision
 from qdqtune.graph.model import Model
 from qdqtune.types import QuantType
-from runs import without_processes
 
 pytest.importorskip("tensorrt_rtx_bindings")
 
@@ -74,12 +73,12 @@ CASES = [(passing, "int8"), (passing, "fp8"), (convnext, "int8"), (convnext, "fp
          (attention, "int8"), (conv_net, "int8")]  # fmt: skip
 
 
+@pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize(("make", "quant_type"), CASES)
 def test_it_builds_and_runs_in_8_bits(
     make: object, quant_type: QuantType, precision: Precision, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without_processes(monkeypatch)
     for module in ("cuda.bindings.runtime", "cuda.cudart"):  # as without a GPU, also where there is one
         monkeypatch.setitem(sys.modules, module, None)
     assert callable(make)

@@ -20,12 +20,9 @@ from qdqtune.placement.possible import possible_edges
 from qdqtune.search.latency import GroupedSearch
 from qdqtune.tuning.loop import Result, tune
 from qdqtune.types import Measurement, Placement, Trial
-from runs import hopeless, mixed, settings, without_processes, write
+from runs import hopeless, mixed, settings, write
 
-
-@pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_processes(monkeypatch)
+pytestmark = pytest.mark.usefixtures("workers")
 
 
 def cut_run(folder: Path, **changes: object) -> Result:

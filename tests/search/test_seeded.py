@@ -13,7 +13,8 @@ from qdqtune.search import Seeded
 from qdqtune.search.region import Config
 from qdqtune.tuning.loop import Result, tune
 from qdqtune.types import Edge, Measurement, Placement, Proposal, Trial
-from runs import cost, mixed, settings, without_processes, write
+from runs import cost, mixed, settings, write
+from workers import Workers
 
 STATE = "autotuner_state.yaml"
 OF_THE_CUT = {"fused units", "single nodes", "cut", "polish"}
@@ -73,8 +74,7 @@ def test_it_never_goes_back() -> None:
 
 
 @pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    without_processes(monkeypatch)
+def model(tmp_path: Path, workers: Workers) -> Path:
     return write(mixed(), tmp_path)
 
 

@@ -18,8 +18,7 @@ from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantTy
 
 from models import INT8, build, conv_net, feeds, normal, ranges
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.fake import FakeModel, latency
-from qdqtune.engines.runner import Runner
+from qdqtune.engines.fake import latency
 from qdqtune.errors import BadModel, BadOption, BaselineFailed, OutputError
 from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
@@ -38,23 +37,13 @@ from qdqtune.tuning.observer import State
 from qdqtune.tuning.settings import PROOF_BUILDS
 from qdqtune.tuning.store import Store, unpack_result
 from qdqtune.types import Failure, Measurement, Placement, Trial
-from runs import cost, hopeless, mixed, settings, without_processes, write
+from runs import cost, hopeless, mixed, settings, write
+from workers import Build, Workers
 
 SUMMARY = {
     "model", "engine", "mode", "baseline_ms", "final_ms", "ratio", "ratio_low", "ratio_high", "builds", "trials",
     "seconds", "engine_seconds", "patterns", "regions", "pairs", "output_sqnr_db", "seed", "versions",
 }  # fmt: skip
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No processes."""
-    without_processes(monkeypatch)
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return write(mixed(), tmp_path)
 
 
 @dataclass
@@ -83,10 +72,10 @@ def never_slower(model: Path) -> None:
     assert cost(out(model, "optimized_final.onnx")) <= cost(out(model, "baseline.onnx")) <= 1.0001 * cost(model)
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("workers")
 class TestAnImprovement:
     @pytest.fixture
-    def result(self, model: Path, here: None) -> Result:
+    def result(self, model: Path, workers: Workers) -> Result:
         return tune(settings(model))
 
     def test_it_is_shipped_near_the_best_that_there_is(self, model: Path, result: Result) -> None:
@@ -145,16 +134,15 @@ class TestAnImprovement:
         assert all(state.replayed for _, _, state in log.trials)
 
 
-@pytest.mark.usefixtures("here")
-def test_the_file_that_ships_is_the_file_that_was_measured(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("workers")
+def test_the_file_that_ships_is_the_file_that_was_measured(model: Path, workers: Workers) -> None:
     built: list[tuple[str, str]] = []
-    original = Runner.load
 
-    def watched(self: Runner, path: Path, *args: Any, **kwargs: Any) -> Any:
-        built.append((path.name, hashlib.sha256(path.read_bytes()).hexdigest()))
-        return original(self, path, *args, **kwargs)
+    def watched(build: Build) -> None:
+        if build.engine == "fake":
+            built.append((build.path.name, hashlib.sha256(build.path.read_bytes()).hexdigest()))
 
-    monkeypatch.setattr(Runner, "load", watched)
+    workers.refused = watched
     assert tune(settings(model)).improved
     for name in ("optimized_final.onnx", "model.onnx"):
         path = model if name == "model.onnx" else out(model, name)
@@ -171,7 +159,7 @@ def state_fingerprint(model: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("make", [hopeless, conv_net])
 def test_where_no_pair_pays_the_baseline_ships(tmp_path: Path, make: Callable[[], Model]) -> None:
     model = write(make(), tmp_path)
@@ -185,16 +173,9 @@ def test_where_no_pair_pays_the_baseline_ships(tmp_path: Path, make: Callable[[]
     assert not is_quantized(load(out(model, "baseline.onnx")))
 
 
-@pytest.mark.usefixtures("here")
-def test_an_improvement_that_fresh_builds_do_not_confirm_does_not_ship(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = FakeModel.time
-
-    def slow_when_finished(self: FakeModel, *args: Any) -> float:
-        return original(self, *args) * (3 if self._path.name == "optimized_final.onnx" else 1)
-
-    monkeypatch.setattr(FakeModel, "time", slow_when_finished)
+@pytest.mark.usefixtures("workers")
+def test_an_improvement_that_fresh_builds_do_not_confirm_does_not_ship(model: Path, workers: Workers) -> None:
+    workers.slower = lambda build: 3 if build.path.name == "optimized_final.onnx" else 1
     result = tune(settings(model))
     assert best_of(result.history).edges
     assert not result.improved
@@ -203,28 +184,16 @@ def test_an_improvement_that_fresh_builds_do_not_confirm_does_not_ship(
     assert result.summary["ratio"] == 1.0
 
 
-@pytest.mark.usefixtures("here")
-def test_a_result_slower_than_the_users_own_file_does_not_ship(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = FakeModel.time
-
-    def quick_as_given(self: FakeModel, *args: Any) -> float:
-        return original(self, *args) * (0.1 if self._path == model else 1)
-
-    monkeypatch.setattr(FakeModel, "time", quick_as_given)
+@pytest.mark.usefixtures("workers")
+def test_a_result_slower_than_the_users_own_file_does_not_ship(model: Path, workers: Workers) -> None:
+    workers.slower = lambda build: 0.1 if build.path == model else 1
     assert tune(settings(model)).shipped == "given"
     assert out(model, "optimized_final.onnx").read_bytes() == model.read_bytes()
 
 
-@pytest.mark.usefixtures("here")
-def test_what_the_engine_does_not_run_as_it_was_given_meets_the_baseline(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = Runner.load
-
-    def refused(self: Runner, path: Path, *args: Any, **kwargs: Any) -> Any:
-        return Failure("build", "no") if path == model else original(self, path, *args, **kwargs)
-
-    monkeypatch.setattr(Runner, "load", refused)
+@pytest.mark.usefixtures("workers")
+def test_what_the_engine_does_not_run_as_it_was_given_meets_the_baseline(model: Path, workers: Workers) -> None:
+    workers.refused = lambda build: "no" if build.path == model else None
     result = tune(settings(model))
     assert result.improved
     assert result.notes == ("the engine does not run model.onnx as it is, so it was not compared: no",)
@@ -233,7 +202,7 @@ def test_what_the_engine_does_not_run_as_it_was_given_meets_the_baseline(
     assert (keys.count("given"), keys.count("proof")) == (1, 2)
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("workers")
 def test_a_model_that_has_pairs_is_proven_against_float_and_against_itself(model: Path) -> None:
     given = quantized(model, "qdq.onnx", rules.compute_inputs(load(model), possible(model)))
     result = tune(settings(model, model=given, from_qdq=True))
@@ -244,40 +213,30 @@ def test_a_model_that_has_pairs_is_proven_against_float_and_against_itself(model
     assert result.summary["proof_builds"] == 2 * PROOF_BUILDS
 
 
-@pytest.mark.usefixtures("here")
-def test_a_file_that_is_not_proven_never_takes_the_place_of_the_final_one(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
+@pytest.mark.usefixtures("workers")
+def test_a_file_that_is_not_proven_never_takes_the_place_of_the_final_one(model: Path, workers: Workers) -> None:
+    def interrupted(build: Build) -> None:
+        if build.path.name == "optimized_final.onnx":
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr("qdqtune.tuning.bench.Bench.confirm", interrupted)
+    workers.refused = interrupted
     with pytest.raises(KeyboardInterrupt):
         tune(settings(model))
     assert not out(model, "optimized_final.onnx").exists()
     assert not out(model, "candidates").exists()
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("builds", [4, 9, 17])
-def test_the_builds_are_never_overspent(model: Path, monkeypatch: pytest.MonkeyPatch, builds: int) -> None:
-    made: list[Path] = []
-    original = Runner._build
-
-    def counted(self: Runner, number: int, path: Path, log: Path) -> Any:
-        made.append(path)
-        return original(self, number, path, log)
-
-    monkeypatch.setattr(Runner, "_build", counted)
+def test_the_builds_are_never_overspent(model: Path, workers: Workers, builds: int) -> None:
     result = tune(settings(model, builds=builds))
     assert builds - 3 < result.summary["builds"] <= builds
-    candidates = [p for p in made if p.parent.name == "candidates" and p.name != "optimized_final.onnx"]
-    assert len(candidates) == result.summary["builds"]
+    assert sum(build.is_candidate for build in workers.builds) == result.summary["builds"]
     calibrations = 1
-    assert len(made) == result.summary["builds"] + result.summary["proof_builds"] + calibrations
+    assert len(workers.builds) == result.summary["builds"] + result.summary["proof_builds"] + calibrations
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("workers")
 def test_the_time_budget_ends_the_search(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
 
@@ -291,20 +250,20 @@ def test_the_time_budget_ends_the_search(model: Path, monkeypatch: pytest.Monkey
     never_slower(model)
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("workers")
 def test_it_stops_when_there_is_nothing_left_to_try(model: Path) -> None:
     result = tune(settings(model, builds=392, config=Config(schemes_per_region=2)))
     assert 0 < result.summary["builds"] < 60
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("workers")
 def test_the_input_file_is_left_as_it_is(model: Path) -> None:
     before = model.read_bytes(), sorted(p.name for p in model.parent.iterdir())
     tune(settings(model, builds=6))
     assert (model.read_bytes(), sorted(p.name for p in model.parent.iterdir() if p.name != "out")) == before
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("name", ["baseline.onnx", "optimized_final.onnx"])
 def test_a_folder_where_results_would_overwrite_the_input_is_refused(tmp_path: Path, name: str) -> None:
     model = write(mixed(), tmp_path, name.removesuffix(".onnx"))
@@ -314,14 +273,14 @@ def test_a_folder_where_results_would_overwrite_the_input_is_refused(tmp_path: P
     assert model.read_bytes() == before
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("workers")
 def test_an_output_folder_that_cannot_be_written_is_an_output_error(model: Path) -> None:
     (model.parent / "file").touch()
     with pytest.raises(OutputError, match="cannot write"):
         tune(settings(model, output_dir=model.parent / "file" / "out"))
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("workers")
 def test_a_dynamic_batch_stays_dynamic(tmp_path: Path) -> None:
     model = write(mixed(batch=None), tmp_path)
     result = tune(settings(model, input_shapes={"x": (2, 64, 64)}))
@@ -332,7 +291,7 @@ def test_a_dynamic_batch_stays_dynamic(tmp_path: Path) -> None:
             assert value.type.tensor_type.shape.dim[0].dim_param == "N"
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("workers")
 def test_the_observer_hears_every_trial_in_order(model: Path) -> None:
     log = Log()
     result = tune(settings(model, builds=17), log)
@@ -346,7 +305,7 @@ def test_the_observer_hears_every_trial_in_order(model: Path) -> None:
     assert not any(state.replayed for _, _, state in log.trials)
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("workers")
 def test_the_node_filter_leaves_other_regions_in_float(model: Path) -> None:
     result = tune(settings(model, node_filter=("fir*",)))
     assert result.improved
@@ -368,7 +327,7 @@ def possible(model: Path) -> frozenset[Any]:
     return possible_edges(load(model), ranges(load(model)))
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("workers")
 class TestAModelThatHasPairs:
     def test_it_is_refused_unless_said(self, model: Path) -> None:
         given = quantized(model, "qdq.onnx", rules.everything(load(model), possible(model)))
@@ -460,7 +419,7 @@ def pair_scale(proto: onnx.ModelProto, tensor: str) -> str:
     return next(str(n.input[1]) for n in proto.graph.node if n.op_type == "QuantizeLinear" and n.input[0] == tensor)
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("workers")
 def test_a_pattern_cache_is_tried_first(model: Path) -> None:
     first = tune(settings(model))
     cache = out(model, "autotuner_state_pattern_cache.yaml")
@@ -473,7 +432,7 @@ def test_a_pattern_cache_is_tried_first(model: Path) -> None:
         tune(settings(model, pattern_cache=out(model, "placement.yaml"), restart=True))
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize(("kind", "stage"), [("refuse", "build"), ("nan", "output")])
 def test_a_placement_that_fails_does_not_ship_and_the_search_goes_on(model: Path, kind: str, stage: str) -> None:
     result = tune(settings(model, engine=faulty(**{kind: "skip"})))
@@ -486,9 +445,18 @@ def test_a_placement_that_fails_does_not_ship_and_the_search_goes_on(model: Path
     never_slower(model)
 
 
-@pytest.mark.parametrize(("kind", "stage"), [("crash", "crash"), ("hang", "timeout")])
-def test_an_engine_that_dies_or_hangs_is_a_failed_trial(model: Path, kind: str, stage: str) -> None:
-    result = tune(settings(model, engine=faulty(**{kind: "tanh"}), time_limit=2.0, builds=12))
+@pytest.mark.parametrize(("error", "stage"), [(EOFError, "crash"), (TimeoutError, "timeout")])
+def test_an_engine_that_dies_or_hangs_is_a_failed_trial(
+    model: Path, workers: Workers, error: type[Exception], stage: str
+) -> None:
+    def lost(build: Build) -> None:
+        nodes = onnx.load(build.path, load_external_data=False).graph.node
+        dequantized = {n.output[0] for n in nodes if n.op_type == "DequantizeLinear"}
+        if any(n.name == "tanh" and n.input[0] in dequantized for n in nodes):
+            raise error
+
+    workers.refused = lost
+    result = tune(settings(model, builds=12))
     failed = [t for t in result.history if isinstance(t.result, Failure)]
     assert {t.result.stage for t in failed if isinstance(t.result, Failure)} == {stage}
     assert result.improved
@@ -497,14 +465,9 @@ def test_an_engine_that_dies_or_hangs_is_a_failed_trial(model: Path, kind: str, 
     assert not out(model, "candidates").exists()
 
 
-@pytest.mark.usefixtures("here")
-def test_a_float_model_that_the_engine_refuses_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = write(mixed(), tmp_path)
-
-    def refuse(*_: Any) -> float:
-        raise ValueError("no such operator")
-
-    monkeypatch.setattr("qdqtune.engines.fake.latency", refuse)
+@pytest.mark.usefixtures("workers")
+def test_a_float_model_that_the_engine_refuses_ends_the_run(model: Path, tmp_path: Path, workers: Workers) -> None:
+    workers.refused = lambda build: "no such operator" if build.engine == "fake" else None
     with pytest.raises(BaselineFailed, match=r"cannot run the float model: .*no such operator") as failure:
         tune(settings(model))
     assert failure.value.exit_code == 5
@@ -514,21 +477,21 @@ def test_a_float_model_that_the_engine_refuses_ends_the_run(tmp_path: Path, monk
         estimate(settings(model, output_dir=tmp_path / "other"))
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("workers")
 def test_a_model_without_anything_to_quantize_is_refused(tmp_path: Path) -> None:
     model = write(build("net (int64[2,8] x) => (int64[2,8] y) { [negate] y = Neg(x) }"), tmp_path)
     with pytest.raises(BadModel, match="has no tensor that could be quantized"):
         tune(settings(model))
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("wrong", [{"builds": 3}, {"time_budget": 0.0}, {"time_budget": -1.0}])
 def test_budgets_that_leave_nothing_are_refused(model: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(BadOption):
         settings(model, **wrong)
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("workers")
 def test_an_estimate_builds_the_float_model_once_and_leaves_no_state(model: Path) -> None:
     expected = estimate(settings(model))
     assert expected.latency == pytest.approx(cost(model))
@@ -539,7 +502,7 @@ def test_an_estimate_builds_the_float_model_once_and_leaves_no_state(model: Path
     assert tune(settings(model)).summary["patterns"] == expected.patterns
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("number", range(6))
 def test_no_random_network_gets_slower(tmp_path: Path, number: int) -> None:
     model = write(random_network(number), tmp_path)
@@ -571,12 +534,10 @@ def random_network(number: int) -> Model:
 NOISE = {"noise": 0.03, "drift": 0.1, "spikes": 0.02}
 
 
-@pytest.mark.usefixtures("here")
-def test_where_no_placement_changes_the_latency_noise_ships_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("workers")
+def test_where_no_placement_changes_the_latency_noise_ships_nothing(tmp_path: Path, workers: Workers) -> None:
     """At one false win per thousand comparisons and a repetition of each win, hundreds of comparisons give none."""
-    monkeypatch.setattr("qdqtune.engines.fake._CostModel.seconds", lambda _self: 1e-4)
+    workers.slower = lambda build: 1e-4 / cost(build.path)
     products = "[m0] a = MatMul(x, w) [t0] b = Tanh(a) [m1] c = MatMul(b, w) [a1] d = Add(c, b) [m2] y = MatMul(d, w)"
     network = build(f"net (float[2,8] x) => (float[2,8] y) {{ {products} }}", {"w": normal(8, 8)})
     model = write(network, tmp_path)
@@ -594,7 +555,7 @@ def test_where_no_placement_changes_the_latency_noise_ships_nothing(
     assert accepted == 0
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("workers")
 def test_under_the_same_noise_a_real_gain_is_found(model: Path) -> None:
     for number in range(2):
         engine = EngineSpec("fake", {"seed": number, **NOISE})
@@ -607,7 +568,7 @@ def test_under_the_same_noise_a_real_gain_is_found(model: Path) -> None:
         assert low <= truth <= high
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("workers")
 def test_on_onnx_runtime_the_result_runs_and_is_near_the_float_model(tmp_path: Path) -> None:
     model = write(mixed(), tmp_path)
     short = replace(Plan(), looks=(12,), slot_seconds=0.001)

@@ -18,8 +18,7 @@ from onnx import TensorProto
 
 from models import FP8, INT8, build, conv_net, normal, ranges
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.fake import FakeModel, create, latency
-from qdqtune.engines.runner import Runner
+from qdqtune.engines.fake import create, latency
 from qdqtune.errors import BadState, BaselineFailed
 from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
@@ -32,17 +31,10 @@ from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.region import NodeInput, Scheme
 from qdqtune.tuning.loop import tune
 from qdqtune.types import Failure, Measurement, Placement
-from runs import cost, hopeless, mixed, settings, without_processes, write
+from runs import cost, hopeless, mixed, settings, write
+from workers import Build, Workers
 
-
-@pytest.fixture(autouse=True)
-def _here(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_processes(monkeypatch)
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return write(mixed(), tmp_path)
+pytestmark = pytest.mark.usefixtures("workers")
 
 
 def initializers(proto: onnx.ModelProto) -> dict[str, Any]:
@@ -61,16 +53,14 @@ def test_1_a_model_slower_than_the_one_given_is_shipped(tmp_path: Path, make: Ca
     assert best == sorted(best, reverse=True)
 
 
-def test_2_what_was_measured_is_not_what_is_shipped(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_2_what_was_measured_is_not_what_is_shipped(model: Path, workers: Workers) -> None:
     """The search measured models with the scale 0.1 everywhere; the one delivered was calibrated and placed anew."""
     measured: dict[str, onnx.ModelProto] = {}
-    original = Runner.load
 
-    def watched(self: Runner, path: Path, *args: Any, **kwargs: Any) -> Any:
-        measured[path.stem] = onnx.load(path)
-        return original(self, path, *args, **kwargs)
+    def watched(build: Build) -> None:
+        measured[build.path.stem] = onnx.load(build.path)
 
-    monkeypatch.setattr(Runner, "load", watched)
+    workers.refused = watched
     result = tune(settings(model))
     candidate = measured[result.placement.digest]
     shipped = onnx.load(model.parent / "out" / "optimized_final.onnx")
@@ -118,19 +108,11 @@ def test_4_a_run_that_is_resumed_forgets_or_mixes(model: Path) -> None:
             tune(settings(model, builds=14, **change))
 
 
-def test_5_the_same_placement_is_built_again_and_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_5_the_same_placement_is_built_again_and_again(model: Path, workers: Workers) -> None:
     """Half of all builds measured a placement that had been measured, because schemes were compared and not the edges
     that they mean; the unquantized model was built for every pattern; and two runs did not make the same choices."""
-    built: list[str] = []
-    original = Runner._build
-
-    def counted(self: Runner, number: int, path: Path, log: Path) -> Any:
-        if path.parent.name == "candidates" and path.name != "optimized_final.onnx":
-            built.append(path.stem)
-        return original(self, number, path, log)
-
-    monkeypatch.setattr(Runner, "_build", counted)
     result = tune(settings(model, builds=52))
+    built = [build.path.stem for build in workers.builds if build.is_candidate]
     placements = [t.placement for t in result.history]
     assert len(set(placements)) == len(placements) > 12
     assert Placement() not in placements
@@ -143,29 +125,10 @@ def test_5_the_same_placement_is_built_again_and_again(model: Path, monkeypatch:
     assert [t.placement for t in twin.history] == placements
 
 
-def test_6_one_number_of_one_build_decides(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_6_one_number_of_one_build_decides(model: Path, workers: Workers) -> None:
     """One median of one build was compared with one of another, taken minutes before: neither drift of the machine nor
     the luck of a build was seen. And the count of warm-up runs was handed on as milliseconds."""
-    lucky: set[int] = set()
-    original = FakeModel.time
-
-    def with_luck(self: FakeModel, inputs: Any, runs: int) -> float:
-        return original(self, inputs, runs) * (0.5 if id(self) in lucky else 1.0)
-
-    monkeypatch.setattr("qdqtune.engines.fake._CostModel.seconds", lambda _self: 1e-4)
-    monkeypatch.setattr(FakeModel, "time", with_luck)
-    calls: list[int] = []
-    build_one = FakeModel.__init__
-
-    def every_third_is_lucky(self: FakeModel, *args: Any, **kwargs: Any) -> None:
-        build_one(self, *args, **kwargs)
-        calls.append(1)
-        alive.append(self)
-        if len(calls) % 3 == 2:
-            lucky.add(id(self))
-
-    alive: list[FakeModel] = []  # so that no id comes twice
-    monkeypatch.setattr(FakeModel, "__init__", every_third_is_lucky)
+    workers.slower = lambda build: (0.5e-4 if build.number % 3 == 2 else 1e-4) / cost(build.path)
     result = tune(settings(model, builds=22))
     checked = [t for t in result.history if t.check is not None]
     assert checked
@@ -175,18 +138,10 @@ def test_6_one_number_of_one_build_decides(model: Path, monkeypatch: pytest.Monk
     assert not result.improved
 
 
-def test_6_warmup_is_a_number_of_inferences(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_6_warmup_is_a_number_of_inferences(model: Path, workers: Workers) -> None:
     """See above."""
-    counts: list[int] = []
-    original = FakeModel.time
-
-    def counted(self: FakeModel, inputs: Any, runs: int) -> float:
-        counts.append(runs)
-        return original(self, inputs, runs)
-
-    monkeypatch.setattr(FakeModel, "time", counted)
     tune(settings(model, builds=4, plan=replace(Plan(), slot_seconds=0.0, warmup=7)))
-    assert set(counts) == {1, 7}
+    assert set(workers.runs) == {1, 7}
 
 
 def test_7_one_scheme_means_different_edges(model: Path) -> None:
@@ -241,7 +196,9 @@ def test_8_pairs_that_make_no_sense(model: Path) -> None:
     assert any(a.dtype == ml_dtypes.float8_e4m3fn for a in initializers(proto).values())
 
 
-def test_9_a_candidate_costs_as_much_as_the_model_is_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_9_a_candidate_costs_as_much_as_the_model_is_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: Workers
+) -> None:
     """Every candidate was imported, rewritten and serialised with all its weights, resolving a scheme took time that
     grew with the square of the graph, and gated blocks took exponential time."""
     written: Counter[str] = Counter()
@@ -252,16 +209,14 @@ def test_9_a_candidate_costs_as_much_as_the_model_is_large(tmp_path: Path, monke
         return original(self, data)
 
     sizes: list[int] = []
-    load_one = Runner.load
 
-    def watched(self: Runner, path: Path, *args: Any, **kwargs: Any) -> Any:
-        constants = path.parent / "constants.bin"
-        if path.parent.name == "candidates" and constants.exists():
+    def watched(build: Build) -> None:
+        constants = build.path.parent / "constants.bin"
+        if build.path.parent.name == "candidates" and constants.exists():
             sizes.append(constants.stat().st_size)
-        return load_one(self, path, *args, **kwargs)
 
+    workers.refused = watched
     monkeypatch.setattr(Path, "write_bytes", counted)
-    monkeypatch.setattr(Runner, "load", watched)
     text = (
         "net (float[1,2,512] x) => (float[1,2,512] y) { [up] a = MatMul(x, w) [r] b = Relu(a) [down] y = MatMul(b, v) }"
     )
@@ -304,14 +259,9 @@ def test_10_infinity_stands_for_failure(model: Path) -> None:
     assert all(math.isfinite(v) for v in summary.values() if isinstance(v, float))
 
 
-def test_10_a_failed_baseline_ends_the_run(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_10_a_failed_baseline_ends_the_run(model: Path, workers: Workers) -> None:
     """See above."""
-
-    def fail(*_: Any, **__: Any) -> Failure:
-        return Failure("build", "unsupported")
-
-    monkeypatch.setattr(Runner, "load", fail)
-    monkeypatch.setattr("qdqtune.tuning.subject.calibrate", lambda m, *_, **__: ranges(m))
+    workers.refused = lambda build: "unsupported" if build.engine == "fake" else None
     with pytest.raises(BaselineFailed, match="unsupported"):
         tune(settings(model))
     assert create() is not create()  # no engine, benchmark or cache is shared between runs

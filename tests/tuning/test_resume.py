@@ -18,13 +18,13 @@ import yaml
 from models import feeds
 from qdqtune.calibration.calibrate import Calibration
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadState, EngineFailure
 from qdqtune.measurement.timing import Plan
 from qdqtune.search.region import Config
 from qdqtune.tuning.loop import tune
 from qdqtune.types import Failure
-from runs import environment, mixed, settings, without_processes, write
+from runs import environment, mixed, settings, write
+from workers import Build, Workers, in_process
 
 STATE = "autotuner_state.yaml"
 FILES = [STATE, "autotuner_state_pattern_cache.yaml", "baseline.onnx", "optimized_final.onnx", "placement.yaml"]
@@ -120,23 +120,12 @@ def test_another_option_is_refused_in_one_line_with_exit_code_2(
     assert contents(folder / "unbroken") == expected
 
 
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No processes."""
-    without_processes(monkeypatch)
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return write(mixed(), tmp_path)
-
-
 def parsed(state: bytes) -> list[Any]:
     found: list[Any] = yaml.safe_load(state)
     return found
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize(("mode", "builds"), [("region", 16), ("cut", 8)])
 def test_a_state_file_cut_off_after_any_record_is_completed_to_the_same_file(
     model: Path, mode: str, builds: int
@@ -154,7 +143,7 @@ def test_a_state_file_cut_off_after_any_record_is_completed_to_the_same_file(
         assert again.history == first.history
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("workers")
 def test_a_larger_budget_goes_on_where_the_smaller_one_ended(model: Path) -> None:
     whole = tune(settings(model, builds=32, output_dir=model.parent / "whole"))
     for builds in (4, 13, 18, 32):
@@ -166,7 +155,7 @@ def test_a_larger_budget_goes_on_where_the_smaller_one_ended(model: Path) -> Non
     assert trials == expected
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("workers")
 def test_a_smaller_budget_measures_nothing_more(model: Path) -> None:
     tune(settings(model, builds=32))
     before = parsed((model.parent / "out" / STATE).read_bytes())
@@ -177,7 +166,7 @@ def test_a_smaller_budget_measures_nothing_more(model: Path) -> None:
     assert all(not r["key"].startswith("trial") for r in after[len(before) :])
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("workers")
 def test_noise_is_not_measured_twice(model: Path) -> None:
     noisy = settings(model, engine=EngineSpec("fake", {"noise": 0.02, "drift": 0.05}), builds=12)
     first = tune(noisy)
@@ -185,21 +174,17 @@ def test_noise_is_not_measured_twice(model: Path) -> None:
     assert tune(noisy).ratio == first.ratio
 
 
-@pytest.mark.usefixtures("here")
-def test_the_first_failure_of_an_engine_is_remembered_the_state_stays_good(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("workers")
+def test_the_first_failure_of_an_engine_is_remembered_the_state_stays_good(model: Path, workers: Workers) -> None:
     first = tune(settings(model, builds=10))
-    original = Runner.load
 
-    def dead(self: Runner, path: Path, *args: Any, **kwargs: Any) -> Any:
-        inner = path.parent.name == "candidates" and args != ("baseline",)
-        return Failure("crash", "the device is gone") if inner else original(self, path, *args, **kwargs)
+    def dead(build: Build) -> str | None:
+        return "the device is gone" if build.path.parent.name == "candidates" and build.log.stem != "baseline" else None
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Runner, "load", dead)
-        with pytest.raises(EngineFailure, match="the device is gone"):
-            tune(settings(model, builds=32))
+    workers.refused = dead
+    with pytest.raises(EngineFailure, match="the device is gone"):
+        tune(settings(model, builds=32))
+    workers.refused = lambda _: None
     whole = tune(settings(model, builds=32))
     assert whole.history[: len(first.history[:-4])] == first.history[:-4]
     assert not [t for t in whole.history if isinstance(t.result, Failure)]
@@ -235,14 +220,13 @@ CHANGES: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, bytes]]:
     """A finished run, and its state."""
-    with pytest.MonkeyPatch.context() as patch:
-        without_processes(patch)
+    with in_process():
         model = write(mixed(), tmp_path_factory.mktemp("done"))
         tune(settings(model, builds=4))
         yield model, (model.parent / "out" / STATE).read_bytes()
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_that_matters_is_refused_by_its_name(done: tuple[Path, bytes], tmp_path: Path, name: str) -> None:
     _, state = done
@@ -257,7 +241,7 @@ def test_a_change_that_matters_is_refused_by_its_name(done: tuple[Path, bytes], 
     assert tune(settings(model, builds=4, restart=True, **change)).history
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize(
     "change", [{"builds": 6}, {"time_budget": 100.0}, {"time_limit": 9.0}, {"config": Config(schemes_per_region=9)}]
 )
@@ -267,7 +251,7 @@ def test_budgets_may_change(done: tuple[Path, bytes], change: dict[str, Any]) ->
     assert (model.parent / "out" / STATE).read_bytes().startswith(state)
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("workers")
 def test_a_damaged_state_file_ends_the_run_with_one_line(done: tuple[Path, bytes], tmp_path: Path) -> None:
     _, state = done
     model = write(mixed(), tmp_path)
@@ -277,7 +261,7 @@ def test_a_damaged_state_file_ends_the_run_with_one_line(done: tuple[Path, bytes
         tune(settings(model, state_file=damaged))
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("workers")
 def test_the_state_may_lie_elsewhere(model: Path, tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir()
     elsewhere = tmp_path / "kept" / "run.yaml"

@@ -20,38 +20,23 @@ from conftest import Call
 from models import build, feeds, normal, run
 from qdqtune.cli import report
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
 from qdqtune.measurement.timing import Plan
 from qdqtune.tuning.loop import Result, tune
 from qdqtune.tuning.subgraphs import profiler
-from runs import cost, environment, hopeless, mixed, settings, without_processes, write
+from runs import cost, environment, hopeless, mixed, settings, write
 from trtexec_stand_in import calls, stand_in
+from workers import Workers
 
 ONCE = Plan((1,), error=0.4, slot_seconds=0.0, warmup=0)
 
 
-@pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_processes(monkeypatch)
+pytestmark = pytest.mark.usefixtures("workers")
 
 
 def subgraph_run(folder: Path, **changes: Any) -> Result:
     return tune(settings(write(mixed(), folder), **{"mode": "subgraph", "builds": 8} | changes))
-
-
-def builds_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files that engines build from now on."""
-    built: list[str] = []
-    plain = Runner.load
-
-    def load(self: Runner, path: Path, *arguments: Any, **more: Any) -> Any:
-        built.append(path.name)
-        return plain(self, path, *arguments, **more)
-
-    monkeypatch.setattr(Runner, "load", load)
-    return built
 
 
 def test_it_finds_what_cut_mode_finds_and_writes_its_files(tmp_path: Path) -> None:
@@ -100,11 +85,12 @@ def test_the_table_tells_what_became_of_each_group(tmp_path: Path) -> None:
     assert any("first and 1 more" in line and "full, output" in line and "kept" in line for line in lines)
 
 
-def test_a_run_that_is_repeated_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_repeated_measures_nothing(tmp_path: Path, workers: Workers) -> None:
     first = subgraph_run(tmp_path)
-    built = builds_of(monkeypatch)
+    before = len(workers.builds)
     again = subgraph_run(tmp_path)
-    assert [name for name in built if name.startswith("group_")] == []
+    assert any(build.path.name.startswith("group_") for build in workers.builds[:before])
+    assert not any(build.path.name.startswith("group_") for build in workers.builds[before:])
     assert again.history == first.history
     assert again.groups == first.groups
     assert (tmp_path / "out" / "subgraphs" / "group_001.onnx").exists()
@@ -114,12 +100,11 @@ def test_a_killed_run_goes_on_without_asking_twice(tmp_path: Path) -> None:
     model, state = write(mixed(), tmp_path), tmp_path / "out" / "autotuner_state.yaml"
     command = [sys.executable, "-m", "qdqtune", "tune", str(model), "-o", str(tmp_path / "out"), "--mode", "subgraph",
                "--engine", "fake", "--calibration-data", str(model.with_suffix(".npz"))]  # fmt: skip
-    with subprocess.Popen(
-        [*command, "--engine-option", "build_seconds=0.02"], env=environment(), stderr=subprocess.DEVNULL
-    ) as killed:
-        while not state.exists() or state.read_bytes().count(b'"part:') < 7:
+    stuck = 'faults={"hang": "third"}'  # so that it is still there when it is killed, however late that is
+    with subprocess.Popen([*command, "--engine-option", stuck], env=environment(), stderr=subprocess.DEVNULL) as killed:
+        while not state.exists() or state.read_bytes().count(b'"part:') < 4:
             assert killed.poll() is None, "it ended too early"
-            time.sleep(0.002)
+            time.sleep(0.02)
         killed.send_signal(signal.SIGKILL)
     held = state.read_bytes()
     assert json.loads((tmp_path / "out" / "autotune_cache.json").read_text())["phase"] == "timing groups alone"
