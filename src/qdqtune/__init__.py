@@ -48,8 +48,8 @@ def quantize(model: Path | str, output: Path | str, **options: Any) -> Quantized
         QdqtuneError: see `commands.quantize.quantize`.
     """
     command = import_module("qdqtune.commands.quantize")
-    found: Quantized = command.quantize(command.Request(Path(model), Path(output), **options))
-    return found
+    done: Quantized = command.quantize(command.Request(Path(model), Path(output), **options))
+    return done
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,7 @@ from qdqtune.cli import tune
 from qdqtune.cli.inspect import inspect_command
 from qdqtune.cli.options import FILE, Given, flag, option, repeated
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.shapes import spans
+from qdqtune.engines.shapes import usual_shapes
 from qdqtune.tuning.settings import EFFORTS
 
 MODES, TENSORRT, STATE = ("region", "subgraph"), ("tensorrt", "trtexec"), "autotuner_state.yaml"
@@ -94,11 +94,11 @@ def run(**given: Any) -> int:
     if given["mode"] == "subgraph":
         code = tune.run(_for_engine(given))
     else:
-        found = patterns_of(given["model"], given["regions"], given["fix_inputs"])
+        patterns = patterns_of(given["model"], given["regions"], given["fix_inputs"])
         if given["schemes_per_region"] is not None and given["builds"] is None:
-            given["builds"] = builds_for(given["schemes_per_region"], found)
+            given["builds"] = builds_for(given["schemes_per_region"], patterns)
         code = tune.run(_for_engine(given))
-        name_logs(given["output_dir"], given["state_file"] or given["output_dir"] / STATE, found)
+        name_logs(given["output_dir"], given["state_file"] or given["output_dir"] / STATE, patterns)
     return 0 if code == tune.NO_IMPROVEMENT else code
 
 
@@ -107,8 +107,7 @@ def _for_engine(given: Given) -> Given:
     engine, unknown = given["engine"], set[str]()
     if engine != "trtexec" and given["trtexec_args"]:
         _note(f"note: {engine} takes no arguments of trtexec: of --trtexec_benchmark_args only shapes are used")
-        found = spans(EngineSpec("trtexec", {"trtexec_args": given["trtexec_args"]}))
-        usual = {name: middle for name, (_, middle, _) in found.items()}
+        usual = usual_shapes(EngineSpec("trtexec", {"trtexec_args": given["trtexec_args"]}), None)
         given = {**given, "input_shapes": usual | given["input_shapes"]}
         unknown |= {"trtexec_args"}
     if engine not in TENSORRT:

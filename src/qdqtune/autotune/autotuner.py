@@ -348,8 +348,9 @@ class QDQAutotunerBase:
     def _fingerprint(self) -> dict[str, Any]:
         own = {k: v for k, v in asdict(self.config).items() if k != "verbose"}
         divided = hashlib.sha256(" ".join(self._grouping.patterns).encode()).hexdigest()[:16]
-        return {"interface": "autotuner", **own, "engine": instance_or_default().spec.name,
-                "model": self.graph.fingerprint, "regions": divided}  # fmt: skip
+        engine = instance_or_default().spec.name
+        known = {"engine": engine, "model": self.graph.fingerprint, "regions": divided}
+        return {"interface": "autotuner", **own, **known}
 
 
 class QDQAutotuner(QDQAutotunerBase):

@@ -73,9 +73,11 @@ class InsertionScheme:
     @classmethod
     def of(cls, scheme: Scheme) -> Self:
         """A scheme of the core."""
-        points = sorted(scheme.points, key=repr)
-        return cls([p for p in points if isinstance(p, NodeInput)], [p for p in points if isinstance(p, ChildInput)],
-                   [p for p in points if isinstance(p, RegionOutput)])  # fmt: skip
+        points, made = sorted(scheme.points, key=repr), cls()
+        made.node_inputs = [p for p in points if isinstance(p, NodeInput)]
+        made.child_region_inputs = [p for p in points if isinstance(p, ChildInput)]
+        made.region_outputs = [p for p in points if isinstance(p, RegionOutput)]
+        return made
 
     @property
     def core(self) -> Scheme:
@@ -217,9 +219,11 @@ class PatternCache:
         Raises:
             BadOption: the file is missing, or is no pattern cache.
         """
-        found = cache.read_cache(Path(input_path))
-        return cls({digest: PatternSchemes(RegionPattern("", digest=digest), [*map(InsertionScheme.of, schemes)])
-                    for digest, schemes in found.items()})  # fmt: skip
+        entries = {}
+        for digest, schemes in cache.read_cache(Path(input_path)).items():
+            pattern = RegionPattern("", digest=digest)
+            entries[digest] = PatternSchemes(pattern, [*map(InsertionScheme.of, schemes)])
+        return cls(entries)
 
     def _own(self, pattern: RegionPattern) -> PatternSchemes:
         return self.entries.setdefault(pattern.digest, PatternSchemes(pattern))

@@ -53,19 +53,19 @@ def region_pattern_autotuning_workflow(
         QdqtuneError: see `qdqtune.tuning.loop.tune`; AutotunerError before `init_benchmark_instance`.
     """
     benchmark, path, usual = instance(), Path(model_path), EFFORTS["default"]
-    found, schemes = patterns_of(path), num_schemes_per_region
+    tuned, schemes = patterns_of(path), num_schemes_per_region
     data = calibration_data or benchmark.calibration_data
     settings = Settings(
         model=path, output_dir=Path(output_dir), engine=benchmark.spec, mode="region", quant_type=quant_type,
         default_dq_dtype=default_dq_dtype, node_filter=tuple(node_filter_list or ()), calibration_data=data,
         input_shapes=usual_shapes(benchmark.spec, data), plan=benchmark.search_plan,
         config=search.Config(schemes_per_region=schemes or usual.schemes_per_region),
-        builds=builds_for(schemes, found) if schemes else usual.builds["region"],
+        builds=builds_for(schemes, tuned) if schemes else usual.builds["region"],
         pattern_cache=_path(pattern_cache_file), state_file=_path(state_file), qdq_baseline=_path(qdq_baseline_model),
     )  # fmt: skip
     with report.progress(verbose=verbose) as observer:
         result = tune(settings, observer)
-    name_logs(settings.output_dir, settings.state, found)
+    name_logs(settings.output_dir, settings.state, tuned)
     cache = PatternCache.load(settings.state.with_name(f"{settings.state.stem}_pattern_cache.yaml"))
     autotuner = QDQAutotuner(onnx.load(path))
     config = Config(default_quant_type=quant_type, default_dq_dtype=default_dq_dtype, calibration_data=data)
@@ -89,17 +89,17 @@ def patterns_of(
     return patterns.group(graph, discovery.find(graph, method))
 
 
-def builds_for(schemes: int, found: Sequence[Pattern]) -> int:
+def builds_for(schemes: int, tuned: Sequence[Pattern]) -> int:
     """Builds in which every pattern gets so many schemes, and a fifth more for wins, which are built again."""
-    return 16 + ceil(1.2 * schemes * len(found))
+    return 16 + ceil(1.2 * schemes * len(tuned))
 
 
-def name_logs(folder: Path, state: Path, found: Sequence[Pattern]) -> None:
+def name_logs(folder: Path, state: Path, tuned: Sequence[Pattern]) -> None:
     """Give the logs of a run the names that users of regions look for, beside their own: of region and scheme."""
     if not state.exists():
         return
     (folder / REGION_MODELS).mkdir(exist_ok=True)
-    region_of = {pattern.digest: pattern.instances[0].id for pattern in found}
+    region_of = {pattern.digest: pattern.instances[0].id for pattern in tuned}
     tried = {r["key"]: region_of.get(r["pattern"]) for r in read_records(state) if r["key"].startswith("trial:")}
     counts: Counter[int] = Counter()
     names = {"final.log": "final_0_optimized_final.log"}

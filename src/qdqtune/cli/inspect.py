@@ -175,8 +175,8 @@ def _head(summary: _Summary, regions: Regions) -> Iterator[str]:
 def _tree_lines(model: Model, region: Region, pattern: Pattern | None, verbose: bool) -> Iterator[str]:
     outer = "│    " * region.level
     yield f"{outer}├─ Region {region.id} (Level {region.level}, Type: {region.kind.value})"
-    facts = [f"Direct nodes: {len(region.nodes)}", f"Total nodes (recursive): {len(region.all_nodes())}",
-             f"Children: {len(region.children)}", f"Flow: {flow_type(model, region)}"]  # fmt: skip
+    facts = [f"Direct nodes: {len(region.nodes)}", f"Total nodes (recursive): {len(region.all_nodes())}"]
+    facts += [f"Children: {len(region.children)}", f"Flow: {flow_type(model, region)}"]
     if pattern is not None:
         facts.append(f"Pattern: {pattern.digest} ({_count(len(pattern.instances), 'instance')})")
     if region.kind is RegionKind.LEAF:

@@ -84,8 +84,8 @@ class Later(click.Command):
     @property
     def command(self) -> click.Command:
         """The command itself: `tune_command` in the module of tune."""
-        found: click.Command = getattr(importlib.import_module(self._module), f"{self.name}_command")
-        return found
+        command: click.Command = getattr(importlib.import_module(self._module), f"{self.name}_command")
+        return command
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any

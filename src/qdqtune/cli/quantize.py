@@ -69,19 +69,9 @@ OPTIONS = (
     flag("--json as_machine", "Print JSON instead of text."),
 )
 
-SHARED = (
-    "quant_type",
-    "engine",
-    "precision",
-    "seed",
-    "calibration_data",
-    "calibration_samples",
-    "calibration_method",
-    "percentile",
-    "fix_inputs",
-    "input_shapes",
-)
-"""Options that mean to `tune` what they mean here."""
+MEANT_ALIKE = (*options.DATA, *options.RANGES, options.FIX_INPUT)
+SHARED = {"model", "quant_type", "engine", "precision", *(option.human_readable_name for option in MEANT_ALIKE)}
+"""Parameters that mean to `tune` what they mean here."""
 
 
 @click.command("quantize", params=[*OPTIONS])
@@ -137,7 +127,7 @@ def _search(request: Request, given: options.Given, more: str) -> options.Given:
         arguments = shlex.split(more)
     except ValueError as error:
         raise BadOption(f"--tune-args {more}: {error}") from error
-    known = {name: given[name] for name in ("model", *SHARED)} | {"qdq_baseline": request.output}
+    known = {name: given[name] for name in SHARED} | {"qdq_baseline": request.output}
     search = tune.typed(arguments, known)
     return search | {"as_machine": search["as_machine"] or given["as_machine"]}
 

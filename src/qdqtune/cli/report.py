@@ -143,12 +143,12 @@ def _outcome(trial: Trial, verdict: str) -> str:
         return f"failed: {failure.reason}"
     assert not isinstance(trial.result, Failure)
     share = float(np.median(np.asarray(trial.result.b) / np.asarray(trial.result.a)))
-    found = [f"{share:.3f} of the best's time"]
+    facts = [f"{share:.3f} of the best's time"]
     if verdict == "inaccurate" and trial.metric is None and trial.sqnr_db is not None:
-        found.append(f"{trial.sqnr_db:.1f} dB")
+        facts.append(f"{trial.sqnr_db:.1f} dB")
     if trial.metric is not None:
-        found.append(f"metric {trial.metric:g}")
-    return f"{'not clearly faster' if verdict == 'undecided' else verdict} ({', '.join(found)})"
+        facts.append(f"metric {trial.metric:g}")
+    return f"{'not clearly faster' if verdict == 'undecided' else verdict} ({', '.join(facts)})"
 
 
 def _line(trial: Trial, verdict: str, state: State) -> str:
@@ -247,8 +247,8 @@ def result_line(result: Result, final: Path) -> str:
     if result.improved:
         return f"{final} is the tuned model"
     copied = "the baseline" if result.shipped == "baseline" else "a copy of the model that you gave"
-    found = "nothing faster holds the limits on accuracy" if result.unmet else "no improvement found"
-    return f"{found}: {final} is {copied}"
+    outcome = "nothing faster holds the limits on accuracy" if result.unmet else "no improvement found"
+    return f"{outcome}: {final} is {copied}"
 
 
 def comparison_table(first: str, rows: Sequence[Row]) -> Table:
