@@ -6,7 +6,6 @@ x' = (q - zero_point) * scale.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -51,14 +50,6 @@ class Ranges:
 
     activations: Mapping[str, Range]
     weights: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-
-    @property
-    def digest(self) -> str:
-        """16 hex digits of all ranges."""
-        text = repr(sorted((k, r.low, r.high) for k, r in self.activations.items())) + repr(
-            sorted(self.weights.items())
-        )
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,14 +7,14 @@ large constants are shown to it as graph inputs, and converted here when somebod
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Literal
 
 import onnx
 from onnx import TensorProto, helper
 
-from qdqtune.errors import BadModel, BadOption, one_line
+from qdqtune.errors import BadModel, one_line
 from qdqtune.graph.constants import replace
 from qdqtune.graph.loading import checked, load
 from qdqtune.graph.model import Constant, Model
@@ -41,23 +41,19 @@ def load_as(path: Path, precision: Precision, fix_inputs: Mapping[str, float | i
     return to_float16(model) if precision == "fp16" else model
 
 
-def to_float16(model: Model, keep: Sequence[str] = ()) -> Model:
+def to_float16(model: Model) -> Model:
     """`model` (opset 19 or later) in float16. Graph inputs and outputs stay float32, with a Cast at each.
 
     The operators of the converter's own list stay in float32, and so do nodes of other domains, whose kernels nobody
-    knows, and those named in `keep` or of an operator named there.
+    knows.
 
     Raises:
         BadModel: the model cannot be converted.
-        BadOption: `keep` names nothing in the model.
     """
     from onnxruntime.transformers import float16  # slow to import
 
-    operators = {node.op for node in model.nodes}
-    if unknown := [name for name in keep if name not in operators and name not in model.index_of]:
-        raise BadOption(f"nothing to keep in float32: the model has no node and no operator {unknown[0]!r}")
-    blocked_ops = {*float16.DEFAULT_OP_BLOCK_LIST, *keep}
-    blocked = {n.index for n in model.nodes if n.domain or n.op in blocked_ops or n.name in keep}
+    blocked_ops = set(float16.DEFAULT_OP_BLOCK_LIST)
+    blocked = {n.index for n in model.nodes if n.domain or n.op in blocked_ops}
     full = {c for c in model.large if all(use.slot >= 0 and use.node in blocked for use in model.uses(c))}
     try:
         proto = float16.convert_float_to_float16(
