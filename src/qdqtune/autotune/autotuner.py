@@ -22,7 +22,7 @@ import onnx
 from qdqtune.autotune.benchmark import instance_or_default
 from qdqtune.autotune.regions import AutotunerError, CombinedRegionSearch, Grouping, InvalidSchemeError, Region
 from qdqtune.autotune.schemes import Config, InsertionScheme, PatternCache, PatternSchemes, RegionPattern
-from qdqtune.calibration.calibrate import calibrate, candidate_tensors
+from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadModel, BadState, BaselineFailed
 from qdqtune.graph import operators
@@ -109,7 +109,7 @@ class QDQAutotunerBase:
             config, graph, benchmark = self.config, self._known_graph(), instance_or_default()
             numbers = benchmark.numeric_format(config.default_quant_type)
             try:
-                ranges = calibrate(*benchmark.fed(graph, config.calibration_data), numbers=numbers)
+                ranges = benchmark.prepared(graph, config.calibration_data).ranges(None, numbers)
             except BadModel as error:
                 log.warning("all scales are default_q_scale: %s", error)
                 ends = ((end - config.default_q_zero_point) * config.default_q_scale for end in (-127, 127))

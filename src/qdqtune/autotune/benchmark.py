@@ -15,12 +15,12 @@ import numpy as np
 import onnx
 
 from qdqtune.autotune.regions import AutotunerError
-from qdqtune.calibration.samples import Samples, open_samples
+from qdqtune.calibration.prepare import Data, Prepared, prepare
 from qdqtune.commands.doctor import NEEDS, engine_state
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.engines.shapes import usual_shapes
-from qdqtune.graph.loading import load, with_input_shapes
+from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.measurement.pairing import rounds_of
 from qdqtune.measurement.timing import Plan, compare, ratio
@@ -71,12 +71,10 @@ class Benchmark:
         """How the engine wants its numbers."""
         return self._runner.numeric_format(quant_type)
 
-    def fed(self, model: Model, data: str | None = None) -> tuple[Model, Samples]:
+    def prepared(self, model: Model, data: str | None = None) -> Prepared:
         """A model at the shapes that the engine tunes for, and samples for it."""
         data = data or self.calibration_data
-        shapes = usual_shapes(self.spec, data)
-        shaped = with_input_shapes(model, shapes) if shapes else model
-        return shaped, open_samples(data, shaped)
+        return prepare(model, Data(data, input_shapes=usual_shapes(self.spec, data)))
 
     def run(self, model: str | Path | bytes, log_file: str | Path | None = None) -> float | Failure:
         """Milliseconds per inference on the first sample, or on a random one."""
@@ -98,7 +96,7 @@ class Benchmark:
             self._runner.unload(self._first)
             self._first = None
         if self._first is None:
-            self._runner.feed(self.fed(load(path))[1].first(1)[0])
+            self._runner.feed(self.prepared(load(path)).samples.first(1)[0])
         handle = self._runner.load(path, log_name, fresh=True)
         if isinstance(handle, Failure):
             return handle

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from qdqtune.calibration.calibrate import Calibration
 from qdqtune.calibration.prepare import Data, prepare
-from qdqtune.errors import BadModel, BadOption, OutputError
+from qdqtune.commands.outputs import check_output
+from qdqtune.errors import BadModel
 from qdqtune.graph.files import save
 from qdqtune.graph.float16 import Precision, load_as
 from qdqtune.placement.files import existing, read_placement_file
@@ -38,12 +39,7 @@ def apply(
         InputError: model, placement or data cannot be used, or none of the placement's edges exists in the model.
         OutputError: `output` cannot be written.
     """
-    data_file = None if calibration_data is None else Path(calibration_data)
-    for given, what in ((model, "model"), (placement, "placement"), (data_file, "calibration data")):
-        if given is not None and output.resolve() == given.resolve():
-            raise BadOption(f"{output} would overwrite the {what}: choose another --output")
-    if not output.parent.is_dir():
-        raise OutputError(f"cannot write {output}: there is no folder {output.parent}")
+    check_output(output, {"model": [model], "placement": [placement], "calibration data": [calibration_data]})
     recorded = read_placement_file(placement)
     graph = load_as(model, precision, recorded.fix_inputs, numbers.opset)
     if is_quantized(graph):

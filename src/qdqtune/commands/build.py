@@ -8,10 +8,11 @@ from pathlib import Path
 
 from onnx import ModelProto
 
+from qdqtune.commands.outputs import check_output
 from qdqtune.engines import MODULES, EngineSpec
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.engines.shapes import check_spans
-from qdqtune.errors import BadOption, EngineFailure, OutputError, writing
+from qdqtune.errors import EngineFailure, OutputError, writing
 from qdqtune.graph.loading import read
 from qdqtune.graph.model import Model
 from qdqtune.types import Failure
@@ -47,11 +48,9 @@ def build(model: Path, output: Path, spec: EngineSpec, *, time_limit_s: float) -
     proto = read(model)
     check_spans(spec, Model(proto))
     inputs = [model, *(model.parent / place for place in _places(proto))]
-    _refuse_overwriting(inputs, output)
+    check_output(output, {"model": inputs})
     if output.is_dir():
         raise OutputError(f"cannot write {output}: it is a folder")
-    if not output.parent.is_dir():
-        raise OutputError(f"cannot write {output}: there is no folder {output.parent}")
     if spec.name in MODULES and spec.name not in FORMATS:
         able = ", ".join(FORMATS)
         raise EngineFailure(f"engine {spec.name!r} has no format of its own to save; these have: {able}")
@@ -63,7 +62,7 @@ def build(model: Path, output: Path, spec: EngineSpec, *, time_limit_s: float) -
         handle = _saved(runner, model, Path(folder, output.name))
         made = sorted(path for path in Path(folder).iterdir() if path.is_file())
         for path in made:
-            _refuse_overwriting(inputs, output.with_name(path.name))
+            check_output(output.with_name(path.name), {"model": inputs})
         nbytes = sum(path.stat().st_size for path in made)
         files = tuple(path.replace(output.with_name(path.name)) for path in made)
     return Artifact(files, nbytes, handle.build_seconds)
@@ -81,9 +80,3 @@ def _saved(runner: Runner, model: Path, target: Path) -> Handle:
 def _places(model: ModelProto) -> list[str]:
     """The files of a model's external data, as it names them."""
     return sorted({e.value for t in model.graph.initializer for e in t.external_data if e.key == "location"})
-
-
-def _refuse_overwriting(inputs: list[Path], target: Path) -> None:
-    for path in inputs:
-        if target.resolve() == path.resolve() or (target.exists() and path.exists() and target.samefile(path)):
-            raise BadOption(f"{target} would overwrite the model: choose another --output")

@@ -17,6 +17,7 @@ from qdqtune.calibration.calibrate import Calibration
 from qdqtune.calibration.prepare import Data, HoldOut, prepare
 from qdqtune.calibration.samples import HELD_OUT
 from qdqtune.calibration.scales import Range, Ranges
+from qdqtune.commands.outputs import check_output
 from qdqtune.commands.worst_tensors import Damage, damages
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.cpu import cores
@@ -209,11 +210,7 @@ def _keepers(placed: Placed) -> str:
 def _check_output(request: Request) -> None:
     """Refuse an output that cannot be written, or that would overwrite what is read, before any work."""
     output, data = request.output, request.calibration_data
-    for given, what in ((request.model, "model"), (None if data is None else Path(data), "calibration data")):
-        if given is not None and output.resolve() == given.resolve():
-            raise BadOption(f"{output} would overwrite the {what}: choose another --output")
-    if not output.parent.is_dir():
-        raise OutputError(f"cannot write {output}: there is no folder {output.parent}")
+    check_output(output, {"model": [request.model], "calibration data": [data]})
     exists = output.exists()
     if exists and not output.is_file():
         raise OutputError(f"cannot write {output}: it is no file; name one with --output")
