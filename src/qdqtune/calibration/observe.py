@@ -103,7 +103,7 @@ def running(model: Model, *, threads: int = 0) -> Iterator[Run]:
     """A model in a process of its own. One that cannot be built gives that failure for whatever it is asked."""
     spec = EngineSpec("onnxruntime", {"threads": threads or cores()})
     with tempfile.TemporaryDirectory(prefix="qdqtune-") as name:
-        path = Path(name, "model.onnx")
+        path = Path(name, "observed.onnx")
         with ConstantFile(Path(name, "constants.bin")) as constants:
             constants.save(model, path)
         with Runner(spec, time_limit_s=SECONDS, log_dir=Path(name)) as runner:
