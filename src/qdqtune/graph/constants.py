@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import onnx
@@ -21,9 +22,8 @@ from qdqtune.graph.model import LARGE, Constant, bodies, content_key
 
 M = TypeVar("M")
 
-USUAL = frozenset({TensorProto.BFLOAT16, TensorProto.BOOL, TensorProto.DOUBLE, TensorProto.FLOAT, TensorProto.FLOAT16,
-                   TensorProto.INT32, TensorProto.INT64, TensorProto.INT8, TensorProto.UINT8})  # fmt: skip
-"""Element types that fill whole bytes."""
+SIZED = frozenset(TensorProto.DataType.values()) - {TensorProto.UNDEFINED, TensorProto.STRING}
+"""Element types of a fixed size."""
 
 CHUNK = 2**20
 """Bytes of external data that are read at a time."""
@@ -92,14 +92,13 @@ def _array(tensor: TensorProto) -> npt.NDArray[Any]:
 
 
 def _bits(tensor: TensorProto) -> int:
-    if tensor.data_type in USUAL:
-        return 8 * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
-    import onnx_ir  # slow to import, and every engine process would wait for it
-
-    try:
-        return int(onnx_ir.DataType(tensor.data_type).bitwidth)
-    except (TypeError, ValueError) as error:
-        raise BadModel(f"constant {tensor.name!r} has an unknown element type ({tensor.data_type})") from error
+    """Bits of an element in a file; in memory those of 2, 4 and 6 bits take a byte each."""
+    if tensor.data_type not in SIZED:
+        raise BadModel(f"constant {tensor.name!r} has an unknown element type ({tensor.data_type})")
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    if dtype.kind != "V" or dtype.itemsize > 1:
+        return 8 * dtype.itemsize
+    return int((ml_dtypes.finfo if "float" in dtype.name else ml_dtypes.iinfo)(dtype).bits)
 
 
 def _is_large(tensor: TensorProto) -> bool:
