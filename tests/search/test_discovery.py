@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from qdqtune.search.regions import discovery
 from qdqtune.search.regions.by_topology import Flow, post_dominators
-from qdqtune.search.regions.region import RegionKind
+from qdqtune.search.regions.region import RegionType
 from region_models import Network, networks, resnet
 
 METHODS = ["names", "topology"]
@@ -32,7 +32,7 @@ def check_partition(model, found):
         assert list(region.nodes) == sorted(region.nodes)
         if region is not found.root:
             check_borders(model, region)
-            assert (region.kind is RegionKind.COMPOSITE) == (len(region.children) > 1) == (not region.nodes)
+            assert (region.type is RegionType.COMPOSITE) == (len(region.children) > 1) == (not region.nodes)
 
 
 def check_borders(model, region):
@@ -86,7 +86,7 @@ def test_a_residual_block_is_a_composite_of_leaves_that_start_at_a_convolution()
     model = resnet(2)
     found = discovery.find(model)
     assert found.method == "topology"
-    assert [r.kind.name for r in found.root.children] == ["LEAF", "COMPOSITE", "COMPOSITE"]
+    assert [r.type.name for r in found.root.children] == ["LEAF", "COMPOSITE", "COMPOSITE"]
     assert leaf_ops(model, found) == [["Conv", "Relu"]] + [["Conv", "Relu"], ["Conv", "Add", "Relu"]] * 2
     assert (found.phase1, found.phase2) == (3, 2)
 
@@ -129,7 +129,7 @@ def test_attention_masks_do_not_join_the_layers_that_share_them():
         x = net.add("Add", net.add("Softmax", net.add("Add", scores, mask)), x)
     net.outputs = [x]
     found = discovery.find(net.model())
-    layers = [r for r in found.root.children if r.kind is RegionKind.COMPOSITE]
+    layers = [r for r in found.root.children if r.type is RegionType.COMPOSITE]
     assert [len(r.all_nodes()) for r in layers] == [6, 6, 6]
 
 
@@ -140,7 +140,7 @@ def test_an_output_that_is_used_further_does_not_end_a_block():
     last = net.add("Add", net.conv(middle), x)
     net.outputs = [middle, last]
     found = discovery.find(net.model())
-    assert [r.kind.name for r in found.root.children] == ["LEAF", "COMPOSITE"]
+    assert [r.type.name for r in found.root.children] == ["LEAF", "COMPOSITE"]
 
 
 def test_long_sequences_are_cut():
@@ -221,7 +221,7 @@ def test_auto_wants_names_on_most_nodes(named, method):
 @pytest.mark.parametrize("method", METHODS)
 def test_discovery_is_deterministic(method):
     def tree():
-        return [(r.id, r.kind, r.nodes, r.inputs, r.outputs) for r in discovery.find(encoder(4), method).root.walk()]
+        return [(r.id, r.type, r.nodes, r.inputs, r.outputs) for r in discovery.find(encoder(4), method).root.walk()]
 
     assert tree() == tree()
 

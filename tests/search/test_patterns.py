@@ -10,7 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from qdqtune.graph.operators import COMMUTATIVE
 from qdqtune.search.regions import discovery, patterns
-from qdqtune.search.regions.region import ChildInput, NodeInput, Region, RegionKind, RegionOutput, Scheme
+from qdqtune.search.regions.region import ChildInput, NodeInput, Region, RegionOutput, RegionType, Scheme
 from qdqtune.types import Edge
 from region_models import Network, networks, resnet, shuffled
 
@@ -110,19 +110,19 @@ def test_the_order_of_children_is_structural():
         x = net.add("Relu", "input")
         branches = [net.add(op, net.conv(x)) for op in (first, second)]
         net.outputs = [net.add("Mul", *branches)]
-        return {p.signature for p in grouped(net.model()) if p.kind is RegionKind.COMPOSITE}
+        return {p.signature for p in grouped(net.model()) if p.type is RegionType.COMPOSITE}
 
     assert made("Sigmoid", "Tanh") == made("Tanh", "Sigmoid") != set()
 
 
 def test_a_different_division_of_the_same_nodes_is_a_different_pattern():
     model = resnet(1)
-    (whole,) = (p for p in grouped(model) if p.kind is RegionKind.COMPOSITE)
+    (whole,) = (p for p in grouped(model) if p.type is RegionType.COMPOSITE)
     region = whole.instances[0]
     nodes = region.all_nodes()
-    halves = tuple(Region(100 + k, 1, RegionKind.LEAF, part) for k, part in enumerate((nodes[:1], nodes[1:])))
+    halves = tuple(Region(100 + k, 1, RegionType.LEAF, part) for k, part in enumerate((nodes[:1], nodes[1:])))
     with pytest.raises(ValueError, match="no instance"):
-        patterns.resolve(model, whole, Region(99, 0, RegionKind.COMPOSITE, (), halves), whole.everything)
+        patterns.resolve(model, whole, Region(99, 0, RegionType.COMPOSITE, (), halves), whole.everything)
 
 
 def test_digests_are_the_same_in_every_process():
@@ -146,7 +146,7 @@ def test_a_leaf_has_a_point_for_each_edge_that_can_carry():
 
 def test_a_residual_block_has_points_at_the_borders_of_its_leaves_and_at_its_weights():
     model = resnet(1)
-    (pattern,) = (p for p in grouped(model) if p.kind is RegionKind.COMPOSITE)
+    (pattern,) = (p for p in grouped(model) if p.type is RegionType.COMPOSITE)
     edges = pattern.edges[pattern.instances[0]]
     weights = [p for p in edges if isinstance(p, NodeInput)]
     entries = {p: {str(e) for e in edges[p]} for p in edges if isinstance(p, ChildInput)}
@@ -213,7 +213,7 @@ def test_a_region_output_takes_every_use_outside():
 def test_the_skip_edge_stays_the_skip_edge():
     """Swapped inputs of Add, and names that sort the other way round: the same point is the same role."""
     model = resnet(4, swap={1, 3})
-    (pattern,) = (p for p in grouped(model) if "Add" in p.ops and p.kind is RegionKind.LEAF)
+    (pattern,) = (p for p in grouped(model) if "Add" in p.ops and p.type is RegionType.LEAF)
     assert len(pattern.instances) == 4
     (add,) = {p.node_index for p in pattern.points if isinstance(p, NodeInput) and pattern.ops[p.node_index] == "Add"}
     for region, swapped in zip(pattern.instances, (False, True, False, True), strict=True):
@@ -234,7 +234,7 @@ def test_a_foreign_region_or_point_is_refused():
 def test_place_is_the_union_over_instances():
     model = resnet(3)
     made = grouped(model)
-    chosen = [p for p in made if len(p.instances) == 3 and p.kind is RegionKind.LEAF]
+    chosen = [p for p in made if len(p.instances) == 3 and p.type is RegionType.LEAF]
     placement = patterns.place(model, made, {p.digest: p.everything for p in chosen})
     expected = {e for p in chosen for r in p.instances for e in patterns.resolve(model, p, r, p.everything)}
     assert placement.edges == expected
@@ -289,7 +289,7 @@ def test_names_order_and_commutative_inputs_do_not_matter(net, data):
 
     def moved(region):
         nodes = tuple(sorted(place[n] for n in region.nodes))
-        return Region(region.id, region.level, region.kind, nodes, tuple(map(moved, region.children)))
+        return Region(region.id, region.level, region.type, nodes, tuple(map(moved, region.children)))
 
     def translated(edge):
         index = 1 - edge.index if edge.node in swapped and edge.index < 2 else edge.index
@@ -341,7 +341,7 @@ def test_alike_nodes_do_not_split_a_pattern(net, data):
     for pattern in grouped(model, max_sequence_size=15, min_topdown_size=15):
         for region in pattern.instances:
             if not region.children:
-                copy = Region(region.id, 0, region.kind, tuple(sorted(place[n] for n in region.nodes)))
+                copy = Region(region.id, 0, region.type, tuple(sorted(place[n] for n in region.nodes)))
                 assert patterns.resolve(other, pattern, copy, Scheme()) == frozenset()
 
 

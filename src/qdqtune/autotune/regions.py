@@ -15,7 +15,7 @@ from qdqtune.search.regions import region as core
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.search.regions.structure import Listing, Structure
 
-RegionType = core.RegionKind
+RegionType = core.RegionType
 
 
 class AutotunerError(InputError):
@@ -40,7 +40,7 @@ class Region:
     @classmethod
     def of(cls, found: core.Region) -> Self:
         """A region that was found, and all under it."""
-        made = cls(found.id, found.level, found.kind)
+        made = cls(found.id, found.level, found.type)
         made.nodes, made.inputs, made.outputs = set(found.nodes), list(found.inputs), list(found.outputs)
         for child in found.children:
             made.add_child(cls.of(child))

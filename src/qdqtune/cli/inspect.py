@@ -19,7 +19,7 @@ from qdqtune.graph.operators import CONTROL_FLOW, HEAVY, INTEGER_KERNELS, may_be
 from qdqtune.search.regions import discovery
 from qdqtune.search.regions.discovery import Regions
 from qdqtune.search.regions.patterns import Pattern, group
-from qdqtune.search.regions.region import Region, RegionKind
+from qdqtune.search.regions.region import Region, RegionType
 
 QUANTIZABLE = HEAVY - CONTROL_FLOW | INTEGER_KERNELS | {"AveragePool", "MaxPool"}
 """Operators that engines run on quantized values."""
@@ -107,9 +107,9 @@ def as_json(
                     "hidden": summary.regions - len(shown)},
         "leaf_sizes": {"min": min(summary.sizes, default=0), "max": max(summary.sizes, default=0),
                        "avg": summary.average, "histogram": {str(s): n for s, n in summary.histogram}},
-        "patterns": [{"digest": p.digest, "kind": p.kind.value, "instances": len(p.instances),
+        "patterns": [{"digest": p.digest, "kind": p.type.value, "instances": len(p.instances),
                       "points": len(p.points), "ops": list(p.ops), "signature": p.signature} for p in patterns],
-        "regions": [{"id": r.id, "parent": parent.get(r), "level": r.level, "kind": r.kind.value,
+        "regions": [{"id": r.id, "parent": parent.get(r), "level": r.level, "kind": r.type.value,
                      "type": flow_type(model, r), "pattern": pattern_of.get(r),
                      "nodes": [model.nodes[n].name for n in r.nodes], "total_nodes": len(r.all_nodes()),
                      "children": [c.id for c in r.children], "inputs": list(r.inputs), "outputs": list(r.outputs)}
@@ -174,12 +174,12 @@ def _head(summary: _Summary, regions: Regions) -> Iterator[str]:
 
 def _tree_lines(model: Model, region: Region, pattern: Pattern | None, verbose: bool) -> Iterator[str]:
     outer = "│    " * region.level
-    yield f"{outer}├─ Region {region.id} (Level {region.level}, Type: {region.kind.value})"
+    yield f"{outer}├─ Region {region.id} (Level {region.level}, Type: {region.type.value})"
     facts = [f"Direct nodes: {len(region.nodes)}", f"Total nodes (recursive): {len(region.all_nodes())}"]
     facts += [f"Children: {len(region.children)}", f"Flow: {flow_type(model, region)}"]
     if pattern is not None:
         facts.append(f"Pattern: {pattern.digest} ({_count(len(pattern.instances), 'instance')})")
-    if region.kind is RegionKind.LEAF:
+    if region.type is RegionType.LEAF:
         facts.append(f"Nodes: {', '.join(model.nodes[n].op for n in region.nodes)}")
         facts += [f"  - {model.nodes[n].name}" for n in region.nodes if verbose]
     for title, tensors in (("Inputs", region.inputs), ("Outputs", region.outputs)):
@@ -199,13 +199,13 @@ def _histogram(summary: _Summary) -> Iterator[str]:
 
 
 def _pattern_lines(patterns: Sequence[Pattern]) -> Iterator[str]:
-    leaf = sum(p.kind is RegionKind.LEAF for p in patterns)
+    leaf = sum(p.type is RegionType.LEAF for p in patterns)
     yield f"Patterns: {len(patterns)} ({leaf} LEAF, {len(patterns) - leaf} COMPOSITE)"
     frequent = sorted(patterns, key=lambda p: -len(p.instances))[:MOST_FREQUENT]
     for p in frequent:
         ops = ", ".join(p.ops[:8]) + (f", ... ({len(p.ops)} nodes)" if len(p.ops) > 8 else "")
         counts = f"{_count(len(p.instances), 'instance')}, {_count(len(p.points), 'point')}"
-        yield f"  {p.digest}  {p.kind.value:9s}  {counts}: {ops}"
+        yield f"  {p.digest}  {p.type.value:9s}  {counts}: {ops}"
 
 
 def _count(number: int, noun: str) -> str:

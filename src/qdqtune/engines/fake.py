@@ -34,7 +34,7 @@ from onnx.reference.op_run import OpRun
 from qdqtune.engines import formats
 from qdqtune.engines.coverage import read_model
 from qdqtune.errors import BadOption, EngineFailure, one_line
-from qdqtune.graph.operators import COMPUTE, QDQ
+from qdqtune.graph.operators import CLAMPS, COMPUTE, QDQ
 from qdqtune.types import Array, Layer, NumericFormat, QType, QuantType, Tensors
 
 MULTIPLY_ADDS_PER_SECOND = 2e10
@@ -52,7 +52,7 @@ DEQUANTIZES = 19
 
 MOVES = frozenset({"Flatten", "MaxPool", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 INTEGER_KERNELS = COMPUTE | MOVES | {"Add", "AveragePool", "Concat", "GlobalAveragePool", "Mul"}
-EPILOGUES = frozenset({"Clip", "Relu"})
+EPILOGUES = CLAMPS
 FAULTS = ("crash", "hang", "nan", "refuse")
 
 

@@ -32,10 +32,21 @@ def write_placement(path: Path, recorded: Recorded, model: str) -> None:
     Raises:
         OutputError: the file cannot be written.
     """
-    edges = [{"tensor": e.tensor} | ({"output": e.index} if e.is_graph_output else {"node": e.node, "input": e.index})
-             for e in recorded.placement]  # fmt: skip
-    write_yaml(path, {"version": VERSION, "model": model, "engine": recorded.engine, "quant_type": recorded.quant_type,
-                  "fix_inputs": dict(recorded.fix_inputs), "edges": edges})  # fmt: skip
+    edges = [
+        {"tensor": e.tensor} | ({"output": e.index} if e.is_graph_output else {"node": e.node, "input": e.index})
+        for e in recorded.placement
+    ]
+    write_yaml(
+        path,
+        {
+            "version": VERSION,
+            "model": model,
+            "engine": recorded.engine,
+            "quant_type": recorded.quant_type,
+            "fix_inputs": dict(recorded.fix_inputs),
+            "edges": edges,
+        },
+    )
 
 
 def read_placement_file(path: Path) -> Recorded:
@@ -46,8 +57,9 @@ def read_placement_file(path: Path) -> Recorded:
     """
     content = read_yaml(path, "placement")
     try:
-        edges = [Edge(e["tensor"], e.get("node", ""), e["output"] if "output" in e else e["input"])
-                 for e in content["edges"]]  # fmt: skip
+        edges = [
+            Edge(e["tensor"], e.get("node", ""), e["output"] if "output" in e else e["input"]) for e in content["edges"]
+        ]
         return Recorded(
             Placement.of(edges), content["quant_type"], content["engine"], dict(content.get("fix_inputs") or {})
         )

@@ -51,13 +51,29 @@ _Member = str | Edge
 """What may share a scale: an activation by name, or a constant by its edge, since it may be a weight elsewhere."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Bias:
+    """A bias in int32, and its scale: one number or one a channel."""
+
+    values: Array
+    scale: Array
+
+
+@dataclass(frozen=True)
+class _Parameters:
+    """Names of the initializers that Q and DQ read: scale and zero point."""
+
+    scale: str
+    zero_point: str
+
+
 @dataclass(frozen=True)
 class _Decision:
     """What insertion will do: the quantization of each activation, and of each constant in each role."""
 
     activations: Mapping[str, Quantization]
     constants: Mapping[Edge, Quantization]
-    biases: Mapping[int, tuple[Array, Array]]
+    biases: Mapping[int, _Bias]
     dropped: frozenset[int]
 
 
@@ -224,7 +240,7 @@ class Inserter:
 
     def _biases(
         self, placement: Placement, activations: Mapping[str, Quantization], weights: dict[Edge, Quantization]
-    ) -> Iterator[tuple[int, tuple[Array, Array]]]:
+    ) -> Iterator[tuple[int, _Bias]]:
         """Int32 biases with scale sx * sw, for nodes whose input and weight both carry pairs.
 
         Where that scale is too small to hold the bias in 31 bits, the weight's scale is raised (in `weights`).
@@ -250,7 +266,7 @@ class Inserter:
                 scale = np.asarray(sx * weights[w].scale)
             quantized = scales.quantize_bias(values, scale)
             if quantized is not None and scale.size in (1, values.size):
-                yield node.index, (quantized, scale)
+                yield node.index, _Bias(quantized, scale)
 
     # ---- write
 
@@ -272,7 +288,7 @@ class Inserter:
                 elif tensor in raw:
                     copy.input[i] = raw[tensor]
             if node.index in decision.biases:
-                copy.input[2] = self._bias(draft, node, *decision.biases[node.index])
+                copy.input[2] = self._bias(draft, node, decision.biases[node.index])
             for i, tensor in enumerate(node.outputs):
                 copy.output[i] = raw.get(tensor, renamed.get(tensor, tensor))
             draft.nodes.append(copy)
@@ -298,7 +314,8 @@ class Inserter:
             quantized = draft.unique(f"{tensor}_QuantizeLinear_Output")
             draft.made[key] = tensor if tensor in raw else draft.unique(f"{tensor}_DequantizeLinear_Output")
             name = draft.unique(f"{tensor}_QuantizeLinear")
-            q = helper.make_node("QuantizeLinear", [raw.get(tensor, tensor), *parameters], [quantized], name)
+            inputs = [raw.get(tensor, tensor), parameters.scale, parameters.zero_point]
+            q = helper.make_node("QuantizeLinear", inputs, [quantized], name)
             draft.nodes.append(q)
             self._dq(draft, tensor, quantized, parameters, draft.made[key])
         return draft.made[key]
@@ -326,29 +343,29 @@ class Inserter:
             self._dq(draft, tensor, name, parameters, draft.made[key], quantization.axis)
         return draft.made[key]
 
-    def _bias(self, draft: _Draft, node: Node, quantized: Array, scale: Array) -> str:
+    def _bias(self, draft: _Draft, node: Node, bias: _Bias) -> str:
         tensor = node.inputs[2]
-        name = draft.constant(f"{tensor}_quantized", quantized)
+        name = draft.constant(f"{tensor}_quantized", bias.values)
         dtype = _numpy(self._dtype(tensor))
-        parameters = (
-            draft.constant(f"{name}_scale", scale.astype(dtype)),
-            draft.constant(f"{name}_zero_point", np.zeros(scale.shape, np.int32)),
+        parameters = _Parameters(
+            draft.constant(f"{name}_scale", bias.scale.astype(dtype)),
+            draft.constant(f"{name}_zero_point", np.zeros(bias.scale.shape, np.int32)),
         )
         output = draft.unique(f"{tensor}_DequantizeLinear_Output")
-        self._dq(draft, tensor, name, parameters, output, 0 if scale.ndim else None)
+        self._dq(draft, tensor, name, parameters, output, 0 if bias.scale.ndim else None)
         return output
 
-    def _parameters(self, draft: _Draft, tensor: str, quantization: Quantization) -> tuple[str, str]:
+    def _parameters(self, draft: _Draft, tensor: str, quantization: Quantization) -> _Parameters:
         """Scale and zero point as initializers; the scale has the tensor's own float type."""
         values = quantization.scale.astype(_numpy(self._dtype(tensor)))
         zeros = np.full(quantization.scale.shape, quantization.zero_point, scales.NUMPY_TYPE[quantization.qtype])
-        return draft.constant(f"{tensor}_scale", values), draft.constant(f"{tensor}_zero_point", zeros)
+        return _Parameters(draft.constant(f"{tensor}_scale", values), draft.constant(f"{tensor}_zero_point", zeros))
 
     def _dq(
-        self, draft: _Draft, tensor: str, source: str, parameters: tuple[str, str], output: str, axis: int | None = None
+        self, draft: _Draft, tensor: str, source: str, parameters: _Parameters, output: str, axis: int | None = None
     ) -> None:
         name = draft.unique(f"{tensor}_DequantizeLinear")
-        node = helper.make_node("DequantizeLinear", [source, *parameters], [output], name)
+        node = helper.make_node("DequantizeLinear", [source, parameters.scale, parameters.zero_point], [output], name)
         if axis is not None:
             node.attribute.append(helper.make_attribute("axis", axis))
         draft.nodes.append(node)

@@ -113,8 +113,11 @@ def strip_pairs(model: Model) -> Model:
             added |= ends
         source[name] = clamps[pair.source].output[0] if pair.source in clamps else pair.source
     gone = {p.dq.index for p in pairs.values()}
-    gone |= {n.index for n in model.nodes if n.op == "QuantizeLinear"
-             and all(use.node in gone for use in model.uses(n.outputs[0]))}  # fmt: skip
+    gone |= {
+        n.index
+        for n in model.nodes
+        if n.op == "QuantizeLinear" and all(use.node in gone for use in model.uses(n.outputs[0]))
+    }
     final = _names_back(model, source, {c.output[0] for c in clamps.values()})
     nodes = [_renamed(clamps[t], source, final) for t in model.inputs if t in clamps]
     for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):

@@ -95,8 +95,13 @@ def static(model: Model, possible: frozenset[Edge]) -> Placement:
 
 def everything(model: Model, possible: frozenset[Edge]) -> Placement:
     """Every possible edge but those inside a fusion and those of graph outputs."""
-    inside = {e for n in model.nodes if n.op in FUSED_BEHIND and _behind_compute(model, n.inputs[0])
-              for e in [Edge(n.inputs[0], n.name, 0)] if len(model.uses(n.inputs[0])) == 1}  # fmt: skip
+    inside = {
+        e
+        for n in model.nodes
+        if n.op in FUSED_BEHIND and _behind_compute(model, n.inputs[0])
+        for e in [Edge(n.inputs[0], n.name, 0)]
+        if len(model.uses(n.inputs[0])) == 1
+    }
     return Placement.of(e for e in possible - inside if not e.is_graph_output)
 
 

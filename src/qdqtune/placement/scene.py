@@ -53,14 +53,17 @@ class Scene:
     def data(self, node: Node) -> list[Edge]:
         """Edges to the float inputs of a node that are neither settings nor constants."""
         return [
-            e for e in self.into(node)
+            e
+            for e in self.into(node)
             if takes_data(node, e.index) and e.tensor not in self.model.constants and is_float(self.model, e.tensor)
-        ]  # fmt: skip
+        ]
 
     def uses(self, tensor: str) -> list[Edge]:
         """Every edge out of a tensor, graph outputs included."""
-        return [Edge(tensor, "" if u.node == GRAPH else self.model.nodes[u.node].name, u.slot)
-                for u in self.model.uses(tensor)]  # fmt: skip
+        return [
+            Edge(tensor, "" if u.node == GRAPH else self.model.nodes[u.node].name, u.slot)
+            for u in self.model.uses(tensor)
+        ]
 
     def user(self, edge: Edge) -> Node | None:
         """The node that an edge leads to; None for a graph output."""
@@ -181,8 +184,11 @@ def _branch(scene: Scene, data: list[Edge], roots: list[int | None]) -> int | No
     """Which of the two data inputs of an Add is the branch that the Add joins."""
     if len(data) != 2 or data[0].tensor == data[1].tensor or roots[0] == roots[1]:
         return None
-    fresh = [(root, i) for i, (edge, root) in enumerate(zip(data, roots, strict=True))
-             if root is not None and len(scene.uses(edge.tensor)) == 1]  # fmt: skip
+    fresh = [
+        (root, i)
+        for i, (edge, root) in enumerate(zip(data, roots, strict=True))
+        if root is not None and len(scene.uses(edge.tensor)) == 1
+    ]
     return max(fresh)[1] if fresh else None
 
 

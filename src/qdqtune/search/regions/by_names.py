@@ -81,8 +81,11 @@ def _draw_in(flow: Flow, home: list[int], parent: list[int]) -> None:
         node = vertex - flow.first
         if node < 0 or flow.op(node) not in ELEMENTWISE:
             continue
-        sources = [b for b in flow.before[vertex] if b >= flow.first and len(flow.after[b]) == 1
-                   and flow.is_float[b] and not flow.leaves_graph[b]]  # fmt: skip
+        sources = [
+            b
+            for b in flow.before[vertex]
+            if b >= flow.first and len(flow.after[b]) == 1 and flow.is_float[b] and not flow.leaves_graph[b]
+        ]
         if sources:
             last = max(sources, key=flow.position.__getitem__)
             if home[last - flow.first] != home[node] and is_inside(home[last - flow.first], home[node]):

@@ -118,8 +118,9 @@ def nest(flow: Flow, whole: int) -> Nest:
             stack.pop()
         parent.append(stack[-1] if stack else -1)
         stack.append(i)
-    small = [sizes[b.end + 1] - sizes[b.start + 1] <= whole and heavies[b.end + 1] - heavies[b.start + 1] <= 1
-             for b in kept]  # fmt: skip
+    small = [
+        sizes[b.end + 1] - sizes[b.start + 1] <= whole and heavies[b.end + 1] - heavies[b.start + 1] <= 1 for b in kept
+    ]
     return Nest(kept, parent, small)
 
 

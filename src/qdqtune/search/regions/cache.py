@@ -51,8 +51,10 @@ def read_cache(path: Path) -> dict[str, tuple[Scheme, ...]]:
     """
     content = read_yaml(path, "pattern cache")
     try:
-        return {entry["pattern"]: tuple(Scheme(frozenset(map(_parsed, row["points"]))) for row in entry["schemes"])
-                for entry in content["patterns"]}  # fmt: skip
+        return {
+            entry["pattern"]: tuple(Scheme(frozenset(map(_parsed, row["points"]))) for row in entry["schemes"])
+            for entry in content["patterns"]
+        }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadOption(f"{path} is no pattern cache: {error!r} is missing or wrong") from error
 
@@ -82,7 +84,7 @@ def cache_of(
     return found
 
 
-def _point(point: Point) -> list[Any]:
+def _point(point: Point) -> list[str | int | None]:
     match point:
         case NodeInput(node, number):
             return ["node_input", node, number]
@@ -96,10 +98,10 @@ def _point(point: Point) -> list[Any]:
 
 
 def _parsed(values: Sequence[Any]) -> Point:
-    kind, owner, number = values
+    form, owner, number = values
     if not (isinstance(owner, int) and isinstance(number, int)):
         raise ValueError(f"{values} is not an insertion point")
-    match kind:
+    match form:
         case "node_input":
             return NodeInput(owner, number)
         case "child_input":
@@ -108,4 +110,4 @@ def _parsed(values: Sequence[Any]) -> Point:
             return RegionOutput(number, region_index=owner)
         case "node_output":
             return RegionOutput(number, node_index=owner)
-    raise ValueError(f"{kind} is not a kind of insertion point")
+    raise ValueError(f"{form} is no form of insertion point")

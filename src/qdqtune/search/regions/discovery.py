@@ -14,7 +14,7 @@ from typing import Literal
 from qdqtune.graph.model import Model
 from qdqtune.search.regions import by_names, by_topology, leaves
 from qdqtune.search.regions.by_topology import Flow, Outline
-from qdqtune.search.regions.region import Region, RegionKind
+from qdqtune.search.regions.region import Region, RegionType
 from qdqtune.search.regions.structure import Listing, Structure
 
 
@@ -37,7 +37,7 @@ class Regions:
     @property
     def phase2(self) -> int:
         """How many of them were refined into composites; the rest are leaves."""
-        return sum(r.kind is RegionKind.COMPOSITE for r in self.root.children)
+        return sum(r.type is RegionType.COMPOSITE for r in self.root.children)
 
     def walk(self) -> Iterator[Region]:
         """All leaves and composites, parents first, in graph order."""
@@ -48,12 +48,12 @@ class Regions:
     @property
     def leaves(self) -> tuple[Region, ...]:
         """Every node of the model is in exactly one of these."""
-        return tuple(r for r in self.walk() if r.kind is RegionKind.LEAF)
+        return tuple(r for r in self.walk() if r.type is RegionType.LEAF)
 
     @property
     def composites(self) -> tuple[Region, ...]:
         """The regions that hold regions."""
-        return tuple(r for r in self.walk() if r.kind is RegionKind.COMPOSITE)
+        return tuple(r for r in self.walk() if r.type is RegionType.COMPOSITE)
 
 
 def find(
@@ -139,14 +139,14 @@ class _Assembly:
         model = self._model
         used = tuple(t for t in model.inputs if any(n != -1 for n, _ in model.uses(t)))
         made_here = tuple(t for t in model.outputs if t in model.producers)
-        return Region(-1, -1, RegionKind.ROOT, (), tuple(made[id(c)] for c in draft.children), used, made_here)
+        return Region(-1, -1, RegionType.ROOT, (), tuple(made[id(c)] for c in draft.children), used, made_here)
 
     def _region(self, draft: _Draft, level: int, number: int, made: dict[int, Region]) -> Region:
         listing = self._structure.listing([c.nodes for c in draft.children] or [draft.nodes])
         outputs = tuple(self._model.nodes[listing.nodes[n]].outputs[k] for n, k in listing.exits)
         children = tuple(made.pop(id(c)) for c in draft.children)
-        kind = RegionKind.COMPOSITE if children else RegionKind.LEAF
+        region_type = RegionType.COMPOSITE if children else RegionType.LEAF
         nodes = () if children else tuple(draft.nodes)
-        region = Region(number, level, kind, nodes, children, listing.borders, outputs)
+        region = Region(number, level, region_type, nodes, children, listing.borders, outputs)
         self.listings[region] = listing
         return region

@@ -15,11 +15,12 @@ import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from qdqtune.graph.model import GRAPH, Model
 from qdqtune.placement.possible import can_carry
 from qdqtune.search.regions.discovery import Regions
-from qdqtune.search.regions.region import ChildInput, NodeInput, Point, Region, RegionKind, RegionOutput, Scheme
+from qdqtune.search.regions.region import ChildInput, NodeInput, Point, Region, RegionOutput, RegionType, Scheme
 from qdqtune.search.regions.structure import Listing, Structure
 from qdqtune.types import Edge, Placement
 
@@ -37,9 +38,9 @@ class Pattern:
     """Of all instances."""
 
     @property
-    def kind(self) -> RegionKind:
+    def type(self) -> RegionType:
         """Leaves and composites have no patterns in common."""
-        return self.instances[0].kind
+        return self.instances[0].type
 
     @cached_property
     def ops(self) -> tuple[str, ...]:
@@ -105,6 +106,31 @@ def place(model: Model, patterns: Iterable[Pattern], choice: Mapping[str, Scheme
     return Placement.of(e for p, scheme in chosen for r in p.instances for e in resolve(model, p, r, scheme))
 
 
+class _Taken(NamedTuple):
+    """An input inside that can carry a pair: node and input by their canonical numbers, and the slot of the file."""
+
+    node: int
+    number: int
+    slot: int
+
+
+class _Entry(NamedTuple):
+    """Where an activation enters a child: node of the model and slot, and whether a pair can stand there."""
+
+    node: int
+    slot: int
+    tensor: str
+    carries: bool
+
+
+class _Exit(NamedTuple):
+    """An output with a use outside that can carry a pair: its point, the node of the model, and its number there."""
+
+    point: RegionOutput
+    node: int
+    output: int
+
+
 class _InstanceEdges(Mapping[Region, Edges]):
     """The edges of each instance, found when they are asked for: many commands never do."""
 
@@ -159,7 +185,7 @@ def _has_points(pattern: Pattern) -> bool:
     child = _children(region, listing)
     return (
         any(True for _ in _node_inputs(listing, child))
-        or any(carries for *_, carries in _entering(listing, child))
+        or any(entry.carries for entry in _entering(listing, child))
         or any(listing.exits.values())
     )
 
@@ -169,9 +195,9 @@ def _points(region: Region, listing: Listing) -> tuple[Point, ...]:
     child = _children(region, listing)
     entries = _entries(listing, child)
     return (
-        *(NodeInput(number, k) for number, k, _ in _node_inputs(listing, child)),
+        *(NodeInput(taken.node, taken.number) for taken in _node_inputs(listing, child)),
         *(ChildInput(c, k) for c in sorted(entries) for k, carries in enumerate(entries[c].values()) if carries),
-        *(point for point, *_ in _outputs(listing, child)),
+        *(leaving.point for leaving in _outputs(listing, child)),
     )
 
 
@@ -184,47 +210,46 @@ def _edges(model: Model, points: Iterable[Point], region: Region, listing: Listi
         found[point].add(Edge(user.inputs[slot], user.name, slot))
 
     child, inside = _children(region, listing), frozenset(listing.nodes)
-    for number, k, slot in _node_inputs(listing, child):
-        add(NodeInput(number, k), listing.nodes[number], slot)
+    for taken in _node_inputs(listing, child):
+        add(NodeInput(taken.node, taken.number), listing.nodes[taken.node], taken.slot)
     numbers = {c: {tensor: k for k, tensor in enumerate(entered)} for c, entered in _entries(listing, child).items()}
-    for node, slot, tensor, carries in _entering(listing, child):
-        if carries:
-            add(ChildInput(child[node], numbers[child[node]][tensor]), node, slot)
-    for output, node, k in _outputs(listing, child):
-        found[output].update(_uses_outside(model, model.nodes[node].outputs[k], inside))
+    for entry in _entering(listing, child):
+        if entry.carries:
+            add(ChildInput(child[entry.node], numbers[child[entry.node]][entry.tensor]), entry.node, entry.slot)
+    for leaving in _outputs(listing, child):
+        found[leaving.point].update(_uses_outside(model, model.nodes[leaving.node].outputs[leaving.output], inside))
     return {point: frozenset(edges) for point, edges in found.items()}
 
 
-def _node_inputs(listing: Listing, child: Mapping[int, int]) -> Iterator[tuple[int, int, int]]:
-    """The inputs that can carry a pair, of a composite the constants only: node and input by their canonical numbers,
-    and the slot."""
+def _node_inputs(listing: Listing, child: Mapping[int, int]) -> Iterator[_Taken]:
+    """The inputs that can carry a pair, of a composite the constants only."""
     for number, inputs in enumerate(listing.inputs):
         for k, slot in enumerate(listing.orders[number]):
             if inputs.carries[slot] and not (child and inputs.tensors[slot].source == "activation"):
-                yield number, k, slot
+                yield _Taken(number, k, slot)
 
 
-def _entering(listing: Listing, child: Mapping[int, int]) -> Iterator[tuple[int, int, str, bool]]:
-    """The inputs through which activations enter a child: node, slot, tensor, and whether a pair can stand there."""
+def _entering(listing: Listing, child: Mapping[int, int]) -> Iterator[_Entry]:
+    """The inputs through which activations enter a child."""
     for number, node in enumerate(listing.nodes if child else ()):
         tensors, _, carries, _ = listing.inputs[number]
         for slot in listing.orders[number]:
             tensor = tensors[slot]
             if tensor.source == "activation" and child.get(tensor.producer) != child[node]:
-                yield node, slot, tensor.name, carries[slot]
+                yield _Entry(node, slot, tensor.name, carries[slot])
 
 
 def _entries(listing: Listing, child: Mapping[int, int]) -> Mapping[int, Mapping[str, bool]]:
     """The activations that enter each child, in canonical order, and whether a pair can stand where one does."""
     entries: dict[int, dict[str, bool]] = {}
-    for node, _, tensor, carries in _entering(listing, child):
-        entered = entries.setdefault(child[node], {})
-        entered[tensor] = carries or entered.get(tensor, False)
+    for entry in _entering(listing, child):
+        entered = entries.setdefault(child[entry.node], {})
+        entered[entry.tensor] = entry.carries or entered.get(entry.tensor, False)
     return entries
 
 
-def _outputs(listing: Listing, child: Mapping[int, int]) -> Iterator[tuple[RegionOutput, int, int]]:
-    """Every output (node, number) with a use outside that can carry a pair, with its point."""
+def _outputs(listing: Listing, child: Mapping[int, int]) -> Iterator[_Exit]:
+    """Every output with a use outside that can carry a pair."""
     counts: dict[int, int] = {}
     for (number, output), carries in listing.exits.items():
         node = listing.nodes[number]
@@ -233,7 +258,7 @@ def _outputs(listing: Listing, child: Mapping[int, int]) -> Iterator[tuple[Regio
             k = counts[child[node]] = counts.get(child[node], -1) + 1
             point = RegionOutput(k, region_index=child[node])
         if carries:
-            yield point, node, output
+            yield _Exit(point, node, output)
 
 
 def _uses_outside(model: Model, tensor: str, inside: frozenset[int]) -> Iterator[Edge]:

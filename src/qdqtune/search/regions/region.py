@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class RegionKind(Enum):
+class RegionType(Enum):
     """Seed vocabulary: a leaf holds nodes, a composite holds regions, the root is the whole graph."""
 
     LEAF = "LEAF"
@@ -21,14 +21,14 @@ class Region:
 
     id: int
     level: int
-    kind: RegionKind
+    type: RegionType
     nodes: tuple[int, ...] = ()
     children: tuple[Region, ...] = ()
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.kind is RegionKind.LEAF and (self.children or not self.nodes):
+        if self.type is RegionType.LEAF and (self.children or not self.nodes):
             raise ValueError(f"leaf region {self.id} must hold nodes and no regions")
 
     def walk(self) -> Iterator[Region]:

@@ -56,6 +56,8 @@ def _attribute(value: Any) -> str:
 
 
 def _body_node(node: onnx.NodeProto) -> str:
-    attributes = [f"{a.name}={_attribute(onnx.helper.get_attribute_value(a))}"
-                  for a in sorted(node.attribute, key=lambda a: a.name)]  # fmt: skip
+    attributes = [
+        f"{a.name}={_attribute(onnx.helper.get_attribute_value(a))}"
+        for a in sorted(node.attribute, key=lambda a: a.name)
+    ]
     return node.op_type + (f"{{{','.join(attributes)}}}" if attributes else "")

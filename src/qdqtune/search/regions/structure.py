@@ -1,6 +1,6 @@
 """Structure without names: which nodes are alike, and how the nodes of a part of the graph are numbered.
 
-The numbering is a function of structure: operators, attributes, wiring, kinds of constants. Names, shapes and the
+The numbering is a function of structure: operators, attributes, wiring, types of constants. Names, shapes and the
 order of commutative inputs do not enter. It comes from three passes of Weisfeiler-Lehman labels (what follows a node,
 what precedes it, what follows it again) and a sort by depth. Nodes that are still equal are told apart by their
 surroundings in the whole model, and only then by graph order.
@@ -21,7 +21,7 @@ from qdqtune.graph.operators import COMMUTATIVE
 from qdqtune.placement.possible import can_carry
 from qdqtune.search.regions.signature import digest, written
 
-KINDS: Mapping[int, str] = {
+TYPE_LETTERS: Mapping[int, str] = {
     onnx.TensorProto.UNDEFINED: "?",
     onnx.TensorProto.DOUBLE: "d",
     onnx.TensorProto.BOOL: "b",
@@ -36,14 +36,14 @@ FREE = -2
 class Tensor(NamedTuple):
     """What an input reads: nothing, a constant, or an activation that a node makes (`producer`) or a caller feeds (-1).
 
-    `position` is the tensor's number among the outputs of its producer or the inputs of the graph; `kind` the class of
+    `position` is the tensor's number among the outputs of its producer or the inputs of the graph; `letter` stands for
     its type, for constants with their rank. Results of nodes have `users` (GRAPH is the graph) and, among them,
     `carriers`: where a Q/DQ pair can stand.
     """
 
     source: Literal["missing", "constant", "activation"]
     name: str
-    kind: str
+    letter: str
     producer: int = -1
     position: int = 0
     users: tuple[int, ...] = ()
@@ -114,26 +114,27 @@ class Structure:
                 users[tensor].append(user)
                 if carrying:
                     carriers[tensor].append(user)
-        known = {t: Tensor("activation", t, self.kind(t), -1, i) for i, t in enumerate(model.inputs)}
+        letter = self.type_letter
+        known = {t: Tensor("activation", t, letter(t), -1, i) for i, t in enumerate(model.inputs)}
         for node in model.nodes:
             for i, t in enumerate(node.outputs):
                 if t:
-                    known[t] = Tensor("activation", t, self.kind(t), node.index, i, tuple(users[t]), tuple(carriers[t]))
+                    known[t] = Tensor("activation", t, letter(t), node.index, i, tuple(users[t]), tuple(carriers[t]))
         for t, constant in model.constants.items():
-            known[t] = Tensor("constant", t, f"{self.kind(t)}{len(constant.shape)}")
+            known[t] = Tensor("constant", t, f"{letter(t)}{len(constant.shape)}")
         return {**known, "": MISSING}
 
     def _inputs(self, node: Node, carries: tuple[bool, ...]) -> Inputs:
         free = node.op in COMMUTATIVE and not node.domain
         names, count = (*node.inputs, *node.captures), len(node.inputs)
-        tensors = [self.tensors.get(t) or Tensor("activation", t, self.kind(t), -1, -1) for t in names]
+        tensors = [self.tensors.get(t) or Tensor("activation", t, self.type_letter(t), -1, -1) for t in names]
         roles = (FREE,) * len(names) if free else (*range(count), *(FREE for _ in node.captures))
         return Inputs(tuple(tensors), roles, carries, count)
 
-    def kind(self, tensor: str) -> str:
+    def type_letter(self, tensor: str) -> str:
         """The class of a tensor's type: `f` float that can be quantized, `d` double, `i`, `b`, `s`, or `?`."""
         info = self.model.tensors.get(tensor)
-        return "?" if info is None else "f" if info.is_float else KINDS.get(info.dtype, "i")
+        return "?" if info is None else "f" if info.is_float else TYPE_LETTERS.get(info.dtype, "i")
 
     def hash(self, text: str) -> int:
         """64 bits of a text, remembered."""
@@ -162,12 +163,12 @@ class _Part:
         self.results = {n: self._results(n) for n in self.order}
 
     def _results(self, node: int) -> str:
-        """How the listing writes a node's outputs: kind, and ! (a use outside can carry a pair) or ' (none can)."""
+        """How the listing writes a node's outputs: type, and ! (a use outside can carry a pair) or ' (none can)."""
         texts = []
         for name in self.structure.model.nodes[node].outputs:
             tensor = self.structure.tensors[name]
             mark = "" if self._inside(tensor.users) else "'" if self._inside(tensor.carriers) else "!"
-            texts.append((tensor.kind or "_") + mark)
+            texts.append((tensor.letter or "_") + mark)
         return ",".join(texts)
 
     @cached_property
@@ -249,8 +250,8 @@ class _Labelling:
                     if tensor.producer in new:
                         known = _mix(new[tensor.producer], tensor.position)
                     else:
-                        kind = self._structure.hash(tensor.source + tensor.kind)
-                        known = _mix(borders.get(tensor.name, 0), kind)
+                        letter = self._structure.hash(tensor.source + tensor.letter)
+                        known = _mix(borders.get(tensor.name, 0), letter)
                     in_role[tensor.name] = _mix(known, role)
                 above += in_role[tensor.name]
             new[n] = _mix(labels[n], above)
@@ -274,8 +275,9 @@ class _Numbering:
                 self._append(node)
         nodes = tuple(self._number)
         inputs = tuple(self._structure.inputs[n] for n in nodes)
-        return Listing(nodes, inputs, tuple(self._orders), tuple(self._border), dict(self._exits(nodes)),
-                       tuple(self._lines))  # fmt: skip
+        return Listing(
+            nodes, inputs, tuple(self._orders), tuple(self._border), dict(self._exits(nodes)), tuple(self._lines)
+        )
 
     def _levels(self) -> dict[int, list[int]]:
         depth: dict[int, int] = {}
@@ -335,7 +337,7 @@ class _Numbering:
                 label = 0 if alike else self._part.labels.borders[tensor.name]
                 surroundings = self._structure.fingerprints[producer] if producer >= 0 else 0
         else:
-            group, label = 3, self._structure.hash(tensor.kind)
+            group, label = 3, self._structure.hash(tensor.letter)
         return group, label, surroundings, producer, tensor.position
 
     def _exits(self, nodes: Iterable[int]) -> Iterator[tuple[tuple[int, int], bool]]:
@@ -348,11 +350,11 @@ class _Numbering:
         if tensor.source == "missing":
             return "_"
         if tensor.source == "constant":
-            return f"const:{tensor.kind}"
+            return f"const:{tensor.letter}"
         if tensor.producer in self._number:
             text = f"%{self._number[tensor.producer]}" + (f".{tensor.position}" if tensor.position else "")
         else:
-            text = f"x{self._border.setdefault(tensor.name, len(self._border))}:{tensor.kind}"
+            text = f"x{self._border.setdefault(tensor.name, len(self._border))}:{tensor.letter}"
         return f"captured {text}" if captured else text
 
 
