@@ -25,7 +25,8 @@ from qdqtune.engines.runner import Runner
 from qdqtune.measurement.timing import Plan, judge
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search.costs.units import Partition, fusion_groups, partition
-from qdqtune.tuning.bench import Bench
+from qdqtune.tuning.bench import Bench, Conditions
+from qdqtune.tuning.candidates import Candidates
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.settings import Settings
@@ -114,15 +115,15 @@ def row(name: str, folder: Path) -> list[str]:
             subject = calibrated(subject, settings, store, Silent())
             runner.feed(subject.feed)
             inserter = Inserter(subject.model, subject.ranges, subject.numbers)
-            with Bench(
-                runner, inserter, store, folder / "all", SCREENING, subject.accuracy, 0, check_wins=False
-            ) as bench:
+            with Candidates(runner, inserter, folder / "all") as candidates:
+                conditions = Conditions(SCREENING, subject.accuracy, seed=0, check_wins=False)
+                bench = Bench(runner, candidates, store, conditions)
                 parts = partition(subject.shaped, subject.possible, fusion_groups(subject.shaped, bench.float_layers()))
-                found = ranked(placements(parts), result.placement, bench)
+                found = ranked(placements(parts), result.placement, bench, candidates)
                 files = [folder / "out" / "optimized_final.onnx"]
                 for number, placement in enumerate(found[:FINALISTS]):
                     files.append(folder / f"best{number}.onnx")
-                    bench.write_whole(placement, files[-1])
+                    candidates.write_whole(placement, files[-1])
         rows = compare_files(files, runner, subject.accuracy, Plan((48,), 0.001))
     best = min((r.ratio for r in rows if r.ratio is not None), key=lambda r: r.median)
     units = sum(bool(u.inputs) for u in parts.units)
@@ -136,15 +137,15 @@ def row(name: str, folder: Path) -> list[str]:
     ]
 
 
-def ranked(candidates: Iterable[Placement], against: Placement, bench: Bench) -> list[Placement]:
+def ranked(placements: Iterable[Placement], against: Placement, bench: Bench, files: Candidates) -> list[Placement]:
     """All that the engine runs, the fastest first."""
     ratios: dict[Placement, float] = {}
-    for number, placement in enumerate(candidates, 1):
+    for number, placement in enumerate(placements, 1):
         if placement != against:
             trial, _ = bench.measure(number, Proposal("all", placement), against)
             if (judged := judge(trial, SCREENING)) is not None:
                 ratios[placement] = judged.median
-            bench.keep_only(against)
+            files.keep_only(against)
     return sorted(ratios, key=lambda p: ratios[p])
 
 

@@ -20,7 +20,7 @@ from qdqtune.errors import BadOption, BaselineFailed
 from qdqtune.graph.files import save
 from qdqtune.graph.model import Model
 from qdqtune.measurement.accuracy import sqnr_db
-from qdqtune.measurement.limits import Limits, is_unmet, verdict, wins
+from qdqtune.measurement.limits import Limits, is_unmet, outcome, wins
 from qdqtune.measurement.timing import Plan
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
@@ -89,10 +89,10 @@ class TestOneTrial:
         assert found.metric == (None if isinstance(metric, Failure) else metric)
 
     def test_verdicts(self) -> None:
-        assert verdict(trial(0.5), PLAN) == "faster"
-        assert verdict(trial(0.5, holds=None), PLAN) == "faster"
-        assert verdict(trial(0.5, holds=False), PLAN) == "inaccurate"
-        assert verdict(replace(trial(0.5), result=Failure("run", "")), PLAN) == "failed"
+        assert outcome(trial(0.5), PLAN) == "faster"
+        assert outcome(trial(0.5, holds=None), PLAN) == "faster"
+        assert outcome(trial(0.5, holds=False), PLAN) == "inaccurate"
+        assert outcome(replace(trial(0.5), result=Failure("run", "")), PLAN) == "failed"
         assert [wins(trial(0.5, holds=h), PLAN) for h in (True, None, False)] == [True, False, False]
 
     def test_limits_are_unmet_if_only_inaccurate_candidates_are_faster(self) -> None:

@@ -41,7 +41,7 @@ def test_every_unit_is_explained(tmp_path: Path) -> None:
     assert all(row["seen"] for row in written)
     assert rows["skip"]["boundary_ms"] == pytest.approx(rows["skip"]["dequantize_ms"])  # softmax reads it as a float
     assert rows["head"]["boundary_ms"] == 0
-    assert [r.nodes for r in result.units] == [tuple(r["nodes"]) for r in written]
+    assert [r.nodes for r in result.recorded.rows] == [tuple(r["nodes"]) for r in written]
 
 
 def test_the_prediction_stands_beside_the_measurement(tmp_path: Path) -> None:
@@ -53,14 +53,14 @@ def test_the_prediction_stands_beside_the_measurement(tmp_path: Path) -> None:
 def test_nothing_faster_is_explained_too(tmp_path: Path) -> None:
     result = tune(settings(write(hopeless(), tmp_path), mode="cut", builds=12))
     assert not result.improved
-    assert result.units
-    assert not any(unit.quantized for unit in result.units)
+    assert result.recorded.rows
+    assert not any(unit.quantized for unit in result.recorded.rows)
     assert result.summary["predicted_ms"] is None
 
 
 def test_the_largest_units_are_printed(tmp_path: Path) -> None:
     console = Console(width=120, record=True, file=StringIO())
-    console.print(report.units_table(cut_run(tmp_path)))
+    console.print(report.units_table(cut_run(tmp_path).recorded.rows))
     lines = console.export_text().splitlines()
     second = next(line for line in lines if "second" in line)
     assert "8 bits" in second
@@ -69,7 +69,7 @@ def test_the_largest_units_are_printed(tmp_path: Path) -> None:
 
 def test_region_mode_explains_no_units(tmp_path: Path) -> None:
     result = tune(settings(write(mixed(), tmp_path)))
-    assert result.units == ()
+    assert result.recorded.rows == ()
     assert not (tmp_path / "out" / "units.json").exists()
 
 
@@ -83,7 +83,7 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_without_layer_times_groups_are_measured(tmp_path: Path) -> None:
     spec = EngineSpec("fake", {"hide_times": True})
     blind = cut_run(tmp_path, engine=spec, builds=16)
-    assert blind.units == ()
+    assert blind.recorded.rows == ()
     assert blind.improved
     best = cut_run(tmp_path, restart=True)
     assert blind.summary["final_ms"] == pytest.approx(best.summary["final_ms"], rel=0.02)

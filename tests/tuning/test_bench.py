@@ -1,4 +1,4 @@
-"""The bench against an engine whose every build and round is scripted."""
+"""Candidates, bench and proof against an engine whose every build and round is scripted."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -21,7 +22,10 @@ from qdqtune.measurement.timing import Plan, judge, ratio
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
-from qdqtune.tuning.bench import Bench, job_key, profiled_runs
+from qdqtune.tuning.bench import Bench, Conditions, job_key, profiled_runs
+from qdqtune.tuning.candidates import Candidates
+from qdqtune.tuning.proof import Confirmed, confirm
+from qdqtune.tuning.run import Run
 from qdqtune.tuning.store import Store
 from qdqtune.types import Edge, Failure, Measurement, Placement, Proposal
 from runs import mixed, room_for
@@ -75,8 +79,16 @@ class Script:
 class Setup:
     folder: Path
     runner: Script
+    candidates: Candidates
+    store: Store
     bench: Bench
     placements: list[Placement]
+
+    @property
+    def run(self) -> Run:
+        """As much of a run as the proof's rounds need."""
+        told = SimpleNamespace(proof_plan=Plan((16,)), seed=7)
+        return cast(Run, SimpleNamespace(settings=told, store=self.store, runner=self.runner))
 
     def measure(self, number: int, candidate: Placement, against: Placement = FLOAT) -> Any:
         return self.bench.measure(number, Proposal("test", candidate), against)
@@ -98,10 +110,10 @@ def opened(tmp_path: Path) -> Iterator[Open]:
             runner = Script(**script)
             store = stack.enter_context(Store(tmp_path / "state.yaml", {"model": "m"}))
             inserter = Inserter(model, ranges(model), create().numeric_format("int8"))
-            bench = Bench(
-                cast(Runner, runner), inserter, store, tmp_path / "candidates", Plan(slot_seconds=0.0), SAMPLES, 7
-            )
-            return Setup(tmp_path, runner, stack.enter_context(bench), placements)
+            engine = cast(Runner, runner)
+            candidates = stack.enter_context(Candidates(engine, inserter, tmp_path / "candidates"))
+            bench = Bench(engine, candidates, store, Conditions(Plan(slot_seconds=0.0), SAMPLES, seed=7))
+            return Setup(tmp_path, runner, candidates, store, bench, placements)
 
         yield make
 
@@ -149,7 +161,7 @@ def test_a_win_is_repeated_on_second_builds_of_both_and_kept_loaded(opened: Open
     assert trial.builds == 3
     assert [p.stem for p in setup.runner.builds] == [FLOAT.digest, winner.digest, FLOAT.digest, winner.digest]
     assert {h.path.stem for h in setup.runner.present} == {FLOAT.digest, winner.digest}
-    setup.bench.keep_only(winner)
+    setup.candidates.keep_only(winner)
     assert {h.path.stem for h in setup.runner.present} == {winner.digest}
     before = len(setup.runner.builds)
     setup.measure(2, setup.placements[1], winner)
@@ -259,28 +271,28 @@ def test_the_proof_takes_all_rounds_on_two_fresh_builds_of_each_file(opened: Ope
     files = [tmp_path / "baseline.onnx", tmp_path / "final.onnx"]
     setup = opened(speed=lambda path, build: {"baseline": 1.0, "final": 0.8 if build < 2 else 0.9}.get(path.stem, 1.0))
     for path, placement in zip(files, (FLOAT, setup.placements[0]), strict=True):
-        setup.bench.write_whole(placement, path)
-    proven = setup.bench.confirm("proof:x", *files, Plan((16,)))
-    assert not isinstance(proven, Failure)
-    assert (proven.low, proven.high) == (0.8, 0.9)
-    assert proven.median == pytest.approx((0.8 * 0.9) ** 0.5)
+        setup.candidates.write_whole(placement, path)
+    proven = confirm("proof:x", *files, setup.run)
+    assert isinstance(proven, Confirmed)
+    assert (proven.ratio.low, proven.ratio.high) == (0.8, 0.9)
+    assert proven.ratio.median == pytest.approx((0.8 * 0.9) ** 0.5)
+    assert (proven.a_seconds, proven.b_seconds) == (1.0, pytest.approx(0.85))
     assert [p.name for p in setup.runner.builds] == ["baseline.onnx", "final.onnx"] * 2
     assert setup.runner.present == set()
-    assert setup.bench.latency("proof:x").b == (0.8,) * 16 + (0.9,) * 16
     later = opened()
-    assert later.bench.confirm("proof:x", *files, Plan((16,))) == proven
+    assert confirm("proof:x", *files, later.run) == proven
     assert later.runner.builds == []
 
 
 def test_the_whole_file_computes_what_the_candidate_did(opened: Open, tmp_path: Path) -> None:
     setup = opened()
     placement = setup.placements[0]
-    setup.bench.write_linked(placement, tmp_path / "linked" / "model.onnx")
-    setup.bench.write_whole(placement, tmp_path / "whole.onnx")
+    setup.candidates.write_linked(placement, tmp_path / "linked" / "model.onnx")
+    setup.candidates.write_whole(placement, tmp_path / "whole.onnx")
     linked, whole = tmp_path / "linked" / "model.onnx", tmp_path / "whole.onnx"
     assert linked.stat().st_size < whole.stat().st_size
     assert onnx.load(linked, load_external_data=False).graph.node == onnx.load(whole).graph.node
-    setup.bench.__exit__()  # the links outlive the bench, and only then are they single
+    setup.candidates.__exit__()  # the links outlive the bench, and only then are they single
     loaded = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(linked).graph.initializer}
     expected = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(whole).graph.initializer}
     assert loaded.keys() == expected.keys()
@@ -294,13 +306,13 @@ def test_the_folder_is_emptied_first_and_gone_at_the_end(opened: Open, tmp_path:
     setup = opened()
     setup.measure(1, setup.placements[0])
     assert not (folder / "left_by_a_killed_run.onnx").exists()
-    setup.bench.__exit__()
+    setup.candidates.__exit__()
     assert not folder.exists()
 
 
 def test_a_full_disk_is_an_output_error_and_the_folder_still_goes(opened: Open, tmp_path: Path) -> None:
     setup = opened()
-    with room_for(20_000), pytest.raises(OutputError, match="cannot write"), setup.bench:
+    with room_for(20_000), pytest.raises(OutputError, match="cannot write"), setup.candidates:
         setup.measure(1, setup.placements[-1])
     assert not (tmp_path / "candidates").exists()
 
@@ -309,11 +321,9 @@ def test_a_place_that_cannot_be_written_is_an_output_error(opened: Open, tmp_pat
     (tmp_path / "file").touch()
     setup = opened()
     with pytest.raises(OutputError, match="cannot write"):
-        setup.bench.write_linked(FLOAT, tmp_path / "file" / "model.onnx")
+        setup.candidates.write_linked(FLOAT, tmp_path / "file" / "model.onnx")
     with pytest.raises(OutputError, match="cannot write"):
-        Bench(
-            cast(Runner, setup.runner), cast(Inserter, None), cast(Store, None), tmp_path / "file" / "x", Plan(), [], 0
-        )
+        Candidates(cast(Runner, setup.runner), cast(Inserter, None), tmp_path / "file" / "x")
 
 
 def test_records_are_plain_json(opened: Open, tmp_path: Path) -> None:

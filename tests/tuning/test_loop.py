@@ -32,7 +32,8 @@ from qdqtune.placement.reading import is_quantized
 from qdqtune.search import best_of
 from qdqtune.search.region import Config
 from qdqtune.search.regions.cache import read_cache
-from qdqtune.tuning.loop import Result, estimate, tune
+from qdqtune.tuning.estimate import estimate
+from qdqtune.tuning.loop import Result, tune
 from qdqtune.tuning.observer import State
 from qdqtune.tuning.settings import PROOF_BUILDS
 from qdqtune.tuning.store import Store, unpack_result

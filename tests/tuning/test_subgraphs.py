@@ -67,8 +67,8 @@ def test_it_finds_what_cut_mode_finds_and_writes_its_files(tmp_path: Path) -> No
 
 def test_the_table_tells_what_became_of_each_group(tmp_path: Path) -> None:
     result = subgraph_run(tmp_path)
-    rows = {row.nodes[0]: row for row in result.groups}
-    assert sorted(n for row in result.groups for n in row.nodes) == sorted(n.name for n in mixed().nodes)
+    rows = {row.nodes[0]: row for row in result.recorded.rows}
+    assert sorted(n for row in result.recorded.rows for n in row.nodes) == sorted(n.name for n in mixed().nodes)
     assert {name for name, row in rows.items() if row.kept} == {"first", "second", "skip"}
     assert rows["second"].why == "kept"
     assert rows["softmax"].why == "slower alone"
@@ -76,11 +76,11 @@ def test_the_table_tells_what_became_of_each_group(tmp_path: Path) -> None:
     assert rows["second"].gain_alone == pytest.approx(rows["second"].float_ms - rows["second"].quantized_ms)
     assert rows["second"].gain_in_model > 0
     saved = result.summary["baseline_ms"] - result.summary["final_ms"]
-    assert sum(row.gain_in_model for row in result.groups) == pytest.approx(saved, rel=1e-6)
+    assert sum(row.gain_in_model for row in result.recorded.rows) == pytest.approx(saved, rel=1e-6)
     written = result.summary["groups"]
-    assert [row["nodes"] for row in written] == [row.nodes for row in result.groups]
+    assert [row["nodes"] for row in written] == [row.nodes for row in result.recorded.rows]
     console = Console(width=110, record=True, file=StringIO())
-    console.print(report.groups_table(result))
+    console.print(report.groups_table(result.recorded.rows))
     lines = console.export_text().splitlines()
     assert any("first and 1 more" in line and "full, output" in line and "kept" in line for line in lines)
 
@@ -92,7 +92,7 @@ def test_a_run_that_is_repeated_measures_nothing(tmp_path: Path, workers: Worker
     assert any(build.path.name.startswith("group_") for build in workers.builds[:before])
     assert not any(build.path.name.startswith("group_") for build in workers.builds[before:])
     assert again.history == first.history
-    assert again.groups == first.groups
+    assert again.recorded.rows == first.recorded.rows
     assert (tmp_path / "out" / "subgraphs" / "group_001.onnx").exists()
 
 
@@ -123,7 +123,7 @@ def test_equal_groups_are_timed_once(tmp_path: Path) -> None:
         {"w": normal(64, 64, scale=0.1), "k": normal(64, 64, scale=0.1, seed=1)},
     )
     result = tune(settings(write(model, tmp_path), mode="subgraph", builds=8))
-    kinds = [row.kind for row in result.groups]
+    kinds = [row.kind for row in result.recorded.rows]
     assert len(kinds) == 3
     assert len(set(kinds)) == 2
     assert result.improved
@@ -135,12 +135,12 @@ def test_without_layer_times_total_latency_is_compared_and_said_so(tmp_path: Pat
     assert any("total latency" in note for note in result.notes)
     assert "total latency" in (tmp_path / "out" / "logs" / "subgraphs.log").read_text()
     assert "all groups and what lies between" in [t.proposal.origin for t in result.history]
-    assert all(row.gain_in_model is None for row in result.groups)
+    assert all(row.gain_in_model is None for row in result.recorded.rows)
 
 
 def test_groups_that_do_not_build_are_told_and_skipped(tmp_path: Path) -> None:
     result = subgraph_run(tmp_path, engine=EngineSpec("fake", {"faults": {"refuse": "softmax"}}))
-    rows = {row.nodes[0]: row for row in result.groups}
+    rows = {row.nodes[0]: row for row in result.recorded.rows}
     assert rows["softmax"].why.startswith("scheme activation-only")
     assert "no implementation" in rows["softmax"].why
     assert not rows["softmax"].kept
@@ -151,7 +151,7 @@ def test_nothing_faster_ships_the_baseline(tmp_path: Path) -> None:
     result = tune(settings(write(hopeless(), tmp_path), mode="subgraph", builds=8))
     assert not result.improved
     assert result.summary["ratio"] == 1.0
-    assert {row.kept for row in result.groups} == {False}
+    assert {row.kept for row in result.recorded.rows} == {False}
     raw, baseline = (onnx.load(tmp_path / "out" / name) for name in ("optimized_raw.onnx", "baseline.onnx"))
     assert raw == baseline  # no group gains
 
@@ -164,7 +164,7 @@ def test_without_validation_all_groups_are_one_question(tmp_path: Path) -> None:
 
 def test_the_time_budget_holds_for_groups_too(tmp_path: Path) -> None:
     result = subgraph_run(tmp_path, time_budget=1e-6)
-    assert {row.why for row in result.groups if row.kind} == {"no time was left"}
+    assert {row.why for row in result.recorded.rows if row.kind} == {"no time was left"}
     assert not result.improved
 
 
@@ -226,8 +226,8 @@ def test_trtexec_writes_the_groups_and_builds_parts_for_the_shapes_that_were_giv
     program = stand_in(tmp_path, "10.16")
     result = trt_run(tmp_path, program, trtexec_args=text)
     out = tmp_path / "out"
-    assert sorted(row.nodes for row in result.groups) == [("a", "b"), ("c",)]
-    assert result.groups[0].gain_alone > 0
+    assert sorted(row.nodes for row in result.recorded.rows) == [("a", "b"), ("c",)]
+    assert result.recorded.rows[0].gain_alone > 0
     exported = json.loads((out / "model.fp16.graph.json").read_text())
     assert any("a" in layer["Name"] for layer in exported["Layers"])
     assert "trtexec" in (out / "model.fp16.build.log").read_text()
@@ -247,5 +247,5 @@ def test_trtexec_without_profiling_flags(tmp_path: Path, monkeypatch: pytest.Mon
     result = trt_run(tmp_path, program)
     assert any("reports no layers" in note for note in result.notes)
     assert not (tmp_path / "out" / "model.fp16.graph.json").exists()
-    assert result.groups[0].gain_alone is not None
+    assert result.recorded.rows[0].gain_alone is not None
     assert "as engines usually fuse" in (tmp_path / "out" / "logs" / "subgraphs.log").read_text()

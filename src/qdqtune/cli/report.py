@@ -23,9 +23,11 @@ from rich.text import Text
 
 from qdqtune.commands.compare import Row
 from qdqtune.measurement.timing import Ratio
-from qdqtune.tuning.loop import Estimate, Result
+from qdqtune.search.costs.explanation import UnitPrice
+from qdqtune.tuning.estimate import Estimate
+from qdqtune.tuning.loop import Result
 from qdqtune.tuning.observer import State
-from qdqtune.tuning.subgraphs.verdicts import GroupVerdict
+from qdqtune.tuning.subgraphs.outcomes import GroupOutcome
 from qdqtune.types import Failure, Trial
 
 BAR = 24
@@ -194,10 +196,17 @@ def failure_note(result: Result, logs: Path) -> str | None:
     return f"{which} failed{share}: {commonest.rstrip('.')} (see {logs / f'trial_{first:03}.log'})"
 
 
-def units_table(result: Result) -> Table:
+def mode_table(result: Result, *, verbose: bool) -> Table | None:
+    """What the mode knows, as a table: the prices of units if asked for, the outcomes of groups in any case."""
+    units = [row for row in result.recorded.rows if isinstance(row, UnitPrice)]
+    groups = [row for row in result.recorded.rows if isinstance(row, GroupOutcome)]
+    return units_table(units) if verbose and units else groups_table(groups) if groups else None
+
+
+def units_table(units: Sequence[UnitPrice]) -> Table:
     """The dozen units that take the most time in float: what each costs either way, and what was decided."""
     rows = []
-    for unit in result.units[:LARGEST_UNITS]:
+    for unit in units[:LARGEST_UNITS]:
         quantized = "" if unit.quantized_ms is None else f"{unit.quantized_ms:.3f}" + ("" if unit.seen else " ?")
         margin = "" if unit.margin_ms is None else f"{unit.margin_ms:+.3f}"
         decision = "8 bits" if unit.quantized else "float"
@@ -208,13 +217,13 @@ def units_table(result: Result) -> Table:
     return table
 
 
-def groups_table(result: Result) -> Table:
+def groups_table(outcomes: Sequence[GroupOutcome]) -> Table:
     """The kinds of groups that take the most time in float: what each gained alone and in the model, and the verdict.
 
     Equal groups with one verdict share a row.
     """
-    together: dict[tuple[int | None, str], list[GroupVerdict]] = {}
-    for group in result.groups:
+    together: dict[tuple[int | None, str], list[GroupOutcome]] = {}
+    for group in outcomes:
         if group.kind is not None:
             together.setdefault((group.kind, group.why), []).append(group)
     rows = []

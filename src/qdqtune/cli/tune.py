@@ -17,8 +17,9 @@ from qdqtune.engines.shapes import usual_shapes
 from qdqtune.errors import ConstraintUnmet
 from qdqtune.measurement.timing import Plan
 from qdqtune.search.region import Config
-from qdqtune.tuning.loop import Result, estimate, tune
-from qdqtune.tuning.proof import FINAL
+from qdqtune.tuning.estimate import estimate
+from qdqtune.tuning.loop import Result, tune
+from qdqtune.tuning.run import FINAL
 from qdqtune.tuning.settings import EFFORTS, Settings, looks_until
 
 NO_IMPROVEMENT = 3
@@ -163,10 +164,8 @@ def run(given: options.Given) -> int:
 
 def _print(result: Result, final: Path, *, verbose: bool) -> None:
     """The result for people."""
-    if verbose and result.units:
-        Console().print(report.units_table(result))
-    if result.groups:
-        Console().print(report.groups_table(result))
+    if (table := report.mode_table(result, verbose=verbose)) is not None:
+        Console().print(table)
     Console().print(report.result_table(result))
     print(report.result_line(result, final))
 

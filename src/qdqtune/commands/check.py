@@ -16,7 +16,7 @@ from qdqtune.graph.model import Model, Node
 from qdqtune.graph.operators import COMPUTE
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.reading import read_placement
-from qdqtune.tuning.proof import BASELINE
+from qdqtune.tuning.run import BASELINE
 from qdqtune.types import Layer, NumericFormat
 
 Kind = Literal["standalone pair", "float compute", "reformat", "boundary"]

@@ -60,7 +60,7 @@ class Limits:
             return replace(trial, holds=False)
         return replace(trial, metric=value, holds=self.is_good_enough(value))
 
-    def outcome(self, history: Sequence[Trial], plan: Plan, after: float | Failure | None) -> dict[str, float | None]:
+    def summary(self, history: Sequence[Trial], plan: Plan, after: float | Failure | None) -> dict[str, float | None]:
         """The limits and what became of them, for the summary; `after` is the metric of the model that ships."""
         unmet = not any(t.accepted for t in history) and is_unmet(history, plan)
         return {
@@ -78,7 +78,7 @@ def wins(trial: Trial, plan: Plan) -> bool:
     return found is not None and found.verdict == "faster" and trial.holds is True
 
 
-def verdict(trial: Trial, plan: Plan) -> Verdict | Literal["failed", "inaccurate"]:
+def outcome(trial: Trial, plan: Plan) -> Verdict | Literal["failed", "inaccurate"]:
     """What came of a judged trial, in one word."""
     found = judge(trial, plan)
     if found is None:

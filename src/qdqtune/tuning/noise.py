@@ -4,35 +4,34 @@ from __future__ import annotations
 
 from qdqtune.calibration.scales import Quantization, Ranges
 from qdqtune.graph.model import Model
-from qdqtune.measurement.limits import Limits
 from qdqtune.measurement.sensitivity import quantization, sensitivities
 from qdqtune.search.costs.noise import Noise
-from qdqtune.tuning.observer import Observer
-from qdqtune.tuning.store import Store
-from qdqtune.tuning.subject import Subject
+from qdqtune.tuning.run import Run
 from qdqtune.types import Edge, Failure, NumericFormat
 
 NOTHING = 0.01
 """Share of the noise that a limit allows, below which a block is not worth dividing."""
 
 
-def foresee(subject: Subject, limits: Limits, store: Store, observer: Observer) -> Noise:
-    """What the search knows about noise before it builds anything; found once, then read from the store.
+def foresee(run: Run) -> Noise | None:
+    """What the search knows about noise before it builds anything; found once, then read from the store. None if
+    nothing limits noise.
 
     Where ONNX Runtime does not run the model with switches, all values count the same, and the builds tell the rest.
     """
+    subject, limits = run.subject, run.limits
+    if not limits.are_set:
+        return None
     floor = NOTHING * limits.max_noise if limits.max_noise is not None else 0.0
     key = f"noise:{floor:.3g}"
-    record = store.get(key)
+    record = run.store.get(key)
     if record is None:
-        observer.stage("measuring what rounding each tensor does to the outputs")
-        found = sensitivities(
-            subject.shaped, each_value(subject.shaped, subject.ranges, subject.numbers, subject.possible),
-            subject.accuracy, floor=floor,
-        )  # fmt: skip
-        if isinstance(found, Failure):
-            found = dict.fromkeys(sorted({e.tensor for e in subject.possible}), 1.0)
-        record = store.put(key, {"alone": found})
+        run.observer.stage("measuring what rounding each tensor does to the outputs")
+        values = each_value(subject.shaped, subject.ranges, subject.numbers, subject.possible)
+        alone = sensitivities(subject.shaped, values, subject.accuracy, floor=floor)
+        if isinstance(alone, Failure):
+            alone = dict.fromkeys(sorted({e.tensor for e in subject.possible}), 1.0)
+        record = run.store.put(key, {"alone": alone})
     return Noise(subject.shaped, record["alone"], limits.max_noise)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,7 +28,7 @@ class Observer(Protocol):
     def stage(self, text: str) -> None:
         """A new stage begins."""
 
-    def trial(self, trial: Trial, verdict: str, state: State) -> None:
+    def trial(self, trial: Trial, outcome: str, state: State) -> None:
         """A candidate was measured (or found in the state of an earlier run)."""
 
 
@@ -37,5 +38,22 @@ class Silent:
     def stage(self, text: str) -> None:
         """Ignore it."""
 
-    def trial(self, trial: Trial, verdict: str, state: State) -> None:
+    def trial(self, trial: Trial, outcome: str, state: State) -> None:
         """Ignore it."""
+
+
+class Several:
+    """Observers that hear the same, one after the other."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = observers
+
+    def stage(self, text: str) -> None:
+        """See `Observer`."""
+        for observer in self._observers:
+            observer.stage(text)
+
+    def trial(self, trial: Trial, outcome: str, state: State) -> None:
+        """See `Observer`."""
+        for observer in self._observers:
+            observer.trial(trial, outcome, state)

@@ -11,16 +11,15 @@ import numpy as np
 import onnx
 
 from qdqtune.errors import BaselineFailed, writing
-from qdqtune.measurement.timing import Ratio
-from qdqtune.tuning.bench import Bench
-from qdqtune.tuning.settings import PROOF_BUILDS, Settings
+from qdqtune.measurement.pairing import fresh_pair
+from qdqtune.measurement.timing import Ratio, envelope, ratio
+from qdqtune.tuning.run import BASELINE, CANDIDATES, FINAL, Run
+from qdqtune.tuning.settings import PROOF_BUILDS
+from qdqtune.tuning.store import pack_result, unpack_result
 from qdqtune.types import Failure, Placement, Trial
 
 FINALISTS = 2
 """Placements that may try to prove themselves."""
-
-BASELINE, FINAL = "baseline.onnx", "optimized_final.onnx"
-CANDIDATES = "candidates"
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,15 @@ class Proof:
 
 
 @dataclass(frozen=True)
+class Confirmed:
+    """File b to file a, and the median seconds per inference of each."""
+
+    ratio: Ratio
+    a_seconds: float
+    b_seconds: float
+
+
+@dataclass(frozen=True)
 class _Meeting:
     """A file against the float model and against the user's own file; the latter None if the engine does not run it."""
 
@@ -53,7 +61,7 @@ class _Meeting:
     note: str = ""
 
 
-def prove(history: Sequence[Trial], bench: Bench, settings: Settings, folder: Path) -> Proof:
+def prove(history: Sequence[Trial], run: Run) -> Proof:
     """Write the files that may ship, and pair them as they lie on disk.
 
     The search's favourite is flattered by its luck. Where it does not prove itself, the one before it gets a chance.
@@ -63,15 +71,16 @@ def prove(history: Sequence[Trial], bench: Bench, settings: Settings, folder: Pa
         BaselineFailed: the engine fails on a finished file.
         OutputError: a file cannot be written.
     """
-    baseline, final = folder / BASELINE, folder / CANDIDATES / FINAL  # it moves to its place when it is proven
-    bench.write_whole(Placement(), baseline)
+    settings, folder = run.settings, run.settings.output_dir
+    baseline, final = folder / BASELINE, _unproven(run)
+    run.candidates.write_whole(Placement(), baseline)
     accepted = [t.placement for t in reversed(history) if t.accepted]
     pairs_hold = settings.from_qdq and not any(t.proposal.origin == "imported" and t.holds is False for t in history)
     notes: dict[str, None] = {}
     builds = 0
     for placement in (*accepted[:FINALISTS], Placement()):
-        bench.write_whole(placement, final)
-        met = _meet(placement, bench, settings, folder)
+        run.candidates.write_whole(placement, final)
+        met = _meet(placement, run)
         builds += met.builds
         notes |= {met.note: None} if met.note else {}
         is_faster = met.to_float.verdict == "faster"
@@ -80,38 +89,55 @@ def prove(history: Sequence[Trial], bench: Bench, settings: Settings, folder: Pa
         if placement.edges and is_faster:
             _move(final, folder / FINAL)
             to_given = met.to_given if settings.from_qdq else None
-            return Proof("tuned", placement, met.to_float, to_given, met.float_seconds, met.seconds, tuple(notes),
-                         builds)  # fmt: skip
+            seconds = met.float_seconds, met.seconds
+            return Proof("tuned", placement, met.to_float, to_given, *seconds, tuple(notes), builds)
         if placement.edges:
-            found = f"a candidate of {len(placement)} edges did not prove faster on fresh builds (ratio {met.to_float})"
-            notes[found] = None
+            edges = f"a candidate of {len(placement)} edges"
+            notes[f"{edges} did not prove faster on fresh builds (ratio {met.to_float})"] = None
     is_given = pairs_hold if settings.from_qdq else met.to_given is not None and met.to_given.verdict == "slower"
     _copy(settings.model if is_given else baseline, folder / FINAL)
     kept = "given" if is_given else "baseline"
     return Proof(kept, Placement(), None, None, met.float_seconds, met.float_seconds, tuple(notes), builds)
 
 
-def _meet(placement: Placement, bench: Bench, settings: Settings, folder: Path) -> _Meeting:
+def _unproven(run: Run) -> Path:
+    """Where the file that is to prove itself lies: it moves to its place when it has."""
+    return run.settings.output_dir / CANDIDATES / FINAL
+
+
+def _meet(placement: Placement, run: Run) -> _Meeting:
     """A float file of the user's is the float model: only beside pairs, or where the engine does not run it as it is,
     the baseline that we write takes its place."""
-    final, plan = folder / CANDIDATES / FINAL, settings.proof_plan
-    key = f"given:{placement.digest}"
-    given = bench.confirm(key, settings.model, final, plan)
-    to_given, note = (None, given.reason) if isinstance(given, Failure) else (given, "")
-    if to_given is not None and not settings.from_qdq:
-        return _Meeting(to_given, to_given, *_medians(bench, key), PROOF_BUILDS)
+    settings, final = run.settings, _unproven(run)
+    given = confirm(f"given:{placement.digest}", settings.model, final, run)
+    to_given, note = (None, given.reason) if isinstance(given, Failure) else (given.ratio, "")
+    if isinstance(given, Confirmed) and not settings.from_qdq:
+        return _Meeting(given.ratio, given.ratio, given.a_seconds, given.b_seconds, PROOF_BUILDS)
     if note:
         note = f"the engine does not run {settings.model.name} as it is, so it was not compared: {note}"
-    key = f"proof:{placement.digest}"
-    to_float = bench.confirm(key, folder / BASELINE, final, plan)
-    if isinstance(to_float, Failure):
-        raise BaselineFailed(f"the engine failed on the finished files: {to_float.reason}")
-    return _Meeting(to_float, to_given, *_medians(bench, key), PROOF_BUILDS * (1 if note else 2), note)
+    beside = confirm(f"proof:{placement.digest}", settings.output_dir / BASELINE, final, run)
+    if isinstance(beside, Failure):
+        raise BaselineFailed(f"the engine failed on the finished files: {beside.reason}")
+    builds = PROOF_BUILDS * (1 if note else 2)
+    return _Meeting(beside.ratio, to_given, beside.a_seconds, beside.b_seconds, builds, note)
 
 
-def _medians(bench: Bench, key: str) -> tuple[float, float]:
-    samples = bench.latency(key)
-    return float(np.median(samples.a)), float(np.median(samples.b))
+def confirm(key: str, a: Path, b: Path, run: Run) -> Confirmed | Failure:
+    """Two files as they lie on disk, in fresh rounds on two fresh builds of each; kept in the store by `key`."""
+    plan, measured = run.settings.proof_plan, []
+    for number in range(2):
+        record = run.store.get(f"{key}:{number}")
+        if record is None:
+            seed = run.settings.seed + number
+            result = fresh_pair(run.runner, a, b, plan, seed, f"final_{number}", lambda r: r.verdict != "undecided")
+            record = run.store.put(f"{key}:{number}", pack_result(result))
+        result = unpack_result(record)
+        if isinstance(result, Failure):
+            return result
+        measured.append(result)
+    a_seconds = float(np.median([seconds for m in measured for seconds in m.a]))
+    b_seconds = float(np.median([seconds for m in measured for seconds in m.b]))
+    return Confirmed(envelope([ratio(m, plan) for m in measured]), a_seconds, b_seconds)
 
 
 def _move(source: Path, target: Path) -> None:

@@ -1,24 +1,20 @@
-"""What a finished run leaves: summary.json, placement.yaml, the pattern cache, models of regions."""
+"""What a finished run leaves: summary.json, placement.yaml, the pattern cache."""
 
 from __future__ import annotations
 
 import json
 import platform
-import shutil
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from qdqtune.engines.runner import Runner
 from qdqtune.errors import writing
 from qdqtune.placement import files
 from qdqtune.search.regions import cache
-from qdqtune.tuning.bench import Bench
 from qdqtune.tuning.proof import Proof
-from qdqtune.tuning.settings import Settings
-from qdqtune.tuning.subject import Subject
-from qdqtune.types import Placement, Trial
+from qdqtune.tuning.run import Run
+from qdqtune.types import Trial
 from qdqtune.version import __version__
 
 
@@ -32,58 +28,35 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         path.write_text(json.dumps(dict(content), indent=2, allow_nan=False) + "\n")
 
 
-RAW = "optimized_raw.onnx"
-
-
-UNITS = "units.json"
-
-
-REGION_MODELS = "region_models"
-
-
-def write_region_models(history: Sequence[Trial], subject: Subject, bench: Bench, folder: Path) -> None:
-    """Keep the best model of each region: the whole model with the placement as it was when that region last won.
-
-    This comes after the search: their constants are links, and ONNX's checker refuses a file with several of them.
-    """
-    shutil.rmtree(folder, ignore_errors=True)
-    regions = {p.digest: p.instances[0] for p in subject.patterns}
-    wins = {t.proposal.pattern: t.placement for t in history if t.accepted and t.proposal.pattern}
-    for pattern, placement in wins.items():
-        region = regions[pattern]
-        bench.write_linked(placement, folder / f"region_{region.id}_level_{region.level}.onnx")
-
-
-def write_records(
-    settings: Settings, subject: Subject, final: Placement, proof: Proof, history: Sequence[Trial], folder: Path
-) -> None:
+def write_records(history: Sequence[Trial], proof: Proof, run: Run) -> None:
     """Write placement.yaml and the pattern cache.
 
     Raises:
         OutputError: a file cannot be written.
     """
+    settings, subject, final = run.settings, run.subject, proof.placement
     recorded = files.Recorded(final, settings.quant_type, settings.engine.name, settings.fix_inputs)
-    files.write_placement(folder / "placement.yaml", recorded, settings.model.name)
-    shipped_ratio = proof.ratio.median if proof.ratio and final.edges else 1.0
+    files.write_placement(settings.output_dir / "placement.yaml", recorded, settings.model.name)
     caches = cache.cache_of(
-        subject.model, subject.patterns, (final, shipped_ratio), history, settings.plan,
+        subject.model,
+        subject.patterns,
+        (final, proof.ratio.median if proof.ratio else 1.0),
+        history,
+        settings.plan,
         minimum_distance=settings.config.pattern_cache_minimum_distance,
         maximum_entries=settings.config.pattern_cache_max_entries_per_pattern,
-    )  # fmt: skip
+    )
     target = settings.state.with_name(settings.state.stem + "_pattern_cache.yaml")
     cache.write_cache(target, caches, subject.patterns)
 
 
-def summary_of(
-    settings: Settings, subject: Subject, runner: Runner, bench: Bench, history: Sequence[Trial], proof: Proof,
-    final: Placement,
-) -> dict[str, Any]:  # fmt: skip
-    """What summary.json holds, but for limits and groups."""
-    tuned = proof.ratio if final.edges else None
+def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, Any]:
+    """What summary.json holds in every mode, but for the seconds of the whole run."""
+    settings, subject, final, tuned = run.settings, run.subject, proof.placement, proof.ratio
     sqnr = next((t.sqnr_db for t in history if t.placement == final), None)
     predicted = next((t.proposal.predicted for t in history if t.placement == final), None)
-    description = runner.describe()
-    return {
+    description = run.runner.describe()
+    summary = {
         "model": str(settings.model),
         "engine": description,
         "mode": settings.mode,
@@ -99,7 +72,7 @@ def summary_of(
         "predicted_ratio": predicted,
         "predicted_ms": None if predicted is None else predicted * proof.float_seconds * 1e3,
         "trials": len(history),
-        "engine_seconds": round(runner.engine_seconds, 3),
+        "engine_seconds": round(run.runner.engine_seconds, 3),
         "patterns": len(subject.patterns),
         "regions": subject.region_count,
         "pairs": len({e.tensor for e in final}),
@@ -108,6 +81,12 @@ def summary_of(
         "accuracy_samples": len(subject.accuracy),
         "accuracy_held_out": subject.held_out,
         "seed": settings.seed,
-        "versions": {"qdqtune": __version__, "onnx": version("onnx"), "python": platform.python_version(),
-                     settings.engine.name: description.get("version", "")},
-    }  # fmt: skip
+        "versions": {
+            "qdqtune": __version__,
+            "onnx": version("onnx"),
+            "python": platform.python_version(),
+            settings.engine.name: description.get("version", ""),
+        },
+    }
+    after = run.bench.metric(final) if settings.evaluate and final.edges else run.limits.before
+    return summary | run.limits.summary(history, settings.plan, after)

@@ -19,10 +19,8 @@ from qdqtune.search.costs.attribution import Priced, attribute
 from qdqtune.search.costs.profiles import passing, select, signature
 from qdqtune.search.costs.units import Partition, Unit, partition
 from qdqtune.search.subgraph import SubgraphSearch
-from qdqtune.tuning.bench import Bench
-from qdqtune.tuning.observer import Observer
+from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import Settings
-from qdqtune.tuning.store import Store
 from qdqtune.tuning.subgraphs import groups
 from qdqtune.tuning.subgraphs.extraction import Resolved, resolve
 from qdqtune.tuning.subgraphs.groups import Grouping
@@ -42,10 +40,10 @@ PATIENCE = 0.5
 
 @dataclass(frozen=True)
 class Profiled:
-    """What the search starts from. `observer` is to be told of it, `why` says by group why it was not measured."""
+    """What the search starts from. `progress` is to hear of it, `why` says by group why it was not measured."""
 
     search: SubgraphSearch
-    observer: Observer
+    progress: CacheFile
     kinds: tuple[Kind, ...]
     why: Mapping[int, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -62,35 +60,38 @@ class Profiled:
         }
 
 
-def profile(settings: Settings, subject: Subject, bench: Bench, store: Store, observer: Observer) -> Profiled:
+def profile(run: Run) -> Profiled:
     """Group the nodes of a model, time the distinct groups alone, and select those that gain.
 
     Raises:
         QdqtuneError: the --graph-json is of no use, a file cannot be written, or the engine cannot run the float model.
     """
+    settings, subject, observer = run.settings, run.subject, run.observer
     deadline = None if settings.time_budget is None else time.monotonic() + PATIENCE * settings.time_budget
     observer.stage("grouping as the engine fuses")
-    layers = bench.float_layers()
+    layers = run.bench.float_layers()
     timed = any(layer.time_ms for layer in layers)
     grouped = _grouped(settings, subject, layers)
     parts = partition(subject.shaped, subject.possible, grouped.groups)
     times = _float_times(parts, layers)
     resolved = resolve(subject.model, subject.shaped, subject.feed, shapes.spans(settings.engine))
     kinds, why = _kinds(parts, grouped, resolved, times)
-    cache = CacheFile(settings.output_dir, parts, kinds, observer)
-    with Profiler(settings, subject, parts, resolved, store, timed=timed) as profiler:
-        found = profiler.all(kinds, observer, cache.timed, deadline)
+    progress = CacheFile(settings.output_dir, parts, kinds)
+    with Profiler(settings, subject, parts, resolved, run.store, timed=timed) as profiler:
+        found = profiler.all(kinds, observer, progress.timed, deadline)
     profiles = {u.number: passing(parts, u, times[u.number]) for u in parts.units}
-    for kind in kinds:
-        for unit in kind.units:
-            profiles[unit.number] = found[kind.number]
-    selection = select(parts, profiles)
+    profiles |= {unit.number: found[kind.number] for kind in kinds for unit in kind.units}
     # Some kernels are slow alone and fast between others: they are found in a placement of the whole model only.
-    search = SubgraphSearch(selection, subject.foremost(), layers if timed else (), settings.plan,
-                            settings.incremental_validation)  # fmt: skip
+    search = SubgraphSearch(
+        select(parts, profiles),
+        subject.foremost(),
+        layers if timed else (),
+        settings.plan,
+        settings.incremental_validation,
+    )
     notes = _notes(grouped, layers, timed)
     _write_log(settings.output_dir / "logs" / LOG, [*grouped.lines(), *notes])
-    return Profiled(search, cache, kinds, why, notes, profiler.builds, profiler.engine_seconds)
+    return Profiled(search, progress, kinds, why, notes, profiler.builds, profiler.engine_seconds)
 
 
 def _grouped(settings: Settings, subject: Subject, layers: Sequence[Layer]) -> Grouping:
@@ -101,9 +102,10 @@ def _grouped(settings: Settings, subject: Subject, layers: Sequence[Layer]) -> G
     exported = settings.output_dir / "logs" / "baseline.graph.json"
     if exported.exists():
         stem = settings.output_dir / f"{settings.model.stem}.fp16"
-        with writing(f"{stem}.graph.json"):
-            shutil.copyfile(exported, stem.with_name(stem.name + ".graph.json"))
-            shutil.copyfile(exported.with_name("baseline.log"), stem.with_name(stem.name + ".build.log"))
+        copies = {".graph.json": exported, ".build.log": exported.with_name("baseline.log")}
+        for ending, source in copies.items():
+            with writing(stem.with_name(stem.name + ending)):
+                shutil.copyfile(source, stem.with_name(stem.name + ending))
     if layers:
         return groups.from_layers(subject.shaped, layers, "as the engine's layer report has them")
     return groups.by_rules(subject.shaped, subject.possible)

@@ -9,8 +9,8 @@ from typing import Any
 from qdqtune.errors import writing
 from qdqtune.search.costs.profiles import Profile
 from qdqtune.search.costs.units import Partition
-from qdqtune.tuning import records
-from qdqtune.tuning.observer import Observer, State
+from qdqtune.tuning.observer import State
+from qdqtune.tuning.records import write_json
 from qdqtune.tuning.subgraphs.profiler import Kind
 from qdqtune.types import Trial
 
@@ -18,14 +18,13 @@ NAME = "autotune_cache.json"
 
 
 class CacheFile:
-    """Follows a run, writes the file anew after each answer, in one step, and passes on what it hears.
+    """Follows a run, and writes the file anew after each answer, in one step.
 
     Every method raises OutputError if the file cannot be written.
     """
 
-    def __init__(self, folder: Path, parts: Partition, kinds: Sequence[Kind], observer: Observer) -> None:
+    def __init__(self, folder: Path, parts: Partition, kinds: Sequence[Kind]) -> None:
         self._path = folder / NAME
-        self._observer = observer
         self._left = len(kinds)
         names = {u.number: [parts.model.nodes[n].name for n in u.nodes] for kind in kinds for u in kind.units}
         self._groups: dict[int, dict[str, Any]] = {
@@ -34,8 +33,7 @@ class CacheFile:
         self._validation: list[dict[str, Any]] = []
 
     def stage(self, text: str) -> None:
-        """See `Observer`."""
-        self._observer.stage(text)
+        """See `Observer`: nothing is written of it."""
 
     def timed(self, kind: Kind, profile: Profile) -> None:
         """A kind of group was timed alone (or found in the state of an earlier run)."""
@@ -47,19 +45,16 @@ class CacheFile:
         self._left -= 1
         self._write()
 
-    def trial(self, trial: Trial, verdict: str, state: State) -> None:
+    def trial(self, trial: Trial, outcome: str, state: State) -> None:
         """See `Observer`."""
-        self._validation.append({
-            "number": trial.number, "origin": trial.proposal.origin, "edges": len(trial.placement),
-            "verdict": verdict, "best_ratio": state.best_ratio,
-        })  # fmt: skip
+        row = {"number": trial.number, "origin": trial.proposal.origin, "edges": len(trial.placement)}
+        self._validation.append(row | {"verdict": outcome, "best_ratio": state.best_ratio})
         self._write()
-        self._observer.trial(trial, verdict, state)
 
     def _write(self) -> None:
         phase = "timing groups alone" if self._left else "validating on the whole model"
         fresh = self._path.with_name(f"{NAME}.new")
         content = {"phase": phase, "profiling": list(self._groups.values()), "validation": self._validation}
-        records.write_json(fresh, content)
+        write_json(fresh, content)
         with writing(self._path):
             fresh.replace(self._path)

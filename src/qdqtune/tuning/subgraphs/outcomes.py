@@ -13,7 +13,7 @@ from qdqtune.types import Placement, Trial
 
 
 @dataclass(frozen=True)
-class GroupVerdict:
+class GroupOutcome:
     """One group. Times in ms; those alone leave out the conversions and reformats at its border.
 
     `scheme` is the one that was accepted, or else the best one; None if there is none. `gain_in_model` is what the
@@ -37,7 +37,7 @@ class GroupVerdict:
         return None if self.quantized_ms is None else self.float_ms - self.quantized_ms
 
 
-def verdicts(profiled: Profiled, history: Sequence[Trial], final: Placement) -> tuple[GroupVerdict, ...]:
+def outcomes(profiled: Profiled, history: Sequence[Trial], final: Placement) -> tuple[GroupOutcome, ...]:
     """A row for every group, those that take the most time in float first."""
     search, parts = profiled.search, profiled.search.parts
     builds = search.builds(history)
@@ -51,7 +51,7 @@ def verdicts(profiled: Profiled, history: Sequence[Trial], final: Placement) -> 
         chosen = search.selection.option(unit.number) or profile.best
         kept = unit.number in running
         nodes = [parts.model.nodes[n] for n in unit.nodes]
-        rows.append(GroupVerdict(
+        rows.append(GroupOutcome(
             nodes=tuple(n.name for n in nodes),
             operators=tuple(n.op for n in nodes),
             kind=kinds.get(unit.number),
@@ -82,6 +82,6 @@ def _why(number: int, profiled: Profiled, profile: Profile, final: Placement, *,
     return "slower alone" if best is None or best.ms >= profile.float_ms else "conversions cost more"
 
 
-def record(rows: Iterable[GroupVerdict]) -> list[Mapping[str, Any]]:
+def record(rows: Iterable[GroupOutcome]) -> list[Mapping[str, Any]]:
     """The rows for a JSON file."""
     return [asdict(row) for row in rows]

@@ -1,0 +1,93 @@
+"""Candidates: where a placement becomes a file, and a file a build that the engine holds ready."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from qdqtune.engines.runner import Handle, Runner
+from qdqtune.errors import writing
+from qdqtune.graph.files import ConstantFile, save
+from qdqtune.placement.insertion import Inserter
+from qdqtune.types import Failure, Placement
+
+
+class Candidates:
+    """Files and builds of one model's placements, each made once and as it is asked for.
+
+    A context manager: the folder of the files is emptied first, and deleted at the end.
+    """
+
+    def __init__(self, runner: Runner, inserter: Inserter, folder: Path) -> None:
+        """Make the folder.
+
+        Raises:
+            OutputError: it cannot be made.
+        """
+        self._runner, self._inserter, self._folder = runner, inserter, folder
+        shutil.rmtree(folder, ignore_errors=True)
+        with writing(folder):
+            folder.mkdir(parents=True)
+        self._constants = ConstantFile(folder / "constants.bin")
+        self._loaded: dict[Placement, Handle] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):  # on a full disk closing fails again
+            self._constants.__exit__()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def file(self, placement: Placement) -> Path:
+        """A small file of the placement, which refers to the constants that all candidates share.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        path = self._folder / f"{placement.digest}.onnx"
+        if not path.exists():
+            self._constants.save(self._inserter.insert(placement), path)
+        return path
+
+    def load(self, placement: Placement, log_name: str) -> Handle | Failure:
+        """The build of a placement, made now if there is none; what the engine prints then goes to that log."""
+        if placement not in self._loaded:
+            handle = self._runner.load(self.file(placement), log_name)
+            if isinstance(handle, Failure):
+                return handle
+            self._loaded[placement] = handle
+        return self._loaded[placement]
+
+    def drop(self, placement: Placement) -> None:
+        """Unload a placement and delete its file, if it is loaded."""
+        if placement in self._loaded:
+            self._runner.unload(self._loaded.pop(placement))
+            self.file(placement).unlink(missing_ok=True)
+
+    def keep_only(self, placement: Placement) -> None:
+        """Unload every placement but this one."""
+        for other in [p for p in self._loaded if p != placement]:
+            self.drop(other)
+
+    def write_linked(self, placement: Placement, path: Path) -> None:
+        """Write a placement as a small file in another folder, its constants linked there.
+
+        Raises:
+            OutputError: a file cannot be written.
+        """
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            candidate = self.file(placement)
+            self._constants.link_into(path.parent)
+            shutil.copyfile(candidate, path)
+
+    def write_whole(self, placement: Placement, path: Path) -> None:
+        """Write a placement as a self-contained file.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        save(self._inserter.insert(placement), path)

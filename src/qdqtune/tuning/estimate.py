@@ -1,0 +1,51 @@
+"""What a run would do, from one build of the float model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from qdqtune.engines.runner import Runner
+from qdqtune.errors import BaselineFailed
+from qdqtune.tuning.observer import Observer, Silent
+from qdqtune.tuning.run import prepare_folder
+from qdqtune.tuning.settings import Settings
+from qdqtune.tuning.subject import open_subject
+from qdqtune.types import Failure
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run would do (`--dry-run`). Times in seconds; latency of the float model."""
+
+    regions: int
+    patterns: int
+    builds: int
+    latency: float
+    seconds: float
+
+
+def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
+    """What `tune` would do, from one build of the float model. Calibrates nothing and leaves no state."""
+    observer = observer or Silent()
+    folder = prepare_folder(settings)
+    with Runner(settings.engine, time_limit_s=settings.time_limit, log_dir=folder / "logs") as runner:
+        observer.stage(f"reading {settings.model.name}")
+        subject = open_subject(settings, runner)
+        runner.feed(subject.feed)
+        observer.stage("measuring the float model")
+        handle = runner.load(settings.model, "estimate")
+        if isinstance(handle, Failure):
+            raise BaselineFailed(f"the engine cannot run the float model: {handle.reason}")
+        measured = runner.rounds(handle, handle, 2, seed=0, first_round=0, slot_seconds=0.0, warmup=1)
+        if isinstance(measured, Failure):
+            raise BaselineFailed(f"the engine cannot run the float model: {measured.reason}")
+    latency = float(np.median(measured.a))
+    slot = max(latency, settings.plan.slot_seconds)
+    schemes = len(subject.patterns) * settings.config.schemes_per_region
+    trials = min(settings.search_builds, schemes + 5)
+    per_trial = handle.build_seconds + 4 * slot * (settings.plan.looks[0] + settings.plan.warmup)
+    proof = 4 * (2 * handle.build_seconds + 4 * slot * settings.proof[0])
+    seconds = trials * per_trial * 1.3 + proof  # a third of the candidates takes longer to decide, or is checked again
+    return Estimate(subject.region_count, len(subject.patterns), trials + 1, latency, seconds)

@@ -1,0 +1,58 @@
+"""Cut mode: prices from layer times; where the engine tells none, one question of the whole latency a build."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from qdqtune.search import Strategy
+from qdqtune.search.costs.explanation import explain, record
+from qdqtune.search.costs.guess import guesses
+from qdqtune.search.costs.noise import Noise
+from qdqtune.search.cut import CutSearch
+from qdqtune.search.latency import GroupedSearch
+from qdqtune.search.region import QUIETER
+from qdqtune.tuning.modes.mode import Recorded
+from qdqtune.tuning.noise import foresee
+from qdqtune.tuning.observer import Observer
+from qdqtune.tuning.run import Run
+from qdqtune.types import Placement, Trial
+
+UNITS = "units.json"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """See `Mode`; `by_layers` is the strategy where it learns from layer times."""
+
+    strategy: Strategy
+    by_layers: CutSearch | None
+    observers: tuple[Observer, ...] = ()
+
+    def record(self, history: Sequence[Trial], final: Placement) -> Recorded:
+        """What every unit costs either way."""
+        if self.by_layers is None:
+            return Recorded()
+        units = explain(self.by_layers.costs(history), final)
+        return Recorded(units, files={UNITS: {"units": record(units)}})
+
+
+def prepare(run: Run) -> Cut:
+    """Read the layers of the float build."""
+    subject, noise = run.subject, foresee(run)
+    if (by_layers := cut_search(run, noise)) is not None:
+        return Cut(by_layers, by_layers)
+    suggestions = subject.suggestions()
+    if noise is not None:
+        suggestions[QUIETER] = guesses(subject.shaped, subject.possible, noise)(noise.levels(())[0])
+    return Cut(GroupedSearch(subject.shaped, subject.possible, suggestions), None)
+
+
+def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
+    """The search that prices units from layer times; None if the engine tells none."""
+    subject, layers = run.subject, run.bench.float_layers()
+    if not any(layer.time_ms for layer in layers):
+        return None
+    first = subject.foremost()
+    spares = {name: p for name, p in subject.suggestions().items() if name not in first}
+    return CutSearch(subject.shaped, subject.possible, layers, first, run.settings.plan, noise, spares)

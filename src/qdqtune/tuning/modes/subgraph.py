@@ -1,0 +1,40 @@
+"""Subgraph mode: every distinct fusion group alone, then what gains on the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from qdqtune.search.subgraph import SubgraphSearch, narrowed
+from qdqtune.tuning.modes.mode import Recorded
+from qdqtune.tuning.noise import foresee
+from qdqtune.tuning.observer import Observer
+from qdqtune.tuning.run import RAW, Run
+from qdqtune.tuning.subgraphs.outcomes import outcomes, record
+from qdqtune.tuning.subgraphs.prepare import Profiled, profile
+from qdqtune.types import Placement, Trial
+
+
+@dataclass(frozen=True)
+class Subgraph:
+    """See `Mode`."""
+
+    strategy: SubgraphSearch
+    profiled: Profiled
+
+    @property
+    def observers(self) -> tuple[Observer, ...]:
+        """The file of progress."""
+        return (self.profiled.progress,)
+
+    def record(self, history: Sequence[Trial], final: Placement) -> Recorded:
+        """What became of every group."""
+        groups = outcomes(self.profiled, history, final)
+        return Recorded(groups, self.profiled.summary() | {"groups": record(groups)}, notes=self.profiled.notes)
+
+
+def prepare(run: Run) -> Subgraph:
+    """Time the groups alone."""
+    profiled = profile(run)
+    run.candidates.write_whole(profiled.search.raw, run.settings.output_dir / RAW)
+    return Subgraph(narrowed(profiled.search, foresee(run)), profiled)
