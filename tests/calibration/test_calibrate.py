@@ -248,6 +248,56 @@ def test_entropy_cuts_outliers_off_and_leaves_an_even_distribution_alone() -> No
         assert kept.high > 0.95
 
 
+def migacz(magnitudes: Array, bin_width: float) -> dict[float, float]:
+    """Divergence by threshold, as the original method has it: in plain loops, every number of bins from 128 on."""
+    counts = np.histogram(magnitudes, np.arange(2049) * bin_width)[0].astype(float)
+    counts[0] = counts[1]
+    used = max(i for i in range(2048) if counts[i]) + 1
+    found = {}
+    for i in range(128, used + 1):
+        p, q = [*counts[:i]], [0.0] * i
+        p[i - 1] += sum(counts[i:])
+        levels: dict[int, list[int]] = {}
+        for j in range(i):
+            if counts[j]:
+                levels.setdefault(j * 128 // i, []).append(j)
+        for members in levels.values():
+            for j in members:
+                q[j] = sum(counts[m] for m in members) / len(members)
+        q[i - 1] = q[i - 1] or 0.0001
+        total_p, total_q = sum(p), sum(q)
+        found[(i + 0.5) * bin_width] = sum(
+            a / total_p * np.log(a / total_p / (b / total_q)) for a, b in zip(p, q, strict=True) if a
+        )
+    return found
+
+
+@pytest.mark.parametrize("kind", ["normal", "relu", "heavy", "outliers"])
+def test_entropy_finds_a_threshold_as_good_as_the_original_method_does(kind: str) -> None:
+    values = normal(50_000).astype(np.float64)
+    made = {"normal": values, "relu": np.maximum(values, 0), "heavy": values**3}
+    values = made.get(kind, np.append(values, [15.0, -14.0]))
+    found = filled(values).least_divergence(INT8)
+    assert found is not None
+    top = np.abs(values).max()
+    bin_width = 2.0 ** np.ceil(np.log2(top / Histogram.BINS))
+    divergences = migacz(np.abs(values), bin_width)
+    best = min(divergences.values())
+    threshold = min(divergences, key=lambda t: abs(t - found.magnitude))
+    assert abs(found.magnitude - min(threshold, top)) <= bin_width
+    assert divergences[threshold] <= 1.15 * best
+    assert divergences[threshold] < 0.9 * np.median([*divergences.values()])
+
+
+def test_entropy_of_a_tensor_with_many_small_values_keeps_the_large_ones() -> None:
+    """Where a range holds fewer bins than codes nothing is merged, so that a tiny one would seem to lose nothing."""
+    values = np.concatenate([normal(50_000) * 0.02, np.linspace(-4, 4, 20_000)])
+    for numbers in (UINT8, INT8):
+        found = filled(values).least_divergence(numbers)
+        assert found is not None
+        assert np.mean(np.abs(values) > found.magnitude) < 0.05
+
+
 @pytest.mark.parametrize("numbers", NUMBERS)
 def test_zeros_of_a_relu_do_not_pull_the_threshold_of_entropy_down(numbers: str) -> None:
     """A pair keeps zeros exactly, however many they are."""
@@ -262,6 +312,7 @@ def test_odd_histograms_of_the_other_methods(method: str) -> None:
     for parts, expected in (
         ([np.zeros(5)], Range(0, 0)), ([np.full(3, 7.0)], Range(7, 7)), ([np.full(3, -7.0)], Range(-7, -7)),
         ([np.zeros(0)], None), ([np.float64([1, np.nan])], None),
+        ([np.full(3, 7.0), np.full(9, 8.0)], Range(7, 8)),
     ):  # fmt: skip
         histogram = filled(*parts)
         found = histogram.least_error(INT8) if method == "mse" else histogram.least_divergence(INT8)

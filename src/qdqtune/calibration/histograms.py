@@ -5,16 +5,22 @@ The counts of a tensor take a fixed amount of memory: 2 x 2048 bins that double 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
 from qdqtune.calibration import scales
 from qdqtune.calibration.scales import Range
-from qdqtune.types import Array, NumericFormat
+from qdqtune.types import Array, NumericFormat, QType
 
 STEP = 16
 """Bins between two thresholds that are tried: up to 128 of them."""
+
+LEVELS = 128
+"""Magnitudes that 8 bits tell apart, with a sign."""
+
+SMOOTHING = 1e-4
+"""Count of a last bin that held nothing before it got all that lies above: as ONNX Runtime and MXNet have it."""
 
 
 class Histogram:
@@ -76,19 +82,35 @@ class Histogram:
 
         Both ends move in together first, then each by itself.
         """
-        return self._best(numbers, _squared_error, by_itself=True)
+        return self._best(numbers, _squared_error)
 
     def least_divergence(self, numbers: NumericFormat) -> Range | None:
-        """The range that loses least information: the least Kullback-Leibler divergence of the quantized distribution.
+        """The range within +-T that loses least information: the least Kullback-Leibler divergence of magnitudes.
 
-        P holds the counts within the range, with what lies outside at its ends; Q spreads the counts of each quantized
-        value over the bins that gave it. After Migacz, "8-bit inference with TensorRT", GTC 2017, for any format. A
-        pair keeps zeros exactly, so those of a Relu say nothing: their bin counts as its neighbour does.
+        After Migacz, "8-bit inference with TensorRT", GTC 2017: P holds the counts below T = (i + 1/2) bins, with all
+        that lies above in the last of its i bins; Q merges them into 128 levels, and spreads each level evenly over
+        those of its bins that hold anything. With fewer bins than levels nothing would be merged, and nothing lost: so
+        i begins at 128. A pair keeps zeros exactly, so those of a Relu say nothing: the first bin counts as the second.
+        The steps of FP8 grow with the values: all of them are kept.
         """
-        return self._best(numbers, _divergence, by_itself=False)
+        whole = self.whole
+        if whole is None or self._width == 0.0 or numbers.activation is QType.FP8:
+            return whole
+        counts = (self._counts[self.BINS :] + self._counts[: self.BINS][::-1]).astype(np.float64)
+        counts = counts[: int(np.flatnonzero(counts)[-1]) + 1]
+        if counts.size > 1:
+            counts[0] = counts[1]
+
+        def best(tried: Iterable[int]) -> int:
+            return min((counts.size, *tried), key=lambda i: (_divergence(counts, i), -i))
+
+        near = best(range(LEVELS, counts.size, STEP))
+        bins = best(range(max(LEVELS, near - STEP), min(counts.size, near + STEP)))
+        top = (bins + 0.5) * self._width
+        return _within(whole, -top, top) or whole  # values that stay far from zero may all lie above
 
     def _best(
-        self, numbers: NumericFormat, cost: Callable[[Array, Array, Range, NumericFormat], float], *, by_itself: bool
+        self, numbers: NumericFormat, cost: Callable[[Array, Array, Range, NumericFormat], float]
     ) -> Range | None:
         whole = self.whole
         if whole is None or self._width == 0.0:
@@ -102,7 +124,7 @@ class Histogram:
 
         tops = [n * self._width for n in range(STEP, self.BINS + STEP, STEP)]
         found = best(r for t in tops if (r := _within(whole, -t, t)) is not None)
-        if by_itself and not numbers.symmetric:
+        if not numbers.symmetric:
             found = best(r for t in tops if (r := _within(whole, -t, found.high)) is not None)
             found = best(r for t in tops if (r := _within(whole, found.low, t)) is not None)
         return found
@@ -119,19 +141,14 @@ def _squared_error(counts: Array, centres: Array, tried: Range, numbers: Numeric
     return float((counts * np.square(centres - scales.dequantize(scales.quantize(centres, how), how))).sum())
 
 
-def _divergence(counts: Array, centres: Array, tried: Range, numbers: NumericFormat) -> float:
-    inside = (centres >= tried.low) & (centres <= tried.high)
-    if not inside.any():
-        return np.finfo(np.float64).max
-    kept = counts[inside]
-    codes = scales.quantize(centres[inside], scales.of_range(tried, numbers)).astype(np.float64)
-    _, group = np.unique(codes, return_inverse=True)
-    spread = (np.bincount(group, kept) / np.bincount(group))[group]
-    zero = np.flatnonzero(centres[inside] == 0.0)
-    if zero.size and kept.size > 1:
-        kept[zero] = np.minimum(kept[zero], kept[zero + 1] if zero[0] + 1 < kept.size else kept[zero - 1])
-    whole = kept.copy()
-    whole[0] += counts[centres < tried.low].sum()
-    whole[-1] += counts[centres > tried.high].sum()
-    p, q = whole / whole.sum(), spread / spread.sum()
-    return float((p * np.log(p / q)).sum())
+def _divergence(counts: Array, bins: int) -> float:
+    """Of the first `bins` counts with the others in the last of them, from what `LEVELS` levels make of them."""
+    p = counts[:bins].copy()
+    level = np.arange(bins) * LEVELS // bins
+    filled = p > 0
+    held = np.bincount(level, p, LEVELS)
+    q = np.where(filled, (held / np.maximum(np.bincount(level, filled, LEVELS), 1))[level], 0.0)
+    p[-1] += counts[bins:].sum()
+    q[-1] = max(q[-1], SMOOTHING)
+    p, q = p / p.sum(), q / q.sum()
+    return float((p[p > 0] * np.log(p[p > 0] / q[p > 0])).sum())
