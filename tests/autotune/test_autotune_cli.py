@@ -203,13 +203,12 @@ def test_fp8_is_refused_where_there_are_no_kernels(run: Run, model: Path) -> Non
 
 
 @pytest.mark.parametrize("module", ["region_inspect", "region_search"])
-def test_regions_can_be_looked_at(module: str, model: Path, tmp_path: Path) -> None:
-    def shown(*more: str) -> str:
-        command = [sys.executable, "-W", "error::RuntimeWarning", "-m", f"qdqtune.autotune.{module}"]
-        given = [*command, "--model", str(model), *more]
-        return subprocess.run(given, capture_output=True, text=True, check=True, env=environment()).stdout
-
-    text = shown("--verbose", "--max-sequence-size", "20", "--include-all-regions")
+def test_regions_can_be_looked_at(module: str, model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    more = ["--verbose", "--max-sequence-size", "20", "--include-all-regions"]
+    with pytest.raises(SystemExit) as end:
+        autotune.inspect(module, ["--model", str(model), *more])
+    assert not end.value.code
+    text = capfd.readouterr().out
     assert "Phase 1 complete:" in text
     assert "Summary:" in text
     assert "  - softmax" in text

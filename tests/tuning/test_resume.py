@@ -17,6 +17,7 @@ import yaml
 
 from models import feeds
 from qdqtune.calibration.calibrate import Calibration
+from qdqtune.cli import main
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadState, EngineFailure
 from qdqtune.measurement.timing import Plan
@@ -48,14 +49,14 @@ def finish(model: Path, out: Path, number: int, *more: str) -> subprocess.Comple
 
 def stop(model: Path, out: Path, records: int, how: signal.Signals, number: int) -> tuple[int, bytes]:
     """Send a signal when the state file has that many records; the exit code, and what the file held by then."""
-    slow = ("--engine-option", "build_seconds=0.02")
+    slow = ("--engine-option", "build_seconds=0.1")  # so that the run cannot end before the signal comes
     state = out / STATE
     with subprocess.Popen(
         command(model, out, *slow), env=environ(number), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as run:
         while not state.exists() or state.read_bytes().count(b"\n") < records:
             assert run.poll() is None, "it ended too early"
-            time.sleep(0.002)
+            time.sleep(0.01)
         before = state.read_bytes()
         run.send_signal(how)
         return run.wait(), before[: before.rfind(b"\n") + 1]
@@ -74,8 +75,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def unbroken(folder: Path) -> tuple[Path, dict[str, bytes]]:
     """The model, and the files of a run that nobody disturbed."""
     model = write(mixed(), folder)
-    done = finish(model, folder / "unbroken", 0)
-    assert done.returncode == 0, done.stderr
+    with in_process(), pytest.raises(SystemExit) as end:
+        main.main(command(model, folder / "unbroken")[3:])
+    assert end.value.code == 0
     return model, contents(folder / "unbroken")
 
 
