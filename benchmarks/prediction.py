@@ -20,6 +20,7 @@ import zoo
 
 from qdqtune.graph.loading import load
 from qdqtune.placement.possible import possible_edges
+from qdqtune.search import ratios_to_float
 from qdqtune.search.costs.optimum import Decision, decision_of
 from qdqtune.search.costs.prices import Costs
 from qdqtune.search.cut import CutSearch
@@ -47,7 +48,7 @@ def errors(entry: zoo.Entry, state: Path) -> Iterator[tuple[float, float]]:
         of_digest[placement.digest] = placement
     search = CutSearch(model, possible, layers)
     for known in range(WARM_UP, len(history)):
-        measured = {b.placement: b.ratio for b in search.builds(history[: known + 1])}.get(history[known].placement)
+        measured = ratios_to_float(history[: known + 1], search.plan).get(history[known].placement)
         if measured is not None:
             costs = search.costs(history[:known])
             ways = by_tensors(costs, history[known].placement), by_units(costs, history[known].placement)

@@ -36,8 +36,8 @@ import numpy as np
 
 from qdqtune.graph.model import Model
 from qdqtune.measurement.timing import Plan, judge
-from qdqtune.search import best_of
-from qdqtune.search.costs.attribution import Priced, Times, attribute, group_cost, inner_pairs
+from qdqtune.search import best_of, ratios_to_float
+from qdqtune.search.costs.attribution import Times, attribute, group_cost, inner_pairs, priced
 from qdqtune.search.costs.noise import Noise
 from qdqtune.search.costs.optimum import (
     Decision,
@@ -130,7 +130,7 @@ class CutSearch:
         `stuck`: no prices lead further, since what they led to fails; then every kind is tried, the nearest first.
         """
         best = best_of(history)
-        ratio = next(b.ratio for b in self.builds(history) if b.placement == best)
+        ratio = ratios_to_float(history, self.plan)[best]
         base = decision_of(costs, best)
         close = CLOSE * ratio * self.float_ms
         ranked: list[tuple[float, str]] = []
@@ -145,22 +145,10 @@ class CutSearch:
             predicted = ratio + (other.predicted_ms - base.predicted_ms) / self.float_ms
             yield Proposal("polish", _placement(costs.partition, other), predicted=predicted, wants_layers=True)
 
-    def builds(self, history: Sequence[Trial]) -> list[Priced]:
-        """The float build and every candidate with a report and a ratio, in order."""
-        ratios = {Placement(): 1.0}
-        found = [Priced(Placement(), tuple(self.float_layers))]
-        for trial in history:
-            measured = judge(trial, self.plan)
-            if measured is not None and trial.against in ratios:
-                ratios[trial.placement] = ratios[trial.against] * measured.median
-                if trial.layers:
-                    found.append(Priced(trial.placement, trial.layers, ratios[trial.placement]))
-        return found
-
     def costs(self, history: Sequence[Trial]) -> Costs:
         """Prices of the units that the builds so far suggest. Where builds disagree, a later one counts; of the first
         ones, which no prices led to, a faster one."""
-        floats, *others = self.builds(history)
+        floats, *others = priced(history, self.plan, self.float_layers)
         first = {t.placement for t in history if t.proposal.predicted is None}
         guesses = sorted((b for b in others if b.placement in first), key=lambda build: -build.ratio)
         ordered = (floats, *guesses, *(b for b in others if b.placement not in first))

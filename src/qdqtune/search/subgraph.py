@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from qdqtune.graph.model import Model
-from qdqtune.measurement.timing import Plan, judge
+from qdqtune.measurement.timing import Plan
 from qdqtune.search import best_of
-from qdqtune.search.costs.attribution import Priced, Times, attribute
+from qdqtune.search.costs.attribution import Times, attribute, priced
 from qdqtune.search.costs.noise import RESERVE, Noise
 from qdqtune.search.costs.optimum import cut_within, nearest
 from qdqtune.search.costs.profiles import Selection
@@ -157,16 +157,8 @@ class SubgraphSearch:
         """The layer times of every build that has a report, the float one first."""
         if not self._is_timed:
             return {}
-        ratios = {Placement(): 1.0}
-        found = {Placement(): attribute(self.model, Priced(Placement(), tuple(self.float_layers)), self.total_ms)}
-        for trial in history:
-            measured = judge(trial, self.plan)
-            if measured is not None and trial.against in ratios:
-                ratios[trial.placement] = ratios[trial.against] * measured.median
-                if trial.layers:
-                    build = Priced(trial.placement, trial.layers, ratios[trial.placement])
-                    found[trial.placement] = attribute(self.model, build, self.total_ms)
-        return found
+        builds = priced(history, self.plan, self.float_layers)
+        return {build.placement: attribute(self.model, build, self.total_ms) for build in builds}
 
     def spent(self, times: Times) -> list[float]:
         """The ms of each group in a build. A Q is for those that read it, a DQ for the group that made its tensor."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import work
-from qdqtune.types import Edge, Layer, Placement
+from qdqtune.measurement.timing import Plan
+from qdqtune.search import ratios_to_float
+from qdqtune.types import Edge, Layer, Placement, Trial
 
 CONVERSION = re.compile(r"^(?P<tensor>.*)_(?P<op>Quantize|Dequantize)Linear(_\d+)?$")
 
@@ -22,6 +24,14 @@ class Priced:
     placement: Placement
     layers: tuple[Layer, ...]
     ratio: float = 1.0
+
+
+def priced(history: Sequence[Trial], plan: Plan, float_layers: Sequence[Layer]) -> tuple[Priced, ...]:
+    """The float build and every candidate with a report and a ratio, in order."""
+    ratios = ratios_to_float(history, plan)
+    reported = ((t.placement, t.layers) for t in history if t.layers and t.placement in ratios)
+    floats = Priced(Placement(), tuple(float_layers))
+    return (floats, *(Priced(placement, layers, ratios[placement]) for placement, layers in reported))
 
 
 @dataclass(frozen=True)
