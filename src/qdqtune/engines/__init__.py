@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from typing import Any, Protocol, get_args, get_origin, get_type_hints
 
 import numpy.typing as npt
 
-from qdqtune.errors import BadOption, EngineUnavailable, one_line
+from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, QdqtuneError, one_line
 from qdqtune.types import Layer, NumericFormat, QuantType, Tensors
 
 MODULES = {
@@ -166,3 +167,18 @@ def output_to(log: Path) -> Iterator[None]:
         for fd, copy in saved:
             os.dup2(copy, fd)
             os.close(copy)
+
+
+@contextmanager
+def translated(vendor: str, noise: re.Pattern[str]) -> Iterator[None]:
+    """What a vendor's library raises, as an EngineFailure without the `noise` in its words.
+
+    All of its lines go to standard error, where its own output goes.
+    """
+    try:
+        yield
+    except QdqtuneError:
+        raise
+    except Exception as error:  # the errors of these libraries share no base class but Exception
+        os.write(2, f"{error}\n".encode())
+        raise EngineFailure(f"{vendor}: {one_line(noise.sub('', one_line(error, limit=10_000)))}") from error

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,10 +18,10 @@ import onnx
 import onnxruntime as ort
 from onnxruntime import InferenceSession as Session
 
-from qdqtune.engines import cpu, formats, output_to
+from qdqtune.engines import cpu, formats, output_to, translated
 from qdqtune.engines.coverage import read_model
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
-from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, QdqtuneError, one_line
+from qdqtune.errors import BadOption, EngineUnavailable
 from qdqtune.graph.files import PROTOBUF_LIMIT
 from qdqtune.types import Layer, NumericFormat, QType, QuantType, Tensors
 
@@ -34,6 +32,9 @@ WARMUP = 1
 
 BLOCK = 4
 """Inferences in a row, with the profile and without it in turn: drift meets both alike."""
+
+VENDOR = "ONNX Runtime", re.compile(r"^\[ONNXRuntimeError\] : \d+ : ")
+"""Its name, and what precedes its messages."""
 
 INPUT_FOLDER = "session.model_external_initializers_file_folder_path"
 EXTERNAL = "session.optimized_model_external_initializers_file_name"
@@ -91,7 +92,7 @@ class OnnxRuntime:
             EngineFailure: ONNX Runtime refuses the model.
             EngineUnavailable: the provider does not start on this machine.
         """
-        with output_to(log), _translated():
+        with output_to(log), translated(*VENDOR):
             session = self.session(model)
         # A provider whose driver is missing makes ONNX Runtime warn and use the CPU.
         if self.provider not in session.get_providers():
@@ -130,7 +131,7 @@ class OnnxRuntimeModel:
         Raises:
             EngineFailure: ONNX Runtime cannot run the model on these inputs.
         """
-        with _translated():
+        with translated(*VENDOR):
             return dict(zip(self._outputs, self._session.run(self._outputs, self._taken(inputs)), strict=True))
 
     def time(self, inputs: Tensors, runs: int) -> float:
@@ -139,7 +140,7 @@ class OnnxRuntimeModel:
         Raises:
             EngineFailure: ONNX Runtime cannot run the model on these inputs.
         """
-        with _translated():
+        with translated(*VENDOR):
             binding = self._session.io_binding()
             for name, array in self._taken(inputs).items():
                 binding.bind_cpu_input(name, np.asarray(array, order="C"))  # copies to the provider's device, if any
@@ -163,7 +164,7 @@ class OnnxRuntimeModel:
         model, feed = read_model(self._path), self._taken(inputs)
         with TemporaryDirectory(prefix="qdqtune-") as name:
             folder = Path(name)
-            with _translated():
+            with translated(*VENDOR):
                 session = self._engine.session(
                     model.SerializeToString(), {EXTERNAL: "constants", INPUT_FOLDER: str(self._path.parent)},
                     optimized_model_filepath=str(folder / "optimized.onnx"),
@@ -191,7 +192,7 @@ class OnnxRuntimeModel:
         """
         entries = {EXTERNAL: f"{path.name}.data"} if _nbytes(self._path) >= PROTOBUF_LIMIT else {}
         level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-        with _translated():
+        with translated(*VENDOR):
             self._engine.session(
                 self._path, entries, optimized_model_filepath=str(path), graph_optimization_level=level
             )
@@ -203,18 +204,6 @@ class OnnxRuntimeModel:
     def close(self) -> None:
         """Drop the session."""
         del self._session
-
-
-@contextmanager
-def _translated() -> Iterator[None]:
-    try:
-        yield
-    except QdqtuneError:
-        raise
-    except Exception as error:  # ONNX Runtime's errors share no base class but Exception
-        os.write(2, f"{error}\n".encode())  # all of its lines, where its own output goes
-        words = re.sub(r"^\[ONNXRuntimeError\] : \d+ : ", "", one_line(error))
-        raise EngineFailure(f"ONNX Runtime: {words}") from error
 
 
 def _nbytes(model: Path) -> int:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qdqtune.engines import cpu, formats, output_to
+from qdqtune.engines import cpu, formats, output_to, translated
 from qdqtune.engines.coverage import read_model
 from qdqtune.engines.openvino import layers as openvino_layers
-from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, QdqtuneError, one_line
+from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.types import Layer, NumericFormat, QuantType, Tensors
 
 try:
@@ -29,8 +26,11 @@ DEVICE = "CPU"
 PRECISIONS = ("f32", "f16", "bf16")
 WARMUP = 1
 """Inferences that are profiled in vain: the first one allocates."""
-PLACE = re.compile(r"Exception from \S+:\d+:\s*|Check '.*?' failed at \S+:\d+:\s*|FrontEnd API failed with \w+:\s*")
-"""Where in OpenVINO's sources an error comes from: it precedes the message, once a level."""
+VENDOR = (
+    "OpenVINO",
+    re.compile(r"Exception from \S+:\d+:\s*|Check '.*?' failed at \S+:\d+:\s*|FrontEnd API failed with \w+:\s*"),
+)
+"""Its name, and where in its sources an error comes from: that precedes the message, once a level."""
 
 
 def create(threads: int = 1, precision: str = "f32") -> OpenVino:
@@ -83,7 +83,7 @@ class OpenVino:
         Raises:
             EngineFailure: OpenVINO refuses the model.
         """
-        with output_to(log), _translated():
+        with output_to(log), translated(*VENDOR):
             compiled = self.core.compile_model(str(model), DEVICE, self.configuration())
             outputs = tuple(output.name for output in read_model(model).graph.output)
         return OpenVinoModel(self, model, compiled, outputs)
@@ -115,7 +115,7 @@ class OpenVinoModel:
         Raises:
             EngineFailure: OpenVINO cannot run the model on these inputs.
         """
-        with _translated():
+        with translated(*VENDOR):
             _feed(self._request, inputs)
             self._request.infer(share_outputs=True)
             return {name: np.array(self._request.get_output_tensor(i).data) for i, name in enumerate(self._outputs)}
@@ -126,7 +126,7 @@ class OpenVinoModel:
         Raises:
             EngineFailure: OpenVINO cannot run the model on these inputs.
         """
-        with _translated():
+        with translated(*VENDOR):
             _feed(self._request, inputs)
             start = time.perf_counter()
             for _ in range(runs):
@@ -140,7 +140,7 @@ class OpenVinoModel:
             EngineFailure: OpenVINO cannot run the model on these inputs.
         """
         graph = read_model(self._path).graph
-        with _translated():
+        with translated(*VENDOR):
             model = self._engine.core.read_model(str(self._path))
             tags = openvino_layers.tag(model, graph)
             compiled = self._engine.core.compile_model(model, DEVICE, self._engine.configuration(PERF_COUNT=True))
@@ -162,7 +162,7 @@ class OpenVinoModel:
         """
         if path.suffix != ".xml":
             raise BadOption(f"OpenVINO: an IR is NAME.xml and NAME.bin: give {path.with_suffix('.xml').name}")
-        with _translated():
+        with translated(*VENDOR):
             ov.save_model(self._engine.core.read_model(str(self._path)), str(path), compress_to_fp16=False)
 
     def close(self) -> None:
@@ -177,14 +177,3 @@ def _feed(request: ov.InferRequest, inputs: Tensors) -> None:
         if name is None:
             raise EngineFailure(f"OpenVINO: no array for input {port.get_any_name()!r}")
         request.set_tensor(port, ov.Tensor(np.asarray(inputs[name], order="C")))
-
-
-@contextmanager
-def _translated() -> Iterator[None]:
-    try:
-        yield
-    except QdqtuneError:
-        raise
-    except Exception as error:  # OpenVINO's errors share no base class but Exception
-        os.write(2, f"{error}\n".encode())  # all of its lines, where its own output goes
-        raise EngineFailure(f"OpenVINO: {one_line(PLACE.sub('', one_line(error, limit=10_000)))}") from error

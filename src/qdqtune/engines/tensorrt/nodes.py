@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import onnx
 
+from qdqtune.engines.coverage import Claim, cover
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import node_names
 from qdqtune.graph.model import bodies, captured
@@ -80,38 +81,39 @@ def assign(
 ) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
     """Every node of the model in one of the layers (name, nodes that it mentions), and the nodes that were folded.
 
-    `names` are those of the model.
+    `names` are those of the model. What no layer mentions is `coverage`'s to find: TensorRT, too, moves a DQ forward,
+    into what reads it, and fuses everything else with what makes its input.
 
     Raises:
         BadOption: the layers mention no node of the model, or mostly others.
     """
-    graph = _Graph(model, names)
-    home = _claimed(graph, layers)
+    home = _claimed(names, layers)
     for number, (name, _) in enumerate(layers):
         if foreign := FOREIGN.search(name):
-            home |= dict.fromkeys(graph.between(*foreign.groups(), free=set(graph.order) - set(home)), number)
-    folded = graph.constant - set(home)
-    folded -= graph.behind(folded, home)
-    _absorb(graph, home, folded)
-    covered: list[list[str]] = [[] for _ in layers]
-    for name in graph.order:
-        if name in home:
-            covered[home[name]].append(name)
-    return [tuple(names) for names in covered], tuple(n for n in graph.order if n not in home)
+            for between in _between(names, *foreign.groups()):
+                home.setdefault(between, number)
+    claims: list[list[str]] = [[] for _ in layers]
+    for name, number in home.items():
+        claims[number].append(name)
+    named = onnx.GraphProto()
+    named.CopyFrom(model.graph)
+    for node, name in zip(named.node, names.nodes, strict=True):
+        node.name = name
+    return cover(named, [Claim(tuple(own)) for own in claims])
 
 
-def _claimed(graph: _Graph, layers: Sequence[tuple[str, Sequence[str]]]) -> dict[str, int]:
+def _claimed(names: Names, layers: Sequence[tuple[str, Sequence[str]]]) -> dict[str, int]:
     """The layer of each node that one mentions. Of several, the one whose name it is; else the first."""
     home: dict[str, int] = {}
-    for number, (layer, names) in enumerate(layers):
-        for name in graph.names.mentioned(layer):
-            if name in names:
+    for number, (layer, own) in enumerate(layers):
+        for name in names.mentioned(layer):
+            if name in own:
                 home.setdefault(name, number)
-    for number, (_, names) in enumerate(layers):
-        for name in names:
+    for number, (_, own) in enumerate(layers):
+        for name in own:
             home.setdefault(name, number)
-    named = [names for layer, names in layers if not MADE_UP.match(layer)]
-    strangers = sum(not names for names in named)
+    named = [own for layer, own in layers if not MADE_UP.match(layer)]
+    strangers = sum(not own for own in named)
     if not home or 2 * strangers > len(named):
         raise BadOption(
             "the layer information hardly names a node of the model: it is of another model, or was exported "
@@ -120,42 +122,17 @@ def _claimed(graph: _Graph, layers: Sequence[tuple[str, Sequence[str]]]) -> dict
     return home
 
 
-class _Graph:
-    """The nodes by name, in graph order, and their neighbours."""
-
-    def __init__(self, model: onnx.ModelProto, names: Names) -> None:
-        nodes = names.nodes
-        self.order = tuple(nodes)
-        self.names = names
-        self.operators = {name: n.op_type for name, n in nodes.items()}
-        maker = {tensor: name for name, n in nodes.items() for tensor in n.output if tensor}
-        self.before: dict[str, list[str]] = {}
-        self.after: dict[str, list[str]] = {name: [] for name in nodes}
-        self.constant: set[str] = set()
-        fixed = {t.name for t in model.graph.initializer}
-        for name, node in nodes.items():
-            read = [t for t in node.input if t] + [t for body in bodies(node) for t in sorted(captured(body))]
-            self.before[name] = list(dict.fromkeys(maker[t] for t in read if t in maker))
-            for earlier in self.before[name]:
-                self.after[earlier].append(name)
-            if all(t in fixed for t in read) and not node.op_type.startswith("Random"):
-                self.constant.add(name)
-                fixed.update(node.output)
-
-    def between(self, first: str, last: str, *, free: Collection[str]) -> set[str]:
-        """The nodes of `free` on paths from `first` to `last`, names that need not be nodes."""
-        begin, end = self.names.mentioned(first), self.names.mentioned(last)
-        return (_reached(begin, self.after) & _reached(end, self.before)).intersection(free)
-
-    def behind(self, nodes: Collection[str], home: dict[str, int]) -> set[str]:
-        """Constant nodes that follow one with a home: they are in the same layer (a DQ of weights behind its Q)."""
-        found = set()
-        for name in self.order:
-            owner = next((home[b] for b in self.before[name] if b in self.constant and b in home), None)
-            if name in nodes and owner is not None:
-                home[name] = owner
-                found.add(name)
-        return found
+def _between(names: Names, first: str, last: str) -> set[str]:
+    """The nodes on paths from `first` to `last`, names that need not be nodes."""
+    maker = {tensor: name for name, node in names.nodes.items() for tensor in node.output if tensor}
+    before: dict[str, list[str]] = {}
+    after: dict[str, list[str]] = {name: [] for name in names.nodes}
+    for name, node in names.nodes.items():
+        read = {*node.input, *(tensor for body in bodies(node) for tensor in captured(body))}
+        before[name] = [maker[tensor] for tensor in read if tensor in maker]
+        for earlier in before[name]:
+            after[earlier].append(name)
+    return _reached(names.mentioned(first), after) & _reached(names.mentioned(last), before)
 
 
 def _reached(start: Iterable[str], neighbours: Mapping[str, Sequence[str]]) -> set[str]:
@@ -165,31 +142,3 @@ def _reached(start: Iterable[str], neighbours: Mapping[str, Sequence[str]]) -> s
         seen |= fresh
         stack.extend(fresh)
     return seen
-
-
-def _absorb(graph: _Graph, home: dict[str, int], folded: Collection[str]) -> None:
-    """Give every node that is left to a neighbour's layer.
-
-    TensorRT moves a DQ forward, into what reads it; everything else went into what made its input. Where that side has
-    no layer, or is the model's border, the other side has it.
-    """
-    left = [n for n in graph.order if n not in home and n not in folded]
-    eager = True
-    while left:
-        before = len(left)
-        for name in left:
-            if not eager or graph.operators[name] != "DequantizeLinear":
-                _join(name, graph.before[name], home)
-        for name in reversed(left):
-            if name not in home and (not eager or graph.operators[name] == "DequantizeLinear"):
-                _join(name, graph.after[name], home)
-        left = [n for n in left if n not in home]
-        if len(left) == before and not eager:
-            break
-        eager = eager and len(left) < before
-
-
-def _join(name: str, neighbours: Iterable[str], home: dict[str, int]) -> None:
-    owner = next((home[n] for n in neighbours if n in home), None)
-    if owner is not None:
-        home.setdefault(name, owner)
