@@ -50,10 +50,8 @@ from qdqtune.search.costs.optimum import (
     margins,
 )
 from qdqtune.search.costs.prices import Costs, learn
-from qdqtune.search.costs.units import fusion_groups, inner_edges, kind_of, partition, split
+from qdqtune.search.costs.units import Group, fusion_groups, inner_edges, kind_of, partition, split
 from qdqtune.types import Edge, Layer, Placement, Proposal, Trial
-
-Group = tuple[str, ...]
 
 POLISH = 3
 """Kinds of units that one build of the polish decides otherwise; its layers price each of them by itself."""

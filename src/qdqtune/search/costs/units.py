@@ -15,6 +15,9 @@ from qdqtune.graph.operators import COMPUTE
 from qdqtune.placement import rules
 from qdqtune.types import Edge, Layer, Placement
 
+Group = tuple[str, ...]
+"""Names of nodes that an engine runs together, in graph order."""
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -110,7 +113,7 @@ def partition(model: Model, possible: frozenset[Edge], groups: Iterable[Collecti
     return Partition(model, possible, units)
 
 
-def fusion_groups(model: Model, layers: Sequence[Layer]) -> list[tuple[str, ...]]:
+def fusion_groups(model: Model, layers: Sequence[Layer]) -> list[Group]:
     """The sets of model nodes that one layer runs together."""
     known = [tuple(n for n in layer.nodes if n in model.index_of) for layer in layers if layer.kind == "compute"]
     return [group for group in known if len(group) > 1]
@@ -124,7 +127,7 @@ def inner_edges(model: Model, group: Collection[str], possible: frozenset[Edge])
     return tuple(sorted(found, key=lambda e: (model.index_of[e.node], e.index)))
 
 
-def split(model: Model, group: Collection[str], cuts: Collection[Edge]) -> list[tuple[str, ...]]:
+def split(model: Model, group: Collection[str], cuts: Collection[Edge]) -> list[Group]:
     """The parts that a group falls into where pairs stand on the inner edges `cuts`."""
     parent = {name: name for name in group}
 

@@ -57,16 +57,20 @@ def resolve(model: Model, shaped: Model, sample: Sample, spans: Mapping[str, Spa
     varying = {name: span for name, span in spans.items() if name in model.inputs and span[0] != span[2]}
     if not varying:
         return Resolved(sizes)
-    low, usual, high = (_known(with_input_shapes(model, {n: s[i] for n, s in spans.items() if n in model.inputs}))
-                        for i in range(3))  # fmt: skip
+    low, usual, high = (
+        _known(with_input_shapes(model, {n: s[i] for n, s in spans.items() if n in model.inputs})) for i in range(3)
+    )
     both = {t: (low[t], usual[t], high[t]) for t in low if t in usual and t in high and low[t] != high[t]}
     return Resolved(sizes, both)
 
 
 def _known(model: Model) -> dict[str, tuple[int, ...]]:
     infos = ((name, info.shape) for name, info in model.tensors.items())
-    return {name: tuple(d for d in shape if d is not None) for name, shape in infos
-            if shape is not None and None not in shape}  # fmt: skip
+    return {
+        name: tuple(d for d in shape if d is not None)
+        for name, shape in infos
+        if shape is not None and None not in shape
+    }
 
 
 def borders(model: Model, nodes: Sequence[int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -99,8 +103,9 @@ def extract(model: Model, nodes: Sequence[int], resolved: Resolved, baked: Mappi
     reads, writes = borders(model, nodes)
     inputs = tuple(t for t in reads if t not in baked)
     used = {t for n in nodes for t in (*model.nodes[n].inputs, *model.nodes[n].captures)}
-    proto = onnx.ModelProto(ir_version=model.proto.ir_version, opset_import=model.proto.opset_import,
-                            functions=model.proto.functions)  # fmt: skip
+    proto = onnx.ModelProto(
+        ir_version=model.proto.ir_version, opset_import=model.proto.opset_import, functions=model.proto.functions
+    )
     graph = proto.graph
     graph.name = "part"
     graph.node.extend(model.proto.graph.node[n] for n in nodes)

@@ -11,11 +11,8 @@ import onnx
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
-from qdqtune.search.costs.units import usual_groups
+from qdqtune.search.costs.units import Group, usual_groups
 from qdqtune.types import Edge, Layer
-
-Group = tuple[str, ...]
-"""Names of nodes, in graph order."""
 
 
 @dataclass(frozen=True)

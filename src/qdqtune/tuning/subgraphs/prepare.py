@@ -24,7 +24,7 @@ from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.subgraphs import groups
 from qdqtune.tuning.subgraphs.extraction import Resolved, resolve
 from qdqtune.tuning.subgraphs.groups import Grouping
-from qdqtune.tuning.subgraphs.profiler import Kind, Profiler
+from qdqtune.tuning.subgraphs.profiler import GroupKind, Profiler
 from qdqtune.tuning.subgraphs.progress import CacheFile
 from qdqtune.tuning.subject import Subject
 from qdqtune.types import Layer, Placement
@@ -44,7 +44,7 @@ class Profiled:
 
     search: SubgraphSearch
     progress: CacheFile
-    kinds: tuple[Kind, ...]
+    kinds: tuple[GroupKind, ...]
     why: Mapping[int, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     builds: int = 0
@@ -122,7 +122,7 @@ def _float_times(parts: Partition, layers: Sequence[Layer]) -> list[float]:
 
 def _kinds(
     parts: Partition, grouped: Grouping, resolved: Resolved, times: Sequence[float]
-) -> tuple[tuple[Kind, ...], dict[int, str]]:
+) -> tuple[tuple[GroupKind, ...], dict[int, str]]:
     """Equal groups together, those that take the most time first; and by group why it is not worth a measurement."""
     why: dict[int, str] = {}
     alike: dict[str, list[Unit]] = {}
@@ -135,11 +135,13 @@ def _kinds(
         else:
             alike.setdefault(signature(parts, unit, resolved.sizes), []).append(unit)
     least = SMALL * sum(times)
-    ordered = sorted(((sum(times[u.number] for u in units), units) for units in alike.values()),
-                     key=lambda item: (-item[0], item[1][0].number))  # fmt: skip
+    ordered = sorted(
+        ((sum(times[u.number] for u in units), units) for units in alike.values()),
+        key=lambda item: (-item[0], item[1][0].number),
+    )
     worth = [(ms, units) for ms, units in ordered if ms >= least]
     why |= {u.number: "too small to matter" for ms, units in ordered if ms < least for u in units}
-    return tuple(Kind(i, tuple(units), ms) for i, (ms, units) in enumerate(worth, 1)), why
+    return tuple(GroupKind(i, tuple(units), ms) for i, (ms, units) in enumerate(worth, 1)), why
 
 
 def _notes(grouped: Grouping, layers: Sequence[Layer], timed: bool) -> tuple[str, ...]:

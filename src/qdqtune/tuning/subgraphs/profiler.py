@@ -54,7 +54,7 @@ AT_ONCE = 2**28
 
 
 @dataclass(frozen=True)
-class Kind:
+class GroupKind:
     """Groups that are equal. `number` counts kinds by falling time; `ms` is the float time of all its groups."""
 
     number: int
@@ -76,7 +76,7 @@ class Kind:
 class _Part:
     """A kind's first group as a model of its own, and the schemes to try on it."""
 
-    kind: Kind
+    kind: GroupKind
     model: Model
     path: Path
     key: str
@@ -115,7 +115,11 @@ class Profiler:
         self._runner.close()
 
     def all(
-        self, kinds: Sequence[Kind], observer: Observer, done: Callable[[Kind, Profile], None], deadline: float | None
+        self,
+        kinds: Sequence[GroupKind],
+        observer: Observer,
+        done: Callable[[GroupKind, Profile], None],
+        deadline: float | None,
     ) -> dict[int, Profile]:
         """The profile of each kind by number. A kind that cannot be built, or that comes too late, has no options.
 
@@ -123,7 +127,7 @@ class Profiler:
         """
         found: dict[int, Profile] = {}
 
-        def known(kind: Kind, profile: Profile) -> None:
+        def known(kind: GroupKind, profile: Profile) -> None:
             found[kind.number] = profile
             done(kind, profile)
 
@@ -149,19 +153,19 @@ class Profiler:
                 known(part.kind, self._recorded(part))
         return found
 
-    def _name(self, kind: Kind) -> str:
+    def _name(self, kind: GroupKind) -> str:
         nodes = [self._parts.model.nodes[n] for n in kind.first.nodes]
         more = f", {len(kind.units)} times" if len(kind.units) > 1 else ""
         return f"{'+'.join(n.op for n in nodes[:4])}{'...' if len(nodes) > 4 else ''} ({nodes[0].name}{more})"
 
-    def _baked(self, kinds: Sequence[Kind]) -> dict[str, Array]:
+    def _baked(self, kinds: Sequence[GroupKind]) -> dict[str, Array]:
         """The values of the shapes that groups read."""
         model = self._subject.shaped
         reads = dict.fromkeys(t for kind in kinds for t in borders(model, kind.first.nodes)[0])
         computed = [t for t in reads if is_shape(model, t, self._resolved.sizes)]
         return values_on(model, computed, self._subject.feed) if computed else {}
 
-    def _extracted(self, kind: Kind, baked: Mapping[str, Array]) -> _Part | str:
+    def _extracted(self, kind: GroupKind, baked: Mapping[str, Array]) -> _Part | str:
         """The part with the files of its schemes' names; or why there is none."""
         parts, unit = self._parts, kind.first
         try:

@@ -11,7 +11,7 @@ from qdqtune.search.costs.profiles import Profile
 from qdqtune.search.costs.units import Partition
 from qdqtune.tuning.observer import State
 from qdqtune.tuning.records import write_json
-from qdqtune.tuning.subgraphs.profiler import Kind
+from qdqtune.tuning.subgraphs.profiler import GroupKind
 from qdqtune.types import Trial
 
 NAME = "autotune_cache.json"
@@ -23,7 +23,7 @@ class CacheFile:
     Every method raises OutputError if the file cannot be written.
     """
 
-    def __init__(self, folder: Path, parts: Partition, kinds: Sequence[Kind]) -> None:
+    def __init__(self, folder: Path, parts: Partition, kinds: Sequence[GroupKind]) -> None:
         self._path = folder / NAME
         self._left = len(kinds)
         names = {u.number: [parts.model.nodes[n].name for n in u.nodes] for kind in kinds for u in kind.units}
@@ -35,7 +35,7 @@ class CacheFile:
     def stage(self, text: str) -> None:
         """See `Observer`: nothing is written of it."""
 
-    def timed(self, kind: Kind, profile: Profile) -> None:
+    def timed(self, kind: GroupKind, profile: Profile) -> None:
         """A kind of group was timed alone (or found in the state of an earlier run)."""
         self._groups[kind.number] |= {
             "float_ms": profile.float_ms,
