@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from qdqtune.calibration import prepare
 from qdqtune.calibration.calibrate import Calibration, Method
-from qdqtune.calibration.samples import open_samples
 from qdqtune.engines import MODULES, EngineSpec
 from qdqtune.engines.shapes import ENGINES, OPTIONS, check_spans
 from qdqtune.errors import BadOption
-from qdqtune.graph.loading import with_input_shapes
 from qdqtune.graph.model import Model
 from qdqtune.types import Sample
 
@@ -266,13 +265,8 @@ def calibration(given: Given) -> Calibration:
 
 
 @dataclass(frozen=True)
-class Data:
+class Data(prepare.Data):
     """What a model is fed while it is measured: the values of the options `DATA`."""
-
-    calibration_data: str | None
-    calibration_samples: int | None
-    input_shapes: Mapping[str, tuple[int, ...]]
-    seed: int
 
     @classmethod
     def of(cls, given: Given) -> Data:
@@ -287,9 +281,7 @@ class Data:
             BadData: the samples do not fit the model.
         """
         check_spans(spec, model)
-        shaped = with_input_shapes(model, self.input_shapes) if self.input_shapes else model
-        limit = self.calibration_samples
-        return open_samples(self.calibration_data, shaped, seed=self.seed, limit=limit).first(number)
+        return prepare.prepare(model, self).samples.first(number)
 
 
 NOT_OWN = {"engine", "threads", "engine_options", "time_limit"}

@@ -29,10 +29,18 @@ class Applied:
 
 
 def apply(
-    model: Path, placement: Path, output: Path, numbers: NumericFormat, *, calibration_data: str | None = None,
-    calibration: Calibration | None = None, input_shapes: Mapping[str, tuple[int, ...]] | None = None,
-    samples: int | None = None, seed: int = 0, precision: Precision = "fp32",
-) -> Applied:  # fmt: skip
+    model: Path,
+    placement: Path,
+    output: Path,
+    numbers: NumericFormat,
+    *,
+    calibration_data: str | None = None,
+    calibration: Calibration | None = None,
+    input_shapes: Mapping[str, tuple[int, ...]] | None = None,
+    samples: int | None = None,
+    seed: int = 0,
+    precision: Precision = "fp32",
+) -> Applied:
     """Insert the pairs of a placement file into `model` with freshly calibrated scales, and write it to `output`.
 
     Raises:

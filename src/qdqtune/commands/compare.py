@@ -63,9 +63,15 @@ def comparable(files: Sequence[Path]) -> list[Model]:
 
 
 def compare_files(
-    files: Sequence[Path], runner: Runner, samples: Sequence[Sample], plan: Plan, *, builds: int = 2, seed: int = 0,
+    files: Sequence[Path],
+    runner: Runner,
+    samples: Sequence[Sample],
+    plan: Plan,
+    *,
+    builds: int = 2,
+    seed: int = 0,
     observer: Observer | None = None,
-) -> list[Row]:  # fmt: skip
+) -> list[Row]:
     """Pair the first file with each of the others, on `builds` fresh builds of both.
 
     Raises:

@@ -152,8 +152,8 @@ class Reasons:
             return Verdict(f"{tensor} is an output of the model as well" if self._is_output(tensor) else UNKNOWN)
         verdict = self._in_float(in_float[0])
         others = len(readers) - len(in_float)
-        return replace(verdict, reason=f"{verdict.reason}; {others} of {len(readers)} readers take 8 bits") if (
-            others) else verdict  # fmt: skip
+        told_too = f"; {others} of {len(readers)} readers take 8 bits" if others else ""
+        return replace(verdict, reason=verdict.reason + told_too)
 
     def _in_float(self, node: Node) -> Verdict:
         before = self._maker(node.inputs[0]) if node.op in FUSED_BEHIND else None
