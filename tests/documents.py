@@ -166,7 +166,7 @@ def prepare(folder: Path) -> None:
     with in_process(), pytest.MonkeyPatch.context() as patch:
         quickly(patch)
         patch.chdir(folder)
-        run_command("python make_model.py --samples 4")
+        run_command("python make_model.py --samples 2")
         run_command("qdqtune tune model.onnx --calibration-data samples.npz -q", builds=12)
         recorded = yaml.safe_load((folder / "qdqtune_output" / "placement.yaml").read_text())
         recorded["edges"] = [edge for edge in recorded["edges"] if "conv" in edge.get("node", "")]

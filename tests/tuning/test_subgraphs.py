@@ -24,7 +24,6 @@ from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
 from qdqtune.measurement.timing import Plan
 from qdqtune.tuning.loop import Result, tune
-from qdqtune.tuning.subgraphs import profiler
 from runs import cost, environment, hopeless, mixed, settings, write
 from trtexec_stand_in import calls, stand_in
 from workers import Workers
@@ -218,10 +217,7 @@ def trt_run(folder: Path, program: str, **options: Any) -> Result:
                          input_shapes={"x": (4, 8)}, calibration_data=None))  # fmt: skip
 
 
-def test_trtexec_writes_the_groups_and_builds_parts_for_the_shapes_that_were_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(profiler, "ROUNDS", ONCE)
+def test_trtexec_writes_the_groups_and_builds_parts_for_the_shapes_that_were_given(tmp_path: Path) -> None:
     text = "--minShapes=x:1x8 --optShapes=x:4x8 --maxShapes=x:16x8"
     program = stand_in(tmp_path, "10.16")
     result = trt_run(tmp_path, program, trtexec_args=text)
@@ -240,8 +236,7 @@ def test_trtexec_writes_the_groups_and_builds_parts_for_the_shapes_that_were_giv
     assert again.history == result.history
 
 
-def test_trtexec_without_profiling_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiler, "ROUNDS", ONCE)
+def test_trtexec_without_profiling_flags(tmp_path: Path) -> None:
     unknown = ["profilingVerbosity", "exportProfile", "exportLayerInfo"]
     program = stand_in(tmp_path, "8.6", unknown=unknown)
     result = trt_run(tmp_path, program)
