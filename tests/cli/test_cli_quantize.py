@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -16,6 +17,7 @@ from models import build, conv_net
 from qdqtune.calibration.calibrate import Calibration
 from qdqtune.cli.quantize import quantize_command
 from qdqtune.commands.quantize import Request, Selection
+from qdqtune.commands.worst_tensors import Damage, to_exclude
 from qdqtune.errors import BadModel
 from qdqtune.graph.loading import load
 from qdqtune.placement.engine_rules import RULES, rules_of
@@ -50,6 +52,28 @@ def test_the_report_shows_rules_and_the_ten_worst_tensors(call: Call, model: Pat
     table = out.split("own SQNR")[1].split("output SQNR")[0]
     assert table.count(" dB") >= 10
     assert len([line for line in table.splitlines() if " dB" in line]) == 10
+
+
+def test_the_report_ends_with_options_that_quantize_takes(call: Call, model: Path, tmp_path: Path) -> None:
+    """Without what makes a tenth of the error or more, the error is smaller."""
+    given = ("quantize", model, *RUN, model.with_suffix(".npz"), "--report", "-o", tmp_path / "r.onnx")
+    _, out, _ = call(*given)
+    (line,) = (line for line in out.splitlines() if line.startswith("to keep in float"))
+    options = shlex.split(line.partition(": ")[2])
+    nodes = json.loads(call(*given, "--json")[1])["nodes_to_exclude"]
+    assert options == [word for node in nodes for word in ("--nodes-to-exclude", node)]
+    before, after = (json.loads(call(*given, *more, "--json")[1]) for more in ((), options))
+    assert after["output_sqnr_db"] > before["output_sqnr_db"] + 1
+    assert after["edges"] < before["edges"]
+
+
+def test_only_what_makes_a_tenth_of_the_error_is_to_be_excluded() -> None:
+    levels = {("n1", "n2"): 12.0, ("n2",): 20.0, ("n3",): 20.1, ("n4",): None}
+    found = [Damage(nodes[0], nodes, level, None) for nodes, level in levels.items()]
+    assert to_exclude(found, 10.0) == ("n1", "n2")
+    assert to_exclude(found, 10.2) == ("n1", "n2", "n3")
+    assert to_exclude(found, 1.0) == ()
+    assert to_exclude(found, None) == ()
 
 
 def test_json_holds_it_all_and_null_where_nothing_is_lost(call: Call, tmp_path: Path) -> None:

@@ -107,6 +107,7 @@ def app() -> None:
     qdqtune inspect model.onnx                                regions and patterns of a model
     qdqtune layers model.onnx                                 what the engine made of it, layer by layer
     qdqtune check quantized.onnx                              which pairs the engine does not fuse, and why
+    qdqtune debug model.onnx quantized.onnx                   which tensor breaks the outputs
     qdqtune build model.onnx -o model.engine                  save the engine's own format
     qdqtune doctor                                            which engines are usable here
     """
@@ -123,6 +124,9 @@ SUMMARIES = {
         "compare": "Time every other of FILES against the first, in interleaved rounds on two fresh builds of both.",
         "apply": "Put the Q/DQ pairs of an earlier search into MODEL, with scales calibrated anew: no search, "
         "no timing.",
+    },
+    "debug": {
+        "debug": "Find which tensor breaks the outputs of a quantized model, or which nodes an engine computes wrongly."
     },
     "inspect": {"inspect": "Show how MODEL divides into regions, and which of them share a pattern."},
     "layers": {

@@ -6,10 +6,12 @@ A command gets the values of its options by parameter. An option whose parameter
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 import os
 import re
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -315,6 +317,11 @@ def engine(given: Given) -> EngineSpec:
             raise BadOption(f"--engine-option {text} sets nothing: give NAME=VALUE")
         chosen[key] = _value(value)
     return EngineSpec(name, chosen)
+
+
+def to_exclude(nodes: Sequence[str]) -> str:
+    """Options of quantize that keep these nodes in float, as a shell takes them."""
+    return " ".join(f"--nodes-to-exclude {shlex.quote(glob.escape(node))}" for node in nodes)
 
 
 def with_timing_cache(spec: EngineSpec, folder: Path) -> EngineSpec:

@@ -17,6 +17,7 @@ from qdqtune.cli import options, report, tune
 from qdqtune.cli.options import FILE, flag, option, repeated
 from qdqtune.cli.output import print_json, say_notes
 from qdqtune.commands.quantize import Quantized, Request, Selection, quantize
+from qdqtune.commands.worst_tensors import to_exclude
 from qdqtune.engines.formats import FORMATS
 from qdqtune.errors import BadModel, BadOption
 from qdqtune.placement import engine_rules
@@ -147,6 +148,7 @@ def as_json(request: Request, done: Quantized) -> dict[str, Any]:
         "held_out": done.is_held_out,
         "metric": None if done.metric is None else dict(zip(("before", "after"), done.metric, strict=True)),
         "pairs": [asdict(damage) for damage in done.damages],
+        "nodes_to_exclude": to_exclude(done.damages, done.sqnr_db),
     }
 
 
@@ -157,6 +159,10 @@ def _lines(request: Request, done: Quantized) -> Iterator[str]:
     angle = "" if done.cosine is None else f", cosine {done.cosine:.6f}"
     ratio = _db(done.sqnr_db) if done.is_finite else "unknown"
     yield f"output SQNR {ratio}{angle}, on {done.judged} {where}"
+    if loud := to_exclude(done.damages, done.sqnr_db):
+        yield f"to keep in float what makes a tenth of the error or more: {options.to_exclude(loud)}"
+    elif done.damages and done.sqnr_db is not None:
+        yield "the error is spread: no tensor makes a tenth of it, so there is none to exclude"
     if done.metric is not None:
         yield f"{request.evaluate}: {done.metric[0]:g} before, {done.metric[1]:g} after"
 

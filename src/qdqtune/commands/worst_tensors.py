@@ -18,6 +18,9 @@ from qdqtune.types import Edge, Failure, Placement, Sample
 WORST = 10
 """Pairs that a report lists."""
 
+TENTH_DB = 10.0
+"""What makes a tenth of the error or more is at most so much quieter than all of it."""
+
 
 @dataclass(frozen=True)
 class Damage:
@@ -52,6 +55,14 @@ def damages(
     worst = sorted(alone, key=alone.__getitem__, reverse=True)[:WORST]
     own = _own(float_model, {e.tensor: how for e, how in pairs.items() if e.tensor in worst}, samples)
     return [Damage(t, _nodes(float_model, placement, t), _decibels(alone[t]), own[t]) for t in worst]
+
+
+def to_exclude(found: Sequence[Damage], output_db: float | None) -> tuple[str, ...]:
+    """The nodes of the tensors whose rounding alone makes a tenth or more of the error of a model with `output_db`."""
+    if output_db is None:
+        return ()
+    loud = (d for d in found if d.output_db is not None and d.output_db <= output_db + TENTH_DB)
+    return tuple(dict.fromkeys(node for damage in loud for node in damage.nodes))
 
 
 def _quantization(quantized: Model, edge: Edge) -> Quantization:

@@ -157,13 +157,17 @@ class _Grafting:
         same = f"__pair_{number}_same"
         passing = [helper.make_node("Identity", [source], [same], same)]
         branches = [
-            helper.make_graph(body, f"__pair_{number}_{name}", [],
-                              [helper.make_tensor_value_info(body[-1].output[0], dtype, None)])
+            helper.make_graph(
+                body, f"__pair_{number}_{name}", [], [helper.make_tensor_value_info(body[-1].output[0], dtype, None)]
+            )
             for name, body in (("on", nodes), ("off", passing))
-        ]  # fmt: skip
+        ]
         name = f"__pair_{number}_if"
-        self._nodes.append(helper.make_node("If", [f"{SWITCH}{number}"], [result], name, then_branch=branches[0],
-                                            else_branch=branches[1]))  # fmt: skip
+        self._nodes.append(
+            helper.make_node(
+                "If", [f"{SWITCH}{number}"], [result], name, then_branch=branches[0], else_branch=branches[1]
+            )
+        )
         return result
 
     def _copies(self, number: int, pair: StandingPair, source: str) -> Iterator[onnx.NodeProto]:

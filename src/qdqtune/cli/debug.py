@@ -1,0 +1,188 @@
+"""`qdqtune debug`: which tensor breaks the outputs of a quantized model, and what to exclude so that none does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from qdqtune.calibration.prepare import Data
+from qdqtune.cli import options, report
+from qdqtune.cli.options import FILE, Number, option
+from qdqtune.cli.output import print_json, say_notes
+from qdqtune.commands.cut_off import WrongPart
+from qdqtune.commands.debug import FLOAT_LIMIT, LIMIT, Diagnosis, Request, Suspect, debug
+from qdqtune.commands.probes import NOT_FINITE
+from qdqtune.errors import ConstraintUnmet
+
+OPTIONS = (
+    options.MODEL,
+    click.Argument(["quantized"], type=FILE, required=False),
+    option(
+        "--min-sqnr",
+        "Output SQNR from which on the outputs count as healthy, in dB; 20 is an error of a tenth.  "
+        f"[default: {LIMIT:g}; {FLOAT_LIMIT:g} for a float model alone]",
+        Number(),
+        metavar="DB",
+    ),
+    *options.ENGINE,
+    *options.DATA,
+    options.AS_JSON,
+)
+
+
+@click.command("debug", params=[*OPTIONS])
+def debug_command(as_machine: bool, **given: Any) -> int:
+    """Find which tensor breaks the outputs of a quantized model, or which nodes an engine computes wrongly.
+
+    \b
+    MODEL QUANTIZED   the pairs of QUANTIZED are examined, with their very scales, zero points and integers
+    MODEL             with Q/DQ pairs: the same, against MODEL without them; its weights count as right
+    MODEL             without pairs: its parts on the engine, against ONNX Runtime without optimization
+
+    First it asks what the pairs do as ONNX defines them: one build with a switch at every pair, then halving, at most
+    2 log2(pairs) + 5 runs for one guilty tensor. If the engine makes worse of them, it builds with some of the pairs,
+    and halves. What is found is taken out, and the rest searched again, until it is healthy or nobody stands out: then
+    the damage is spread, which it says, and names the largest. A tensor is guilty if the error without it is half of
+    what it was, or if it alone breaks the limit.
+
+    Exit code 0: the outputs are healthy; 4: they are not, whether or not somebody is guilty; 5: the engine does not run
+    the float model.
+
+    \b
+    qdqtune debug model.onnx quantized.onnx --calibration-data samples.npz
+    qdqtune debug model.onnx model.qdq.onnx --engine tensorrt --json
+    qdqtune debug model.onnx --engine openvino
+    """
+    request = Request(
+        given["model"],
+        given["quantized"],
+        options.engine(given),
+        given["min_sqnr"],
+        Data(**options.named(Data, given)),
+        given["time_limit"],
+    )
+    with report.progress() as observer:
+        done = debug(request, observer)
+    say_notes(done.notes)
+    file = request.quantized or request.model
+    if as_machine:
+        print_json(as_json(file, request, done))
+    else:
+        _show(file, request, done)
+    return 0 if done.is_healthy else ConstraintUnmet.exit_code
+
+
+def as_json(file: Path, request: Request, done: Diagnosis) -> dict[str, Any]:
+    """The diagnosis for machines. SQNR in dB, null where nothing is lost, -30 where outputs are not finite."""
+    return {
+        "model": str(file),
+        "engine": request.engine.name,
+        "pairs": done.pairs,
+        "samples": done.samples,
+        "runs": done.runs,
+        "min_sqnr_db": _decibels(done.limit),
+        "healthy": done.is_healthy,
+        "output_sqnr_db": _decibels(done.noise),
+        "finite": done.noise < NOT_FINITE,
+        "sqnr_db_as_defined": None if done.by_numbers is None else _decibels(done.by_numbers),
+        "rest_sqnr_db": None if done.rest is None else _decibels(done.rest),
+        "guilty": [_suspect(suspect) for suspect in done.guilty],
+        "largest": [_suspect(suspect) for suspect in done.largest],
+        "wrong_parts": [
+            {"nodes": part.nodes, "sqnr_db": _decibels(part.noise), "reason": part.reason} for part in done.wrong_parts
+        ],
+        "nodes_to_exclude": done.excluded,
+        "flags": options.to_exclude(done.excluded),
+        "notes": done.notes,
+    }
+
+
+def _suspect(suspect: Suspect) -> dict[str, Any]:
+    levels = {"with_db": _decibels(suspect.noise), "without_db": _decibels(suspect.without)}
+    kept = {name: value for name, value in asdict(suspect).items() if name not in ("noise", "without")}
+    ends = {
+        name: [_number(end) for end in kept[name]] for name in ("float_range", "quantized_range", "scale", "zero_point")
+    }
+    return kept | ends | levels | {"reason": suspect.reason}
+
+
+def _number(value: float) -> float | str:
+    """JSON has no NaN."""
+    return value if np.isfinite(value) else str(value)
+
+
+def _decibels(noise: float) -> float | None:
+    return None if noise == 0 else float(-10 * np.log10(noise))
+
+
+def _told(noise: float) -> str:
+    if noise >= NOT_FINITE:
+        return "NaN or no outputs"
+    return "exact" if noise == 0 else f"{_decibels(noise):.1f} dB"
+
+
+def _show(file: Path, request: Request, done: Diagnosis) -> None:
+    engine, console = request.engine.name, Console()
+    pairs = f", {done.pairs} pairs" if done.pairs else ""
+    print(f"{file} on {engine}: output SQNR {_told(done.noise)}{pairs}, {done.samples} samples, {done.runs} runs")
+    if done.is_healthy:
+        print(f"healthy: at or above {_told(done.limit)}")
+        return
+    if done.by_numbers is not None:
+        print(f"its pairs as ONNX defines them: {_told(done.by_numbers)}")
+    for suspects, title in ((done.guilty, "guilty"), (done.largest, "largest")):
+        if suspects:
+            console.print(_table(suspects, title))
+    print("\n".join(_ending(engine, done)))
+
+
+def _ending(engine: str, done: Diagnosis) -> Iterator[str]:
+    for suspect in done.guilty:
+        yield f"{suspect.tensor}: {suspect.reason}"
+    yield from (line for part in done.wrong_parts for line in _part(engine, part))
+    if done.largest:
+        yield (
+            "the damage that is left is spread over many tensors, none is guilty; the largest alone are listed: "
+            "calibrate otherwise, or exclude several (quantize --report)"
+        )
+    if done.unexplained and not done.largest:
+        yield "no single tensor is guilty"
+    if done.guilty:
+        state = "healthy" if done.rest is not None and done.rest <= done.limit else "still not healthy"
+        yield f"without them: {_told(done.rest or 0.0)}, {state}"
+        yield f"to keep them in float: qdqtune quantize MODEL {options.to_exclude(done.excluded)}"
+
+
+def _part(engine: str, part: WrongPart) -> Iterator[str]:
+    many = " together" if len(part.nodes) > 1 else ""
+    why = f": {part.reason}" if part.reason else ""
+    yield f"{engine} computes these nodes wrongly{many}, fed with right values ({_told(part.noise)}{why}):"
+    yield from (f"    {node}" for node in part.nodes)
+
+
+def _table(suspects: Sequence[Suspect], title: str) -> Table:
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    grid.add_column(f"{title}, and nodes to exclude", overflow="fold", ratio=1)
+    grid.add_column("range", no_wrap=True)
+    grid.add_column("output SQNR", no_wrap=True)
+    for suspect in suspects:
+        names = Text(suspect.tensor)
+        names.append("".join(f"\n  {node}" for node in suspect.nodes))
+        ranges = f"float {_range(suspect.float_range)}\npair  {_range(suspect.quantized_range)}"
+        company = f"of {suspect.company} pairs" if suspect.company > 1 else "alone"
+        levels = f"with    {_told(suspect.noise)}\nwithout {_told(suspect.without)}\n{company}"
+        grid.add_row(names, ranges, levels)
+    return grid
+
+
+def _range(ends: tuple[float, float]) -> str:
+    return f"{ends[0]:.4g} .. {ends[1]:.4g}"

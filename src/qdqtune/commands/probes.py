@@ -1,0 +1,131 @@
+"""What `debug` asks: the outputs that some pairs leave, by the arithmetic of ONNX and on the engine at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.cpu import cores
+from qdqtune.engines.runner import Handle, Runner
+from qdqtune.errors import EngineFailure
+from qdqtune.graph.files import ConstantFile
+from qdqtune.graph.model import Model
+from qdqtune.measurement.accuracy import accuracy, is_finite
+from qdqtune.measurement.bisection import Parts
+from qdqtune.placement.grafting import SWITCH, StandingPair, graft, graft_switched
+from qdqtune.types import Array, Failure, Sample
+
+NOT_FINITE = 1e3
+"""The noise of outputs that are NaN or infinite, of other shapes, or that an engine does not give at all."""
+
+LOUDEST = 999.0
+"""The most that finite outputs count for."""
+
+Outputs = list[dict[str, Array]]
+
+
+def reference_spec() -> EngineSpec:
+    """ONNX Runtime without optimization: every operator as ONNX defines it."""
+    return EngineSpec("onnxruntime", {"threads": cores(), "fuse": False})
+
+
+def noise(reference: Outputs, found: Outputs | Failure) -> float:
+    """Power of the error relative to the signal, for the worst output.
+
+    Outputs that are no floats, such as class numbers, count by the share of them that differ.
+    """
+    if isinstance(found, Failure) or not is_finite(found):
+        return NOT_FINITE
+    shapes = ((r[name].shape, f[name].shape) for r, f in zip(reference, found, strict=True) for name in r)
+    if any(a != b for a, b in shapes):
+        return NOT_FINITE
+    judged = accuracy(reference, found)
+    wrong = 0.0 if judged.sqnr_db is None else min(float(10 ** (-judged.sqnr_db / 10)), LOUDEST)
+    return wrong if judged.agreement is None else max(wrong, 1 - judged.agreement)
+
+
+@dataclass
+class Probe:
+    """The float model and the pairs of a file, two engines, and how many times all samples went through a model.
+
+    `engine` is the one under test, `exact` runs as `reference_spec`. Models are written to `folder`.
+    """
+
+    float_model: Model
+    quantized: Model
+    pairs: Sequence[StandingPair]
+    samples: Sequence[Sample]
+    engine: Runner
+    exact: Runner
+    folder: Path
+    runs: int = 0
+    failures: list[Failure] = field(default_factory=list)
+    """What the engine under test refused, in order."""
+    _constants: ConstantFile | None = None
+    _switched: Handle | None = None
+    _reference: Outputs | None = None
+
+    def reference(self) -> Outputs:
+        """Outputs of the float model.
+
+        Raises:
+            EngineFailure: ONNX Runtime does not run it, or its outputs are not finite.
+        """
+        if self._reference is None:
+            self._reference = self._exactly(())
+            if not is_finite(self._reference):
+                raise EngineFailure(
+                    "outputs of the float model are NaN or infinite on ONNX Runtime without "
+                    "optimization: nothing can be compared with them"
+                )
+        return self._reference
+
+    def by_numbers(self, on: Parts) -> float:
+        """Noise of some pairs as ONNX defines them."""
+        return noise(self.reference(), self._exactly(on))
+
+    def on_engine(self, on: Parts) -> float:
+        """Noise of a build of the float model with some pairs on the engine under test."""
+        path = self.folder / f"part_{self.runs}.onnx"
+        self._save(graft(self.float_model, [self.pairs[i] for i in on], self.quantized), path)
+        found = self.of_file(path)
+        path.unlink()
+        return found
+
+    def of_file(self, path: Path) -> float:
+        """Noise of a model file on the engine under test."""
+        self.runs += 1
+        handle = self.engine.load(path)
+        found = handle if isinstance(handle, Failure) else self.engine.outputs(handle, self.samples)
+        if not isinstance(handle, Failure):
+            self.engine.unload(handle)
+        if isinstance(found, Failure):
+            self.failures.append(found)
+        elif missing := self.reference()[0].keys() - found[0].keys():
+            raise EngineFailure(f"{path.name} has no output {sorted(missing)[0]!r} as the float model has")
+        return noise(self.reference(), found)
+
+    def _exactly(self, on: Parts) -> Outputs:
+        self.runs += 1
+        if self._switched is None:
+            path = self.folder / "switched.onnx"
+            self._save(graft_switched(self.float_model, self.pairs, self.quantized), path)
+            handle = self.exact.load(path)
+            if isinstance(handle, Failure):
+                raise EngineFailure(f"ONNX Runtime cannot run the model with a switch at every pair: {handle.reason}")
+            self._switched = handle
+        chosen = set(on)
+        switches = {f"{SWITCH}{i}": np.asarray(i in chosen) for i in range(len(self.pairs))}
+        found = self.exact.outputs(self._switched, [{**sample, **switches} for sample in self.samples])
+        if isinstance(found, Failure):
+            raise EngineFailure(f"ONNX Runtime cannot run the model with a switch at every pair: {found.reason}")
+        return found
+
+    def _save(self, model: Model, path: Path) -> None:
+        if self._constants is None:
+            self._constants = ConstantFile(self.folder / "constants.bin")
+        self._constants.save(model, path)

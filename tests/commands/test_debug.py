@@ -1,0 +1,435 @@
+"""`debug` on models with known faults, in their pairs or in the engine: who is named, and in how many runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import log2, log10
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+from conftest import Call
+from models import INT8, UINT8, attention, conv_net, feeds, ranges
+from qdqtune.calibration.prepare import Data
+from qdqtune.commands.debug import LIMIT, Diagnosis, Request, debug
+from qdqtune.engines import Built, Engine, EngineSpec, open_engine
+from qdqtune.errors import BadModel, EngineFailure
+from qdqtune.graph.files import save
+from qdqtune.graph.model import Model
+from qdqtune.placement.insertion import insert
+from qdqtune.placement.possible import possible_edges
+from qdqtune.types import NumericFormat, Placement, QuantType
+from workers import Workers
+
+NETS = {"conv": conv_net, "attention": attention}
+HEALTHY = 10 ** (-LIMIT / 10)
+
+
+@dataclass(frozen=True)
+class Files:
+    """A float model, its quantized version, and samples."""
+
+    float: Path
+    quantized: Path
+    data: Path
+
+    def request(self, **more: Any) -> Request:
+        given: dict[str, Any] = {"quantized": self.quantized, "data": Data(str(self.data))}
+        return Request(self.float, **(given | more))
+
+
+def write(model: Model, folder: Path, numbers: NumericFormat = UINT8) -> Files:
+    files = Files(folder / "float.onnx", folder / "quantized.onnx", folder / "samples.npz")
+    save(model, files.float)
+    known = ranges(model)
+    save(insert(model, Placement.of(possible_edges(model, known)), known, numbers), files.quantized)
+    samples = feeds(model, 3)
+    np.savez(files.data, **{name: np.stack([s[name] for s in samples]) for name in model.inputs})
+    return files
+
+
+@pytest.fixture(params=list(NETS))
+def files(request: pytest.FixtureRequest, tmp_path: Path, workers: Workers) -> Files:
+    return write(NETS[request.param](), tmp_path)
+
+
+@pytest.fixture
+def conv(tmp_path: Path, workers: Workers) -> Files:
+    return write(conv_net(), tmp_path)
+
+
+def change(file: Path, name: str, how: Callable[[Any], Any]) -> None:
+    """Another value for one initializer of a file."""
+    model = onnx.load(file)
+    (tensor,) = (t for t in model.graph.initializer if t.name == name)
+    values = numpy_helper.to_array(tensor)
+    tensor.CopyFrom(numpy_helper.from_array(np.asarray(how(values), values.dtype), name))
+    onnx.save(model, file)
+
+
+def off_by(power: int) -> Callable[[Any], Any]:
+    return lambda scale: scale * 2.0**power
+
+
+def nan(scale: Any) -> Any:
+    return np.full_like(scale, np.nan)
+
+
+def bound(done: Diagnosis) -> float:
+    return 2 * log2(done.pairs) + 5
+
+
+CONV_FAULTS = {
+    "activation, 2^8": ("k1_scale", off_by(8), "k1"),
+    "activation, 2^-5": ("a_scale", off_by(-5), "a"),
+    "input": ("image_scale", off_by(6), "image"),
+    "weight, 2^4": ("w1_scale", off_by(4), "w1"),
+    "weight, 2^-4": ("w2_scale", off_by(-4), "w2"),
+    "last weight": ("w4_scale", off_by(4), "w4"),
+    "bias": ("b1_quantized_scale", off_by(5), "b1"),
+    "zero point": ("image_zero_point", lambda zero: 255 - 0 * zero, "image"),
+    "weight's zero point": ("w2_zero_point", lambda zero: zero + 60, "w2"),
+    "NaN": ("cat_scale", nan, "cat"),
+    "NaN in a weight": ("w3_scale", nan, "w3"),
+    "one channel NaN": ("w3_scale", lambda s: np.where(np.arange(s.size) == 3, np.nan, s), "w3"),
+}
+
+
+@pytest.mark.parametrize("fault", CONV_FAULTS)
+def test_a_fault_is_named_within_the_bound(conv: Files, fault: str) -> None:
+    initializer, how, tensor = CONV_FAULTS[fault]
+    change(conv.quantized, initializer, how)
+    done = debug(conv.request())
+    assert [s.tensor for s in done.guilty] == [tensor]
+    assert done.runs <= bound(done)
+    assert done.noise > done.limit == pytest.approx(HEALTHY)
+    assert done.rest is not None
+    assert done.rest <= HEALTHY
+    assert not done.largest
+    assert not done.is_healthy
+    (suspect,) = done.guilty
+    assert suspect.noise > HEALTHY
+    assert suspect.without <= 0.5 * suspect.noise
+    assert suspect.cause == "numbers"
+
+
+@pytest.mark.parametrize("tensor", ["n", "kt", "wd", "e2", "p"])
+def test_attention_as_well(tensor: str, tmp_path: Path, workers: Workers) -> None:
+    files = write(attention(), tmp_path)
+    change(files.quantized, f"{tensor}_scale", off_by(7))
+    done = debug(files.request())
+    assert tensor in [s.tensor for s in done.guilty]
+    assert len(done.guilty) == 1
+    assert done.runs <= bound(done)
+
+
+def test_what_is_told_of_a_tensor(conv: Files) -> None:
+    change(conv.quantized, "k1_scale", off_by(-4))
+    (suspect,) = debug(conv.request()).guilty
+    assert suspect.nodes == ("project",)
+    assert suspect.kind == "activation"
+    low, high = suspect.float_range
+    assert low == 0
+    assert suspect.quantized_range == pytest.approx((0, high / 16), rel=0.1)
+    assert "cuts off 94 %" in suspect.reason
+    change(conv.quantized, "k1_scale", off_by(12))
+    (suspect,) = debug(conv.request()).guilty
+    assert suspect.quantized_range == pytest.approx((0, 256 * high), rel=0.1)
+    assert "256 times as wide" in suspect.reason
+
+
+def test_a_healthy_file_takes_two_runs(files: Files) -> None:
+    done = debug(files.request())
+    assert done.is_healthy
+    assert done.runs == 2
+    assert (done.guilty, done.largest, done.wrong_parts, done.excluded) == ((), (), (), ())
+
+
+@pytest.mark.parametrize(("first", "second"), [("image", "f"), ("w0", "w1"), ("r0", "w4")])
+@pytest.mark.parametrize("how", [off_by(7), nan], ids=["scale", "NaN"])
+def test_two_faults_are_named_both(conv: Files, first: str, second: str, how: Callable[[Any], Any]) -> None:
+    for tensor in (first, second):
+        change(conv.quantized, f"{tensor}_scale", how)
+    done = debug(conv.request())
+    assert {s.tensor for s in done.guilty} == {first, second}
+    assert done.rest is not None
+    assert done.rest <= HEALTHY
+
+
+def test_damage_that_is_spread_is_called_so_and_the_largest_are_named(tmp_path: Path, workers: Workers) -> None:
+    files = write(attention(), tmp_path)
+    usual = debug(files.request(min_sqnr=5.0))
+    done = debug(files.request(min_sqnr=-10 * log10(usual.noise) + 0.5))
+    assert not done.guilty
+    assert not done.is_healthy
+    assert len(done.largest) == 5
+    noises = [s.noise for s in done.largest]
+    assert noises == sorted(noises, reverse=True)
+    assert noises[0] < done.noise / 2
+    assert any("is spread over" in note for note in done.notes)
+
+
+def test_excluding_the_guilty_heals_what_quantize_writes(conv: Files, tmp_path: Path, call: Call) -> None:
+    change(conv.quantized, "w2_scale", off_by(5))
+    nodes = debug(conv.request()).excluded
+    assert nodes == ("project",)
+    flags = [f for node in nodes for f in ("--nodes-to-exclude", node)]
+    data = ("--calibration-data", conv.data)
+    code, _, _ = call("quantize", conv.float, *data, "-o", tmp_path / "new.onnx", *flags)
+    assert code == 0
+    assert "project" in {n.name for n in onnx.load(tmp_path / "new.onnx").graph.node if "w2" in n.input}
+
+
+# Models without a float one beside them
+
+
+def test_a_quantized_model_alone(conv: Files) -> None:
+    change(conv.quantized, "cat_scale", off_by(7))
+    done = debug(Request(conv.quantized, data=Data(str(conv.data))))
+    assert [s.tensor for s in done.guilty] == ["cat"]
+    assert any("give the float model as well" in note for note in done.notes)
+
+
+def test_a_scale_that_is_no_number_in_a_quantized_model_alone(conv: Files) -> None:
+    change(conv.quantized, "r0_scale", nan)
+    done = debug(Request(conv.quantized, data=Data(str(conv.data))))
+    assert [s.tensor for s in done.guilty] == ["r0"]
+    assert done.guilty[0].reason == "its scale is no finite number"
+
+
+def test_a_healthy_float_model(conv: Files) -> None:
+    done = debug(Request(conv.float, data=Data(str(conv.data))))
+    assert done.is_healthy
+    assert done.pairs == 0
+
+
+# Engines at fault
+
+
+class Wrong:
+    """ONNX Runtime, unfused, on files that `spoil` has changed: an engine that computes something else."""
+
+    def __init__(self, spoil: Callable[[onnx.ModelProto], str | None]) -> None:
+        self._engine = open_engine(EngineSpec("onnxruntime", {"fuse": False}))
+        self._spoil = spoil
+
+    def describe(self) -> dict[str, str]:
+        return {"engine": "wrong"}
+
+    def numeric_format(self, quant_type: QuantType) -> NumericFormat:
+        return UINT8
+
+    def build(self, model: Path, log: Path) -> Built:
+        proto = onnx.load(model)
+        refusal = self._spoil(proto)
+        if refusal is not None:
+            raise EngineFailure(refusal)
+        onnx.save(proto, changed := model.with_name("changed.onnx"))
+        return self._engine.build(changed, log)
+
+
+def maker(model: onnx.ModelProto, tensor: str) -> onnx.NodeProto | None:
+    return next((n for n in model.graph.node if tensor in n.output), None)
+
+
+def scaled(model: onnx.ModelProto, node: onnx.NodeProto, factor: float) -> None:
+    """What `node` makes becomes `factor` times that."""
+    result = node.output[0]
+    node.output[0] = "right"
+    model.graph.initializer.append(numpy_helper.from_array(np.float32(factor), "factor"))
+    index = list(model.graph.node).index(node)
+    model.graph.node.insert(index + 1, helper.make_node("Mul", ["right", "factor"], [result]))
+
+
+def named(model: onnx.ModelProto, name: str) -> onnx.NodeProto | None:
+    return next((n for n in model.graph.node if n.name == name), None)
+
+
+def is_paired(model: onnx.ModelProto, node: onnx.NodeProto) -> bool:
+    """Whether the first two inputs carry pairs: what engines fuse."""
+    makers = [maker(model, tensor) for tensor in node.input[:2]]
+    return all(m is not None and m.op_type == "DequantizeLinear" for m in makers)
+
+
+def wrong_when_fused(name: str, factor: float) -> Callable[[onnx.ModelProto], str | None]:
+    def spoil(model: onnx.ModelProto) -> None:
+        node = named(model, name)
+        if node is not None and is_paired(model, node):
+            scaled(model, node, factor)
+
+    return spoil
+
+
+def on(workers: Workers, spoil: Callable[[onnx.ModelProto], str | None]) -> dict[str, EngineSpec]:
+    def opener(spec: EngineSpec) -> Engine:
+        return Wrong(spoil) if spec.name == "fake" else open_engine(spec)
+
+    workers.opener = opener
+    return {"engine": EngineSpec("fake")}
+
+
+@pytest.mark.parametrize("factor", [-3.0, np.nan])
+@pytest.mark.parametrize("name", ["stem", "depthwise", "project", "side", "head"])
+def test_an_operator_that_the_engine_fuses_wrongly(conv: Files, workers: Workers, name: str, factor: float) -> None:
+    done = debug(conv.request(**on(workers, wrong_when_fused(name, factor))))
+    assert len(done.guilty) == 1
+    (suspect,) = done.guilty
+    assert suspect.cause == "engine"
+    assert name in suspect.nodes
+    assert done.rest is not None
+    assert done.rest <= HEALTHY
+    assert done.runs <= bound(done)
+    assert done.by_numbers is not None
+    assert done.by_numbers <= HEALTHY
+
+
+def test_numbers_and_engine_at_fault(conv: Files, workers: Workers) -> None:
+    change(conv.quantized, "image_scale", off_by(6))
+    done = debug(conv.request(**on(workers, wrong_when_fused("side", -3.0))))
+    assert done.guilty[0].tensor == "image"
+    assert [s.cause for s in done.guilty] == ["numbers", "engine"]
+    assert "side" in done.guilty[1].nodes
+
+
+def test_a_pair_that_the_engine_refuses(conv: Files, workers: Workers) -> None:
+    def refuses(model: onnx.ModelProto) -> str | None:
+        node = named(model, "project")
+        return "no kernel" if node is not None and is_paired(model, node) else None
+
+    done = debug(conv.request(**on(workers, refuses)))
+    assert ["project" in s.nodes for s in done.guilty] == [True]
+    assert any("no kernel" in note for note in done.notes)
+
+
+@pytest.mark.parametrize("pairs", [False, True], ids=["float", "quantized"])
+def test_nodes_of_the_float_model_that_the_engine_fuses_wrongly(conv: Files, workers: Workers, pairs: bool) -> None:
+    """Only where both stand in one part: so the two are named together."""
+
+    def spoil(model: onnx.ModelProto) -> None:
+        first, second = named(model, "depthwise"), named(model, "clip")
+        if first is not None and second is not None:
+            scaled(model, second, -1.0)
+
+    more = {} if pairs else {"quantized": None}
+    done = debug(conv.request(**more, **on(workers, spoil)))
+    (part,) = done.wrong_parts
+    assert part.nodes == ("depthwise", "clip")
+    assert not done.guilty
+    assert part.noise > HEALTHY
+
+
+def test_several_single_nodes_that_the_engine_computes_wrongly(conv: Files, workers: Workers) -> None:
+    def spoil(model: onnx.ModelProto) -> None:
+        for name in ("stem_relu", "concat"):
+            if (node := named(model, name)) is not None:
+                result, node.output[0] = node.output[0], f"{name}_right"
+                index = list(model.graph.node).index(node)
+                model.graph.node.insert(index + 1, helper.make_node("Neg", [f"{name}_right"], [result]))
+
+    done = debug(conv.request(quantized=None, **on(workers, spoil)))
+    assert [part.nodes for part in done.wrong_parts] == [("stem_relu",), ("concat",)]
+
+
+def test_an_engine_that_does_not_build_a_part_is_quoted(conv: Files, workers: Workers) -> None:
+    refused = on(workers, lambda model: "no kernel for it" if named(model, "average") else None)
+    (part,) = debug(conv.request(quantized=None, **refused)).wrong_parts
+    assert part.nodes == ("average",)
+    assert "no kernel for it" in part.reason
+
+
+# What cannot be examined
+
+
+def test_files_that_are_no_pair(conv: Files, tmp_path: Path) -> None:
+    for request, why in (
+        (Request(conv.float, conv.float), "has no Q/DQ pairs"),
+        (Request(conv.quantized, conv.quantized), "give the float model first"),
+        (Request(tmp_path / "missing.onnx"), "missing.onnx"),
+    ):
+        with pytest.raises(BadModel, match=why):
+            debug(request)
+
+
+def test_another_model(conv: Files, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    other = write(attention(), tmp_path / "other")
+    with pytest.raises(BadModel, match="takes other inputs"):
+        debug(Request(other.float, conv.quantized))
+
+
+def test_float_outputs_that_are_not_finite(conv: Files) -> None:
+    change(conv.float, "b4", nan)
+    with pytest.raises(EngineFailure, match="NaN or infinite"):
+        debug(conv.request())
+
+
+# The command
+
+
+def test_the_command_names_the_tensor_and_what_to_exclude(conv: Files, call: Call) -> None:
+    change(conv.quantized, "w2_scale", off_by(5))
+    code, out, _ = call("debug", conv.float, conv.quantized, "--calibration-data", conv.data)
+    assert code == 4
+    for told in ("w2", "project", "float -", "pair  -", "--nodes-to-exclude project", "healthy", "runs"):
+        assert told in out
+    code, out, err = call("debug", conv.float, conv.quantized, "--calibration-data", conv.data, "--min-sqnr", "-20")
+    assert code == 0
+    assert "healthy" in out
+    assert "guilty" not in out + err
+
+
+def test_json_has_all_of_it_and_no_nan(conv: Files, call: Call) -> None:
+    change(conv.quantized, "logits_scale", nan)
+    code, out, _ = call("debug", conv.float, conv.quantized, "--calibration-data", conv.data, "--json")
+    assert code == 4
+    found = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    (guilty,) = found["guilty"]
+    assert (guilty["tensor"], guilty["scale"], guilty["with_db"]) == ("logits", ["nan", "nan"], -30)
+    assert guilty["float_range"][0] < 0
+    assert found["nodes_to_exclude"] == ["head"]
+    assert found["flags"] == "--nodes-to-exclude head"
+    assert found["healthy"] is found["finite"] is False
+    assert found["rest_sqnr_db"] > LIMIT
+    assert found["runs"] <= 2 * log2(found["pairs"]) + 5
+
+
+def test_spread_damage_is_said_in_words(tmp_path: Path, call: Call) -> None:
+    files = write(attention(), tmp_path)
+    given = ("debug", files.float, files.quantized, "--calibration-data", files.data)
+    _, out, _ = call(*given, "--json")
+    code, out, err = call(*given, "--min-sqnr", json.loads(out)["output_sqnr_db"] + 0.5)
+    assert code == 4
+    assert "none is guilty" in out
+    assert "is spread over" in " ".join(err.split())
+    assert "--nodes-to-exclude" not in out
+
+
+def test_wrong_nodes_are_listed(conv: Files, call: Call, workers: Workers) -> None:
+    def spoil(model: onnx.ModelProto) -> None:
+        if (node := named(model, "add")) is not None:
+            scaled(model, node, np.nan)
+
+    on(workers, spoil)
+    code, out, _ = call("debug", conv.float, "--engine", "fake", "--calibration-data", conv.data)
+    assert code == 4
+    assert "wrongly" in out
+    assert "    add" in out.splitlines()
+
+
+def test_errors_are_one_line(conv: Files, call: Call) -> None:
+    code, out, err = call("debug", conv.quantized, conv.quantized)
+    assert (code, out) == (2, "")
+    assert len([line for line in err.splitlines() if line.startswith("error: ")]) == 1
+
+
+def test_symmetric_numbers(tmp_path: Path, workers: Workers) -> None:
+    files = write(conv_net(), tmp_path, INT8)
+    change(files.quantized, "k1_scale", off_by(6))
+    done = debug(files.request())
+    assert [s.tensor for s in done.guilty] == ["k1"]
