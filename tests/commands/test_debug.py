@@ -15,12 +15,13 @@ import pytest
 from onnx import helper, numpy_helper
 
 from conftest import Call
-from models import INT8, UINT8, attention, conv_net, feeds, ranges
+from models import INT8, UINT8, attention, build, conv_net, feeds, normal, ranges
 from qdqtune.calibration.prepare import Data
 from qdqtune.commands.debug import LIMIT, Diagnosis, Request, debug
 from qdqtune.engines import Built, Engine, EngineSpec, open_engine
 from qdqtune.errors import BadModel, EngineFailure
 from qdqtune.graph.files import save
+from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
@@ -201,6 +202,21 @@ def test_a_scale_that_is_no_number_in_a_quantized_model_alone(conv: Files) -> No
     done = debug(Request(conv.quantized, data=Data(str(conv.data))))
     assert [s.tensor for s in done.guilty] == ["r0"]
     assert done.guilty[0].reason == "its scale is no finite number"
+
+
+@pytest.mark.parametrize("quantized_as", ["fixed", "open"])
+def test_an_input_that_is_made_constant(quantized_as: str, tmp_path: Path, workers: Workers) -> None:
+    """The float file asks for it; the quantized one may, or may not any more."""
+    text = "net (float[2,8] x, float[8] g) => (float[2,8] y) { [a] p = MatMul(x, w) [b] q = Mul(p, g) [c] y = Relu(q) }"
+    model = build(text, {"w": normal(8, 8)})
+    files = write(model, tmp_path)
+    if quantized_as == "fixed":
+        save(load(files.quantized, fix_inputs={"g": 2.0}), files.quantized)
+    np.savez(files.data, x=np.stack([sample["x"] for sample in feeds(model, 3)]))
+    assert debug(files.request(fix_inputs={"g": 2.0})).is_healthy
+    change(files.quantized, "w_scale", off_by(4))
+    done = debug(files.request(fix_inputs={"g": 2.0}))
+    assert [s.tensor for s in done.guilty] == ["w"]
 
 
 def test_a_healthy_float_model(conv: Files) -> None:

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from qdqtune.calibration.prepare import Data
 from qdqtune.cli import options, report
 from qdqtune.cli.options import FILE, Number, option
 from qdqtune.cli.output import print_json, say_notes
@@ -35,6 +34,7 @@ OPTIONS = (
     ),
     *options.ENGINE,
     *options.DATA,
+    options.FIX_INPUT,
     options.AS_JSON,
 )
 
@@ -63,12 +63,10 @@ def debug_command(as_machine: bool, **given: Any) -> int:
     qdqtune debug model.onnx --engine openvino
     """
     request = Request(
-        given["model"],
-        given["quantized"],
-        options.engine(given),
-        given["min_sqnr"],
-        Data(**options.named(Data, given)),
-        given["time_limit"],
+        **options.named(Request, given, but=("engine",)),
+        engine=options.engine(given),
+        data=options.Data.of(given),
+        time_limit_s=given["time_limit"],
     )
     with report.progress() as observer:
         done = debug(request, observer)

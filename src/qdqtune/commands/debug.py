@@ -19,6 +19,7 @@ from onnx import TensorProto
 
 from qdqtune.calibration.observe import observe
 from qdqtune.calibration.prepare import Data, prepare
+from qdqtune.calibration.samples import input_specs
 from qdqtune.commands.cut_off import CutOff, WrongPart, wrong_parts
 from qdqtune.commands.probes import Probe, reference_spec
 from qdqtune.engines import EngineSpec
@@ -75,6 +76,7 @@ class Request:
     engine: EngineSpec = field(default_factory=lambda: EngineSpec("onnxruntime"))
     min_sqnr: float | None = None
     data: Data = field(default_factory=Data)
+    fix_inputs: Mapping[str, float | int | str] = field(default_factory=dict)
     time_limit_s: float = 600.0
 
 
@@ -177,8 +179,10 @@ def debug(request: Request, observer: Observer | None = None) -> Diagnosis:
     if quantized is not None and not pairs:
         raise BadModel(f"{file} has no pair on a tensor of the float model: is it a version of {request.model}?")
     check_spans(request.engine, plain)
-    samples = prepare(plain, request.data).samples
-    with _probe(request, plain, quantized or plain, pairs, samples.first(SAMPLES)) as probe:
+    samples = prepare(plain, request.data, fixed=request.fix_inputs).samples
+    fixed = _fixed(request)
+    fed = [sample | fixed for sample in samples.first(SAMPLES)]
+    with _probe(request, plain, quantized or plain, pairs, fed) as probe:
         done = _Debugging(probe, request, file, observer).done(unmatched)
     if samples.is_random:
         done = replace(done, notes=(*done.notes, "no --calibration-data: outputs are compared on random inputs"))
@@ -189,6 +193,8 @@ def _models(request: Request) -> tuple[Model, Path, Model | None]:
     """The float model, the file to run, and the quantized model in it if it is one."""
     file = request.quantized or request.model
     given = load(file)
+    if here := {name: value for name, value in request.fix_inputs.items() if name in given.inputs}:
+        given = load(file, fix_inputs=here)
     if not is_quantized(given):
         if request.quantized is not None:
             raise BadModel(f"{file} has no Q/DQ pairs: give the quantized model second, the float model first")
@@ -196,12 +202,23 @@ def _models(request: Request) -> tuple[Model, Path, Model | None]:
     if request.quantized is None:
         return strip_pairs(given), file, given
     scales = {given.tensors[n.inputs[1]].dtype for n in given.nodes if n.op == "DequantizeLinear"}
-    plain = load_as(request.model, "fp16" if TensorProto.FLOAT16 in scales else "fp32", {}, given.opset)
+    plain = load_as(request.model, "fp16" if TensorProto.FLOAT16 in scales else "fp32", request.fix_inputs, given.opset)
     if is_quantized(plain):
         raise BadModel(f"{request.model} has Q/DQ pairs: give the float model first, or the quantized model alone")
     if plain.inputs != given.inputs and set(plain.inputs) != set(given.inputs):
         raise BadModel(f"{file} takes other inputs than {request.model}")
     return plain, file, given
+
+
+def _fixed(request: Request) -> Sample:
+    """What is fixed, for files that still ask for it; models without such an input pass it over."""
+    if not request.fix_inputs:
+        return {}
+    specs = {spec.name: spec for spec in input_specs(load(request.model))}
+    return {
+        name: np.full(tuple(d or 1 for d in specs[name].shape), value).astype(specs[name].dtype)
+        for name, value in request.fix_inputs.items()
+    }
 
 
 @contextmanager
