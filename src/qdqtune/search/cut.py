@@ -39,18 +39,9 @@ from qdqtune.measurement.timing import Plan, judge
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.costs.attribution import Times, attribute, group_cost, inner_pairs, priced
 from qdqtune.search.costs.noise import Noise
-from qdqtune.search.costs.optimum import (
-    Decision,
-    _placement,
-    cut,
-    cut_within,
-    decision_of,
-    everything,
-    flip,
-    margins,
-)
+from qdqtune.search.costs.optimum import cut, cut_within, decision_of, everything, flip, margins
 from qdqtune.search.costs.prices import Costs, learn
-from qdqtune.search.costs.units import Group, fusion_groups, inner_edges, kind_of, partition, split
+from qdqtune.search.costs.units import Decision, Group, fusion_groups, inner_edges, kind_of, partition, split
 from qdqtune.types import Edge, Layer, Placement, Proposal, Trial
 
 POLISH = 3
@@ -100,7 +91,7 @@ class CutSearch:
         whole = {}
         for name, groups in (("fused units", self.groups), ("single nodes", [])):
             parts = partition(self.model, self.possible, groups)
-            whole[name] = _placement(parts, everything(parts))
+            whole[name] = parts.placement(everything(parts))
         return tuple(_named(whole | dict(self.seeds)))
 
     def _later(self, costs: Costs, history: Sequence[Trial]) -> Iterator[Proposal]:
@@ -113,10 +104,9 @@ class CutSearch:
             return cut(costs) if self.noise is None else cut_within(costs, self.noise, level)
 
         for level in (np.inf,) if self.noise is None else self.noise.levels(history):
-            predicted = optimum(level).predicted_ms / self.float_ms
-            yield Proposal("cut", _placement(costs.partition, optimum(level)), predicted=predicted, wants_layers=True)
+            yield self._proposal("cut", costs, optimum(level))
         failed = {t.placement for t in history if judge(t, self.plan) is None}
-        stuck = _placement(costs.partition, optimum(allowed)) in failed
+        stuck = costs.partition.placement(optimum(allowed)) in failed
         for proposal in chain(self._polish(costs, history, stuck=stuck), _named(self.spares)):
             if self.noise is None or self.noise.predicted(proposal.placement) <= allowed:
                 yield proposal
@@ -139,9 +129,13 @@ class CutSearch:
         kinds = [kind for _, kind in sorted(ranked)]
         groups = [kinds[i : i + POLISH] for i in range(0, len(kinds), POLISH)]
         for group in (*groups, *([kind] for kind in kinds)):
-            other = flip(costs, base, group)
-            predicted = ratio + (other.predicted_ms - base.predicted_ms) / self.float_ms
-            yield Proposal("polish", _placement(costs.partition, other), predicted=predicted, wants_layers=True)
+            other = flip(costs.partition, base, group)
+            predicted = ratio + (costs.total(other) - costs.total(base)) / self.float_ms
+            yield Proposal("polish", costs.partition.placement(other), predicted=predicted, wants_layers=True)
+
+    def _proposal(self, origin: str, costs: Costs, decision: Decision) -> Proposal:
+        predicted = costs.total(decision) / self.float_ms
+        return Proposal(origin, costs.partition.placement(decision), predicted=predicted, wants_layers=True)
 
     def costs(self, history: Sequence[Trial]) -> Costs:
         """Prices of the units that the builds so far suggest. Where builds disagree, a later one counts; of the first
