@@ -203,7 +203,7 @@ class Trial:
     """One candidate: what was proposed, what it was compared with, and what came of it.
 
     `result` compares the candidate (side b) with the best placement of its time (side a, `against`). Where that is a
-    win, `check` repeats it on a second build of both. `sqnr_db` is None if the outputs equal those of the float model.
+    win, `check` repeats it on a second build of both. `accuracy` is None where it failed.
     `metric` is the user's own, measured for what would be taken only.
     """
 
@@ -212,12 +212,17 @@ class Trial:
     against: Placement
     result: Measurement | Failure
     check: Measurement | Failure | None = None
-    sqnr_db: float | None = None
+    accuracy: Accuracy | None = None
     layers: tuple[Layer, ...] | None = None
     metric: float | None = None
     holds: bool | None = True
     """Whether it holds the user's limits; None if nobody needs to know."""
     accepted: bool = False
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """Output SQNR; None if it failed, or if the outputs equal those of the float model."""
+        return None if self.accuracy is None else self.accuracy.sqnr_db
 
     @property
     def placement(self) -> Placement:

@@ -11,12 +11,8 @@ from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.types import Accuracy, Failure, Placement
-from runs import without_processes
 
-
-@pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_processes(monkeypatch)
+pytestmark = pytest.mark.usefixtures("workers")
 
 
 @pytest.mark.parametrize("net", [conv_net, attention])

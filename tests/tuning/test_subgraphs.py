@@ -101,7 +101,8 @@ def test_a_killed_run_goes_on_without_asking_twice(tmp_path: Path) -> None:
                "--engine", "fake", "--calibration-data", str(model.with_suffix(".npz"))]  # fmt: skip
     stuck = 'faults={"hang": "third"}'  # so that it is still there when it is killed, however late that is
     with subprocess.Popen([*command, "--engine-option", stuck], env=environment(), stderr=subprocess.DEVNULL) as killed:
-        while not state.exists() or state.read_bytes().count(b'"part:') < 4:
+        cache = tmp_path / "out" / "autotune_cache.json"
+        while not cache.exists() or state.read_bytes().count(b'"part:') < 4:
             assert killed.poll() is None, "it ended too early"
             time.sleep(0.02)
         killed.send_signal(signal.SIGKILL)

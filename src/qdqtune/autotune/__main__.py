@@ -15,7 +15,7 @@ from qdqtune.autotune.workflows import builds_for, name_logs, patterns_of
 from qdqtune.cli import main as cli
 from qdqtune.cli import tune
 from qdqtune.cli.inspect import inspect_command
-from qdqtune.cli.options import FILE, Given, flag, option, repeated
+from qdqtune.cli.options import FILE, Given, Limit, flag, option, repeated
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.shapes import usual_shapes
 from qdqtune.tuning.settings import EFFORTS
@@ -66,6 +66,8 @@ OWN = (
         "Least inferences of each model in a comparison that is not decided earlier.  [40 | 96 | 192]",
         click.IntRange(1),
     ),
+    option("--min-sqnr", "Take only what has this output SQNR in dB.", Limit(), metavar="DB", default="none"),
+    option("--min-agreement", "Take only what keeps this share of integers.", Limit(), metavar="X", default="none"),
 )
 """Flags that differ from those of `tune`, in name, default or meaning."""
 

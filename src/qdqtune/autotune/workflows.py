@@ -61,6 +61,7 @@ def region_pattern_autotuning_workflow(
         input_shapes=usual_shapes(benchmark.spec, data), plan=benchmark.search_plan,
         config=search.Config(schemes_per_region=schemes or usual.schemes_per_region),
         builds=builds_for(schemes, tuned) if schemes else usual.builds["region"],
+        min_sqnr=None, min_agreement=None,
         pattern_cache=_path(pattern_cache_file), state_file=_path(state_file), qdq_baseline=_path(qdq_baseline_model),
     )  # fmt: skip
     with report.progress(verbose=verbose) as observer:

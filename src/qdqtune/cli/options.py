@@ -53,6 +53,19 @@ class Number(click.FloatRange):
             self.fail(f"{value!r} is no finite number", param, ctx)
         return number
 
+    def _describe_range(self) -> str:
+        return "" if self.min is None and self.max is None else super()._describe_range()
+
+
+class Limit(Number):
+    """A number, `none` for no limit, or `auto` for the usual one."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See click."""
+        if value in ("none", "auto"):
+            return None if value == "none" else value
+        return super().convert(value, param, ctx)
+
 
 def seconds(_: click.Context, __: click.Parameter, value: str | None) -> float | None:
     """Seconds of a duration such as 90s, 10m or 1.5h; a bare number is seconds."""
@@ -120,7 +133,13 @@ def _value(text: str) -> Any:
 
 def option(flags: str, help: str | None, type: click.ParamType[Any] | None = None, **how: Any) -> click.Option:
     """An option that tells its default. `flags` are its names, and that of its parameter where that is another."""
-    return click.Option(flags.split(), help=help, type=type, show_default=how.get("default") not in (None, ""), **how)
+    return click.Option(
+        flags.split(),
+        help=help,
+        type=type,
+        show_default=how.pop("show_default", how.get("default") not in (None, "")),
+        **how,
+    )
 
 
 def flag(flags: str, help: str) -> click.Option:
@@ -217,9 +236,20 @@ LIMITS = (
     option(
         "--min-sqnr",
         "Take only what keeps the signal this far above the error at the outputs, in dB; 20 is an error of a tenth, "
-        "30 of a thirtieth. Exit code 4 if nothing faster does.",
-        Number(),
+        "30 of a thirtieth; none takes the fastest at any price. Exit code 4 if nothing faster holds it.  [default: "
+        "20, or none with --evaluate]",
+        Limit(),
         metavar="DB",
+        default="auto",
+        show_default=False,
+    ),
+    option(
+        "--min-agreement",
+        "Take only what leaves this share of the integers in outputs as they are, class numbers or token ids say; or "
+        "none.",
+        Limit(min=0, max=1),
+        metavar="SHARE",
+        default=0.98,
     ),
     option(
         "--evaluate",
@@ -229,9 +259,11 @@ LIMITS = (
     ),
     option(
         "--max-drop",
-        "Take only what keeps the metric of --evaluate within X of the float model's.",
-        Number(min=0),
+        "Take only what keeps the metric of --evaluate within X of the float model's, or none.  [default: 1 % of it]",
+        Limit(min=0),
         metavar="X",
+        default="auto",
+        show_default=False,
     ),
 )
 """What a result must hold besides being fast."""

@@ -6,10 +6,10 @@ import re
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from rich import box
@@ -28,7 +28,7 @@ from qdqtune.tuning.estimate import Estimate
 from qdqtune.tuning.loop import Result
 from qdqtune.tuning.observer import State
 from qdqtune.tuning.subgraphs.outcomes import GroupOutcome
-from qdqtune.types import Failure, Trial
+from qdqtune.types import Accuracy, Failure, Trial
 
 BAR = 24
 """Width of the bar of builds, in characters."""
@@ -169,8 +169,12 @@ def result_table(result: Result) -> Table:
             rows.append((f"speedup over {Path(summary['model']).name}", "", _speedup(summary["ratio_to_given"])))
     rows.append(("tensors with a Q/DQ pair", "0", str(summary["pairs"])))
     if result.improved:
-        sqnr = summary["output_sqnr_db"]
-        rows.append(("output SQNR against float", "", "exact" if sqnr is None else f"{sqnr:.1f} dB"))
+        rows.append(("output SQNR against float", "", _accuracy(summary)))
+        if (equal := (summary["output_accuracy"] or {}).get("agreement")) is not None:
+            rows.append(("integers as in float", "", f"{equal:.1%}"))
+    if (without := summary["fastest_without_limits"]) is not None:
+        ratio = "exact" if without["sqnr_db"] is None else f"{without['sqnr_db']:.1f} dB"
+        rows.append(("fastest without limits", "", f"{_speedup(without['ratio'])} at {ratio}"))
     if summary["metric_before"] is not None:
         after = summary["metric_after"]
         rows.append(("your metric", f"{summary['metric_before']:g}", "failed" if after is None else f"{after:g}"))
@@ -180,6 +184,45 @@ def result_table(result: Result) -> Table:
     spent = f"{candidates}, builds: {summary['builds']}"
     table.caption = f"{spent}, time: {_duration(summary['seconds'])}"
     return table
+
+
+def _accuracy(summary: Mapping[str, Any]) -> str:
+    """Output SQNR with its spread over single samples."""
+    accuracy = summary["output_accuracy"] or {}
+    if summary["output_sqnr_db"] is None:
+        return "exact"
+    return str(Accuracy(**{**accuracy, "agreement": None})) if accuracy else f"{summary['output_sqnr_db']:.1f} dB"
+
+
+def front_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """The points of a front, each a file that was proven."""
+    cells = []
+    for row in rows:
+        ends = speedup(Ratio(row["ratio"], row["low"], row["high"]))
+        metric = "" if row["metric"] is None else f"{row['metric']:g}"
+        agreement = "" if row["agreement"] is None else f"{row['agreement']:.1%}"
+        mark = "ships" if row["shipped"] else "" if row["holds_limits"] else "below the limits"
+        cells.append((row["name"], ends, _db(row["sqnr_db"]), agreement, metric, str(row["pairs"]), mark))
+    columns = ("point", "speedup [interval]", "SQNR, dB", "agreement", "metric", "tensors", "")
+    table = _table(columns, cells)
+    table.caption = "each point is front/NAME.onnx; --pick NAME makes another one optimized_final.onnx"
+    return table
+
+
+def met_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Candidates of the search that no other one beat in both latency and accuracy."""
+    cells = [
+        (row["origin"], _speedup(row["ratio"]), _db(row["sqnr_db"]), str(row["pairs"]),
+         "" if row["holds_limits"] else "below the limits")
+        for row in rows
+    ]  # fmt: skip
+    table = _table(("candidate", "speedup", "SQNR, dB", "tensors", ""), cells)
+    table.caption = "what no other candidate beat in both, as the search measured it; --front proves such points"
+    return table
+
+
+def _db(sqnr_db: float | None) -> str:
+    return "exact" if sqnr_db is None else f"{sqnr_db:.1f}"
 
 
 def failure_note(result: Result, logs: Path) -> str | None:

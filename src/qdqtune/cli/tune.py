@@ -18,9 +18,10 @@ from qdqtune.errors import ConstraintUnmet
 from qdqtune.measurement.timing import Plan
 from qdqtune.search.region import Config
 from qdqtune.tuning.estimate import estimate
+from qdqtune.tuning.front import pick
 from qdqtune.tuning.loop import Result, tune
 from qdqtune.tuning.run import FINAL
-from qdqtune.tuning.settings import EFFORTS, Settings, looks_until
+from qdqtune.tuning.settings import EFFORTS, FRONT_BUILDS, Settings, looks_until
 
 NO_IMPROVEMENT = 3
 """The exit code where nothing faster was found."""
@@ -89,6 +90,11 @@ OPTIONS = (
         click.INT,
     ),
     option("-s --schemes-per-region", "region: candidates per pattern.  [4 | 50 | 200]", click.IntRange(0)),
+    flag(
+        "--front",
+        "cut: besides the fastest, give points from the fastest to the most exact: front/NAME.onnx, each proven.",
+    ),
+    option("--pick", "Ship point NAME of a finished run with --front; measures nothing.", metavar="NAME"),
     option("--time-budget", "Stop searching after this long: 90s, 10m, 1h.", callback=options.seconds),
     option("--timing-runs", "Most rounds of one comparison.  [20 | 48 | 96]", click.IntRange(12)),
     options.WARMUP_RUNS,
@@ -138,6 +144,8 @@ def run(given: options.Given) -> int:
     Raises:
         QdqtuneError: see `qdqtune.tuning.loop.tune`.
     """
+    if given["pick"] is not None:
+        return _pick(given)
     settings = settings_of(given)
     try:
         with report.progress(quiet=given["quiet"], verbose=given["verbose"]) as observer:
@@ -162,10 +170,24 @@ def run(given: options.Given) -> int:
     return 0 if result.improved else ConstraintUnmet.exit_code if result.unmet else NO_IMPROVEMENT
 
 
+def _pick(given: options.Given) -> int:
+    summary = pick(given["output_dir"], given["pick"])
+    if given["as_machine"]:
+        print_json(dict(summary))
+    else:
+        Console().print(report.front_table(summary["front"]))
+        print(f"{given['output_dir'] / FINAL} is point {given['pick']}")
+    return 0
+
+
 def _print(result: Result, final: Path, *, verbose: bool) -> None:
     """The result for people."""
     if (table := report.mode_table(result, verbose=verbose)) is not None:
         Console().print(table)
+    if result.summary.get("front"):
+        Console().print(report.front_table(result.summary["front"]))
+    elif len(result.summary["met"]) > 1:
+        Console().print(report.met_table(result.summary["met"]))
     Console().print(report.result_table(result))
     print(report.result_line(result, final))
 
@@ -178,7 +200,7 @@ def settings_of(given: options.Given) -> Settings:
     """
     effort = EFFORTS[given["effort"]]
     preset = {
-        "builds": effort.builds[given["mode"]],
+        "builds": FRONT_BUILDS if given["front"] else effort.builds[given["mode"]],
         "schemes_per_region": effort.schemes_per_region,
         "timing_runs": effort.looks[-1],
     }

@@ -9,7 +9,25 @@ import numpy as np
 
 from qdqtune.types import Accuracy, Array
 
+FLOOR_DB = 20.0
+"""Output SQNR below which a model is not to be trusted: an error of a tenth. Classifiers lose nothing that can be
+measured down to here, a point or two of top-1 at 15 dB, and all sense below 10."""
+
+MOST_EQUAL = 0.98
+"""Share of the integers in outputs that are to stay as they are."""
+
 Outputs = Sequence[Mapping[str, Array]]
+
+
+def concern(accuracy: Accuracy) -> str | None:
+    """One line for people about outputs that are not to be trusted; None if they are."""
+    lost = accuracy.sqnr_db
+    if lost is not None and lost < FLOOR_DB:
+        state = "computes something else than" if lost < FLOOR_DB / 2 else "differs much from"
+        return f"the output SQNR is {lost:.1f} dB: below {FLOOR_DB:g} dB a model {state} the float model"
+    if accuracy.agreement is not None and accuracy.agreement < MOST_EQUAL:
+        return f"only {accuracy.agreement:.1%} of the integers in the outputs are those of the float model"
+    return None
 
 
 def is_finite(outputs: Outputs) -> bool:

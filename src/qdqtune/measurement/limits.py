@@ -7,33 +7,37 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from qdqtune.measurement.timing import Plan, Verdict, judge
-from qdqtune.types import Failure, Placement, Trial
+from qdqtune.types import Accuracy, Failure, Placement, Trial
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The least output SQNR in dB, and how far the user's metric may fall below `before`, that of the float model.
-
-    What is None sets no limit.
+    """The least output SQNR in dB, how far the user's metric may fall below `before`, that of the float model, and the
+    least share of equal elements in outputs that hold integers. What is None sets no limit.
     """
 
     min_sqnr: float | None = None
     max_drop: float | None = None
     before: float | None = None
+    min_agreement: float | None = None
 
     @property
     def are_set(self) -> bool:
         """Whether there is a limit at all."""
-        return self.min_sqnr is not None or self.max_drop is not None
+        return any(limit is not None for limit in (self.min_sqnr, self.max_drop, self.min_agreement))
 
     @property
     def max_noise(self) -> float | None:
         """The most noise power relative to the signal that the SQNR allows: 10^(-dB/10)."""
         return None if self.min_sqnr is None else float(10 ** (-self.min_sqnr / 10))
 
-    def is_exact_enough(self, sqnr_db: float | None) -> bool:
-        """Whether an output SQNR holds its limit; None stands for equal outputs."""
-        return self.min_sqnr is None or sqnr_db is None or sqnr_db >= self.min_sqnr
+    def is_exact_enough(self, accuracy: Accuracy | None) -> bool:
+        """Whether outputs hold the limits on them; None stands for what failed and has none."""
+        if accuracy is None:
+            return True
+        ratio, equal = accuracy.sqnr_db, accuracy.agreement
+        is_clean = self.min_sqnr is None or ratio is None or ratio >= self.min_sqnr
+        return is_clean and (self.min_agreement is None or equal is None or equal >= self.min_agreement)
 
     def is_good_enough(self, metric: float) -> bool:
         """Whether the user's metric holds its limit."""
@@ -47,7 +51,7 @@ class Limits:
         The user's metric takes time, so it is asked for only where the trial would be taken: if it won, faster than
         any of the rivals that were measured against the same placement.
         """
-        if not self.is_exact_enough(trial.sqnr_db):
+        if not self.is_exact_enough(trial.accuracy):
             return replace(trial, holds=False)
         if self.max_drop is None:
             return trial
@@ -65,6 +69,7 @@ class Limits:
         unmet = not any(t.accepted for t in history) and is_unmet(history, plan)
         return {
             "min_sqnr_db": self.min_sqnr,
+            "min_agreement": self.min_agreement,
             "max_drop": self.max_drop,
             "metric_before": self.before,
             "metric_after": None if isinstance(after, Failure) else after,

@@ -98,6 +98,11 @@ def envelope(ratios: list[Ratio]) -> Ratio:
     return Ratio(float(np.exp(np.mean([np.log(r.median) for r in ratios]))), low, high)
 
 
+def overlap(a: Ratio, b: Ratio) -> bool:
+    """Whether two intervals have a part in common; an end that is not known is anywhere."""
+    return all(p.low is None or q.high is None or p.low <= q.high for p, q in ((a, b), (b, a)))
+
+
 def judge(trial: Trial, plan: Plan) -> Ratio | None:
     """The ratio of a candidate to what it was compared with; None if it failed."""
     if isinstance(trial.result, Failure) or isinstance(trial.check, Failure):

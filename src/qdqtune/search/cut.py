@@ -29,19 +29,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import chain, islice
-
-import numpy as np
 
 from qdqtune.graph.model import Model
 from qdqtune.measurement.timing import Plan, judge
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.costs.attribution import Times, attribute, group_cost, inner_pairs, priced
 from qdqtune.search.costs.noise import Noise
-from qdqtune.search.costs.optimum import cut, cut_within, decision_of, everything, flip, margins
+from qdqtune.search.costs.optimum import (
+    Decision,
+    _placement,
+    cut,
+    cut_holding,
+    cut_within,
+    decision_of,
+    everything,
+    flip,
+    margins,
+)
 from qdqtune.search.costs.prices import Costs, learn
-from qdqtune.search.costs.units import Decision, Group, fusion_groups, inner_edges, kind_of, partition, split
+from qdqtune.search.costs.units import Group, fusion_groups, inner_edges, kind_of, partition, split
 from qdqtune.types import Edge, Layer, Placement, Proposal, Trial
 
 POLISH = 3
@@ -68,12 +76,16 @@ class CutSearch:
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """See `Strategy`. The first batch prices every unit: as the engine fuses, apart, and as the seeds have it."""
+        if first := self.first(history):
+            return first
         tried = {t.placement for t in history} | {Placement()}
-        first = {p.placement: p for p in self._first if p.placement not in tried}
-        if first:
-            return tuple(first.values())
         rest = (p for p in self._later(self.costs(history), history) if p.placement not in tried)
         return tuple(islice(rest, 1))
+
+    def first(self, history: Sequence[Trial]) -> Sequence[Proposal]:
+        """What prices every unit and was not tried yet."""
+        tried = {t.placement for t in history} | {Placement()}
+        return tuple({p.placement: p for p in self._first if p.placement not in tried}.values())
 
     @cached_property
     def float_ms(self) -> float:
@@ -91,25 +103,34 @@ class CutSearch:
         whole = {}
         for name, groups in (("fused units", self.groups), ("single nodes", [])):
             parts = partition(self.model, self.possible, groups)
-            whole[name] = parts.placement(everything(parts))
+            whole[name] = _placement(parts, everything(parts))
         return tuple(_named(whole | dict(self.seeds)))
 
     def _later(self, costs: Costs, history: Sequence[Trial]) -> Iterator[Proposal]:
         """The optimum of what is known (if it was built already, the prices are at a fixed point), what is near to the
         best placement, and the spares."""
-        allowed = np.inf if self.noise is None else self.noise.allowed(history)
-
-        @cache
-        def optimum(level: float) -> Decision:
-            return cut(costs) if self.noise is None else cut_within(costs, self.noise, level)
-
-        for level in (np.inf,) if self.noise is None else self.noise.levels(history):
-            yield self._proposal("cut", costs, optimum(level))
+        optima = self._optima(costs, history)
+        placements = []
+        for decision in optima:
+            placements.append(_placement(costs.partition, decision))
+            predicted = decision.predicted_ms / self.float_ms
+            yield Proposal("cut", placements[-1], predicted=predicted, wants_layers=True)
         failed = {t.placement for t in history if judge(t, self.plan) is None}
-        stuck = costs.partition.placement(optimum(allowed)) in failed
+        stuck = any(placement in failed for placement in placements)
         for proposal in chain(self._polish(costs, history, stuck=stuck), _named(self.spares)):
-            if self.noise is None or self.noise.predicted(proposal.placement) <= allowed:
+            if self.noise is None or self.noise.fits(proposal.placement, history):
                 yield proposal
+
+    def _optima(self, costs: Costs, history: Sequence[Trial]) -> Iterator[Decision]:
+        """The optimum of the prices; within the limits on noise, if there are any: as they are foretold to be held, or
+        at several guesses of how much noise holds them."""
+        if self.noise is None:
+            yield cut(costs)
+        elif (bound := self.noise.bound(history)) is not None:
+            yield cut_holding(costs, self.noise, bound)
+        else:
+            for level in self.noise.levels(history):
+                yield cut_within(costs, self.noise, level)
 
     def _polish(self, costs: Costs, history: Sequence[Trial], *, stuck: bool) -> Iterator[Proposal]:
         """The best placement with its closest decisions made otherwise: a few kinds of units together, so that the
@@ -129,13 +150,9 @@ class CutSearch:
         kinds = [kind for _, kind in sorted(ranked)]
         groups = [kinds[i : i + POLISH] for i in range(0, len(kinds), POLISH)]
         for group in (*groups, *([kind] for kind in kinds)):
-            other = flip(costs.partition, base, group)
-            predicted = ratio + (costs.total(other) - costs.total(base)) / self.float_ms
-            yield Proposal("polish", costs.partition.placement(other), predicted=predicted, wants_layers=True)
-
-    def _proposal(self, origin: str, costs: Costs, decision: Decision) -> Proposal:
-        predicted = costs.total(decision) / self.float_ms
-        return Proposal(origin, costs.partition.placement(decision), predicted=predicted, wants_layers=True)
+            other = flip(costs, base, group)
+            predicted = ratio + (other.predicted_ms - base.predicted_ms) / self.float_ms
+            yield Proposal("polish", _placement(costs.partition, other), predicted=predicted, wants_layers=True)
 
     def costs(self, history: Sequence[Trial]) -> Costs:
         """Prices of the units that the builds so far suggest. Where builds disagree, a later one counts; of the first

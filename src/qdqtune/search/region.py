@@ -119,9 +119,15 @@ class RegionSearch:
         if self.noise is None:
             yield from ideas
             return
-        allowed = self.noise.allowed(history)
         yield from self._quieter(history, self.noise)
-        yield from (idea for idea in ideas if self.noise.predicted(idea.placement) <= DOUBT * allowed)
+        yield from (idea for idea in ideas if self._may_hold(consistent(self.model, idea.placement), history))
+
+    def _may_hold(self, placement: Placement, history: Sequence[Trial]) -> bool:
+        """Whether a placement may hold the limits on noise, the benefit of the doubt given where it is summed up."""
+        noise = self.noise
+        if noise is None or noise.bound(history) is not None:
+            return noise is None or noise.fits(placement, history)
+        return noise.predicted(placement) <= DOUBT * noise.allowed(history)
 
     def _quieter(self, history: Sequence[Trial], noise: Noise) -> Iterator[Proposal]:
         """What is presumed to be the fastest within the limit; again when builds have shown more about noise."""

@@ -16,7 +16,7 @@ from qdqtune.measurement.timing import Plan
 from qdqtune.search import best_of
 from qdqtune.search.costs.attribution import Times, attribute, priced
 from qdqtune.search.costs.noise import RESERVE, Noise
-from qdqtune.search.costs.optimum import cut_within, nearest
+from qdqtune.search.costs.optimum import cut_holding, cut_within, nearest
 from qdqtune.search.costs.profiles import Selection
 from qdqtune.search.costs.units import Partition
 from qdqtune.search.region import QUIETER
@@ -95,7 +95,7 @@ class SubgraphSearch:
     @cached_property
     def total_ms(self) -> float:
         """Time of the float model: the sum of its layers, or of its groups where the engine tells no times."""
-        return sum(layer.time_ms or 0.0 for layer in self.float_layers) or self.selection.costs.float_ms
+        return sum(layer.time_ms or 0.0 for layer in self.float_layers) or sum(self.selection.costs.as_float)
 
     @property
     def _is_timed(self) -> bool:
@@ -193,7 +193,7 @@ class SubgraphSearch:
             mine, theirs = taken.get(reader, base), taken.get(maker, base)
             stands = edge in mine
             if mine != theirs:
-                stands = (stands and reader in views[mine].quantized) or edge.tensor in views[theirs].stored
+                stands = (stands and reader in views[mine][0]) or edge.tensor in views[theirs][1]
             if stands:
                 edges.add(edge)
         return Placement.of(edges)
@@ -212,7 +212,11 @@ def narrowed(search: SubgraphSearch, noise: Noise | None) -> SubgraphSearch:
     if noise is None or noise.limit is None:
         return search
     costs, seeds = search.selection.costs, dict(search.seeds)
+    if (bound := noise.bound(())) is not None:
+        decision = cut_holding(costs, noise, bound)
+        return replace(search, seeds=seeds | {QUIETER: search.parts.placement(decision.quantized, decision.stored)})
     for share in (RESERVE, RESERVE / 2):
-        quiet = search.parts.placement(cut_within(costs, noise, share * noise.limit))
-        seeds[f"{QUIETER}, {share:.0%} of the noise"] = quiet
+        decision = cut_within(costs, noise, share * noise.limit)
+        name = f"{QUIETER}, {share:.0%} of the noise"
+        seeds[name] = search.parts.placement(decision.quantized, decision.stored)
     return replace(search, seeds=seeds)

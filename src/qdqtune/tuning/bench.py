@@ -12,14 +12,24 @@ import numpy as np
 
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BaselineFailed, EngineFailure
-from qdqtune.measurement.accuracy import is_finite, sqnr_db
+from qdqtune.measurement.accuracy import accuracy, is_finite
 from qdqtune.measurement.limits import Limits
 from qdqtune.measurement.metric import Evaluation, evaluate
 from qdqtune.measurement.pairing import fresh_pair, rounds_of
 from qdqtune.measurement.timing import Plan, Ratio, compare, judge
 from qdqtune.tuning.candidates import Candidates
-from qdqtune.tuning.store import Record, Store, pack_layers, pack_placement, pack_result, unpack_layers, unpack_result
-from qdqtune.types import Array, Failure, Layer, Measurement, Placement, Proposal, Sample, Trial
+from qdqtune.tuning.store import (
+    Record,
+    Store,
+    pack_accuracy,
+    pack_layers,
+    pack_placement,
+    pack_result,
+    unpack_accuracy,
+    unpack_layers,
+    unpack_result,
+)
+from qdqtune.types import Accuracy, Array, Failure, Layer, Measurement, Placement, Proposal, Sample, Trial
 
 FUTILE = 0.997
 """A candidate whose median ratio is no better than this at a look is not worth more rounds."""
@@ -159,14 +169,14 @@ class Bench:
         runs = profiled_runs(float(np.median(result.b)))
         layers = self._runner.layers(candidate, runs) if proposal.wants_layers else None
         report = None if isinstance(layers, Failure) else layers
-        return Trial(number, proposal, against, result, sqnr_db=sqnr_db(reference, outputs), layers=report)
+        return Trial(number, proposal, against, result, accuracy=accuracy(reference, outputs), layers=report)
 
     def _won(self, trial: Trial) -> bool:
         """Whether a trial is a win as far as it was measured."""
         conditions = self._conditions
         measured = judge(trial, conditions.plan)
         is_faster = measured is not None and measured.verdict == "faster"
-        return is_faster and conditions.limits.is_exact_enough(trial.sqnr_db)
+        return is_faster and conditions.limits.is_exact_enough(trial.accuracy)
 
     def _needs_check(self, trial: Trial) -> bool:
         is_one_of_many = self._conditions.check_wins and not trial.proposal.wants_layers
@@ -185,7 +195,7 @@ def _record(trial: Trial) -> Record:
         "pattern": trial.proposal.pattern,
         "against": trial.against.digest,
         "placement": pack_placement(trial.placement),
-        "sqnr_db": trial.sqnr_db,
+        **pack_accuracy(trial.accuracy or Accuracy()),
         "result": pack_result(trial.result),
         "check": None if trial.check is None else pack_result(trial.check),
         "layers": None if trial.layers is None else pack_layers(trial.layers),
@@ -196,7 +206,9 @@ def _trial(number: int, proposal: Proposal, against: Placement, record: Record) 
     """What the store remembers of a trial."""
     check = None if record["check"] is None else unpack_result(record["check"])
     layers = None if record.get("layers") is None else unpack_layers(record["layers"])
-    return Trial(number, proposal, against, unpack_result(record["result"]), check, record["sqnr_db"], layers)
+    result = unpack_result(record["result"])
+    known = None if isinstance(result, Failure) else unpack_accuracy(record)
+    return Trial(number, proposal, against, result, check, known, layers)
 
 
 def profiled_runs(seconds: float) -> int:

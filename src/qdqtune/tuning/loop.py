@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from qdqtune.measurement.accuracy import concern
 from qdqtune.measurement.limits import outcome, wins
-from qdqtune.measurement.timing import Plan, Ratio, judge
+from qdqtune.measurement.timing import Plan, Ratio, judge, overlap
 from qdqtune.search import Strategy, best_of, ratios_to_float
+from qdqtune.tuning.front import prove_front
 from qdqtune.tuning.modes.mode import Recorded
 from qdqtune.tuning.modes.table import MODES
 from qdqtune.tuning.observer import Observer, Several, Silent, State
@@ -18,6 +20,12 @@ from qdqtune.tuning.records import summary_of, write_json, write_records
 from qdqtune.tuning.run import Run, open_run
 from qdqtune.tuning.settings import Settings
 from qdqtune.types import Placement, Trial
+
+ALIKE = 1.01
+"""Medians within this factor, whose intervals overlap, cannot be told apart."""
+
+EQUAL = 200.0
+"""What counts as the SQNR in dB of outputs that are equal: more than float32 can tell."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +72,17 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
         run.observer.stage("searching")
         history = search(mode.strategy, run, Several((*mode.observers, run.observer)), budget)
         run.observer.stage("proving the result on fresh builds")
-        proof = prove(history, run)
+        front = prove_front(history, run) if settings.front else None
+        proof = front.proof if front else prove(history, run)
         write_records(history, proof, run)
-        summary = summary_of(history, proof, run)
+        summary = summary_of(history, proof, run) | ({"front": front.rows()} if front else {})
         recorded = mode.record(history, proof.placement)
     summary |= {**recorded.summary, "seconds": round(time.monotonic() - started, 3)}
     for name, content in {"summary.json": summary, **recorded.files}.items():
         write_json(settings.output_dir / name, content)
-    notes = (*run.subject.notes, *recorded.notes, *proof.notes)
+    shipped = next((t.accuracy for t in history if t.placement == proof.placement and t.accuracy is not None), None)
+    warning = None if shipped is None else concern(shipped)
+    notes = (*run.subject.notes, *recorded.notes, *proof.notes, *([warning] if warning else []))
     return Result(proof.shipped, proof.placement, proof.ratio, summary, tuple(history), notes, recorded)
 
 
@@ -120,10 +131,20 @@ def search(strategy: Strategy, run: Run, observer: Observer, budget: Budget) -> 
 
 
 def accepted(trials: Sequence[Trial], plan: Plan) -> list[Trial]:
-    """The trials of one batch, the fastest of those that won marked as accepted."""
-    won = [(ratio.median, -t.number) for t in trials if wins(t, plan) and (ratio := judge(t, plan))]
-    chosen = -min(won)[1] if won else None
-    return [replace(t, accepted=t.number == chosen) for t in trials]
+    """The trials of one batch, the fastest of those that won marked as accepted; the most accurate of those that
+    cannot be told apart from it."""
+    won = [(ratio, t) for t in trials if wins(t, plan) and (ratio := judge(t, plan))]
+    if not won:
+        return list(trials)
+    fastest, _ = min(won, key=lambda pair: (pair[0].median, -pair[1].number))
+    alike = [(ratio, t) for ratio, t in won if ratio.median <= ALIKE * fastest.median and overlap(ratio, fastest)]
+    _, chosen = min(alike, key=lambda pair: (-_exactness(pair[1]), pair[0].median, -pair[1].number))
+    return [replace(t, accepted=t is chosen) for t in trials]
+
+
+def _exactness(trial: Trial) -> float:
+    """Output SQNR in whole dB: less is no reason to prefer one to another."""
+    return EQUAL if trial.sqnr_db is None else round(trial.sqnr_db)
 
 
 def _state(trials: Sequence[Trial], plan: Plan, budget: Budget, seconds: float, replayed: bool) -> State:

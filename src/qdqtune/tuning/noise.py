@@ -1,4 +1,4 @@
-"""What rounding each tensor alone does to the outputs, found before the search."""
+"""What rounding does to the outputs, foretold before the search: each tensor alone, and whole placements."""
 
 from __future__ import annotations
 
@@ -7,21 +7,28 @@ from qdqtune.graph.model import Model
 from qdqtune.measurement.sensitivity import quantization, sensitivities
 from qdqtune.search.costs.noise import Noise
 from qdqtune.tuning.run import Run
-from qdqtune.types import Edge, Failure, NumericFormat
+from qdqtune.tuning.store import pack_accuracy, unpack_accuracy
+from qdqtune.types import Accuracy, Edge, Failure, NumericFormat, Placement
 
 NOTHING = 0.01
 """Share of the noise that a limit allows, below which a block is not worth dividing."""
 
 
 def foresee(run: Run) -> Noise | None:
-    """What the search knows about noise before it builds anything; found once, then read from the store. None if
-    nothing limits noise.
+    """What the search knows about noise before it builds anything; found once, then read from the store. Unless a front
+    is asked for, None if nothing limits noise, or if even the placement of all pairs holds the limits.
 
     Where ONNX Runtime does not run the model with switches, all values count the same, and the builds tell the rest.
     """
     subject, limits = run.subject, run.limits
-    if not limits.are_set:
+    is_front = run.settings.front
+    if not limits.are_set and not is_front:
         return None
+    if limits.max_drop is None and not is_front:
+        run.observer.stage("foretelling what rounding does to the outputs")
+        fullest = foretold(run, Placement(subject.possible))
+        if fullest is not None and limits.is_exact_enough(fullest):
+            return None
     floor = NOTHING * limits.max_noise if limits.max_noise is not None else 0.0
     key = f"noise:{floor:.3g}"
     record = run.store.get(key)
@@ -32,7 +39,24 @@ def foresee(run: Run) -> Noise | None:
         if isinstance(alone, Failure):
             alone = dict.fromkeys(sorted({e.tensor for e in subject.possible}), 1.0)
         record = run.store.put(key, {"alone": alone})
-    return Noise(subject.shaped, record["alone"], limits.max_noise)
+
+    def brought(placement: Placement) -> float | None:
+        accuracy = foretold(run, placement)
+        if accuracy is None:
+            return None
+        return 0.0 if accuracy.sqnr_db is None else float(10 ** (-accuracy.sqnr_db / 10))
+
+    return Noise(subject.shaped, record["alone"], limits.max_noise, brought)
+
+
+def foretold(run: Run, placement: Placement) -> Accuracy | None:
+    """How far the outputs of a placement will be from the float model's, asked once; None where nothing can be said."""
+    key = f"foretold:{placement.digest}"
+    record = run.store.get(key)
+    if record is None:
+        accuracy = run.simulation.accuracy(placement)
+        record = run.store.put(key, {} if isinstance(accuracy, Failure) else pack_accuracy(accuracy))
+    return unpack_accuracy(record) if "sqnr_db" in record else None
 
 
 def each_value(

@@ -95,7 +95,7 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
             edges = f"a candidate of {len(placement)} edges"
             notes[f"{edges} did not prove faster on fresh builds (ratio {met.to_float})"] = None
     is_given = pairs_hold if settings.from_qdq else met.to_given is not None and met.to_given.verdict == "slower"
-    _copy(settings.model if is_given else baseline, folder / FINAL)
+    copy_model(settings.model if is_given else baseline, folder / FINAL)
     kept = "given" if is_given else "baseline"
     return Proof(kept, Placement(), None, None, met.float_seconds, met.float_seconds, tuple(notes), builds)
 
@@ -149,7 +149,7 @@ def _move(source: Path, target: Path) -> None:
         source.replace(target)
 
 
-def _copy(source: Path, target: Path) -> None:
+def copy_model(source: Path, target: Path) -> None:
     """Copy a model to another folder or name, and the external data that it refers to."""
     tensors = onnx.load(source, load_external_data=False).graph.initializer
     locations = {e.value for t in tensors for e in t.external_data if e.key == "location"}

@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from qdqtune.errors import writing
 from qdqtune.placement import files
+from qdqtune.search import ratios_to_float
+from qdqtune.search.front import Point, spread, undominated
 from qdqtune.search.regions import cache
 from qdqtune.tuning.proof import Proof
 from qdqtune.tuning.run import Run
-from qdqtune.types import Trial
+from qdqtune.types import Placement, Trial
 from qdqtune.version import __version__
+
+MET = 8
+"""Candidates that the summary shows of those that nothing beat."""
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -35,8 +41,7 @@ def write_records(history: Sequence[Trial], proof: Proof, run: Run) -> None:
         OutputError: a file cannot be written.
     """
     settings, subject, final = run.settings, run.subject, proof.placement
-    recorded = files.Recorded(final, settings.quant_type, settings.engine.name, settings.fix_inputs)
-    files.write_placement(settings.output_dir / "placement.yaml", recorded, settings.model.name)
+    write_placement_of(final, settings.output_dir / "placement.yaml", run)
     caches = cache.cache_of(
         subject.model,
         subject.patterns,
@@ -50,10 +55,21 @@ def write_records(history: Sequence[Trial], proof: Proof, run: Run) -> None:
     cache.write_cache(target, caches, subject.patterns)
 
 
+def write_placement_of(placement: Placement, path: Path, run: Run) -> None:
+    """Write a placement of a run's model.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    settings = run.settings
+    recorded = files.Recorded(placement, settings.quant_type, settings.engine.name, settings.fix_inputs)
+    files.write_placement(path, recorded, settings.model.name)
+
+
 def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, Any]:
     """What summary.json holds in every mode, but for the seconds of the whole run."""
     settings, subject, final, tuned = run.settings, run.subject, proof.placement, proof.ratio
-    sqnr = next((t.sqnr_db for t in history if t.placement == final), None)
+    accuracy = next((t.accuracy for t in history if t.placement == final), None)
     predicted = next((t.proposal.predicted for t in history if t.placement == final), None)
     description = run.runner.describe()
     summary = {
@@ -77,7 +93,10 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "regions": subject.region_count,
         "pairs": len({e.tensor for e in final}),
         "edges": len(final),
-        "output_sqnr_db": sqnr,
+        "output_sqnr_db": None if accuracy is None else accuracy.sqnr_db,
+        "output_accuracy": None if accuracy is None else asdict(accuracy),
+        "fastest_without_limits": _fastest(history, proof, run),
+        "met": [_met(point) for point in spread(undominated(history, settings.plan), MET)],
         "accuracy_samples": len(subject.accuracy),
         "accuracy_held_out": subject.held_out,
         "seed": settings.seed,
@@ -90,3 +109,26 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
     }
     after = run.bench.metric(final) if settings.evaluate and final.edges else run.limits.before
     return summary | run.limits.summary(history, settings.plan, after)
+
+
+def _met(point: Point) -> dict[str, Any]:
+    """A candidate that nothing else beat in both latency and accuracy, as the search has measured it."""
+    accuracy = point.trial.accuracy
+    return {
+        "origin": point.trial.proposal.origin,
+        "ratio": point.ratio,
+        "sqnr_db": point.trial.sqnr_db,
+        "agreement": None if accuracy is None else accuracy.agreement,
+        "pairs": len({e.tensor for e in point.trial.placement}),
+        "holds_limits": point.trial.holds is not False,
+    }
+
+
+def _fastest(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, float | None] | None:
+    """What the limits cost: the fastest candidate that misses them, where it is faster than what ships."""
+    ratios = ratios_to_float(history, run.settings.plan)
+    missing = [(ratios[t.placement], t.sqnr_db) for t in history if t.holds is False and t.placement in ratios]
+    fastest = min(missing, key=lambda pair: pair[0], default=None)
+    if fastest is None or fastest[0] >= (proof.ratio.median if proof.ratio else 1.0):
+        return None
+    return {"ratio": fastest[0], "sqnr_db": fastest[1]}

@@ -11,6 +11,7 @@ from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption, BaselineFailed, writing
 from qdqtune.measurement.limits import Limits
 from qdqtune.measurement.metric import load_evaluation
+from qdqtune.measurement.simulation import Simulation
 from qdqtune.placement.insertion import Inserter
 from qdqtune.tuning.bench import Bench, Conditions
 from qdqtune.tuning.candidates import Candidates
@@ -25,6 +26,10 @@ RAW = "optimized_raw.onnx"
 """In subgraph mode: all groups that gain alone, whether or not the whole model gains by them."""
 
 CANDIDATES = "candidates"
+SUMMARY = "summary.json"
+
+DROP = 0.01
+"""How far the user's metric may fall where nothing else is said, as a share of the float model's."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,7 @@ class Run:
     store: Store
     candidates: Candidates
     bench: Bench
+    simulation: Simulation
     limits: Limits
     observer: Observer
 
@@ -64,9 +70,10 @@ def open_run(settings: Settings, observer: Observer) -> Iterator[Run]:
             settings.plan, subject.accuracy, settings.seed, settings.limits, evaluation, settings.checks_wins
         )
         bench = Bench(runner, candidates, store, conditions)
+        simulation = stack.enter_context(Simulation(inserter, subject.accuracy))
         observer.stage("measuring the float model")
         limits = _limits(settings, bench, observer)
-        yield Run(settings, subject, runner, store, candidates, bench, limits, observer)
+        yield Run(settings, subject, runner, store, candidates, bench, simulation, limits, observer)
 
 
 def prepare_folder(settings: Settings) -> Path:
@@ -86,13 +93,15 @@ def prepare_folder(settings: Settings) -> Path:
 
 def _limits(settings: Settings, bench: Bench, observer: Observer) -> Limits:
     """The limits on accuracy, with the metric of the float model."""
-    outputs = bench.reference()[0].values()
-    if settings.min_sqnr is not None and not any(a.dtype.kind == "f" for a in outputs):
-        raise BadOption("--min-sqnr is about float outputs, and the model has none: use --evaluate and --max-drop")
+    holds_floats = any(a.dtype.kind == "f" for a in bench.reference()[0].values())
+    if isinstance(settings.min_sqnr, float) and not holds_floats:
+        raise BadOption("--min-sqnr is about float outputs, and the model has none: use --min-agreement or --evaluate")
+    limits = settings.limits if holds_floats else replace(settings.limits, min_sqnr=None)
     if settings.evaluate is None:
-        return settings.limits
+        return limits
     observer.stage(f"evaluating the float model with {settings.evaluate}")
     before = bench.metric(Placement())
     if isinstance(before, Failure):
         raise BaselineFailed(f"--evaluate {settings.evaluate} does not get along with the float model: {before.reason}")
-    return replace(settings.limits, before=before)
+    max_drop = DROP * abs(before) if settings.max_drop == "auto" else limits.max_drop
+    return replace(limits, before=before, max_drop=max_drop)

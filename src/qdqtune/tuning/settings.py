@@ -11,10 +11,14 @@ from typing import Literal
 from qdqtune.calibration.calibrate import Calibration
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption
+from qdqtune.measurement.accuracy import FLOOR_DB, MOST_EQUAL
 from qdqtune.measurement.limits import Limits
 from qdqtune.measurement.timing import Plan
 from qdqtune.search.region import Config
 from qdqtune.types import QuantType
+
+FRONT_LEAST, FRONT_BUILDS = 9, 11
+"""Builds of a search for a front: the least, and as many as leave 14 of 25 for the proof of six points."""
 
 PROOF_BUILDS = 4
 """Builds of one comparison of the proof: two of each file."""
@@ -53,8 +57,10 @@ class Settings:
     `builds` is what the search may spend, the float model's build included. Each comparison of the proof takes 4 more:
     it needs one, or two for a model that has pairs, for each of at most two candidates, and if both fail another.
     `time_budget` and `time_limit` are in seconds: of the search, and of one request to the engine.
-    `min_sqnr` in dB and `max_drop` of the metric `evaluate` (see `evaluating`) are limits that a result must hold; what
-    was measured under other limits serves.
+    `min_sqnr` in dB, `min_agreement` as a share of the integers, and `max_drop` of the metric `evaluate` (see
+    `measurement.metric`) are limits that a result must hold, None sets none. "auto" is `FLOOR_DB`, or with `evaluate`
+    a hundredth of the float model's metric and no limit on the SQNR. What was measured under other limits serves.
+    `accuracy_samples` is the most samples that outputs are compared on.
     """
 
     model: Path
@@ -65,7 +71,7 @@ class Settings:
     precision: Literal["fp32", "fp16"] = "fp32"
     calibration_data: str | None = None
     calibration_samples: int | None = None
-    accuracy_samples: int = 4
+    accuracy_samples: int = 32
     calibration: Calibration = field(default_factory=Calibration)
     fix_inputs: Mapping[str, float | int | str] = field(default_factory=dict)
     input_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -83,12 +89,14 @@ class Settings:
     pattern_cache: Path | None = None
     qdq_baseline: Path | None = None
     from_qdq: bool = False
-    min_sqnr: float | None = None
-    max_drop: float | None = None
+    min_sqnr: float | Literal["auto"] | None = "auto"
+    min_agreement: float | None = MOST_EQUAL
+    max_drop: float | Literal["auto"] | None = "auto"
     evaluate: str | None = None
     graph_json: Path | None = None
     incremental_validation: bool = True
     cut_seed: bool = True
+    front: bool = False
     restart: bool = False
 
     def __post_init__(self) -> None:
@@ -99,8 +107,12 @@ class Settings:
             raise BadOption("--time-budget is above zero")
         if self.from_qdq and self.qdq_baseline:
             raise BadOption("--from-qdq and --qdq-baseline exclude each other")
-        if self.max_drop is not None and self.evaluate is None:
+        if isinstance(self.max_drop, float) and self.evaluate is None:
             raise BadOption("--max-drop is about your metric: name it with --evaluate module:callable")
+        if self.front and (self.mode != "cut" or self.from_qdq):
+            raise BadOption("--front is for --mode cut and float models")
+        if self.front and self.builds < FRONT_LEAST:
+            raise BadOption(f"--builds {self.builds} has no room for a front: give at least {FRONT_LEAST}")
         if self.graph_json is not None and self.mode != "subgraph":
             raise BadOption("--graph-json is for --mode subgraph")
         if self.pattern_cache is not None and self.mode != "region":
@@ -109,7 +121,11 @@ class Settings:
     @property
     def limits(self) -> Limits:
         """The limits on accuracy, before the float model is evaluated."""
-        return Limits(self.min_sqnr, self.max_drop)
+        if self.evaluate is None:
+            return Limits(FLOOR_DB if self.min_sqnr == "auto" else self.min_sqnr, None, None, self.min_agreement)
+        return Limits(
+            None if self.min_sqnr == "auto" else self.min_sqnr, None if self.max_drop == "auto" else self.max_drop
+        )
 
     @property
     def proof_plan(self) -> Plan:

@@ -20,7 +20,7 @@ from typing import IO, Any, Self
 
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadState, OutputError, writing
-from qdqtune.types import Edge, Failure, Layer, Measurement, Placement
+from qdqtune.types import Accuracy, Edge, Failure, Layer, Measurement, Placement
 
 VERSION = 1
 RECORD = b'- {"key": "'
@@ -196,6 +196,16 @@ def pack_layers(layers: Iterable[Layer]) -> list[list[Any]]:
 def unpack_layers(values: list[list[Any]]) -> tuple[Layer, ...]:
     """The report of `pack_layers`."""
     return tuple(Layer(name, tuple(nodes), precision, ms, kind) for name, nodes, precision, ms, kind in values)
+
+
+def pack_accuracy(accuracy: Accuracy) -> Record:
+    """An accuracy as JSON values."""
+    return {"sqnr_db": accuracy.sqnr_db, "accuracy": asdict(accuracy)}
+
+
+def unpack_accuracy(record: Record) -> Accuracy:
+    """The accuracy of `pack_accuracy`; an early record knows the SQNR alone."""
+    return Accuracy(**record["accuracy"]) if record.get("accuracy") else Accuracy(record["sqnr_db"])
 
 
 def pack_result(result: Measurement | Failure) -> Record:

@@ -21,6 +21,7 @@ from qdqtune.errors import BadModel, BadOption, reading
 from qdqtune.graph.float16 import OPSET, load_as, to_float16
 from qdqtune.graph.loading import load, with_float_type
 from qdqtune.graph.model import Model
+from qdqtune.graph.operators import work
 from qdqtune.placement import rules
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import Reading, is_quantized, read_placement, strip_pairs
@@ -34,6 +35,13 @@ from qdqtune.types import Array, Edge, NumericFormat, Placement, QType, Sample
 FOREMOST = ("imported", "static", "compute")
 """Suggestions that cut and subgraph mode build in any case: the user's, the usual static quantizer's, and the least
 one, in which every compute operator gives floats."""
+
+LEAST_JUDGED = 8
+"""Fewer held-out samples than this are no judges: scales that differ by 4e-7 have moved one sample by 10 dB."""
+
+JUDGED_WORK = 5e10
+"""Multiplications of the inferences on which a candidate's outputs are compared, where `LEAST_JUDGED` take less: a few
+seconds on a core."""
 
 DTYPES = {"float16": "FLOAT16", "float32": "FLOAT", "bfloat16": "BFLOAT16"}
 
@@ -96,8 +104,8 @@ def open_subject(settings: Settings, runner: Runner) -> Subject:
     model, imported = _float_model(settings, numbers, notes)
     check_spans(settings.engine, model)
     data = Data(settings.calibration_data, settings.calibration_samples, settings.input_shapes, settings.seed)
-    count = settings.accuracy_samples
-    hold_out = HoldOut(least=count, most=count, of_random=False)
+    most = settings.accuracy_samples
+    hold_out = HoldOut(least=min(LEAST_JUDGED, most), most=most, of_random=False)
     prepared = prepare(model, data, fixed=settings.fix_inputs, hold_out=hold_out)
     shaped = prepared.shaped
     if prepared.samples.is_random:
@@ -108,9 +116,15 @@ def open_subject(settings: Settings, runner: Runner) -> Subject:
     grouped = patterns.group(shaped, found)
     chosen = _filtered(shaped, grouped, settings.node_filter)
     return Subject(
-        prepared, numbers, tuple(prepared.judging.first(count)), feed, chosen,
+        prepared, numbers, tuple(prepared.judging.first(_judged(shaped, most))), feed, chosen,
         len(found.leaves) + len(found.composites), imported, tuple(notes),
     )  # fmt: skip
+
+
+def _judged(model: Model, most: int) -> int:
+    """How many samples outputs are compared on: few noise powers are a matter of luck, and many take time."""
+    affordable = JUDGED_WORK / max(1.0, sum(work(model, node) for node in model.nodes))
+    return max(min(LEAST_JUDGED, most), min(most, int(affordable)))
 
 
 def fingerprint(settings: Settings, subject: Subject, engine: Mapping[str, str]) -> dict[str, Any]:

@@ -7,8 +7,8 @@ way, is learned from the builds: the one whose noise is nearest to the limit giv
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf, log
 
@@ -24,6 +24,12 @@ DOUBT = 1.25
 
 SHARES = (RESERVE, 1.0, DOUBT)
 
+NEAR = 0.1
+"""Builds whose noise is within a factor of ten of the limit tell how exact the foretelling is there."""
+
+MARGIN = 0.98
+"""Share of the limit that is aimed at: engines and simulation differ by a tenth of a dB."""
+
 STEP = 4.0
 """How many times less noise is tried next while nothing has held a limit on the metric."""
 
@@ -37,12 +43,14 @@ class Noise:
 
     `alone` is the relative noise that quantizing a value brings to the worst output; values are known by the first
     tensor that holds them, `aliases` knows the others. `limit` is the most noise that the output SQNR allows; None if
-    only the user's metric counts, and then trials tell how much noise it takes.
+    only the user's metric counts, and then trials tell how much noise it takes. `foretold` gives the noise of a whole
+    placement without a build, None where it cannot.
     """
 
     model: Model
     alone: Mapping[str, float]
     limit: float | None = None
+    foretold: Callable[[Placement], float | None] | None = field(default=None, compare=False)
 
     def value(self, tensor: str) -> str:
         """The first tensor that holds the values of this one."""
@@ -60,6 +68,31 @@ class Noise:
     def predicted(self, placement: Placement) -> float:
         """Noise of a placement as the sum of what its values bring alone, not scaled by what builds have shown."""
         return sum(self.alone.get(value, 0.0) for value in {self.value(e.tensor) for e in placement.edges})
+
+    def brought(self, placement: Placement) -> float:
+        """Noise of a placement as it is foretold, else as `predicted`."""
+        noise = None if self.foretold is None else self.foretold(placement)
+        return self.predicted(placement) if noise is None else noise
+
+    def bound(self, history: Sequence[Trial]) -> float | None:
+        """The most that `brought` may be, less than the limit where builds near it were noisier than foretold; None if
+        nothing is foretold, or no limit is known."""
+        limit = self.limit
+        if limit is None or self.foretold is None or any(t.metric is not None for t in history):
+            return None
+        worst = 1.0
+        for trial in history:
+            foretold = self.foretold(trial.placement) if trial.sqnr_db is not None else None
+            if trial.sqnr_db is not None and foretold is not None and NEAR * limit < foretold < limit / NEAR:
+                worst = max(worst, 10 ** (-trial.sqnr_db / 10) / foretold)
+        return MARGIN * limit / worst
+
+    def fits(self, placement: Placement, history: Sequence[Trial]) -> bool:
+        """Whether a placement may hold the limits."""
+        bound = self.bound(history)
+        if bound is None:
+            return self.predicted(placement) <= self.allowed(history)
+        return self.brought(placement) <= bound
 
     def allowed(self, history: Sequence[Trial]) -> float:
         """The most that `predicted` may be for a placement to hold the limits, as trials tell; inf: no bound yet."""

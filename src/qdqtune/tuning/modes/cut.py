@@ -10,6 +10,7 @@ from qdqtune.search.costs.explanation import explain, record
 from qdqtune.search.costs.guess import guesses
 from qdqtune.search.costs.noise import Noise
 from qdqtune.search.cut import CutSearch
+from qdqtune.search.front import FrontSearch
 from qdqtune.search.latency import GroupedSearch
 from qdqtune.search.region import QUIETER
 from qdqtune.tuning.modes.mode import Recorded
@@ -41,7 +42,8 @@ def prepare(run: Run) -> Cut:
     """Read the layers of the float build."""
     subject, noise = run.subject, foresee(run)
     if (by_layers := cut_search(run, noise)) is not None:
-        return Cut(by_layers, by_layers)
+        strategy = FrontSearch(by_layers, noise) if run.settings.front and noise is not None else by_layers
+        return Cut(strategy, by_layers)
     suggestions = subject.suggestions()
     if noise is not None:
         suggestions[QUIETER] = guesses(subject.shaped, subject.possible, noise)(noise.levels(())[0])

@@ -1,0 +1,121 @@
+"""Front search: placements that trade latency for accuracy, from the fastest to the most exact.
+
+When the first builds of a cut search have priced every unit, a price on noise gives one placement each: the optimum of
+time plus price times noise, which no other placement beats in both as far as prices and sums of noise are right. Of
+these the one is built next that lies farthest from all that was built, so that the builds spread over the front.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from qdqtune.measurement.timing import Plan
+from qdqtune.search import ratios_to_float
+from qdqtune.search.costs.noise import Noise
+from qdqtune.search.costs.optimum import Decision, _placement, cut, cut_holding, decision_of
+from qdqtune.search.costs.prices import Costs
+from qdqtune.search.cut import CutSearch
+from qdqtune.types import Placement, Proposal, Trial
+
+PRICES = np.logspace(-3, 4, 29)
+"""Prices on noise, as multiples of the one at which the noise of the fastest placement costs as much as its time."""
+
+GAIN = 0.985
+"""A placement is worth a build if it is predicted to take at most this share of the float model's time."""
+
+LOUD = 100.0
+"""The SQNR in dB beyond which more makes no difference."""
+
+DECADE = 0.5
+"""Share of the float model's time that counts as much as a factor of ten in noise: how far apart two points are."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A measured placement: its median ratio to the float model over all that it was compared with, and its trial."""
+
+    ratio: float
+    trial: Trial
+
+    @property
+    def exactness(self) -> float:
+        """Output SQNR in dB; inf for outputs that are equal, which only an ordering ever sees."""
+        return np.inf if self.trial.sqnr_db is None else self.trial.sqnr_db
+
+    def beats(self, other: Point) -> bool:
+        """Whether it is at least as good in both, and better in one."""
+        mine, theirs = (self.ratio, -self.exactness), (other.ratio, -other.exactness)
+        return mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
+
+
+def undominated(history: Sequence[Trial], plan: Plan) -> tuple[Point, ...]:
+    """What was measured, faster than float, and is beaten by nothing else in both; the fastest first."""
+    ratios = ratios_to_float(history, plan)
+    last = {t.placement: t for t in history if t.placement in ratios and t.accuracy is not None}
+    points = [Point(ratios[p], t) for p, t in last.items() if ratios[p] < 1]
+    return tuple(sorted((p for p in points if not any(o.beats(p) for o in points)), key=lambda p: p.ratio))
+
+
+def spread(points: Sequence[Point], count: int) -> tuple[Point, ...]:
+    """At most `count` of the points, the two ends among them and the others far from each other; in their order."""
+    if len(points) <= count:
+        return tuple(points)
+    where = np.array([(p.ratio / DECADE, -min(p.exactness, LOUD) / 10) for p in points])
+    chosen = [0, len(points) - 1]
+    while len(chosen) < count:
+        distances = np.abs(where[:, None] - where[chosen][None]).max(axis=2).min(axis=1)
+        chosen.append(int(distances.argmax()))
+    return tuple(points[i] for i in sorted(chosen))
+
+
+@dataclass(frozen=True)
+class FrontSearch:
+    """See the module. `by_cut` knows the noise of every value."""
+
+    by_cut: CutSearch
+    noise: Noise
+
+    def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
+        """See `Strategy`. The first batch is that of the cut; then the optimum that is foretold to hold the limits, and
+        then one point after the other."""
+        if first := self.by_cut.first(history):
+            return first
+        costs = self.by_cut.costs(history)
+        tried = {t.placement for t in history} | {Placement()}
+        bound = self.noise.bound(history)
+        if bound is not None and not any(t.proposal.origin == "cut" for t in history):
+            proposal = self._proposal("cut", costs, cut_holding(costs, self.noise, bound))
+            if proposal.placement not in tried:
+                return (proposal,)
+        known = np.array([self._point(decision_of(costs, p), p) for p in tried])
+        best: tuple[float, Decision] | None = None
+        for decision in self._path(costs):
+            placement = _placement(costs.partition, decision)
+            if placement not in tried:
+                distance = float(np.abs(known - self._point(decision, placement)).max(axis=1).min())
+                if best is None or distance > best[0]:
+                    best = distance, decision
+        return () if best is None else (self._proposal("front", costs, best[1]),)
+
+    def _path(self, costs: Costs) -> Iterator[Decision]:
+        """The optima of rising prices on noise, while they are worth a build."""
+        fastest = cut(costs)
+        loudest = self.noise.predicted(_placement(costs.partition, fastest))
+        yield fastest
+        for price in PRICES * fastest.predicted_ms / loudest if loudest > 0 else ():
+            decision = cut(costs, self.noise, float(price))
+            if decision.predicted_ms > GAIN * self.by_cut.float_ms or not decision.quantized:
+                return
+            yield decision
+
+    def _point(self, decision: Decision, placement: Placement) -> tuple[float, float]:
+        """Where a placement lies: its share of the float model's time, and its noise in decades."""
+        noise = self.noise.predicted(placement)
+        return decision.predicted_ms / self.by_cut.float_ms / DECADE, float(np.log10(max(noise, 1e-9)))
+
+    def _proposal(self, origin: str, costs: Costs, decision: Decision) -> Proposal:
+        predicted = decision.predicted_ms / self.by_cut.float_ms
+        return Proposal(origin, _placement(costs.partition, decision), predicted=predicted, wants_layers=True)

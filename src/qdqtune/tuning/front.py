@@ -1,0 +1,226 @@
+"""The front: points that trade latency for accuracy, each a file that was proven against the user's own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qdqtune.engines.runner import Handle
+from qdqtune.errors import BadOption, BaselineFailed, writing
+from qdqtune.measurement.pairing import rounds_of
+from qdqtune.measurement.timing import Ratio, compare, envelope, ratio
+from qdqtune.search.front import Point, spread, undominated
+from qdqtune.tuning.proof import Proof, copy_model, prove
+from qdqtune.tuning.records import write_json, write_placement_of
+from qdqtune.tuning.run import BASELINE, FINAL, SUMMARY, Run
+from qdqtune.tuning.store import pack_result, unpack_result
+from qdqtune.types import Failure, Measurement, Placement, Trial
+
+FOLDER = "front"
+
+POINTS = 6
+"""Points that are proven: each takes two builds, and two more are shared by all."""
+
+PLACEMENT = "placement.yaml"
+
+
+@dataclass(frozen=True)
+class Proven:
+    """A point of the front as it lies on disk: its time against the user's file, on two fresh builds of both.
+
+    `metric` is the user's own, `holds` whether the point holds the limits on accuracy.
+    """
+
+    name: str
+    trial: Trial
+    ratio: Ratio
+    float_seconds: float
+    seconds: float
+    metric: float | None
+    holds: bool
+
+    def row(self, shipped: Placement) -> dict[str, Any]:
+        """The row of summary.json."""
+        accuracy = self.trial.accuracy
+        assert accuracy is not None  # a point was measured
+        return {
+            "name": self.name,
+            "file": f"{FOLDER}/{self.name}.onnx",
+            "ratio": self.ratio.median,
+            "low": self.ratio.low,
+            "high": self.ratio.high,
+            "sqnr_db": accuracy.sqnr_db,
+            "agreement": accuracy.top1 if accuracy.agreement is None else accuracy.agreement,
+            "metric": self.metric,
+            "pairs": len({e.tensor for e in self.trial.placement}),
+            "ms": self.seconds * 1e3,
+            "holds_limits": self.holds,
+            "shipped": self.trial.placement == shipped,
+        }
+
+
+@dataclass(frozen=True)
+class Front:
+    """What ships, and the points that nothing else beats, the fastest first."""
+
+    proof: Proof
+    points: tuple[Proven, ...]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """What summary.json holds of the points."""
+        return [point.row(self.proof.placement) for point in self.points]
+
+
+def prove_front(history: Sequence[Trial], run: Run) -> Front:
+    """Write a file for each point of the front and pair it with the user's own. The fastest that holds the limits
+    ships; where none does, the usual proof decides. Points that do not prove faster, or that others beat, go.
+
+    Raises:
+        BaselineFailed: the engine fails on a finished file.
+        OutputError: a file cannot be written.
+    """
+    folder = run.settings.output_dir / FOLDER
+    points = _named(spread(undominated(history, run.settings.plan), POINTS))
+    with writing(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    run.candidates.write_whole(Placement(), run.settings.output_dir / BASELINE)
+    for name, point in points.items():
+        run.candidates.write_whole(point.trial.placement, folder / f"{name}.onnx")
+    _pair(points, run)
+    proven = [p for name, point in points.items() if (p := _proven(name, point, run)) is not None]
+    kept = [p for p in proven if p.ratio.verdict == "faster" and not any(_beats(o, p) for o in proven)]
+    for name in points.keys() - {p.name for p in kept}:
+        for file in folder.glob(f"{name}.onnx*"):
+            file.unlink()
+    kept.sort(key=lambda p: p.ratio.median)
+    for winner in kept:
+        write_placement_of(winner.trial.placement, folder / f"{winner.name}.yaml", run)
+    builds = 2 * len(points) + 2 if points else 0
+    if not (holding := [p for p in kept if p.holds]):
+        usual = prove(history, run)
+        return Front(replace(usual, builds=usual.builds + builds), tuple(kept))
+    best = holding[0]
+    copy_model(folder / f"{best.name}.onnx", run.settings.output_dir / FINAL)
+    proof = Proof("tuned", best.trial.placement, best.ratio, None, best.float_seconds, best.seconds, (), builds)
+    return Front(proof, tuple(kept))
+
+
+def pick(folder: Path, name: str) -> Mapping[str, Any]:
+    """Ship another point of a finished run: its file becomes optimized_final.onnx, its placement placement.yaml.
+
+    Nothing is measured again. Gives the new summary.
+
+    Raises:
+        BadOption: the folder holds no finished run with a front, or no such point.
+        OutputError: a file cannot be written.
+    """
+    path = folder / SUMMARY
+    try:
+        summary: dict[str, Any] = json.loads(path.read_text())
+        rows: list[dict[str, Any]] = summary["front"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadOption(f"{folder} holds no finished run with a front: run tune with --front first") from error
+    row = next((row for row in rows if row["name"] == name), None)
+    if row is None or not (folder / row["file"]).is_file():
+        there = ", ".join(row["name"] for row in rows if (folder / row["file"]).is_file()) or "none"
+        raise BadOption(f"{folder} has no point {name!r}: its points are {there}")
+    copy_model(folder / row["file"], folder / FINAL)
+    with writing(folder / PLACEMENT):
+        shutil.copyfile(folder / FOLDER / f"{name}.yaml", folder / PLACEMENT)
+    summary |= {
+        "shipped": "tuned",
+        "final_ms": row["ms"],
+        "ratio": row["ratio"],
+        "ratio_low": row["low"],
+        "ratio_high": row["high"],
+        "pairs": row["pairs"],
+        "output_sqnr_db": row["sqnr_db"],
+        "metric_after": row["metric"],
+        "constraint_met": row["holds_limits"],
+        "front": [{**other, "shipped": other["name"] == name} for other in rows],
+    }
+    write_json(path, summary)
+    return summary
+
+
+def _named(points: Sequence[Point]) -> dict[str, Point]:
+    """The points by names of files, after their SQNR: 24db, or 24db-2 where that is taken."""
+    named: dict[str, Point] = {}
+    for point in points:
+        stem = "exact" if point.trial.sqnr_db is None else f"{point.trial.sqnr_db:.0f}db"
+        name, number = stem, 1
+        while name in named:
+            number += 1
+            name = f"{stem}-{number}"
+        named[name] = point
+    return named
+
+
+def _key(point: Point, number: int) -> str:
+    return f"front:{point.trial.placement.digest}:{number}"
+
+
+def _pair(points: Mapping[str, Point], run: Run) -> None:
+    """Measure each point twice: both builds of the user's file meet a fresh build of each point's."""
+    for number in range(2):
+        missing = [(n, p) for n, p in points.items() if run.store.get(_key(p, number)) is None]
+        if missing:
+            with _opponent(run, number) as opponent:
+                for name, point in missing:
+                    run.store.put(_key(point, number), pack_result(_meet(opponent, name, number, run)))
+
+
+@contextmanager
+def _opponent(run: Run, number: int) -> Iterator[Handle]:
+    """A fresh build of the user's file; of the float model as we write it where the engine does not run that."""
+    handle = run.runner.load(run.settings.model, f"front_{number}_given", fresh=True)
+    if isinstance(handle, Failure):
+        handle = run.runner.load(run.settings.output_dir / BASELINE, f"front_{number}_baseline", fresh=True)
+    if isinstance(handle, Failure):
+        raise BaselineFailed(f"the engine does not build the float model again: {handle.reason}")
+    yield handle
+    run.runner.unload(handle)
+
+
+def _meet(opponent: Handle, name: str, number: int, run: Run) -> Measurement | Failure:
+    file, plan = run.settings.output_dir / FOLDER / f"{name}.onnx", run.settings.proof_plan
+    handle = run.runner.load(file, f"front_{number}_{name}", fresh=True)
+    if isinstance(handle, Failure):
+        return handle
+    rounds = rounds_of(run.runner, opponent, handle, plan, run.settings.seed + number)
+    result = compare(rounds, plan)
+    run.runner.unload(handle)
+    return result
+
+
+def _proven(name: str, point: Point, run: Run) -> Proven | None:
+    """A point with its measurements; None if the engine failed on its file."""
+    records = [run.store.get(_key(point, number)) for number in range(2)]
+    parts = [r for record in records if record and isinstance(r := unpack_result(record), Measurement)]
+    if len(parts) < 2:
+        return None
+    metric = run.bench.metric(point.trial.placement) if run.settings.evaluate else None
+    holds = run.limits.is_exact_enough(point.trial.accuracy)
+    if metric is not None:
+        holds = holds and not isinstance(metric, Failure) and run.limits.is_good_enough(metric)
+    return Proven(
+        name,
+        point.trial,
+        envelope([ratio(m, run.settings.proof_plan) for m in parts]),
+        float(np.median([s for m in parts for s in m.a])),
+        float(np.median([s for m in parts for s in m.b])),
+        None if isinstance(metric, Failure) else metric,
+        holds,
+    )
+
+
+def _beats(a: Proven, b: Proven) -> bool:
+    return Point(a.ratio.median, a.trial).beats(Point(b.ratio.median, b.trial))

@@ -1,0 +1,89 @@
+"""The front: points that nothing else beats, each a proven file, and another one shipped without measuring."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from qdqtune.errors import BadOption
+from qdqtune.graph.loading import load
+from qdqtune.placement.files import read_placement_file
+from qdqtune.placement.reading import read_placement
+from qdqtune.tuning.front import pick
+from qdqtune.tuning.loop import tune
+from runs import mixed, settings, write
+from workers import Workers
+
+pytestmark = pytest.mark.usefixtures("workers")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write(mixed(), tmp_path)
+
+
+def test_each_point_is_a_proven_file_that_no_other_beats(model: Path, workers: Workers) -> None:
+    result = tune(settings(model, mode="cut", front=True, builds=11))
+    rows = result.summary["front"]
+    assert len(rows) >= 2
+    assert [row["ratio"] for row in rows] == sorted(row["ratio"] for row in rows)
+    assert [row["sqnr_db"] for row in rows] == sorted(row["sqnr_db"] for row in rows)  # else one would beat another
+    assert all(row["high"] < 1 for row in rows)
+    assert [row["shipped"] for row in rows].count(True) == 1
+    folder = model.parent / "out"
+    for row in rows:
+        recorded = read_placement_file((folder / row["file"]).with_suffix(".yaml"))
+        assert read_placement(load(model), load(folder / row["file"])).placement == recorded.placement
+        assert len({e.tensor for e in recorded.placement}) == row["pairs"]
+    assert {p.name for p in (folder / "front").iterdir()} == {
+        f"{row['name']}{end}" for row in rows for end in (".onnx", ".yaml")
+    }
+    built = sum(build.engine == "fake" for build in workers.builds)
+    assert built == result.summary["builds"] + result.summary["proof_builds"] <= 25
+
+
+def test_what_ships_is_the_fastest_that_holds_the_limits(model: Path) -> None:
+    free = tune(settings(model, mode="cut", front=True, builds=11, min_sqnr=None))
+    fastest, second, *_ = free.summary["front"]
+    assert fastest["shipped"]
+    limit = (fastest["sqnr_db"] + second["sqnr_db"]) / 2
+    held = tune(settings(model, mode="cut", front=True, builds=11, min_sqnr=limit))
+    shipped = next(row for row in held.summary["front"] if row["shipped"])
+    assert shipped["sqnr_db"] >= limit
+    assert all(not row["holds_limits"] for row in held.summary["front"] if row["ratio"] < shipped["ratio"])
+
+
+def test_another_point_ships_without_a_measurement(model: Path, workers: Workers) -> None:
+    tune(settings(model, mode="cut", front=True, builds=11))
+    folder, built = model.parent / "out", len(workers.builds)
+    rows = json.loads((folder / "summary.json").read_text())["front"]
+    chosen = next(row for row in rows if not row["shipped"])
+    summary = pick(folder, chosen["name"])
+    assert len(workers.builds) == built
+    assert (folder / "optimized_final.onnx").read_bytes() == (folder / chosen["file"]).read_bytes()
+    assert summary == json.loads((folder / "summary.json").read_text())
+    assert (summary["ratio"], summary["output_sqnr_db"]) == (chosen["ratio"], chosen["sqnr_db"])
+    assert [row["name"] for row in summary["front"] if row["shipped"]] == [chosen["name"]]
+    recorded = read_placement_file(folder / "placement.yaml")
+    assert read_placement(load(model), load(folder / "optimized_final.onnx")).placement == recorded.placement
+    with pytest.raises(BadOption, match="has no point 'best'"):
+        pick(folder, "best")
+
+
+def test_the_same_command_again_measures_nothing(model: Path, workers: Workers) -> None:
+    first = tune(settings(model, mode="cut", front=True, builds=11))
+    rounds = len(workers.runs)
+    again = tune(settings(model, mode="cut", front=True, builds=11))
+    assert again.summary["front"] == first.summary["front"]
+    assert len(workers.runs) - rounds < rounds / 20  # what the float model is looked at for
+
+
+def test_what_cannot_be_is_one_line(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match="no room for a front"):
+        settings(model, mode="cut", front=True, builds=8)
+    with pytest.raises(BadOption, match="--mode cut"):
+        settings(model, mode="region", front=True, builds=30)
+    with pytest.raises(BadOption, match="no finished run with a front"):
+        pick(tmp_path, "24db")
