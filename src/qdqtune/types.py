@@ -235,14 +235,14 @@ class Trial:
         return 1 if self.check is None else 3
 
 
-Tensors = Mapping[str, npt.NDArray[Any]]
+Array = npt.NDArray[Any]
+
+
+Tensors = Mapping[str, Array]
 """Arrays by the name of a graph input or output."""
 
 
 QuantType = Literal["int8", "fp8"]
-
-
-Array = npt.NDArray[Any]
 
 
 Sample = dict[str, Array]

@@ -13,7 +13,7 @@ import pytest
 from models import attention, build, conv_net, feeds, normal, ranges, run, tapped
 from qdqtune.calibration.observe import values_on
 from qdqtune.engines import EngineSpec, shapes
-from qdqtune.engines.shapes import check_spans, spans, with_spans
+from qdqtune.engines.shapes import Span, check_spans, spans, with_spans
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import with_input_shapes
 from qdqtune.graph.model import Model
@@ -86,10 +86,10 @@ def test_sizes_that_vary_stay_open_in_a_part() -> None:
     model = build("net (float[N,8] x) => (float[N,8] y) {[a] t = MatMul(x, w) [b] y = Relu(t)}", {"w": normal(8, 8)})
     sample = {"x": np.ones((4, 8), np.float32)}
     shaped = with_input_shapes(model, {"x": (4, 8)})
-    fixed = resolve(model, shaped, sample, {"x": ((4, 8), (4, 8), (4, 8))})
+    fixed = resolve(model, shaped, sample, {"x": Span((4, 8), (4, 8), (4, 8))})
     assert fixed.spans == {}
     assert extract(shaped, [1], fixed, {}).tensors["t"].shape == (4, 8)
-    resolved = resolve(model, shaped, sample, {"x": ((1, 8), (4, 8), (16, 8))})
+    resolved = resolve(model, shaped, sample, {"x": Span((1, 8), (4, 8), (16, 8))})
     assert resolved.spans["t"] == ((1, 8), (4, 8), (16, 8))
     part = extract(shaped, [1], resolved, {})
     assert part.tensors["t"].shape == part.tensors["y"].shape == (None, 8)
@@ -114,7 +114,7 @@ def test_shapes_in_options_and_in_trtexec_arguments() -> None:
     assert spans(spec) == found
     assert spans(EngineSpec("trtexec", {"trtexec_args": "--shapes=x:2x8"})) == {"x": ((2, 8),) * 3}
     assert spans(EngineSpec("onnxruntime", options)) == {}
-    other = with_spans(spec, {"t": ((1,), (2,), (3,))})
+    other = with_spans(spec, {"t": Span((1,), (2,), (3,))})
     assert other.options["trtexec_args"] == "--stronglyTyped"
     assert other.options["builder_level"] == 1
     assert spans(other) == {"t": ((1,), (2,), (3,))}

@@ -165,7 +165,7 @@ def _pairs(model: Model) -> int:
 
 def _as_json(
     model: Path, engine: str, graph: Model, layers: Sequence[Layer], findings: Sequence[Finding]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     running = [layer for layer in layers if layer.kind != "folded"]
     return {
         "model": str(model),

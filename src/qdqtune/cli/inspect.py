@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import click
 
@@ -91,7 +91,7 @@ def render(
 
 def as_json(
     model: Model, regions: Regions, patterns: Sequence[Pattern], *, include_all_regions: bool = False
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The same as plain values. Regions refer to their parents and patterns by `id` and `digest`."""
     summary = _Summary.of(model, regions)
     pattern_of = {region: p.digest for p in patterns for region in p.instances}

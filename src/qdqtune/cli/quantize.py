@@ -133,7 +133,7 @@ def _search(request: Request, given: options.Given, more: str) -> options.Given:
     return search | {"as_machine": search["as_machine"] or given["as_machine"]}
 
 
-def as_json(request: Request, done: Quantized) -> dict[str, Any]:
+def as_json(request: Request, done: Quantized) -> dict[str, object]:
     """The result for machines."""
     return {
         "output": str(done.output),

@@ -19,10 +19,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Protocol, get_args, get_origin, get_type_hints
 
-import numpy.typing as npt
-
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, QdqtuneError, one_line
-from qdqtune.types import Layer, NumericFormat, QuantType, Tensors
+from qdqtune.types import Array, Layer, NumericFormat, QuantType, Tensors
 
 MODULES = {
     "fake": "qdqtune.engines.fake",
@@ -46,7 +44,7 @@ class EngineSpec:
 class Built(Protocol):
     """A model that is built, loaded and ready."""
 
-    def run(self, inputs: Tensors) -> dict[str, npt.NDArray[Any]]:
+    def run(self, inputs: Tensors) -> dict[str, Array]:
         """One inference: every graph output by name. Arrays that the model has no input for are passed over.
 
         Raises:

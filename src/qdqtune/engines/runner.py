@@ -12,12 +12,11 @@ from time import monotonic
 from typing import Any, Protocol, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.process import WorkerProcess
 from qdqtune.errors import EngineFailure, EngineUnavailable, QdqtuneError, writing
-from qdqtune.types import Failure, Layer, Measurement, NumericFormat, QuantType, Tensors
+from qdqtune.types import Array, Failure, Layer, Measurement, NumericFormat, QuantType, Tensors
 
 LOG_LINES = 50
 START_SECONDS = 120.0
@@ -173,7 +172,7 @@ class Runner:
                 with contextlib.suppress(_WorkerLostError):  # then the memory is free as well
                     self._exchange(self._worker, "unload", (handle.build,), "unloading a model", self._limit)
 
-    def outputs(self, handle: Handle, samples: Iterable[Tensors]) -> list[dict[str, npt.NDArray[Any]]] | Failure:
+    def outputs(self, handle: Handle, samples: Iterable[Tensors]) -> list[dict[str, Array]] | Failure:
         """The graph outputs for each sample. They may hold NaN: that is the caller's to judge."""
         results = []
         for sample in samples:

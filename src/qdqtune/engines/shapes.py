@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
 
-Span = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""Smallest, usual and largest sizes of a tensor."""
+
+class Span(NamedTuple):
+    """Smallest, usual and largest sizes of a tensor."""
+
+    low: tuple[int, ...]
+    usual: tuple[int, ...]
+    high: tuple[int, ...]
+
+    @staticmethod
+    def of(low: Sequence[int] | None, usual: Sequence[int] | None, high: Sequence[int] | None) -> Span | None:
+        """The span of what is given, from which follows what is not; None of nothing."""
+        size = usual or high or low
+        return None if size is None else Span(tuple(low or size), tuple(size), tuple(high or size))
+
 
 ENGINES = frozenset({"tensorrt", "tensorrt-rtx", "trtexec"})
 """Engines that build for given input sizes."""
@@ -34,9 +47,9 @@ def spans(spec: EngineSpec) -> dict[str, Span]:
             for i, which in enumerate(("min", "opt", "max")):
                 if match[1] in (None, which):
                     given[i] |= _read(match[2])
-    low, usual, high = ({name: tuple(size) for name, size in shapes.items()} for shapes in given)
-    middle = {name: usual.get(name) or high.get(name) or low[name] for name in low | usual | high}
-    return {name: (low.get(name, size), size, high.get(name, size)) for name, size in middle.items()}
+    low, usual, high = given
+    named = {name: Span.of(low.get(name), usual.get(name), high.get(name)) for name in low | usual | high}
+    return {name: span for name, span in named.items() if span is not None}
 
 
 def check_spans(spec: EngineSpec, model: Model) -> None:
@@ -93,4 +106,4 @@ def _read(text: str) -> dict[str, tuple[int, ...]]:
 
 def usual_shapes(spec: EngineSpec, calibration_data: str | None) -> dict[str, tuple[int, ...]]:
     """The shapes that the engine tunes for, as those of random inputs; samples of the user's have their own."""
-    return {} if calibration_data else {name: usual for name, (_, usual, _) in spans(spec).items()}
+    return {} if calibration_data else {name: span.usual for name, span in spans(spec).items()}

@@ -24,11 +24,10 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from qdqtune.engines import Built, Engine, EngineSpec, open_engine
 from qdqtune.errors import QdqtuneError
-from qdqtune.types import Layer, Measurement, NumericFormat, QuantType, Tensors
+from qdqtune.types import Array, Layer, Measurement, NumericFormat, QuantType, Tensors
 
 PROBES = 3
 PROBE_SECONDS = 1.0
@@ -65,7 +64,7 @@ class Session:
         """Free a model."""
         self._models.pop(number).close()
 
-    def run(self, number: int, inputs: Tensors) -> dict[str, npt.NDArray[Any]]:
+    def run(self, number: int, inputs: Tensors) -> dict[str, Array]:
         """`Built.run`."""
         return self._models[number].run(inputs)
 

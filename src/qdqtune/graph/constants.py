@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, MutableMapping, MutableSequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import NamedTuple, TypeVar
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 import onnx
 from onnx import TensorProto, numpy_helper
 
 from qdqtune.errors import BadModel, reading
 from qdqtune.graph.model import LARGE, Constant, bodies, content_key
+from qdqtune.types import Array
 
 M = TypeVar("M")
 
@@ -38,11 +38,11 @@ def take_external(proto: onnx.ModelProto, folder: Path) -> dict[str, Constant]:
     large: dict[str, Constant] = {}
     external = [t for t in proto.graph.initializer if t.data_location == TensorProto.EXTERNAL]
     for tensor in external:
-        file, offset, length = _span(tensor, folder)
+        located = _located(tensor, folder)
         if _is_large(tensor):
             dtype, shape = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type), tuple(tensor.dims)
-            key = content_key(dtype, shape, _chunks(file, offset, length))
-            read = partial(np.memmap, file, dtype, "r", offset, shape)
+            key = content_key(dtype, shape, _chunks(located))
+            read = partial(np.memmap, located.file, dtype, "r", located.offset, shape)
             large[tensor.name] = Constant(key, tensor.data_type, shape, read)
         else:
             _embed(tensor, folder)
@@ -83,9 +83,9 @@ def replace(field: MutableSequence[M], messages: Iterable[M]) -> None:
     field.extend(messages)
 
 
-def _array(tensor: TensorProto) -> npt.NDArray[Any]:
+def _array(tensor: TensorProto) -> Array:
     try:
-        array: npt.NDArray[Any] = numpy_helper.to_array(tensor)
+        array: Array = numpy_helper.to_array(tensor)
     except (KeyError, TypeError, ValueError) as error:
         raise BadModel(f"the values of constant {tensor.name!r} do not fit its type and shape") from error
     return array
@@ -131,7 +131,7 @@ def _lifted(node: onnx.NodeProto) -> TensorProto | None:
     if attribute.name not in kinds:
         return None
     try:
-        value: npt.NDArray[Any] = np.array(onnx.helper.get_attribute_value(attribute), kinds[attribute.name])
+        value: Array = np.array(onnx.helper.get_attribute_value(attribute), kinds[attribute.name])
     except (TypeError, ValueError) as error:
         raise BadModel(f"Constant node {node.name!r}: {attribute.name} has a value of another type") from error
     lifted: TensorProto = numpy_helper.from_array(value, name)
@@ -165,13 +165,21 @@ def _inner_tensors(proto: onnx.ModelProto) -> Iterator[TensorProto]:
 
 
 def _embed(tensor: TensorProto, folder: Path) -> None:
-    tensor.raw_data = b"".join(_chunks(*_span(tensor, folder)))
+    tensor.raw_data = b"".join(_chunks(_located(tensor, folder)))
     tensor.ClearField("data_location")
     del tensor.external_data[:]
 
 
-def _span(tensor: TensorProto, folder: Path) -> tuple[Path, int, int]:
-    """File, offset and length of external data, all checked."""
+class _Located(NamedTuple):
+    """Where external data lie; offset and length in bytes."""
+
+    file: Path
+    offset: int
+    length: int
+
+
+def _located(tensor: TensorProto, folder: Path) -> _Located:
+    """The place of a tensor's external data, checked."""
     what = f"external data of constant {tensor.name!r}"
     info = {entry.key: str(entry.value) for entry in tensor.external_data}
     location = Path(info.get("location", ""))
@@ -188,12 +196,13 @@ def _span(tensor: TensorProto, folder: Path) -> tuple[Path, int, int]:
         raise BadModel(f"{what}: {location} is missing beside the model")
     if file.stat().st_size < offset + length:
         raise BadModel(f"{what}: {location} is too short ({file.stat().st_size} bytes, not {offset + length})")
-    return file, offset, length
+    return _Located(file, offset, length)
 
 
-def _chunks(file: Path, offset: int, length: int) -> Iterator[bytes]:
-    with reading(file, BadModel), file.open("rb") as source:
-        source.seek(offset)
+def _chunks(located: _Located) -> Iterator[bytes]:
+    with reading(located.file, BadModel), located.file.open("rb") as source:
+        source.seek(located.offset)
+        length = located.length
         while length > 0 and (chunk := source.read(min(CHUNK, length))):
             yield chunk
             length -= len(chunk)

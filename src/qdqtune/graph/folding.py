@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from itertools import count
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
@@ -20,6 +18,7 @@ from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph.constants import replace, settle
 from qdqtune.graph.model import LARGE, Constant, bodies, captured, defined, static_shape
 from qdqtune.graph.operators import RANDOM
+from qdqtune.types import Array
 
 FAILURES = (
     onnx.shape_inference.InferenceError,
@@ -121,12 +120,12 @@ def _is(node: onnx.NodeProto, op: str) -> bool:
     return node.op_type == op and node.domain in ("", "ai.onnx")
 
 
-def _fixed(info: onnx.ValueInfoProto, value: float | int | str) -> npt.NDArray[Any]:
+def _fixed(info: onnx.ValueInfoProto, value: float | int | str) -> Array:
     element, shape = info.type.tensor_type.elem_type, static_shape(info)
     if shape is None or element not in onnx.TensorProto.DataType.values()[1:]:
         raise BadOption(f"cannot fix input {info.name!r}: it is no tensor of a static shape")
     dtype = onnx.helper.tensor_dtype_to_np_dtype(element)
-    scalar: npt.NDArray[Any]
+    scalar: Array
     try:
         if element == onnx.TensorProto.STRING:
             scalar = np.array(str(value), dtype=object)

@@ -14,9 +14,10 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 from onnx import numpy_helper
+
+from qdqtune.types import Array
 
 LARGE = 1024
 """Constants of this many bytes or more stay outside the protobuf; smaller ones may be shapes that inference reads."""
@@ -83,19 +84,19 @@ class Constant:
     key: str
     dtype: int
     shape: tuple[int, ...]
-    read: Callable[[], npt.NDArray[Any]]
+    read: Callable[[], Array]
 
     @property
     def nbytes(self) -> int:
         """Size of the values."""
         return math.prod(self.shape) * onnx.helper.tensor_dtype_to_np_dtype(self.dtype).itemsize
 
-    def array(self) -> npt.NDArray[Any]:
+    def array(self) -> Array:
         """The values. Read only."""
         return self.read()
 
     @staticmethod
-    def of(array: npt.NDArray[Any], key: str | None = None) -> Constant:
+    def of(array: Array, key: str | None = None) -> Constant:
         """A constant that is in memory."""
         array = np.asarray(array, order="C")
         if key is None:
@@ -259,7 +260,7 @@ def static_shape(value: onnx.ValueInfoProto) -> tuple[int, ...] | None:
     return None if shape is None or None in shape else tuple(d for d in shape if d is not None)
 
 
-def _bytes(array: npt.NDArray[Any]) -> memoryview:
+def _bytes(array: Array) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.cpu import cores
@@ -22,13 +22,21 @@ from qdqtune.placement.insertion import Inserter
 from qdqtune.types import Accuracy, Array, Failure, Placement, Sample
 
 
+class _Opened(NamedTuple):
+    """ONNX Runtime, the folder that its models are written to, and their large constants there."""
+
+    runner: Runner
+    constants: ConstantFile
+    folder: Path
+
+
 class Simulation:
     """Placements of one model on some samples. A context manager; ONNX Runtime starts when somebody asks."""
 
     def __init__(self, inserter: Inserter, samples: Sequence[Sample]) -> None:
         self._inserter, self._samples = inserter, samples
         self._stack = ExitStack()
-        self._opened: tuple[Runner, ConstantFile, Path] | None = None
+        self._opened: _Opened | None = None
         self._reference: list[dict[str, Array]] | Failure | None = None
 
     def __enter__(self) -> Self:
@@ -60,11 +68,11 @@ class Simulation:
             return Failure("output", "the outputs hold NaN or infinite values")
         return found
 
-    def _open(self) -> tuple[Runner, ConstantFile, Path]:
+    def _open(self) -> _Opened:
         if self._opened is None:
             folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="qdqtune-")))
             constants = self._stack.enter_context(ConstantFile(folder / "constants.bin"))
             spec = EngineSpec("onnxruntime", {"threads": cores(), "fuse": False})
             runner = self._stack.enter_context(Runner(spec, time_limit_s=3600, log_dir=folder))
-            self._opened = (runner, constants, folder)
+            self._opened = _Opened(runner, constants, folder)
         return self._opened

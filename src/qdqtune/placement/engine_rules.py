@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from qdqtune.graph.model import Model
 from qdqtune.placement import carry_pairs as pairs
@@ -146,7 +145,7 @@ def effect(rule: PlacementRule) -> str:
     return "keeps in float" if isinstance(rule, KeepFloat) else "places pairs"
 
 
-def as_json(rule: PlacementRule) -> dict[str, Any]:
+def as_json(rule: PlacementRule) -> dict[str, object]:
     """A rule for machines."""
     return {"name": rule.name, "effect": effect(rule), "reason": rule.reason, "engines": sorted(rule.engines),
             "quant_types": sorted(rule.quant_types), "source": rule.source}  # fmt: skip

@@ -73,7 +73,7 @@ def existing(model: Model, placement: Placement, possible: frozenset[Edge]) -> t
     return placement - Placement.of(lost), lost
 
 
-def write_yaml(path: Path, content: Mapping[str, Any]) -> None:
+def write_yaml(path: Path, content: Mapping[str, object]) -> None:
     """Write a YAML file for people and machines.
 
     Raises:

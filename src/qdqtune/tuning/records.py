@@ -24,7 +24,7 @@ MET = 8
 """Candidates that the summary shows of those that nothing beat."""
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, object]) -> None:
     """Write a JSON file for machines.
 
     Raises:

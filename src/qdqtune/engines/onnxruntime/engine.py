@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 import onnxruntime as ort
 from onnxruntime import InferenceSession as Session
@@ -23,7 +22,7 @@ from qdqtune.engines.coverage import read_model
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
 from qdqtune.errors import BadOption, EngineUnavailable
 from qdqtune.graph.files import PROTOBUF_LIMIT
-from qdqtune.types import Layer, NumericFormat, QType, QuantType, Tensors
+from qdqtune.types import Array, Layer, NumericFormat, QType, QuantType, Tensors
 
 CPU = "CPUExecutionProvider"
 WARNING, ERROR = 2, 3
@@ -125,7 +124,7 @@ class OnnxRuntimeModel:
         self._inputs = frozenset(given.name for given in session.get_inputs())
         self._outputs = [output.name for output in session.get_outputs()]
 
-    def run(self, inputs: Tensors) -> dict[str, npt.NDArray[Any]]:
+    def run(self, inputs: Tensors) -> dict[str, Array]:
         """One inference.
 
         Raises:
@@ -197,7 +196,7 @@ class OnnxRuntimeModel:
                 self._path, entries, optimized_model_filepath=str(path), graph_optimization_level=level
             )
 
-    def _taken(self, inputs: Tensors) -> dict[str, npt.NDArray[Any]]:
+    def _taken(self, inputs: Tensors) -> dict[str, Array]:
         """What the model has inputs for: a sample may also serve a file where fewer inputs are constants."""
         return {name: array for name, array in inputs.items() if name in self._inputs}
 

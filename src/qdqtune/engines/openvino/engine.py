@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from qdqtune.engines import cpu, formats, output_to, translated
 from qdqtune.engines.coverage import read_model
 from qdqtune.engines.openvino import layers as openvino_layers
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
-from qdqtune.types import Layer, NumericFormat, QuantType, Tensors
+from qdqtune.types import Array, Layer, NumericFormat, QuantType, Tensors
 
 try:
     import openvino as ov
@@ -109,7 +108,7 @@ class OpenVinoModel:
         self._request = compiled.create_infer_request()
         self._outputs = outputs
 
-    def run(self, inputs: Tensors) -> dict[str, npt.NDArray[Any]]:
+    def run(self, inputs: Tensors) -> dict[str, Array]:
         """One inference.
 
         Raises:

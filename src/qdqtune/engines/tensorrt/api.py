@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy.typing as npt
 import onnx
 
 from qdqtune.engines import Built, formats, output_to
@@ -26,7 +25,7 @@ from qdqtune.engines.tensorrt.execution import Execution
 from qdqtune.engines.tensorrt.options import CachedOptions, Options, taking
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
-from qdqtune.types import Layer, NumericFormat, QuantType, Tensors
+from qdqtune.types import Array, Layer, NumericFormat, QuantType, Tensors
 
 
 @taking(CachedOptions)
@@ -121,7 +120,7 @@ class TensorRtModel:
             raise EngineFailure(f"TensorRT: {logger.reason('the engine was built, but cannot be loaded here')}")
         self._execution = Execution(trt, cuda, self._engine)
 
-    def run(self, inputs: Tensors) -> dict[str, npt.NDArray[Any]]:
+    def run(self, inputs: Tensors) -> dict[str, Array]:
         """One inference.
 
         Raises:

@@ -201,7 +201,7 @@ def _profile(builder: Any, network: Any, options: Options) -> Any | None:
         if not tensor.is_shape_tensor and not all(_fits(shape, sizes) for shape in shapes):
             raise BadOption(f"input {tensor.name!r} has sizes {sizes}: it cannot have {', '.join(map(str, shapes))}")
         try:
-            set_shape(tensor.name, *shapes)
+            set_shape(tensor.name, *map(list, shapes))
         except (RuntimeError, TypeError, ValueError) as error:
             raise BadOption(f"input {tensor.name!r} of sizes {sizes} cannot be {shapes}: {one_line(error)}") from error
     return profile

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from qdqtune.errors import EngineFailure, EngineUnavailable
+from qdqtune.types import Array
 
 MODULES = ("cuda.bindings.runtime", "cuda.cudart")
 """Where the runtime API is, in newer and in older releases of cuda-python."""
@@ -88,13 +88,13 @@ class Cuda:
         """Give device memory back."""
         self._call("cudaFree", address)
 
-    def upload(self, address: int, array: npt.NDArray[Any], stream: Any) -> None:
+    def upload(self, address: int, array: Array, stream: Any) -> None:
         """Copy an array to the device, and wait until it is there."""
         kind = self._api.cudaMemcpyKind.cudaMemcpyHostToDevice
         self._call("cudaMemcpyAsync", address, array.ctypes.data, array.nbytes, kind, stream)
         self.synchronize(stream)
 
-    def download(self, address: int, shape: tuple[int, ...], dtype: Any, stream: Any) -> npt.NDArray[Any]:
+    def download(self, address: int, shape: tuple[int, ...], dtype: Any, stream: Any) -> Array:
         """The array at an address, once all work on the stream is done."""
         array = np.empty(shape, dtype)
         kind = self._api.cudaMemcpyKind.cudaMemcpyDeviceToHost

@@ -9,11 +9,10 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
 from qdqtune.engines.tensorrt.cuda import Cuda
 from qdqtune.errors import EngineFailure
-from qdqtune.types import Tensors
+from qdqtune.types import Array, Tensors
 
 DTYPES: Mapping[str, Any] = {
     "FLOAT": np.float32, "HALF": np.float16, "BF16": ml_dtypes.bfloat16, "FP8": ml_dtypes.float8_e4m3fn,
@@ -35,7 +34,7 @@ class Execution:
             raise EngineFailure("TensorRT: no execution context; the GPU may have too little free memory")
         self._stream = cuda.stream()
         self._buffers: dict[str, tuple[int, int]] = {}  # address and size
-        self._host: dict[str, npt.NDArray[Any]] = {}
+        self._host: dict[str, Array] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._graph: Any | None = None
         self._can_capture = True
@@ -70,7 +69,7 @@ class Execution:
         if not self._context.execute_async_v3(int(self._stream)):
             raise EngineFailure("TensorRT: the inference was refused")
 
-    def outputs(self) -> dict[str, npt.NDArray[Any]]:
+    def outputs(self) -> dict[str, Array]:
         """The outputs, once what is on the stream is done."""
         self._cuda.synchronize(self._stream)
         return {
@@ -120,7 +119,7 @@ class Execution:
         self._buffers.clear()
         self._cuda.free_stream(self._stream)
 
-    def _put(self, name: str, array: npt.NDArray[Any]) -> None:
+    def _put(self, name: str, array: Array) -> None:
         if not self._context.set_input_shape(name, array.shape):
             raise EngineFailure(f"TensorRT: input {name!r} cannot have sizes {array.shape} in this engine")
         if self._engine.get_tensor_location(name) == self._trt.TensorLocation.HOST:  # a shape: the CPU reads it

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, get_type_hints
 
 from qdqtune.engines import Engine
+from qdqtune.engines.shapes import Span
 from qdqtune.errors import BadOption
 
 Shapes = Mapping[str, Sequence[int]]
@@ -44,11 +45,9 @@ class Options:
         """A GPU that need not be here (`sm89`); None is the one at hand."""
         return None
 
-    def shapes(self, name: str) -> tuple[list[int], list[int], list[int]] | None:
-        """Smallest, usual and largest sizes of an input. What is not given follows from what is."""
-        low, usual, high = ((s or {}).get(name) for s in (self.min_shapes, self.opt_shapes, self.max_shapes))
-        usual = usual or high or low
-        return (list(low or usual), list(usual), list(high or usual)) if usual else None
+    def shapes(self, name: str) -> Span | None:
+        """The sizes of an input, if any are given."""
+        return Span.of(*((shapes or {}).get(name) for shapes in (self.min_shapes, self.opt_shapes, self.max_shapes)))
 
     def described(self) -> dict[str, str]:
         """What of it shapes latency, as text."""

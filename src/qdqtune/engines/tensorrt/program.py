@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
 
@@ -77,7 +77,7 @@ def flag_name(flag: str) -> str:
     return flag.removeprefix("--").partition("=")[0]
 
 
-def _version(program: str, launch: Launch) -> tuple[int, int, int]:
+def _version(program: str, launch: Launch) -> Version:
     """The version in the program's banner: `[TensorRT v8601]`, from 10 on two digits for each part, `v100001`."""
     with tempfile.TemporaryFile() as file:
         try:
@@ -92,10 +92,21 @@ def _version(program: str, launch: Launch) -> tuple[int, int, int]:
         raise EngineUnavailable(f"{program} --help tells no TensorRT version ({words:.200}): is it trtexec?")
     number = int(banner[1])
     major, rest = divmod(number, 10_000 if number >= 100_000 else 1000)
-    version = (major, *divmod(rest, 100))
+    version = Version(major, *divmod(rest, 100))
     if version < OLDEST:
-        raise EngineUnavailable(f"{program} is of TensorRT {'.'.join(map(str, version))}: 8.6 or later is needed")
+        raise EngineUnavailable(f"{program} is of TensorRT {version}: 8.6 or later is needed")
     return version
+
+
+class Version(NamedTuple):
+    """A release of TensorRT."""
+
+    major: int
+    minor: int
+    patch: int
+
+    def __str__(self) -> str:
+        return ".".join(map(str, self))
 
 
 @dataclass
@@ -103,7 +114,7 @@ class Program:
     """The program, what the user adds to every call, and what calls have taught about it."""
 
     path: str
-    version: tuple[int, int, int]
+    version: Version
     arguments: tuple[str, ...]
     launch: Launch = launch_process
     profiles: bool = field(default=True, init=False)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy.typing as npt
 import onnx
 
 from qdqtune.engines import Built, output_to
@@ -23,7 +22,7 @@ from qdqtune.engines.tensorrt.cuda import Cuda
 from qdqtune.engines.tensorrt.options import Options, taking
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
-from qdqtune.types import Layer, NumericFormat, QuantType, Tensors
+from qdqtune.types import Array, Layer, NumericFormat, QuantType, Tensors
 
 FIELD = re.compile(r"(?:^|, )(LayerType|Inputs|Constants|Outputs|TacticName|StreamId|Metadata): ")
 TENSOR = re.compile(r"\{ Name: (.*?), Dimensions: \[(.*?)\].*?, Datatype: (\w+)")
@@ -107,7 +106,7 @@ class AheadOfTimeModel:
     def __init__(self, plan: Any, model: Path, layers: str, target: str | None) -> None:
         self._plan, self._model, self._layers, self._target = plan, model, layers, target
 
-    def run(self, inputs: Tensors) -> dict[str, npt.NDArray[Any]]:
+    def run(self, inputs: Tensors) -> dict[str, Array]:
         """Refuse.
 
         Raises:

@@ -19,7 +19,6 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 from google.protobuf.message import DecodeError
 
@@ -28,7 +27,7 @@ from qdqtune.engines.tensorrt.options import CachedOptions, taking
 from qdqtune.engines.tensorrt.program import Launch, Program, find, flag_name, gpu, launch_process
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption, EngineFailure, InputError, one_line
-from qdqtune.types import Layer, NumericFormat, QuantType, Tensors
+from qdqtune.types import Array, Layer, NumericFormat, QuantType, Tensors
 
 STRONG_TYPING = (10, 0)
 BETTER_DEFAULTS = (11, 0)
@@ -90,7 +89,7 @@ class Trtexec:
         strong = self._program.version >= STRONG_TYPING and not self._precisions()
         return {
             "engine": "trtexec",
-            "version": ".".join(map(str, self._program.version)),
+            "version": str(self._program.version),
             "device": name,
             "driver": driver,
             "threads": "1",
@@ -204,7 +203,7 @@ class TrtexecModel:
             self._plans[needed] = plan
         return self._plans[needed]
 
-    def run(self, inputs: Tensors) -> dict[str, npt.NDArray[Any]]:
+    def run(self, inputs: Tensors) -> dict[str, Array]:
         """One inference; outputs have the six digits that trtexec prints.
 
         Raises:
@@ -311,7 +310,7 @@ class _Signature:
         """Inputs with sizes that the model leaves open."""
         return [name for name, spec in self.inputs.items() if None in spec.sizes]
 
-    def checked(self, inputs: Tensors) -> dict[str, npt.NDArray[Any]]:
+    def checked(self, inputs: Tensors) -> dict[str, Array]:
         """The arrays of the inputs. trtexec itself would make random ones for those that are missing.
 
         Raises:
@@ -380,7 +379,7 @@ def _milliseconds(times: str, printed: str) -> float:
     return milliseconds
 
 
-def _outputs(text: str) -> Iterable[tuple[str, npt.NDArray[Any]]]:
+def _outputs(text: str) -> Iterable[tuple[str, Array]]:
     """Names and values of exported outputs. Not by a JSON parser: names are not escaped, and nan is no JSON."""
     for name, sizes, values in OUTPUT.findall(text):
         numbers = np.array([float(v) for v in values.split(",") if v.strip()])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from qdqtune.search.costs.optimum import decision_of, margin
 from qdqtune.search.costs.prices import Costs
@@ -64,6 +63,6 @@ def explain(costs: Costs, placement: Placement) -> tuple[UnitPrice, ...]:
     return tuple(sorted(rows, key=lambda r: (-r.float_ms, r.nodes)))
 
 
-def record(units: Sequence[UnitPrice]) -> list[Mapping[str, Any]]:
+def record(units: Sequence[UnitPrice]) -> list[Mapping[str, object]]:
     """The rows for a JSON file."""
     return [asdict(unit) for unit in units]

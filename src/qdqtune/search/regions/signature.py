@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from typing import Any
 
 import onnx
 from google.protobuf.message import Message
@@ -36,7 +35,7 @@ def _is_depthwise(node: Node, model: Model) -> bool:
     return node.op == "Conv" and info.shape[1] == 1
 
 
-def _attribute(value: Any) -> str:
+def _attribute(value: object) -> str:
     if isinstance(value, bytes):
         value = value.decode("utf-8", "backslashreplace")
         return str(value) if len(value) <= 32 else digest(value.encode())

@@ -258,6 +258,16 @@ class _Labelling:
         return new
 
 
+class _Rank(NamedTuple):
+    """What inputs that may change places are sorted by."""
+
+    group: int
+    label: int
+    surroundings: int
+    producer: int
+    position: int
+
+
 class _Numbering:
     """Turns labels into numbers, level by level; what a node reads is numbered before the node."""
 
@@ -324,7 +334,7 @@ class _Numbering:
         keys = [self._key(t, several, alike) for t in free]
         return (*range(first), *sorted(range(first, len(roles)), key=lambda k: keys[k - first]))
 
-    def _key(self, tensor: Tensor, several: bool = True, alike: bool = False) -> tuple[int, int, int, int, int]:
+    def _key(self, tensor: Tensor, several: bool = True, alike: bool = False) -> _Rank:
         """Sorts inputs: numbered nodes, numbered borders, other borders by label and surroundings, constants."""
         producer, label, surroundings = tensor.producer, 0, 0
         if producer in self._number:
@@ -338,7 +348,7 @@ class _Numbering:
                 surroundings = self._structure.fingerprints[producer] if producer >= 0 else 0
         else:
             group, label = 3, self._structure.hash(tensor.letter)
-        return group, label, surroundings, producer, tensor.position
+        return _Rank(group, label, surroundings, producer, tensor.position)
 
     def _exits(self, nodes: Iterable[int]) -> Iterator[tuple[tuple[int, int], bool]]:
         for number, node in enumerate(nodes):

@@ -52,15 +52,15 @@ def resolve(model: Model, shaped: Model, sample: Sample, spans: Mapping[str, Spa
     made = [t for node in shaped.nodes for t in node.outputs if t]
     if unknown := [t for t in made if t not in sizes and t in shaped.tensors]:
         nodes = [helper.make_node("Shape", [t], [f"__shape_{i}"], f"__shape_{i}") for i, t in enumerate(unknown)]
-        (found,) = outputs_on(with_outputs(shaped, nodes), [sample])
-        sizes |= {t: tuple(map(int, found[node.output[0]])) for t, node in zip(unknown, nodes, strict=True)}
-    varying = {name: span for name, span in spans.items() if name in model.inputs and span[0] != span[2]}
+        (shapes,) = outputs_on(with_outputs(shaped, nodes), [sample])
+        sizes |= {t: tuple(map(int, shapes[node.output[0]])) for t, node in zip(unknown, nodes, strict=True)}
+    varying = {name: span for name, span in spans.items() if name in model.inputs and span.low != span.high}
     if not varying:
         return Resolved(sizes)
     low, usual, high = (
         _known(with_input_shapes(model, {n: s[i] for n, s in spans.items() if n in model.inputs})) for i in range(3)
     )
-    both = {t: (low[t], usual[t], high[t]) for t in low if t in usual and t in high and low[t] != high[t]}
+    both = {t: Span(low[t], usual[t], high[t]) for t in low if t in usual and t in high and low[t] != high[t]}
     return Resolved(sizes, both)
 
 
@@ -124,7 +124,7 @@ def extract(model: Model, nodes: Sequence[int], resolved: Resolved, baked: Mappi
 def _open(size: tuple[int, ...] | None, span: Span | None) -> tuple[int | None, ...] | None:
     if span is None:
         return size
-    return tuple(low if low == high else None for low, high in zip(span[0], span[2], strict=True))
+    return tuple(low if low == high else None for low, high in zip(span.low, span.high, strict=True))
 
 
 def _value(model: Model, tensor: str, shape: Sequence[int | None] | None) -> onnx.ValueInfoProto:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from qdqtune.search.costs.optimum import nearest
 from qdqtune.search.costs.profiles import Profile
@@ -82,6 +81,6 @@ def _why(number: int, profiled: Profiled, profile: Profile, final: Placement, *,
     return "slower alone" if best is None or best.ms >= profile.float_ms else "conversions cost more"
 
 
-def record(rows: Iterable[GroupOutcome]) -> list[Mapping[str, Any]]:
+def record(rows: Iterable[GroupOutcome]) -> list[Mapping[str, object]]:
     """The rows for a JSON file."""
     return [asdict(row) for row in rows]
