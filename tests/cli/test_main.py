@@ -700,7 +700,9 @@ def test_json_is_all_that_goes_to_standard_output(call, tuned, tmp_path):
     target = tmp_path / "made.onnx"
     code, printed, _ = call("apply", tuned, "--placement", out / "placement.yaml", *data, "-o", target, "--json")
     assert code == 0
-    assert json.loads(printed) == {"output": str(target), "edges": row_count(out), "lost": []}
+    applied = json.loads(printed)
+    assert applied.pop("accuracy")["sqnr_db"] > 20
+    assert applied == {"output": str(target), "edges": row_count(out), "lost": []}
     code, printed, _ = call("inspect", tuned, "--json")
     assert code == 0
     assert json.loads(printed)["nodes"] == 8
@@ -732,6 +734,7 @@ def test_compare_prints_a_table(call, tuned):
         "running model.onnx",
         "timing model.onnx against model.onnx",
         "timing optimized_final.onnx against model.onnx",
+        "note: no --calibration-data: latency and SQNR are on random inputs",
     ]
 
 
@@ -759,7 +762,9 @@ def test_apply_on_retrained_weights_gives_the_same_edges_and_other_scales(call, 
     code, out, _ = call("apply", tmp_path / "retrained.onnx", *arguments)
     assert code == 0
     made = tmp_path / "retrained.qdq.onnx"
-    assert out == f"{made}: {row_count(tuned.parent / 'out')} edges carry a Q/DQ pair\n"
+    assert out.startswith(
+        f"{made}: {row_count(tuned.parent / 'out')} edges carry a Q/DQ pair, output SQNR against float "
+    )
     old, new = (pairs(path) for path in (tuned.parent / "out" / "optimized_final.onnx", made))
     assert old.keys() == new.keys()
     thrice = {t.removesuffix("_DequantizeLinear_Output") for t in old if np.allclose(3 * old[t], new[t])}

@@ -99,9 +99,9 @@ def outputs_on(model: Model, samples: Iterable[Sample], *, threads: int = 0) -> 
 
 
 @contextmanager
-def running(model: Model, *, threads: int = 0) -> Iterator[Run]:
+def running(model: Model, *, threads: int = 0, fuse: bool = True) -> Iterator[Run]:
     """A model in a process of its own. One that cannot be built gives that failure for whatever it is asked."""
-    spec = EngineSpec("onnxruntime", {"threads": threads or cores()})
+    spec = EngineSpec("onnxruntime", {"threads": threads or cores(), "fuse": fuse})
     with tempfile.TemporaryDirectory(prefix="qdqtune-") as name:
         path = Path(name, "observed.onnx")
         with ConstantFile(Path(name, "constants.bin")) as constants:

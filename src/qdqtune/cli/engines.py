@@ -20,9 +20,10 @@ from rich.text import Text
 from qdqtune.cli import options
 from qdqtune.cli.layers import profiled
 from qdqtune.cli.options import FILE, option, repeated
-from qdqtune.cli.output import print_json
+from qdqtune.cli.output import print_json, say_notes
+from qdqtune.commands.apply import JUDGED
 from qdqtune.commands.build import FORMATS, build
-from qdqtune.commands.check import Finding, allow, check, excuse, is_measured
+from qdqtune.commands.check import Finding, allow, check, excuse, is_measured, lost_by_pairs
 from qdqtune.commands.doctor import Diagnosis, examine
 from qdqtune.commands.reasons import is_low
 from qdqtune.engines.runner import unlogged
@@ -30,6 +31,7 @@ from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption, ConstraintUnmet, EngineUnavailable
 from qdqtune.graph.loading import load, read
 from qdqtune.graph.model import Model
+from qdqtune.measurement.accuracy import concern
 from qdqtune.placement.reading import is_quantized
 from qdqtune.types import Layer, NumericFormat, QType, QuantType
 
@@ -130,6 +132,11 @@ def check_command(
         ran = _exported(graph_json, profile_json, model, graph) if graph_json else _run(model, graph, given)
         layers, findings = ran.layers, allow(check(graph, ran.layers, ran.numbers), allowed)
         measured = ran.described is not None and is_measured(model, graph, ran.described)
+        if not graph_json:
+            samples = options.Data.of(given).first(JUDGED, graph, options.engine(given))
+            lost = lost_by_pairs(graph, samples)
+            if lost is not None and (warning := concern(lost)):
+                say_notes([warning])
     fails = not measured and any(finding.fails for finding in findings)
     engine = "tensorrt" if graph_json else given["engine"]
     if as_machine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ from rich.console import Console
 from qdqtune.cli import options, report
 from qdqtune.cli.options import FILE, option
 from qdqtune.cli.output import print_json, say_error, say_notes
-from qdqtune.commands.apply import apply
+from qdqtune.commands.apply import JUDGED, apply
 from qdqtune.commands.compare import comparable, compare_files
 from qdqtune.engines.formats import numeric_format
 from qdqtune.engines.runner import unlogged
 from qdqtune.errors import EngineFailure
+from qdqtune.measurement.accuracy import concern
 from qdqtune.measurement.timing import Plan
 from qdqtune.placement.files import read_placement_file
+from qdqtune.types import Accuracy
 
 COMPARE = (
     click.Argument(["files"], type=FILE, nargs=-1, required=True),
@@ -41,13 +44,17 @@ def compare_command(files: Sequence[Path], timing_runs: int, warmup_runs: int, a
     qdqtune compare model.onnx qdqtune_output/optimized_final.onnx
     """
     spec, plan = options.engine(given), Plan((timing_runs,), warmup=warmup_runs)
-    samples = options.Data.of(given).first(4, comparable(files)[0], spec)
+    samples = options.Data.of(given).first(JUDGED, comparable(files)[0], spec)
     with report.progress() as observer, unlogged(spec, time_limit_s=given["time_limit"]) as runner:
         rows = compare_files(files, runner, samples, plan, seed=given["seed"], observer=observer)
     if as_machine:
         print_json({"first": str(files[0]), "others": [row.as_json() for row in rows]})
     else:
         Console().print(report.comparison_table(str(files[0]), rows))
+    if not given["calibration_data"]:
+        say_notes(["no --calibration-data: latency and SQNR are on random inputs"])
+    warned = [(row, warning) for row in rows if (warning := concern(Accuracy(row.sqnr_db)))]
+    say_notes([f"{row.file} against {files[0]}: {warning}" for row, warning in warned])
     refused = [row for row in rows if row.ratio is None]
     for row in refused:
         say_error(f"{row.file} cannot be compared: {row.reason}")
@@ -105,8 +112,12 @@ def apply_command(
         say_notes(["no --calibration-data: the scales come from random inputs"])
     if done.lost:
         say_notes([f"{len(done.lost)} edges are not in this model, the first: {done.lost[0]}"])
+    if done.accuracy is not None and (warning := concern(done.accuracy)):
+        say_notes([warning])
     if as_machine:
+        accuracy = None if done.accuracy is None else asdict(done.accuracy)
         lost = [str(edge) for edge in done.lost]
-        print_json({"output": str(target), "edges": len(done.placement), "lost": lost})
+        print_json({"output": str(target), "edges": len(done.placement), "lost": lost, "accuracy": accuracy})
     else:
-        print(f"{target}: {len(done.placement)} edges carry a Q/DQ pair")
+        known = "" if done.accuracy is None else f", output SQNR against float {done.accuracy}"
+        print(f"{target}: {len(done.placement)} edges carry a Q/DQ pair{known}")

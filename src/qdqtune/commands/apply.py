@@ -12,11 +12,15 @@ from qdqtune.commands.outputs import check_output
 from qdqtune.errors import BadModel
 from qdqtune.graph.files import save
 from qdqtune.graph.float16 import Precision, load_as
+from qdqtune.measurement.simulation import Simulation
 from qdqtune.placement.files import existing, read_placement_file
-from qdqtune.placement.insertion import insert
+from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import is_quantized
-from qdqtune.types import Edge, NumericFormat, Placement
+from qdqtune.types import Accuracy, Edge, NumericFormat, Placement
+
+JUDGED = 8
+"""Samples on which the outputs are compared."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,8 @@ class Applied:
     placement: Placement
     lost: tuple[Edge, ...]
     random_data: bool
+    accuracy: Accuracy | None = None
+    """Of the outputs against the float model's on ONNX Runtime; None where it does not run them."""
 
 
 def apply(
@@ -60,5 +66,8 @@ def apply(
         raise BadModel(
             f"{model} has none of the {len(recorded.placement)} edges of {placement}: is it the same network?"
         )
-    save(insert(graph, placed, ranges, numbers), output)
-    return Applied(placed, lost, prepared.samples.is_random)
+    inserter = Inserter(graph, ranges, numbers)
+    save(inserter.insert(placed), output)
+    with Simulation(inserter, prepared.judging.first(JUDGED)) as simulation:
+        accuracy = simulation.accuracy(placed)
+    return Applied(placed, lost, prepared.samples.is_random, accuracy if isinstance(accuracy, Accuracy) else None)

@@ -9,15 +9,17 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
+from qdqtune.calibration.observe import running
 from qdqtune.commands.reasons import UNKNOWN, Reasons, Verdict, is_conversion, is_float, is_low, told
 from qdqtune.errors import InputError
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model, Node
 from qdqtune.graph.operators import COMPUTE
+from qdqtune.measurement.accuracy import accuracy, is_finite
 from qdqtune.placement.files import read_placement_file
-from qdqtune.placement.reading import read_placement
+from qdqtune.placement.reading import read_placement, strip_pairs
 from qdqtune.tuning.run import BASELINE
-from qdqtune.types import Layer, NumericFormat
+from qdqtune.types import Accuracy, Failure, Layer, NumericFormat, Sample
 
 Kind = Literal["standalone pair", "float compute", "reformat", "boundary"]
 
@@ -180,3 +182,14 @@ def is_measured(file: Path, model: Model, engine: Mapping[str, str]) -> bool:
         return recorded == read_placement(load(folder / BASELINE), model).placement
     except (OSError, ValueError, KeyError, TypeError, InputError):  # no output folder of ours
         return False
+
+
+def lost_by_pairs(model: Model, samples: Sequence[Sample]) -> Accuracy | None:
+    """What the pairs of a Q/DQ model do to its outputs on ONNX Runtime, which fuses none of them; None if it does not
+    run them. Weights that the file holds in 8 bits alone count as they are there.
+    """
+    with running(strip_pairs(model)) as as_float, running(model, fuse=False) as as_quantized:
+        reference, outputs = as_float(samples), as_quantized(samples)
+    if isinstance(reference, Failure) or isinstance(outputs, Failure):
+        return None
+    return accuracy(reference, outputs) if is_finite([*reference, *outputs]) else None

@@ -29,7 +29,7 @@ from qdqtune.graph.float16 import Precision, load_as
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import INTEGER
-from qdqtune.measurement.accuracy import cosine, is_finite, sqnr_db
+from qdqtune.measurement.accuracy import accuracy, concern, cosine, is_finite
 from qdqtune.measurement.metric import Evaluation, evaluate, load_evaluation
 from qdqtune.placement import engine_rules
 from qdqtune.placement.engine_rules import Placed
@@ -247,7 +247,9 @@ def _judged(
         if not is_finite(outputs):
             note = f"outputs of the {whose} model are NaN or infinite: the two cannot be compared"
             return replace(done, is_finite=False, notes=(note,))
-    return replace(done, sqnr_db=sqnr_db(expected, found), cosine=cosine(expected, found))
+    lost = accuracy(expected, found)
+    notes = tuple(filter(None, [concern(lost)]))
+    return replace(done, notes=notes, sqnr_db=lost.sqnr_db, cosine=cosine(expected, found))
 
 
 def _measured(metric: Evaluation, runner: Runner, handle: Handle) -> float:
