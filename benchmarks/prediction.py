@@ -21,8 +21,9 @@ import zoo
 from qdqtune.graph.loading import load
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search import ratios_to_float
-from qdqtune.search.costs.optimum import Decision, decision_of
+from qdqtune.search.costs.optimum import decision_of
 from qdqtune.search.costs.prices import Costs
+from qdqtune.search.costs.units import Decision
 from qdqtune.search.cut import CutSearch
 from qdqtune.tuning.store import read_records, unpack_layers, unpack_placement, unpack_ranges, unpack_result
 from qdqtune.types import Placement, Proposal, Trial
@@ -58,14 +59,13 @@ def errors(entry: zoo.Entry, state: Path) -> Iterator[tuple[float, float]]:
 
 def by_tensors(costs: Costs, placement: Placement) -> float:
     """The foretold ms with a variable for each tensor."""
-    return decision_of(costs, placement).predicted_ms
+    return costs.total(decision_of(costs, placement))
 
 
 def by_units(costs: Costs, placement: Placement) -> float:
     """The foretold ms when all that a quantized unit writes counts as stored."""
-    decision: Decision = decision_of(costs, placement)
-    stored = {t for n in decision.quantized for t in costs.partition.units[n].outputs if t in costs.partition.edges}
-    return costs.total(decision.quantized, stored)
+    quantized, parts = decision_of(costs, placement).quantized, costs.partition
+    return costs.total(Decision.of(quantized, (t for t in parts.edges if parts.producer.get(t) in quantized)))
 
 
 def main() -> None:

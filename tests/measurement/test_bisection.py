@@ -92,6 +92,14 @@ def test_what_breaks_the_limit_alone_is_named_though_there_is_worse_and_the_spre
     assert found.damage == pytest.approx(0.062)
 
 
+def test_the_loudest_of_a_small_company_is_not_guilty_of_damage_that_is_spread() -> None:
+    """It makes most of what its neighbours do, but little of the whole, and alone holds the limit."""
+    damage = Counted(lambda on: sum({0: 0.029, 1: 0.005, 2: 0.005, 3: 0.005}.get(p, 0.01) for p in on))
+    found = culprits(range(64), damage, 0.03)
+    assert (0,) in damage.asked
+    assert not found.culprits
+
+
 def test_healthy_parts_are_asked_for_once() -> None:
     damage = loud(64, {})
     assert culprits(range(64), damage, LIMIT) == Verdict((), tuple(range(64)), damage(tuple(range(63))) * 64 / 63)

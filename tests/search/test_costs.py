@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx
 import pytest
 from test_tensorrt_report import EXPORTS, report_of
@@ -14,7 +15,7 @@ from qdqtune.placement.possible import possible_edges
 from qdqtune.search.costs.attribution import Priced, Times, attribute
 from qdqtune.search.costs.optimum import cut, everything
 from qdqtune.search.costs.prices import HOPE, behind, learn, state
-from qdqtune.search.costs.units import Partition, partition
+from qdqtune.search.costs.units import Decision, Partition, partition
 from qdqtune.types import Edge, Layer, Placement
 from region_models import resnet
 from runs import mixed
@@ -50,7 +51,7 @@ FLOAT = {"a": 10.0, "b": 10.0, "c": 3.0, "d": 10.0}
 
 
 def placed(parts: Partition, running: str, stored: str = "") -> Placement:
-    return parts.placement({parts.owner[n] for n in running}, set(stored))
+    return parts.placement(Decision.of((parts.owner[n] for n in running), stored))
 
 
 def test_attribution_adds_up_to_the_scaled_latency() -> None:
@@ -91,16 +92,16 @@ def test_states() -> None:
 def test_pairs_inside_a_unit_say_nothing_about_it() -> None:
     model = chain()
     parts = partition(model, possible_edges(model, ranges(model)), [("a", "b")])
-    whole = parts.placement({0}, {"u"})
+    whole = parts.placement(Decision.of({0}, {"u"}))
     assert state(parts.units[0], parts, whole) == "quantized"
     assert state(parts.units[0], parts, whole | Placement.of([Edge("t", "b", 0)])) == "mixed"
 
 
 def test_unseen_units_are_hoped_to_be_fast() -> None:
     costs = learn(parts_of(chain()), [times(**FLOAT)])
-    assert costs.as_float == (10.0, 10.0, 3.0, 10.0)
-    assert costs.as_quantized == tuple(HOPE * c for c in costs.as_float)
-    assert costs.seen == frozenset()
+    assert [p.as_float for p in costs.prices] == [10.0, 10.0, 3.0, 10.0]
+    assert [p.as_quantized for p in costs.prices] == [HOPE * p.as_float for p in costs.prices]
+    assert not any(p.seen for p in costs.prices)
 
 
 def test_equal_units_share_their_price() -> None:
@@ -108,17 +109,17 @@ def test_equal_units_share_their_price() -> None:
     parts = parts_of(chain())
     built = times(placed(parts, "b", "u"), {"t": 0.5}, {"u": 0.7}, a=10.0, b=4.0, c=3.0, d=10.0)
     costs = learn(parts, [times(**FLOAT), built])
-    assert [costs.as_quantized[k] for k in (0, 1, 3)] == [4.0, 4.0, 4.0]
+    assert [costs.prices[k].as_quantized for k in (0, 1, 3)] == [4.0, 4.0, 4.0]
     assert costs.quantize["t"] == 0.5
     assert costs.dequantize["u"] == 0.7
-    assert {0, 1, 3} == costs.seen
+    assert [p.seen for p in costs.prices] == [True, True, False, True]
 
 
 def test_a_dq_is_charged_to_the_consumer_that_did_not_absorb_it() -> None:
     parts = parts_of(chain())
     built = times(placed(parts, "abcd", "tuvy"), {"v": 0.6}, {"u": 0.7}, a=3.0, b=3.0, c=3.0, d=3.0)
     costs = learn(parts, [times(**FLOAT), built])
-    assert costs.as_quantized == pytest.approx((3.0, 3.0, 3.0 + 0.7 + 0.6, 3.0))
+    assert [p.as_quantized for p in costs.prices] == pytest.approx([3.0, 3.0, 3.0 + 0.7 + 0.6, 3.0])
 
 
 def test_costs_depend_on_the_neighbours() -> None:
@@ -127,10 +128,10 @@ def test_costs_depend_on_the_neighbours() -> None:
     alone = times(placed(parts, "d", "y"), {"v": 0.2}, a=10.0, b=10.0, c=3.0, d=5.0)
     ahead = times(placed(parts, "a", "t"), {}, {"t": 0.5}, a=3.0, b=12.0, c=3.0, d=10.0)
     costs = learn(parts, [times(**FLOAT), inner, alone, ahead])
-    assert costs.behind_float[3] == pytest.approx(2.0)
-    assert costs.disturbed[1] == pytest.approx(2.0)
-    assert costs.total({3}, {"y"}) == pytest.approx(10 + 10 + 3 + 5 + 0.2 + costs.dequantize["y"])
-    assert costs.total({0}, {"t"}) == pytest.approx(3 + 12 + 3 + 10 + 0.5 + costs.quantize["x"])
+    assert costs.prices[3].behind_float == pytest.approx(2.0)
+    assert costs.prices[1].disturbed == pytest.approx(2.0)
+    assert costs.total(Decision.of({3}, {"y"})) == pytest.approx(10 + 10 + 3 + 5 + 0.2 + costs.dequantize["y"])
+    assert costs.total(Decision.of({0}, {"t"})) == pytest.approx(3 + 12 + 3 + 10 + 0.5 + costs.quantize["x"])
 
 
 def test_a_float_unit_may_suffer_from_a_pair_on_what_it_writes() -> None:
@@ -140,11 +141,11 @@ def test_a_float_unit_may_suffer_from_a_pair_on_what_it_writes() -> None:
     moved = times(placed(parts, "d", "y"), {"v": 0.2}, a=10.0, b=10.0, c=12.0, d=5.0)
     usual = times(placed(parts, "d", "y"), {"v": 0.2}, a=10.0, b=10.0, c=3.3, d=5.0)
     costs = learn(parts, [floats, moved])
-    assert costs.disturbed[2] == pytest.approx(9.0)
-    assert costs.as_float[2] == 3.0
-    assert costs.total({3}, {"y"}) == pytest.approx(10 + 10 + 3 + 9 + 5 + 0.2 + costs.dequantize["y"])
-    assert costs.total(set(), set()) == pytest.approx(33.0)
-    assert learn(parts, [floats, usual]).disturbed[2] == 0  # noise
+    assert costs.prices[2].disturbed == pytest.approx(9.0)
+    assert costs.prices[2].as_float == 3.0
+    assert costs.total(Decision.of({3}, {"y"})) == pytest.approx(10 + 10 + 3 + 9 + 5 + 0.2 + costs.dequantize["y"])
+    assert costs.total(Decision()) == pytest.approx(33.0)
+    assert learn(parts, [floats, usual]).prices[2].disturbed == 0  # noise
 
 
 def test_equal_units_that_the_float_build_took_unequal_time_for_share_nothing() -> None:
@@ -152,10 +153,10 @@ def test_equal_units_that_the_float_build_took_unequal_time_for_share_nothing() 
     parts = parts_of(chain())
     built = times(placed(parts, "a", "t"), {}, {"t": 0.5}, a=4.0, b=10.0, c=3.0, d=30.0)
     costs = learn(parts, [times(**FLOAT | {"d": 30.0}), built])
-    assert costs.as_quantized == pytest.approx((4.0, 4.0, HOPE * 3.0, HOPE * 30.0))
-    assert costs.as_float == (10.0, 10.0, 3.0, 30.0)
+    assert [p.as_quantized for p in costs.prices] == pytest.approx([4.0, 4.0, HOPE * 3.0, HOPE * 30.0])
+    assert [p.as_float for p in costs.prices] == [10.0, 10.0, 3.0, 30.0]
     alike = learn(parts, [times(**FLOAT | {"d": 14.0}), built])
-    assert alike.as_quantized[3] == pytest.approx(4.0)
+    assert alike.prices[3].as_quantized == pytest.approx(4.0)
 
 
 def test_conversions_that_no_layer_ran_are_free() -> None:
@@ -175,9 +176,9 @@ def test_pairs_on_some_uses_of_an_output_leave_a_float_there() -> None:
     parts = partition(model, frozenset(Edge(*use) for use in uses), ())
     tensor = next(t for t in parts.edges if len(parts.users(t)) == 2 and t in parts.producer)
     unit = parts.units[parts.producer[tensor]]
-    one = Placement(parts.placement({unit.number}, ()).edges | {parts.edges[tensor][0]})
+    one = Placement(parts.placement(Decision.of({unit.number})).edges | {parts.edges[tensor][0]})
     assert state(unit, parts, one) == "handing"
-    assert state(unit, parts, parts.placement({unit.number}, {tensor})) == "quantized"
+    assert state(unit, parts, parts.placement(Decision.of({unit.number}, {tensor}))) == "quantized"
 
 
 def test_engines_that_run_a_dq_for_each_consumer() -> None:
@@ -186,7 +187,7 @@ def test_engines_that_run_a_dq_for_each_consumer() -> None:
     parts = partition(model, possible := frozenset(Edge(*use) for use in uses), ())
     tensor = next(t for t in parts.edges if len(parts.users(t)) == 2 and t in parts.producer)
     producer = parts.producer[tensor]
-    placement = parts.placement({producer}, {tensor})
+    placement = parts.placement(Decision.of({producer}, {tensor}))
     assert placement.edges <= possible
     base = times(**dict.fromkeys((n.name for n in model.nodes), 1.0))
     for copies, expected in ((1, 0.8), (2, 0.4)):
@@ -194,7 +195,7 @@ def test_engines_that_run_a_dq_for_each_consumer() -> None:
         costs = learn(parts, [base, built])
         assert costs.dequantize[tensor] == pytest.approx(expected)
         assert costs.per_consumer == (copies == 2)
-        assert costs.of_tensor(tensor, {producer}, {tensor}) == pytest.approx(0.8)
+        assert costs.of_tensor(tensor, Decision.of({producer}, {tensor})) == pytest.approx(0.8)
 
 
 def test_unseen_conversions_follow_a_line() -> None:
@@ -222,10 +223,10 @@ def test_the_fake_engines_builds_are_predicted_exactly() -> None:
 
     whole = everything(parts)
     base, seconds = priced(Placement())
-    built, quantized_seconds = priced(parts.placement(whole.quantized, whole.stored))
+    built, quantized_seconds = priced(parts.placement(whole))
     costs = learn(parts, [base, built])
-    assert costs.total((), ()) == pytest.approx(seconds)
-    assert costs.total(whole.quantized, whole.stored) == pytest.approx(quantized_seconds)
+    assert costs.total(Decision()) == pytest.approx(seconds)
+    assert costs.total(whole) == pytest.approx(quantized_seconds)
 
 
 @pytest.mark.parametrize("export", EXPORTS)
@@ -236,7 +237,8 @@ def test_recorded_reports_of_tensorrt_are_attributed(export: str) -> None:
     stranger = attribute(chain(), Priced(Placement(), report), total)
     assert not stranger.nodes
     parts = parts_of(chain())
-    assert isinstance(cut(learn(parts, [times(**FLOAT), stranger])).predicted_ms, float)
+    costs = learn(parts, [times(**FLOAT), stranger])
+    assert np.isfinite(costs.total(cut(costs)))
     named = [n for found in report for n in found.nodes if "QuantizeLinear" not in n]
     model = lookalike(list(dict.fromkeys(named)))
     found = attribute(model, Priced(Placement(), report, 0.5), total)

@@ -17,9 +17,9 @@ from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search import best_of
-from qdqtune.search.costs.optimum import cut, problem_of
-from qdqtune.search.costs.prices import Costs
-from qdqtune.search.costs.units import Partition, partition
+from qdqtune.search.costs.optimum import Formulation, cut, formulate
+from qdqtune.search.costs.prices import Costs, Price
+from qdqtune.search.costs.units import Decision, Partition, partition
 from qdqtune.search.cut import CutSearch
 from qdqtune.types import Failure, Layer, Measurement, Placement, Trial
 from runs import mixed
@@ -118,12 +118,12 @@ class Bench:
         return history
 
 
-def decisions(parts: Partition) -> Iterator[tuple[frozenset[int], frozenset[str]]]:
+def decisions(parts: Partition) -> Iterator[Decision]:
     """Every set of units, each output of a quantized unit stored quantized."""
     able = [u.number for u in parts.units if u.inputs]
     for chosen in chain.from_iterable(combinations(able, n) for n in range(len(able) + 1)):
         quantized = frozenset(chosen)
-        yield quantized, frozenset(t for t in parts.edges if parts.producer.get(t) in quantized)
+        yield Decision(quantized, frozenset(t for t in parts.edges if parts.producer.get(t) in quantized))
 
 
 MODELS = {"mixed": mixed, "two branches": two_branches, "products": products, "convs": convs, "conv net": conv_net}
@@ -135,7 +135,7 @@ def test_the_best_of_all_placements_is_found(name: str) -> None:
     history = bench.played()
     parts = partition(bench.model, bench.possible, bench.search().groups)
     assert len(parts.units) <= 12
-    best = min(bench.seconds(parts.placement(q, s)) for q, s in decisions(parts))
+    best = min(bench.seconds(parts.placement(d)) for d in decisions(parts))
     assert bench.seconds(best_of(history)) == pytest.approx(min(best, bench.float_seconds), rel=1e-9)
 
 
@@ -143,9 +143,10 @@ def test_every_subset_of_stored_tensors_is_beaten_too() -> None:
     bench = Bench(two_branches())
     found = bench.seconds(best_of(bench.played()))
     parts = partition(bench.model, bench.possible, bench.search().groups)
-    for quantized, stored in decisions(parts):
-        for kept in chain.from_iterable(combinations(sorted(stored), n) for n in range(len(stored) + 1)):
-            assert found <= bench.seconds(parts.placement(quantized, kept)) * (1 + 1e-9)
+    for decision in decisions(parts):
+        stored = sorted(decision.stored)
+        for kept in chain.from_iterable(combinations(stored, n) for n in range(len(stored) + 1)):
+            assert found <= bench.seconds(parts.placement(Decision.of(decision.quantized, kept))) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -154,15 +155,15 @@ def test_the_cut_minimizes_what_total_predicts(name: str, per_consumer: bool) ->
     """One energy: the problem's cost of any allowed answers is the prediction, and the cut is its minimum."""
     costs = made_up(Bench(MODELS[name]()), per_consumer)
     parts = costs.partition
-    problem, runs, stored = problem_of(costs)
-    lowest = cut(costs).predicted_ms
+    made = formulate(costs)
+    lowest = costs.total(cut(costs))
     random = np.random.default_rng(0)
     for _ in range(60):
         quantized = frozenset(u.number for u in parts.units if u.inputs and random.random() < 0.6)
-        kept = frozenset(t for t in stored if parts.producer.get(t) in quantized and random.random() < 0.7)
-        answers = settled(problem.if_no, parts, runs, stored, quantized, kept)
-        total = costs.total(quantized, kept)
-        assert min(problem.cost(a) for a in answers) == pytest.approx(total)
+        kept = frozenset(t for t in made.stored if parts.producer.get(t) in quantized and random.random() < 0.7)
+        decision = Decision(quantized, kept)
+        total = costs.total(decision)
+        assert min(made.problem.cost(a) for a in settled(made, parts, decision)) == pytest.approx(total)
         assert lowest <= total + 1e-9
 
 
@@ -170,32 +171,32 @@ def made_up(bench: Bench, per_consumer: bool) -> Costs:
     """Arbitrary prices, so that no term is zero."""
     parts = partition(bench.model, bench.possible, bench.search().groups)
     random = np.random.default_rng(1)
-    rows = [tuple(random.random(len(parts.units)).tolist()) for _ in range(5)]
+    prices = tuple(Price(*random.random(5).tolist()) for _ in parts.units)
     q, d = ({t: float(random.random()) / 3 for t in parts.edges} for _ in range(2))
-    return Costs(parts, *rows, q, d, per_consumer, frozenset())
+    return Costs(parts, prices, q, d, per_consumer)
 
 
-def settled(names, parts, runs, stored, quantized, kept) -> Iterator[list[bool]]:
+def settled(made: Formulation, parts: Partition, decision: Decision) -> Iterator[list[bool]]:
     """The answers that mean a decision, with the helping variables each way that is consistent for a tensor."""
     for exist, absorb in product((0, 1), repeat=2):
-        answers = [False] * len(names)
-        for unit, number in enumerate(runs):
-            answers[number] = unit in quantized
-        free = [n for n in range(len(names)) if n not in set(runs) | set(stored.values())]
-        disturbed, free = free[: len(runs)], free[len(runs) :]
-        each = len(free) // len(stored)
-        for k, (tensor, number) in enumerate(stored.items()):
-            answers[number] = tensor in kept
+        answers = [False] * len(made.problem.if_no)
+        for unit, number in enumerate(made.runs):
+            answers[number] = unit in decision.quantized
+        free = [n for n in range(len(made.problem.if_no)) if n not in set(made.runs) | set(made.stored.values())]
+        disturbed, free = free[: len(made.runs)], free[len(made.runs) :]
+        each = len(free) // len(made.stored)
+        for k, (tensor, number) in enumerate(made.stored.items()):
+            answers[number] = tensor in decision.stored
             users = parts.users(tensor)
-            needed = any(u in quantized for u in users if u is not None)
-            answers[free[each * k]] = exists = needed or (exist == 1 and tensor in kept)
+            needed = any(u in decision.quantized for u in users if u is not None)
+            answers[free[each * k]] = exists = needed or (exist == 1 and tensor in decision.stored)
             if exists and tensor in parts.producer:
                 answers[disturbed[parts.producer[tensor]]] = True
             for user in users:
-                if tensor in kept and user is not None:
+                if tensor in decision.stored and user is not None:
                     answers[disturbed[user]] = True
             if each == 2:
-                answers[free[each * k + 1]] = absorb == 1 and all(u in quantized for u in users)
+                answers[free[each * k + 1]] = absorb == 1 and all(u in decision.quantized for u in users)
         yield answers
 
 

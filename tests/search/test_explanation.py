@@ -17,6 +17,7 @@ from qdqtune.engines.fake import latency
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
+from qdqtune.search.costs.units import Decision
 from qdqtune.search.latency import GroupedSearch
 from qdqtune.tuning.loop import Result, tune
 from qdqtune.types import Measurement, Placement, Trial
@@ -114,7 +115,7 @@ def test_grouped_search_asks_the_largest_first_and_nothing_twice() -> None:
     assert len({t.placement for t in history}) == len(history)
     assert Placement() not in {t.placement for t in history}
     able = [u.number for u in search.units.units if u.inputs]
-    every = (search.units.placement(set(q), {t for n in q for t in search.units.units[n].outputs})
+    every = (search.units.placement(Decision.of(q, (t for n in q for t in search.units.units[n].outputs)))
              for q in chain.from_iterable(combinations(able, k) for k in range(len(able) + 1)))  # fmt: skip
     seconds = {p: latency(inserter.insert(p).to_proto()) for p in every}
     assert latency(inserter.insert(best).to_proto()) <= 1.02 * min(seconds.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -12,8 +11,8 @@ from models import attention, build, normal
 from qdqtune.graph.model import Model
 from qdqtune.search.costs.noise import DOUBT, STEP, Noise
 from qdqtune.search.costs.optimum import cut, cut_within
-from qdqtune.search.costs.prices import Costs
-from qdqtune.search.costs.units import Partition, partition
+from qdqtune.search.costs.prices import Costs, Price
+from qdqtune.search.costs.units import Decision, Partition, partition
 from qdqtune.types import Accuracy, Edge, Measurement, Placement, Proposal, Trial
 from runs import mixed
 
@@ -76,16 +75,10 @@ def made_up(model: Model) -> tuple[Costs, Noise]:
                          if t in model.tensors and model.tensors[t].is_float)  # fmt: skip
     parts = partition(model, possible, [])
     random = np.random.default_rng(3)
-    rows = {f.name: tuple((random.random(len(parts.units)) / 4).tolist()) for f in fields(Costs) if "tuple" in f.type}
-    slow = tuple(1 + extra for extra in rows["as_float"])
+    prices = tuple(Price(*((1, 0, 0, 0, 0) + random.random(5) / 4).tolist()) for _ in parts.units)
     q, d = ({t: float(random.random()) / 4 for t in parts.edges} for _ in range(2))
     alone = {t: float(random.lognormal(sigma=2)) for t in sorted({e.tensor for e in possible})}
-    others = {"quantize": q, "dequantize": d, "per_consumer": False, "seen": frozenset()}
-    return Costs(**{"partition": parts, **rows, **others, "as_float": slow}), Noise(model, alone)
-
-
-def placement(parts: Partition, decision) -> Placement:
-    return parts.placement(decision.quantized, decision.stored)
+    return Costs(parts, prices, q, d), Noise(model, alone)
 
 
 @pytest.mark.parametrize("make", [mixed, attention])
@@ -93,17 +86,17 @@ class TestACutWithinLimits:
     def test_no_price_on_noise_gives_the_cut_and_no_room_gives_the_float_model(self, make) -> None:
         costs, noise = made_up(make())
         assert cut_within(costs, noise, np.inf) == cut(costs)
-        silent = placement(costs.partition, cut_within(costs, noise, 1e-12))
+        silent = costs.partition.placement(cut_within(costs, noise, 1e-12))
         assert noise.predicted(silent) == 0
 
     def test_less_room_takes_longer_and_is_kept_to(self, make) -> None:
         costs, noise = made_up(make())
-        whole = noise.predicted(placement(costs.partition, cut(costs)))
+        whole = noise.predicted(costs.partition.placement(cut(costs)))
         times: list[float] = []
         for share in (1.0, 0.8, 0.5, 0.3, 0.1, 0.03):
             decision = cut_within(costs, noise, share * whole)
-            assert noise.predicted(placement(costs.partition, decision)) <= share * whole
-            times.append(decision.predicted_ms)
+            assert noise.predicted(costs.partition.placement(decision)) <= share * whole
+            times.append(costs.total(decision))
         assert times == sorted(times)
         assert times[0] < times[-1]
 
@@ -111,20 +104,19 @@ class TestACutWithinLimits:
         """The cut lies on the convex front: whatever beats it in time makes more noise."""
         costs, noise = made_up(make())
         parts = costs.partition
-        whole = noise.predicted(placement(parts, cut(costs)))
+        whole = noise.predicted(parts.placement(cut(costs)))
         found = [cut_within(costs, noise, share * whole) for share in (0.7, 0.4, 0.2)]
-        for quantized, stored in _random_decisions(parts, 2000):
-            predicted = noise.predicted(parts.placement(quantized, stored))
+        for other in _random_decisions(parts, 2000):
             for decision in found:
-                if predicted <= noise.predicted(placement(parts, decision)):
-                    assert costs.total(quantized, stored) >= decision.predicted_ms - 1e-6
+                if noise.predicted(parts.placement(other)) <= noise.predicted(parts.placement(decision)):
+                    assert costs.total(other) >= costs.total(decision) - 1e-6
 
 
-def _random_decisions(parts: Partition, count: int) -> Sequence[tuple[frozenset[int], frozenset[str]]]:
+def _random_decisions(parts: Partition, count: int) -> Sequence[Decision]:
     random = np.random.default_rng(4)
     found = []
     for _ in range(count):
         quantized = frozenset(u.number for u in parts.units if u.inputs and random.random() < 0.5)
         mine = [t for t in parts.edges if parts.producer.get(t) in quantized]
-        found.append((quantized, frozenset(t for t in mine if random.random() < 0.8)))
+        found.append(Decision(quantized, frozenset(t for t in mine if random.random() < 0.8)))
     return found

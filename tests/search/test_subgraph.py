@@ -15,7 +15,7 @@ from qdqtune.placement import rules
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search import best_of
 from qdqtune.search.costs.profiles import Option, Profile, select
-from qdqtune.search.costs.units import Partition, partition
+from qdqtune.search.costs.units import Decision, Partition, partition
 from qdqtune.search.subgraph import Change, SubgraphSearch
 from qdqtune.types import Failure, Layer, Measurement, Placement, Trial
 
@@ -168,9 +168,9 @@ def test_mixing_keeps_what_neighbours_need() -> None:
     possible = possible_edges(model, ranges(model))
     parts = partition(model, possible, [])
     search = search_of(model)
-    both = parts.placement({0, 1}, {"t"})
+    both = parts.placement(Decision.of({0, 1}, {"t"}))
     back = search.mixed(both, [Change(parts.owner["a"], Placement(), 1.0)])
-    assert back == parts.placement({1}, ())
+    assert back == parts.placement(Decision.of({1}))
     front = search.mixed(both, [Change(parts.owner["b"], Placement(), 1.0)])
-    assert front == parts.placement({0}, {"t"})
+    assert front == parts.placement(Decision.of({0}, {"t"}))
     assert search.mixed(both, []) == both

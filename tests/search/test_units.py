@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from models import attention, build, conv_net, normal, ranges, tapped
 from qdqtune.graph.model import Model
 from qdqtune.placement.possible import possible_edges
-from qdqtune.search.costs.units import Partition, fusion_groups, inner_edges, partition, split
+from qdqtune.search.costs.units import Decision, Partition, fusion_groups, inner_edges, partition, split
 from qdqtune.types import Edge, Layer, Placement
 from region_models import networks
 
@@ -62,17 +62,18 @@ def test_a_stored_tensor_has_pairs_on_all_edges_and_any_other_where_it_is_needed
     model = conv_net()
     parts = parts_of(model)
     project, add = unit_of(parts, "project"), unit_of(parts, "add")
-    assert parts.placement({project.number}, ()) == Placement.of([Edge("k1", "project", 0), Edge("w2", "project", 1)])
+    alone = parts.placement(Decision.of({project.number}))
+    assert alone == Placement.of([Edge("k1", "project", 0), Edge("w2", "project", 1)])
     users = {Edge("p0", "depthwise", 0), Edge("p0", "add", 1)}
-    assert parts.placement((), {"p0"}).edges == users
-    assert Edge("p0", "depthwise", 0) not in parts.placement({add.number}, ())
+    assert parts.placement(Decision.of((), {"p0"})).edges == users
+    assert Edge("p0", "depthwise", 0) not in parts.placement(Decision.of({add.number}))
     assert set(parts.users("p0")) == {add.number, unit_of(parts, "depthwise").number}
 
 
 def test_graph_outputs_that_the_graph_goes_on_with() -> None:
     parts = parts_of(tapped())
     assert set(parts.users("first")) == {None, parts.owner["relu"]}
-    assert any(e.is_graph_output for e in parts.placement((), {"first"}))
+    assert any(e.is_graph_output for e in parts.placement(Decision.of((), {"first"})))
 
 
 def test_groups_are_layers_of_several_known_nodes() -> None:

@@ -133,14 +133,19 @@ def takes_data(node: Node, slot: int) -> bool:
     return not node.domain and slot < SETTINGS_FROM.get(node.op, slot + 1)
 
 
+def elements(model: Model, tensor: str) -> float:
+    """Size of a tensor; an unknown dimension counts as 1."""
+    info = model.tensors.get(tensor)
+    return float(np.prod([d or 1 for d in (info.shape if info else None) or ()]))
+
+
 def work(model: Model, node: Node) -> float:
     """Multiplications of a compute operator, elements written by any other; an unknown dimension counts as 1."""
-    info = model.tensors.get(node.outputs[0]) if node.outputs else None
-    elements = float(np.prod([d or 1 for d in (info.shape if info else None) or ()]))
+    written = elements(model, node.outputs[0]) if node.outputs else 1.0
     if node.op not in COMPUTE or len(node.inputs) < 2:
-        return elements
+        return written
     weight = model.tensors.get(node.inputs[1])
     shape = [d or 1 for d in (weight.shape if weight else None) or ()]
     if node.op in CONVOLUTIONS:
-        return elements * float(np.prod(shape[1:]))
-    return elements * float(shape[-1 if node.attributes.get("transB", 0) else -2] if len(shape) > 1 else 1)
+        return written * float(np.prod(shape[1:]))
+    return written * float(shape[-1 if node.attributes.get("transB", 0) else -2] if len(shape) > 1 else 1)

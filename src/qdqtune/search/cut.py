@@ -37,19 +37,9 @@ from qdqtune.measurement.timing import Plan, judge
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.costs.attribution import Times, attribute, group_cost, inner_pairs, priced
 from qdqtune.search.costs.noise import Noise
-from qdqtune.search.costs.optimum import (
-    Decision,
-    _placement,
-    cut,
-    cut_holding,
-    cut_within,
-    decision_of,
-    everything,
-    flip,
-    margins,
-)
+from qdqtune.search.costs.optimum import cut, cut_holding, cut_within, decision_of, everything, flip, margins
 from qdqtune.search.costs.prices import Costs, learn
-from qdqtune.search.costs.units import Group, fusion_groups, inner_edges, kind_of, partition, split
+from qdqtune.search.costs.units import Decision, Group, fusion_groups, inner_edges, kind_of, partition, split
 from qdqtune.types import Edge, Layer, Placement, Proposal, Trial
 
 POLISH = 3
@@ -103,20 +93,18 @@ class CutSearch:
         whole = {}
         for name, groups in (("fused units", self.groups), ("single nodes", [])):
             parts = partition(self.model, self.possible, groups)
-            whole[name] = _placement(parts, everything(parts))
+            whole[name] = parts.placement(everything(parts))
         return tuple(_named(whole | dict(self.seeds)))
 
     def _later(self, costs: Costs, history: Sequence[Trial]) -> Iterator[Proposal]:
         """The optimum of what is known (if it was built already, the prices are at a fixed point), what is near to the
         best placement, and the spares."""
-        optima = self._optima(costs, history)
-        placements = []
-        for decision in optima:
-            placements.append(_placement(costs.partition, decision))
-            predicted = decision.predicted_ms / self.float_ms
-            yield Proposal("cut", placements[-1], predicted=predicted, wants_layers=True)
+        optima = []
+        for decision in self._optima(costs, history):
+            optima.append(self.proposal("cut", costs, decision))
+            yield optima[-1]
         failed = {t.placement for t in history if judge(t, self.plan) is None}
-        stuck = any(placement in failed for placement in placements)
+        stuck = any(proposal.placement in failed for proposal in optima)
         for proposal in chain(self._polish(costs, history, stuck=stuck), _named(self.spares)):
             if self.noise is None or self.noise.fits(proposal.placement, history):
                 yield proposal
@@ -150,9 +138,14 @@ class CutSearch:
         kinds = [kind for _, kind in sorted(ranked)]
         groups = [kinds[i : i + POLISH] for i in range(0, len(kinds), POLISH)]
         for group in (*groups, *([kind] for kind in kinds)):
-            other = flip(costs, base, group)
-            predicted = ratio + (other.predicted_ms - base.predicted_ms) / self.float_ms
-            yield Proposal("polish", _placement(costs.partition, other), predicted=predicted, wants_layers=True)
+            other = flip(costs.partition, base, group)
+            predicted = ratio + (costs.total(other) - costs.total(base)) / self.float_ms
+            yield Proposal("polish", costs.partition.placement(other), predicted=predicted, wants_layers=True)
+
+    def proposal(self, origin: str, costs: Costs, decision: Decision) -> Proposal:
+        """A decision as something to build, with the ratio to float that the prices predict."""
+        predicted = costs.total(decision) / self.float_ms
+        return Proposal(origin, costs.partition.placement(decision), predicted=predicted, wants_layers=True)
 
     def costs(self, history: Sequence[Trial]) -> Costs:
         """Prices of the units that the builds so far suggest. Where builds disagree, a later one counts; of the first

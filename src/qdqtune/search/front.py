@@ -15,8 +15,9 @@ import numpy as np
 from qdqtune.measurement.timing import Plan
 from qdqtune.search import ratios_to_float
 from qdqtune.search.costs.noise import Noise
-from qdqtune.search.costs.optimum import Decision, _placement, cut, cut_holding, decision_of
+from qdqtune.search.costs.optimum import cut, cut_holding, decision_of
 from qdqtune.search.costs.prices import Costs
+from qdqtune.search.costs.units import Decision
 from qdqtune.search.cut import CutSearch
 from qdqtune.types import Placement, Proposal, Trial
 
@@ -87,35 +88,32 @@ class FrontSearch:
         tried = {t.placement for t in history} | {Placement()}
         bound = self.noise.bound(history)
         if bound is not None and not any(t.proposal.origin == "cut" for t in history):
-            proposal = self._proposal("cut", costs, cut_holding(costs, self.noise, bound))
+            proposal = self.by_cut.proposal("cut", costs, cut_holding(costs, self.noise, bound))
             if proposal.placement not in tried:
                 return (proposal,)
-        known = np.array([self._point(decision_of(costs, p), p) for p in tried])
-        best: tuple[float, Decision] | None = None
-        for decision in self._path(costs):
-            placement = _placement(costs.partition, decision)
-            if placement not in tried:
-                distance = float(np.abs(known - self._point(decision, placement)).max(axis=1).min())
-                if best is None or distance > best[0]:
-                    best = distance, decision
-        return () if best is None else (self._proposal("front", costs, best[1]),)
+        fresh = [d for d in self._path(costs) if costs.partition.placement(d) not in tried]
+        if not fresh:
+            return ()
+        known = np.array([self._point(costs, decision_of(costs, p), p) for p in tried])
+
+        def distance(decision: Decision) -> float:
+            point = self._point(costs, decision, costs.partition.placement(decision))
+            return float(np.abs(known - point).max(axis=1).min())
+
+        return (self.by_cut.proposal("front", costs, max(fresh, key=distance)),)
 
     def _path(self, costs: Costs) -> Iterator[Decision]:
         """The optima of rising prices on noise, while they are worth a build."""
         fastest = cut(costs)
-        loudest = self.noise.predicted(_placement(costs.partition, fastest))
+        loudest = self.noise.predicted(costs.partition.placement(fastest))
         yield fastest
-        for price in PRICES * fastest.predicted_ms / loudest if loudest > 0 else ():
+        for price in PRICES * costs.total(fastest) / loudest if loudest > 0 else ():
             decision = cut(costs, self.noise, float(price))
-            if decision.predicted_ms > GAIN * self.by_cut.float_ms or not decision.quantized:
+            if costs.total(decision) > GAIN * self.by_cut.float_ms or not decision.quantized:
                 return
             yield decision
 
-    def _point(self, decision: Decision, placement: Placement) -> tuple[float, float]:
+    def _point(self, costs: Costs, decision: Decision, placement: Placement) -> tuple[float, float]:
         """Where a placement lies: its share of the float model's time, and its noise in decades."""
         noise = self.noise.predicted(placement)
-        return decision.predicted_ms / self.by_cut.float_ms / DECADE, float(np.log10(max(noise, 1e-9)))
-
-    def _proposal(self, origin: str, costs: Costs, decision: Decision) -> Proposal:
-        predicted = decision.predicted_ms / self.by_cut.float_ms
-        return Proposal(origin, _placement(costs.partition, decision), predicted=predicted, wants_layers=True)
+        return costs.total(decision) / self.by_cut.float_ms / DECADE, float(np.log10(max(noise, 1e-9)))

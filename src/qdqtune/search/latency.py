@@ -66,11 +66,11 @@ class GroupedSearch:
 
     def _flipped(self, best: Placement, group: Sequence[Unit]) -> Placement:
         """The best placement with a group in float if most of its work runs quantized there, and quantized if not."""
-        quantized, stored = nearest(self.units, best)
-        running = [u for u in group if u.number in quantized]
-        rest = [u for u in group if u.number not in quantized]
+        decision = nearest(self.units, best)
+        running = [u for u in group if u.number in decision.quantized]
+        rest = [u for u in group if u.number not in decision.quantized]
         turned = running if self._work(running) >= self._work(rest) else rest
-        return self.units.placement(*other(self.units, quantized, stored, [u.number for u in turned]))
+        return self.units.placement(other(self.units, decision, [u.number for u in turned]))
 
     def _work(self, units: Collection[Unit]) -> float:
         return sum(work(self.model, self.model.nodes[n]) for u in units for n in u.nodes)

@@ -95,7 +95,7 @@ class SubgraphSearch:
     @cached_property
     def total_ms(self) -> float:
         """Time of the float model: the sum of its layers, or of its groups where the engine tells no times."""
-        return sum(layer.time_ms or 0.0 for layer in self.float_layers) or sum(self.selection.costs.as_float)
+        return sum(layer.time_ms or 0.0 for layer in self.float_layers) or self.selection.costs.float_ms
 
     @property
     def _is_timed(self) -> bool:
@@ -193,7 +193,7 @@ class SubgraphSearch:
             mine, theirs = taken.get(reader, base), taken.get(maker, base)
             stands = edge in mine
             if mine != theirs:
-                stands = (stands and reader in views[mine][0]) or edge.tensor in views[theirs][1]
+                stands = (stands and reader in views[mine].quantized) or edge.tensor in views[theirs].stored
             if stands:
                 edges.add(edge)
         return Placement.of(edges)
@@ -213,10 +213,8 @@ def narrowed(search: SubgraphSearch, noise: Noise | None) -> SubgraphSearch:
         return search
     costs, seeds = search.selection.costs, dict(search.seeds)
     if (bound := noise.bound(())) is not None:
-        decision = cut_holding(costs, noise, bound)
-        return replace(search, seeds=seeds | {QUIETER: search.parts.placement(decision.quantized, decision.stored)})
+        return replace(search, seeds=seeds | {QUIETER: search.parts.placement(cut_holding(costs, noise, bound))})
     for share in (RESERVE, RESERVE / 2):
-        decision = cut_within(costs, noise, share * noise.limit)
-        name = f"{QUIETER}, {share:.0%} of the noise"
-        seeds[name] = search.parts.placement(decision.quantized, decision.stored)
+        quiet = search.parts.placement(cut_within(costs, noise, share * noise.limit))
+        seeds[f"{QUIETER}, {share:.0%} of the noise"] = quiet
     return replace(search, seeds=seeds)

@@ -41,24 +41,24 @@ def explain(costs: Costs, placement: Placement) -> tuple[UnitPrice, ...]:
     decision, parts = decision_of(costs, placement), costs.partition
     rows = []
     for unit in parts.units:
-        number, able = unit.number, bool(unit.inputs)
+        price, able = costs.prices[unit.number], bool(unit.inputs)
+        quantized = unit.number in decision.quantized
         leaving = [t for t in unit.outputs if t in parts.edges]
-        own = costs.of_unit(unit, decision.quantized, decision.stored)
-        inside = costs.as_quantized[number] if number in decision.quantized else costs.as_float[number]
+        extra = costs.of_unit(unit, decision) - (price.as_quantized if quantized else price.as_float)
         around = {*leaving, *(e.tensor for e in unit.inputs)}
-        conversions = sum(costs.of_tensor(t, decision.quantized, decision.stored) for t in around)
+        conversions = sum(costs.of_tensor(t, decision) for t in around)
         rows.append(UnitPrice(
             nodes=tuple(parts.model.nodes[n].name for n in unit.nodes),
             operators=tuple(parts.model.nodes[n].op for n in unit.nodes),
-            float_ms=costs.as_float[number],
-            quantized_ms=costs.as_quantized[number] if able else None,
+            float_ms=price.as_float,
+            quantized_ms=price.as_quantized if able else None,
             quantize_ms=sum(costs.quantize[t] for t in leaving),
             dequantize_ms=sum(costs.dequantize[t] for t in leaving),
-            handing_ms=costs.handing[number] * len(leaving),
-            boundary_ms=own - inside + conversions,
-            quantized=number in decision.quantized,
+            handing_ms=price.handing * len(leaving),
+            boundary_ms=extra + conversions,
+            quantized=quantized,
             margin_ms=margin(costs, decision, unit) if able else None,
-            seen=number in costs.seen,
+            seen=price.seen,
         ))  # fmt: skip
     return tuple(sorted(rows, key=lambda r: (-r.float_ms, r.nodes)))
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-
 from qdqtune.graph import operators
-from qdqtune.graph.model import Model, Node
-from qdqtune.graph.operators import work
+from qdqtune.graph.model import Model
+from qdqtune.graph.operators import elements, work
 from qdqtune.search.costs.noise import Noise
 from qdqtune.search.costs.optimum import cut_within
-from qdqtune.search.costs.prices import Costs
+from qdqtune.search.costs.prices import Costs, Price
 from qdqtune.search.costs.units import Partition, Unit, partition, usual_groups
 from qdqtune.types import Edge, Placement
 
@@ -35,40 +33,19 @@ def guesses(model: Model, possible: frozenset[Edge], noise: Noise | None) -> Cal
     costs = _presumed(parts)
 
     def guess(allowed: float) -> Placement:
-        decision = cut_within(costs, noise, allowed)
-        return parts.placement(decision.quantized, decision.stored)
+        return parts.placement(cut_within(costs, noise, allowed))
 
     return guess
 
 
 def _presumed(parts: Partition) -> Costs:
     """Prices in elements that are copied."""
-    model = parts.model
-    copied = [sum(work(model, n) for n in _nodes(model, u) if n.op not in operators.COMPUTE) for u in parts.units]
-    computed = [
-        ELEMENTS * sum(work(model, n) for n in _nodes(model, u) if n.op in operators.COMPUTE) for u in parts.units
-    ]
-    nothing = (0.0,) * len(parts.units)
-    border = {tensor: _elements(model, tensor) for tensor in parts.edges}
-    return Costs(
-        partition=parts,
-        as_float=tuple(a + b for a, b in zip(copied, computed, strict=True)),
-        as_quantized=tuple(a + QUANTIZED * b for a, b in zip(copied, computed, strict=True)),
-        disturbed=nothing,
-        behind_float=nothing,
-        handing=nothing,
-        quantize=border,
-        dequantize=border,
-        per_consumer=False,
-        seen=frozenset(),
-    )
+    border = {tensor: elements(parts.model, tensor) for tensor in parts.edges}
+    return Costs(parts, tuple(_price(parts.model, unit) for unit in parts.units), quantize=border, dequantize=border)
 
 
-def _nodes(model: Model, unit: Unit) -> list[Node]:
-    return [model.nodes[n] for n in unit.nodes]
-
-
-def _elements(model: Model, tensor: str) -> float:
-    """Size of a tensor; an unknown dimension counts as 1."""
-    info = model.tensors.get(tensor)
-    return float(np.prod([d or 1 for d in (info.shape if info else None) or ()]))
+def _price(model: Model, unit: Unit) -> Price:
+    nodes = [model.nodes[n] for n in unit.nodes]
+    copied = sum(work(model, n) for n in nodes if n.op not in operators.COMPUTE)
+    computed = ELEMENTS * sum(work(model, n) for n in nodes if n.op in operators.COMPUTE)
+    return Price(copied + computed, copied + QUANTIZED * computed)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from qdqtune.search.costs.mincut import Problem, solve
 from qdqtune.search.costs.noise import Noise
 from qdqtune.search.costs.prices import Costs, is_stored, state
-from qdqtune.search.costs.units import Partition, Unit
+from qdqtune.search.costs.units import Decision, Partition, Unit
 from qdqtune.types import Placement
 
 BISECTIONS = 20
@@ -19,19 +19,10 @@ FORETOLD_BISECTIONS = 8
 """As many where each placement on the way is simulated, which takes longer than a cut."""
 
 
-@dataclass(frozen=True)
-class Decision:
-    """A placement as the cut made it: which units run quantized, which tensors stay in 8 bits, and the predicted ms."""
-
-    quantized: frozenset[int]
-    stored: frozenset[str]
-    predicted_ms: float
-
-
 def everything(parts: Partition) -> Decision:
     """All units that can have a pair run quantized, and all their outputs are stored so."""
     able = frozenset(u.number for u in parts.units if u.inputs)
-    return Decision(able, frozenset(t for t in parts.edges if parts.producer.get(t) in able), 0.0)
+    return Decision(able, frozenset(t for t in parts.edges if parts.producer.get(t) in able))
 
 
 def cut_within(costs: Costs, noise: Noise, allowed: float) -> Decision:
@@ -49,12 +40,12 @@ def _cheapest(
 ) -> Decision:
     def at(price: float) -> tuple[Decision, bool]:
         decision = cut(costs, noise, price)
-        return decision, amount(_placement(costs.partition, decision)) <= allowed
+        return decision, amount(costs.partition.placement(decision)) <= allowed
 
     found, fits = at(0.0)
     if fits:
         return found
-    total = sum(costs.as_float)
+    total = costs.float_ms
     low, high = 0.0, total / allowed  # where all the noise that is allowed costs as much as the whole float model
     found, fits = at(high)
     while not fits:
@@ -68,25 +59,33 @@ def _cheapest(
 
 
 def cut(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> Decision:
-    """The optimum of the prices, that of noise in ms included; what it predicts is time alone."""
-    problem, runs, stored = problem_of(costs, noise, price)
-    answers = solve(problem)
-    quantized = frozenset(u for u, number in enumerate(runs) if answers[number])
-    kept = frozenset(t for t, number in stored.items() if answers[number])
-    return Decision(quantized, kept, costs.total(quantized, kept))
+    """The optimum of the prices, that of noise in ms included."""
+    formulation = formulate(costs, noise, price)
+    return formulation.decision(solve(formulation.problem))
 
 
-def problem_of(
-    costs: Costs, noise: Noise | None = None, price: float = 0.0
-) -> tuple[Problem, list[int], dict[str, int]]:
-    """`Costs.total`, and a price on noise, as a minimum cut; the numbers of the decisions to run a unit quantized, and
-    to store a tensor."""
+@dataclass(frozen=True)
+class Formulation:
+    """Prices as a minimum cut, and the numbers of its decisions to run a unit quantized, and to store a tensor."""
+
+    problem: Problem
+    runs: Sequence[int]
+    stored: Mapping[str, int]
+
+    def decision(self, answers: Sequence[bool]) -> Decision:
+        """What an assignment says of units and tensors."""
+        quantized = (unit for unit, number in enumerate(self.runs) if answers[number])
+        return Decision.of(quantized, (tensor for tensor, number in self.stored.items() if answers[number]))
+
+
+def formulate(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> Formulation:
+    """`Costs.total`, and a price on noise, as a minimum cut."""
     parts, problem = costs.partition, Problem()
-    runs = [problem.decision(costs.as_float[u.number], costs.as_quantized[u.number] if u.inputs else np.inf)
-            for u in parts.units]  # fmt: skip
+    priced = list(zip(parts.units, costs.prices, strict=True))
+    runs = [problem.decision(p.as_float, p.as_quantized if u.inputs else np.inf) for u, p in priced]
     disturbed = [problem.decision() for _ in parts.units]
-    for amid, run, more in zip(disturbed, runs, costs.disturbed, strict=True):
-        problem.charge(amid, run, more)
+    for amid, run, own in zip(disturbed, runs, costs.prices, strict=True):
+        problem.charge(amid, run, own.disturbed)
     stored = {tensor: problem.decision() for tensor in parts.edges}
     rounding = [(run, e.tensor) for run, u in zip(runs, parts.units, strict=True) for e in u.weights]
     for tensor, kept in stored.items():
@@ -98,7 +97,7 @@ def problem_of(
             problem.if_yes[kept] = np.inf  # a graph input comes as a float
         else:
             problem.charge(kept, runs[producer], np.inf)
-            problem.charge(runs[producer], kept, costs.handing[producer])
+            problem.charge(runs[producer], kept, costs.prices[producer].handing)
             problem.charge(exists, disturbed[producer], np.inf)
         if not costs.per_consumer:
             absorbed = problem.decision(if_yes=np.inf if None in users else 0.0)
@@ -114,10 +113,10 @@ def problem_of(
                 problem.charge(absorbed, runs[user], np.inf)
             if producer is not None:
                 problem.charge(kept, disturbed[user], np.inf)
-                problem.charge(runs[user], kept, costs.behind_float[user])
+                problem.charge(runs[user], kept, costs.prices[user].behind_float)
     if noise is not None and price > 0:
-        _charge_noise(problem, rounding, noise, price, sum(costs.as_float))
-    return problem, runs, stored
+        _charge_noise(problem, rounding, noise, price, costs.float_ms)
+    return Formulation(problem, runs, stored)
 
 
 def _charge_noise(
@@ -137,72 +136,67 @@ def _charge_noise(
 def decision_of(costs: Costs, placement: Placement) -> Decision:
     """The decision that a placement comes nearest to; the cheaper one where it can be read in two ways."""
     parts = costs.partition
-    quantized, stored = nearest(parts, placement)
+    decision = nearest(parts, placement)
     for unit in parts.units:
-        if unit.number not in quantized and state(unit, parts, placement) == "handing":
-            either = quantized | {unit.number}
-            change = [costs.of_unit(unit, q, stored) + sum(costs.of_tensor(e.tensor, q, stored) for e in unit.inputs)
-                      for q in (either, quantized)]  # fmt: skip
-            quantized = either if change[0] < change[1] else quantized
-    return Decision(quantized, stored, costs.total(quantized, stored))
+        if unit.number not in decision.quantized and state(unit, parts, placement) == "handing":
+            tensors = [e.tensor for e in unit.inputs]
+            decision = min(
+                decision,
+                replace(decision, quantized=decision.quantized | {unit.number}),
+                key=lambda d: costs.of_unit(unit, d) + sum(costs.of_tensor(t, d) for t in tensors),
+            )
+    return decision
 
 
-def nearest(parts: Partition, placement: Placement) -> tuple[frozenset[int], frozenset[str]]:
+def nearest(parts: Partition, placement: Placement) -> Decision:
     """The units that a placement makes run quantized, at least in part, and the tensors that it keeps in 8 bits.
 
     A unit without weights that reads such tensors and hands floats over counts as a float one behind DQs.
     """
-    states = {u.number: state(u, parts, placement) for u in parts.units}
     stored = frozenset(t for t in parts.edges if t in parts.producer and is_stored(t, parts, placement))
-    quantized = frozenset(
-        u.number for u in parts.units
-        if states[u.number] in ("quantized", "mixed")
-        or (states[u.number] == "handing" and (u.weights or any(e.tensor not in stored for e in u.inputs)))
-    )  # fmt: skip
-    return quantized, stored
+
+    def runs(unit: Unit) -> bool:
+        how = state(unit, parts, placement)
+        if how == "handing":
+            return bool(unit.weights) or any(e.tensor not in stored for e in unit.inputs)
+        return how in ("quantized", "mixed")
+
+    return Decision.of((unit.number for unit in parts.units if runs(unit)), stored)
 
 
 def margins(costs: Costs, decision: Decision) -> dict[str, float]:
     """By kind of unit, what it would cost in ms to decide otherwise for one unit of it, all else as it is; summed over
     its units."""
-    found: dict[str, float] = {}
+    sums: dict[str, float] = {}
     for unit in costs.partition.units:
-        if unit.inputs and costs.as_float[unit.number] > 0:
-            found[unit.kind] = found.get(unit.kind, 0.0) + margin(costs, decision, unit)
-    return found
+        if unit.inputs and costs.prices[unit.number].as_float > 0:
+            sums[unit.kind] = sums.get(unit.kind, 0.0) + margin(costs, decision, unit)
+    return sums
 
 
 def margin(costs: Costs, decision: Decision, unit: Unit) -> float:
     """What it would cost in ms to decide otherwise for one unit, all else as it is."""
     parts = costs.partition
-    quantized, stored = other(parts, decision.quantized, decision.stored, [unit.number])
     leaving = [t for t in unit.outputs if t in parts.edges]
     near = {user for t in leaving for user in parts.users(t) if user is not None}
     near |= {parts.producer[t] for t in parts.storable(unit)}
     units = [parts.units[n] for n in {unit.number} | near]
     tensors = {*leaving, *(e.tensor for e in unit.inputs)}
-    return sum(
-        sign * (sum(costs.of_unit(u, q, s) for u in units) + sum(costs.of_tensor(t, q, s) for t in tensors))
-        for sign, q, s in ((1, quantized, stored), (-1, decision.quantized, decision.stored))
-    )
+
+    def cost(decided: Decision) -> float:
+        return sum(costs.of_unit(u, decided) for u in units) + sum(costs.of_tensor(t, decided) for t in tensors)
+
+    return cost(other(parts, decision, [unit.number])) - cost(decision)
 
 
-def flip(costs: Costs, decision: Decision, kinds: Collection[str]) -> Decision:
+def flip(parts: Partition, decision: Decision, kinds: Collection[str]) -> Decision:
     """The decision with all units of some kinds the other way."""
-    units = [u.number for u in costs.partition.units if u.kind in kinds and u.inputs]
-    quantized, stored = other(costs.partition, decision.quantized, decision.stored, units)
-    return Decision(quantized, stored, costs.total(quantized, stored))
+    return other(parts, decision, [u.number for u in parts.units if u.kind in kinds and u.inputs])
 
 
-def other(
-    parts: Partition, quantized: frozenset[int], stored: frozenset[str], units: Collection[int]
-) -> tuple[frozenset[int], frozenset[str]]:
+def other(parts: Partition, decision: Decision, units: Collection[int]) -> Decision:
     """A decision with some units the other way: what units store that become quantized, and all else as it was."""
-    changed = quantized ^ frozenset(units)
+    changed = decision.quantized ^ frozenset(units)
     fresh = {t for n in units if n in changed for t in parts.units[n].outputs if t in parts.edges}
     lost = {t for n in units if n not in changed for t in parts.units[n].outputs}
-    return changed, (stored | fresh) - lost
-
-
-def _placement(parts: Partition, decision: Decision) -> Placement:
-    return parts.placement(decision.quantized, decision.stored)
+    return Decision(changed, (decision.stored | fresh) - lost)

@@ -18,7 +18,7 @@ guessed low, so that it is tried: prices of equal units are shared, conversions 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -26,8 +26,9 @@ import numpy as np
 import onnx
 
 from qdqtune.graph.model import Model
+from qdqtune.graph.operators import elements
 from qdqtune.search.costs.attribution import Times
-from qdqtune.search.costs.units import Partition, Unit
+from qdqtune.search.costs.units import Decision, Partition, Unit
 from qdqtune.types import Placement
 
 State = Literal["float", "fed", "handing", "mixed", "quantized"]
@@ -93,54 +94,67 @@ class _Samples:
 
 
 @dataclass(frozen=True)
+class Price:
+    """A unit in ms. `seen`: its quantized price was measured."""
+
+    as_float: float
+    as_quantized: float
+    disturbed: float = 0.0
+    """Extra of a float unit that reads a quantized tensor, or writes one that a quantized unit reads."""
+    behind_float: float = 0.0
+    """Extra of a quantized unit for each tensor that it reads from a float unit."""
+    handing: float = 0.0
+    """Extra of a quantized unit for each output that is not stored quantized."""
+    seen: bool = False
+
+
+@dataclass(frozen=True)
 class Costs:
     """Prices in ms for every unit (by number) and every tensor that crosses a border."""
 
     partition: Partition
-    as_float: tuple[float, ...]
-    as_quantized: tuple[float, ...]
-    disturbed: tuple[float, ...]
-    """Extra of a float unit that reads a quantized tensor, or writes one that a quantized unit reads."""
-    behind_float: tuple[float, ...]
-    """Extra of a quantized unit for each tensor that it reads from a float unit."""
-    handing: tuple[float, ...]
-    """Extra of a quantized unit for each output that is not stored quantized."""
+    prices: tuple[Price, ...]
     quantize: Mapping[str, float]
     dequantize: Mapping[str, float]
-    per_consumer: bool
+    per_consumer: bool = False
     """Whether each consumer of a tensor has a DQ of its own."""
-    seen: frozenset[int]
-    """Units whose quantized price was measured."""
     doubt: Mapping[str, float] = field(default_factory=dict)
     """By kind, how far apart builds that should price a unit of it alike have priced it."""
 
-    def total(self, quantized: Collection[int], stored: Collection[str]) -> float:
+    @property
+    def float_ms(self) -> float:
+        """The predicted ms of the float model."""
+        return sum(price.as_float for price in self.prices)
+
+    def total(self, decision: Decision) -> float:
         """The predicted ms of a decision."""
-        return sum(self.of_unit(u, quantized, stored) for u in self.partition.units) + sum(
-            self.of_tensor(t, quantized, stored) for t in self.partition.edges
+        return sum(self.of_unit(u, decision) for u in self.partition.units) + sum(
+            self.of_tensor(t, decision) for t in self.partition.edges
         )
 
-    def of_unit(self, unit: Unit, quantized: Collection[int], stored: Collection[str]) -> float:
+    def of_unit(self, unit: Unit, decision: Decision) -> float:
         """The predicted ms of one unit, without conversions that run by themselves."""
-        number, entering = unit.number, self.partition.storable(unit)
-        if number not in quantized:
-            is_disturbed = any(t in stored for t in entering) or any(self._is_read(t, quantized) for t in unit.outputs)
-            return self.as_float[number] + (self.disturbed[number] if is_disturbed else 0.0)
-        leaving = sum(t not in stored for t in unit.outputs if t in self.partition.edges)
-        extra = self.behind_float[number] * sum(t not in stored for t in entering)
-        return self.as_quantized[number] + extra + self.handing[number] * leaving
+        price, entering = self.prices[unit.number], self.partition.storable(unit)
+        if unit.number not in decision.quantized:
+            amid_pairs = any(t in decision.stored for t in entering) or any(
+                self._is_read(t, decision) for t in unit.outputs
+            )
+            return price.as_float + (price.disturbed if amid_pairs else 0.0)
+        leaving = sum(t not in decision.stored for t in unit.outputs if t in self.partition.edges)
+        extra = price.behind_float * sum(t not in decision.stored for t in entering)
+        return price.as_quantized + extra + price.handing * leaving
 
-    def of_tensor(self, tensor: str, quantized: Collection[int], stored: Collection[str]) -> float:
+    def of_tensor(self, tensor: str, decision: Decision) -> float:
         """The predicted ms of the conversions of one tensor."""
-        users = self.partition.users(tensor)
-        if tensor in stored:
-            floats = sum(u is None or u not in quantized for u in users)
+        if tensor in decision.stored:
+            floats = sum(u is None or u not in decision.quantized for u in self.partition.users(tensor))
             return self.dequantize[tensor] * (floats if self.per_consumer else min(floats, 1))
-        return self.quantize[tensor] if self._is_read(tensor, quantized) else 0.0
+        return self.quantize[tensor] if self._is_read(tensor, decision) else 0.0
 
-    def _is_read(self, tensor: str, quantized: Collection[int]) -> bool:
+    def _is_read(self, tensor: str, decision: Decision) -> bool:
         """Whether a quantized unit reads a tensor."""
-        return tensor in self.partition.edges and any(u in quantized for u in self.partition.users(tensor))
+        partition = self.partition
+        return tensor in partition.edges and any(u in decision.quantized for u in partition.users(tensor))
 
 
 def learn(partition: Partition, builds: Sequence[Times]) -> Costs:
@@ -251,13 +265,11 @@ def _priced(partition: Partition, samples: _Samples) -> Costs:
         return float(np.median(found)) if found else None
 
     dequantize = {t: conversion(t, samples.dequantize) for t in partition.edges}
-    rows, seen = [], set()
+    prices = []
     for unit in partition.units:
         c0 = price(unit, "float", "float", "quantized") or 0.0
         known = price(unit, "quantized", "quantized", "both", "float")
         c1 = HOPE * c0 if known is None else known
-        if known is not None:
-            seen.add(unit.number)
         entering = partition.storable(unit)
         apart = [(price(unit, how, "float"), price(unit, how, "quantized", "both")) for how in RUNNING]
         more = max((a - b for a, b in apart if a is not None and b is not None), default=0.0)
@@ -268,13 +280,12 @@ def _priced(partition: Partition, samples: _Samples) -> Costs:
         g = samples.disturbed.get(unit.kind, 0.0)
         if handed is not None and not unit.weights and entering:  # the same build as a float unit behind DQs
             g = max(g, handed - c0 - sum(dequantize[t] for t in entering))
-        rows.append((c0, c1, g, e1, o))
-    c0s, c1s, gs, e1s, os = zip(*rows, strict=True)
+        prices.append(Price(c0, c1, g, e1, o, seen=known is not None))
     quantize = {t: conversion(t, samples.quantize) for t in partition.edges}
     doubt: dict[str, float] = {}
     for (kind, _, _), medians in samples.medians.items():
         doubt[kind] = doubt.get(kind, 0.0) + max(medians) - min(medians)
-    return Costs(partition, c0s, c1s, gs, e1s, os, quantize, dequantize, samples.per_consumer, frozenset(seen), doubt)
+    return Costs(partition, tuple(prices), quantize, dequantize, samples.per_consumer, doubt)
 
 
 def _line(sizes: Iterable[tuple[float, float]]) -> tuple[float, float]:
@@ -293,4 +304,4 @@ def _bytes(model: Model, tensor: str) -> float:
     info = model.tensors.get(tensor)
     if info is None or info.shape is None:
         return 0.0
-    return float(np.prod([d or 1 for d in info.shape]) * onnx.helper.tensor_dtype_to_np_dtype(info.dtype).itemsize)
+    return elements(model, tensor) * float(onnx.helper.tensor_dtype_to_np_dtype(info.dtype).itemsize)

@@ -15,12 +15,13 @@ import numpy as np
 
 from qdqtune.graph import operators
 from qdqtune.graph.model import Model
+from qdqtune.graph.operators import elements
 from qdqtune.placement import rules
 from qdqtune.placement.possible import consistent
-from qdqtune.search.costs.attribution import Priced, Times, attribute
-from qdqtune.search.costs.optimum import Decision, cut, margin
-from qdqtune.search.costs.prices import Costs, learn
-from qdqtune.search.costs.units import Partition, Unit, partition
+from qdqtune.search.costs.attribution import Priced, attribute
+from qdqtune.search.costs.optimum import cut, margin
+from qdqtune.search.costs.prices import Costs, Price
+from qdqtune.search.costs.units import Decision, Partition, Unit, partition
 from qdqtune.types import Edge, Failure, Layer, Measurement, Placement
 
 Point = tuple[int, int]
@@ -230,8 +231,7 @@ class Selection:
             if unit.number not in quantized and storing is not None and follows:
                 quantized.add(unit.number)
                 stored.update(t for t in (*entering, *unit.outputs) if t in parts.edges)
-        decision = Decision(frozenset(quantized), frozenset(stored), self.decision.predicted_ms)
-        return replace(self, decision=decision)
+        return replace(self, decision=Decision.of(quantized, stored))
 
     def gains(self) -> Mapping[int, float]:
         """By group in 8 bits, the ms that it is expected to save in the model, conversions included."""
@@ -241,7 +241,7 @@ class Selection:
     @property
     def ratio(self) -> float:
         """The expected ratio to the float model."""
-        return self.decision.predicted_ms / sum(self.costs.as_float)
+        return self.costs.total(self.decision) / self.costs.float_ms
 
 
 def select(parts: Partition, profiles: Mapping[int, Profile]) -> Selection:
@@ -251,23 +251,27 @@ def select(parts: Partition, profiles: Mapping[int, Profile]) -> Selection:
 
 
 def prices(parts: Partition, profiles: Mapping[int, Profile]) -> Costs:
-    """Prices of all groups, in ms. A group without a scheme is given a price in 8 bits that no model pays."""
-    c0 = tuple(profiles[u.number].float_ms for u in parts.units)
-    never = 1.0 + 2.0 * sum(c0)
-    c1, handing, seen = [], [], set()
-    for unit, as_float in zip(parts.units, c0, strict=True):
-        storing, giving = _both(parts, unit, profiles[unit.number])
-        known = [option.ms for option in (storing, giving) if option is not None]
-        c1.append(NOISE * as_float + min(known, default=as_float + never))
-        leaving = sum(t in parts.edges for t in unit.outputs)
-        more = (giving.ms if giving is not None else never) - min(known, default=0.0)
-        handing.append(max(0.0, more) / leaving if leaving else 0.0)
-        if known:
-            seen.add(unit.number)
-    nothing = learn(parts, [Times(Placement(), {}, {}, {}, {})])  # what neighbours do to each other is not known yet
+    """Prices of all groups, in ms; what neighbours do to each other is not known yet.
+
+    A group without a scheme is given a price in 8 bits that no model pays.
+    """
+    never = 1.0 + 2.0 * sum(profiles[u.number].float_ms for u in parts.units)
     quantize, dequantize = (_conversions(parts, profiles, which) for which in ("quantize", "dequantize"))
-    return replace(nothing, as_float=c0, as_quantized=tuple(c1), handing=tuple(handing), quantize=quantize,
-                   dequantize=dequantize, seen=frozenset(seen))  # fmt: skip
+    own = tuple(_price(parts, unit, profiles[unit.number], never) for unit in parts.units)
+    return Costs(parts, own, quantize, dequantize)
+
+
+def _price(parts: Partition, unit: Unit, profile: Profile, never: float) -> Price:
+    storing, giving = _both(parts, unit, profile)
+    known = [option.ms for option in (storing, giving) if option is not None]
+    leaving = sum(t in parts.edges for t in unit.outputs)
+    more = (giving.ms if giving is not None else never) - min(known, default=0.0)
+    return Price(
+        as_float=profile.float_ms,
+        as_quantized=NOISE * profile.float_ms + min(known, default=profile.float_ms + never),
+        handing=max(0.0, more) / leaving if leaving else 0.0,
+        seen=bool(known),
+    )
 
 
 def _both(parts: Partition, unit: Unit, profile: Profile) -> tuple[Option | None, Option | None]:
@@ -291,11 +295,6 @@ def _conversions(parts: Partition, profiles: Mapping[int, Profile], which: str) 
                 node = parts.model.nodes[unit.nodes[number]]
                 seen.setdefault(unit.outputs[index] if number < 0 else node.inputs[index], []).append(spent)
     exact = {tensor: float(np.median(spent)) for tensor, spent in seen.items()}
-    each = [spent / _elements(parts.model, tensor) for tensor, spent in exact.items()]
+    each = [spent / elements(parts.model, tensor) for tensor, spent in exact.items()]
     usual = float(np.median(each)) if each else 0.0
-    return {t: exact.get(t, usual * _elements(parts.model, t)) for t in parts.edges}
-
-
-def _elements(model: Model, tensor: str) -> float:
-    info = model.tensors.get(tensor)
-    return float(np.prod([d or 1 for d in (info.shape if info else None) or ()]))
+    return {t: exact.get(t, usual * elements(parts.model, t)) for t in parts.edges}

@@ -38,6 +38,19 @@ class Unit:
 
 
 @dataclass(frozen=True)
+class Decision:
+    """Which units run quantized, by number, and which tensors stay in 8 bits."""
+
+    quantized: frozenset[int] = frozenset()
+    stored: frozenset[str] = frozenset()
+
+    @staticmethod
+    def of(quantized: Iterable[int], stored: Iterable[str] = ()) -> Decision:
+        """The decision for some units and tensors."""
+        return Decision(frozenset(quantized), frozenset(stored))
+
+
+@dataclass(frozen=True)
 class Partition:
     """All units of a model. Only `possible` edges ever carry a pair."""
 
@@ -87,13 +100,11 @@ class Partition:
         """The units that read a tensor of `edges`, each once; None stands for a graph output."""
         return tuple(dict.fromkeys(None if e.is_graph_output else self.owner[e.node] for e in self.edges[tensor]))
 
-    def placement(self, quantized: Collection[int], stored: Collection[str]) -> Placement:
-        """The pairs that make the units of `quantized` run in 8 bits and keep the tensors of `stored` in 8 bits.
-
-        A stored tensor has pairs on all its edges; any other only where a quantized unit reads it.
-        """
-        edges = {e for n in quantized for e in (*self.units[n].inputs, *self.units[n].weights)}
-        edges.update(e for t in stored for e in self.edges.get(t, ()))
+    def placement(self, decision: Decision) -> Placement:
+        """The pairs that a decision means: a stored tensor has them on all its edges, any other only where a quantized
+        unit reads it."""
+        edges = {e for n in decision.quantized for e in (*self.units[n].inputs, *self.units[n].weights)}
+        edges.update(e for t in decision.stored for e in self.edges.get(t, ()))
         return Placement.of(edges)
 
 

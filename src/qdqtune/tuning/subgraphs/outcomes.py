@@ -43,7 +43,7 @@ def outcomes(profiled: Profiled, history: Sequence[Trial], final: Placement) -> 
     saved = [a - b for a, b in zip(search.spent(builds[Placement()]), search.spent(builds[final]), strict=True)
              ] if final in builds else None  # fmt: skip
     kinds = {unit.number: kind.number for kind in profiled.kinds for unit in kind.units}
-    running = nearest(parts, final)[0]
+    running = nearest(parts, final).quantized
     rows = []
     for unit in parts.units:
         profile = search.selection.profiles[unit.number]
