@@ -156,7 +156,7 @@ def _ending(engine: str, done: Diagnosis) -> Iterator[str]:
         yield "no single tensor is guilty"
     if done.guilty:
         state = "healthy" if done.rest is not None and done.rest <= done.limit else "still not healthy"
-        yield f"without them: {_told(done.rest or 0.0)}, {state}"
+        yield f"without them on {engine}: {_told(done.rest or 0.0)}, {state}"
         yield f"to keep them in float: qdqtune quantize MODEL {options.to_exclude(done.excluded)}"
 
 
