@@ -97,9 +97,12 @@ def rows(entry: zoo.Entry, faults: int, spec: EngineSpec, seed: int, first: int)
             while True:
                 tensor, told = spoiled(sane, file, KINDS[number % len(KINDS)], rng)
                 done = debug(Request(entry.path, file, spec, limit, Data(entry.data), entry.fixed))
-                if not done.is_healthy or harmless == DRAWS:
+                if not done.is_healthy or harmless == DRAWS - 1:
                     break
                 harmless += 1
+            if done.is_healthy:
+                print(f"{entry.name}: {DRAWS} faults of kind {KINDS[number % len(KINDS)]} and none does harm")
+                continue
             found.append([entry.name, *row(done, tensor, told, level, limit), str(harmless)])
             print("  ".join(found[-1]), flush=True)
     return found

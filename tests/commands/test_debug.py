@@ -145,6 +145,17 @@ def test_what_is_told_of_a_tensor(conv: Files) -> None:
     assert "256 times as wide" in suspect.reason
 
 
+def test_a_zero_point_that_had_to_clamp_for_a_relu_that_the_file_dropped(conv: Files) -> None:
+    model = load(conv.float)
+    known = ranges(model)
+    placement = Placement.of(e for e in possible_edges(model, known) if e.node not in ("stem_relu", "add_relu"))
+    save(insert(model, placement, known, UINT8), conv.quantized)
+    assert "add_relu" not in load(conv.quantized).index_of
+    change(conv.quantized, "r1_zero_point", lambda zero: zero + 120)
+    done = debug(conv.request(min_sqnr=30.0))
+    assert [(s.tensor, s.cause) for s in done.guilty] == [("r1", "numbers")]
+
+
 def test_a_healthy_file_takes_two_runs(files: Files) -> None:
     done = debug(files.request())
     assert done.is_healthy

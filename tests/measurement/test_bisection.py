@@ -21,7 +21,6 @@ class Counted:
         self._damage = damage
 
     def __call__(self, parts: Parts) -> float:
-        assert parts, "nothing does no damage"
         assert parts not in self.asked
         self.asked.append(parts)
         return self._damage(parts)
@@ -42,7 +41,7 @@ def test_one_culprit_is_found_wherever_it_stands_within_the_bound(count: int) ->
         damage = loud(count, {part: 1.0})
         found = culprits(range(count), damage, LIMIT)
         assert named(found) == [part]
-        assert len(damage.asked) <= 1 + 2 * log2(count)
+        assert len(damage.asked) <= max(2, 1 + 2 * log2(count))
         assert found.rest == tuple(p for p in range(count) if p != part)
         assert found.damage == pytest.approx(BACKGROUND * (count - 1) / count)
         assert found.culprits[0].damage == pytest.approx(1 + found.damage)
@@ -61,7 +60,7 @@ def test_several_are_found_one_after_another(guilty: tuple[int, ...], cap: float
 
 @pytest.mark.parametrize("company", [(9, 10, 11), (31, 32), (0, 63), (15, 31, 47)])
 def test_one_of_those_that_do_harm_together_only_is_enough(company: tuple[int, ...]) -> None:
-    together = Counted(lambda on: BACKGROUND + (1.0 if set(company) <= set(on) else 0.0))
+    together = Counted(lambda on: BACKGROUND + float(set(company) <= set(on)))
     found = culprits(range(64), together, LIMIT)
     assert len(found.culprits) == 1
     assert named(found)[0] in company
@@ -98,6 +97,14 @@ def test_the_loudest_of_a_small_company_is_not_guilty_of_damage_that_is_spread()
     found = culprits(range(64), damage, 0.03)
     assert (0,) in damage.asked
     assert not found.culprits
+
+
+def test_damage_that_is_there_without_any_part_is_nobodys_fault() -> None:
+    for count in (1, 64):
+        damage = Counted(lambda on: 1.0 + 0.001 * len(on))
+        found = culprits(range(count), damage, LIMIT)
+        assert not found.culprits
+        assert len(damage.asked) <= 4
 
 
 def test_healthy_parts_are_asked_for_once() -> None:

@@ -83,6 +83,28 @@ def test_a_damaged_pair_stands_as_it_is(tensor: str, factor: float) -> None:
         assert np.isnan(representable(pair)).all()
 
 
+@pytest.mark.parametrize("switched", [False, True])
+def test_a_clamp_that_the_file_dropped_is_missed_if_the_pair_does_not_clamp(switched: bool) -> None:
+    model, samples = conv_net(), feeds(conv_net())
+    known = ranges(model)
+    clamps = {"stem_relu", "clip", "add_relu"}
+    placement = Placement.of(e for e in possible_edges(model, known) if e.node not in clamps)
+    proto = insert(model, placement, known, FORMATS["uint8"]).to_proto()
+    (zero,) = (t for t in proto.graph.initializer if t.name == "r0_zero_point")
+    zero.CopyFrom(numpy_helper.from_array(np.uint8(100), zero.name))
+    file = load_proto(proto)
+    assert "stem_relu" not in file.index_of
+    pairs, _ = standing_pairs(model, file)
+    assert {p.tensor: p.source for p in pairs if p.source != p.tensor}["r0"] == "c0"
+    if switched:
+        switches = {f"{SWITCH}{i}": np.asarray(True) for i in range(len(pairs))}
+        found = run(graft_switched(model, pairs, file), [{**sample, **switches} for sample in samples])
+    else:
+        assert "stem_relu" not in graft(model, pairs, file).index_of
+        found = run(graft(model, pairs, file), samples)
+    assert equal(found, run(file, samples))
+
+
 def test_pairs_of_another_model_are_unmatched() -> None:
     pairs, unmatched = standing_pairs(attention(), quantized(conv_net()))
     assert not pairs

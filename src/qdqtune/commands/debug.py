@@ -283,19 +283,16 @@ class _Debugging:
         """The engine makes more noise of the `rest` of the pairs than ONNX does."""
         probe, rest = self._probe, before.rest
         self._observer.stage(f"building with some of the pairs on {self._name}")
-        if probe.on_engine(()) > self._limit:
+        if probe.on_engine(rest) <= bound:
+            self._notes.append("the same pairs on the float model are healthy there: the two graphs differ otherwise")
+            return self._diagnosis(loss, numbers, left, guilty)
+        found = culprits(rest, probe.on_engine, bound)
+        blamed = self._suspects(found.culprits, "engine")
+        if found.damage > bound and probe.on_engine(()) > self._limit:
             self._notes.append(f"{self._name} is wrong without any pair: nodes of the float model are to blame")
             return self._diagnosis(loss, numbers, left, guilty, parts=self._wrong_parts())
-        found = culprits(rest, lambda on: left if on == rest else probe.on_engine(on), bound)
-        blamed = self._suspects(found.culprits, "engine")
         if not blamed:
-            again = probe.on_engine(rest)
-            why = (
-                "no pair alone is to blame"
-                if again > bound
-                else ("the same pairs on the float model are healthy there: the two graphs differ otherwise")
-            )
-            self._notes.append(f"{self._name} makes more noise of these pairs than ONNX defines, but {why}")
+            self._notes.append(f"{self._name} makes more noise of the pairs than ONNX defines, but none alone does")
         elif found.damage > self._limit:
             return self._diagnosis(loss, numbers, found.damage, (*guilty, *blamed), self._largest(found.rest))
         return self._diagnosis(loss, numbers, found.damage, (*guilty, *blamed))

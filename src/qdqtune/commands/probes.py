@@ -65,6 +65,7 @@ class Probe:
     runs: int = 0
     failures: list[Failure] = field(default_factory=list)
     """What the engine under test refused, in order."""
+    _built: dict[Parts, float] = field(default_factory=dict)
     _constants: ConstantFile | None = None
     _switched: Handle | None = None
     _reference: Outputs | None = None
@@ -86,15 +87,17 @@ class Probe:
 
     def by_numbers(self, on: Parts) -> float:
         """Noise of some pairs as ONNX defines them."""
-        return noise(self.reference(), self._exactly(on))
+        return 0.0 if not on else noise(self.reference(), self._exactly(on))
 
     def on_engine(self, on: Parts) -> float:
         """Noise of a build of the float model with some pairs on the engine under test."""
+        if on in self._built:
+            return self._built[on]
         path = self.folder / f"part_{self.runs}.onnx"
         self._save(graft(self.float_model, [self.pairs[i] for i in on], self.quantized), path)
-        found = self.of_file(path)
+        self._built[on] = self.of_file(path)
         path.unlink()
-        return found
+        return self._built[on]
 
     def of_file(self, path: Path) -> float:
         """Noise of a model file on the engine under test."""

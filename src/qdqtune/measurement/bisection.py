@@ -15,7 +15,9 @@ HEALED = 0.5
 
 Parts = tuple[int, ...]
 Damage = Callable[[Parts], float]
-"""Power of the error at the outputs, relative to the signal, with these parts in place and no others."""
+"""Power of the error at the outputs, relative to the signal, with these parts in place and no others.
+
+Without any part there may be some too, which is nobody's fault; it is asked for only where no part alone heals."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,9 @@ class Verdict:
 def culprits(parts: Sequence[int], damage: Damage, limit: float) -> Verdict:
     """Find culprits one after another, until what is left does no more damage than `limit`, or none stands out.
 
-    `parts` come in an order in which those that work together are neighbours. One culprit among n parts takes at most
-    1 + 2 log2(n) calls of `damage`, no set is asked for twice. A culprit leaves at most `HEALED` of the damage when it
-    is taken out of company that does at least that share of all damage, or does more than `limit` by itself.
+    `parts` come in an order in which those that work together are neighbours. One culprit among n > 1 parts takes at
+    most 1 + 2 log2(n) calls of `damage`, no set is asked for twice. A culprit leaves at most `HEALED` of the damage
+    when it is taken out of company that does at least that share of all damage, or does more than `limit` by itself.
     """
     asked = cache(damage)
     rest, found = tuple(parts), list[Culprit]()
@@ -55,7 +57,7 @@ def culprits(parts: Sequence[int], damage: Damage, limit: float) -> Verdict:
             break
         found.append(culprit)
         rest = _without(rest, (culprit.part,))
-    return Verdict(tuple(found), rest, asked(rest) if rest else 0.0)
+    return Verdict(tuple(found), rest, asked(rest))
 
 
 def _one(parts: Parts, damage: Damage, limit: float) -> Culprit | None:
@@ -65,25 +67,24 @@ def _one(parts: Parts, damage: Damage, limit: float) -> Culprit | None:
     while len(suspects) > 1:
         halves = suspects[: (len(suspects) + 1) // 2], suspects[(len(suspects) + 1) // 2 :]
         bound = HEALED * damage(company)
-        healing = next((h for h in halves if _rest(company, h, damage) <= bound), None)
+        healing = next((h for h in halves if damage(_without(company, h)) <= bound), None)
         if healing is not None:
             suspects = healing
             continue
+        if damage(()) > limit:
+            return None
         louder = max(halves, key=damage)
         if damage(louder) <= limit and damage(louder) < HEALED * whole:
             return None
         company = suspects = louder
     if damage(company) < HEALED * whole and damage(suspects) <= limit:
         return None
-    without = _rest(company, suspects, damage)
+    without = damage(_without(company, suspects))
+    if without > HEALED * damage(company):
+        return None
     return Culprit(suspects[0], damage(company), without, len(company))
 
 
 def _without(parts: Parts, others: Parts) -> Parts:
     gone = frozenset(others)
     return tuple(p for p in parts if p not in gone)
-
-
-def _rest(company: Parts, others: Parts, damage: Damage) -> float:
-    left = _without(company, others)
-    return damage(left) if left else 0.0

@@ -6,7 +6,7 @@ whatever is wrong with them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +22,8 @@ from qdqtune.types import Array, Edge
 
 Kind = Literal["activation", "constant", "bias"]
 
+CLAMPS = frozenset({"Relu", "Clip"})
+
 SWITCH = "__switch_"
 """How the inputs of a model with switches begin; the number of the pair follows."""
 
@@ -30,11 +32,13 @@ SWITCH = "__switch_"
 class StandingPair:
     """A pair of a Q/DQ model, and the edges of the float model that it belongs to: all of one tensor.
 
-    `nodes` are its Q, if it has one, and its DQ; `constants` are those that they read. `scale` and `zero_point` are
-    scalars, or vectors along `axis`.
+    `source` is what its Q reads: `tensor`, or what comes into a Relu or Clip that the file has dropped, since
+    saturation did its work. `nodes` are its Q, if it has one, and its DQ; `constants` are those that they read. `scale`
+    and `zero_point` are scalars, or vectors along `axis`.
     """
 
     tensor: str
+    source: str
     edges: tuple[Edge, ...]
     kind: Kind
     nodes: tuple[onnx.NodeProto, ...]
@@ -47,6 +51,7 @@ class StandingPair:
 def standing_pairs(float_model: Model, qdq_model: Model) -> tuple[tuple[StandingPair, ...], tuple[str, ...]]:
     """The pairs of `qdq_model` on edges of `float_model` in graph order, and the names of DQ nodes that are on none."""
     twins = twins_of(float_model, qdq_model)
+    kept = {node.name for node in twins.values()}
     found: list[StandingPair] = []
     unmatched: list[str] = []
     for pair in pairs_of(qdq_model):
@@ -63,11 +68,24 @@ def standing_pairs(float_model: Model, qdq_model: Model) -> tuple[tuple[Standing
         for tensor in dict.fromkeys(e.tensor for e in known):
             mine = tuple(e for e in known if e.tensor == tensor)
             constants = {name: qdq_model.constants[name] for name in sorted(read)}
-            found.append(StandingPair(tensor, mine, kind, nodes, constants, pair.scale, pair.zero_point, pair.axis))
+            source = _before_clamp(float_model, qdq_model, tensor, pair.source, kept)
+            found.append(
+                StandingPair(tensor, source, mine, kind, nodes, constants, pair.scale, pair.zero_point, pair.axis)
+            )
     order = {name: i for i, name in enumerate(float_model.index_of)}
     last = len(order)
     found.sort(key=lambda pair: min(order.get(e.node, last) for e in pair.edges))
     return tuple(found), tuple(unmatched)
+
+
+def _before_clamp(float_model: Model, qdq_model: Model, tensor: str, source: str, kept: Set[str]) -> str:
+    """What comes into the Relu or Clip that makes a tensor, if the file has dropped it; else the tensor."""
+    maker, there = (m.producers.get(t) for m, t in ((float_model, tensor), (qdq_model, source)))
+    clamp = None if maker is None else float_model.nodes[maker]
+    is_clamped = there is not None and qdq_model.nodes[there].op in CLAMPS
+    if clamp is None or clamp.op not in CLAMPS or clamp.name in kept or is_clamped:
+        return tensor
+    return clamp.inputs[0]
 
 
 def graft(model: Model, pairs: Sequence[StandingPair], opset_of: Model) -> Model:
@@ -111,6 +129,7 @@ class _Grafting:
         self._model, self._pairs, self._is_switched = model, pairs, switched
         self._of = {edge: number for number, pair in enumerate(pairs) for edge in pair.edges}
         self._raw = {e.tensor: e.tensor + RAW_OUTPUT for e in self._of if e.is_graph_output}
+        self._bypassed = {pair.tensor for pair in pairs if pair.source != pair.tensor}
         self._made: dict[int, str] = {}
         self._nodes: list[onnx.NodeProto] = []
         self._added: dict[str, Constant] = {}
@@ -127,12 +146,21 @@ class _Grafting:
             self._nodes.append(copy)
         for slot, tensor in enumerate(model.outputs):
             self._read(Edge(tensor, "", slot))
-        result = rebuild(model, self._nodes, self._added)
+        result = rebuild(model, [n for n in self._nodes if not self._is_idle(n)], self._added)
         if self._is_switched:
             switches = (f"{SWITCH}{number}" for number in range(len(self._pairs)))
             result.proto.graph.input.extend(helper.make_tensor_value_info(s, TensorProto.BOOL, []) for s in switches)
         _raise_opsets(result.proto, opset_of.proto)
         return result
+
+    def _is_idle(self, node: onnx.NodeProto) -> bool:
+        """Whether it is a clamp that a pair does without, and nobody else reads."""
+        if node.op_type not in CLAMPS or node.output[0] not in self._bypassed:
+            return False
+        if self._is_switched or any(use.slot < 0 for use in self._model.uses(node.output[0])):
+            return False
+        read = {name for other in self._nodes for name in other.input} | set(self._model.outputs)
+        return node.output[0] not in read
 
     def _read(self, edge: Edge) -> str:
         """The tensor that the user of an edge reads; the pair is written before its first user."""
@@ -147,7 +175,7 @@ class _Grafting:
         pair = self._pairs[number]
         is_output = any(edge.is_graph_output for edge in pair.edges)
         result = pair.tensor if is_output else f"__pair_{number}"
-        source = self._raw.get(pair.tensor, pair.tensor)
+        same_as, source = (self._raw.get(tensor, tensor) for tensor in (pair.tensor, pair.source))
         nodes = list(self._copies(number, pair, source))
         if not self._is_switched:
             nodes[-1].output[0] = result
@@ -155,7 +183,7 @@ class _Grafting:
             return result
         dtype = self._model.tensors[pair.tensor].dtype
         same = f"__pair_{number}_same"
-        passing = [helper.make_node("Identity", [source], [same], same)]
+        passing = [helper.make_node("Identity", [same_as], [same], same)]
         branches = [
             helper.make_graph(
                 body, f"__pair_{number}_{name}", [], [helper.make_tensor_value_info(body[-1].output[0], dtype, None)]
