@@ -56,14 +56,24 @@ def region_pattern_autotuning_workflow(
     tuned, schemes = patterns_of(path), num_schemes_per_region
     data = calibration_data or benchmark.calibration_data
     settings = Settings(
-        model=path, output_dir=Path(output_dir), engine=benchmark.spec, mode="region", quant_type=quant_type,
-        default_dq_dtype=default_dq_dtype, node_filter=tuple(node_filter_list or ()), calibration_data=data,
-        input_shapes=usual_shapes(benchmark.spec, data), plan=benchmark.search_plan,
+        model=path,
+        output_dir=Path(output_dir),
+        engine=benchmark.spec,
+        mode="region",
+        quant_type=quant_type,
+        default_dq_dtype=default_dq_dtype,
+        node_filter=tuple(node_filter_list or ()),
+        calibration_data=data,
+        input_shapes=usual_shapes(benchmark.spec, data),
+        plan=benchmark.search_plan,
         config=search.Config(schemes_per_region=schemes or usual.schemes_per_region),
         builds=builds_for(schemes, tuned) if schemes else usual.builds["region"],
-        min_sqnr=None, min_agreement=None,
-        pattern_cache=_path(pattern_cache_file), state_file=_path(state_file), qdq_baseline=_path(qdq_baseline_model),
-    )  # fmt: skip
+        min_sqnr=None,
+        min_agreement=None,
+        pattern_cache=_path(pattern_cache_file),
+        state_file=_path(state_file),
+        qdq_baseline=_path(qdq_baseline_model),
+    )
     with report.progress(verbose=verbose) as observer:
         result = tune(settings, observer)
     name_logs(settings.output_dir, settings.state, tuned)

@@ -212,10 +212,15 @@ def front_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 def met_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Candidates of the search that no other one beat in both latency and accuracy."""
     cells = [
-        (row["origin"], _speedup(row["ratio"]), _db(row["sqnr_db"]), str(row["pairs"]),
-         "" if row["holds_limits"] else "below the limits")
+        (
+            row["origin"],
+            _speedup(row["ratio"]),
+            _db(row["sqnr_db"]),
+            str(row["pairs"]),
+            "" if row["holds_limits"] else "below the limits",
+        )
         for row in rows
-    ]  # fmt: skip
+    ]
     table = _table(("candidate", "speedup", "SQNR, dB", "tensors", ""), cells)
     table.caption = "what no other candidate beat in both, as the search measured it; --front proves such points"
     return table

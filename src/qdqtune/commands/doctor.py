@@ -136,8 +136,14 @@ def find_gpus() -> tuple[tuple[Gpu, ...], str]:
     if program is None:
         return (), "no NVIDIA driver: there is no nvidia-smi"
     try:
-        done = subprocess.run([program, *QUERY], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
-                              timeout=NVIDIA_SMI_SECONDS)  # fmt: skip
+        done = subprocess.run(
+            [program, *QUERY],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=NVIDIA_SMI_SECONDS,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return (), f"nvidia-smi does not answer: {one_line(error)}"
     rows = [line.split(", ") for line in done.stdout.splitlines()]

@@ -202,8 +202,8 @@ def _quantized_parts(model: Model) -> str:
 def _keepers(placed: Placed) -> str:
     """The rules that kept edges in float, for people."""
     counts = dict(placed.counts)
-    kept = [f"{r.name} ({counts[r.name]} edges)" for r in engine_rules.RULES
-            if isinstance(r, engine_rules.KeepFloat) and counts.get(r.name)]  # fmt: skip
+    keepers = (r.name for r in engine_rules.RULES if isinstance(r, engine_rules.KeepFloat) and counts.get(r.name))
+    kept = [f"{name} ({counts[name]} edges)" for name in keepers]
     return f": kept in float by {', '.join(kept)}; qdqtune rules has the reasons" if kept else ""
 
 

@@ -169,8 +169,16 @@ class Reasons:
             return "none of its inputs carries a pair" if len(operands) > 1 else "its input carries no pair"
         if bare:
             return _partial(node, operands)
-        causes = [self._clamp_before, self._scales, self._clamp_behind, self._types, self._bias, self._output,
-                  self._kernel, self._attention]  # fmt: skip
+        causes = [
+            self._clamp_before,
+            self._scales,
+            self._clamp_behind,
+            self._types,
+            self._bias,
+            self._output,
+            self._kernel,
+            self._attention,
+        ]
         if node.op not in COMPUTE:
             causes.append(self._shared)
         if node.op not in USUAL:
@@ -313,8 +321,8 @@ class Reasons:
         seen, stack = {node.index}, [node]
         while stack:
             here = stack.pop()
-            near = [n for t in here.outputs for n in self._readers(t)] if forward else [
-                n for t in here.inputs if (n := self._maker(t)) is not None]  # fmt: skip
+            makers = (self._maker(t) for t in here.inputs)
+            near = [r for t in here.outputs for r in self._readers(t)] if forward else [m for m in makers if m]
             if any(n.op == "Softmax" for n in near):
                 return True
             fresh = [n for n in near if n.op in AROUND_SOFTMAX and n.index not in seen]

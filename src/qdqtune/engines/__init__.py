@@ -142,8 +142,15 @@ def _fits(value: object, hint: Any) -> bool:
 
 def _told(hint: Any) -> str:
     """A type for people."""
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Mapping: "a JSON object",
-             Sequence: "a JSON list", type(None): "null"}  # fmt: skip
+    names = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        Mapping: "a JSON object",
+        Sequence: "a JSON list",
+        type(None): "null",
+    }
     kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
     return " or ".join(names.get(get_origin(kind) or kind, str(kind)) for kind in kinds)
 

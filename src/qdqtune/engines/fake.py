@@ -109,8 +109,9 @@ class Fake:
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
         """Like TensorRT; int8 like ONNX Runtime's CPU with the option `asymmetric`."""
         if quant_type == "int8" and self._asymmetric:
-            return NumericFormat(QType.UINT8, QType.INT8, symmetric=False, bias="int32", drop_clamps=True,
-                                 shared_scale_ops=MOVES)  # fmt: skip
+            return NumericFormat(
+                QType.UINT8, QType.INT8, symmetric=False, bias="int32", drop_clamps=True, shared_scale_ops=MOVES
+            )
         return formats.fake(quant_type)
 
     def build(self, model: Path, log: Path) -> FakeModel:
@@ -146,8 +147,8 @@ class Fake:
     def _fault(self, proto: onnx.ModelProto) -> str | None:
         dequantized = {n.output[0] for n in proto.graph.node if n.op_type == "DequantizeLinear"}
         named = [n.name for n in proto.graph.node if n.op_type != "QuantizeLinear" and dequantized & set(n.input)]
-        return next((kind for kind in FAULTS if kind in self._faults
-                     and any(fnmatchcase(name, self._faults[kind]) for name in named)), None)  # fmt: skip
+        known = (kind for kind in FAULTS if kind in self._faults)
+        return next((k for k in known if any(fnmatchcase(name, self._faults[k]) for name in named)), None)
 
 
 class FakeModel:
@@ -303,8 +304,11 @@ class _CostModel:
         operands = node.input[: 1 if node.op_type in MOVES else 2 if node.op_type in COMPUTE else None]
         makers = [self.producer.get(name) for name in operands]
         readers = self.readers.get(self._end(node), [])
-        return all(m is not None and m.op_type == "DequantizeLinear" for m in makers) and bool(readers) and all(
-            r is not None and r.op_type == "QuantizeLinear" for r in readers)  # fmt: skip
+        return (
+            all(m is not None and m.op_type == "DequantizeLinear" for m in makers)
+            and bool(readers)
+            and all(r is not None and r.op_type == "QuantizeLinear" for r in readers)
+        )
 
     def _node_seconds(self, node: onnx.NodeProto) -> float:
         if node.op_type == "Constant" or self._is_epilogue(node) or self._is_absorbed(node):
@@ -327,8 +331,11 @@ class _CostModel:
             maker = self.producer.get(node.input[0])
             folded = maker is not None and maker.op_type == "QuantizeLinear" and maker.input[0] in self.constants
             readers = self.readers.get(node.output[0], [])
-            return node.input[0] in self.constants or folded or all(
-                r is not None and r.output[0] in self.integer for r in readers)  # fmt: skip
+            return (
+                node.input[0] in self.constants
+                or folded
+                or all(r is not None and r.output[0] in self.integer for r in readers)
+            )
         return False
 
     def _multiply_adds(self, node: onnx.NodeProto) -> int:

@@ -47,9 +47,14 @@ def onnxruntime(quant_type: QuantType) -> NumericFormat:
     if quant_type == "fp8":
         raise BadOption("ONNX Runtime has no FP8 kernels: use --quant-type int8, or another engine")
     return NumericFormat(
-        QType.UINT8, QType.INT8, symmetric=False, reduced_weights=cpu.products_saturate(),
-        bias="int32", drop_clamps=True, shared_scale_ops=ONNXRUNTIME_SHARED,
-    )  # fmt: skip
+        QType.UINT8,
+        QType.INT8,
+        symmetric=False,
+        reduced_weights=cpu.products_saturate(),
+        bias="int32",
+        drop_clamps=True,
+        shared_scale_ops=ONNXRUNTIME_SHARED,
+    )
 
 
 def openvino(quant_type: QuantType) -> NumericFormat:

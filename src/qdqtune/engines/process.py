@@ -35,12 +35,17 @@ class WorkerProcess:
             # the engine has started. The search path is ours, the current folder only if it is on ours.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "qdqtune.engines.worker", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=[theirs.fileno()], process_group=0,
-                env=os.environ | {
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[theirs.fileno()],
+                process_group=0,
+                env=os.environ
+                | {
                     "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
                     "TMPDIR": str(self._scratch.path),
                 },
-            )  # fmt: skip
+            )
         self._channel: Connection[Any, Any] = Connection(ours.detach())
 
     @property

@@ -126,8 +126,14 @@ def _lifted(node: onnx.NodeProto) -> TensorProto | None:
         return tensor
     if attribute.name == "sparse_value":
         return _dense(attribute.sparse_tensor, name)
-    kinds = {"value_int": np.int64, "value_ints": np.int64, "value_float": np.float32, "value_floats": np.float32,
-             "value_string": np.object_, "value_strings": np.object_}  # fmt: skip
+    kinds = {
+        "value_int": np.int64,
+        "value_ints": np.int64,
+        "value_float": np.float32,
+        "value_floats": np.float32,
+        "value_string": np.object_,
+        "value_strings": np.object_,
+    }
     if attribute.name not in kinds:
         return None
     try:

@@ -179,8 +179,12 @@ class Model:
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Type and shape of every tensor that shape inference reached."""
         graph = self.proto.graph
-        infos = {v.name: _info(v) for part in (graph.input, graph.value_info, graph.output) for v in part
-                 if v.type.HasField("tensor_type")}  # fmt: skip
+        infos = {
+            v.name: _info(v)
+            for part in (graph.input, graph.value_info, graph.output)
+            for v in part
+            if v.type.HasField("tensor_type")
+        }
         return infos | {name: TensorInfo(c.dtype, c.shape) for name, c in self.constants.items()}
 
     @cached_property
@@ -267,8 +271,16 @@ def _bytes(array: Array) -> memoryview:
 def _node(index: int, node: onnx.NodeProto) -> Node:
     outer = sorted(set().union(*(captured(body) for body in bodies(node))))
     attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-    return Node(index, node.name, node.op_type, "" if node.domain == "ai.onnx" else node.domain, tuple(node.input),
-                tuple(node.output), attributes, tuple(outer))  # fmt: skip
+    return Node(
+        index,
+        node.name,
+        node.op_type,
+        "" if node.domain == "ai.onnx" else node.domain,
+        tuple(node.input),
+        tuple(node.output),
+        attributes,
+        tuple(outer),
+    )
 
 
 def _inline(tensor: onnx.TensorProto) -> Constant:

@@ -162,8 +162,11 @@ def _add_switch(graph: onnx.GraphProto, model: Model, number: int, tensor: str, 
     graph.input.append(helper.make_tensor_value_info(switch, TensorProto.BOOL, []))
     zeros = np.full(how.scale.shape, how.zero_point, scales.NUMPY_TYPE[how.qtype])
     graph.initializer.append(numpy_helper.from_array(how.scale, f"{switch}_scale"))
-    graph.initializer.append(onnx.TensorProto(name=f"{switch}_zero", dims=zeros.shape, raw_data=zeros.tobytes(),
-                                              data_type=ONNX_TYPE[how.qtype]))  # fmt: skip
+    graph.initializer.append(
+        onnx.TensorProto(
+            name=f"{switch}_zero", dims=zeros.shape, raw_data=zeros.tobytes(), data_type=ONNX_TYPE[how.qtype]
+        )
+    )
     dtype = model.tensors[tensor].dtype
     rounding: list[onnx.NodeProto] = []
     value = tensor
@@ -182,8 +185,11 @@ def _add_switch(graph: onnx.GraphProto, model: Model, number: int, tensor: str, 
     if dtype != TensorProto.FLOAT:
         node("Cast", to=dtype)
     passing = [helper.make_node("Identity", [tensor], [f"{switch}_same"], f"{switch}_same")]
-    branches: dict[str, Any] = {name: helper.make_graph(nodes, f"{switch}_{name}", [], [
-        helper.make_tensor_value_info(nodes[-1].output[0], dtype, None)])
-        for name, nodes in (("then_branch", rounding), ("else_branch", passing))}  # fmt: skip
+    branches: dict[str, Any] = {
+        name: helper.make_graph(
+            nodes, f"{switch}_{name}", [], [helper.make_tensor_value_info(nodes[-1].output[0], dtype, None)]
+        )
+        for name, nodes in (("then_branch", rounding), ("else_branch", passing))
+    }
     graph.node.append(helper.make_node("If", [switch], [f"{switch}_out"], f"{switch}_if", **branches))
     return f"{switch}_out"

@@ -114,8 +114,11 @@ class Placed:
 
 def rules_of(engine: str | None = None, quant_type: QuantType | None = None) -> tuple[PlacementRule, ...]:
     """The rules of an engine and a type; of all where None."""
-    return tuple(r for r in RULES if (engine is None or engine in r.engines)
-                 and (quant_type is None or quant_type in r.quant_types))  # fmt: skip
+    return tuple(
+        r
+        for r in RULES
+        if (engine is None or engine in r.engines) and (quant_type is None or quant_type in r.quant_types)
+    )
 
 
 def place(model: Model, possible: frozenset[Edge], engine: str, quant_type: QuantType) -> Placed:
@@ -147,5 +150,11 @@ def effect(rule: PlacementRule) -> str:
 
 def as_json(rule: PlacementRule) -> dict[str, object]:
     """A rule for machines."""
-    return {"name": rule.name, "effect": effect(rule), "reason": rule.reason, "engines": sorted(rule.engines),
-            "quant_types": sorted(rule.quant_types), "source": rule.source}  # fmt: skip
+    return {
+        "name": rule.name,
+        "effect": effect(rule),
+        "reason": rule.reason,
+        "engines": sorted(rule.engines),
+        "quant_types": sorted(rule.quant_types),
+        "source": rule.source,
+    }

@@ -46,8 +46,9 @@ class Config:
     schemes_per_region: int = 50
 
     def __post_init__(self) -> None:
-        if min(self.maximum_sequence_region_size, self.minimum_topdown_search_size, self.maximum_mutations,
-               self.maximum_generation_attempts, self.pattern_cache_max_entries_per_pattern) < 1:  # fmt: skip
+        sizes = self.maximum_sequence_region_size, self.minimum_topdown_search_size
+        counts = self.maximum_mutations, self.maximum_generation_attempts, self.pattern_cache_max_entries_per_pattern
+        if min(*sizes, *counts) < 1:
             raise ValueError("sizes and counts are at least 1")
         if self.schemes_per_region < 0:
             raise ValueError("schemes_per_region is at least 0")

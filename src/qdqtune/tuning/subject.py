@@ -111,14 +111,24 @@ def open_subject(settings: Settings, runner: Runner) -> Subject:
     if prepared.samples.is_random:
         notes.append("no --calibration-data: scales come from random inputs, so latency is real but accuracy is not")
     feed = prepared.samples.first(1)[0] | _fixed(settings)
-    found = discovery.find(shaped, settings.regions, max_sequence_size=settings.config.maximum_sequence_region_size,
-                         min_topdown_size=settings.config.minimum_topdown_search_size)  # fmt: skip
+    found = discovery.find(
+        shaped,
+        settings.regions,
+        max_sequence_size=settings.config.maximum_sequence_region_size,
+        min_topdown_size=settings.config.minimum_topdown_search_size,
+    )
     grouped = patterns.group(shaped, found)
     chosen = _filtered(shaped, grouped, settings.node_filter)
     return Subject(
-        prepared, numbers, tuple(prepared.judging.first(_judged(shaped, most))), feed, chosen,
-        len(found.leaves) + len(found.composites), imported, tuple(notes),
-    )  # fmt: skip
+        prepared,
+        numbers,
+        tuple(prepared.judging.first(_judged(shaped, most))),
+        feed,
+        chosen,
+        len(found.leaves) + len(found.composites),
+        imported,
+        tuple(notes),
+    )
 
 
 def _judged(model: Model, most: int) -> int:
@@ -204,8 +214,10 @@ def _float_model(settings: Settings, numbers: NumericFormat, notes: list[str]) -
             baseline = to_float16(load(settings.qdq_baseline, min_opset=OPSET))
         reading = read_placement(model, baseline)
         if not reading.placement.edges:
-            raise BadModel(f"{settings.qdq_baseline} has no Q/DQ pair that fits {settings.model}: "
-                           "give a quantized version of it, or leave --qdq-baseline out")  # fmt: skip
+            raise BadModel(
+                f"{settings.qdq_baseline} has no Q/DQ pair that fits {settings.model}: "
+                "give a quantized version of it, or leave --qdq-baseline out"
+            )
         return model, _told(reading, notes)
     return model, None
 
@@ -219,8 +231,10 @@ def _loaded(settings: Settings, numbers: NumericFormat) -> Model:
 
 def _told(reading: Reading, notes: list[str]) -> Reading:
     if reading.unmatched:
-        notes.append(f"{len(reading.unmatched)} pairs of the Q/DQ model have no counterpart and were left out "
-                     f"(the first: {reading.unmatched[0]})")  # fmt: skip
+        notes.append(
+            f"{len(reading.unmatched)} pairs of the Q/DQ model have no counterpart and were left out "
+            f"(the first: {reading.unmatched[0]})"
+        )
     return reading
 
 

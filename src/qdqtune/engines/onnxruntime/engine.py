@@ -165,10 +165,13 @@ class OnnxRuntimeModel:
             folder = Path(name)
             with translated(*VENDOR):
                 session = self._engine.session(
-                    model.SerializeToString(), {EXTERNAL: "constants", INPUT_FOLDER: str(self._path.parent)},
+                    model.SerializeToString(),
+                    {EXTERNAL: "constants", INPUT_FOLDER: str(self._path.parent)},
                     optimized_model_filepath=str(folder / "optimized.onnx"),
-                    enable_profiling=True, profile_file_prefix=str(folder / "profile"), log_severity_level=ERROR,
-                )  # fmt: skip
+                    enable_profiling=True,
+                    profile_file_prefix=str(folder / "profile"),
+                    log_severity_level=ERROR,
+                )
                 for _ in range(WARMUP):
                     session.run(self._outputs, feed)
                 plain: list[float] = []

@@ -35,8 +35,9 @@ DATATYPE = re.compile(rf"\b({'|'.join(PRECISIONS)})\b", re.IGNORECASE)
 
 PAIR = re.compile(r"(?i:quantize_?linear|quantlinearnode)|[_/.]D?Q(_\d+)?$")
 
-COPIES = frozenset({"Concatenation", "NoOp", "Padding", "Shuffle", "Slice", "Wait", "Signal", "wait", "signal",
-                    "shape_call"})  # fmt: skip
+COPIES = frozenset(
+    {"Concatenation", "NoOp", "Padding", "Shuffle", "Slice", "Wait", "Signal", "wait", "signal", "shape_call"}
+)
 """Layer types that only move values. A NoOp does not even that: its output is its input."""
 
 MYELIN = re.compile(r"__myl_([A-Za-z]+)_myl\d+_\d+")
@@ -132,10 +133,15 @@ def _entry(layer: Any) -> _Entry:
     if isinstance(weights, Mapping):  # TensorRT 8 and 10; without a count where there are none
         constants += _datatypes([{"Datatype": weights.get("Type")}]) if weights.get("Count") else ()
     return _Entry(
-        layer["Name"], str(layer.get("LayerType", "")), str(layer.get("ParameterType", "")),
-        str(layer.get("Origin", "")), _datatypes(layer.get("Inputs")), constants, _datatypes(layer.get("Outputs")),
+        layer["Name"],
+        str(layer.get("LayerType", "")),
+        str(layer.get("ParameterType", "")),
+        str(layer.get("Origin", "")),
+        _datatypes(layer.get("Inputs")),
+        constants,
+        _datatypes(layer.get("Outputs")),
         _onnx_layers(str(layer.get("Metadata", ""))),
-    )  # fmt: skip
+    )
 
 
 def _datatypes(tensors: Any) -> tuple[str, ...]:
@@ -212,7 +218,8 @@ def _mentions(entry: _Entry, known: Names | None) -> tuple[str, ...]:
 def _kind(entry: _Entry, mentions: Sequence[str], operators: Mapping[str, str]) -> Kind:
     steps = MYELIN.match(entry.name)
     pairs_only = bool(mentions) and all(
-        operators[n] in QDQ if n in operators else PAIR.search(n) is not None for n in mentions)  # fmt: skip
+        operators[n] in QDQ if n in operators else PAIR.search(n) is not None for n in mentions
+    )
     if entry.origin == "QDQ" or entry.type in ("Quantize", "Dequantize"):
         return "quantize"
     if entry.type == "NoOp":

@@ -58,8 +58,10 @@ def create(options: RtxOptions) -> TensorRt | AheadOfTime:
     if target and target != here.target:
         return AheadOfTime(trt, options)
     if here.target not in known:
-        raise EngineUnavailable(f"TensorRT-RTX has no kernels for {here.name} ({here.target}); to check builds for "
-                                "another GPU give --target sm89")  # fmt: skip
+        raise EngineUnavailable(
+            f"TensorRT-RTX has no kernels for {here.name} ({here.target}); to check builds for "
+            "another GPU give --target sm89"
+        )
     return TensorRt("tensorrt-rtx", trt, cuda, options, None)
 
 

@@ -121,8 +121,13 @@ class Trtexec:
         except (OSError, DecodeError) as error:
             log.write_text(f"{error}\n")
             raise EngineFailure(f"trtexec: cannot read {model.name}: {one_line(error)}") from error
-        flags = [f"--onnx={model}", "--skipInference", "--profilingVerbosity=detailed", *self._files,
-                 *self._typing(signature)]  # fmt: skip
+        flags = [
+            f"--onnx={model}",
+            "--skipInference",
+            "--profilingVerbosity=detailed",
+            *self._files,
+            *self._typing(signature),
+        ]
         if self._options.workspace_mb is not None:
             flags.append(f"--memPoolSize=workspace:{self._options.workspace_mb}")
         if self._options.builder_level is not None:
@@ -238,8 +243,12 @@ class TrtexecModel:
             EngineFailure: the inputs do not fit, trtexec fails, or it cannot profile.
         """
         graph, profile = self._file("graph.json"), self._file("profile.json")
-        flags = [*self._iterations(runs), "--profilingVerbosity=detailed", f"--exportLayerInfo={graph}",
-                 f"--exportProfile={profile}"]  # fmt: skip
+        flags = [
+            *self._iterations(runs),
+            "--profilingVerbosity=detailed",
+            f"--exportLayerInfo={graph}",
+            f"--exportProfile={profile}",
+        ]
         separate = ["--separateProfileRun"] if self._program.version < BETTER_DEFAULTS else []
         self._infer(inputs, flags + separate)
         if not self._program.profiles:
@@ -284,11 +293,16 @@ class TrtexecModel:
             self._fed = inputs
         sizes = _sizes({name: arrays[name].shape for name in self._signature.dynamic})
         return self._program.run(
-            [f"--loadEngine={plan}", "--duration=0", *(f for f in self._flags if flag_name(f) == "staticPlugins"),
-             "--loadInputs=" + ",".join(f"{name}:{file}" for name, file in files.items()),
-             *([f"--shapes={sizes}"] if sizes else []), *flags],
+            [
+                f"--loadEngine={plan}",
+                "--duration=0",
+                *(f for f in self._flags if flag_name(f) == "staticPlugins"),
+                "--loadInputs=" + ",".join(f"{name}:{file}" for name, file in files.items()),
+                *([f"--shapes={sizes}"] if sizes else []),
+                *flags,
+            ],
             self._log,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def explain(costs: Costs, placement: Placement) -> tuple[UnitPrice, ...]:
         extra = costs.of_unit(unit, decision) - (price.as_quantized if quantized else price.as_float)
         around = {*leaving, *(e.tensor for e in unit.inputs)}
         conversions = sum(costs.of_tensor(t, decision) for t in around)
-        rows.append(UnitPrice(
+        row = UnitPrice(
             nodes=tuple(parts.model.nodes[n].name for n in unit.nodes),
             operators=tuple(parts.model.nodes[n].op for n in unit.nodes),
             float_ms=price.as_float,
@@ -59,7 +59,8 @@ def explain(costs: Costs, placement: Placement) -> tuple[UnitPrice, ...]:
             quantized=quantized,
             margin_ms=margin(costs, decision, unit) if able else None,
             seen=price.seen,
-        ))  # fmt: skip
+        )
+        rows.append(row)
     return tuple(sorted(rows, key=lambda r: (-r.float_ms, r.nodes)))
 
 

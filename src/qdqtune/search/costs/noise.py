@@ -112,11 +112,11 @@ class Noise:
         limit = self.limit
         if limit is None:
             return inf
-        seen = [(10 ** (-t.sqnr_db / 10), p) for t in history
-                if t.sqnr_db is not None and (p := self.predicted(t.placement)) > 0]  # fmt: skip
-        if not seen:
+        measured = ((t.sqnr_db, self.predicted(t.placement)) for t in history if t.sqnr_db is not None)
+        known = [(10 ** (-sqnr_db / 10), predicted) for sqnr_db, predicted in measured if predicted > 0]
+        if not known:
             return limit
-        real, foretold = min(seen, key=lambda pair: abs(log(pair[0] / limit)))
+        real, foretold = min(known, key=lambda pair: abs(log(pair[0] / limit)))
         return foretold * limit / real
 
     def _by_metric(self, history: Sequence[Trial]) -> tuple[float, float]:

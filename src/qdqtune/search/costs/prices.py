@@ -241,8 +241,10 @@ def _conversions(partition: Partition, times: Times, floats: Times, states: Sequ
     found: dict[int, float] = {}
     for tensor, spent in times.dequantize.items():
         edges = [e for e in partition.reading.get(tensor, ()) if e in times.placement]
-        users = sorted({partition.owner[e.node] for e in edges if e.node}, key=lambda u: (
-            ranks.index(states[u]), -_slowness(partition.units[u], partition, times, floats), u))  # fmt: skip
+        users = sorted(
+            {partition.owner[e.node] for e in edges if e.node},
+            key=lambda u: (ranks.index(states[u]), -_slowness(partition.units[u], partition, times, floats), u),
+        )
         copies = times.copies[tensor] - sum(e.is_graph_output for e in edges)
         for user in users[: max(copies, 0)]:
             found[user] = found.get(user, 0.0) + spent / times.copies[tensor]

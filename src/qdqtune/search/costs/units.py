@@ -167,8 +167,8 @@ def _unit(model: Model, by_node: Mapping[str, Sequence[Edge]], number: int, node
     of_products = [e for e in constants if model.nodes[model.index_of[e.node]].op in COMPUTE]
     weights = tuple(of_products or constants)
     inner = tuple(e for e in edges if e.tensor in made or (e.tensor in model.constants and e not in weights))
-    leaving = tuple(t for n in nodes for t in model.nodes[n].outputs
-                    if t and any(u.node == GRAPH or u.node not in inside for u in model.uses(t)))  # fmt: skip
+    written = (t for n in nodes for t in model.nodes[n].outputs if t)
+    leaving = tuple(t for t in written if any(u.node == GRAPH or u.node not in inside for u in model.uses(t)))
     return Unit(number, nodes, entering, weights, inner, leaving, kind_of(model, nodes))
 
 

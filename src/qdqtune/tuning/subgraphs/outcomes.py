@@ -40,8 +40,11 @@ def outcomes(profiled: Profiled, history: Sequence[Trial], final: Placement) -> 
     """A row for every group, those that take the most time in float first."""
     search, parts = profiled.search, profiled.search.parts
     builds = search.builds(history)
-    saved = [a - b for a, b in zip(search.spent(builds[Placement()]), search.spent(builds[final]), strict=True)
-             ] if final in builds else None  # fmt: skip
+    saved = (
+        [a - b for a, b in zip(search.spent(builds[Placement()]), search.spent(builds[final]), strict=True)]
+        if final in builds
+        else None
+    )
     kinds = {unit.number: kind.number for kind in profiled.kinds for unit in kind.units}
     running = nearest(parts, final).quantized
     rows = []
@@ -50,7 +53,7 @@ def outcomes(profiled: Profiled, history: Sequence[Trial], final: Placement) -> 
         chosen = search.selection.option(unit.number) or profile.best
         kept = unit.number in running
         nodes = [parts.model.nodes[n] for n in unit.nodes]
-        rows.append(GroupOutcome(
+        row = GroupOutcome(
             nodes=tuple(n.name for n in nodes),
             operators=tuple(n.op for n in nodes),
             kind=kinds.get(unit.number),
@@ -60,7 +63,8 @@ def outcomes(profiled: Profiled, history: Sequence[Trial], final: Placement) -> 
             gain_in_model=saved[unit.number] if saved and final.edges else None,
             kept=kept,
             why=_why(unit.number, profiled, profile, final, kept=kept),
-        ))  # fmt: skip
+        )
+        rows.append(row)
     return tuple(sorted(rows, key=lambda r: (-r.float_ms, r.nodes)))
 
 
