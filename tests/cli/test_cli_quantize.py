@@ -171,7 +171,7 @@ def test_what_is_given_reaches_the_search(call: Call, model: Path, monkeypatch: 
     ("arguments", "words"),
     [(["--engine", "gpu"], "'gpu' is not one of"), (["--quant-type", "fp8"], "ONNX Runtime has no FP8 kernels"),
      (["--nodes-to-exclude", "nobody"], "no node is named 'nobody'"), (["-o", "no/q.onnx"], "there is no folder no"),
-     (["-o", "."], "cannot write .: it is no file"), (["-o", "/dev/null/q.onnx"], "there is no folder /dev/null"),
+     (["-o", "."], "cannot write .: it is a folder"), (["-o", "/dev/null/q.onnx"], "there is no folder /dev/null"),
      (["-o", "/proc/q.onnx"], "cannot write /proc/q.onnx"),
      (["--tune-args", "--builds 3"], "--tune-args goes with --tune"),
      (["--tune", "--tune-args", "--builds 'x"], "--tune-args --builds 'x: No closing quotation"),

@@ -299,15 +299,17 @@ def test_the_whole_file_computes_what_the_candidate_did(opened: Open, tmp_path: 
     assert all(np.array_equal(loaded[name], expected[name]) for name in loaded)
 
 
-def test_the_folder_is_emptied_first_and_gone_at_the_end(opened: Open, tmp_path: Path) -> None:
-    folder = tmp_path / "candidates"
-    folder.mkdir()
-    (folder / "left_by_a_killed_run.onnx").touch()
+def test_the_folder_is_its_own_and_gone_at_the_end(opened: Open, tmp_path: Path) -> None:
     setup = opened()
     setup.measure(1, setup.placements[0])
-    assert not (folder / "left_by_a_killed_run.onnx").exists()
     setup.candidates.__exit__()
-    assert not folder.exists()
+    assert not (tmp_path / "candidates").exists()
+    mine = tmp_path / "mine" / "notes.txt"
+    mine.parent.mkdir()
+    mine.touch()
+    with pytest.raises(OutputError, match="File exists"):
+        Candidates(cast(Runner, setup.runner), cast(Inserter, None), mine.parent)
+    assert mine.exists()
 
 
 def test_a_full_disk_is_an_output_error_and_the_folder_still_goes(opened: Open, tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from qdqtune.placement.reading import is_quantized, strip_pairs
 from qdqtune.search import region as search
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
+from qdqtune.tuning.folder import REGION_MODELS
 from qdqtune.tuning.loop import tune
-from qdqtune.tuning.modes.region import REGION_MODELS
 from qdqtune.tuning.settings import EFFORTS, Settings
 from qdqtune.tuning.store import read_records
 from qdqtune.types import QuantType

@@ -135,6 +135,25 @@ def open_samples(
     return Samples(source, digest, False, lambda: islice(produce(), limit))
 
 
+def files_named(source: str | None) -> list[Path]:
+    """The files that calibration data or a metric lie in: an .npz, those of a folder, or the module of a callable.
+
+    Nothing is imported: of a module these are the files that its name may stand for.
+    """
+    if source is None:
+        return []
+    path, place = Path(source), source.rpartition(":")[0]
+    if path.is_dir():
+        return [path, *sorted(path.iterdir())]
+    if path.exists() or not place:
+        return [path]
+    if place.endswith(".py"):
+        return [Path(place)]
+    parts = Path(*place.split("."))
+    folders = [Path(folder) for folder in ("", *sys.path)]
+    return [folder / name for folder in folders for name in (parts.with_suffix(".py"), parts / "__init__.py")]
+
+
 def _digest(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for path in files:

@@ -18,9 +18,9 @@ from qdqtune.errors import ConstraintUnmet
 from qdqtune.measurement.timing import Plan
 from qdqtune.search.region import Config
 from qdqtune.tuning.estimate import estimate
+from qdqtune.tuning.folder import FINAL
 from qdqtune.tuning.front import pick
 from qdqtune.tuning.loop import Result, tune
-from qdqtune.tuning.run import FINAL
 from qdqtune.tuning.settings import EFFORTS, FRONT_BUILDS, Settings, looks_until
 
 NO_IMPROVEMENT = 3

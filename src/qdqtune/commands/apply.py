@@ -8,10 +8,12 @@ from pathlib import Path
 
 from qdqtune.calibration.calibrate import Calibration
 from qdqtune.calibration.prepare import Data, prepare
-from qdqtune.commands.outputs import check_output
+from qdqtune.calibration.samples import files_named
 from qdqtune.errors import BadModel
-from qdqtune.graph.files import save
+from qdqtune.graph.files import data_of, save
 from qdqtune.graph.float16 import Precision, load_as
+from qdqtune.graph.loading import files_of
+from qdqtune.graph.outputs import check_output
 from qdqtune.measurement.simulation import Simulation
 from qdqtune.placement.files import existing, read_placement_file
 from qdqtune.placement.insertion import Inserter
@@ -53,7 +55,9 @@ def apply(
         InputError: model, placement or data cannot be used, or none of the placement's edges exists in the model.
         OutputError: `output` cannot be written.
     """
-    check_output(output, {"model": [model], "placement": [placement], "calibration data": [calibration_data]})
+    read = {"model": files_of(model), "placement": [placement], "calibration data": files_named(calibration_data)}
+    for written in (output, data_of(output)):
+        check_output(written, read)
     recorded = read_placement_file(placement)
     graph = load_as(model, precision, recorded.fix_inputs, numbers.opset)
     if is_quantized(graph):

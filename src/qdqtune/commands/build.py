@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from onnx import ModelProto
-
-from qdqtune.commands.outputs import check_output
 from qdqtune.engines import MODULES, EngineSpec
-from qdqtune.engines.runner import Handle, Runner
+from qdqtune.engines.runner import Handle, Runner, unlogged
 from qdqtune.engines.shapes import check_spans
-from qdqtune.errors import EngineFailure, OutputError, writing
-from qdqtune.graph.loading import read
+from qdqtune.errors import EngineFailure
+from qdqtune.graph.loading import files_of, read
 from qdqtune.graph.model import Model
+from qdqtune.graph.outputs import appearing, check_output
 from qdqtune.types import Failure
 
 FORMATS = {
@@ -45,27 +42,19 @@ def build(model: Path, output: Path, spec: EngineSpec, *, time_limit_s: float) -
         OutputError: `output` cannot be written.
         EngineUnavailable, EngineFailure: the engine cannot be opened, refuses the model, or cannot save it.
     """
-    proto = read(model)
-    check_spans(spec, Model(proto))
-    inputs = [model, *(model.parent / place for place in _places(proto))]
-    check_output(output, {"model": inputs})
-    if output.is_dir():
-        raise OutputError(f"cannot write {output}: it is a folder")
+    check_spans(spec, Model(read(model)))
+    inputs = {"model": files_of(model)}
+    check_output(output, inputs)
     if spec.name in MODULES and spec.name not in FORMATS:
         able = ", ".join(FORMATS)
         raise EngineFailure(f"engine {spec.name!r} has no format of its own to save; these have: {able}")
-    with (
-        writing(output),
-        tempfile.TemporaryDirectory(prefix=".qdqtune-", dir=output.parent) as folder,
-        Runner(spec, time_limit_s=time_limit_s, log_dir=Path(folder, "logs")) as runner,
-    ):
-        handle = _saved(runner, model, Path(folder, output.name))
-        made = sorted(path for path in Path(folder).iterdir() if path.is_file())
+    with unlogged(spec, time_limit_s=time_limit_s) as runner, appearing(output) as fresh:
+        handle = _saved(runner, model, fresh)
+        made = sorted(path for path in fresh.parent.iterdir() if path.is_file())
         for path in made:
-            check_output(output.with_name(path.name), {"model": inputs})
+            check_output(output.with_name(path.name), inputs)
         nbytes = sum(path.stat().st_size for path in made)
-        files = tuple(path.replace(output.with_name(path.name)) for path in made)
-    return Artifact(files, nbytes, handle.build_seconds)
+    return Artifact(tuple(output.with_name(path.name) for path in made), nbytes, handle.build_seconds)
 
 
 def _saved(runner: Runner, model: Path, target: Path) -> Handle:
@@ -75,8 +64,3 @@ def _saved(runner: Runner, model: Path, target: Path) -> Handle:
     if failure := runner.save(handle, target):
         raise EngineFailure(failure.reason)
     return handle
-
-
-def _places(model: ModelProto) -> list[str]:
-    """The files of a model's external data, as it names them."""
-    return sorted({e.value for t in model.graph.initializer for e in t.external_data if e.key == "location"})

@@ -18,7 +18,7 @@ from qdqtune.graph.operators import COMPUTE
 from qdqtune.measurement.accuracy import accuracy, is_finite
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.reading import read_placement, strip_pairs
-from qdqtune.tuning.run import BASELINE
+from qdqtune.tuning.folder import BASELINE
 from qdqtune.types import Accuracy, Failure, Layer, NumericFormat, Sample
 
 Kind = Literal["standalone pair", "float compute", "reformat", "boundary"]

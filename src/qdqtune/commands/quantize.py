@@ -15,20 +15,20 @@ from typing import TypeVar
 
 from qdqtune.calibration.calibrate import Calibration
 from qdqtune.calibration.prepare import Data, HoldOut, prepare
-from qdqtune.calibration.samples import HELD_OUT
+from qdqtune.calibration.samples import HELD_OUT, files_named
 from qdqtune.calibration.scales import Range, Ranges
-from qdqtune.commands.outputs import check_output
 from qdqtune.commands.worst_tensors import Damage, damages
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.cpu import cores
 from qdqtune.engines.formats import numeric_format
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.errors import BadModel, BadOption, EngineFailure, OutputError, writing
-from qdqtune.graph.files import save
+from qdqtune.errors import BadModel, BadOption, EngineFailure
+from qdqtune.graph.files import data_of, save
 from qdqtune.graph.float16 import Precision, load_as
-from qdqtune.graph.loading import load
+from qdqtune.graph.loading import files_of, load
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import INTEGER
+from qdqtune.graph.outputs import check_output
 from qdqtune.measurement.accuracy import accuracy, concern, cosine, is_finite
 from qdqtune.measurement.metric import Evaluation, evaluate, load_evaluation
 from qdqtune.placement import engine_rules
@@ -209,15 +209,13 @@ def _keepers(placed: Placed) -> str:
 
 def _check_output(request: Request) -> None:
     """Refuse an output that cannot be written, or that would overwrite what is read, before any work."""
-    output, data = request.output, request.calibration_data
-    check_output(output, {"model": [request.model], "calibration data": [data]})
-    exists = output.exists()
-    if exists and not output.is_file():
-        raise OutputError(f"cannot write {output}: it is no file; name one with --output")
-    with writing(output, "choose another --output"):
-        output.open("ab").close()
-        if not exists:
-            output.unlink()
+    read = {
+        "model": files_of(request.model),
+        "calibration data": files_named(request.calibration_data),
+        "metric": files_named(request.evaluate),
+    }
+    for written in (request.output, data_of(request.output)):
+        check_output(written, read)
 
 
 def _numbers(request: Request) -> NumericFormat:

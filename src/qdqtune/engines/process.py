@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from qdqtune.graph.outputs import Scratch
 
 SCRATCH = "worker-"
 """How the names of folders for temporary files begin."""
@@ -28,7 +27,7 @@ class WorkerProcess:
     def __init__(self, log: Path) -> None:
         ours, theirs = socket.socketpair()
         self._log = log
-        self._scratch = _Scratch(log.parent)
+        self._scratch = Scratch(log.parent, SCRATCH)
         with theirs, log.open("ab") as output:
             self._log_start = output.tell()
             # A process group of its own: Ctrl-C in a terminal reaches the parent only, and one kill reaches whatever
@@ -84,39 +83,3 @@ class WorkerProcess:
         with self._log.open("rb") as file:
             file.seek(self._log_start)
             return file.read().decode(errors="replace")
-
-
-class _Scratch:
-    """A folder in `parent` for temporary files. It is locked, so that one whose process was killed is known as left
-    over; such folders are removed when the next one is made.
-    """
-
-    def __init__(self, parent: Path) -> None:
-        for left in parent.glob(f"{SCRATCH}*"):
-            with contextlib.suppress(OSError):  # locked, or gone already
-                os.close(_locked(left))
-                shutil.rmtree(left, ignore_errors=True)
-        self.path = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=parent)).absolute()
-        self._lock = _locked(self.path)
-
-    def close(self) -> None:
-        """Remove the folder; does nothing if that has been done."""
-        if self._lock >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)  # what the worker had started may still write there
-            os.close(self._lock)
-        self._lock = -1
-
-
-def _locked(folder: Path) -> int:
-    """A descriptor of the folder, which holds a lock on it until it is closed.
-
-    Raises:
-        OSError: another one has the lock, or there is no such folder.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor

@@ -53,6 +53,12 @@ def take_external(proto: onnx.ModelProto, folder: Path) -> dict[str, Constant]:
     return large
 
 
+def places(proto: onnx.ModelProto) -> list[str]:
+    """The files of a model's external data, as it names them; those of bodies and attributes among them."""
+    tensors = (t for found in (proto.graph.initializer, _inner_tensors(proto)) for t in found)
+    return sorted({e.value for t in tensors for e in t.external_data if e.key == "location"})
+
+
 def settle(graph: onnx.GraphProto, large: MutableMapping[str, Constant]) -> None:
     """Make every constant of the main graph an initializer, move the large ones to `large`, list none as an input.
 

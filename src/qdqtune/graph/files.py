@@ -10,6 +10,7 @@ import onnx
 
 from qdqtune.errors import writing
 from qdqtune.graph.model import Constant, Model
+from qdqtune.graph.outputs import appearing
 
 PROTOBUF_LIMIT = 2**31 - 2**20
 """Bytes beyond which a file needs external data."""
@@ -21,14 +22,17 @@ def save(model: Model, path: Path) -> None:
     Raises:
         OutputError: the file cannot be written.
     """
-    with writing(path):
+    with appearing(path) as fresh:
         if model.large_bytes + model.proto.ByteSize() < PROTOBUF_LIMIT:
-            path.write_bytes(model.to_proto().SerializeToString())
+            fresh.write_bytes(model.to_proto().SerializeToString())
         else:
-            beside = path.with_name(path.name + ".data")
-            beside.unlink(missing_ok=True)
-            with ConstantFile(beside) as constants:
-                constants.save(model, path)
+            with ConstantFile(data_of(fresh)) as constants:
+                constants.save(model, fresh)
+
+
+def data_of(path: Path) -> Path:
+    """The file that holds the constants of a model that is too large for one."""
+    return path.parent / f"{path.name}.data"
 
 
 class ConstantFile:

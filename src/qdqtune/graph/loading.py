@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from onnx import ModelProto, inliner, numpy_helper, version_converter
 
 from qdqtune.errors import BadModel, BadOption
-from qdqtune.graph.constants import replace, settle, take_external
+from qdqtune.graph.constants import places, replace, settle, take_external
 from qdqtune.graph.folding import Names, drop_identities, drop_unused
 from qdqtune.graph.folding import fix_inputs as fix
 from qdqtune.graph.model import Constant, Model, bodies, captured
@@ -162,6 +162,14 @@ def read(path: Path) -> ModelProto:
     if not proto.HasField("graph"):
         raise BadModel(f"{path}: not an ONNX file, or cut short: it holds no graph")
     return proto
+
+
+def files_of(path: Path) -> list[Path]:
+    """A model's file and those of its external data; a file that cannot be read is alone."""
+    try:
+        return [path, *(path.parent / place for place in places(read(path)))]
+    except BadModel:  # whoever loads it says so
+        return [path]
 
 
 def _copy(proto: ModelProto) -> ModelProto:

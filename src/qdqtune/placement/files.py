@@ -9,8 +9,9 @@ from typing import Any
 
 import yaml
 
-from qdqtune.errors import BadOption, reading, writing
+from qdqtune.errors import BadOption, reading
 from qdqtune.graph.model import Model
+from qdqtune.graph.outputs import appearing
 from qdqtune.types import Edge, Placement
 
 VERSION = 1
@@ -79,8 +80,8 @@ def write_yaml(path: Path, content: Mapping[str, object]) -> None:
     Raises:
         OutputError: the file cannot be written.
     """
-    with writing(path):
-        path.write_text(yaml.safe_dump(dict(content), sort_keys=False, default_flow_style=None, width=120))
+    with appearing(path) as fresh:
+        fresh.write_text(yaml.safe_dump(dict(content), sort_keys=False, default_flow_style=None, width=120))
 
 
 def read_yaml(path: Path, what: str) -> dict[str, Any]:

@@ -10,27 +10,29 @@ from typing import Self
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import writing
 from qdqtune.graph.files import ConstantFile, save
+from qdqtune.graph.outputs import appearing
 from qdqtune.placement.insertion import Inserter
+from qdqtune.tuning.folder import CONSTANTS
 from qdqtune.types import Failure, Placement
 
 
 class Candidates:
     """Files and builds of one model's placements, each made once and as it is asked for.
 
-    A context manager: the folder of the files is emptied first, and deleted at the end.
+    A context manager: it makes the folder of the files, and deletes it at the end.
     """
 
     def __init__(self, runner: Runner, inserter: Inserter, folder: Path) -> None:
-        """Make the folder.
+        """Make the folder, which must not be there.
 
         Raises:
             OutputError: it cannot be made.
         """
-        self._runner, self._inserter, self._folder = runner, inserter, folder
-        shutil.rmtree(folder, ignore_errors=True)
+        self.folder = folder
+        self._runner, self._inserter = runner, inserter
         with writing(folder):
             folder.mkdir(parents=True)
-        self._constants = ConstantFile(folder / "constants.bin")
+        self._constants = ConstantFile(folder / CONSTANTS)
         self._loaded: dict[Placement, Handle] = {}
 
     def __enter__(self) -> Self:
@@ -39,7 +41,7 @@ class Candidates:
     def __exit__(self, *_: object) -> None:
         with suppress(OSError):  # on a full disk closing fails again
             self._constants.__exit__()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def file(self, placement: Placement) -> Path:
         """A small file of the placement, which refers to the constants that all candidates share.
@@ -47,7 +49,7 @@ class Candidates:
         Raises:
             OutputError: it cannot be written.
         """
-        path = self._folder / f"{placement.digest}.onnx"
+        path = self.folder / f"{placement.digest}.onnx"
         if not path.exists():
             self._constants.save(self._inserter.insert(placement), path)
         return path
@@ -82,7 +84,8 @@ class Candidates:
             path.parent.mkdir(parents=True, exist_ok=True)
             candidate = self.file(placement)
             self._constants.link_into(path.parent)
-            shutil.copyfile(candidate, path)
+            with appearing(path) as fresh:
+                shutil.copyfile(candidate, fresh)
 
     def write_whole(self, placement: Placement, path: Path) -> None:
         """Write a placement as a self-contained file.

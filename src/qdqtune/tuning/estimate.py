@@ -8,8 +8,8 @@ import numpy as np
 
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BaselineFailed
+from qdqtune.tuning.folder import LOGS, OutputFolder
 from qdqtune.tuning.observer import Observer, Silent
-from qdqtune.tuning.run import prepare_folder
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.subject import open_subject
 from qdqtune.types import Failure
@@ -29,8 +29,10 @@ class Estimate:
 def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     """What `tune` would do, from one build of the float model. Calibrates nothing and leaves no state."""
     observer = observer or Silent()
-    folder = prepare_folder(settings)
-    with Runner(settings.engine, time_limit_s=settings.time_limit, log_dir=folder / "logs") as runner:
+    with (
+        OutputFolder(settings) as output,
+        Runner(settings.engine, time_limit_s=settings.time_limit, log_dir=output.path / LOGS) as runner,
+    ):
         observer.stage(f"reading {settings.model.name}")
         subject = open_subject(settings, runner)
         runner.feed(subject.feed)

@@ -14,21 +14,20 @@ import numpy as np
 
 from qdqtune.engines.runner import Handle
 from qdqtune.errors import BadOption, BaselineFailed, writing
+from qdqtune.graph.files import data_of
+from qdqtune.graph.outputs import appearing
 from qdqtune.measurement.pairing import rounds_of
 from qdqtune.measurement.timing import Ratio, compare, envelope, ratio
 from qdqtune.search.front import Point, spread, undominated
+from qdqtune.tuning.folder import BASELINE, FINAL, FRONT, PLACEMENT, SUMMARY
 from qdqtune.tuning.proof import Proof, copy_model, prove
 from qdqtune.tuning.records import write_json, write_placement_of
-from qdqtune.tuning.run import BASELINE, FINAL, SUMMARY, Run
+from qdqtune.tuning.run import Run
 from qdqtune.tuning.store import pack_result, unpack_result
 from qdqtune.types import Failure, Measurement, Placement, Trial
 
-FOLDER = "front"
-
 POINTS = 6
 """Points that are proven: each takes two builds, and two more are shared by all."""
-
-PLACEMENT = "placement.yaml"
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Proven:
         assert accuracy is not None  # a point was measured
         return {
             "name": self.name,
-            "file": f"{FOLDER}/{self.name}.onnx",
+            "file": f"{FRONT}/{self.name}.onnx",
             "ratio": self.ratio.median,
             "low": self.ratio.low,
             "high": self.ratio.high,
@@ -86,23 +85,24 @@ def prove_front(history: Sequence[Trial], run: Run) -> Front:
         BaselineFailed: the engine fails on a finished file.
         OutputError: a file cannot be written.
     """
-    folder = run.settings.output_dir / FOLDER
+    folder = run.output.clear(FRONT)
     points = _named(spread(undominated(history, run.settings.plan), POINTS))
     with writing(folder):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        folder.mkdir(exist_ok=True)
     run.candidates.write_whole(Placement(), run.settings.output_dir / BASELINE)
     for name, point in points.items():
-        run.candidates.write_whole(point.trial.placement, folder / f"{name}.onnx")
+        file = run.output.claim(folder / f"{name}.onnx")
+        run.output.claim(data_of(file))
+        run.candidates.write_whole(point.trial.placement, file)
     _pair(points, run)
     proven = [p for name, point in points.items() if (p := _proven(name, point, run)) is not None]
     kept = [p for p in proven if p.ratio.verdict == "faster" and not any(_beats(o, p) for o in proven)]
     for name in points.keys() - {p.name for p in kept}:
-        for file in folder.glob(f"{name}.onnx*"):
-            file.unlink()
+        for file in (folder / f"{name}.onnx", data_of(folder / f"{name}.onnx")):
+            file.unlink(missing_ok=True)
     kept.sort(key=lambda p: p.ratio.median)
     for winner in kept:
-        write_placement_of(winner.trial.placement, folder / f"{winner.name}.yaml", run)
+        write_placement_of(winner.trial.placement, run.output.claim(folder / f"{winner.name}.yaml"), run)
     builds = 2 * len(points) + 2 if points else 0
     if not (holding := [p for p in kept if p.holds]):
         usual = prove(history, run)
@@ -133,8 +133,8 @@ def pick(folder: Path, name: str) -> Mapping[str, Any]:
         there = ", ".join(row["name"] for row in rows if (folder / row["file"]).is_file()) or "none"
         raise BadOption(f"{folder} has no point {name!r}: its points are {there}")
     copy_model(folder / row["file"], folder / FINAL)
-    with writing(folder / PLACEMENT):
-        shutil.copyfile(folder / FOLDER / f"{name}.yaml", folder / PLACEMENT)
+    with appearing(folder / PLACEMENT) as fresh:
+        shutil.copyfile(folder / FRONT / f"{name}.yaml", fresh)
     summary |= {
         "shipped": "tuned",
         "final_ms": row["ms"],
@@ -191,7 +191,7 @@ def _opponent(run: Run, number: int) -> Iterator[Handle]:
 
 
 def _meet(opponent: Handle, name: str, number: int, run: Run) -> Measurement | Failure:
-    file, plan = run.settings.output_dir / FOLDER / f"{name}.onnx", run.settings.proof_plan
+    file, plan = run.settings.output_dir / FRONT / f"{name}.onnx", run.settings.proof_plan
     handle = run.runner.load(file, f"front_{number}_{name}", fresh=True)
     if isinstance(handle, Failure):
         return handle

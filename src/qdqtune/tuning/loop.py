@@ -11,6 +11,7 @@ from qdqtune.measurement.accuracy import concern
 from qdqtune.measurement.limits import outcome, wins
 from qdqtune.measurement.timing import Plan, Ratio, judge, overlap
 from qdqtune.search import Strategy, best_of, ratios_to_float
+from qdqtune.tuning.folder import SUMMARY
 from qdqtune.tuning.front import prove_front
 from qdqtune.tuning.modes.mode import Recorded
 from qdqtune.tuning.modes.table import MODES
@@ -78,7 +79,7 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
         summary = summary_of(history, proof, run) | ({"front": front.rows()} if front else {})
         recorded = mode.record(history, proof.placement)
     summary |= {**recorded.summary, "seconds": round(time.monotonic() - started, 3)}
-    for name, content in {"summary.json": summary, **recorded.files}.items():
+    for name, content in {SUMMARY: summary, **recorded.files}.items():
         write_json(settings.output_dir / name, content)
     shipped = next((t.accuracy for t in history if t.placement == proof.placement and t.accuracy is not None), None)
     warning = None if shipped is None else concern(shipped)

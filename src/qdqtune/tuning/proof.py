@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import onnx
 
 from qdqtune.errors import BaselineFailed, writing
+from qdqtune.graph.constants import places
+from qdqtune.graph.files import data_of
+from qdqtune.graph.loading import read
+from qdqtune.graph.outputs import appearing, exchange
 from qdqtune.measurement.pairing import fresh_pair
 from qdqtune.measurement.timing import Ratio, envelope, ratio
-from qdqtune.tuning.run import BASELINE, CANDIDATES, FINAL, Run
+from qdqtune.tuning.folder import BASELINE, FINAL
+from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import PROOF_BUILDS
 from qdqtune.tuning.store import pack_result, unpack_result
 from qdqtune.types import Failure, Placement, Trial
@@ -102,7 +106,7 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
 
 def _unproven(run: Run) -> Path:
     """Where the file that is to prove itself lies: it moves to its place when it has."""
-    return run.settings.output_dir / CANDIDATES / FINAL
+    return run.candidates.folder / FINAL
 
 
 def _meet(placement: Placement, run: Run) -> _Meeting:
@@ -141,22 +145,20 @@ def confirm(key: str, a: Path, b: Path, run: Run) -> Confirmed | Failure:
 
 
 def _move(source: Path, target: Path) -> None:
-    """Move a model of ours, in one step unless it has external data."""
+    """Move a model of ours, with the file of its constants where it has one."""
     with writing(target):
-        beside = source.with_name(source.name + ".data")
-        if beside.exists():
-            beside.replace(target.with_name(target.name + ".data"))
-        source.replace(target)
+        both = [(data_of(source), data_of(target)), (source, target)]
+        exchange([(old, new) for old, new in both if old.exists()], source.with_name("replaced"))
 
 
 def copy_model(source: Path, target: Path) -> None:
     """Copy a model to another folder or name, and the external data that it refers to."""
-    tensors = onnx.load(source, load_external_data=False).graph.initializer
-    locations = {e.value for t in tensors for e in t.external_data if e.key == "location"}
-    with writing(target):
-        shutil.copyfile(source, target)
-        for location in sorted(locations):
-            data, copy = source.parent / location, target.parent / location
-            if not (copy.exists() and copy.samefile(data)):
+    data = places(read(source))
+    with appearing(target) as fresh:
+        shutil.copyfile(source, fresh)
+        for place in data:
+            beside = target.parent / place
+            if not (beside.exists() and beside.samefile(source.parent / place)):
+                copy = fresh.parent / place
                 copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(data, copy)
+                shutil.copyfile(source.parent / place, copy)

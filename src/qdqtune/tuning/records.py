@@ -10,11 +10,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from qdqtune.errors import writing
+from qdqtune.graph.outputs import appearing
 from qdqtune.placement import files
 from qdqtune.search import ratios_to_float
 from qdqtune.search.front import Point, spread, undominated
 from qdqtune.search.regions import cache
+from qdqtune.tuning.folder import PLACEMENT, pattern_cache_of
 from qdqtune.tuning.proof import Proof
 from qdqtune.tuning.run import Run
 from qdqtune.types import Placement, Trial
@@ -30,8 +31,8 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
     Raises:
         OutputError: the file cannot be written.
     """
-    with writing(path):
-        path.write_text(json.dumps(dict(content), indent=2, allow_nan=False) + "\n")
+    with appearing(path) as fresh:
+        fresh.write_text(json.dumps(dict(content), indent=2, allow_nan=False) + "\n")
 
 
 def write_records(history: Sequence[Trial], proof: Proof, run: Run) -> None:
@@ -41,7 +42,7 @@ def write_records(history: Sequence[Trial], proof: Proof, run: Run) -> None:
         OutputError: a file cannot be written.
     """
     settings, subject, final = run.settings, run.subject, proof.placement
-    write_placement_of(final, settings.output_dir / "placement.yaml", run)
+    write_placement_of(final, settings.output_dir / PLACEMENT, run)
     caches = cache.cache_of(
         subject.model,
         subject.patterns,
@@ -51,8 +52,7 @@ def write_records(history: Sequence[Trial], proof: Proof, run: Run) -> None:
         minimum_distance=settings.config.pattern_cache_minimum_distance,
         maximum_entries=settings.config.pattern_cache_max_entries_per_pattern,
     )
-    target = settings.state.with_name(settings.state.stem + "_pattern_cache.yaml")
-    cache.write_cache(target, caches, subject.patterns)
+    cache.write_cache(pattern_cache_of(settings.state), caches, subject.patterns)
 
 
 def write_placement_of(placement: Placement, path: Path, run: Run) -> None:

@@ -23,6 +23,9 @@ FRONT_LEAST, FRONT_BUILDS = 9, 11
 PROOF_BUILDS = 4
 """Builds of one comparison of the proof: two of each file."""
 
+STATE = "autotuner_state.yaml"
+"""The state file in the output folder."""
+
 Mode = Literal["region", "cut", "subgraph"]
 
 
@@ -156,4 +159,4 @@ class Settings:
     @property
     def state(self) -> Path:
         """The state file."""
-        return self.state_file or self.output_dir / "autotuner_state.yaml"
+        return self.state_file or self.output_dir / STATE

@@ -129,6 +129,15 @@ class Store:
             self._file.truncate(sum(len(line) + 1 for line in lines))
 
 
+def is_state(path: Path) -> bool:
+    """Whether a file begins as state files do."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(HEAD)) == HEAD
+    except OSError:
+        return False
+
+
 def read_records(path: Path) -> list[Record]:
     """The records of a state file, its head first, without opening it for a run.
 

@@ -13,13 +13,12 @@ from qdqtune.search.cut import CutSearch
 from qdqtune.search.front import FrontSearch
 from qdqtune.search.latency import GroupedSearch
 from qdqtune.search.region import QUIETER
+from qdqtune.tuning.folder import UNITS
 from qdqtune.tuning.modes.mode import Recorded
 from qdqtune.tuning.noise import foresee
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.run import Run
 from qdqtune.types import Placement, Trial
-
-UNITS = "units.json"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,14 +9,13 @@ from qdqtune.search import Seeded, Strategy
 from qdqtune.search.costs.guess import guesses
 from qdqtune.search.region import RegionSearch
 from qdqtune.search.regions import cache
+from qdqtune.tuning.folder import CONSTANTS, REGION_MODELS
 from qdqtune.tuning.modes.cut import cut_search
 from qdqtune.tuning.modes.mode import Recorded
 from qdqtune.tuning.noise import foresee
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.run import Run
 from qdqtune.types import Placement, Trial
-
-REGION_MODELS = "region_models"
 
 
 @dataclass(frozen=True)
@@ -33,13 +31,14 @@ class Region:
 
         This comes after the search: their constants are links, and ONNX's checker refuses a file with several of them.
         """
-        folder = self.run.settings.output_dir / REGION_MODELS
-        shutil.rmtree(folder, ignore_errors=True)
+        output = self.run.output
+        folder = output.clear(REGION_MODELS)
         regions = {p.digest: p.instances[0] for p in self.run.subject.patterns}
         wins = {t.proposal.pattern: t.placement for t in history if t.accepted and t.proposal.pattern}
         for pattern, placement in wins.items():
             name = f"region_{regions[pattern].id}_level_{regions[pattern].level}.onnx"
-            self.run.candidates.write_linked(placement, folder / name)
+            output.claim(folder / CONSTANTS)
+            self.run.candidates.write_linked(placement, output.claim(folder / name))
         return Recorded()
 
 

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qdqtune.search.subgraph import SubgraphSearch, narrowed
+from qdqtune.tuning.folder import RAW
 from qdqtune.tuning.modes.mode import Recorded
 from qdqtune.tuning.noise import foresee
 from qdqtune.tuning.observer import Observer
-from qdqtune.tuning.run import RAW, Run
+from qdqtune.tuning.run import Run
 from qdqtune.tuning.subgraphs.outcomes import outcomes, record
 from qdqtune.tuning.subgraphs.prepare import Profiled, profile
 from qdqtune.types import Placement, Trial

@@ -15,6 +15,7 @@ from typing import Any
 from qdqtune.engines import shapes
 from qdqtune.errors import writing
 from qdqtune.graph.operators import work
+from qdqtune.graph.outputs import appearing
 from qdqtune.search.costs.attribution import Priced, attribute
 from qdqtune.search.costs.profiles import passing, select, signature
 from qdqtune.search.costs.units import Partition, Unit, partition
@@ -77,7 +78,7 @@ def profile(run: Run) -> Profiled:
     resolved = resolve(subject.model, subject.shaped, subject.feed, shapes.spans(settings.engine))
     kinds, why = _kinds(parts, grouped, resolved, times)
     progress = CacheFile(settings.output_dir, parts, kinds)
-    with Profiler(settings, subject, parts, resolved, run.store, timed=timed) as profiler:
+    with Profiler(run, parts, resolved, timed=timed) as profiler:
         found = profiler.all(kinds, observer, progress.timed, deadline)
     profiles = {u.number: passing(parts, u, times[u.number]) for u in parts.units}
     profiles |= {unit.number: found[kind.number] for kind in kinds for unit in kind.units}
@@ -104,8 +105,8 @@ def _grouped(settings: Settings, subject: Subject, layers: Sequence[Layer]) -> G
         stem = settings.output_dir / f"{settings.model.stem}.fp16"
         copies = {".graph.json": exported, ".build.log": exported.with_name("baseline.log")}
         for ending, source in copies.items():
-            with writing(stem.with_name(stem.name + ending)):
-                shutil.copyfile(source, stem.with_name(stem.name + ending))
+            with appearing(stem.with_name(stem.name + ending)) as fresh:
+                shutil.copyfile(source, fresh)
     if layers:
         return groups.from_layers(subject.shaped, layers, "as the engine's layer report has them")
     return groups.by_rules(subject.shaped, subject.possible)

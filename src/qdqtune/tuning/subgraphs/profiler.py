@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -24,19 +23,18 @@ from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadOption, InputError, writing
 from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.model import Model
+from qdqtune.graph.outputs import appearing
 from qdqtune.measurement.pairing import rounds_of
 from qdqtune.measurement.timing import Plan, compare
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search.costs.profiles import Answer, Profile, profile_of, schemes, signature
 from qdqtune.search.costs.units import Partition, Unit
+from qdqtune.tuning.folder import CONSTANTS, LOGS, PARTS
 from qdqtune.tuning.observer import Observer
-from qdqtune.tuning.settings import Settings
-from qdqtune.tuning.store import Record, Store, pack_layers, pack_result, unpack_layers, unpack_result
+from qdqtune.tuning.run import Run
+from qdqtune.tuning.store import Record, pack_layers, pack_result, unpack_layers, unpack_result
 from qdqtune.tuning.subgraphs.extraction import Resolved, borders, extract, is_shape
-from qdqtune.tuning.subject import Subject
 from qdqtune.types import Array, Edge, Failure, Layer, Measurement, Placement
-
-FOLDER = "subgraphs"
 
 ROUNDS = Plan(looks=(5, 9), slot_seconds=0.001, warmup=1)
 """Rounds of a part against its float form. They weigh groups; what is faster is decided on the whole model."""
@@ -89,21 +87,19 @@ class Profiler:
     A context manager. The models stay in the folder `subgraphs`, with one file for all their weights.
     """
 
-    def __init__(
-        self, settings: Settings, subject: Subject, parts: Partition, resolved: Resolved, store: Store, *, timed: bool
-    ) -> None:
+    def __init__(self, run: Run, parts: Partition, resolved: Resolved, *, timed: bool) -> None:
         self.builds = 0
         """Builds so far, those of earlier runs included."""
         self.engine_seconds = 0.0
-        self._subject, self._parts, self._resolved, self._store = subject, parts, resolved, store
+        settings = run.settings
+        self._subject, self._parts, self._resolved, self._store = run.subject, parts, resolved, run.store
         self._timed, self._seed = timed, settings.seed
-        self._folder = settings.output_dir / FOLDER
+        self._output, self._folder = run.output, run.output.clear(PARTS)
         with writing(self._folder):
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder.mkdir(parents=True)
-        self._constants = ConstantFile(self._folder / "constants.bin")
+            self._folder.mkdir(exist_ok=True)
+        self._constants = ConstantFile(run.output.claim(self._folder / CONSTANTS))
         spec = shapes.with_spans(settings.engine, resolved.spans)
-        self._runner = Runner(spec, time_limit_s=settings.time_limit, log_dir=settings.output_dir / "logs" / FOLDER)
+        self._runner = Runner(spec, time_limit_s=settings.time_limit, log_dir=run.output.path / LOGS / PARTS)
 
     def __enter__(self) -> Self:
         return self
@@ -176,7 +172,13 @@ class Profiler:
         own |= {Edge(t, "", k) for k, t in enumerate(unit.outputs) if parts.edges.get(t)}
         text = signature(parts, unit, self._resolved.sizes) + "\n" + "\n".join(model.index_of)
         key = f"part:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-        return _Part(kind, model, self._folder / f"group_{kind.number:03}.onnx", key, schemes(model, frozenset(own)))
+        return _Part(
+            kind,
+            model,
+            self._output.claim(self._folder / f"group_{kind.number:03}.onnx"),
+            key,
+            schemes(model, frozenset(own)),
+        )
 
     def _is_known(self, part: _Part) -> bool:
         base = self._store.get(part.key)
@@ -188,7 +190,8 @@ class Profiler:
     def _recorded(self, part: _Part) -> Profile:
         """The profile that the store's records add up to; files for the parts, also for those timed earlier."""
         base = self._store.get(part.key) or {}
-        self._constants.save(part.model, part.path)
+        with appearing(part.path) as fresh:
+            self._constants.save(part.model, fresh)
         self.builds += 1
         if "failure" in base:
             return Profile(part.kind.each_ms, (), {"": base["failure"]["reason"]})
@@ -242,7 +245,7 @@ class Profiler:
         for name, key in self._keys(part).items() if "layers" in base else ():
             if self._store.get(key) is None:
                 path = part.path.with_suffix(f".{re.sub(r'[^a-z0-9]+', '_', name)}.onnx")
-                self._constants.save(inserter.insert(part.schemes[name]), path)
+                self._constants.save(inserter.insert(part.schemes[name]), self._output.claim(path))
                 self._store.put(key, self._asked(part, name, handle, path, unpack_layers(base["layers"])))
                 path.unlink()
         self._runner.unload(handle)

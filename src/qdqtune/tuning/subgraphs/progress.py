@@ -6,25 +6,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qdqtune.errors import writing
 from qdqtune.search.costs.profiles import Profile
 from qdqtune.search.costs.units import Partition
+from qdqtune.tuning.folder import PROGRESS
 from qdqtune.tuning.observer import State
 from qdqtune.tuning.records import write_json
 from qdqtune.tuning.subgraphs.profiler import GroupKind
 from qdqtune.types import Trial
 
-NAME = "autotune_cache.json"
-
 
 class CacheFile:
-    """Follows a run, and writes the file anew after each answer, in one step.
+    """Follows a run, and writes the file anew after each answer.
 
     Every method raises OutputError if the file cannot be written.
     """
 
     def __init__(self, folder: Path, parts: Partition, kinds: Sequence[GroupKind]) -> None:
-        self._path = folder / NAME
+        self._path = folder / PROGRESS
         self._left = len(kinds)
         names = {u.number: [parts.model.nodes[n].name for n in u.nodes] for kind in kinds for u in kind.units}
         self._groups: dict[int, dict[str, Any]] = {
@@ -53,8 +51,5 @@ class CacheFile:
 
     def _write(self) -> None:
         phase = "timing groups alone" if self._left else "validating on the whole model"
-        fresh = self._path.with_name(f"{NAME}.new")
         content = {"phase": phase, "profiling": list(self._groups.values()), "validation": self._validation}
-        write_json(fresh, content)
-        with writing(self._path):
-            fresh.replace(self._path)
+        write_json(self._path, content)

@@ -1,0 +1,205 @@
+"""The output folder of a run: locked, and with a list of what in it is ours.
+
+Nothing that an input refers to is written, and nothing is overwritten or deleted that is not on the list. A name that a
+run needs and that somebody else's file has is refused before the run begins.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+from qdqtune.calibration.samples import files_named
+from qdqtune.errors import BadOption, BadState, reading, writing
+from qdqtune.graph.files import data_of
+from qdqtune.graph.loading import files_of
+from qdqtune.graph.outputs import Inputs, overwritten
+from qdqtune.tuning.settings import STATE, Settings
+from qdqtune.tuning.store import is_state
+
+LIST = ".qdqtune"
+"""The list: a path a line, relative to the folder; behind a folder's name a slash."""
+
+HEAD = "# what qdqtune has written to this folder, and may overwrite or delete: a path a line"
+
+LOGS = "logs"
+BASELINE, FINAL = "baseline.onnx", "optimized_final.onnx"
+RAW = "optimized_raw.onnx"
+"""In subgraph mode: all groups that gain alone, whether or not the whole model gains by them."""
+
+PLACEMENT, SUMMARY = "placement.yaml", "summary.json"
+UNITS, PROGRESS = "units.json", "autotune_cache.json"
+REGION_MODELS, PARTS, FRONT = "region_models", "subgraphs", "front"
+CONSTANTS = "constants.bin"
+NAMES = (BASELINE, FINAL, RAW, PLACEMENT, SUMMARY, UNITS, PROGRESS)
+"""The files right in the folder, whatever the mode."""
+
+OURS = {
+    LOGS: ("*.log", "*.json"),
+    REGION_MODELS: ("region_*.onnx", CONSTANTS),
+    PARTS: ("group_*.onnx", CONSTANTS),
+    FRONT: ("exact*.onnx*", "exact*.yaml", "*db*.onnx*", "*db*.yaml"),
+}
+"""Folders below, and how the files are named that we write there."""
+
+
+class OutputFolder:
+    """The output folder of one run, made if it is missing. A context manager; one process at a time."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Make the folder, take it, and list the files that this run will write.
+
+        Raises:
+            BadOption: an input or somebody else's file would be overwritten.
+            BadState: another run is at work there.
+            OutputError: it cannot be written.
+        """
+        self.path = settings.output_dir
+        self._list = self.path / LIST
+        self._ours = self._listed()
+        names = [*_files(settings), f"{LOGS}/"]
+        self._refuse_inputs(settings, names)
+        # Where there is no list yet, a state file stands for a folder that an earlier version has written.
+        is_older = not self._list.exists() and is_state(self.path / STATE)
+        if not is_older:
+            self._refuse_others(settings, names)
+        with writing(f"to {self.path}"):
+            (self.path / LOGS).mkdir(parents=True, exist_ok=True)
+            self._file = self._list.open("ab", buffering=0)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._file.close()
+            raise BadState(f"{self.path} is in use by another run: choose another --output-dir") from error
+        for name in names:
+            self.claim(self.path / name, is_folder=name.endswith("/"))
+        for path in self._of_earlier_versions() if is_older else ():
+            self.claim(path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def claim(self, path: Path, *, is_folder: bool = False) -> Path:
+        """Put a path on the list before it is written.
+
+        Raises:
+            OutputError: the list cannot be written.
+        """
+        name = path.relative_to(self.path).as_posix() + "/" * is_folder
+        if name not in self._ours:
+            with writing(self._list):
+                self._file.write((f"{name}\n" if self._file.tell() else f"{HEAD}\n{name}\n").encode())
+            self._ours.add(name)
+        return path
+
+    def clear(self, folder: str) -> Path:
+        """Delete the files of ours in a folder below, and the folder if it holds no others.
+
+        Raises:
+            OutputError: one cannot be deleted.
+        """
+        with writing(self.path / folder):
+            for path in sorted(map(Path, self._ours)):
+                if path.parent == Path(folder):
+                    (self.path / path).unlink(missing_ok=True)
+            if (self.path / folder).is_dir() and not any((self.path / folder).iterdir()):
+                (self.path / folder).rmdir()
+        return self.path / folder
+
+    def _of_earlier_versions(self) -> Iterator[Path]:
+        """The files there that carry our names."""
+        yield from (path for name in NAMES if (path := self.path / name).is_file())
+        for folder in OURS:
+            yield from self._below(folder)
+
+    def _below(self, folder: str) -> Iterator[Path]:
+        """The files in a folder below that are named as ours are."""
+        for pattern in OURS[folder]:
+            yield from (self.path / folder).glob(pattern)
+
+    def _listed(self) -> set[str]:
+        if not self._list.exists():
+            return set()
+        with reading(self._list):
+            head, *names = self._list.read_text(errors="replace").splitlines() or [HEAD]
+        if head != HEAD:
+            raise BadOption(f"{self._list} is not of qdqtune's making: move it, or choose another --output-dir")
+        return set(names)
+
+    def _refuse_inputs(self, settings: Settings, names: list[str]) -> None:
+        below = [path for folder in OURS for path in (self.path / folder).glob("**/*")]
+        outputs = [self.path / name for name in names] + [settings.state, pattern_cache_of(settings.state), *below]
+        if isinstance(cache := settings.engine.options.get("timing_cache"), str):
+            outputs.append(Path(cache))
+        if (found := overwritten(outputs, _inputs(settings))) is not None:
+            file, what = found
+            hint = "" if what == "model" else f", the {what},"
+            raise BadOption(f"{file}{hint} would be overwritten: choose another --output-dir")
+
+    def _refuse_others(self, settings: Settings, names: list[str]) -> None:
+        below = [
+            path.relative_to(self.path).as_posix()
+            for folder in _folders(settings, self._ours)
+            for path in self._below(folder)
+        ]
+        files = [name for name in (*names, *below) if not name.endswith("/") and name not in self._ours]
+        if (found := next((name for name in files if (self.path / name).exists()), None)) is not None:
+            what = f"{self.path / found} is not of qdqtune's making, and would be overwritten"
+            raise BadOption(f"{what}: choose another --output-dir, or move it")
+
+
+def _folders(settings: Settings, listed: set[str]) -> Iterator[str]:
+    """The folders below in which a run of these settings may overwrite what it finds."""
+    if f"{LOGS}/" not in listed:
+        yield LOGS
+    if settings.mode == "region":
+        yield REGION_MODELS
+    if settings.mode == "subgraph":
+        yield PARTS
+    if settings.front:
+        yield FRONT
+
+
+def _files(settings: Settings) -> Iterator[str]:
+    """The files that a run of these settings may write right into its folder."""
+    models = [BASELINE, FINAL]
+    yield from (PLACEMENT, SUMMARY)
+    if settings.mode == "cut":
+        yield UNITS
+    if settings.mode == "subgraph":
+        models.append(RAW)
+        yield PROGRESS
+        if settings.graph_json is None:
+            yield from (f"{settings.model.stem}.fp16{ending}" for ending in (".graph.json", ".build.log"))
+    for model in models:
+        yield model
+        yield data_of(Path(model)).name
+    given = settings.model.parent
+    if settings.from_qdq and given.resolve() != settings.output_dir.resolve():  # it may ship as it is
+        beside = (
+            file for file in files_of(settings.model)[1:] if file.is_relative_to(given) and ".." not in file.parts
+        )
+        yield from (file.relative_to(given).as_posix() for file in beside)
+
+
+def _inputs(settings: Settings) -> Inputs:
+    """Every file that the settings refer to."""
+    baseline = files_of(settings.qdq_baseline) if settings.qdq_baseline else []
+    named = {"--graph-json": settings.graph_json, "--pattern-cache": settings.pattern_cache}
+    return {
+        "model": files_of(settings.model),
+        "calibration data": files_named(settings.calibration_data),
+        "metric": files_named(settings.evaluate),
+        "--qdq-baseline": baseline,
+        **{what: [] if file is None else [file] for what, file in named.items()},
+    }
+
+
+def pattern_cache_of(state: Path) -> Path:
+    """Where a run with that state file writes its pattern cache."""
+    return state.with_name(state.stem + "_pattern_cache.yaml")

@@ -1,0 +1,226 @@
+"""No command overwrites or deletes what a user has: inputs by whatever name, and files that are not of our making."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import pytest
+
+from conftest import Call
+from qdqtune.errors import BadState
+from qdqtune.tuning.folder import LIST, OutputFolder
+from qdqtune.tuning.loop import tune
+from runs import mixed, settings, write
+
+QUICK = ("--engine", "fake", "--engine-option", "asymmetric=true", "--builds", "4", "-q")
+
+
+@pytest.fixture
+def external(tmp_path: Path) -> Path:
+    """A model whose weights lie in weights.bin beside it, and samples."""
+    model = write(mixed(), tmp_path)
+    onnx.save(onnx.load(model), model, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    return model
+
+
+@pytest.fixture
+def placement(external: Path) -> Path:
+    tune(settings(external, builds=3, mode="cut", output_dir=external.parent / "tuned"))
+    return external.parent / "tuned" / "placement.yaml"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def linked(target: Path, name: Path, how: Callable[[Path, Path], None]) -> Path:
+    name.parent.mkdir(exist_ok=True)
+    how(target, name)
+    return name
+
+
+def is_refused(call: Call, folder: Path, words: str, *arguments: object) -> None:
+    """The command ends with one line and code 2, and nothing in the folder has changed."""
+    before = contents(folder)
+    code, out, err = call(*arguments)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert len([line for line in err.splitlines() if line.startswith("error: ")]) == 1
+    assert "Traceback" not in err
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("name", ["weights.bin", "copy.onnx", "link.onnx", "weights"])
+@pytest.mark.parametrize("command", ["quantize", "apply", "build"])
+def test_the_model_and_its_weights_are_not_overwritten_by_any_name(
+    call: Call, external: Path, placement: Path, command: str, name: str
+) -> None:
+    folder = external.parent
+    os.link(external, folder / "copy.onnx")
+    (folder / "link.onnx").symlink_to(external)
+    os.link(folder / "weights.bin", folder / "weights")
+    more = {"apply": ["--placement", placement], "build": ["--engine", "onnxruntime"]}.get(command, [])
+    is_refused(call, folder, "would overwrite the model", command, external, *more, "-o", folder / name)
+
+
+@pytest.mark.parametrize("command", ["quantize", "apply"])
+def test_arrays_in_a_folder_are_not_overwritten(call: Call, model: Path, tmp_path: Path, command: str) -> None:
+    (tmp_path / "d").mkdir()
+    data = shutil.copy(model.with_suffix(".npz"), tmp_path / "d" / "a.npz")
+    tune(settings(model, builds=3, mode="cut"))
+    more = ["--placement", tmp_path / "out" / "placement.yaml"] if command == "apply" else []
+    arguments = [command, model, *more, "--calibration-data", tmp_path / "d", "-o", data]
+    is_refused(call, tmp_path, "would overwrite the calibration data", *arguments)
+
+
+@pytest.mark.parametrize("named", ["ev.py:score", "ev:score"])
+def test_a_metric_is_not_overwritten(
+    call: Call, model: Path, tmp_path: Path, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ev.py").write_text("def score(predict): return 1.0\n")
+    arguments = ["quantize", model, "--calibration-data", model.with_suffix(".npz"), "--evaluate", named]
+    is_refused(call, tmp_path, "would overwrite the metric", *arguments, "-o", "ev.py")
+
+
+def test_a_python_file_of_samples_is_not_overwritten(call: Call, model: Path, tmp_path: Path) -> None:
+    source = tmp_path / "samples.py"
+    source.write_text("import numpy as np\ndef samples(): yield {'x': np.zeros((8, 8, 64), np.float32)}\n")
+    arguments = ["quantize", model, "--calibration-data", f"{source}:samples", "-o", source]
+    is_refused(call, tmp_path, "would overwrite the calibration data", *arguments)
+
+
+@pytest.mark.parametrize("how", [os.link, os.symlink])
+def test_a_result_that_is_the_model_by_another_name_is_refused(call: Call, external: Path, how: Callable) -> None:  # type: ignore[type-arg]
+    out = external.parent / "out"
+    linked(external, out / "baseline.onnx", how)
+    is_refused(call, external.parent, "would be overwritten", "tune", external, *QUICK, "-o", out)
+
+
+@pytest.mark.parametrize("option", ["--calibration-data", "--evaluate", "--qdq-baseline"])
+def test_whatever_a_run_reads_it_does_not_write(call: Call, model: Path, tmp_path: Path, option: str) -> None:
+    metric = tmp_path / "ev.py"
+    metric.write_text("def score(predict): return 1.0\n")
+    baseline = Path(shutil.copy(model, tmp_path / "baseline.onnx"))
+    given = {"--calibration-data": model.with_suffix(".npz"), "--evaluate": metric, "--qdq-baseline": baseline}[option]
+    (tmp_path / "out").mkdir()
+    os.link(given, tmp_path / "out" / "summary.json")
+    named = f"{metric}:score" if option == "--evaluate" else given
+    is_refused(call, tmp_path, "would be overwritten", "tune", model, *QUICK, option, named, "-o", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "mode"),
+    [
+        ("--graph-json", "logs/graph.json", "subgraph"),
+        ("--pattern-cache", "autotuner_state_pattern_cache.yaml", "region"),
+    ],
+)
+def test_groups_and_patterns_are_not_overwritten(
+    call: Call, model: Path, tmp_path: Path, option: str, name: str, mode: str
+) -> None:
+    given = tmp_path / "out" / name
+    given.parent.mkdir(parents=True)
+    given.write_text("{}")
+    arguments = ["tune", model, *QUICK, "--mode", mode, option, given, "-o", tmp_path / "out"]
+    is_refused(call, tmp_path, "would be overwritten", *arguments)
+
+
+@pytest.mark.parametrize("mode", ["cut", "region", "subgraph", "front"])
+def test_files_beside_ours_stay(call: Call, model: Path, tmp_path: Path, mode: str) -> None:
+    mine = [tmp_path / folder / "notes.txt" for folder in ("candidates", "region_models", "subgraphs", "front", "logs")]
+    mine += [tmp_path / "logs" / "worker-mine" / "notes.txt", tmp_path / ".qdqtune-mine" / "notes.txt"]
+    for path in mine:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    chosen = ["--front", "--builds", "9"] if mode == "front" else ["--mode", mode]
+    for _ in range(2):
+        code, _, err = call("tune", model, *QUICK, *chosen, "--restart", "-o", tmp_path)
+        assert code in (0, 3, 4), err
+        assert all(path.read_text() == "mine" for path in mine)
+
+
+@pytest.mark.parametrize("name", ["baseline.onnx", "optimized_final.onnx", "placement.yaml", "summary.json",
+                                  "units.json", "logs/baseline.log", "optimized_final.onnx.data"])  # fmt: skip
+def test_a_users_file_with_the_name_of_a_result_is_refused(call: Call, model: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    is_refused(call, tmp_path, "is not of qdqtune's making", "tune", model, *QUICK, "-o", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [
+        ("region", "region_models/region_1_level_2.onnx"),
+        ("subgraph", "subgraphs/group_001.onnx"),
+        ("front", "front/30db.onnx"),
+    ],
+)
+def test_a_users_file_with_the_name_of_a_part_is_refused(
+    call: Call, model: Path, tmp_path: Path, mode: str, name: str
+) -> None:
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / name).write_text("mine")
+    chosen = ["--front", "--builds", "9"] if mode == "front" else ["--mode", mode]
+    arguments = ["tune", model, *QUICK, *chosen, "-o", tmp_path]
+    is_refused(call, tmp_path, "is not of qdqtune's making", *arguments)
+
+
+def test_a_model_in_a_folder_named_candidates_is_tuned_and_stays(call: Call, model: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "o" / "candidates" / "my.onnx"
+    mine.parent.mkdir(parents=True)
+    shutil.copy(model, mine)
+    assert call("tune", mine, *QUICK, "-o", tmp_path / "o")[0] in (0, 3, 4)
+    assert mine.read_bytes() == model.read_bytes()
+
+
+def test_a_part_of_an_earlier_run_is_not_tuned_into_its_folder(call: Call, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    tune(settings(model, builds=3, mode="subgraph"))
+    part = out / "subgraphs" / "group_001.onnx"
+    arguments = ["tune", part, *QUICK, "--mode", "subgraph", "--restart", "-o", out]
+    is_refused(call, tmp_path, "would be overwritten", *arguments)
+
+
+@pytest.mark.usefixtures("workers")
+@pytest.mark.parametrize("mode", ["cut", "region", "subgraph"])
+def test_a_folder_of_an_earlier_version_goes_on(model: Path, mode: str) -> None:
+    run = settings(model, builds=4, mode=mode)
+    tune(run)
+    out = model.parent / "out"
+    (out / LIST).unlink()  # earlier versions wrote none
+    before = contents(out)
+    tune(run)
+    assert contents(out).keys() == {*before, LIST}
+
+
+@pytest.mark.usefixtures("workers")
+def test_parts_of_an_earlier_run_go(model: Path) -> None:
+    tune(settings(model, builds=4, mode="subgraph"))
+    parts = model.parent / "out" / "subgraphs"
+    shutil.copy(parts / "group_001.onnx", parts / "group_009.onnx")
+    with (parts.parent / LIST).open("a") as listed:
+        listed.write("subgraphs/group_009.onnx\nsubgraphs/../../model.onnx\n")
+    tune(settings(model, builds=4, mode="subgraph"))
+    assert not (parts / "group_009.onnx").exists()
+    assert model.exists()
+
+
+def test_a_folder_has_one_run_at_a_time(model: Path) -> None:
+    with OutputFolder(settings(model)), pytest.raises(BadState, match="in use by another run"):
+        OutputFolder(settings(model, state_file=model.parent / "other.yaml"))
+    OutputFolder(settings(model)).__exit__()
+
+
+@pytest.mark.usefixtures("workers")
+def test_a_list_that_is_not_ours_is_left_alone(model: Path) -> None:
+    out = model.parent / "out"
+    out.mkdir()
+    (out / LIST).write_text("mine\n")
+    with pytest.raises(Exception, match="is not of qdqtune's making"):
+        tune(settings(model))
+    assert (out / LIST).read_text() == "mine\n"
