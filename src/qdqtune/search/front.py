@@ -21,8 +21,11 @@ from qdqtune.search.costs.units import Decision
 from qdqtune.search.cut import CutSearch
 from qdqtune.types import Placement, Proposal, Trial
 
-PRICES = np.logspace(-3, 4, 29)
+PRICES = np.logspace(-3, 8, 45)
 """Prices on noise, as multiples of the one at which the noise of the fastest placement costs as much as its time."""
+
+BEYOND = 10.0
+"""How many times the noise that a limit allows is still of interest."""
 
 GAIN = 0.985
 """A placement is worth a build if it is predicted to take at most this share of the float model's time."""
@@ -103,15 +106,19 @@ class FrontSearch:
         return (self.by_cut.proposal("front", costs, max(fresh, key=distance)),)
 
     def _path(self, costs: Costs) -> Iterator[Decision]:
-        """The optima of rising prices on noise, while they are worth a build."""
+        """The optima of rising prices on noise while they are worth a build: none that is far beyond a limit, since the
+        first builds show what lies there."""
         fastest = cut(costs)
         loudest = self.noise.predicted(costs.partition.placement(fastest))
-        yield fastest
+        most = np.inf if self.noise.limit is None else BEYOND * self.noise.limit
+        if loudest <= most:
+            yield fastest
         for price in PRICES * costs.total(fastest) / loudest if loudest > 0 else ():
             decision = cut(costs, self.noise, float(price))
             if costs.total(decision) > GAIN * self.by_cut.float_ms or not decision.quantized:
                 return
-            yield decision
+            if self.noise.predicted(costs.partition.placement(decision)) <= most:
+                yield decision
 
     def _point(self, costs: Costs, decision: Decision, placement: Placement) -> tuple[float, float]:
         """Where a placement lies: its share of the float model's time, and its noise in decades."""

@@ -14,6 +14,10 @@ NOTHING = 0.01
 """Share of the noise that a limit allows, below which a block is not worth dividing."""
 
 
+FINE = 1e-7
+"""Relative noise (70 dB) down to which a front tells tensors apart."""
+
+
 def foresee(run: Run) -> Noise | None:
     """What the search knows about noise before it builds anything; found once, then read from the store. Unless a front
     is asked for, None if nothing limits noise, or if even the placement of all pairs holds the limits.
@@ -29,7 +33,7 @@ def foresee(run: Run) -> Noise | None:
         fullest = foretold(run, Placement(subject.possible))
         if fullest is not None and limits.is_exact_enough(fullest):
             return None
-    floor = NOTHING * limits.max_noise if limits.max_noise is not None else 0.0
+    floor = FINE if is_front else NOTHING * limits.max_noise if limits.max_noise is not None else 0.0
     key = f"noise:{floor:.3g}"
     record = run.store.get(key)
     if record is None:
