@@ -24,7 +24,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.measurement.timing import Plan, judge
 from qdqtune.placement.insertion import Inserter
-from qdqtune.search.costs.units import Partition, fusion_groups, partition
+from qdqtune.search.costs.units import Decision, Partition, fusion_groups, partition
 from qdqtune.tuning.bench import Bench, Conditions
 from qdqtune.tuning.candidates import Candidates
 from qdqtune.tuning.loop import tune
@@ -97,7 +97,7 @@ def placements(parts: Partition) -> Iterator[Placement]:
         made = [t for t in parts.edges if parts.producer.get(t) in quantized]
         inside = [t for t in made if set(parts.users(t)) <= set(quantized)]
         for stored in (made, inside, []):
-            placement = parts.placement(quantized, stored)
+            placement = parts.placement(Decision.of(quantized, stored))
             if placement not in seen:
                 seen.add(placement)
                 yield placement

@@ -25,7 +25,7 @@ from qdqtune.measurement.timing import Plan
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.rules import everything
-from qdqtune.search.costs.units import partition
+from qdqtune.search.costs.units import Decision, partition
 from qdqtune.search.region import QUIETER
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import State
@@ -157,7 +157,7 @@ def every() -> list[tuple[float, float]]:
     found = []
     for chosen in chain.from_iterable(combinations(able, n) for n in range(1, len(able) + 1)):
         stored = [t for t in parts.edges if parts.producer.get(t) in chosen]
-        candidate = inserter.insert(parts.placement(chosen, stored))
+        candidate = inserter.insert(parts.placement(Decision.of(chosen, stored)))
         db = sqnr_db(outputs(net), outputs(candidate))
         assert db is not None
         found.append((latency(candidate.to_proto()) / latency(net.to_proto()), db))

@@ -295,8 +295,7 @@ class QDQAutotunerBase:
             scheme.ratio = latency / self.baseline_latency_ms
 
     def _scheme(self, pattern: Pattern, placement: Placement) -> InsertionScheme:
-        found = patterns.scheme_of(self.graph, pattern, pattern.instances[0], placement.edges)
-        return InsertionScheme.of(found)
+        return InsertionScheme.of(patterns.scheme_of(self.graph, pattern, pattern.instances[0], placement.edges))
 
     def _meant(self, schemes: PatternSchemes, scheme: InsertionScheme) -> Placement:
         pattern = self._pattern(schemes)
@@ -322,10 +321,10 @@ class QDQAutotunerBase:
 
     def _improved(self, best: tuple[Placement, float], schemes: PatternSchemes) -> tuple[Placement, float]:
         """The best placement with a pattern's best scheme on top, and its latency in ms, if that is faster."""
-        found = schemes.best_scheme
-        if found is None or found.latency_ms * self.config.performance_threshold >= best[1]:
+        scheme = schemes.best_scheme
+        if scheme is None or scheme.latency_ms * self.config.performance_threshold >= best[1]:
             return best
-        return self._on_top(best[0], schemes, found), found.latency_ms
+        return self._on_top(best[0], schemes, scheme), scheme.latency_ms
 
     def _placement(self, best: bool = False) -> Placement:
         current, index = self.current_profile_pattern_schemes, self.current_insertion_scheme_index

@@ -82,13 +82,13 @@ class Benchmark:
         path, log_path = (Path(self._folder.name) / f"model_{self._number}.{kind}" for kind in ("onnx", "log"))
         if isinstance(model, bytes):
             path.write_bytes(model)
-        found = self._timed(path if isinstance(model, bytes) else Path(model), log_path.stem)
+        latency_ms = self._timed(path if isinstance(model, bytes) else Path(model), log_path.stem)
         for old in path.parent.glob("*.onnx"):  # a long run would fill the disk
             if self._first is None or self._first.path != old:
                 old.unlink()
         if log_file is not None and log_path.exists():
             shutil.copyfile(log_path, log_file)
-        return found
+        return latency_ms
 
     def _timed(self, path: Path, log_name: str) -> float | Failure:
         inputs = [v.SerializeToString() for v in onnx.load(path, load_external_data=False).graph.input]
@@ -101,11 +101,11 @@ class Benchmark:
         if isinstance(handle, Failure):
             return handle
         first = self._first or handle
-        found = compare(rounds_of(self._runner, first, handle, self.plan, seed=0), self.plan, decided=lambda _: False)
-        if isinstance(found, Failure) or self._first is not None:
+        rounds = compare(rounds_of(self._runner, first, handle, self.plan, seed=0), self.plan, decided=lambda _: False)
+        if isinstance(rounds, Failure) or self._first is not None:
             self._runner.unload(handle)
-            return found if isinstance(found, Failure) else ratio(found, self.plan).median * self._first_ms
-        self._first, self._inputs, self._first_ms = handle, inputs, float(np.median(found.a)) * 1e3
+            return rounds if isinstance(rounds, Failure) else ratio(rounds, self.plan).median * self._first_ms
+        self._first, self._inputs, self._first_ms = handle, inputs, float(np.median(rounds.a)) * 1e3
         return self._first_ms
 
 

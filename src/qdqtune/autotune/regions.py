@@ -38,11 +38,11 @@ class Region:
         self.outputs: list[str] = []
 
     @classmethod
-    def of(cls, found: core.Region) -> Self:
+    def of(cls, region: core.Region) -> Self:
         """A region that was found, and all under it."""
-        made = cls(found.id, found.level, found.type)
-        made.nodes, made.inputs, made.outputs = set(found.nodes), list(found.inputs), list(found.outputs)
-        for child in found.children:
+        made = cls(region.id, region.level, region.type)
+        made.nodes, made.inputs, made.outputs = set(region.nodes), list(region.inputs), list(region.outputs)
+        for child in region.children:
             made.add_child(cls.of(child))
         return made
 
@@ -115,14 +115,14 @@ class Grouping:
         listings, cores = dict[core.Region, Listing](), dict[Region, core.Region]()
         tops = tuple(_core(r, _structure(model), listings, cores) for r in regions if r not in below)
         root = core.Region(-1, -1, RegionType.ROOT, (), tops)
-        found = patterns.group(model, division.Regions(root, "topology", listings))
-        return Grouping(regions, cores, listings, {p.digest: p for p in found})
+        alike = patterns.group(model, division.Regions(root, "topology", listings))
+        return Grouping(regions, cores, listings, {p.digest: p for p in alike})
 
     def pattern_of(self, model: Model, region: Region) -> Pattern:
         """The pattern of one of the regions; without points where no pair can stand."""
         core = self.cores[region]
-        if found := next((p for p in self.patterns.values() if core in p.edges), None):
-            return found
+        if pattern := next((p for p in self.patterns.values() if core in p.edges), None):
+            return pattern
         listing = self.listings[core]
         return Pattern("; ".join(listing.lines), (core,), model, {core: listing})
 

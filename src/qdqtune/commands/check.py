@@ -51,8 +51,8 @@ def check(model: Model, layers: Sequence[Layer], numbers: NumericFormat | None =
     wants, pairs in another one are recognised as a reason.
     """
     checker = _Checker(model, layers, Reasons(model, layers, numbers))
-    found = (checker.finding(number) for number in range(len(layers)))
-    return tuple(finding for finding in found if finding is not None)
+    findings = (checker.finding(number) for number in range(len(layers)))
+    return tuple(finding for finding in findings if finding is not None)
 
 
 def allow(findings: Iterable[Finding], wildcards: Sequence[str]) -> tuple[Finding, ...]:

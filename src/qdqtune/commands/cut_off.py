@@ -60,15 +60,15 @@ class CutOff:
             constants.save(extract(self.model, nodes, Resolved(sizes), {}), path)
         handle = self.engine.load(path)
         fed = [{t: sample[t] for t in reads} for sample in values]
-        found = handle if isinstance(handle, Failure) else self.engine.outputs(handle, fed)
+        computed = handle if isinstance(handle, Failure) else self.engine.outputs(handle, fed)
         if not isinstance(handle, Failure):
             self.engine.unload(handle)
         path.unlink()
         constants.path.unlink()
-        if isinstance(found, Failure):
-            self.reason = found.reason
+        if isinstance(computed, Failure):
+            self.reason = computed.reason
             return NOT_FINITE
-        return noise([{t: s[t] for t in judged} for s in expected], [{t: s[t] for t in judged} for s in found])
+        return noise([{t: s[t] for t in judged} for s in expected], [{t: s[t] for t in judged} for s in computed])
 
     def _exact_values(self, tensors: Sequence[str] | dict[str, None]) -> Outputs:
         """Values of some tensors, sample by sample, on ONNX Runtime without optimization."""
@@ -80,11 +80,11 @@ class CutOff:
         with ConstantFile(self.folder / "shown.bin") as constants:
             constants.save(shown, path)
         handle = self.exact.load(path)
-        found = handle if isinstance(handle, Failure) else self.exact.outputs(handle, self.samples)
-        if isinstance(handle, Failure) or isinstance(found, Failure):
-            raise EngineFailure(f"ONNX Runtime cannot run the float model: {_reason(handle, found)}")
+        values = handle if isinstance(handle, Failure) else self.exact.outputs(handle, self.samples)
+        if isinstance(handle, Failure) or isinstance(values, Failure):
+            raise EngineFailure(f"ONNX Runtime cannot run the float model: {_reason(handle, values)}")
         self.exact.unload(handle)
-        return [{tensor: sample[name] for tensor, name in names.items()} for sample in found]
+        return [{tensor: sample[name] for tensor, name in names.items()} for sample in values]
 
 
 def wrong_parts(cut: CutOff, limit: float, most: int = 8) -> tuple[WrongPart, ...]:
@@ -94,14 +94,14 @@ def wrong_parts(cut: CutOff, limit: float, most: int = 8) -> tuple[WrongPart, ..
     nodes takes about 2 log2(n) parts on the engine, and the exact values around each.
     """
     start, stop = 0, len(cut.model.nodes)
-    found: list[WrongPart] = []
-    while start < stop and len(found) < most and cut.noise(start, stop) > limit:
+    wrong: list[WrongPart] = []
+    while start < stop and len(wrong) < most and cut.noise(start, stop) > limit:
         start, end = _narrowed(cut, start, stop, limit)
         loud = cut.noise(start, end)
         names = tuple(node.name for node in cut.model.nodes[start:end])
-        found.append(WrongPart(names, loud, cut.reason if loud == NOT_FINITE else ""))
+        wrong.append(WrongPart(names, loud, cut.reason if loud == NOT_FINITE else ""))
         start = end
-    return tuple(found)
+    return tuple(wrong)
 
 
 def _narrowed(cut: CutOff, start: int, stop: int, limit: float) -> tuple[int, int]:

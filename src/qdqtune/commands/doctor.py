@@ -147,7 +147,7 @@ def find_gpus() -> tuple[tuple[Gpu, ...], str]:
     except (OSError, subprocess.TimeoutExpired) as error:
         return (), f"nvidia-smi does not answer: {one_line(error)}"
     rows = [line.split(", ") for line in done.stdout.splitlines()]
-    found = tuple(Gpu(*row) for row in rows if len(row) == QUERY[0].count(",") + 1)
-    if done.returncode or not found:
+    gpus = tuple(Gpu(*row) for row in rows if len(row) == QUERY[0].count(",") + 1)
+    if done.returncode or not gpus:
         return (), f"nvidia-smi finds none: {one_line(done.stderr.strip() or done.stdout)}"
-    return found, ""
+    return gpus, ""

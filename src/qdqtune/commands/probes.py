@@ -103,14 +103,14 @@ class Probe:
         """Noise of a model file on the engine under test."""
         self.runs += 1
         handle = self.engine.load(path)
-        found = handle if isinstance(handle, Failure) else self.engine.outputs(handle, self.samples)
+        outputs = handle if isinstance(handle, Failure) else self.engine.outputs(handle, self.samples)
         if not isinstance(handle, Failure):
             self.engine.unload(handle)
-        if isinstance(found, Failure):
-            self.failures.append(found)
-        elif missing := self.reference()[0].keys() - found[0].keys():
+        if isinstance(outputs, Failure):
+            self.failures.append(outputs)
+        elif missing := self.reference()[0].keys() - outputs[0].keys():
             raise EngineFailure(f"{path.name} has no output {sorted(missing)[0]!r} as the float model has")
-        return noise(self.reference(), found)
+        return noise(self.reference(), outputs)
 
     def _exactly(self, on: Parts) -> Outputs:
         self.runs += 1
@@ -123,10 +123,10 @@ class Probe:
             self._switched = handle
         chosen = set(on)
         switches = {f"{SWITCH}{i}": np.asarray(i in chosen) for i in range(len(self.pairs))}
-        found = self.exact.outputs(self._switched, [{**sample, **switches} for sample in self.samples])
-        if isinstance(found, Failure):
-            raise EngineFailure(f"ONNX Runtime cannot run the model with a switch at every pair: {found.reason}")
-        return found
+        outputs = self.exact.outputs(self._switched, [{**sample, **switches} for sample in self.samples])
+        if isinstance(outputs, Failure):
+            raise EngineFailure(f"ONNX Runtime cannot run the model with a switch at every pair: {outputs.reason}")
+        return outputs
 
     def _save(self, model: Model, path: Path) -> None:
         if self._constants is None:

@@ -66,18 +66,18 @@ class Selection:
         return frozenset(e for e in possible if not e.node or e.node in chosen - refused)
 
     def _matching(self, model: Model, wildcards: Sequence[str], op_types: Sequence[str]) -> set[str]:
-        found: set[str] = set()
+        names: set[str] = set()
         for wildcard in wildcards:
             matching = {n.name for n in model.nodes if fnmatchcase(n.name, wildcard)}
             if not matching:
                 raise BadOption(f"no node is named {wildcard!r}: see qdqtune inspect --verbose for the names")
-            found |= matching
+            names |= matching
         for op in op_types:
             matching = {n.name for n in model.nodes if n.op == op}
             if not matching:
                 raise BadOption(f"the model has no {op}; it has {', '.join(sorted({n.op for n in model.nodes}))}")
-            found |= matching
-        return found
+            names |= matching
+        return names
 
 
 @dataclass(frozen=True)
@@ -166,11 +166,11 @@ def quantize(request: Request, observer: Observer | None = None) -> Quantized:
     notes = [*done.notes]
     if request.report:
         observer.stage("measuring what rounding each tensor does to the outputs")
-        found = damages(graph, quantized, placed.placement, judging)
-        if isinstance(found, Failure):
-            notes.append(f"no report of single tensors, as the model with switches fails: {found.reason}")
+        report = damages(graph, quantized, placed.placement, judging)
+        if isinstance(report, Failure):
+            notes.append(f"no report of single tensors, as the model with switches fails: {report.reason}")
         else:
-            done = replace(done, damages=tuple(found))
+            done = replace(done, damages=tuple(report))
     if prepared.samples.is_random:
         notes.append("no --calibration-data: scales and SQNR come from random inputs")
     elif not prepared.is_held_out:
@@ -195,8 +195,8 @@ def _quantized_parts(model: Model) -> str:
     """What shows that a model is quantized already, for people; empty if nothing does."""
     if is_quantized(model):
         return "Q/DQ pairs"
-    found = sorted({n.op for n in model.nodes if n.op in INTEGER or n.op.startswith("QLinear")})
-    return f"8-bit operators ({', '.join(found)})" if found else ""
+    operators = sorted({n.op for n in model.nodes if n.op in INTEGER or n.op.startswith("QLinear")})
+    return f"8-bit operators ({', '.join(operators)})" if operators else ""
 
 
 def _keepers(placed: Placed) -> str:
@@ -236,18 +236,18 @@ def _judged(
     spec = EngineSpec("onnxruntime", {"threads": cores(), "fuse": request.engine == "onnxruntime"})
     with Runner(spec, time_limit_s=3600, log_dir=folder) as runner:
         before, after = (_checked(runner.load(file)) for file in (plain, request.output))
-        expected, found = (_checked(runner.outputs(handle, samples)) for handle in (before, after))
+        expected, returned = (_checked(runner.outputs(handle, samples)) for handle in (before, after))
         measured = None
         if metric is not None:
             measured = _measured(metric, runner, before), _measured(metric, runner, after)
     done = Quantized(request.output, placed, None, None, len(samples), True, measured)
-    for outputs, whose in ((expected, "float"), (found, "quantized")):
+    for outputs, whose in ((expected, "float"), (returned, "quantized")):
         if not is_finite(outputs):
             note = f"outputs of the {whose} model are NaN or infinite: the two cannot be compared"
             return replace(done, is_finite=False, notes=(note,))
-    lost = accuracy(expected, found)
+    lost = accuracy(expected, returned)
     notes = tuple(filter(None, [concern(lost)]))
-    return replace(done, notes=notes, sqnr_db=lost.sqnr_db, cosine=cosine(expected, found))
+    return replace(done, notes=notes, sqnr_db=lost.sqnr_db, cosine=cosine(expected, returned))
 
 
 def _measured(metric: Evaluation, runner: Runner, handle: Handle) -> float:

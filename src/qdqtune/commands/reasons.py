@@ -112,7 +112,7 @@ class Reasons:
     def operands(self, node: Node) -> list[Operand]:
         """What the node computes with, biases aside."""
         end = 2 if node.op in COMPUTE else SETTINGS_FROM.get(node.op, len(node.inputs))
-        return [found for tensor in node.inputs[:end] if tensor and (found := self._operand(tensor)) is not None]
+        return [operand for tensor in node.inputs[:end] if tensor and (operand := self._operand(tensor)) is not None]
 
     def of_quantize(self, q: Node) -> Verdict:
         """Why a Q runs: what makes its input runs in float, or somebody else reads that input."""
@@ -207,13 +207,13 @@ class Reasons:
 
     def _scales(self, node: Node) -> str:
         """What is unusual about the scales of its pairs."""
-        found = (self._scale(node, n, o, o.dq) for n, o in enumerate(self.operands(node)) if o.dq is not None)
-        return next(filter(None, found), "")
+        causes = (self._scale(node, n, o, o.dq) for n, o in enumerate(self.operands(node)) if o.dq is not None)
+        return next(filter(None, causes), "")
 
     def _types(self, node: Node) -> str:
         """What the engine does not take, if it has said what it wants, and has not taken it elsewhere."""
-        found = (self._type(node, n, o, o.dq) for n, o in enumerate(self.operands(node)) if o.dq is not None)
-        return next(filter(None, found), "")
+        causes = (self._type(node, n, o, o.dq) for n, o in enumerate(self.operands(node)) if o.dq is not None)
+        return next(filter(None, causes), "")
 
     def _scale(self, node: Node, number: int, operand: Operand, dq: Node) -> str:
         scale = self._constant(dq, 1)

@@ -83,13 +83,13 @@ class _Assignment:
 
     def _constants(self) -> frozenset[str]:
         """Nodes that nobody claims and whose results, from now on `_known`, do not depend on the graph's inputs."""
-        found = set()
+        constants = set()
         for name, node in self._nodes.items():
             is_static = node.op_type in ASKS_SHAPE or self._known.issuperset(self._inputs[name])
             if name not in self._home and is_static and not node.op_type.startswith("Random"):
-                found.add(name)
+                constants.add(name)
                 self._known.update(node.output)
-        return frozenset(found)
+        return frozenset(constants)
 
     def _draw_in_weights(self) -> None:
         for name in reversed(self._nodes):

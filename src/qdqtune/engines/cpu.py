@@ -34,8 +34,8 @@ def _cpuinfo() -> str:
 
 
 def _field(*names: str) -> str:
-    found = re.search(rf"^(?:{'|'.join(names)})\s*:\s*(.*)$", _cpuinfo(), re.MULTILINE)
-    return found[1].strip() if found else ""
+    line = re.search(rf"^(?:{'|'.join(names)})\s*:\s*(.*)$", _cpuinfo(), re.MULTILINE)
+    return line[1].strip() if line else ""
 
 
 def _flags() -> frozenset[str]:

@@ -279,8 +279,8 @@ class _CostModel:
                 owner = home[node.input[0]]
                 covered[owner].append(node.name)
                 home.update(dict.fromkeys(node.output, owner))
-        found = [self._layer(self.nodes[number], tuple(names)) for number, names in covered.items()]
-        return (*found, Layer("folded", tuple(folded), "", 0.0, "folded")) if folded else tuple(found)
+        ran = [self._layer(self.nodes[number], tuple(names)) for number, names in covered.items()]
+        return (*ran, Layer("folded", tuple(folded), "", 0.0, "folded")) if folded else tuple(ran)
 
     def _layer(self, node: onnx.NodeProto, names: tuple[str, ...]) -> Layer:
         kind: Literal["compute", "quantize"] = "quantize" if node.op_type in QDQ else "compute"

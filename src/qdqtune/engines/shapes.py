@@ -95,13 +95,13 @@ def _words(spec: EngineSpec) -> list[str]:
 
 def _read(text: str) -> dict[str, tuple[int, ...]]:
     """Sizes by input, of `a:1x3x224x224,b:1x8`."""
-    found = {}
+    shapes = {}
     for part in text.split(","):
         name, _, sizes = part.strip("'\"").rpartition(":")
         if not name or not re.fullmatch(r"\d+(x\d+)*", sizes):
             raise BadOption(f"trtexec_args: {part!r} is no shape: give NAME:1x3x224x224")
-        found[name] = tuple(map(int, sizes.split("x")))
-    return found
+        shapes[name] = tuple(map(int, sizes.split("x")))
+    return shapes
 
 
 def usual_shapes(spec: EngineSpec, calibration_data: str | None) -> dict[str, tuple[int, ...]]:

@@ -197,11 +197,11 @@ def node_names(graph: onnx.GraphProto) -> list[str]:
     """The names that `load` gives to the nodes of a file, in its order: unnamed ones are named after operator and
     position, and the second and further users of a name are numbered."""
     names = Names(node.name for node in graph.node)
-    found: dict[str, None] = {}
+    given: dict[str, None] = {}
     for i, node in enumerate(graph.node):
-        is_free = node.name and node.name not in found
-        found[node.name if is_free else names.fresh(node.name or f"{node.op_type}_{i}")] = None
-    return list(found)
+        is_free = node.name and node.name not in given
+        given[node.name if is_free else names.fresh(node.name or f"{node.op_type}_{i}")] = None
+    return list(given)
 
 
 def name_nodes(graph: onnx.GraphProto) -> None:

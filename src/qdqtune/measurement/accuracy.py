@@ -44,7 +44,7 @@ def accuracy(reference: Outputs, outputs: Outputs) -> Accuracy:
     worst: _Power | None = None
     agreements = []
     for name in reference[0]:
-        pairs = [(expected[name], found[name]) for expected, found in zip(reference, outputs, strict=True)]
+        pairs = [(expected[name], actual[name]) for expected, actual in zip(reference, outputs, strict=True)]
         if pairs[0][0].dtype.kind == "f":
             power = _Power.of(pairs)
             if power.noise.sum() > 0 and (worst is None or power.db < worst.db):
@@ -78,9 +78,9 @@ class _Power:
     @staticmethod
     def of(pairs: Sequence[tuple[Array, Array]]) -> _Power:
         rows = []
-        for expected, found in pairs:
+        for expected, actual in pairs:
             exact = expected.astype(np.float64)
-            rows.append((np.square(exact).sum(), np.square(exact - found.astype(np.float64)).sum()))
+            rows.append((np.square(exact).sum(), np.square(exact - actual.astype(np.float64)).sum()))
         signal, noise = np.array(rows).T
         return _Power(signal, noise)
 
@@ -106,9 +106,9 @@ def _top1(reference: Outputs, outputs: Outputs) -> float | None:
         rows, classes = first.shape[:1], first.shape[1:2]
         if first.dtype.kind == "f" and classes and classes[0] > 1 and first.size == rows[0] * classes[0]:
             same = [
-                expected[name].reshape(rows[0], -1).argmax(1) == found[name].reshape(rows[0], -1).argmax(1)
-                for expected, found in zip(reference, outputs, strict=True)
-                if expected[name].shape == found[name].shape == first.shape
+                expected[name].reshape(rows[0], -1).argmax(1) == actual[name].reshape(rows[0], -1).argmax(1)
+                for expected, actual in zip(reference, outputs, strict=True)
+                if expected[name].shape == actual[name].shape == first.shape
             ]
             shares.append(float(np.mean(same)))
     return min(shares, default=None)
@@ -119,7 +119,7 @@ def cosine(reference: Outputs, outputs: Outputs) -> float | None:
 
     sum(reference * output) / sqrt(sum(reference^2) sum(output^2)). None if no output is float, or one is all zeros.
     """
-    found = []
+    cosines = []
     for name in reference[0]:
         product = first = second = 0.0
         for expected, given in zip(reference, outputs, strict=True):
@@ -129,5 +129,5 @@ def cosine(reference: Outputs, outputs: Outputs) -> float | None:
                 first += float(np.square(a).sum())
                 second += float(np.square(b).sum())
         if first > 0 and second > 0:
-            found.append(product / np.sqrt(first * second))
-    return float(min(found)) if found else None
+            cosines.append(product / np.sqrt(first * second))
+    return float(min(cosines)) if cosines else None

@@ -55,9 +55,9 @@ class Limits:
             return replace(trial, holds=False)
         if self.max_drop is None:
             return trial
-        found = judge(trial, plan)
+        ratio = judge(trial, plan)
         best = min((f.median for r in rivals if wins(r, plan) and (f := judge(r, plan)) is not None), default=None)
-        if found is None or found.verdict != "faster" or (best is not None and best <= found.median):
+        if ratio is None or ratio.verdict != "faster" or (best is not None and best <= ratio.median):
             return replace(trial, holds=None)
         value = metric(trial.placement)
         if isinstance(value, Failure):
@@ -79,19 +79,19 @@ class Limits:
 
 def wins(trial: Trial, plan: Plan) -> bool:
     """Whether a judged trial may be taken: it is faster than the best so far, and holds the limits."""
-    found = judge(trial, plan)
-    return found is not None and found.verdict == "faster" and trial.holds is True
+    ratio = judge(trial, plan)
+    return ratio is not None and ratio.verdict == "faster" and trial.holds is True
 
 
 def outcome(trial: Trial, plan: Plan) -> Verdict | Literal["failed", "inaccurate"]:
     """What came of a judged trial, in one word."""
-    found = judge(trial, plan)
-    if found is None:
+    ratio = judge(trial, plan)
+    if ratio is None:
         return "failed"
-    return "inaccurate" if trial.holds is False else found.verdict
+    return "inaccurate" if trial.holds is False else ratio.verdict
 
 
 def is_unmet(history: Sequence[Trial], plan: Plan) -> bool:
     """Whether candidates were faster, but none of them holds the limits."""
-    faster = [t for t in history if (found := judge(t, plan)) is not None and found.verdict == "faster"]
+    faster = [t for t in history if (ratio := judge(t, plan)) is not None and ratio.verdict == "faster"]
     return bool(faster) and not any(t.holds for t in faster)

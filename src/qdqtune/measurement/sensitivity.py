@@ -79,10 +79,10 @@ def sensitivities(
             return Failure("output", "outputs of the float model are NaN or infinite")
 
         def noise(start: int, stop: int) -> float:
-            found = outputs(start, stop)
-            if isinstance(found, Failure) or not is_finite(found):
+            rounded = outputs(start, stop)
+            if isinstance(rounded, Failure) or not is_finite(rounded):
                 return DEAFENING
-            ratio = sqnr_db(reference, found)
+            ratio = sqnr_db(reference, rounded)
             return 0.0 if ratio is None else min(10 ** (-ratio / 10), DEAFENING)
 
         if loudest is not None and count <= measurements:

@@ -51,8 +51,8 @@ class Simulation:
             self._reference = self._outputs(Placement())
         if isinstance(self._reference, Failure):
             return self._reference
-        found = self._outputs(placement)
-        return found if isinstance(found, Failure) else accuracy(self._reference, found)
+        outputs = self._outputs(placement)
+        return outputs if isinstance(outputs, Failure) else accuracy(self._reference, outputs)
 
     def _outputs(self, placement: Placement) -> list[dict[str, Array]] | Failure:
         runner, constants, folder = self._open()
@@ -61,12 +61,12 @@ class Simulation:
         handle = runner.load(path)
         if isinstance(handle, Failure):
             return handle
-        found = runner.outputs(handle, self._samples)
+        outputs = runner.outputs(handle, self._samples)
         runner.unload(handle)
         path.unlink()
-        if not isinstance(found, Failure) and not is_finite(found):
+        if not isinstance(outputs, Failure) and not is_finite(outputs):
             return Failure("output", "the outputs hold NaN or infinite values")
-        return found
+        return outputs
 
     def _open(self) -> _Opened:
         if self._opened is None:

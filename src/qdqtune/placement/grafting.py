@@ -52,7 +52,7 @@ def standing_pairs(float_model: Model, qdq_model: Model) -> tuple[tuple[Standing
     """The pairs of `qdq_model` on edges of `float_model` in graph order, and the names of DQ nodes that are on none."""
     twins = twins_of(float_model, qdq_model)
     kept = {node.name for node in twins.values()}
-    found: list[StandingPair] = []
+    pairs: list[StandingPair] = []
     unmatched: list[str] = []
     for pair in pairs_of(qdq_model):
         uses = qdq_model.uses(pair.dq.outputs[0])
@@ -69,13 +69,13 @@ def standing_pairs(float_model: Model, qdq_model: Model) -> tuple[tuple[Standing
             mine = tuple(e for e in known if e.tensor == tensor)
             constants = {name: qdq_model.constants[name] for name in sorted(read)}
             source = _before_clamp(float_model, qdq_model, tensor, pair.source, kept)
-            found.append(
+            pairs.append(
                 StandingPair(tensor, source, mine, kind, nodes, constants, pair.scale, pair.zero_point, pair.axis)
             )
     order = {name: i for i, name in enumerate(float_model.index_of)}
     last = len(order)
-    found.sort(key=lambda pair: min(order.get(e.node, last) for e in pair.edges))
-    return tuple(found), tuple(unmatched)
+    pairs.sort(key=lambda pair: min(order.get(e.node, last) for e in pair.edges))
+    return tuple(pairs), tuple(unmatched)
 
 
 def _before_clamp(float_model: Model, qdq_model: Model, tensor: str, source: str, kept: Set[str]) -> str:

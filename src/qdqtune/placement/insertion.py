@@ -158,9 +158,9 @@ class Inserter:
         weights = {e: self._weight_scale(e) for e in fixed if weight_role(self._model, e) is not None}
         members: dict[_Member, Range] = {t: self._ranges.activations[t] for t in by_tensor if t not in constants}
         members.update({e: self._constant_range(e.tensor) for e in fixed if e not in weights})
-        found = self._scales(members, placement)
-        activations = {m: q for m, q in found.items() if isinstance(m, str)}
-        weights.update({m: q for m, q in found.items() if isinstance(m, Edge)})
+        scale_of = self._scales(members, placement)
+        activations = {m: q for m, q in scale_of.items() if isinstance(m, str)}
+        weights.update({m: q for m, q in scale_of.items() if isinstance(m, Edge)})
         dropped = frozenset(self._superfluous(placement, activations)) if self._format.drop_clamps else frozenset()
         biases = dict(self._biases(placement, activations, weights)) if self._format.bias == "int32" else {}
         return _Decision(activations, weights, biases, dropped)
@@ -210,10 +210,10 @@ class Inserter:
         if key not in self._weights:
             given = self._ranges.weights.get(edge.tensor)
             self._weights[key] = scales.of_weight(constant.array(), axis, self._format, given)
-        found = self._weights[key]
+        known = self._weights[key]
         if floor is None:
-            return found
-        return scales.of_weight(constant.array(), axis, self._format, found.scale.reshape(-1), floor)
+            return known
+        return scales.of_weight(constant.array(), axis, self._format, known.scale.reshape(-1), floor)
 
     def _superfluous(self, placement: Placement, activations: Mapping[str, Quantization]) -> Iterator[int]:
         """Relu and Clip nodes whose work the saturation of the pair behind them already does.

@@ -116,12 +116,12 @@ RULES: tuple[Rule, ...] = (
 
 def placements(model: Model, possible: frozenset[Edge]) -> Mapping[str, Placement]:
     """Every rule's placement by the rule's name; equal placements once, under the first name, empty ones not at all."""
-    found: dict[str, Placement] = {}
+    guesses: dict[str, Placement] = {}
     for rule in RULES:
         placement = consistent(model, rule.place(model, possible))
-        if placement.edges and placement not in found.values():
-            found[rule.name] = placement
-    return found
+        if placement.edges and placement not in guesses.values():
+            guesses[rule.name] = placement
+    return guesses
 
 
 def _behind_compute(model: Model, tensor: str) -> bool:

@@ -123,10 +123,10 @@ class Scene:
 
     def _root(self, roots: Mapping[int, int], node: Node) -> int | None:
         data = self.data(node)
-        found = [roots.get(self.model.producers.get(e.tensor, GRAPH)) for e in data]
-        if data and None not in found and len(set(found)) == 1:
-            return found[0]
-        return found[branch] if node.op == "Add" and (branch := _branch(self, data, found)) is not None else None
+        origins = [roots.get(self.model.producers.get(e.tensor, GRAPH)) for e in data]
+        if data and None not in origins and len(set(origins)) == 1:
+            return origins[0]
+        return origins[branch] if node.op == "Add" and (branch := _branch(self, data, origins)) is not None else None
 
     def skip(self, add: Node) -> Edge | None:
         """The skip input of a residual Add: the one that does not come fresh out of a compute operator.
@@ -134,8 +134,8 @@ class Scene:
         Where both do, it is the one whose compute operator runs first. None if the Add is no residual one.
         """
         data = self.data(add)
-        found = [self.fusions.get(self.model.producers.get(e.tensor, GRAPH)) for e in data]
-        branch = _branch(self, data, found)
+        fused = [self.fusions.get(self.model.producers.get(e.tensor, GRAPH)) for e in data]
+        branch = _branch(self, data, fused)
         return None if branch is None else data[1 - branch]
 
     def is_inside(self, edge: Edge) -> bool:
@@ -151,7 +151,7 @@ class Scene:
     @cached_property
     def attentions(self) -> tuple[Attention, ...]:
         """Every Softmax between two products of activations: MatMul, scale and mask, Softmax, MatMul."""
-        found = []
+        blocks = []
         for node in self.model.nodes:
             if node.op != "Softmax" or node.domain:
                 continue
@@ -161,8 +161,8 @@ class Scene:
             if scores is not None and context is not None:
                 keys = self.sizes(scores.inputs[1])[-2:]
                 head, sequence = keys if len(keys) == 2 else (None, None)
-                found.append(Attention(scores.index, node.index, context.index, sequence, head))
-        return tuple(found)
+                blocks.append(Attention(scores.index, node.index, context.index, sequence, head))
+        return tuple(blocks)
 
     def _scores(self, tensor: str) -> Node | None:
         """The product of two activations that a Softmax normalizes, with scale, mask and copies between."""

@@ -153,8 +153,8 @@ class RegionSearch:
     def _together(self, history: Sequence[Trial], best: Placement) -> Iterator[Proposal]:
         """Pattern changes that beat an earlier best without being taken, on top of the present best."""
         for trial in reversed(history[-2 * BATCH :]):
-            found = judge(trial, self.plan)
-            if trial.proposal.pattern and not trial.accepted and found is not None and found.verdict == "faster":
+            ratio = judge(trial, self.plan)
+            if trial.proposal.pattern and not trial.accepted and ratio is not None and ratio.verdict == "faster":
                 if trial.holds is False:
                     continue
                 added, removed = trial.placement - trial.against, trial.against - trial.placement

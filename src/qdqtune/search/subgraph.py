@@ -106,8 +106,8 @@ class SubgraphSearch:
         answers = {t.placement: i for i, t in enumerate(history)}
         base, lost = best_of(history[:asked]), set[int]()
         has_won = any(t.placement == self.raw and t.accepted for t in history[:asked])
-        found = self._faster_elsewhere(base, history[:asked])
-        pending = [found if found or has_won else self._missing(base)]
+        faster = self._faster_elsewhere(base, history[:asked])
+        pending = [faster if faster or has_won else self._missing(base)]
         least = WORTH_A_BUILD * self.total_ms if has_won else 0.0
         while pending:
             batch, *pending = pending
@@ -120,9 +120,9 @@ class SubgraphSearch:
                 return
             if known is not None and history[known].accepted and history[known].against == base:
                 base = placement
-                found = [c for c in self._faster_elsewhere(base, history[: known + 1]) if c.number not in lost]
-                if _saved(found) >= WORTH_A_BUILD * self.total_ms:
-                    pending, least = [found], WORTH_A_BUILD * self.total_ms
+                faster = [c for c in self._faster_elsewhere(base, history[: known + 1]) if c.number not in lost]
+                if _saved(faster) >= WORTH_A_BUILD * self.total_ms:
+                    pending, least = [faster], WORTH_A_BUILD * self.total_ms
             elif len(batch) > 1:
                 pending = [batch[: len(batch) // 2], batch[len(batch) // 2 :], *pending]
             else:

@@ -81,16 +81,16 @@ class Subject:
 
     def suggestions(self) -> dict[str, Placement]:
         """Whole-model placements to try first: the user's own, then those of the rules."""
-        found = {}
+        given = {}
         if self.imported is not None:
-            found["imported"] = Placement(self.imported.placement.edges & self.possible)
+            given["imported"] = Placement(self.imported.placement.edges & self.possible)
         ruled = rules.placements(self.shaped, self.possible)
-        return found | {name: p for name, p in ruled.items() if p not in found.values()}
+        return given | {name: p for name, p in ruled.items() if p not in given.values()}
 
     def foremost(self) -> dict[str, Placement]:
         """Those of the suggestions that are `FOREMOST`."""
-        found = self.suggestions()
-        return {name: found[name] for name in FOREMOST if name in found}
+        given = self.suggestions()
+        return {name: given[name] for name in FOREMOST if name in given}
 
 
 def open_subject(settings: Settings, runner: Runner) -> Subject:
@@ -111,13 +111,13 @@ def open_subject(settings: Settings, runner: Runner) -> Subject:
     if prepared.samples.is_random:
         notes.append("no --calibration-data: scales come from random inputs, so latency is real but accuracy is not")
     feed = prepared.samples.first(1)[0] | _fixed(settings)
-    found = discovery.find(
+    regions = discovery.find(
         shaped,
         settings.regions,
         max_sequence_size=settings.config.maximum_sequence_region_size,
         min_topdown_size=settings.config.minimum_topdown_search_size,
     )
-    grouped = patterns.group(shaped, found)
+    grouped = patterns.group(shaped, regions)
     chosen = _filtered(shaped, grouped, settings.node_filter)
     return Subject(
         prepared,
@@ -125,7 +125,7 @@ def open_subject(settings: Settings, runner: Runner) -> Subject:
         tuple(prepared.judging.first(_judged(shaped, most))),
         feed,
         chosen,
-        len(found.leaves) + len(found.composites),
+        len(regions.leaves) + len(regions.composites),
         imported,
         tuple(notes),
     )

@@ -95,17 +95,17 @@ def _inferences(profile: Iterable[Event], nodes: Sequence[onnx.NodeProto]) -> li
     if not nodes:  # all of the model was constant
         return []
     kernels = [e for e in profile if e["cat"] == "Node" and e["name"].endswith(SUFFIX)]
-    found: list[Event] = []
+    ran: list[Event] = []
     end = -1
     for event in sorted(kernels, key=lambda e: (e["ts"], -e["dur"])):
-        node = nodes[len(found) % len(nodes)]
+        node = nodes[len(ran) % len(nodes)]
         is_next = event["args"]["op_name"] == node.op_type and event["name"].startswith(node.name)
         if event["ts"] >= end and is_next:
-            found.append(event)
+            ran.append(event)
             end = event["ts"] + event["dur"]
-    if not found or len(found) % len(nodes):
+    if not ran or len(ran) % len(nodes):
         raise EngineFailure("ONNX Runtime: its profile does not show every node of the optimized graph")
-    return [found[i : i + len(nodes)] for i in range(0, len(found), len(nodes))]
+    return [ran[i : i + len(nodes)] for i in range(0, len(ran), len(nodes))]
 
 
 def _claims(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> list[Claim]:
@@ -115,10 +115,10 @@ def _claims(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> list[Cla
     claimed = _named(nodes, model, _made(nodes, model, tensors))
     free = set(model.nodes).difference(*claimed)
     for i, moved in _moved(nodes, model, tensors):
-        found = next((name for name in moved if name in free), None)
-        if found is not None and not claimed[i]:
-            claimed[i] = [found]
-            free.remove(found)
+        nearest = next((name for name in moved if name in free), None)
+        if nearest is not None and not claimed[i]:
+            claimed[i] = [nearest]
+            free.remove(nearest)
     borders = [[frozenset(tensors[t] for t in part) - {""} for part in (n.input, n.output)] for n in nodes]
     return [Claim(tuple(names), *around) for names, around in zip(claimed, borders, strict=True)]
 

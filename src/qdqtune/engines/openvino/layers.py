@@ -91,7 +91,7 @@ def report(
     weights = _weights(graph)
     claims, precisions = [], []
     for name in running:
-        fused = [tags[int(found[1])] for found in TAG.finditer(infos[name]["originalLayersNames"])]
+        fused = [tags[int(tagged[1])] for tagged in TAG.finditer(infos[name]["originalLayersNames"])]
         nodes = tuple(dict.fromkeys(node for part in fused for node in part.nodes))
         constants = _constants(before[name], before, fixed, tags)
         precisions.append(_precision(infos[name], any(part.is_logical for part in fused)))
@@ -148,14 +148,14 @@ def _constants(
     names: Sequence[str], before: Mapping[str, Sequence[str]], fixed: frozenset[str], tags: Sequence[Tag]
 ) -> frozenset[str]:
     """The model's constants that a layer reads, prepared or as they are."""
-    found: set[str] = set()
+    constants: set[str] = set()
     stack = [name for name in names if name in fixed]
     while stack:
         name = stack.pop()
         stack.extend(before[name])
         for match in TAG.finditer(name):
-            found |= tags[int(match[1])].tensors
-    return frozenset(found)
+            constants |= tags[int(match[1])].tensors
+    return frozenset(constants)
 
 
 def _kind(info: Mapping[str, str], name: str, operators: Sequence[str]) -> Kind:

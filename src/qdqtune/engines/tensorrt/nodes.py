@@ -46,15 +46,15 @@ class Names:
         breaks = list(BREAK.finditer(layer))
         starts = [0, *(b.end() for b in breaks)]
         ends = [*(b.start() for b in breaks), len(layer)]
-        found, position = [], 0
+        names, position = [], 0
         for start in starts:
             if start < position:
                 continue
             fitting = [e for e in ends if start < e <= start + self._longest and layer[start:e] in self._known]
             if fitting:
                 position = max(fitting)
-                found.append(self._known[layer[start:position]])
-        return tuple(found)
+                names.append(self._known[layer[start:position]])
+        return tuple(names)
 
 
 def mentioned(layer: str) -> tuple[str, ...]:

@@ -168,6 +168,6 @@ def gpu(device: str) -> tuple[str, str]:
     if program is None:
         return "unknown", "unknown"
     query = [program, f"--id={device}", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    found = subprocess.run(query, stdin=subprocess.DEVNULL, capture_output=True, check=False, text=True)
-    name, _, driver = found.stdout.strip().partition(", ")
-    return (name, driver) if found.returncode == 0 and driver else ("unknown", "unknown")
+    answer = subprocess.run(query, stdin=subprocess.DEVNULL, capture_output=True, check=False, text=True)
+    name, _, driver = answer.stdout.strip().partition(", ")
+    return (name, driver) if answer.returncode == 0 and driver else ("unknown", "unknown")

@@ -149,8 +149,8 @@ def _datatypes(tensors: Any) -> tuple[str, ...]:
     if not isinstance(tensors, list):
         return ()
     texts = [str(t.get("Datatype") or t.get("Format/Datatype") or "") for t in tensors if isinstance(t, Mapping)]
-    found = (DATATYPE.search(text) for text in texts)
-    return tuple(PRECISIONS[match[1].lower()] if match else "" for match in found)
+    matches = (DATATYPE.search(text) for text in texts)
+    return tuple(PRECISIONS[match[1].lower()] if match else "" for match in matches)
 
 
 def _onnx_layers(metadata: str) -> tuple[str, ...]:
@@ -165,10 +165,10 @@ def _times(profile: Path | str | Times | None) -> Times | None:
     try:
         content = json.loads(text, strict=False)
     except json.JSONDecodeError as error:  # names are not escaped: a quote or a backslash in one spoils the JSON
-        found = PROFILE_LINE.findall(text)
-        if not found or not text.endswith("]"):
+        lines = PROFILE_LINE.findall(text)
+        if not lines or not text.endswith("]"):
             raise BadOption(f"the profile is no JSON, or cut short ({error}): export it again") from error
-        content = [{"name": name, **{k: float(v) for k, v in FIELD.findall(rest)}} for name, rest in found]
+        content = [{"name": name, **{k: float(v) for k, v in FIELD.findall(rest)}} for name, rest in lines]
     if not isinstance(content, list):
         raise BadOption("the profile is no list of layers: give what trtexec --exportProfile writes")
     return [_time(entry) for entry in content if not (isinstance(entry, Mapping) and "name" not in entry)]
@@ -211,7 +211,7 @@ def _mentions(entry: _Entry, known: Names | None) -> tuple[str, ...]:
     name = PROFILE_SUFFIX.sub("", entry.name)
     if known is None:
         return entry.metadata or mentioned(name)
-    told = (found for n in entry.metadata if (found := known.known(n)) is not None)
+    told = (node for n in entry.metadata if (node := known.known(n)) is not None)
     return tuple(dict.fromkeys((*known.mentioned(name), *told)))
 
 

@@ -216,9 +216,9 @@ class TrtexecModel:
         """
         target = self._file("outputs.json")
         self._infer(inputs, ["--iterations=1", "--avgRuns=1", "--warmUp=0", f"--exportOutput={target}"])
-        found = dict(_outputs(_read(target)))
+        outputs = dict(_outputs(_read(target)))
         try:
-            return {name: found[name].astype(dtype) for name, dtype in self._signature.outputs.items()}
+            return {name: outputs[name].astype(dtype) for name, dtype in self._signature.outputs.items()}
         except KeyError as error:
             raise EngineFailure(f"trtexec: it gives no output {error}") from error
 

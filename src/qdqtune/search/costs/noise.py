@@ -59,11 +59,11 @@ class Noise:
     @cached_property
     def aliases(self) -> Mapping[str, str]:
         """Tensor to the tensor that holds the same values first; others are absent."""
-        found: dict[str, str] = {}
+        first: dict[str, str] = {}
         for node in self.model.nodes:
             if node.op in REARRANGES and not node.domain and node.inputs[0] not in self.model.constants:
-                found[node.outputs[0]] = found.get(node.inputs[0], node.inputs[0])
-        return found
+                first[node.outputs[0]] = first.get(node.inputs[0], node.inputs[0])
+        return first
 
     def predicted(self, placement: Placement) -> float:
         """Noise of a placement as the sum of what its values bring alone, not scaled by what builds have shown."""

@@ -205,9 +205,9 @@ def _take(samples: _Samples, partition: Partition, times: Times, floats: Times) 
         elif how != "mixed":
             fresh.setdefault((unit.kind, how, behind(unit, partition, times.placement)), []).append(spent)
     samples.units |= fresh
-    samples.disturbed |= {kind: max(0.0, float(np.median(found))) for kind, found in more.items()}
-    for key, found in fresh.items():
-        samples.medians.setdefault(key, []).append(float(np.median(found)))
+    samples.disturbed |= {kind: max(0.0, float(np.median(ms))) for kind, ms in more.items()}
+    for key, ms in fresh.items():
+        samples.medians.setdefault(key, []).append(float(np.median(ms)))
     samples.per_consumer |= any(n > 1 for n in times.copies.values())
     for op, seen in (("quantize", times.quantize), ("dequantize", times.dequantize)):
         for tensor, spent in seen.items():
@@ -238,7 +238,7 @@ def _conversions(partition: Partition, times: Times, floats: Times, states: Sequ
     """DQs that ran by unit. Each is for the sake of the consumer that is the least quantized, judged by its state and
     then by its time compared with its time in the float build: the others absorbed theirs."""
     ranks = ("float", "fed", "handing", "mixed", "quantized")
-    found: dict[int, float] = {}
+    paid: dict[int, float] = {}
     for tensor, spent in times.dequantize.items():
         edges = [e for e in partition.reading.get(tensor, ()) if e in times.placement]
         users = sorted(
@@ -247,8 +247,8 @@ def _conversions(partition: Partition, times: Times, floats: Times, states: Sequ
         )
         copies = times.copies[tensor] - sum(e.is_graph_output for e in edges)
         for user in users[: max(copies, 0)]:
-            found[user] = found.get(user, 0.0) + spent / times.copies[tensor]
-    return found
+            paid[user] = paid.get(user, 0.0) + spent / times.copies[tensor]
+    return paid
 
 
 def _slowness(unit: Unit, partition: Partition, times: Times, floats: Times) -> float:
@@ -263,8 +263,8 @@ def _priced(partition: Partition, samples: _Samples) -> Costs:
         return seen.get(tensor, fixed + per_byte * _bytes(partition.model, tensor))
 
     def price(unit: Unit, how: State, *where: Behind) -> float | None:
-        found = next((f for w in where if (f := samples.units.get((unit.kind, how, w)))), None)
-        return float(np.median(found)) if found else None
+        sampled = next((f for w in where if (f := samples.units.get((unit.kind, how, w)))), None)
+        return float(np.median(sampled)) if sampled else None
 
     dequantize = {t: conversion(t, samples.dequantize) for t in partition.edges}
     prices = []

@@ -73,13 +73,13 @@ def schemes(model: Model, possible: frozenset[Edge]) -> dict[str, Placement]:
     full = consistent(model, Placement.of((*unit.inputs, *unit.weights)) | rules.compute_inputs(model, possible))
     inside = {"full" if unit.weights else "activation-only": full}
     inside |= {name: p - outputs for name, p in rules.placements(model, possible).items()}
-    found: dict[Placement, str] = {}
+    names: dict[Placement, str] = {}
     for name, placement in inside.items():
         if placement.edges and outputs.edges:
-            found.setdefault(placement | outputs, f"{name}, output")
-        found.setdefault(placement, name)
-    found.setdefault(Placement.of(unit.weights), "weight-only")
-    return {name: placement for placement, name in list(found.items())[:MOST_SCHEMES] if placement.edges}
+            names.setdefault(placement | outputs, f"{name}, output")
+        names.setdefault(placement, name)
+    names.setdefault(Placement.of(unit.weights), "weight-only")
+    return {name: placement for placement, name in list(names.items())[:MOST_SCHEMES] if placement.edges}
 
 
 def points_of(model: Model, placement: Placement) -> frozenset[Point]:
@@ -89,14 +89,14 @@ def points_of(model: Model, placement: Placement) -> frozenset[Point]:
 
 def edges_of(parts: Partition, unit: Unit, points: Collection[Point]) -> frozenset[Edge]:
     """What points mean for one group in the whole model, as far as pairs may stand there."""
-    found: set[Edge] = set()
+    edges: set[Edge] = set()
     for number, index in points:
         if number < 0:
-            found.update(parts.edges.get(unit.outputs[index], ()))
+            edges.update(parts.edges.get(unit.outputs[index], ()))
         else:
             node = parts.model.nodes[unit.nodes[number]]
-            found.add(Edge(node.inputs[index], node.name, index))
-    return frozenset(found & parts.possible)
+            edges.add(Edge(node.inputs[index], node.name, index))
+    return frozenset(edges & parts.possible)
 
 
 def signature(parts: Partition, unit: Unit, sizes: Mapping[str, tuple[int, ...]]) -> str:

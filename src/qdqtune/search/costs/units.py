@@ -71,22 +71,22 @@ class Partition:
     @cached_property
     def edges(self) -> Mapping[str, tuple[Edge, ...]]:
         """Every possible edge of each tensor that crosses a border, graph outputs included."""
-        found: dict[str, list[Edge]] = {}
+        crossing: dict[str, list[Edge]] = {}
         for unit in self.units:
             for edge in unit.inputs:
-                found.setdefault(edge.tensor, []).append(edge)
+                crossing.setdefault(edge.tensor, []).append(edge)
         for edge in sorted(self.possible):
             if edge.is_graph_output and edge.tensor in self.producer:
-                found.setdefault(edge.tensor, []).append(edge)
-        return {t: tuple(es) for t, es in found.items()}
+                crossing.setdefault(edge.tensor, []).append(edge)
+        return {t: tuple(es) for t, es in crossing.items()}
 
     @cached_property
     def reading(self) -> Mapping[str, tuple[Edge, ...]]:
         """Every possible edge of each tensor, constants and graph outputs included."""
-        found: dict[str, list[Edge]] = {}
+        by_tensor: dict[str, list[Edge]] = {}
         for edge in sorted(self.possible):
-            found.setdefault(edge.tensor, []).append(edge)
-        return {t: tuple(es) for t, es in found.items()}
+            by_tensor.setdefault(edge.tensor, []).append(edge)
+        return {t: tuple(es) for t, es in by_tensor.items()}
 
     @cached_property
     def _storable(self) -> tuple[tuple[str, ...], ...]:
@@ -134,8 +134,8 @@ def inner_edges(model: Model, group: Collection[str], possible: frozenset[Edge])
     """The possible edges between nodes of a group, in graph order."""
     inside = {model.index_of[n] for n in group}
     made = {t for n in inside for t in model.nodes[n].outputs}
-    found = (e for e in possible if e.tensor in made and e.node in group)
-    return tuple(sorted(found, key=lambda e: (model.index_of[e.node], e.index)))
+    edges = (e for e in possible if e.tensor in made and e.node in group)
+    return tuple(sorted(edges, key=lambda e: (model.index_of[e.node], e.index)))
 
 
 def split(model: Model, group: Collection[str], cuts: Collection[Edge]) -> list[Group]:

@@ -57,13 +57,13 @@ def _path(name: str) -> Path | None:
 
 
 def _paths(flow: Flow) -> list[Path]:
-    found = [_path(n.name) for n in flow.model.nodes]
+    paths = [_path(n.name) for n in flow.model.nodes]
     for vertices, neighbours in ((flow.order, flow.before), (flow.order[::-1], flow.after)):
         for node in (v - flow.first for v in vertices if v >= flow.first):
-            if found[node] is None:
-                near = (found[v - flow.first] for v in neighbours[flow.first + node] if v >= flow.first)
-                found[node] = next((path for path in near if path is not None), None)
-    return [path or () for path in found]
+            if paths[node] is None:
+                near = (paths[v - flow.first] for v in neighbours[flow.first + node] if v >= flow.first)
+                paths[node] = next((path for path in near if path is not None), None)
+    return [path or () for path in paths]
 
 
 def _draw_in(flow: Flow, home: list[int], parent: list[int]) -> None:

@@ -168,12 +168,12 @@ def _members(flow: Flow, block: Block) -> list[int]:
 def _blocks(flow: Flow) -> list[Block]:
     """Every divergence with its convergence, and with what only continues it."""
     ends = post_dominators(flow)
-    found: dict[int, list[int]] = {}
+    starts_of: dict[int, list[int]] = {}
     for vertex in flow.order:
         if len(flow.after[vertex]) > 1 and ends[vertex] >= 0:
-            found.setdefault(_epilogue(flow, ends[vertex]), []).append(flow.position[vertex])
+            starts_of.setdefault(_epilogue(flow, ends[vertex]), []).append(flow.position[vertex])
     # of the many blocks that can end at one node (dense connections, masks) the innermost and the outermost say it all
-    return [Block(start, end) for end, starts in found.items() for start in sorted({min(starts), max(starts)})]
+    return [Block(start, end) for end, starts in starts_of.items() for start in sorted({min(starts), max(starts)})]
 
 
 def _epilogue(flow: Flow, vertex: int) -> int:

@@ -70,7 +70,7 @@ def cache_of(
     maximum_entries: int,
 ) -> dict[str, list[tuple[Scheme, float]]]:
     """Schemes worth trying again: that of the `final` (placement, ratio), then measured winners that differ enough."""
-    found: dict[str, list[tuple[Scheme, float]]] = {}
+    schemes: dict[str, list[tuple[Scheme, float]]] = {}
     for pattern in patterns:
         region = pattern.instances[0]
         entries = [(scheme_of(model, pattern, region, final[0].edges), final[1])]
@@ -80,8 +80,8 @@ def cache_of(
             scheme = scheme_of(model, pattern, region, trial.placement.edges)
             if measured.verdict == "faster" and all(scheme.distance(s) >= minimum_distance for s, _ in entries):
                 entries.append((scheme, measured.median))
-        found[pattern.digest] = entries[:maximum_entries]
-    return found
+        schemes[pattern.digest] = entries[:maximum_entries]
+    return schemes
 
 
 def _point(point: Point) -> list[str | int | None]:

@@ -74,8 +74,8 @@ def group(model: Model, regions: Regions) -> tuple[Pattern, ...]:
     for region in regions.walk():
         listing = regions.listings[region]
         alike.setdefault(_signature(listing, region), {})[region] = listing
-    found = (Pattern(signature, tuple(listings), model, listings) for signature, listings in alike.items())
-    return tuple(p for p in found if _has_points(p))
+    patterns = (Pattern(signature, tuple(listings), model, listings) for signature, listings in alike.items())
+    return tuple(p for p in patterns if _has_points(p))
 
 
 def resolve(model: Model, pattern: Pattern, region: Region, scheme: Scheme) -> frozenset[Edge]:
@@ -203,11 +203,11 @@ def _points(region: Region, listing: Listing) -> tuple[Point, ...]:
 
 def _edges(model: Model, points: Iterable[Point], region: Region, listing: Listing) -> Edges:
     """The edges of each point of a region."""
-    found: dict[Point, set[Edge]] = {p: set() for p in points}
+    edges_at: dict[Point, set[Edge]] = {p: set() for p in points}
 
     def add(point: Point, node: int, slot: int) -> None:
         user = model.nodes[node]
-        found[point].add(Edge(user.inputs[slot], user.name, slot))
+        edges_at[point].add(Edge(user.inputs[slot], user.name, slot))
 
     child, inside = _children(region, listing), frozenset(listing.nodes)
     for taken in _node_inputs(listing, child):
@@ -217,8 +217,8 @@ def _edges(model: Model, points: Iterable[Point], region: Region, listing: Listi
         if entry.carries:
             add(ChildInput(child[entry.node], numbers[child[entry.node]][entry.tensor]), entry.node, entry.slot)
     for leaving in _outputs(listing, child):
-        found[leaving.point].update(_uses_outside(model, model.nodes[leaving.node].outputs[leaving.output], inside))
-    return {point: frozenset(edges) for point, edges in found.items()}
+        edges_at[leaving.point].update(_uses_outside(model, model.nodes[leaving.node].outputs[leaving.output], inside))
+    return {point: frozenset(edges) for point, edges in edges_at.items()}
 
 
 def _node_inputs(listing: Listing, child: Mapping[int, int]) -> Iterator[_Taken]:

@@ -174,13 +174,13 @@ class _Part:
     @cached_property
     def entries(self) -> Mapping[str, Sequence[tuple[int, int]]]:
         """The uses of each activation that enters: the nodes, and what it is to them."""
-        found: dict[str, list[tuple[int, int]]] = {}
+        readers: dict[str, list[tuple[int, int]]] = {}
         for n in self.order:
             inputs = self.structure.inputs[n]
             for tensor, role in zip(inputs.tensors, inputs.roles, strict=True):
                 if tensor.source == "activation" and tensor.producer not in self.part_of:
-                    found.setdefault(tensor.name, []).append((n, role))
-        return found
+                    readers.setdefault(tensor.name, []).append((n, role))
+        return readers
 
     def are_used_alike(self, tensors: Sequence[str]) -> bool:
         """Whether activations that enter at the same node, one for each use there, have equal labels at a glance."""
@@ -217,13 +217,13 @@ class _Labelling:
 
     def _roles(self, node: int) -> Sequence[tuple[int, Sequence[int]]]:
         """The producers of a node inside, by what they are to it: to a commutative operator all are the same."""
-        part_of, found = self._part.part_of, dict[tuple[int, int], list[int]]()
+        part_of, producers_of = self._part.part_of, dict[tuple[int, int], list[int]]()
         inputs = self._structure.inputs[node]
         for tensor, role in zip(inputs.tensors, inputs.roles, strict=True):
             if tensor.producer in part_of:
                 crosses = part_of[tensor.producer] != part_of[node]
-                found.setdefault((role, 2 * tensor.position + crosses), []).append(tensor.producer)
-        return [(_mix(*role), producers) for role, producers in found.items()]
+                producers_of.setdefault((role, 2 * tensor.position + crosses), []).append(tensor.producer)
+        return [(_mix(*role), producers) for role, producers in producers_of.items()]
 
     def _sweep_users(self, labels: Mapping[int, int]) -> dict[int, int]:
         """Each label with those of the node's users, theirs with their users', and so on."""

@@ -79,9 +79,9 @@ def profile(run: Run) -> Profiled:
     kinds, why = _kinds(parts, grouped, resolved, times)
     progress = CacheFile(settings.output_dir, parts, kinds)
     with Profiler(run, parts, resolved, timed=timed) as profiler:
-        found = profiler.all(kinds, observer, progress.timed, deadline)
+        by_kind = profiler.all(kinds, observer, progress.timed, deadline)
     profiles = {u.number: passing(parts, u, times[u.number]) for u in parts.units}
-    profiles |= {unit.number: found[kind.number] for kind in kinds for unit in kind.units}
+    profiles |= {unit.number: by_kind[kind.number] for kind in kinds for unit in kind.units}
     # Some kernels are slow alone and fast between others: they are found in a placement of the whole model only.
     search = SubgraphSearch(
         select(parts, profiles),

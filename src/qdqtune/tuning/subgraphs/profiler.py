@@ -121,10 +121,10 @@ class Profiler:
 
         `done` is told each profile at once. `deadline` is a time of `time.monotonic`.
         """
-        found: dict[int, Profile] = {}
+        profiles: dict[int, Profile] = {}
 
         def known(kind: GroupKind, profile: Profile) -> None:
-            found[kind.number] = profile
+            profiles[kind.number] = profile
             done(kind, profile)
 
         waiting: list[_Part] = []
@@ -147,7 +147,7 @@ class Profiler:
                 self._runner.feed({name: values[name] for name in part.model.inputs})
                 self._measure(part)
                 known(part.kind, self._recorded(part))
-        return found
+        return profiles
 
     def _name(self, kind: GroupKind) -> str:
         nodes = [self._parts.model.nodes[n] for n in kind.first.nodes]
