@@ -117,6 +117,9 @@ class NumericFormat:
         return 19 if self.activation is QType.FP8 else 13
 
 
+LayerKind = Literal["compute", "reformat", "copy", "quantize", "folded"]
+
+
 @dataclass(frozen=True)
 class Layer:
     """One layer that an engine ran: the ONNX nodes it covers, and how long it took."""
@@ -125,7 +128,7 @@ class Layer:
     nodes: tuple[str, ...]
     precision: str
     time_ms: float | None
-    kind: Literal["compute", "reformat", "copy", "quantize", "folded"]
+    kind: LayerKind
 
 
 @dataclass(frozen=True)

@@ -77,15 +77,15 @@ class Live:
         """See `Observer`."""
         self._stage, self._searching = text, False
 
-    def trial(self, trial: Trial, verdict: str, state: State) -> None:
+    def trial(self, trial: Trial, outcome: str, state: State) -> None:
         """See `Observer`."""
         self._heard = time.monotonic()
         self._state, self._searching = state, True
-        self._last = f"{_name(trial)}: {_outcome(trial, verdict)}"
+        self._last = f"{_name(trial)}: {_told(trial, outcome)}"
         if state.best.edges and state.best == trial.placement:
             self._best = f" ({_name(trial)})"
-        if verdict in ("faster", "failed"):
-            self._console.print(_line(trial, verdict, state), highlight=False, markup=False)
+        if outcome in ("faster", "failed"):
+            self._console.print(_line(trial, outcome, state), highlight=False, markup=False)
 
     def _picture(self) -> RenderableType:
         now = time.monotonic()
@@ -122,9 +122,9 @@ class Plain:
         """See `Observer`."""
         self._say(text)
 
-    def trial(self, trial: Trial, verdict: str, state: State) -> None:
+    def trial(self, trial: Trial, outcome: str, state: State) -> None:
         """See `Observer`."""
-        self._say(_line(trial, verdict, state))
+        self._say(_line(trial, outcome, state))
 
     def _say(self, text: str) -> None:
         self._console.print(text, highlight=False, soft_wrap=True, markup=False)
@@ -140,23 +140,23 @@ def _failure(trial: Trial) -> Failure | None:
     return next((result for result in (trial.result, trial.check) if isinstance(result, Failure)), None)
 
 
-def _outcome(trial: Trial, verdict: str) -> str:
+def _told(trial: Trial, outcome: str) -> str:
     if failure := _failure(trial):
         return f"failed: {failure.reason}"
     assert not isinstance(trial.result, Failure)
     share = float(np.median(np.asarray(trial.result.b) / np.asarray(trial.result.a)))
     facts = [f"{share:.3f} of the best's time"]
-    if verdict == "inaccurate" and trial.metric is None and trial.sqnr_db is not None:
+    if outcome == "inaccurate" and trial.metric is None and trial.sqnr_db is not None:
         facts.append(f"{trial.sqnr_db:.1f} dB")
     if trial.metric is not None:
         facts.append(f"metric {trial.metric:g}")
-    return f"{'not clearly faster' if verdict == 'undecided' else verdict} ({', '.join(facts)})"
+    return f"{'not clearly faster' if outcome == 'undecided' else outcome} ({', '.join(facts)})"
 
 
-def _line(trial: Trial, verdict: str, state: State) -> str:
+def _line(trial: Trial, outcome: str, state: State) -> str:
     source = ", from the state file" if state.replayed else ""
     counts = f"{trial.number:4}  {state.builds:>{len(str(state.limit))}}/{state.limit} builds"
-    return f"{counts}  best {_speedup(state.best_ratio)}  {_name(trial)}: {_outcome(trial, verdict)}{source}"
+    return f"{counts}  best {_speedup(state.best_ratio)}  {_name(trial)}: {_told(trial, outcome)}{source}"
 
 
 def result_table(result: Result) -> Table:

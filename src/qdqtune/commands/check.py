@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from qdqtune.calibration.observe import running
-from qdqtune.commands.reasons import UNKNOWN, Reasons, Verdict, is_conversion, is_float, is_low, told
+from qdqtune.commands.reasons import UNKNOWN, Reason, Reasons, is_conversion, is_float, is_low, told
 from qdqtune.errors import InputError
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model, Node
@@ -21,7 +21,7 @@ from qdqtune.placement.reading import read_placement, strip_pairs
 from qdqtune.tuning.folder import BASELINE
 from qdqtune.types import Accuracy, Failure, Layer, NumericFormat, Sample
 
-Kind = Literal["standalone pair", "float compute", "reformat", "boundary"]
+Symptom = Literal["standalone pair", "float compute", "reformat", "boundary"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Finding:
     speaks of, which has several findings around it.
     """
 
-    kind: Kind
+    kind: Symptom
     layer: str
     nodes: tuple[str, ...]
     time_ms: float | None
@@ -97,17 +97,17 @@ class _Checker:
 
     def _conversion(self, number: int, pairs: Sequence[Node]) -> Finding:
         layer = self._layers[number]
-        verdicts = [
+        reasons = [
             self._reasons.of_quantize(n) if n.op == "QuantizeLinear" else self._reasons.of_dequantize(n) for n in pairs
         ]
-        known = [v for v in verdicts if v.reason != UNKNOWN and not v.is_boundary]
-        if not known and (border := next((v for v in verdicts if v.is_boundary), None)):
-            return Finding("boundary", layer.name, _names(pairs), layer.time_ms, border.reason, fails=False)
+        known = [r for r in reasons if r.text != UNKNOWN and not r.is_boundary]
+        if not known and (border := next((r for r in reasons if r.is_boundary), None)):
+            return Finding("boundary", layer.name, _names(pairs), layer.time_ms, border.text, fails=False)
         if not pairs:
             reason = f"the engine names no node for it, and may have added it: it runs {self._place(number)}"
             return Finding("standalone pair", layer.name, (), layer.time_ms, reason)
-        first = known[0] if known else Verdict(UNKNOWN)
-        return Finding("standalone pair", layer.name, _names(pairs), layer.time_ms, first.reason, first.cause)
+        first = known[0] if known else Reason(UNKNOWN)
+        return Finding("standalone pair", layer.name, _names(pairs), layer.time_ms, first.text, first.cause)
 
     def _in_float(self, layer: Layer, others: Sequence[Node]) -> Finding | None:
         """An operator, or one that only moves values, that a pair should have brought into 8 bits."""
@@ -117,7 +117,7 @@ class _Checker:
         if not meant:
             return None
         first = next((n for n in meant if n.op in COMPUTE), meant[0])
-        kind: Kind = "float compute" if layer.kind == "compute" else "reformat"
+        kind: Symptom = "float compute" if layer.kind == "compute" else "reformat"
         reason = f"{told(first)} runs in float: {self._reasons.of_float(first)}"
         return Finding(kind, layer.name, _names(meant), layer.time_ms, reason, first.name)
 

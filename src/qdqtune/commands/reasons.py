@@ -43,10 +43,10 @@ AROUND_SOFTMAX = MOVERS | QDQ | {"Add", "Cast", "Div", "Dropout", "Mul", "Where"
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Reason:
     """Why a conversion runs, and the node that is the cause; at a boundary it has to be there."""
 
-    reason: str
+    text: str
     cause: str = ""
     is_boundary: bool = False
 
@@ -114,52 +114,52 @@ class Reasons:
         end = 2 if node.op in COMPUTE else SETTINGS_FROM.get(node.op, len(node.inputs))
         return [operand for tensor in node.inputs[:end] if tensor and (operand := self._operand(tensor)) is not None]
 
-    def of_quantize(self, q: Node) -> Verdict:
+    def of_quantize(self, q: Node) -> Reason:
         """Why a Q runs: what makes its input runs in float, or somebody else reads that input."""
         tensor = q.inputs[0]
         maker = self._maker(tensor)
         if tensor in self._model.constants:
-            return Verdict("it quantizes a constant, which the engine has not done in advance")
+            return Reason("it quantizes a constant, which the engine has not done in advance")
         if self._comes_from_input(tensor):
             dqs = self._readers(q.outputs[0])
             readers = [n for dq in dqs for n in self._readers(dq.outputs[0])]
             if not all(map(self._runs_alone, dqs)) or any(map(self.runs_in_8_bits, readers)):
-                return Verdict("first Q behind a float input of the model", is_boundary=True)
-            return self._in_float(readers[0]) if readers else Verdict(UNKNOWN)
+                return Reason("first Q behind a float input of the model", is_boundary=True)
+            return self._in_float(readers[0]) if readers else Reason(UNKNOWN)
         if maker is None:
-            return Verdict(UNKNOWN)
+            return Reason(UNKNOWN)
         before = self._unmoved(tensor)
         if before is not None and (before.index == maker.index or not self._same_numbers(before, q)):
-            return Verdict(self._twice(before, q))
+            return Reason(self._twice(before, q))
         if not self.runs_in_8_bits(maker):
             return self._in_float(maker)
         others = [n for n in self._readers(tensor) if n.op != "QuantizeLinear"]
         if others or self._is_output(tensor):
             users = self._users(tensor, others)
-            return Verdict(f"the result of {told(maker)} is read in float as well: {users}", maker.name)
-        return Verdict(UNKNOWN if before is None else self._twice(before, q))
+            return Reason(f"the result of {told(maker)} is read in float as well: {users}", maker.name)
+        return Reason(UNKNOWN if before is None else self._twice(before, q))
 
-    def of_dequantize(self, dq: Node) -> Verdict:
+    def of_dequantize(self, dq: Node) -> Reason:
         """Why a DQ runs: somebody reads its output in float."""
         tensor = dq.outputs[0]
         if self._ends_at_output(tensor):
-            return Verdict("last DQ in front of a float output of the model", is_boundary=True)
+            return Reason("last DQ in front of a float output of the model", is_boundary=True)
         readers = self._readers(tensor)
         if again := next((n for n in readers if n.op == "QuantizeLinear"), None):
-            return Verdict(self._twice(dq, again))
+            return Reason(self._twice(dq, again))
         in_float = [n for n in readers if not self.runs_in_8_bits(n)]
         if not in_float:
-            return Verdict(f"{tensor} is an output of the model as well" if self._is_output(tensor) else UNKNOWN)
-        verdict = self._in_float(in_float[0])
+            return Reason(f"{tensor} is an output of the model as well" if self._is_output(tensor) else UNKNOWN)
+        first = self._in_float(in_float[0])
         others = len(readers) - len(in_float)
         told_too = f"; {others} of {len(readers)} readers take 8 bits" if others else ""
-        return replace(verdict, reason=verdict.reason + told_too)
+        return replace(first, text=first.text + told_too)
 
-    def _in_float(self, node: Node) -> Verdict:
+    def _in_float(self, node: Node) -> Reason:
         before = self._maker(node.inputs[0]) if node.op in FUSED_BEHIND else None
         if before is not None and not is_conversion(before) and not self.runs_in_8_bits(before):
             return self._in_float(before)
-        return Verdict(f"{told(node)} runs in float: {self.of_float(node)}", node.name)
+        return Reason(f"{told(node)} runs in float: {self.of_float(node)}", node.name)
 
     def of_float(self, node: Node) -> str:
         """Why an operator runs in float, as far as the graph tells."""

@@ -11,7 +11,7 @@ import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +21,9 @@ from scipy.stats import trim_mean
 from qdqtune.engines.coverage import Claim, cover, folded
 from qdqtune.errors import EngineFailure
 from qdqtune.graph.operators import QDQ
-from qdqtune.types import Layer
+from qdqtune.types import Layer, LayerKind
 
 Event = Mapping[str, Any]
-Kind = Literal["compute", "reformat", "copy", "quantize"]
 
 COPIES = frozenset({"MemcpyFromHost", "MemcpyToHost"})
 MOVES = frozenset({"Cast", "ReorderInput", "ReorderOutput", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
@@ -210,7 +209,7 @@ def _parts(name: str) -> Iterator[str]:
     return (name[:end] for end in range(len(name), 0, -1) if end == len(name) or name[end] in "/_")
 
 
-def _kind(node: onnx.NodeProto, names: Sequence[str]) -> Kind:
+def _kind(node: onnx.NodeProto, names: Sequence[str]) -> LayerKind:
     if node.op_type in COPIES:
         return "copy"
     if node.op_type in QDQ:

@@ -11,15 +11,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import onnx
 
 from qdqtune.engines.coverage import Claim, cover, folded
 from qdqtune.graph.operators import QDQ
-from qdqtune.types import Layer
-
-Kind = Literal["compute", "reformat", "quantize"]
+from qdqtune.types import Layer, LayerKind
 
 TAG = re.compile(r"@(\d+)@")
 PRECISIONS: Mapping[str, str] = {
@@ -158,7 +156,7 @@ def _constants(
     return frozenset(constants)
 
 
-def _kind(info: Mapping[str, str], name: str, operators: Sequence[str]) -> Kind:
+def _kind(info: Mapping[str, str], name: str, operators: Sequence[str]) -> LayerKind:
     if operators:
         return "quantize" if QDQ.issuperset(operators) else "compute"
     if info["layerType"] in ("Convert", "Reorder"):

@@ -13,16 +13,15 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import onnx
 
 from qdqtune.engines.tensorrt.nodes import COPY_NODE, Names, assign, mentioned
 from qdqtune.errors import BadOption, reading
 from qdqtune.graph.operators import QDQ
-from qdqtune.types import Layer
+from qdqtune.types import Layer, LayerKind
 
-Kind = Literal["compute", "reformat", "copy", "quantize", "folded"]
 Times = Sequence[tuple[str, float]]
 
 LOW = ("INT8", "FP8", "INT4", "FP4", "UINT8")
@@ -215,7 +214,7 @@ def _mentions(entry: _Entry, known: Names | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*known.mentioned(name), *told)))
 
 
-def _kind(entry: _Entry, mentions: Sequence[str], operators: Mapping[str, str]) -> Kind:
+def _kind(entry: _Entry, mentions: Sequence[str], operators: Mapping[str, str]) -> LayerKind:
     steps = MYELIN.match(entry.name)
     pairs_only = bool(mentions) and all(
         operators[n] in QDQ if n in operators else PAIR.search(n) is not None for n in mentions
@@ -237,7 +236,7 @@ def _kind(entry: _Entry, mentions: Sequence[str], operators: Mapping[str, str]) 
     return "copy" if {entry.type, entry.parameter_type} & COPIES else "compute"
 
 
-def _precision(entry: _Entry, kind: Kind) -> str:
+def _precision(entry: _Entry, kind: LayerKind) -> str:
     written = entry.outputs[0] if entry.outputs else ""
     read = entry.inputs[0] if entry.inputs else ""
     if kind != "compute" or not read:
