@@ -131,13 +131,26 @@ class Layer:
     kind: LayerKind
 
 
+TRANSIENT = frozenset({"timeout", "crash", "resources"})
+"""Stages of failures that another try may not have."""
+
+
 @dataclass(frozen=True)
 class Failure:
-    """Why a build or a run gave no result. `log` holds what the engine printed."""
+    """Why a build or a run gave no result. `log` holds what the engine printed.
 
-    stage: Literal["build", "run", "timeout", "crash", "output"]
+    Stages: "build" and "run", what the engine refused; "output", values that are of no use; "timeout"; "crash", its
+    process ended; "resources", memory or disk was short.
+    """
+
+    stage: Literal["build", "run", "timeout", "crash", "output", "resources"]
     reason: str
     log: str = ""
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether it says nothing lasting of the model: what was killed, too slow or short of room may do next time."""
+        return self.stage in TRANSIENT
 
 
 @dataclass(frozen=True)

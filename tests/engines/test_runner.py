@@ -225,16 +225,26 @@ def test_a_worker_killed_between_calls_is_replaced(tmp_path: Path, files: Simple
         assert not isinstance(runner.outputs(b, [{"x": np.zeros((1, 4, 32, 32), np.float32)}]), Failure)
 
 
-def kill_when_it_hangs(worker: int, log: Path) -> None:
-    while not (log.exists() and "fault: hang" in log.read_text()):
+def kill_when_they_hang(runner: Runner, log: Path, count: int) -> None:
+    """Kill so many workers, one after the other, as they hang in a build."""
+    killed: set[int] = set()
+    while len(killed) < count:
         time.sleep(0.01)
-    os.kill(worker, signal.SIGKILL)
+        if (worker := runner._worker) is None or not log.exists() or "fault: hang" not in log.read_text():
+            continue
+        number = worker._process.pid  # type: ignore[attr-defined]
+        if number not in killed:
+            killed.add(number)
+            log.unlink()
+            os.kill(number, signal.SIGKILL)
 
 
-def test_a_worker_killed_during_a_call_is_a_crash_that_names_the_signal(tmp_path: Path, files: SimpleNamespace) -> None:
+def test_a_worker_killed_twice_during_a_call_is_a_crash_that_names_the_signal(
+    tmp_path: Path, files: SimpleNamespace
+) -> None:
     with opened(tmp_path, faults={"hang": "conv"}) as runner:
         plain = loaded(runner, files.plain)
-        threading.Thread(target=kill_when_it_hangs, args=(pid(runner), tmp_path / "logs" / "bad.log")).start()
+        threading.Thread(target=kill_when_they_hang, args=(runner, tmp_path / "logs" / "bad.log", 2)).start()
         failure = failed(runner.load(files.quantized, "bad"))
         assert (failure.stage, "SIGKILL" in failure.reason) == ("crash", True)
         assert len(runner.outputs(plain, [IMAGE])) == 1  # type: ignore[arg-type]

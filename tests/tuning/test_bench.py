@@ -188,7 +188,6 @@ def test_a_loser_is_unloaded_and_its_file_deleted(opened: Open) -> None:
     ("script", "stage"),
     [
         ({"refused": lambda _path, build: Failure("build", "no kernel", "log") if build == 1 else None}, "build"),
-        ({"refused": lambda _path, build: Failure("crash", "gone") if build == 1 else None}, "crash"),
         ({"spoiled": lambda _path: Failure("run", "bad shape")}, "run"),
         ({"spoiled": lambda _path: float("nan")}, "output"),
         ({"spoiled": lambda _path: float("inf")}, "output"),
@@ -204,6 +203,19 @@ def test_a_failure_is_a_reasoned_result_that_is_remembered(opened: Open, script:
     later = opened()
     assert later.measure(1, later.placements[0]) == (trial, True)
     assert isinstance(later.measure(2, later.placements[1])[0].result, Measurement)
+
+
+@pytest.mark.parametrize("stage", ["crash", "timeout", "resources"])
+def test_a_transient_failure_holds_for_this_run_and_is_tried_again_by_the_next(opened: Open, stage: Any) -> None:
+    setup = opened(refused=lambda _path, build: Failure(stage, "gone") if build == 1 else None)
+    trial, _ = setup.measure(1, setup.placements[0])
+    assert isinstance(trial.result, Failure)
+    assert trial.result.stage == stage
+    assert setup.measure(1, setup.placements[0]) == (trial, True)
+    later = opened()
+    again, was_known = later.measure(1, later.placements[0])
+    assert isinstance(again.result, Measurement)
+    assert not was_known
 
 
 def test_a_failure_while_a_win_is_repeated_is_no_win(opened: Open) -> None:

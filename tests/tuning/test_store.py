@@ -278,7 +278,11 @@ def test_samples_pass_through_the_file_bit_by_bit(path: Path) -> None:
         assert unpack_result(record) == Measurement(a, b)
 
 
-@given(st.builds(Failure, st.sampled_from(["build", "run", "timeout", "crash", "output"]), st.text(), st.text()))
+@given(
+    st.builds(
+        Failure, st.sampled_from(["build", "run", "timeout", "crash", "output", "resources"]), st.text(), st.text()
+    )
+)
 def test_failures_survive(failure: Failure) -> None:
     assert unpack_result(json.loads(json.dumps(pack_result(failure)))) == failure
 

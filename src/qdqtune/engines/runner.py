@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -70,6 +71,16 @@ start_worker: StartWorker = WorkerProcess
 """How runners that are not told otherwise start theirs."""
 
 
+SHORT = re.compile(
+    r"out of ?memory|bad[ _]alloc|(failed|cannot|unable) to allocate|cannot allocate|no space left|disk quota"
+    r"|file too large|too many open files",
+    re.IGNORECASE,
+)
+"""How engines and systems say that memory or disk was short, which is no word about the model."""
+
+T = TypeVar("T")
+
+
 class _WorkerLostError(Exception):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.reason)
@@ -79,8 +90,9 @@ class _WorkerLostError(Exception):
 class Runner:
     """An engine in a worker process. A context manager; not for use by several threads at once.
 
-    When the worker dies or takes too long, the call at hand returns a `Failure`, and the next call starts another
-    worker, where the models that are still loaded are built again as they are needed. An interrupt while a call waits
+    When the worker dies, which may be another's doing, the call at hand is made once more. When it dies again or takes
+    too long, that call returns a `Failure`. Each starts another worker, where the models that are still loaded are
+    built again as they are needed. An interrupt while a call waits
     ends the worker too, and the runner stays usable.
 
     `time_limit_s` holds for each build, each inference of `outputs`, and each probe. Rounds may take that, and `SLACK`
@@ -155,7 +167,7 @@ class Runner:
             return loaded[-1]
         number = next(self._numbers)
         log = self._log_dir / f"{log_name or f'{path.stem}-{number}'}.log"
-        seconds = self._build(number, path, log)
+        seconds = _twice(lambda: self._build(number, path, log))
         if isinstance(seconds, Failure):
             return seconds
         handle = Handle(path, number, seconds)
@@ -176,7 +188,7 @@ class Runner:
         """The graph outputs for each sample. They may hold NaN: that is the caller's to judge."""
         results = []
         for sample in samples:
-            result = self._ready([handle]) or self._try("run", handle.build, sample, what=f"running {handle.path.name}")
+            result = self._asked([handle], "run", handle.build, sample, what=f"running {handle.path.name}")
             if isinstance(result, Failure):
                 return result
             results.append(result)
@@ -185,8 +197,8 @@ class Runner:
     def layers(self, handle: Handle, runs: int) -> tuple[Layer, ...] | Failure:
         """`Built.layers` on the sample that was fed."""
         what = f"profiling {handle.path.name}"
-        result: tuple[Layer, ...] | Failure = self._ready([handle]) or self._try(
-            "layers", handle.build, runs, what=what, extra=SLACK * self._limit
+        result: tuple[Layer, ...] | Failure = self._asked(
+            [handle], "layers", handle.build, runs, what=what, extra=SLACK * self._limit
         )
         return result
 
@@ -198,8 +210,8 @@ class Runner:
 
     def save(self, handle: Handle, path: Path) -> Failure | None:
         """`Built.save`."""
-        failure: Failure | None = self._ready([handle]) or self._try(
-            "save", handle.build, path.absolute(), what=f"saving {handle.path.name}"
+        failure: Failure | None = self._asked(
+            [handle], "save", handle.build, path.absolute(), what=f"saving {handle.path.name}"
         )
         return failure
 
@@ -216,19 +228,17 @@ class Runner:
         if self._inputs is None:
             raise ValueError("rounds need a sample: call feed first")
         what = f"timing {a.path.name} against {b.path.name}"
-        if failure := self._ready([a, b]):
-            return failure
         key = frozenset({a, b}), slot_seconds
         if key not in self._slots:
-            probed = self._try("probe", a.build, b.build, slot_seconds, what=what)
+            probed = self._asked([a, b], "probe", a.build, b.build, slot_seconds, what=what)
             if isinstance(probed, Failure):
                 return probed
             self._slots[key] = probed
         runs, seconds = self._slots[key]
         numbers = range(first_round, first_round + count)
         allowance = SLACK * seconds * (2 * warmup + 4 * count * runs)
-        result: Measurement | Failure = self._try(
-            "rounds", a.build, b.build, seed, numbers, runs, warmup, what=what, extra=allowance
+        result: Measurement | Failure = self._asked(
+            [a, b], "rounds", a.build, b.build, seed, numbers, runs, warmup, what=what, extra=allowance
         )
         return result
 
@@ -250,6 +260,10 @@ class Runner:
                     return result
         return None
 
+    def _asked(self, handles: list[Handle], name: str, *arguments: Any, what: str, extra: float = 0.0) -> Any:
+        """The result of a request about builds, or the failure of engine or worker."""
+        return _twice(lambda: self._ready(handles) or self._try(name, *arguments, what=what, extra=extra))
+
     def _try(self, name: str, *arguments: Any, what: str, log: Path | None = None, extra: float = 0.0) -> Any:
         """The result of a request, or the failure of engine or worker."""
         try:
@@ -257,7 +271,10 @@ class Runner:
         except _WorkerLostError as death:
             return death.failure
         except EngineFailure as error:
-            return Failure("build" if name == "build" else "run", str(error), _tail(log) if log else "")
+            printed = _tail(log) if log else ""
+            if SHORT.search(str(error)):
+                return Failure("resources", str(error), printed)
+            return Failure("build" if name == "build" else "run", str(error), printed)
 
     def _ask(self, name: str, *arguments: Any) -> Any:
         """The result of a request that no model can be blamed for."""
@@ -309,6 +326,12 @@ class Runner:
         if not good:
             raise result
         return result
+
+
+def _twice(ask: Callable[[], T | Failure]) -> T | Failure:
+    """What `ask` gives; if the worker has ended, what it gives then: that one was killed is not the model's fault."""
+    result = ask()
+    return ask() if isinstance(result, Failure) and result.stage == "crash" else result
 
 
 def _tail(log: Path | None, more: str = "") -> str:

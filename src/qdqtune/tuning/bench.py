@@ -84,6 +84,13 @@ class Bench:
         """
         key = job_key("trial", proposal.placement, against)
         record = self._store.get(key)
+        if (
+            record is not None
+            and proposal.wants_layers
+            and record.get("layers") is None
+            and "samples" in record["result"]
+        ):
+            record = None  # measured by a search that did not ask for them
         trial = (
             self._measured(number, proposal, against) if record is None else _trial(number, proposal, against, record)
         )
@@ -109,8 +116,11 @@ class Bench:
         if record is None:
             handle = self._candidates.load(placement, f"metric_{placement.digest}")
             value = handle if isinstance(handle, Failure) else evaluate(evaluation, self._runner, handle)
-            record = self._store.put(key, {"failure": value.reason} if isinstance(value, Failure) else {"value": value})
-        return Failure("run", record["failure"]) if "failure" in record else float(record["value"])
+            record = self._store.put(key, pack_result(value) if isinstance(value, Failure) else {"value": value})
+        if "failure" not in record:
+            return float(record["value"])
+        known = record["failure"]  # earlier versions kept the reason alone
+        return Failure("run", known) if isinstance(known, str) else Failure(**known)
 
     def float_layers(self) -> tuple[Layer, ...]:
         """The layer report of the float build; empty if the engine has none.
@@ -123,7 +133,12 @@ class Bench:
             runs = profiled_runs(self._float_run.seconds)
             handle = self._candidates.load(Placement(), "baseline")
             layers = handle if isinstance(handle, Failure) else self._runner.layers(handle, runs)
-            record = self._store.put("layers", {"layers": [] if isinstance(layers, Failure) else pack_layers(layers)})
+            told = (
+                {"layers": [], **pack_result(layers)}
+                if isinstance(layers, Failure)
+                else {"layers": pack_layers(layers)}
+            )
+            record = self._store.put("layers", told)
         return unpack_layers(record["layers"])
 
     def reference(self) -> Sequence[dict[str, Array]]:
@@ -168,7 +183,9 @@ class Bench:
             return Trial(number, proposal, against, result)
         runs = profiled_runs(float(np.median(result.b)))
         layers = self._runner.layers(candidate, runs) if proposal.wants_layers else None
-        report = None if isinstance(layers, Failure) else layers
+        if isinstance(layers, Failure) and layers.is_transient:
+            return Trial(number, proposal, against, layers)
+        report = () if isinstance(layers, Failure) else layers
         return Trial(number, proposal, against, result, accuracy=accuracy(reference, outputs), layers=report)
 
     def _won(self, trial: Trial) -> bool:

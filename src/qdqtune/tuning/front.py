@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from qdqtune.measurement.pairing import rounds_of
 from qdqtune.measurement.timing import Ratio, compare, envelope, ratio
 from qdqtune.search.front import Point, spread, undominated
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT, PLACEMENT, SUMMARY
-from qdqtune.tuning.proof import Proof, copy_model, prove
+from qdqtune.tuning.proof import Proof, copy_model, insist, prove
 from qdqtune.tuning.records import write_json, write_placement_of
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.store import pack_result, unpack_result
@@ -175,14 +176,15 @@ def _pair(points: Mapping[str, Point], run: Run) -> None:
         if missing:
             with _opponent(run, number) as opponent:
                 for name, point in missing:
-                    run.store.put(_key(point, number), pack_result(_meet(opponent, name, number, run)))
+                    result = insist(partial(_meet, opponent, name, number, run))
+                    run.store.put(_key(point, number), pack_result(result))
 
 
 @contextmanager
 def _opponent(run: Run, number: int) -> Iterator[Handle]:
     """A fresh build of the user's file; of the float model as we write it where the engine does not run that."""
     handle = run.runner.load(run.settings.model, f"front_{number}_given", fresh=True)
-    if isinstance(handle, Failure):
+    if isinstance(handle, Failure) and not handle.is_transient:
         handle = run.runner.load(run.settings.output_dir / BASELINE, f"front_{number}_baseline", fresh=True)
     if isinstance(handle, Failure):
         raise BaselineFailed(f"the engine does not build the float model again: {handle.reason}")

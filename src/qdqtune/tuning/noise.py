@@ -7,7 +7,7 @@ from qdqtune.graph.model import Model
 from qdqtune.measurement.sensitivity import quantization, sensitivities
 from qdqtune.search.costs.noise import Noise
 from qdqtune.tuning.run import Run
-from qdqtune.tuning.store import pack_accuracy, unpack_accuracy
+from qdqtune.tuning.store import Record, pack_accuracy, pack_result, unpack_accuracy
 from qdqtune.types import Accuracy, Edge, Failure, NumericFormat, Placement
 
 NOTHING = 0.01
@@ -40,9 +40,10 @@ def foresee(run: Run) -> Noise | None:
         run.observer.stage("measuring what rounding each tensor does to the outputs")
         values = each_value(subject.shaped, subject.ranges, subject.numbers, subject.possible)
         alone = sensitivities(subject.shaped, values, subject.accuracy, floor=floor)
+        failed: Record = pack_result(alone) if isinstance(alone, Failure) else {}
         if isinstance(alone, Failure):
             alone = dict.fromkeys(sorted({e.tensor for e in subject.possible}), 1.0)
-        record = run.store.put(key, {"alone": alone})
+        record = run.store.put(key, {"alone": alone, **failed})
 
     def brought(placement: Placement) -> float | None:
         accuracy = foretold(run, placement)
@@ -59,7 +60,7 @@ def foretold(run: Run, placement: Placement) -> Accuracy | None:
     record = run.store.get(key)
     if record is None:
         accuracy = run.simulation.accuracy(placement)
-        record = run.store.put(key, {} if isinstance(accuracy, Failure) else pack_accuracy(accuracy))
+        record = run.store.put(key, pack_result(accuracy) if isinstance(accuracy, Failure) else pack_accuracy(accuracy))
     return unpack_accuracy(record) if "sqnr_db" in record else None
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +21,13 @@ from qdqtune.tuning.folder import BASELINE, FINAL
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import PROOF_BUILDS
 from qdqtune.tuning.store import pack_result, unpack_result
-from qdqtune.types import Failure, Placement, Trial
+from qdqtune.types import Failure, Measurement, Placement, Trial
 
 FINALISTS = 2
 """Placements that may try to prove themselves."""
+
+TRIES = 3
+"""How often a comparison is tried that was killed, too slow or short of room: what ships must not hang on that."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +136,7 @@ def confirm(key: str, a: Path, b: Path, run: Run) -> Confirmed | Failure:
     for number in range(2):
         record = run.store.get(f"{key}:{number}")
         if record is None:
-            seed = run.settings.seed + number
-            result = fresh_pair(run.runner, a, b, plan, seed, f"final_{number}", lambda r: r.verdict != "undecided")
+            result = insist(partial(_fresh, run, a, b, number))
             record = run.store.put(f"{key}:{number}", pack_result(result))
         result = unpack_result(record)
         if isinstance(result, Failure):
@@ -142,6 +145,26 @@ def confirm(key: str, a: Path, b: Path, run: Run) -> Confirmed | Failure:
     a_seconds = float(np.median([seconds for m in measured for seconds in m.a]))
     b_seconds = float(np.median([seconds for m in measured for seconds in m.b]))
     return Confirmed(envelope([ratio(m, plan) for m in measured]), a_seconds, b_seconds)
+
+
+def _fresh(run: Run, a: Path, b: Path, number: int) -> Measurement | Failure:
+    """The rounds of one of the two pairs of builds."""
+    seed = run.settings.seed + number
+    return fresh_pair(run.runner, a, b, run.settings.proof_plan, seed, f"final_{number}", _is_decided)
+
+
+def _is_decided(measured: Ratio) -> bool:
+    return measured.verdict != "undecided"
+
+
+def insist(ask: Callable[[], Measurement | Failure]) -> Measurement | Failure:
+    """What is asked for, tried again where the failure is transient."""
+    result = ask()
+    for _ in range(TRIES - 1):
+        if not (isinstance(result, Failure) and result.is_transient):
+            break
+        result = ask()
+    return result
 
 
 def _move(source: Path, target: Path) -> None:

@@ -20,7 +20,7 @@ from typing import IO, Any, Self
 
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadState, OutputError, writing
-from qdqtune.types import Accuracy, Edge, Failure, Layer, Measurement, Placement
+from qdqtune.types import TRANSIENT, Accuracy, Edge, Failure, Layer, Measurement, Placement
 
 VERSION = 1
 RECORD = b'- {"key": "'
@@ -80,11 +80,14 @@ class Store:
     def put(self, key: str, record: Record) -> Record:
         """Write a record for good: when this returns, it survives a kill.
 
+        A transient failure is known until this run ends and not written: the next one tries again.
+
         Raises:
             OutputError: the disk is full, or the file is gone.
         """
         record = {"key": key, **record}
-        self._append(record)
+        if not is_transient(record):
+            self._append(record)
         self._found[key] = record
         return record
 
@@ -124,9 +127,16 @@ class Store:
         if head.get("key") != "run" or head.get("version") != VERSION:
             raise BadState(f"{self.path} is no state file of this version: move it away, or start over with --restart")
         _compare(head["fingerprint"], json.loads(json.dumps(fingerprint)), self.path)
-        self._found = {r["key"]: r for r in rest}
+        self._found = {r["key"]: r for r in rest if not is_transient(r)}
         if torn:
             self._file.truncate(sum(len(line) + 1 for line in lines))
+
+
+def is_transient(record: Record) -> bool:
+    """Whether a record holds a failure that another try may not have. Earlier versions wrote such records."""
+    parts = (record, record.get("result"), record.get("check"))
+    failures = (part.get("failure") for part in parts if isinstance(part, dict))
+    return any(isinstance(failure, dict) and failure.get("stage") in TRANSIENT for failure in failures)
 
 
 def is_state(path: Path) -> bool:

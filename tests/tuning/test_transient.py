@@ -1,0 +1,176 @@
+"""What is killed, too slow or short of room is tried again, and changes nothing of what ships; refusals are kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qdqtune.errors import BaselineFailed, EngineFailure
+from qdqtune.tuning.loop import Result, tune
+from qdqtune.tuning.store import _line, read_records
+from qdqtune.types import Failure
+from runs import settings
+from workers import Build, WatchedModel, Workers
+
+STATE = "autotuner_state.yaml"
+SHIPPED = ["baseline.onnx", "optimized_final.onnx", "placement.yaml"]
+SHORT: list[BaseException] = [
+    EOFError(),
+    TimeoutError(),
+    EngineFailure("CUDA failure 2: out of memory"),
+    EngineFailure("std::bad_alloc"),
+    EngineFailure("write of model.plan: No space left on device"),
+]
+
+Refuse = Callable[[Build], str | None]
+
+
+def shipped(out: Path) -> dict[str, bytes]:
+    return {name: (out / name).read_bytes() for name in SHIPPED}
+
+
+def raising(error: BaseException, when: Callable[[Build], bool]) -> Refuse:
+    """An engine that fails in that way at some builds."""
+
+    def refused(build: Build) -> str | None:
+        if when(build):
+            raise error
+        return None
+
+    return refused
+
+
+def at(number: int) -> Callable[[Build], bool]:
+    return lambda build: build.number == number
+
+
+def is_tuned(build: Build) -> bool:
+    """Whether it is a candidate of the search, and not the float model."""
+    return build.is_candidate and build.log.stem.startswith("trial")
+
+
+def run(model: Path, mode: str, name: str = "out") -> Result:
+    front: dict[str, Any] = {"mode": "cut", "front": True, "builds": 10} if mode == "front" else {"mode": mode}
+    return tune(settings(model, **{"builds": 8, **front, "output_dir": model.parent / name}))
+
+
+@pytest.mark.parametrize("mode", ["cut", "region", "subgraph", "front"])
+def test_one_kill_at_any_build_changes_nothing(model: Path, workers: Workers, mode: str) -> None:
+    expected = run(model, mode, "whole")
+    builds = len(workers.builds)
+    assert builds > 8
+    for number in range(builds):
+        workers.builds.clear()
+        workers.refused = raising(EOFError(), at(number))
+        found = run(model, mode, f"killed_{number}")
+        assert len(workers.builds) > builds  # it was killed, and asked again
+        assert found.history == expected.history
+        assert found.notes == expected.notes
+        assert shipped(model.parent / f"killed_{number}") == shipped(model.parent / "whole")
+
+
+@pytest.mark.parametrize("error", SHORT)
+@pytest.mark.parametrize("mode", ["cut", "subgraph"])
+def test_what_failed_so_is_not_remembered(model: Path, workers: Workers, mode: str, error: BaseException) -> None:
+    expected = run(model, mode, "whole")
+    workers.refused = raising(error, is_tuned if mode == "cut" else lambda b: "group" in b.path.name)
+    failed = run(model, mode)
+    assert failed.history != expected.history or mode == "subgraph"
+    records = read_records(model.parent / "out" / STATE)
+    assert "failure" not in json.dumps(records)
+    workers.refused = lambda _: None
+    assert run(model, mode).history == expected.history
+    assert shipped(model.parent / "out") == shipped(model.parent / "whole")
+
+
+def test_what_the_engine_refuses_is_remembered(model: Path, workers: Workers) -> None:
+    workers.refused = lambda build: "no kernel for Add" if build.log.stem == "trial_002" else None
+    first = run(model, "cut")
+    assert [t.result.stage for t in first.history if isinstance(t.result, Failure)] == ["build"]
+    workers.builds.clear()
+    workers.refused = lambda _: None
+    assert run(model, "cut").history == first.history
+    assert not [build for build in workers.builds if is_tuned(build)]
+
+
+@pytest.mark.parametrize("kills", [2, 4])
+def test_killed_workers_during_the_proof_drop_no_comparison(model: Path, workers: Workers, kills: int) -> None:
+    expected = run(model, "cut", "whole")
+    left = [kills]
+
+    def killed(build: Build) -> bool:
+        left[0] -= build.path == model
+        return build.path == model and left[0] >= 0
+
+    workers.refused = raising(EOFError(), killed)
+    found = run(model, "cut")
+    assert left[0] < 0
+    assert found.notes == expected.notes
+    assert found.ratio == expected.ratio
+    assert shipped(model.parent / "out") == shipped(model.parent / "whole")
+
+
+@pytest.mark.parametrize("error", SHORT)
+def test_a_proof_that_fails_so_is_tried_again(model: Path, workers: Workers, error: BaseException) -> None:
+    expected = run(model, "cut", "whole")
+    workers.refused = raising(error, lambda build: build.path.name in ("optimized_final.onnx", "model.onnx"))
+    with pytest.raises(BaselineFailed, match="failed on the finished files"):
+        run(model, "cut")
+    assert not (model.parent / "out" / "optimized_final.onnx").exists()
+    workers.refused = lambda _: None
+    assert run(model, "cut").ratio == expected.ratio
+    assert shipped(model.parent / "out") == shipped(model.parent / "whole")
+
+
+def test_a_layer_report_that_was_killed_is_asked_for_again(
+    model: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run(model, "cut", "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(WatchedModel, "layers", lambda *_: (_ for _ in ()).throw(EOFError()))
+        run(model, "cut")
+    assert "layers" not in [r["key"] for r in read_records(model.parent / "out" / STATE)]
+    assert run(model, "cut").history == expected.history
+
+
+def test_a_metric_that_was_killed_is_asked_for_again(
+    model: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "score.py").write_text(
+        "import numpy as np\ndef score(predict):\n    predict({'x': np.ones((8, 8, 64), np.float32)})\n    return 1.0\n"
+    )
+    told = settings(model, builds=8, mode="cut", evaluate=f"{tmp_path / 'score.py'}:score", max_drop=0.5)
+    whole = WatchedModel.run
+    asked: list[bool] = []
+
+    def killed(built: WatchedModel, inputs: Any) -> Any:
+        asked.append(bool((inputs["x"] == 1).all()))
+        if sum(asked) > 1 and asked[-1]:  # the float model has passed
+            raise EOFError
+        return whole(built, inputs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WatchedModel, "run", killed)
+        assert not tune(told).improved
+    assert tune(told).improved
+    assert workers.started > 1
+
+
+def test_a_crash_that_an_earlier_version_remembered_is_tried_again(model: Path, workers: Workers) -> None:
+    expected = run(model, "cut")
+    state = model.parent / "out" / STATE
+    crash = {"failure": {"stage": "crash", "reason": "the engine process ended", "log": ""}}
+    lines = []
+    for record in read_records(state):
+        record.pop("crc", None)
+        if record["key"].startswith("trial:"):
+            record |= {"result": crash, "check": None, "layers": None}
+        lines.append(_line(record))
+    state.write_bytes(b"".join(lines))
+    workers.builds.clear()
+    assert run(model, "cut").history == expected.history
+    assert [build for build in workers.builds if is_tuned(build)]
