@@ -45,11 +45,13 @@ class Range:
 class Ranges:
     """Calibration's result: activation ranges by tensor.
 
-    For models that came with Q/DQ, also the scales of their weights, and the ranges of their other constants.
+    For models that came with Q/DQ, also the scales of their weights, and the ranges of their other constants. `shifts`
+    are added to the bias of a node where its input and weight carry pairs, by output channel.
     """
 
     activations: Mapping[str, Range]
     weights: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    shifts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

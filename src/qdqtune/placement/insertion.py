@@ -74,6 +74,7 @@ class _Decision:
     activations: Mapping[str, Quantization]
     constants: Mapping[Edge, Quantization]
     biases: Mapping[int, _Bias]
+    shifted: Mapping[int, Array]
     dropped: frozenset[int]
 
 
@@ -162,8 +163,19 @@ class Inserter:
         activations = {m: q for m, q in scale_of.items() if isinstance(m, str)}
         weights.update({m: q for m, q in scale_of.items() if isinstance(m, Edge)})
         dropped = frozenset(self._superfluous(placement, activations)) if self._format.drop_clamps else frozenset()
-        biases = dict(self._biases(placement, activations, weights)) if self._format.bias == "int32" else {}
-        return _Decision(activations, weights, biases, dropped)
+        shifted = self._shifted(placement)
+        biases = dict(self._biases(placement, activations, weights, shifted)) if self._format.bias == "int32" else {}
+        return _Decision(activations, weights, biases, shifted, dropped)
+
+    def _shifted(self, placement: Placement) -> dict[int, Array]:
+        """Biases that calibration has corrected, of nodes whose input and weight both carry pairs."""
+        model, found = self._model, dict[int, Array]()
+        for node in (n for n in model.nodes if n.name in self._ranges.shifts):
+            if all(Edge(t, node.name, i) in placement for i, t in enumerate(node.inputs[:2])):
+                shift = np.asarray(self._ranges.shifts[node.name], np.float64)
+                own = model.constants[node.inputs[2]].array() if len(node.inputs) > 2 and node.inputs[2] else 0.0
+                found[node.index] = (own + shift).astype(_numpy(self._dtype(node.inputs[1])))
+        return found
 
     def _scales(self, members: Mapping[_Member, Range], placement: Placement) -> dict[_Member, Quantization]:
         """One quantization per member; those that a value-passing operator ties together get a common range."""
@@ -239,25 +251,27 @@ class Inserter:
                 yield node.index
 
     def _biases(
-        self, placement: Placement, activations: Mapping[str, Quantization], weights: dict[Edge, Quantization]
-    ) -> Iterator[tuple[int, _Bias]]:
+        self, placement: Placement, activations: Mapping[str, Quantization], weights: dict[Edge, Quantization],
+        shifted: Mapping[int, Array],
+    ) -> Iterator[tuple[int, _Bias]]:  # fmt: skip
         """Int32 biases with scale sx * sw, for nodes whose input and weight both carry pairs.
 
         Where that scale is too small to hold the bias in 31 bits, the weight's scale is raised (in `weights`).
         """
         model = self._model
         for node in model.nodes:
-            if node.op not in HAS_BIAS or node.domain or len(node.inputs) < 3:
+            if node.op not in HAS_BIAS or node.domain or (len(node.inputs) < 3 and node.index not in shifted):
                 continue
             x, w = Edge(node.inputs[0], node.name, 0), Edge(node.inputs[1], node.name, 1)
-            bias = model.constants.get(node.inputs[2])
-            if x.tensor not in activations or x not in placement or w not in weights or bias is None:
+            own = None if node.index in shifted else model.constants.get(node.inputs[2])
+            values = own.array() if own is not None else shifted.get(node.index)
+            if x.tensor not in activations or x not in placement or w not in weights or values is None:
                 continue
             is_plain = all(node.attributes.get(a, 1.0) == 1.0 for a in ("alpha", "beta"))
             # In float16 the product of two scales is mostly subnormal, or zero.
-            if not is_plain or bias.dtype != TensorProto.FLOAT or len(bias.shape) != 1:
+            if not is_plain or values.dtype != np.float32 or values.ndim != 1:
                 continue
-            values, sx = bias.array(), activations[x.tensor].scale
+            sx = activations[x.tensor].scale
             scale = np.asarray(sx * weights[w].scale)
             needed = np.abs(values.astype(np.float64)) / (2.0**30)
             if (needed > scale).any():
@@ -287,8 +301,9 @@ class Inserter:
                     copy.input[i] = self._dequantized(draft, decision, edge, raw)
                 elif tensor in raw:
                     copy.input[i] = raw[tensor]
-            if node.index in decision.biases:
-                copy.input[2] = self._bias(draft, node, decision.biases[node.index])
+            if node.index in decision.biases or node.index in decision.shifted:
+                del copy.input[2:]
+                copy.input.append(self._bias(draft, node, decision))
             for i, tensor in enumerate(node.outputs):
                 copy.output[i] = raw.get(tensor, renamed.get(tensor, tensor))
             draft.nodes.append(copy)
@@ -343,10 +358,14 @@ class Inserter:
             self._dq(draft, tensor, name, parameters, draft.made[key], quantization.axis)
         return draft.made[key]
 
-    def _bias(self, draft: _Draft, node: Node, bias: _Bias) -> str:
-        tensor = node.inputs[2]
+    def _bias(self, draft: _Draft, node: Node, decision: _Decision) -> str:
+        """Name of the tensor that stands for a node's bias: a DQ of integers, or a corrected one in float."""
+        tensor = node.inputs[2] if len(node.inputs) > 2 and node.inputs[2] else f"{node.outputs[0]}_bias"
+        bias = decision.biases.get(node.index)
+        if bias is None:
+            return draft.constant(f"{tensor}_corrected", decision.shifted[node.index])
         name = draft.constant(f"{tensor}_quantized", bias.values)
-        dtype = _numpy(self._dtype(tensor))
+        dtype = _numpy(self._dtype(node.inputs[1]))
         parameters = _Parameters(
             draft.constant(f"{name}_scale", bias.scale.astype(dtype)),
             draft.constant(f"{name}_zero_point", np.zeros(bias.scale.shape, np.int32)),

@@ -198,13 +198,15 @@ def unpack_placement(values: list[list[Any]]) -> Placement:
 
 def pack_ranges(ranges: Ranges) -> Record:
     """Ranges as JSON values."""
-    return {"activations": {t: [r.low, r.high] for t, r in ranges.activations.items()}, "weights": dict(ranges.weights)}
+    activations = {t: [r.low, r.high] for t, r in ranges.activations.items()}
+    return {"activations": activations, "weights": dict(ranges.weights), "shifts": dict(ranges.shifts)}
 
 
 def unpack_ranges(record: Record) -> Ranges:
     """The ranges of `pack_ranges`."""
     activations = {t: Range(*ends) for t, ends in record["activations"].items()}
-    return Ranges(activations, {t: tuple(s) for t, s in record["weights"].items()})
+    weights, shifts = record["weights"], record.get("shifts", {})  # which older files do not have
+    return Ranges(activations, {t: tuple(s) for t, s in weights.items()}, {n: tuple(s) for n, s in shifts.items()})
 
 
 def pack_layers(layers: Iterable[Layer]) -> list[list[Any]]:
