@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 
 from models import build, feeds, normal
+from qdqtune.calibration.methods import Calibration
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
 from qdqtune.graph.files import save
@@ -72,6 +73,7 @@ def settings(model: Path, /, **changes: Any) -> Settings:
         cut_seed=False,
         calibration_data=str(model.with_suffix(".npz")),
         accuracy_samples=1,
+        calibration=Calibration(),
         plan=Plan(slot_seconds=0.0),
         config=Config(schemes_per_region=8),
         builds=32,

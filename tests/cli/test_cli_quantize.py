@@ -14,7 +14,7 @@ import pytest
 
 from conftest import Call
 from models import build, conv_net
-from qdqtune.calibration.calibrate import Calibration
+from qdqtune.calibration.methods import Calibration
 from qdqtune.cli.quantize import quantize_command
 from qdqtune.commands.quantize import Request, Selection
 from qdqtune.commands.worst_tensors import Damage, to_exclude
@@ -121,7 +121,8 @@ QUANTIZE: dict[str, tuple[Sequence[str], Callable[[Request], object], object]] =
     "--calibration-samples": (["7"], lambda r: r.calibration_samples, 7),
     "--input-shape": (["a:1x3"], lambda r: r.input_shapes, {"a": (1, 3)}),
     "--seed": (["5"], lambda r: r.seed, 5),
-    "--calibration-method": (["mse"], lambda r: r.calibration, Calibration("mse", 99.99)),
+    "--calibration-method": (["mse"], lambda r: r.calibration, Calibration("mse", 99.99, bias_correction=True)),
+    "--no-bias-correction": ([], lambda r: r.calibration.bias_correction, False),
     "--percentile": (["99.5"], lambda r: r.calibration.percentile, 99.5),
     "--fix-input": (["sr=16000"], lambda r: r.fix_inputs, {"sr": 16000}),
     "--evaluate": (["metric:score"], lambda r: r.evaluate, "metric:score"),

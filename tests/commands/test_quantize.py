@@ -16,7 +16,7 @@ import pytest
 
 import qdqtune
 from models import attention, build, conv_net, embedding, feeds, normal, run
-from qdqtune.calibration.calibrate import Calibration
+from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.commands.quantize import HELD_OUT, Request, Selection, quantize, with_known_ranges
 from qdqtune.engines import MODULES

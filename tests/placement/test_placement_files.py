@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from models import ranges
+from qdqtune.calibration.methods import Calibration
 from qdqtune.errors import BadOption, OutputError
 from qdqtune.measurement.timing import Plan
 from qdqtune.placement.files import Recorded, existing, read_placement_file, write_placement
@@ -35,7 +36,8 @@ printable = st.text(st.characters(codec="utf-8", exclude_categories=["C"]), min_
 @given(st.frozensets(st.builds(Edge, printable, printable | st.just(""), small)))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None)
 def test_a_placement_survives_with_what_it_was_made_for(tmp_path: Path, edges: frozenset[Edge]) -> None:
-    recorded = Recorded(Placement(edges), "fp8", "tensorrt", {"sr": 16000, "scale": 0.5, "mode": "fast"})
+    recorded = Recorded(Placement(edges), "fp8", "tensorrt", {"sr": 16000, "scale": 0.5, "mode": "fast"},
+                        Calibration("percentile", 99.5, bias_correction=True))  # fmt: skip
     write_placement(tmp_path / "placement.yaml", recorded, "some.onnx")
     assert read_placement_file(tmp_path / "placement.yaml") == recorded
 

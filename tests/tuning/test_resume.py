@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from models import feeds
-from qdqtune.calibration.calibrate import Calibration
+from qdqtune.calibration.methods import Calibration
 from qdqtune.cli import main
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadState, EngineFailure

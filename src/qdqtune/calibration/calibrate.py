@@ -7,39 +7,21 @@ that no value is ever kept.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import replace
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
 from qdqtune.calibration.histograms import Histogram
+from qdqtune.calibration.methods import AUTO, Calibration, Method
 from qdqtune.calibration.observe import observe, outputs_on, with_outputs
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.graph.model import Model
 from qdqtune.types import NumericFormat, QType, Sample
 
-Method = Literal["minmax", "percentile", "entropy", "mse"]
-
 ASYMMETRIC = NumericFormat(QType.UINT8, QType.INT8, symmetric=False)
 """The numbers that entropy and mse fit a range to where none are given."""
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """How ranges are found.
-
-    minmax: all values. percentile: the share of them given in %, without outliers at both ends. entropy: the least
-    divergence of the distribution. mse: the least squared error.
-    """
-
-    method: Method = "minmax"
-    percentile: float = 99.99
-
-    def __post_init__(self) -> None:
-        if not 50 < self.percentile <= 100:
-            raise ValueError("percentile lies in (50, 100]")
 
 
 def candidate_tensors(model: Model) -> tuple[str, ...]:
@@ -67,14 +49,29 @@ def calibrate(
         BadModel: ONNX Runtime cannot run the model.
     """
     how = how or Calibration()
+    return _calibrated(model, samples, how, ("mse",) if how.method == "auto" else (how.method,), numbers)[0]
+
+
+def calibrate_by_every_method(
+    model: Model, samples: Iterable[Sample], how: Calibration, *, numbers: NumericFormat = ASYMMETRIC
+) -> list[Ranges]:
+    """The ranges of all methods that `how` lets one choose from, in one pass; see `calibrate`."""
+    return _calibrated(model, samples, how, AUTO if how.method == "auto" else (how.method,), numbers)
+
+
+def _calibrated(
+    model: Model, samples: Iterable[Sample], how: Calibration, methods: Sequence[Method], numbers: NumericFormat
+) -> list[Ranges]:
     tensors = candidate_tensors(model)
     if not tensors:
-        return Ranges({})
-    if how.method == "minmax":
-        found = _minmax(model, tensors, samples)
+        return [Ranges({})]
+    if methods == ("minmax",):
+        found = [_minmax(model, tensors, samples)]
     else:
-        found = {t: _chosen(h, how, numbers) for t, h in _histograms(model, tensors, samples).items()}
-    return Ranges({t: r for t, r in found.items() if r is not None})
+        counted = _histograms(model, tensors, samples)
+        found = [{t: _chosen(h, replace(how, method=m), numbers) for t, h in counted.items()} for m in methods]
+    known = [{t: r for t, r in ranges.items() if r is not None} for ranges in found]
+    return [Ranges(ranges, method=m) for m, ranges in zip(methods, known, strict=True)]
 
 
 def _minmax(model: Model, tensors: Sequence[str], samples: Iterable[Sample]) -> dict[str, Range | None]:
@@ -113,4 +110,6 @@ def _chosen(histogram: Histogram, how: Calibration, numbers: NumericFormat) -> R
             return histogram.least_divergence(numbers)
         case "mse":
             return histogram.least_error(numbers)
+        case "minmax":
+            return histogram.whole
     return histogram.range(how.percentile)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from qdqtune.calibration.calibrate import Calibration, calibrate
+from qdqtune.calibration.calibrate import calibrate, calibrate_by_every_method
+from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.samples import Samples, open_samples
 from qdqtune.calibration.scales import Ranges
 from qdqtune.graph.loading import with_input_shapes
@@ -53,6 +54,10 @@ class Prepared:
     def ranges(self, how: Calibration | None, numbers: NumericFormat) -> Ranges:
         """See `calibrate`; takes one pass over the samples."""
         return calibrate(self.shaped, self.calibration, how, numbers=numbers)
+
+    def ranges_by_every_method(self, how: Calibration, numbers: NumericFormat) -> list[Ranges]:
+        """See `calibrate_by_every_method`; takes one pass over the samples."""
+        return calibrate_by_every_method(self.shaped, self.calibration, how, numbers=numbers)
 
 
 def prepare(model: Model, data: Data, *, fixed: Collection[str] = (), hold_out: HoldOut | None = None) -> Prepared:

@@ -46,12 +46,14 @@ class Ranges:
     """Calibration's result: activation ranges by tensor.
 
     For models that came with Q/DQ, also the scales of their weights, and the ranges of their other constants. `shifts`
-    are added to the bias of a node where its input and weight carry pairs, by output channel.
+    are added to the bias of a node where its input and weight carry pairs, by output channel. `method` is the one that
+    calibration has used or chosen; empty if nobody said.
     """
 
     activations: Mapping[str, Range]
     weights: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     shifts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    method: str = ""
 
 
 @dataclass(frozen=True, eq=False)

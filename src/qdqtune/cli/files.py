@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 
 from qdqtune.cli import options, report
@@ -88,7 +89,8 @@ def apply_command(
 ) -> None:
     """Put the Q/DQ pairs of an earlier search into MODEL, with scales calibrated anew: no search, no timing.
 
-    For a network that was trained again: its placement holds, its scales do not.
+    For a network that was trained again: its placement holds, its scales do not. They are found as that search found
+    its own, unless an option about ranges says otherwise.
     """
     recorded = read_placement_file(placement)
     target = output or model.with_suffix(".qdq.onnx")
@@ -102,7 +104,7 @@ def apply_command(
             target,
             numbers,
             calibration_data=data.calibration_data,
-            calibration=options.calibration(given),
+            calibration=options.calibration(given) if _says_how() else None,
             input_shapes=data.input_shapes,
             samples=data.calibration_samples,
             seed=data.seed,
@@ -121,3 +123,9 @@ def apply_command(
     else:
         known = "" if done.accuracy is None else f", output SQNR against float {done.accuracy}"
         print(f"{target}: {len(done.placement)} edges carry a Q/DQ pair{known}")
+
+
+def _says_how() -> bool:
+    """Whether the user says how ranges are found."""
+    source = click.get_current_context().get_parameter_source
+    return any(source(str(option.name)) is not ParameterSource.DEFAULT for option in options.RANGES)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from qdqtune.calibration import prepare
-from qdqtune.calibration.calibrate import Calibration, Method
+from qdqtune.calibration.methods import CLOSEST, Calibration, Method
 from qdqtune.engines import MODULES, EngineSpec
 from qdqtune.engines.shapes import ENGINES, OPTIONS, check_spans
 from qdqtune.errors import BadOption
@@ -218,10 +218,17 @@ DATA = (
 RANGES = (
     option(
         "--calibration-method",
-        "How ranges are found: all values; without outliers; with the least loss of information; with the least "
-        "squared error.",
+        "How ranges are found. minmax: all values; percentile: without outliers; entropy: with the least loss of "
+        "information; mse: with the least squared error; auto: whichever of these keeps the outputs of the calibration "
+        "samples closest to the float model's.",
         click.Choice(get_args(Method)),
-        default="minmax",
+        default=CLOSEST.method,
+    ),
+    option(
+        "--bias-correction/--no-bias-correction",
+        "Take back in the bias of each quantized layer what quantizing does to the mean of its outputs; kept only if "
+        "the outputs of the calibration samples come closer to the float model's. Costs no latency.",
+        default=CLOSEST.bias_correction,
     ),
     option(
         "--percentile",
@@ -295,7 +302,7 @@ def named(kind: type[DataclassInstance], given: Given, but: Collection[str] = ()
 
 def calibration(given: Given) -> Calibration:
     """How ranges are found, of the options `RANGES`."""
-    return Calibration(given["calibration_method"], given["percentile"])
+    return Calibration(given["calibration_method"], given["percentile"], given["bias_correction"])
 
 
 @dataclass(frozen=True)

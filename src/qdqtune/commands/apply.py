@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from qdqtune.calibration.calibrate import Calibration
+from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.samples import files_named
+from qdqtune.calibration.scales import Ranges
 from qdqtune.errors import BadModel
 from qdqtune.graph.files import data_of, save
 from qdqtune.graph.float16 import Precision, load_as
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.outputs import check_output
+from qdqtune.measurement.fitting import fitted
 from qdqtune.measurement.simulation import Simulation
 from qdqtune.placement.files import existing, read_placement_file
 from qdqtune.placement.insertion import Inserter
@@ -51,6 +53,8 @@ def apply(
 ) -> Applied:
     """Insert the pairs of a placement file into `model` with freshly calibrated scales, and write it to `output`.
 
+    Scales are found as the file says, unless `calibration` says otherwise.
+
     Raises:
         InputError: model, placement or data cannot be used, or none of the placement's edges exists in the model.
         OutputError: `output` cannot be written.
@@ -64,8 +68,13 @@ def apply(
         raise BadModel(f"{model} already has Q/DQ pairs: apply a placement to the float model")
     prepared = prepare(graph, Data(calibration_data, samples, input_shapes or {}, seed), fixed=recorded.fix_inputs)
     prepared.samples.first(1)  # refuses an empty source by its name
-    ranges = prepared.ranges(calibration, numbers)
-    placed, lost = existing(prepared.shaped, recorded.placement, possible_edges(prepared.shaped, ranges))
+    calibration = calibration or recorded.calibration
+
+    def known(ranges: Ranges) -> tuple[Placement, tuple[Edge, ...]]:
+        return existing(prepared.shaped, recorded.placement, possible_edges(prepared.shaped, ranges))
+
+    ranges = fitted(prepared, calibration, numbers, lambda found: known(found)[0])
+    placed, lost = known(ranges)
     if recorded.placement.edges and not placed.edges:
         raise BadModel(
             f"{model} has none of the {len(recorded.placement)} edges of {placement}: is it the same network?"

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TypeVar
 
-from qdqtune.calibration.calibrate import Calibration
+from qdqtune.calibration.methods import CLOSEST, Calibration
 from qdqtune.calibration.prepare import Data, HoldOut, prepare
 from qdqtune.calibration.samples import HELD_OUT, files_named
 from qdqtune.calibration.scales import Range, Ranges
@@ -30,6 +30,7 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.operators import INTEGER
 from qdqtune.graph.outputs import check_output
 from qdqtune.measurement.accuracy import accuracy, concern, cosine, is_finite
+from qdqtune.measurement.fitting import fitted
 from qdqtune.measurement.metric import Evaluation, evaluate, load_evaluation
 from qdqtune.placement import engine_rules
 from qdqtune.placement.engine_rules import Placed
@@ -94,7 +95,7 @@ class Request:
     precision: Precision = "fp32"
     calibration_data: str | None = None
     calibration_samples: int | None = None
-    calibration: Calibration = field(default_factory=Calibration)
+    calibration: Calibration = CLOSEST
     per_channel: bool | None = None
     selection: Selection = field(default_factory=Selection)
     fix_inputs: Mapping[str, float | int | str] = field(default_factory=dict)
@@ -151,9 +152,16 @@ def quantize(request: Request, observer: Observer | None = None) -> Quantized:
     prepared = prepare(graph, request.data, fixed=request.fix_inputs, hold_out=HoldOut())
     observer.stage(f"calibrating on {prepared.samples.origin}")
     shaped, judging = prepared.shaped, prepared.judging.first(JUDGED)
-    ranges = with_known_ranges(shaped, prepared.ranges(request.calibration, numbers), numbers)
-    possible = request.selection.allowed(shaped, possible_edges(shaped, ranges))
-    placed = engine_rules.place(shaped, possible, request.engine, request.quant_type)
+
+    def placed_by_rules(ranges: Ranges) -> Placed:
+        possible = request.selection.allowed(shaped, possible_edges(shaped, ranges))
+        return engine_rules.place(shaped, possible, request.engine, request.quant_type)
+
+    ranges = fitted(
+        prepared, request.calibration, numbers, lambda found: placed_by_rules(found).placement,
+        lambda found: with_known_ranges(shaped, found, numbers),
+    )  # fmt: skip
+    placed = placed_by_rules(ranges)
     if not placed.placement.edges:
         chosen = " among the nodes that you chose" if request.selection != Selection() else ""
         what = f"the rules of {request.engine} find nothing to quantize in {request.model}{chosen}"

@@ -45,19 +45,22 @@ class Simulation:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def accuracy(self, placement: Placement) -> Accuracy | Failure:
-        """How far the outputs of a placement are from the float model's; a failure if ONNX Runtime does not run it."""
+    def accuracy(self, placement: Placement, inserter: Inserter | None = None) -> Accuracy | Failure:
+        """How far the outputs of a placement are from the float model's; a failure if ONNX Runtime does not run it.
+
+        `inserter` has other numbers for the same model.
+        """
         if self._reference is None:
             self._reference = self._outputs(Placement())
         if isinstance(self._reference, Failure):
             return self._reference
-        outputs = self._outputs(placement)
+        outputs = self._outputs(placement, inserter)
         return outputs if isinstance(outputs, Failure) else accuracy(self._reference, outputs)
 
-    def _outputs(self, placement: Placement) -> list[dict[str, Array]] | Failure:
+    def _outputs(self, placement: Placement, inserter: Inserter | None = None) -> list[dict[str, Array]] | Failure:
         runner, constants, folder = self._open()
         path = folder / f"{placement.digest}.onnx"
-        constants.save(self._inserter.insert(placement), path)
+        constants.save((inserter or self._inserter).insert(placement), path)
         handle = runner.load(path)
         if isinstance(handle, Failure):
             return handle

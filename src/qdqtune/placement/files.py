@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from qdqtune.calibration.methods import Calibration
 from qdqtune.errors import BadOption, reading
 from qdqtune.graph.model import Model
 from qdqtune.graph.outputs import appearing
@@ -25,6 +26,7 @@ class Recorded:
     quant_type: str
     engine: str
     fix_inputs: Mapping[str, float | int | str]
+    calibration: Calibration = field(default_factory=Calibration)
 
 
 def write_placement(path: Path, recorded: Recorded, model: str) -> None:
@@ -45,6 +47,7 @@ def write_placement(path: Path, recorded: Recorded, model: str) -> None:
             "engine": recorded.engine,
             "quant_type": recorded.quant_type,
             "fix_inputs": dict(recorded.fix_inputs),
+            "calibration": asdict(recorded.calibration),
             "edges": edges,
         },
     )
@@ -62,9 +65,13 @@ def read_placement_file(path: Path) -> Recorded:
             Edge(e["tensor"], e.get("node", ""), e["output"] if "output" in e else e["input"]) for e in content["edges"]
         ]
         return Recorded(
-            Placement.of(edges), content["quant_type"], content["engine"], dict(content.get("fix_inputs") or {})
+            Placement.of(edges),
+            content["quant_type"],
+            content["engine"],
+            dict(content.get("fix_inputs") or {}),
+            Calibration(**content.get("calibration", {})),  # which older files do not have
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise BadOption(f"{path} is no placement file: {error!r} is missing or wrong") from error
 
 

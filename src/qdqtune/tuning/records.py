@@ -62,7 +62,8 @@ def write_placement_of(placement: Placement, path: Path, run: Run) -> None:
         OutputError: the file cannot be written.
     """
     settings = run.settings
-    recorded = files.Recorded(placement, settings.quant_type, settings.engine.name, settings.fix_inputs)
+    engine, calibration = settings.engine.name, settings.calibration.chosen(run.subject.ranges)
+    recorded = files.Recorded(placement, settings.quant_type, engine, settings.fix_inputs, calibration)
     files.write_placement(path, recorded, settings.model.name)
 
 

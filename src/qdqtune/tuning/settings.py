@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from qdqtune.calibration.calibrate import Calibration
+from qdqtune.calibration.methods import CLOSEST, Calibration
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption
 from qdqtune.measurement.accuracy import FLOOR_DB, MOST_EQUAL
@@ -75,7 +75,7 @@ class Settings:
     calibration_data: str | None = None
     calibration_samples: int | None = None
     accuracy_samples: int = 32
-    calibration: Calibration = field(default_factory=Calibration)
+    calibration: Calibration = CLOSEST
     fix_inputs: Mapping[str, float | int | str] = field(default_factory=dict)
     input_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     regions: Literal["auto", "names", "topology"] = "auto"

@@ -199,14 +199,20 @@ def unpack_placement(values: list[list[Any]]) -> Placement:
 def pack_ranges(ranges: Ranges) -> Record:
     """Ranges as JSON values."""
     activations = {t: [r.low, r.high] for t, r in ranges.activations.items()}
-    return {"activations": activations, "weights": dict(ranges.weights), "shifts": dict(ranges.shifts)}
+    vectors = {"weights": dict(ranges.weights), "shifts": dict(ranges.shifts)}
+    return {"activations": activations, **vectors, "method": ranges.method}
 
 
 def unpack_ranges(record: Record) -> Ranges:
     """The ranges of `pack_ranges`."""
     activations = {t: Range(*ends) for t, ends in record["activations"].items()}
-    weights, shifts = record["weights"], record.get("shifts", {})  # which older files do not have
-    return Ranges(activations, {t: tuple(s) for t, s in weights.items()}, {n: tuple(s) for n, s in shifts.items()})
+    weights, shifts = record["weights"], record.get("shifts", {})  # which older files do not have, nor a method
+    return Ranges(
+        activations,
+        {t: tuple(s) for t, s in weights.items()},
+        {n: tuple(s) for n, s in shifts.items()},
+        record.get("method", ""),
+    )
 
 
 def pack_layers(layers: Iterable[Layer]) -> list[list[Any]]:

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from qdqtune.graph.float16 import OPSET, load_as, to_float16
 from qdqtune.graph.loading import load, with_float_type
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import work
-from qdqtune.placement import rules
+from qdqtune.measurement.fitting import fitted
+from qdqtune.placement import engine_rules, rules
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import Reading, is_quantized, read_placement, strip_pairs
 from qdqtune.search.regions import discovery, patterns
@@ -156,7 +158,7 @@ def fingerprint(settings: Settings, subject: Subject, engine: Mapping[str, str])
         **{f"engine {name}": value for name, value in engine.items()},
         "numeric format": _told_apart(subject.numbers),
         "model": subject.model.fingerprint,
-        "calibration method": how.method + (f" {how.percentile}" if how.method == "percentile" else ""),
+        "calibration method": str(how),
         "calibration data": f"{subject.prepared.samples.digest} ({settings.calibration_samples or 'all'} samples"
         + (f", {len(subject.accuracy)} of them held out)" if subject.held_out else ")"),
     }
@@ -180,11 +182,12 @@ def calibrated(subject: Subject, settings: Settings, store: Store, observer: Obs
     record = store.get("ranges")
     if record is None:
         observer.stage(f"calibrating on {subject.prepared.samples.origin}")
-        record = store.put("ranges", pack_ranges(subject.prepared.ranges(settings.calibration, subject.numbers)))
+        found = fitted(subject.prepared, settings.calibration, subject.numbers, partial(_ruled, subject, settings))
+        record = store.put("ranges", pack_ranges(found))
     ranges = unpack_ranges(record)
     if subject.imported is not None and settings.from_qdq:
         own = subject.imported.ranges
-        ranges = Ranges({**ranges.activations, **own.activations}, own.weights)
+        ranges = replace(ranges, activations={**ranges.activations, **own.activations}, weights=own.weights)
     possible = possible_edges(subject.shaped, ranges)
     if settings.node_filter:
         possible &= frozenset(
@@ -193,6 +196,15 @@ def calibrated(subject: Subject, settings: Settings, store: Store, observer: Obs
     if not possible:
         raise BadModel(f"{settings.model} has no tensor that could be quantized")
     return replace(subject, ranges=ranges, possible=possible)
+
+
+def _ruled(subject: Subject, settings: Settings, ranges: Ranges) -> Placement:
+    """The placement that numbers are for: that of the engine's rules, of which a search takes parts. None where the
+    user brings numbers."""
+    if settings.from_qdq:
+        return Placement()
+    possible = possible_edges(subject.shaped, ranges)
+    return engine_rules.place(subject.shaped, possible, settings.engine.name, settings.quant_type).placement
 
 
 def _float_model(settings: Settings, numbers: NumericFormat, notes: list[str]) -> tuple[Model, Reading | None]:

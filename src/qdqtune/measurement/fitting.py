@@ -1,0 +1,72 @@
+"""The numbers of a placement: ranges and biases that keep its outputs close to the float model's.
+
+All is decided before anything is timed, so that what a search measures is what ships; none of it moves a pair.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from qdqtune.calibration.methods import Calibration
+from qdqtune.calibration.prepare import Prepared
+from qdqtune.calibration.scales import Ranges
+from qdqtune.graph.model import Model
+from qdqtune.measurement.simulation import Simulation
+from qdqtune.placement.bias_correction import bias_shifts
+from qdqtune.placement.insertion import Inserter
+from qdqtune.types import Failure, NumericFormat, Placement, Sample
+
+SAMPLES = 16
+"""Samples of calibration that numbers are judged by at most."""
+
+BETTER_DB = 0.1
+"""What biases must gain to be corrected: less may be luck."""
+
+Amend = Callable[[Ranges], Ranges]
+
+
+def fitted(
+    prepared: Prepared, how: Calibration, numbers: NumericFormat, placed: Callable[[Ranges], Placement],
+    amend: Amend = lambda ranges: ranges,
+) -> Ranges:  # fmt: skip
+    """Ranges by `how`, after `amend`, and bias corrections where these bring the outputs closer to the float model's.
+
+    `placed` gives the placement that the numbers are for, of the ranges: partial ones of it take their part of them.
+
+    Raises:
+        BadData: no sample.
+        BadModel: ONNX Runtime cannot run the model.
+    """
+    candidates = [amend(ranges) for ranges in prepared.ranges_by_every_method(how, numbers)]
+    placement = placed(candidates[0])
+    if not placement.edges or (len(candidates) == 1 and not how.bias_correction):
+        return candidates[0]
+    with _Judge(prepared.shaped, candidates[0], numbers, placement, prepared.calibration.first(SAMPLES)) as judge:
+        best = judge.best(candidates) if len(candidates) > 1 else candidates[0]
+        if how.bias_correction:
+            corrected = replace(best, shifts=bias_shifts(prepared, placement, best, numbers))
+            best = corrected if judge.db(corrected) > judge.db(best) + BETTER_DB else best
+    return best
+
+
+class _Judge(Simulation):
+    """What ranges do to the outputs of one placement, on samples that calibration has seen."""
+
+    def __init__(
+        self, model: Model, ranges: Ranges, numbers: NumericFormat, placement: Placement, samples: Sequence[Sample]
+    ) -> None:
+        super().__init__(Inserter(model, ranges, numbers), samples)
+        self._model, self._numbers, self._placement = model, numbers, placement
+
+    def db(self, ranges: Ranges) -> float:
+        """Their SQNR; infinite where nothing is lost, or where all is: the model does not run."""
+        found = self.accuracy(self._placement, Inserter(self._model, ranges, self._numbers))
+        if isinstance(found, Failure):
+            return -math.inf
+        return math.inf if found.sqnr_db is None else found.sqnr_db
+
+    def best(self, candidates: Sequence[Ranges]) -> Ranges:
+        """The best of several, the first of equals."""
+        return max(candidates, key=self.db)

@@ -1,0 +1,110 @@
+"""Numbers are chosen by what they do to the outputs, and biases are corrected where that helps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from models import INT8, UINT8, Arrays, build, normal, run, sqnr
+from qdqtune.calibration.methods import AUTO, Calibration
+from qdqtune.calibration.prepare import Prepared
+from qdqtune.calibration.samples import Samples
+from qdqtune.calibration.scales import Range, Ranges
+from qdqtune.graph.model import Model
+from qdqtune.measurement.fitting import fitted
+from qdqtune.placement.insertion import insert
+from qdqtune.placement.possible import possible_edges
+from qdqtune.types import Placement
+
+SQUASHED = """net (float[1,256] x) => (float[1,4] y) {
+    [squash] s = SQUASH(x)
+    [last] y = MatMul(s, w)
+}"""
+
+
+def squashed(op: str) -> Model:
+    return build(SQUASHED.replace("SQUASH", op), {"w": normal(256, 4)})
+
+
+def prepared(net: Model, feeds: list[Arrays]) -> Prepared:
+    samples = Samples("test", "", False, lambda: iter(feeds))
+    return Prepared(net, net, samples, samples, samples)
+
+
+def inputs_of(net: Model, *nodes: str) -> Callable[[Ranges], Placement]:
+    """Pairs on the inputs of some nodes."""
+    return lambda known: Placement.of(e for e in possible_edges(net, known) if e.node in nodes)
+
+
+def heavy_tailed(count: int = 4) -> list[Arrays]:
+    """Values within 3, but for a few far outside."""
+    feeds = [{"x": normal(1, 256, seed=i)} for i in range(count)]
+    for i, feed in enumerate(feeds):
+        feed["x"][0, i] = 120.0
+    return feeds
+
+
+def test_auto_cuts_off_what_the_outputs_do_not_see() -> None:
+    """A Sigmoid takes 5 and 120 for the same, so the range that holds 120 is the worst, though exact for all values."""
+    net, feeds = squashed("Sigmoid"), heavy_tailed()
+    found = fitted(prepared(net, feeds), Calibration("auto"), UINT8, inputs_of(net, "squash"))
+    assert found.activations["x"].high < 20
+
+
+def test_auto_keeps_what_the_outputs_see() -> None:
+    feeds = heavy_tailed()
+    net = build("net (float[1,256] x) => (float[1,4] y) { [last] y = MatMul(x, w) }", {"w": normal(256, 4)})
+    found = fitted(prepared(net, feeds), Calibration("auto"), UINT8, inputs_of(net, "last"))
+    assert found.activations["x"].high > 100
+
+
+def test_auto_is_never_worse_than_any_method_on_what_it_has_seen() -> None:
+    net, feeds = squashed("Tanh"), heavy_tailed()
+    exact = run(net, feeds)
+    place = inputs_of(net, "squash", "last")
+
+    def outcome(method: object) -> float:
+        found = fitted(prepared(net, feeds), Calibration(method), INT8, place)  # type: ignore[arg-type]
+        return sqnr(exact, run(insert(net, place(found), found, INT8), feeds))
+
+    assert outcome("auto") >= max(outcome(method) for method in AUTO) - 0.01
+
+
+def test_ranges_are_amended_before_they_are_judged() -> None:
+    net, feeds = squashed("Tanh"), heavy_tailed()
+    fixed = {"x": Range(-1.0, 1.0), "s": Range(-1.0, 1.0)}
+    found = fitted(prepared(net, feeds), Calibration("auto"), UINT8, inputs_of(net, "squash"), lambda _: Ranges(fixed))
+    assert found.activations == fixed
+
+
+def lopsided_layer(first: float) -> Model:
+    """A convolution whose weights of 0.4 steps are lost; with `first` 0.4 steps as well, all fit."""
+    weights = np.full((2, 4, 1, 1), 0.4 / 127, np.float32)
+    weights[:, 0] = first
+    return build("net (float[1,4,5,5] x) => (float[1,2,5,5] y) { [only] y = Conv(x, w) }", {"w": weights})
+
+
+def test_biases_are_corrected_where_the_outputs_gain_by_it_and_only_if_asked() -> None:
+    feeds = [{"x": 3 + normal(1, 4, 5, 5, seed=i) / 4} for i in range(6)]
+    net = lopsided_layer(1.0)
+    place = inputs_of(net, "only")
+    corrected = fitted(prepared(net, feeds), Calibration(bias_correction=True), INT8, place)
+    assert corrected.shifts.keys() == {"only"}
+    assert not fitted(prepared(net, feeds), Calibration(), INT8, place).shifts
+    exact = run(net, feeds)
+    gained, lost = (sqnr(exact, run(insert(net, place(r), r, INT8), feeds))
+                    for r in (corrected, Ranges(corrected.activations)))  # fmt: skip
+    assert gained > lost + 3
+    zero_mean = [{"x": normal(1, 4, 5, 5, seed=i)} for i in range(6)]
+    even = lopsided_layer(0.4 / 127)
+    assert not fitted(
+        prepared(even, zero_mean), Calibration(bias_correction=True), INT8, inputs_of(even, "only")
+    ).shifts
+
+
+def test_nothing_is_run_for_an_empty_placement() -> None:
+    net, feeds = squashed("Tanh"), heavy_tailed()
+    found = fitted(prepared(net, feeds), Calibration("auto", bias_correction=True), UINT8, lambda _: Placement())
+    assert not found.shifts
+    assert found.activations.keys() == {"x", "s", "y"}
