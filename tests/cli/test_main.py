@@ -117,7 +117,7 @@ TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
     "--state-file": (["s.yaml"], lambda s: s.state, Path("s.yaml")),
     "--min-sqnr": (["20.5"], lambda s: s.min_sqnr, 20.5),
     "--min-agreement": (["none"], lambda s: s.min_agreement, None),
-    "--front": ([], lambda s: (s.front, s.builds), (True, 11)),
+    "--front": ([], lambda s: (s.front, s.builds), (True, 25)),
     "--evaluate": (["metric:score"], lambda s: s.evaluate, "metric:score"),
     "--max-drop": (["0.5", "--evaluate", "metric:score"], lambda s: s.max_drop, 0.5),
     "--graph-json": (["g.json", "--mode", "subgraph"], lambda s: s.graph_json, Path("g.json")),

@@ -25,7 +25,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_each_point_is_a_proven_file_that_no_other_beats(model: Path, workers: Workers) -> None:
-    result = tune(settings(model, mode="cut", front=True, builds=11))
+    result = tune(settings(model, mode="cut", front=True, builds=25))
     rows = result.summary["front"]
     assert len(rows) >= 2
     assert [row["ratio"] for row in rows] == sorted(row["ratio"] for row in rows)
@@ -45,18 +45,18 @@ def test_each_point_is_a_proven_file_that_no_other_beats(model: Path, workers: W
 
 
 def test_what_ships_is_the_fastest_that_holds_the_limits(model: Path) -> None:
-    free = tune(settings(model, mode="cut", front=True, builds=11, min_sqnr=None))
+    free = tune(settings(model, mode="cut", front=True, builds=25, min_sqnr=None))
     fastest, second, *_ = free.summary["front"]
     assert fastest["shipped"]
     limit = (fastest["sqnr_db"] + second["sqnr_db"]) / 2
-    held = tune(settings(model, mode="cut", front=True, builds=11, min_sqnr=limit))
+    held = tune(settings(model, mode="cut", front=True, builds=25, min_sqnr=limit))
     shipped = next(row for row in held.summary["front"] if row["shipped"])
     assert shipped["sqnr_db"] >= limit
     assert all(not row["holds_limits"] for row in held.summary["front"] if row["ratio"] < shipped["ratio"])
 
 
 def test_another_point_ships_without_a_measurement(model: Path, workers: Workers) -> None:
-    tune(settings(model, mode="cut", front=True, builds=11))
+    tune(settings(model, mode="cut", front=True, builds=25))
     folder, built = model.parent / "out", len(workers.builds)
     rows = json.loads((folder / "summary.json").read_text())["front"]
     chosen = next(row for row in rows if not row["shipped"])
@@ -73,9 +73,9 @@ def test_another_point_ships_without_a_measurement(model: Path, workers: Workers
 
 
 def test_the_same_command_again_measures_nothing(model: Path, workers: Workers) -> None:
-    first = tune(settings(model, mode="cut", front=True, builds=11))
+    first = tune(settings(model, mode="cut", front=True, builds=25))
     rounds = len(workers.runs)
-    again = tune(settings(model, mode="cut", front=True, builds=11))
+    again = tune(settings(model, mode="cut", front=True, builds=25))
     assert again.summary["front"] == first.summary["front"]
     assert len(workers.runs) - rounds < rounds / 20  # what the float model is looked at for
 

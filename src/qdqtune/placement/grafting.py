@@ -16,13 +16,12 @@ import onnx
 from onnx import TensorProto, helper
 
 from qdqtune.graph.model import Constant, Model, rebuild
+from qdqtune.graph.operators import CLAMPS
 from qdqtune.placement.insertion import RAW_OUTPUT
 from qdqtune.placement.reading import counterpart, pairs_of, twins_of
 from qdqtune.types import Array, Edge
 
 Kind = Literal["activation", "constant", "bias"]
-
-CLAMPS = frozenset({"Relu", "Clip"})
 
 SWITCH = "__switch_"
 """How the inputs of a model with switches begin; the number of the pair follows."""

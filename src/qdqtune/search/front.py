@@ -21,6 +21,9 @@ from qdqtune.search.costs.units import Decision
 from qdqtune.search.cut import CutSearch
 from qdqtune.types import Placement, Proposal, Trial
 
+POINTS = 8
+"""The most points of a front that are proven."""
+
 PRICES = np.logspace(-3, 8, 45)
 """Prices on noise, as multiples of the one at which the noise of the fastest placement costs as much as its time."""
 
@@ -77,16 +80,19 @@ def spread(points: Sequence[Point], count: int) -> tuple[Point, ...]:
 
 @dataclass(frozen=True)
 class FrontSearch:
-    """See the module. `by_cut` knows the noise of every value."""
+    """See the module. `by_cut` knows the noise of every value; `builds` is what search and proof may spend together."""
 
     by_cut: CutSearch
     noise: Noise
+    builds: int
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """See `Strategy`. The first batch is that of the cut; then the optimum that is foretold to hold the limits, and
         then one point after the other."""
         if first := self.by_cut.first(history):
             return first
+        if 2 + sum(t.builds for t in history) + self._proof(history) > self.builds:
+            return ()
         costs = self.by_cut.costs(history)
         tried = {t.placement for t in history} | {Placement()}
         bound = self.noise.bound(history)
@@ -104,6 +110,10 @@ class FrontSearch:
             return float(np.abs(known - point).max(axis=1).min())
 
         return (self.by_cut.proposal("front", costs, max(fresh, key=distance)),)
+
+    def _proof(self, history: Sequence[Trial]) -> int:
+        """Builds of the proof if one point more is found: two of the user's file, and two of each point."""
+        return 2 + 2 * min(POINTS, len(undominated(history, self.by_cut.plan)) + 1)
 
     def _path(self, costs: Costs) -> Iterator[Decision]:
         """The optima of rising prices on noise while they are worth a build: none that is far beyond a limit, since the

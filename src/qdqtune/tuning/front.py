@@ -19,16 +19,13 @@ from qdqtune.graph.files import data_of
 from qdqtune.graph.outputs import appearing
 from qdqtune.measurement.pairing import rounds_of
 from qdqtune.measurement.timing import Ratio, compare, envelope, ratio
-from qdqtune.search.front import Point, spread, undominated
+from qdqtune.search.front import POINTS, Point, spread, undominated
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT, PLACEMENT, SUMMARY
 from qdqtune.tuning.proof import Proof, copy_model, insist, prove
 from qdqtune.tuning.records import write_json, write_placement_of
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.store import pack_result, unpack_result
 from qdqtune.types import Failure, Measurement, Placement, Trial
-
-POINTS = 6
-"""Points that are proven: each takes two builds, and two more are shared by all."""
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from qdqtune.measurement.timing import Plan
 from qdqtune.search.region import Config
 from qdqtune.types import QuantType
 
-FRONT_LEAST, FRONT_BUILDS = 9, 11
-"""Builds of a search for a front: the least, and as many as leave 14 of 25 for the proof of six points."""
+FRONT_LEAST, FRONT_BUILDS = 12, 25
+"""Builds of a run for a front, the proof of its points included: the least, and the usual number."""
 
 PROOF_BUILDS = 4
 """Builds of one comparison of the proof: two of each file."""
@@ -58,7 +58,8 @@ class Settings:
     """Everything that a tuning run is told. Budgets (`builds`, `time_budget`) may grow when a run is resumed.
 
     `builds` is what the search may spend, the float model's build included. Each comparison of the proof takes 4 more:
-    it needs one, or two for a model that has pairs, for each of at most two candidates, and if both fail another.
+    it needs one, or two for a model that has pairs, for each of at most two candidates, and if both fail another. For a
+    `front` it is what search and proof may spend together.
     `time_budget` and `time_limit` are in seconds: of the search, and of one request to the engine.
     `min_sqnr` in dB, `min_agreement` as a share of the integers, and `max_drop` of the metric `evaluate` (see
     `measurement.metric`) are limits that a result must hold, None sets none. "auto" is `FLOOR_DB`, or with `evaluate`

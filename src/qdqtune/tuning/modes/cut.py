@@ -41,7 +41,11 @@ def prepare(run: Run) -> Cut:
     """Read the layers of the float build."""
     subject, noise = run.subject, foresee(run)
     if (by_layers := cut_search(run, noise)) is not None:
-        strategy = FrontSearch(by_layers, noise) if run.settings.front and noise is not None else by_layers
+        strategy = (
+            FrontSearch(by_layers, noise, run.settings.builds)
+            if run.settings.front and noise is not None
+            else by_layers
+        )
         return Cut(strategy, by_layers)
     suggestions = subject.suggestions()
     if noise is not None:
