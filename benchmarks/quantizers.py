@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import onnx
-from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
+from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, QuantType, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
 from qdqtune.graph.files import save
@@ -26,8 +26,10 @@ class Reader(CalibrationDataReader):  # type: ignore[misc]  # the library has no
         return None if sample is None else dict(sample)
 
 
-def write_static(model: Model, samples: Iterable[Sample], numbers: NumericFormat, target: Path) -> None:
-    """Write what quantize_static makes of `model`: uint8 activations by their minima and maxima, int8 weights."""
+def write_static(
+    model: Model, samples: Iterable[Sample], numbers: NumericFormat, target: Path, method: str = "MinMax"
+) -> None:
+    """Write what quantize_static makes of `model`: uint8 activations by one of its methods, int8 weights."""
     with TemporaryDirectory() as folder:
         plain, prepared = Path(folder) / "float.onnx", Path(folder) / "prepared.onnx"
         save(model, plain)
@@ -35,10 +37,13 @@ def write_static(model: Model, samples: Iterable[Sample], numbers: NumericFormat
         quantize_static(
             prepared, target, Reader(samples), activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
             per_channel=numbers.per_channel, reduce_range=numbers.reduced_weights,
+            calibrate_method=CalibrationMethod[method],
         )  # fmt: skip
 
 
-def write_nncf(model: Model, samples: Iterable[Sample], _: NumericFormat, target: Path) -> None:
+def write_nncf(
+    model: Model, samples: Iterable[Sample], _: NumericFormat, target: Path, fast_bias_correction: bool = True
+) -> None:
     """Write what NNCF's default post-training quantization makes of `model`, for OpenVINO's CPU plug-in."""
     import nncf
 
@@ -46,4 +51,4 @@ def write_nncf(model: Model, samples: Iterable[Sample], _: NumericFormat, target
         plain = Path(folder) / "float.onnx"
         save(model, plain)
         dataset = nncf.Dataset(list(samples), dict)
-        onnx.save(nncf.quantize(onnx.load(plain), dataset), target)
+        onnx.save(nncf.quantize(onnx.load(plain), dataset, fast_bias_correction=fast_bias_correction), target)

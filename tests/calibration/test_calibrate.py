@@ -299,6 +299,15 @@ def test_entropy_of_a_tensor_with_many_small_values_keeps_the_large_ones() -> No
         assert np.mean(np.abs(values) > found.magnitude) < 0.05
 
 
+def test_entropy_of_values_far_from_zero_keeps_them() -> None:
+    """As a spectrum in decibels has them: in a range that ends at the smallest one, one bin would hold all."""
+    values = 8 + normal(50_000)
+    for numbers in (UINT8, INT8):
+        found = filled(values).least_divergence(numbers)
+        assert found is not None
+        assert np.mean(values > found.high) < 0.05
+
+
 @pytest.mark.parametrize("numbers", NUMBERS)
 def test_zeros_of_a_relu_do_not_pull_the_threshold_of_entropy_down(numbers: str) -> None:
     """A pair keeps zeros exactly, however many they are."""

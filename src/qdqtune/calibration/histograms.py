@@ -90,8 +90,9 @@ class Histogram:
         After Migacz, "8-bit inference with TensorRT", GTC 2017: P holds the counts below T = (i + 1/2) bins, with all
         that lies above in the last of its i bins; Q merges them into 128 levels, and spreads each level evenly over
         those of its bins that hold anything. With fewer bins than levels nothing would be merged, and nothing lost: so
-        i begins at 128. A pair keeps zeros exactly, so those of a Relu say nothing: the first bin counts as the second.
-        The steps of FP8 grow with the values: all of them are kept.
+        i begins at 128, and where half of the values are kept: a lone bin with all that lies above in it would seem to
+        lose nothing either. A pair keeps zeros exactly, so those of a Relu say nothing: the first bin counts as the
+        second. The steps of FP8 grow with the values: all of them are kept.
         """
         whole = self.whole
         if whole is None or self._width == 0.0 or numbers.activation is QType.FP8:
@@ -104,8 +105,10 @@ class Histogram:
         def best(tried: Iterable[int]) -> int:
             return min((counts.size, *tried), key=lambda i: (_divergence(counts, i), -i))
 
-        near = best(range(LEVELS, counts.size, STEP))
-        bins = best(range(max(LEVELS, near - STEP), min(counts.size, near + STEP)))
+        below = np.cumsum(counts)
+        first = max(LEVELS, int(np.searchsorted(below, below[-1] / 2)) + 1)
+        near = best(range(first, counts.size, STEP))
+        bins = best(range(max(first, near - STEP), min(counts.size, near + STEP)))
         top = (bins + 0.5) * self._width
         return _within(whole, -top, top) or whole  # values that stay far from zero may all lie above
 

@@ -1,0 +1,157 @@
+"""How close quantized outputs stay to the float model's: the usual quantizers beside `quantize`, method by method.
+
+All calibrate on the same four fifths of the samples. A cell is the output SQNR in dB on all samples / on the held-out
+ones, of the worst float output on ONNX Runtime, and the seconds of quantizing. Rules place the pairs of `quantize`, so
+that its columns differ in numbers only.
+
+`--pictures NAME=FOLDER` adds top 1 of a classifier: labels.json names pictures and their classes, of which every fourth
+calibrates (in the middle 224 x 224, BGR, less the mean of ImageNet; needs pillow). `--arrays NAME=FILE` takes `images`
+(uint8, channels first) and `labels` of an .npz, the images normalized as CIFAR-10 usually is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import zoo
+from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidGraph
+from quantizers import write_nncf, write_static
+
+from qdqtune.calibration.methods import AUTO, CLOSEST, Calibration
+from qdqtune.calibration.prepare import Data, HoldOut, prepare
+from qdqtune.calibration.samples import HELD_OUT
+from qdqtune.commands.quantize import Request, quantize
+from qdqtune.engines.runner import Runner
+from qdqtune.graph.files import save
+from qdqtune.graph.loading import load
+from qdqtune.graph.model import Model
+from qdqtune.measurement.accuracy import sqnr_db
+from qdqtune.types import Array, Failure, NumericFormat, Sample
+
+IMAGENET_MEAN = np.array([123.68, 116.779, 103.939], np.float32)
+CIFAR_MEAN, CIFAR_SPREAD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+FAILURES = (Fail, InvalidGraph)
+CALIBRATING = 4
+"""Every so many labelled pictures one calibrates, and does not count."""
+
+Quantizer = Callable[[Model, Iterable[Sample], NumericFormat, Path], None]
+PEERS: Mapping[str, Quantizer] = {
+    "static": write_static,
+    "static percentile": partial(write_static, method="Percentile"),
+    "static entropy": partial(write_static, method="Entropy"),
+    "nncf": write_nncf,
+    "nncf slow": partial(write_nncf, fast_bias_correction=False),
+}
+OURS: Mapping[str, Calibration] = {
+    **{method: Calibration(method) for method in AUTO},
+    **{f"{method}, biases": Calibration(method, bias_correction=True) for method in AUTO},
+    "defaults": CLOSEST,
+}
+
+
+def row(entry: zoo.Entry, runner: Runner, folder: Path, given: argparse.Namespace) -> list[str]:
+    """SQNR and seconds of one model by every quantizer, then top 1 if there are labels."""
+    model, plain = load(entry.path, fix_inputs=entry.fixed), folder / "float.onnx"
+    save(model, plain)
+    prepared = prepare(model, Data(entry.data), fixed=entry.fixed, hold_out=HoldOut())
+    samples = list(prepared.samples)
+    unseen = samples[HELD_OUT - 1 :: HELD_OUT] or samples
+    exact, exact_unseen = outputs(plain, runner, samples), outputs(plain, runner, unseen)
+    cells = [entry.name]
+    for name in given.columns:
+        target, start = folder / "quantized.onnx", time.monotonic()
+        try:
+            if name in PEERS:
+                PEERS[name](model, prepared.calibration, runner.numeric_format("int8"), target)
+            else:
+                quantize(Request(entry.path, target, calibration_data=entry.data, calibration=OURS[name],
+                                 fix_inputs=entry.fixed))  # fmt: skip
+        except (*FAILURES, ImportError, RuntimeError, ValueError) as error:  # that a peer fails is a result
+            cells.append(type(error).__name__)
+            continue
+        seconds = time.monotonic() - start
+        found = [
+            sqnr_db(exact, outputs(target, runner, samples)),
+            sqnr_db(exact_unseen, outputs(target, runner, unseen)),
+        ]
+        cells.append(" / ".join("exact" if db is None else f"{db:.1f}" for db in found) + f" ({seconds:.0f} s)")
+    return [*cells, top_one(entry, runner, folder, given)]
+
+
+def top_one(entry: zoo.Entry, runner: Runner, folder: Path, given: argparse.Namespace) -> str:
+    """Shares that the float model and `quantize` with its defaults get right; empty without labels."""
+    inputs, classes = labelled(entry.name, given)
+    if not inputs:
+        return ""
+    (name,) = load(entry.path).inputs
+    data, ours = folder / "labelled.npz", folder / "ours.onnx"
+    np.savez(data, **{name: np.concatenate(inputs[::CALIBRATING])})
+    quantize(Request(entry.path, ours, calibration_data=str(data)))
+    judged = [i for i in range(len(inputs)) if i % CALIBRATING]
+    shares = []
+    for file in (entry.path, ours):
+        answers = outputs(file, runner, [{name: inputs[i]} for i in judged])
+        found = [int(np.argmax(next(iter(answer.values())))) for answer in answers]
+        shares.append(np.mean([a == classes[i] for a, i in zip(found, judged, strict=True)]))
+    return f"{shares[0]:.1%}, {shares[1]:.1%} of {len(judged)}"
+
+
+def labelled(name: str, given: argparse.Namespace) -> tuple[list[Array], list[int]]:
+    """Inputs and classes of a classifier, as they were given on the command line."""
+    for place in (path for known, path in given.pictures if known == name):
+        classes: dict[str, int] = json.loads((place / "labels.json").read_text())
+        return [picture(place / file) for file in classes], list(classes.values())
+    for place in (path for known, path in given.arrays if known == name):
+        with np.load(place) as arrays:
+            pixels, labels = arrays["images"], arrays["labels"]
+        mean, spread = (a.reshape(1, 3, 1, 1) for a in (CIFAR_MEAN, CIFAR_SPREAD))
+        images = ((pixels / 255 - mean) / spread).astype(np.float32)
+        return list(np.split(images, len(images))), [int(label) for label in labels]
+    return [], []
+
+
+def picture(path: Path) -> Array:
+    """The middle 224 x 224 of a picture as a batch of one, BGR, channels first, less the mean."""
+    from PIL import Image
+
+    image = Image.open(path).convert("RGB")
+    left, top = (image.width - 224) // 2, (image.height - 224) // 2
+    values = np.asarray(image.crop((left, top, left + 224, top + 224)), np.float32) - IMAGENET_MEAN
+    return np.ascontiguousarray(values[None, :, :, ::-1].transpose(0, 3, 1, 2))
+
+
+def outputs(file: Path, runner: Runner, samples: Sequence[Sample]) -> list[dict[str, Array]]:
+    handle = runner.load(file, fresh=True)
+    found = handle if isinstance(handle, Failure) else runner.outputs(handle, samples)
+    if isinstance(handle, Failure) or isinstance(found, Failure):
+        raise SystemExit(f"{file} does not run: {found}")
+    runner.unload(handle)
+    return found
+
+
+def named_path(text: str) -> tuple[str, Path]:
+    name, _, path = text.partition("=")
+    return name, Path(path)
+
+
+def main() -> None:
+    arguments = zoo.parser(__doc__, ())
+    every = [*PEERS, *OURS]
+    arguments.add_argument("--columns", nargs="+", choices=every, default=every, metavar="COLUMN",
+                           help="quantizers and methods (default: all)")  # fmt: skip
+    arguments.add_argument("--pictures", type=named_path, action="append", default=[], metavar="NAME=FOLDER")
+    arguments.add_argument("--arrays", type=named_path, action="append", default=[], metavar="NAME=FILE")
+    given = arguments.parse_args()
+    logging.disable(logging.WARNING)  # advice of quantize_static and NNCF
+    zoo.print_rows(given, ("model", *given.columns, "top 1: float, defaults"), partial(row, given=given))
+
+
+if __name__ == "__main__":
+    main()
