@@ -18,7 +18,7 @@ import qdqtune
 from models import attention, build, conv_net, embedding, feeds, normal, run
 from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.scales import Range, Ranges
-from qdqtune.commands.quantize import HELD_OUT, Request, Selection, quantize, with_known_ranges
+from qdqtune.commands.quantize import HELD_OUT, Request, Selection, quantize
 from qdqtune.engines import MODULES
 from qdqtune.engines.formats import numeric_format
 from qdqtune.errors import BadModel, BadOption, OutputError
@@ -26,6 +26,7 @@ from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.measurement.accuracy import sqnr_db
+from qdqtune.measurement.fitting import with_known_ranges
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.reading import read_placement
 from qdqtune.types import Failure, Placement, QType, QuantType
@@ -254,9 +255,9 @@ def test_what_a_softmax_makes_has_the_range_from_0_to_1_in_uint8_if_it_comes_hal
     model = attention()
     for high, expected in ((0.6, Range(0, 1)), (0.4, Range(0.1, 0.4))):
         found = Ranges({"p": Range(0.1, high), "q": Range(-1, 1)})
-        known = with_known_ranges(model, found, numeric_format("onnxruntime", "int8")).activations
+        known = with_known_ranges(model, found, numeric_format("onnxruntime", "int8"), found).activations
         assert known == {"p": expected, "q": Range(-1, 1)}
-        assert with_known_ranges(model, found, numeric_format("tensorrt", "int8")) == found
+        assert with_known_ranges(model, found, numeric_format("tensorrt", "int8"), found) == found
 
 
 # Choices

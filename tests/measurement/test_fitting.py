@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 
 from models import INT8, UINT8, Arrays, build, normal, run, sqnr
-from qdqtune.calibration.methods import AUTO, Calibration
+from qdqtune.calibration.methods import AUTO, Calibration, Method
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.samples import Samples
 from qdqtune.calibration.scales import Range, Ranges
@@ -71,11 +72,15 @@ def test_auto_is_never_worse_than_any_method_on_what_it_has_seen() -> None:
     assert outcome("auto") >= max(outcome(method) for method in AUTO) - 0.01
 
 
-def test_ranges_are_amended_before_they_are_judged() -> None:
-    net, feeds = squashed("Tanh"), heavy_tailed()
-    fixed = {"x": Range(-1.0, 1.0), "s": Range(-1.0, 1.0)}
-    found = fitted(prepared(net, feeds), Calibration("auto"), UINT8, inputs_of(net, "squash"), lambda _: Ranges(fixed))
-    assert found.activations == fixed
+@pytest.mark.parametrize("method", ["auto", "mse", "percentile", "minmax"])
+def test_probabilities_have_the_range_that_they_can_have(method: Method) -> None:
+    net = build("net (float[1,64] x) => (float[1,64] y) { [soft] p = Softmax(x) [last] y = Relu(p) }", {})
+    feeds = [{"x": 12 * normal(1, 64, seed=i)} for i in range(6)]  # nearly all is next to zero, and what counts is not
+    found = fitted(prepared(net, feeds), Calibration(method), UINT8, inputs_of(net, "last"))
+    assert found.activations["p"] == Range(0.0, 1.0)
+    flat = fitted(prepared(net, [{"x": normal(1, 64)}]), Calibration(method), UINT8, inputs_of(net, "last"))
+    assert flat.activations["p"].high < 0.5
+    assert fitted(prepared(net, feeds), Calibration(method), INT8, inputs_of(net, "last")).activations["p"].high < 1.01
 
 
 def lopsided_layer(first: float) -> Model:

@@ -16,7 +16,7 @@ from typing import TypeVar
 from qdqtune.calibration.methods import CLOSEST, Calibration
 from qdqtune.calibration.prepare import Data, HoldOut, prepare
 from qdqtune.calibration.samples import HELD_OUT, files_named
-from qdqtune.calibration.scales import Range, Ranges
+from qdqtune.calibration.scales import Ranges
 from qdqtune.commands.worst_tensors import Damage, damages
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.cpu import cores
@@ -157,10 +157,7 @@ def quantize(request: Request, observer: Observer | None = None) -> Quantized:
         possible = request.selection.allowed(shaped, possible_edges(shaped, ranges))
         return engine_rules.place(shaped, possible, request.engine, request.quant_type)
 
-    ranges = fitted(
-        prepared, request.calibration, numbers, lambda found: placed_by_rules(found).placement,
-        lambda found: with_known_ranges(shaped, found, numbers),
-    )  # fmt: skip
+    ranges = fitted(prepared, request.calibration, numbers, lambda found: placed_by_rules(found).placement)
     placed = placed_by_rules(ranges)
     if not placed.placement.edges:
         chosen = " among the nodes that you chose" if request.selection != Selection() else ""
@@ -184,19 +181,6 @@ def quantize(request: Request, observer: Observer | None = None) -> Quantized:
     elif not prepared.is_held_out:
         notes.append(f"fewer than {HELD_OUT} samples: the SQNR is that of the calibration data")
     return replace(done, is_held_out=prepared.is_held_out, notes=tuple(notes))
-
-
-def with_known_ranges(model: Model, ranges: Ranges, numbers: NumericFormat) -> Ranges:
-    """`ranges` with [0, 1] for what a Softmax makes where samples came at least half way, in uint8: scale 1/255.
-
-    A probability of 1 that no sample showed would be cut off. Where attention is spread over hundreds of positions no
-    value comes near 1, and steps of 1/255 would leave nothing of them.
-    """
-    if numbers.symmetric:
-        return ranges
-    made = {n.outputs[0] for n in model.nodes if n.op == "Softmax" and not n.domain}
-    known = {t: Range(0.0, 1.0) for t in made if t in ranges.activations and ranges.activations[t].high >= 0.5}
-    return replace(ranges, activations={**ranges.activations, **known})
 
 
 def _quantized_parts(model: Model) -> str:

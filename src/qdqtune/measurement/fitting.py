@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.prepare import Prepared
-from qdqtune.calibration.scales import Ranges
+from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.graph.model import Model
 from qdqtune.measurement.simulation import Simulation
 from qdqtune.placement.bias_correction import bias_shifts
@@ -24,14 +24,11 @@ SAMPLES = 16
 BETTER_DB = 0.1
 """What biases must gain to be corrected: less may be luck."""
 
-Amend = Callable[[Ranges], Ranges]
-
 
 def fitted(
-    prepared: Prepared, how: Calibration, numbers: NumericFormat, placed: Callable[[Ranges], Placement],
-    amend: Amend = lambda ranges: ranges,
-) -> Ranges:  # fmt: skip
-    """Ranges by `how`, after `amend`, and bias corrections where these bring the outputs closer to the float model's.
+    prepared: Prepared, how: Calibration, numbers: NumericFormat, placed: Callable[[Ranges], Placement]
+) -> Ranges:
+    """Ranges by `how`, and bias corrections where these bring the outputs closer to the float model's.
 
     `placed` gives the placement that the numbers are for, of the ranges: partial ones of it take their part of them.
 
@@ -39,7 +36,9 @@ def fitted(
         BadData: no sample.
         BadModel: ONNX Runtime cannot run the model.
     """
-    candidates = [amend(ranges) for ranges in prepared.ranges_by_every_method(how, numbers)]
+    found = prepared.ranges_by_every_method(how, numbers)
+    seen = next((ranges for ranges in found if ranges.method == "minmax"), None)
+    candidates = [with_known_ranges(prepared.shaped, ranges, numbers, seen or ranges) for ranges in found]
     placement = placed(candidates[0])
     if not placement.edges or (len(candidates) == 1 and not how.bias_correction):
         return candidates[0]
@@ -49,6 +48,20 @@ def fitted(
             corrected = replace(best, shifts=bias_shifts(prepared, placement, best, numbers))
             best = corrected if judge.db(corrected) > judge.db(best) + BETTER_DB else best
     return best
+
+
+def with_known_ranges(model: Model, ranges: Ranges, numbers: NumericFormat, seen: Ranges) -> Ranges:
+    """`ranges` with [0, 1] for what a Softmax makes where samples came at least half way, in uint8: scale 1/255.
+
+    A probability of 1 that no sample showed would be cut off, and a method that looks at all values alike cuts off
+    those that matter, since most are next to zero. Where attention is spread over hundreds of positions no value
+    comes near 1, and steps of 1/255 would leave nothing of them. `seen` holds the largest values of the samples.
+    """
+    if numbers.symmetric:
+        return ranges
+    made = {n.outputs[0] for n in model.nodes if n.op == "Softmax" and not n.domain} & ranges.activations.keys()
+    known = {t: Range(0.0, 1.0) for t in made if t in seen.activations and seen.activations[t].high >= 0.5}
+    return replace(ranges, activations={**ranges.activations, **known})
 
 
 class _Judge(Simulation):
