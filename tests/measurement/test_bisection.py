@@ -99,6 +99,14 @@ def test_the_loudest_of_a_small_company_is_not_guilty_of_damage_that_is_spread()
     assert not found.culprits
 
 
+def test_the_absence_of_those_that_make_a_culprit_worse_heals_a_little_and_names_nobody_else() -> None:
+    """Without the first two the culprit does a third of its harm; without itself there is next to none."""
+    damage = Counted(lambda on: BACKGROUND + (0 if 40 not in on else 0.6 if {0, 1} & set(on) else 0.2))
+    assert named(culprits(range(64), damage, LIMIT)) == [40]
+    damage = Counted(lambda on: BACKGROUND + (0 if 20 not in on else 0.6 if {0, 1} & set(on) else 0.2))
+    assert named(culprits(range(64), damage, LIMIT)) == [20]
+
+
 def test_damage_that_is_there_without_any_part_is_nobodys_fault() -> None:
     for count in (1, 64):
         damage = Counted(lambda on: 1.0 + 0.001 * len(on))
