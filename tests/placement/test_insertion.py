@@ -503,7 +503,7 @@ WEIGHTS = [
     ("Gemm<transB=1>(x, w)", (3, 4), (6, 4), 0),
     ("Gemm(w, x)", (4, 3), (6, 4), None),
     ("MatMul(x, w)", (3, 4), (4, 6), 1),
-    ("MatMul(x, w)", (2, 3, 4), (2, 4, 6), 2),
+    ("MatMul(x, w)", (2, 3, 4), (2, 4, 6), None),
     ("MatMul(x, w)", (3, 4), (4,), None),
     ("MatMul(w, x)", (4, 3), (6, 4), None),
 ]

@@ -35,6 +35,9 @@ WIDENED = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
 Run = Callable[[Iterable[Sample]], list[dict[str, Array]] | Failure]
 """The outputs of a model, by name, for each sample."""
 
+MANY = 4000
+"""Nodes beyond which a model is run as it is: ONNX Runtime takes a time to optimize that grows with their square."""
+
 
 class Seen(NamedTuple):
     """The values of a tensor on sample number `sample`."""
@@ -88,7 +91,7 @@ def outputs_on(model: Model, samples: Iterable[Sample], *, threads: int = 0) -> 
         BadModel: ONNX Runtime cannot run the model.
     """
     sample = None
-    with running(model, threads=threads) as run:
+    with running(model, threads=threads, fuse=len(model.proto.graph.node) <= MANY) as run:
         for sample in samples:
             outputs = run([sample])
             if isinstance(outputs, Failure):

@@ -8,14 +8,17 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
+import struct
 import sys
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import islice
 from pathlib import Path
+from tokenize import TokenError
 from types import ModuleType
 from typing import Any
 from zipfile import BadZipFile
@@ -30,6 +33,24 @@ from qdqtune.types import Array, Sample
 
 HELD_OUT = 5
 """Every so many samples one is kept from calibration."""
+
+
+UNREADABLE = (
+    OSError,
+    ValueError,
+    EOFError,
+    RuntimeError,
+    BadZipFile,
+    zlib.error,
+    SyntaxError,
+    TokenError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    MemoryError,
+    struct.error,
+)
+"""What numpy, its reader of headers and the archive raise on damaged files, and on shapes that nobody has room for."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +208,7 @@ def _read(path: Path, specs: tuple[InputSpec, ...]) -> dict[str, Array]:
             return {specs[0].name: loaded}
         with loaded:
             return {name: np.asarray(loaded[name]) for name in loaded.files}
-    except (OSError, ValueError, EOFError, RuntimeError, BadZipFile, zlib.error) as error:
+    except UNREADABLE as error:
         raise BadData(f"cannot read {path} as numpy arrays: {one_line(error)}") from error
 
 
@@ -232,10 +253,12 @@ def imported(source: str, what: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        function = getattr(_module_of(Path(place)) if place.endswith(".py") else import_module(place), attribute)
+        with redirect_stdout(sys.stderr):  # standard output is for results
+            module = _module_of(Path(place)) if place.endswith(".py") else import_module(place)
+        function = getattr(module, attribute)
     except FileNotFoundError as error:
         raise BadOption(f"cannot import {what} '{source}': there is no file {error.filename}") from error
-    except Exception as error:  # the module is the user's, and may do anything
+    except (Exception, SystemExit) as error:  # the module is the user's, and may do anything
         raise BadOption(f"cannot import {what} '{source}': {one_line(error)}") from error
     if not callable(function):
         raise BadOption(f"'{source}' is not callable")
@@ -265,14 +288,27 @@ def _from_callable(
 
     def produce() -> Iterator[Sample]:
         try:
-            for item in function():
+            for item in _quietly(function):
                 yield _sample(item, specs, fixed, source)
         except BadData:
             raise
-        except Exception as error:  # so is the function
+        except (Exception, SystemExit) as error:  # so is the function
             raise BadData(f"{source} failed: {type(error).__name__}: {one_line(error)}") from error
 
     return produce, hashlib.sha256((source + code).encode()).hexdigest()[:16]
+
+
+def _quietly(function: Callable[..., Any]) -> Iterator[Any]:
+    """What the iterable of a callable gives; what its code prints goes to standard error."""
+    with redirect_stdout(sys.stderr):
+        items = iter(function())
+    while True:
+        with redirect_stdout(sys.stderr):
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+        yield item
 
 
 def _sample(item: Any, specs: tuple[InputSpec, ...], fixed: Collection[str], origin: str) -> Sample:

@@ -206,6 +206,8 @@ def _located(tensor: TensorProto, folder: Path) -> _Located:
     file = folder / location
     if not file.is_file():
         raise BadModel(f"{what}: {location} is missing beside the model")
+    if not file.resolve().is_relative_to(folder.resolve()):
+        raise BadModel(f"{what}: {location} is a link that leaves the model's folder; move the file there")
     if file.stat().st_size < offset + length:
         raise BadModel(f"{what}: {location} is too short ({file.stat().st_size} bytes, not {offset + length})")
     return _Located(file, offset, length)

@@ -62,6 +62,7 @@ def load_proto(proto: ModelProto, *, min_opset: int = 13) -> Model:
 
 def _ready(proto: ModelProto, folder: Path, fix_inputs: Mapping[str, float | int | str], min_opset: int) -> Model:
     """Raises BadModel. `proto` is changed."""
+    _open_negative_sizes(proto.graph)
     large = take_external(proto, folder)
     name_nodes(proto.graph)
     settle(proto.graph, large)
@@ -77,6 +78,14 @@ def _ready(proto: ModelProto, folder: Path, fix_inputs: Mapping[str, float | int
     drop_unused(proto.graph, large)
     proto = _with_opset(proto, large, max(13, min_opset))
     return Model(infer(proto, large), large)
+
+
+def _open_negative_sizes(graph: onnx.GraphProto) -> None:
+    """Make open sizes of negative ones, in place: exporters write -1, and ONNX Runtime takes it so."""
+    for value in (*graph.input, *graph.value_info, *graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_value < 0:
+                dim.Clear()
 
 
 def with_input_shapes(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> Model:

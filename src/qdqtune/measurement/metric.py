@@ -73,7 +73,7 @@ def evaluate(evaluation: Evaluation, runner: Runner, handle: Handle) -> float | 
     try:
         with redirect_stdout(sys.stderr):
             value = evaluation.function(predict)
-    except Exception as error:  # the function is the user's, and may do anything
+    except (Exception, SystemExit) as error:  # the function is the user's, and may do anything
         if failures:
             return failures[0]
         raise BadOption(f"--evaluate {evaluation.source} failed: {type(error).__name__}: {one_line(error)}") from error

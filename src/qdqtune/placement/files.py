@@ -75,6 +75,12 @@ def read_placement_file(path: Path) -> Recorded:
         raise BadOption(f"{path} is no placement file: {error!r} is missing or wrong") from error
 
 
+def _is_named(edge: Edge) -> bool:
+    """Whether the values have the types that YAML gives to names in quotes and to numbers."""
+    is_number = isinstance(edge.index, int) and not isinstance(edge.index, bool) and edge.index >= 0
+    return isinstance(edge.tensor, str) and isinstance(edge.node, str) and is_number
+
+
 def existing(model: Model, placement: Placement, possible: frozenset[Edge]) -> tuple[Placement, tuple[Edge, ...]]:
     """The edges of a placement that `model` has too, and those that it lacks or that cannot carry a pair there."""
     lost = tuple(e for e in placement if e not in possible)
@@ -100,7 +106,7 @@ def read_yaml(path: Path, what: str) -> dict[str, Any]:
     try:
         with reading(f"{what} {path}"):
             content = yaml.safe_load(path.read_text())
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:  # no text, a date that is none, too deep
         raise BadOption(f"{path} is no {what} file, or damaged: it is no YAML") from error
     if not isinstance(content, dict) or content.get("version") != VERSION:
         raise BadOption(f"{path} is no {what} file of this version: give one that `qdqtune tune` has written")

@@ -100,7 +100,7 @@ class WeightRole:
 def weight_role(model: Model, edge: Edge) -> WeightRole | None:
     """How a constant is a weight there; None if it is like an activation, or nothing.
 
-    Conv: [out, in/group, ...], ConvTranspose: [in, out/group, ...], Gemm: [in, out] or transposed, MatMul: last axis.
+    Conv: [out, in/group, ...], ConvTranspose: [in, out/group, ...], Gemm: [in, out] or transposed, MatMul: [in, out].
     The scale of a normalization is a weight without channels.
     """
     node = model.nodes[model.index_of[edge.node]] if edge.node else None
@@ -115,7 +115,7 @@ def weight_role(model: Model, edge: Edge) -> WeightRole | None:
         case "Gemm", 1:
             return WeightRole(0 if node.attributes.get("transB", 0) else 1)
         case "MatMul", 1:
-            return WeightRole(rank - 1 if rank >= 2 else None)
+            return WeightRole(1 if rank == 2 else None)  # engines have no kernels for channels of a batch
         case (("Gemm" | "MatMul"), 0):
             return WeightRole(None)
         case (("LayerNormalization" | "InstanceNormalization" | "BatchNormalization"), 1):

@@ -26,6 +26,9 @@ PROOF_BUILDS = 4
 STATE = "autotuner_state.yaml"
 """The state file in the output folder."""
 
+MOST_DB = 1000
+"""The largest ratio that a limit can name: float64 itself has some 300 dB."""
+
 Mode = Literal["region", "cut", "subgraph"]
 
 
@@ -107,6 +110,8 @@ class Settings:
         least = 1 + self.trial_builds
         if self.builds < least:
             raise BadOption(f"--builds {self.builds} leaves no candidate: give at least {least}")
+        if isinstance(self.min_sqnr, float | int) and not abs(self.min_sqnr) <= MOST_DB:
+            raise BadOption(f"--min-sqnr {self.min_sqnr:g} is no ratio in dB: it lies within {-MOST_DB} and {MOST_DB}")
         if self.time_budget is not None and self.time_budget <= 0:
             raise BadOption("--time-budget is above zero")
         if self.from_qdq and self.qdq_baseline:

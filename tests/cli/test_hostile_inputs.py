@@ -1,0 +1,190 @@
+"""What is wrong with a model, data, YAML or user code is one line and a promised exit code; results stay results."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from conftest import Call
+from qdqtune.calibration import calibrate, observe
+from qdqtune.graph.loading import load
+from runs import mixed, settings, write
+
+QUICK = ("--engine", "fake", "--engine-option", "asymmetric=true", "--builds", "4", "-q")
+
+
+def fails(call: Call, words: str, *arguments: object, code: int = 2) -> None:
+    got, out, err = call(*arguments)
+    assert got == code, err
+    assert out == ""
+    assert words in err
+    assert len([line for line in err.splitlines() if line.startswith("error: ")]) == 1
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("mode", ["cut", "region", "subgraph"])
+def test_a_negative_size_is_an_open_one(call: Call, model: Path, tmp_path: Path, mode: str) -> None:
+    proto = onnx.load(model)
+    for value in (*proto.graph.input, *proto.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_value = -1
+    onnx.save(proto, model)
+    assert load(model).tensors["x"].shape == (None, 8, 64)
+    data = ["--calibration-data", model.with_suffix(".npz")]
+    assert call("quantize", model, *data, "-o", tmp_path / "q.onnx")[0] == 0
+    assert call("tune", model, *QUICK, *data, "--mode", mode, "-o", tmp_path / "out")[0] in (0, 3, 4)
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
+def test_a_constant_product_of_any_rank_runs_on_its_engine(call: Call, tmp_path: Path, batch: tuple[int, ...]) -> None:
+    weight = numpy_helper.from_array(np.random.default_rng(0).normal(size=(*batch, 16, 32)).astype(np.float32), "w")
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"], "product")],
+        "batched",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [*batch, 8, 16])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [*batch, 8, 32])],
+        [weight],
+    )
+    model = tmp_path / "batched.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), model)
+    code, _, err = call("quantize", model, "-o", tmp_path / "q.onnx")
+    assert code == 0, err
+    scales = [t for t in onnx.load(tmp_path / "q.onnx").graph.initializer if t.dims[:] == [32]]
+    assert bool(scales) == (not batch)  # engines have kernels for channels of a matrix, not of a batch of them
+
+
+@pytest.mark.parametrize("command", ["quantize", "tune"])
+def test_external_data_behind_a_link_that_leaves_the_folder_is_refused(
+    call: Call, tmp_path: Path, command: str
+) -> None:
+    (tmp_path / "m").mkdir()
+    model = write(mixed(), tmp_path / "m")
+    onnx.save(onnx.load(model), model, save_as_external_data=True, location="w.bin", size_threshold=0)
+    (tmp_path / "m" / "w.bin").rename(tmp_path / "secret")
+    (tmp_path / "m" / "w.bin").symlink_to(tmp_path / "secret")
+    output = tmp_path / "q.onnx" if command == "quantize" else tmp_path / "out"
+    fails(call, "is a link that leaves the model's folder", command, model, "-o", output)
+    assert not output.is_file()
+
+
+def damaged(kind: str) -> bytes:
+    """A .npy or .npz whose header promises what is not there."""
+    header = {
+        "huge": b"{'descr': '<f4', 'fortran_order': False, 'shape': (2000000000000, 8, 64), }",
+        "unclosed": b"{'descr': '<f4', 'fortran_order': False, 'shape': (8, (8, 64), }",
+        "type": b"{'descr': 'no type', 'fortran_order': False, 'shape': (8, 8, 64), }",
+        "descr": b"{'descr': [('a',)], 'fortran_order': False, 'shape': (8, 8, 64), }",
+        "negative": b"{'descr': '<f4', 'fortran_order': False, 'shape': (-8, 8, 64), }",
+        "keys": b"{'descr': '<f4'}",
+        "number": b"7",
+        "bytes": b"\xff\x00",
+    }[kind]
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(64)
+
+
+@pytest.mark.parametrize("kind", ["huge", "unclosed", "type", "descr", "negative", "keys", "number", "bytes"])
+@pytest.mark.parametrize("suffix", [".npy", ".npz"])
+def test_arrays_whose_headers_lie_are_refused(call: Call, model: Path, tmp_path: Path, kind: str, suffix: str) -> None:
+    data = tmp_path / f"bad{suffix}"
+    content = damaged(kind)
+    if suffix == ".npz":
+        held = io.BytesIO()
+        with zipfile.ZipFile(held, "w") as archive:
+            archive.writestr("x.npy", content)
+        content = held.getvalue()
+    data.write_bytes(content)
+    fails(call, "cannot read", "quantize", model, "--calibration-data", data, "-o", tmp_path / "q.onnx")
+
+
+EDGE = "{tensor: a, node: b, input: 0}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "version: 1\nengine: fake\nquant_type: int8\nedges: [{tensor: 5, node: first, input: 0}]",
+        "version: 1\nengine: fake\nquant_type: int8\nedges: [{tensor: 2024-01-01, node: first, input: 0}]",
+        "version: 1\nengine: fake\nquant_type: int8\nedges: [{tensor: a, node: b, input: first}]",
+        f"version: 1\nengine: fake\nquant_type: int3\nedges: [{EDGE}]",
+        f"version: 1\nengine: fake\nquant_type: [1]\nedges: [{EDGE}]",
+        "version: 2024-99-99\nedges: []",
+        "version: 1\nedges: " + "[" * 3000 + "]" * 3000,
+        "version: 1\nengine: fake\nquant_type: int8\nedges: 5",
+    ],
+)
+def test_placements_that_are_none(call: Call, model: Path, tmp_path: Path, text: str) -> None:
+    (tmp_path / "placement.yaml").write_text(text)
+    fails(call, "placement", "apply", model, "--placement", tmp_path / "placement.yaml", "-o", tmp_path / "q.onnx")
+
+
+@pytest.mark.parametrize("ratio", ["1e308", "-1e308"])
+def test_a_limit_that_no_model_can_have(call: Call, model: Path, tmp_path: Path, ratio: str) -> None:
+    fails(call, "is no ratio in dB", "tune", model, *QUICK, f"--min-sqnr={ratio}", "-o", tmp_path / "out")
+
+
+LEAVING = "import sys, numpy as np\n"
+
+
+@pytest.mark.parametrize("command", ["quantize", "tune"])
+@pytest.mark.parametrize("code", ["def score(predict): sys.exit(0)", "sys.exit(0)"])
+def test_a_metric_that_leaves_has_failed(call: Call, model: Path, tmp_path: Path, command: str, code: str) -> None:
+    (tmp_path / "ev.py").write_text(LEAVING + code)
+    more = QUICK if command == "tune" else ("--calibration-data", model.with_suffix(".npz"))
+    output = tmp_path / "result"
+    fails(call, "--evaluate", command, model, *more, "--evaluate", f"{tmp_path / 'ev.py'}:score", "-o", output)
+
+
+@pytest.mark.parametrize("code", ["def samples(): sys.exit(0)", "sys.exit(0)"])
+def test_samples_that_leave_have_failed(call: Call, model: Path, tmp_path: Path, code: str) -> None:
+    (tmp_path / "data.py").write_text(LEAVING + code)
+    given = f"{tmp_path / 'data.py'}:samples"
+    fails(call, "data.py:samples", "quantize", model, "--calibration-data", given, "-o", tmp_path / "q.onnx")
+
+
+def test_json_is_alone_on_standard_output_whatever_user_code_prints(call: Call, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "talk.py").write_text(
+        "import numpy as np\nprint('importing')\n"
+        "def samples():\n    print('calling')\n    for i in range(6):\n        print('sample', i)\n"
+        "        yield {'x': np.full((8, 8, 64), i / 6, np.float32)}\n    print('done')\n"
+        "def score(predict):\n    print('scoring')\n    return 1.0\n"
+    )
+    talk = tmp_path / "talk.py"
+    told = ["--calibration-data", f"{talk}:samples", "--evaluate", f"{talk}:score", "--json"]
+    code, out, err = call("quantize", model, *told, "-o", tmp_path / "q.onnx")
+    assert code == 0, err
+    assert json.loads(out)["metric"] == {"before": 1.0, "after": 1.0}
+    assert "sample 5" in err
+    code, out, _ = call("tune", model, *QUICK, *told, "-o", tmp_path / "out")
+    assert code in (0, 3, 4)
+    assert json.loads(out)["model"] == str(model)
+
+
+@pytest.mark.usefixtures("workers")
+def test_a_large_graph_is_calibrated_without_optimizing_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime's optimizations take a time that grows with the square of the nodes."""
+    graph = load(model)
+    samples = [dict(np.load(settings(model).calibration_data or ""))]
+    samples = [{"x": samples[0]["x"][0]}]
+    expected = calibrate.calibrate(graph, samples)
+    told: list[bool] = []
+    running = observe.running
+
+    def watched(*arguments: object, fuse: bool, **more: object) -> object:
+        told.append(fuse)
+        return running(*arguments, fuse=fuse, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(observe, "running", watched)
+    calibrate.calibrate(graph, samples)
+    monkeypatch.setattr(observe, "MANY", 0)
+    found = calibrate.calibrate(graph, samples)
+    assert told[0]
+    assert not told[-1]
+    assert found.activations.keys() == expected.activations.keys()
+    for tensor, near in found.activations.items():
+        assert near.high == pytest.approx(expected.activations[tensor].high, rel=1e-5)
