@@ -128,6 +128,13 @@ def test_a_limit_that_no_model_can_have(call: Call, model: Path, tmp_path: Path,
     fails(call, "is no ratio in dB", "tune", model, *QUICK, f"--min-sqnr={ratio}", "-o", tmp_path / "out")
 
 
+def test_what_is_said_of_a_name_does_not_reach_the_terminal_as_a_command(call: Call, model: Path) -> None:
+    code, _, err = call("quantize", model, "--op-types-to-exclude", "Re\x1b]0;title\x07lu\x9b31m")
+    assert code == 2
+    assert "\\x1b]0;title" in err
+    assert not {"\x1b", "\x07", "\x9b"} & set(err)
+
+
 LEAVING = "import sys, numpy as np\n"
 
 

@@ -15,8 +15,13 @@ INTERRUPTED = 130
 
 def say(text: str, style: str = "") -> None:
     """One line for people. Standard output is for results."""
-    line = " ".join(text.splitlines())
+    line = escaped(" ".join(text.splitlines()))
     _console().print(line, style=style, highlight=False, soft_wrap=True, markup=False)
+
+
+def escaped(text: str) -> str:
+    """The text with what no terminal should obey spelled out: names come from models, which anybody may have made."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
 def say_error(text: str) -> None:
