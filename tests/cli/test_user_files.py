@@ -137,7 +137,7 @@ def test_files_beside_ours_stay(call: Call, model: Path, tmp_path: Path, mode: s
     for path in mine:
         path.parent.mkdir(exist_ok=True)
         path.write_text("mine")
-    chosen = ["--front", "--builds", "9"] if mode == "front" else ["--mode", mode]
+    chosen = ["--front", "--builds", "14"] if mode == "front" else ["--mode", mode]
     for _ in range(2):
         code, _, err = call("tune", model, *QUICK, *chosen, "--restart", "-o", tmp_path)
         assert code in (0, 3, 4), err
@@ -165,7 +165,7 @@ def test_a_users_file_with_the_name_of_a_part_is_refused(
 ) -> None:
     (tmp_path / name).parent.mkdir()
     (tmp_path / name).write_text("mine")
-    chosen = ["--front", "--builds", "9"] if mode == "front" else ["--mode", mode]
+    chosen = ["--front", "--builds", "14"] if mode == "front" else ["--mode", mode]
     arguments = ["tune", model, *QUICK, *chosen, "-o", tmp_path]
     is_refused(call, tmp_path, "is not of qdqtune's making", *arguments)
 

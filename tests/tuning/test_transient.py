@@ -54,7 +54,7 @@ def is_tuned(build: Build) -> bool:
 
 
 def run(model: Path, mode: str, name: str = "out") -> Result:
-    front: dict[str, Any] = {"mode": "cut", "front": True, "builds": 10} if mode == "front" else {"mode": mode}
+    front: dict[str, Any] = {"mode": "cut", "front": True, "builds": 14} if mode == "front" else {"mode": mode}
     return tune(settings(model, **{"builds": 8, **front, "output_dir": model.parent / name}))
 
 
