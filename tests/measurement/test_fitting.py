@@ -7,12 +7,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from models import INT8, UINT8, Arrays, build, normal, run, sqnr
+from models import INT8, UINT8, Arrays, build, normal, run
 from qdqtune.calibration.methods import AUTO, Calibration, Method
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.samples import Samples
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.graph.model import Model
+from qdqtune.measurement.accuracy import sqnr_db
 from qdqtune.measurement.fitting import fitted
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
@@ -46,6 +47,12 @@ def heavy_tailed(count: int = 4) -> list[Arrays]:
     return feeds
 
 
+def db(exact: list[Arrays], outputs: list[Arrays]) -> float:
+    found = sqnr_db(exact, outputs)
+    assert found is not None
+    return found
+
+
 def test_auto_cuts_off_what_the_outputs_do_not_see() -> None:
     """A Sigmoid takes 5 and 120 for the same, so the range that holds 120 is the worst, though exact for all values."""
     net, feeds = squashed("Sigmoid"), heavy_tailed()
@@ -60,6 +67,27 @@ def test_auto_keeps_what_the_outputs_see() -> None:
     assert found.activations["x"].high > 100
 
 
+def test_auto_takes_different_methods_where_tensors_need_them() -> None:
+    """A Sigmoid does not tell 5 from 120, the product of the same values does."""
+    text = """net (float[1,256] x, float[1,256] z) => (float[1,4] y) {
+        [squash] s = Sigmoid(x)
+        [last] a = MatMul(s, w)
+        [plain] b = MatMul(z, w)
+        y = Add(a, b)
+    }"""
+    net = build(text, {"w": normal(256, 4)})
+    feeds = [{"x": 10 * feed["x"], "z": feed["x"] / 40} for feed in heavy_tailed()]
+    found = fitted(prepared(net, feeds), Calibration("auto"), UINT8, inputs_of(net, "squash", "plain"))
+    assert found.activations["x"].high < 200  # of 1200
+    assert found.activations["z"].high > 2.5  # of 3
+    assert found.method == "auto"
+    alike = fitted(prepared(net, feeds), Calibration("minmax"), UINT8, inputs_of(net, "squash", "plain"))
+    exact = run(net, feeds)
+    mixed, plain = (db(exact, run(insert(net, inputs_of(net, "squash", "plain")(r), r, UINT8), feeds))
+                    for r in (found, alike))  # fmt: skip
+    assert mixed > plain + 3
+
+
 def test_auto_is_never_worse_than_any_method_on_what_it_has_seen() -> None:
     net, feeds = squashed("Tanh"), heavy_tailed()
     exact = run(net, feeds)
@@ -67,7 +95,7 @@ def test_auto_is_never_worse_than_any_method_on_what_it_has_seen() -> None:
 
     def outcome(method: object) -> float:
         found = fitted(prepared(net, feeds), Calibration(method), INT8, place)  # type: ignore[arg-type]
-        return sqnr(exact, run(insert(net, place(found), found, INT8), feeds))
+        return db(exact, run(insert(net, place(found), found, INT8), feeds))
 
     assert outcome("auto") >= max(outcome(method) for method in AUTO) - 0.01
 
@@ -98,7 +126,7 @@ def test_biases_are_corrected_where_the_outputs_gain_by_it_and_only_if_asked() -
     assert corrected.shifts.keys() == {"only"}
     assert not fitted(prepared(net, feeds), Calibration(), INT8, place).shifts
     exact = run(net, feeds)
-    gained, lost = (sqnr(exact, run(insert(net, place(r), r, INT8), feeds))
+    gained, lost = (db(exact, run(insert(net, place(r), r, INT8), feeds))
                     for r in (corrected, Ranges(corrected.activations)))  # fmt: skip
     assert gained > lost + 3
     zero_mean = [{"x": normal(1, 4, 5, 5, seed=i)} for i in range(6)]

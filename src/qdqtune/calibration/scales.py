@@ -47,7 +47,7 @@ class Ranges:
 
     For models that came with Q/DQ, also the scales of their weights, and the ranges of their other constants. `shifts`
     are added to the bias of a node where its input and weight carry pairs, by output channel. `method` is the one that
-    calibration has used or chosen; empty if nobody said.
+    calibration has used or chosen, auto where it differs by tensor; empty if nobody said.
     """
 
     activations: Mapping[str, Range]

@@ -22,7 +22,10 @@ SAMPLES = 16
 """Samples of calibration that numbers are judged by at most."""
 
 BETTER_DB = 0.1
-"""What biases must gain to be corrected: less may be luck."""
+"""What a change of numbers must gain to be kept: less may be luck."""
+
+BLOCKS = 12
+"""Parts of the graph that may get ranges of different methods: each costs a build for each other method."""
 
 
 def fitted(
@@ -43,7 +46,7 @@ def fitted(
     if not placement.edges or (len(candidates) == 1 and not how.bias_correction):
         return candidates[0]
     with _Judge(prepared.shaped, candidates[0], numbers, placement, prepared.calibration.first(SAMPLES)) as judge:
-        best = judge.best(candidates) if len(candidates) > 1 else candidates[0]
+        best = judge.mixed(candidates) if len(candidates) > 1 else candidates[0]
         if how.bias_correction:
             corrected = replace(best, shifts=bias_shifts(prepared, placement, best, numbers))
             best = corrected if judge.db(corrected) > judge.db(best) + BETTER_DB else best
@@ -80,6 +83,28 @@ class _Judge(Simulation):
             return -math.inf
         return math.inf if found.sqnr_db is None else found.sqnr_db
 
-    def best(self, candidates: Sequence[Ranges]) -> Ranges:
-        """The best of several, the first of equals."""
-        return max(candidates, key=self.db)
+    def mixed(self, candidates: Sequence[Ranges]) -> Ranges:
+        """The best of several, and then for each block of neighbouring tensors the one that the outputs gain most by.
+
+        Blocks come in graph order, and each is tried with what those before it have been given. The placement's pairs
+        see the method of the block; all other tensors keep that of the whole.
+        """
+        reached, best = max(((self.db(ranges), -i) for i, ranges in enumerate(candidates)))
+        chosen = candidates[-best]
+        for block in self._blocks():
+            for other in candidates:
+                changed = {t: other.activations[t] for t in block if t in other.activations}
+                if all(chosen.activations[t] == found for t, found in changed.items()):
+                    continue
+                tried = replace(chosen, activations={**chosen.activations, **changed})
+                gained = self.db(tried)
+                if gained > reached + BETTER_DB:
+                    reached, chosen = gained, replace(tried, method="auto")
+        return chosen
+
+    def _blocks(self) -> list[list[str]]:
+        """Activations that carry pairs, in graph order, in `BLOCKS` parts of about the same number."""
+        model, paired = self._model, {e.tensor for e in self._placement}
+        ordered = [t for t in (*model.inputs, *(o for n in model.nodes for o in n.outputs)) if t in paired]
+        count = min(BLOCKS, len(ordered))
+        return [ordered[len(ordered) * i // count : len(ordered) * (i + 1) // count] for i in range(count)]
