@@ -18,7 +18,8 @@ WARNED = "below 20 dB a model"
 def loud(tmp_path: Path) -> Path:
     """A model whose outputs hang on the small values of an input of wide range: 8 bits leave nothing of them."""
     net = build(
-        "net (float[2,256] x) => (float[2,256] y) {h = MatMul(x, w) c = Clip(h, a, b) y = MatMul(c, v)}",
+        "net (float[2,256] x) => (float[2,256] y) "
+        "{ [first] h = MatMul(x, w) [clip] c = Clip(h, a, b) [last] y = MatMul(c, v) }",
         {"w": normal(256, 256), "v": normal(256, 256, seed=1), "a": np.float32(-0.05),
          "b": np.float32(0.05)},
     )  # fmt: skip
