@@ -153,6 +153,10 @@ class Failure:
         return self.stage in TRANSIENT
 
 
+EQUAL_DB = 200.0
+"""What counts as the SQNR of outputs that are equal: more than float32 can tell."""
+
+
 @dataclass(frozen=True)
 class Accuracy:
     """How far a model's outputs are from the float model's, on `samples` samples.
@@ -169,6 +173,11 @@ class Accuracy:
     agreement: float | None = None
     top1: float | None = None
     samples: int = 0
+
+    @property
+    def noise(self) -> float:
+        """Power of the error over the power of the worst float output, 10^(-SQNR/10); 0 for equal outputs."""
+        return 0.0 if self.sqnr_db is None else float(10 ** (-self.sqnr_db / 10))
 
     def __post_init__(self) -> None:
         if any(share is not None and not 0 <= share <= 1 for share in (self.agreement, self.top1)):
@@ -239,6 +248,11 @@ class Trial:
     def sqnr_db(self) -> float | None:
         """Output SQNR; None if it failed, or if the outputs equal those of the float model."""
         return None if self.accuracy is None else self.accuracy.sqnr_db
+
+    @property
+    def exactness(self) -> float:
+        """Output SQNR in dB, `EQUAL_DB` where the outputs are equal: what candidates are ordered by."""
+        return EQUAL_DB if self.sqnr_db is None else self.sqnr_db
 
     @property
     def placement(self) -> Placement:

@@ -15,7 +15,7 @@ from onnx import helper
 
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadModel
-from qdqtune.graph.files import save
+from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.model import Model
 from qdqtune.types import Array, Failure, Sample
 
@@ -23,8 +23,11 @@ from qdqtune.types import Array, Failure, Sample
 class Stepwise:
     """One model on some samples. `through` takes it past a node; `values` are then those of a tensor still in use."""
 
-    def __init__(self, model: Model, samples: Sequence[Sample], runner: Runner, folder: Path) -> None:
-        self._model, self._runner, self._folder = model, runner, folder
+    def __init__(
+        self, model: Model, samples: Sequence[Sample], runner: Runner, folder: Path, constants: ConstantFile
+    ) -> None:
+        """Pieces are written to `folder`, where `constants` lies."""
+        self._model, self._runner, self._folder, self._constants = model, runner, folder, constants
         self._values = [dict(sample) for sample in samples]
         self._last = last_uses(model)
         self._done = 0
@@ -39,7 +42,7 @@ class Stepwise:
         if node >= self._done:
             piece = self._piece(self._done, node + 1, result)
             path = self._folder / "piece.onnx"
-            save(piece, path)
+            self._constants.save(piece, path)
             handle = self._runner.load(path)
             for values in self._values:
                 found = handle if isinstance(handle, Failure) else self._runner.outputs(handle, [values])

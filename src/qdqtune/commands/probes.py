@@ -44,7 +44,7 @@ def noise(reference: Outputs, found: Outputs | Failure) -> float:
     if any(a != b for a, b in shapes):
         return NOT_FINITE
     judged = accuracy(reference, found)
-    wrong = 0.0 if judged.sqnr_db is None else min(float(10 ** (-judged.sqnr_db / 10)), LOUDEST)
+    wrong = min(judged.noise, LOUDEST)
     return wrong if judged.agreement is None else max(wrong, 1 - judged.agreement)
 
 

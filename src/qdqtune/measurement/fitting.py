@@ -46,10 +46,10 @@ def fitted(
     if not placement.edges or (len(candidates) == 1 and not how.bias_correction):
         return candidates[0]
     with _Judge(prepared.shaped, candidates[0], numbers, placement, prepared.calibration.first(SAMPLES)) as judge:
-        best = judge.mixed(candidates) if len(candidates) > 1 else candidates[0]
+        reached, best = judge.mixed(candidates)
         if how.bias_correction:
             corrected = replace(best, shifts=bias_shifts(prepared, placement, best, numbers))
-            best = corrected if judge.db(corrected) > judge.db(best) + BETTER_DB else best
+            best = corrected if judge.db(corrected) > reached + BETTER_DB else best
     return best
 
 
@@ -83,8 +83,9 @@ class _Judge(Simulation):
             return -math.inf
         return math.inf if found.sqnr_db is None else found.sqnr_db
 
-    def mixed(self, candidates: Sequence[Ranges]) -> Ranges:
-        """The best of several, and then for each block of neighbouring tensors the one that the outputs gain most by.
+    def mixed(self, candidates: Sequence[Ranges]) -> tuple[float, Ranges]:
+        """The best of several, and then for each block of neighbouring tensors the one that the outputs gain most by;
+        and the SQNR that it reaches.
 
         Blocks come in graph order, and each is tried with what those before it have been given. The placement's pairs
         see the method of the block; all other tensors keep that of the whole.
@@ -100,7 +101,7 @@ class _Judge(Simulation):
                 gained = self.db(tried)
                 if gained > reached + BETTER_DB:
                     reached, chosen = gained, replace(tried, method="auto")
-        return chosen
+        return reached, chosen
 
     def _blocks(self) -> list[list[str]]:
         """Activations that carry pairs, in graph order, in `BLOCKS` parts of about the same number."""

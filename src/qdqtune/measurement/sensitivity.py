@@ -20,7 +20,7 @@ from qdqtune.calibration import scales
 from qdqtune.calibration.observe import running
 from qdqtune.calibration.scales import Quantization, Range, Ranges
 from qdqtune.graph.model import Model
-from qdqtune.measurement.accuracy import is_finite, sqnr_db
+from qdqtune.measurement.accuracy import accuracy, is_finite
 from qdqtune.placement.insertion import ONNX_TYPE
 from qdqtune.placement.possible import weight_role
 from qdqtune.types import Array, Edge, Failure, NumericFormat, Sample
@@ -82,8 +82,7 @@ def sensitivities(
             rounded = outputs(start, stop)
             if isinstance(rounded, Failure) or not is_finite(rounded):
                 return DEAFENING
-            ratio = sqnr_db(reference, rounded)
-            return 0.0 if ratio is None else min(10 ** (-ratio / 10), DEAFENING)
+            return min(accuracy(reference, rounded).noise, DEAFENING)
 
         if loudest is not None and count <= measurements:
             shares = [noise(i, i + 1) for i in range(count)]

@@ -22,6 +22,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.cpu import cores
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadModel
+from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.model import Model, Node
 from qdqtune.placement.insertion import HAS_BIAS, insert
 from qdqtune.types import Array, Edge, NumericFormat, Placement
@@ -50,9 +51,10 @@ def bias_shifts(
     spec = EngineSpec("onnxruntime", {"threads": cores(), "fuse": False})
     with (
         tempfile.TemporaryDirectory(prefix="qdqtune-") as name,
+        ConstantFile(Path(name, "constants.bin")) as constants,
         Runner(spec, time_limit_s=3600, log_dir=Path(name)) as runner,
     ):
-        exact, rounded = (Stepwise(m, samples, runner, Path(name)) for m in (model, quantized))
+        exact, rounded = (Stepwise(m, samples, runner, Path(name), constants) for m in (model, quantized))
         try:
             for layer in layers:
                 twin = quantized.index_of[layer.name]

@@ -47,14 +47,9 @@ class Point:
     ratio: float
     trial: Trial
 
-    @property
-    def exactness(self) -> float:
-        """Output SQNR in dB; inf for outputs that are equal, which only an ordering ever sees."""
-        return np.inf if self.trial.sqnr_db is None else self.trial.sqnr_db
-
     def beats(self, other: Point) -> bool:
         """Whether it is at least as good in both, and better in one."""
-        mine, theirs = (self.ratio, -self.exactness), (other.ratio, -other.exactness)
+        mine, theirs = (self.ratio, -self.trial.exactness), (other.ratio, -other.trial.exactness)
         return mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
 
 
@@ -70,7 +65,7 @@ def spread(points: Sequence[Point], count: int) -> tuple[Point, ...]:
     """At most `count` of the points, the two ends among them and the others far from each other; in their order."""
     if len(points) <= count:
         return tuple(points)
-    where = np.array([(p.ratio / DECADE, -min(p.exactness, LOUD) / 10) for p in points])
+    where = np.array([(p.ratio / DECADE, -min(p.trial.exactness, LOUD) / 10) for p in points])
     chosen = [0, len(points) - 1]
     while len(chosen) < count:
         distances = np.abs(where[:, None] - where[chosen][None]).max(axis=2).min(axis=1)

@@ -11,17 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from qdqtune.engines.runner import Handle
 from qdqtune.errors import BadOption, BaselineFailed, writing
 from qdqtune.graph.files import data_of
 from qdqtune.graph.outputs import appearing
 from qdqtune.measurement.pairing import rounds_of
-from qdqtune.measurement.timing import Ratio, compare, envelope, ratio
+from qdqtune.measurement.timing import Ratio, compare
 from qdqtune.search.front import POINTS, Point, spread, undominated
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT, PLACEMENT, SUMMARY
-from qdqtune.tuning.proof import Proof, copy_model, insist, prove
+from qdqtune.tuning.proof import Confirmed, Proof, copy_model, insist, prove
 from qdqtune.tuning.records import write_json, write_placement_of
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.store import pack_result, unpack_result
@@ -210,15 +208,9 @@ def _proven(name: str, point: Point, run: Run) -> Proven | None:
     holds = run.limits.is_exact_enough(point.trial.accuracy)
     if metric is not None:
         holds = holds and not isinstance(metric, Failure) and run.limits.is_good_enough(metric)
-    return Proven(
-        name,
-        point.trial,
-        envelope([ratio(m, run.settings.proof_plan) for m in parts]),
-        float(np.median([s for m in parts for s in m.a])),
-        float(np.median([s for m in parts for s in m.b])),
-        None if isinstance(metric, Failure) else metric,
-        holds,
-    )
+    met = Confirmed.of(parts, run.settings.proof_plan)
+    known = None if isinstance(metric, Failure) else metric
+    return Proven(name, point.trial, met.ratio, met.a_seconds, met.b_seconds, known, holds)
 
 
 def _beats(a: Proven, b: Proven) -> bool:

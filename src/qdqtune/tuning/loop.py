@@ -25,9 +25,6 @@ from qdqtune.types import Placement, Trial
 ALIKE = 1.01
 """Medians within this factor, whose intervals overlap, cannot be told apart."""
 
-EQUAL = 200.0
-"""What counts as the SQNR in dB of outputs that are equal: more than float32 can tell."""
-
 
 @dataclass(frozen=True)
 class Result:
@@ -139,13 +136,9 @@ def accepted(trials: Sequence[Trial], plan: Plan) -> list[Trial]:
         return list(trials)
     fastest, _ = min(won, key=lambda pair: (pair[0].median, -pair[1].number))
     alike = [(ratio, t) for ratio, t in won if ratio.median <= ALIKE * fastest.median and overlap(ratio, fastest)]
-    _, chosen = min(alike, key=lambda pair: (-_exactness(pair[1]), pair[0].median, -pair[1].number))
+    # Whole dB: less is no reason to prefer one to another.
+    _, chosen = min(alike, key=lambda pair: (-round(pair[1].exactness), pair[0].median, -pair[1].number))
     return [replace(t, accepted=t is chosen) for t in trials]
-
-
-def _exactness(trial: Trial) -> float:
-    """Output SQNR in whole dB: less is no reason to prefer one to another."""
-    return EQUAL if trial.sqnr_db is None else round(trial.sqnr_db)
 
 
 def _state(trials: Sequence[Trial], plan: Plan, budget: Budget, seconds: float, replayed: bool) -> State:

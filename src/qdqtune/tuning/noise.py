@@ -47,9 +47,7 @@ def foresee(run: Run) -> Noise | None:
 
     def brought(placement: Placement) -> float | None:
         accuracy = foretold(run, placement)
-        if accuracy is None:
-            return None
-        return 0.0 if accuracy.sqnr_db is None else float(10 ** (-accuracy.sqnr_db / 10))
+        return None if accuracy is None else accuracy.noise
 
     return Noise(subject.shaped, record["alone"], limits.max_noise, brought)
 

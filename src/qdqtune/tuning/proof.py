@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from qdqtune.graph.files import data_of
 from qdqtune.graph.loading import read
 from qdqtune.graph.outputs import appearing, exchange
 from qdqtune.measurement.pairing import fresh_pair
-from qdqtune.measurement.timing import Ratio, envelope, ratio
+from qdqtune.measurement.timing import Plan, Ratio, envelope, ratio
 from qdqtune.tuning.folder import BASELINE, FINAL
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import PROOF_BUILDS
@@ -55,6 +56,13 @@ class Confirmed:
     ratio: Ratio
     a_seconds: float
     b_seconds: float
+
+    @classmethod
+    def of(cls, measured: Sequence[Measurement], plan: Plan) -> Self:
+        """What several pairs of builds say together."""
+        a_seconds = float(np.median([seconds for m in measured for seconds in m.a]))
+        b_seconds = float(np.median([seconds for m in measured for seconds in m.b]))
+        return cls(envelope([ratio(m, plan) for m in measured]), a_seconds, b_seconds)
 
 
 @dataclass(frozen=True)
@@ -132,7 +140,7 @@ def _meet(placement: Placement, run: Run) -> _Meeting:
 
 def confirm(key: str, a: Path, b: Path, run: Run) -> Confirmed | Failure:
     """Two files as they lie on disk, in fresh rounds on two fresh builds of each; kept in the store by `key`."""
-    plan, measured = run.settings.proof_plan, []
+    measured = []
     for number in range(2):
         record = run.store.get(f"{key}:{number}")
         if record is None:
@@ -142,9 +150,7 @@ def confirm(key: str, a: Path, b: Path, run: Run) -> Confirmed | Failure:
         if isinstance(result, Failure):
             return result
         measured.append(result)
-    a_seconds = float(np.median([seconds for m in measured for seconds in m.a]))
-    b_seconds = float(np.median([seconds for m in measured for seconds in m.b]))
-    return Confirmed(envelope([ratio(m, plan) for m in measured]), a_seconds, b_seconds)
+    return Confirmed.of(measured, run.settings.proof_plan)
 
 
 def _fresh(run: Run, a: Path, b: Path, number: int) -> Measurement | Failure:

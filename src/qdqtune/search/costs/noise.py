@@ -82,9 +82,10 @@ class Noise:
             return None
         worst = 1.0
         for trial in history:
-            foretold = self.foretold(trial.placement) if trial.sqnr_db is not None else None
-            if trial.sqnr_db is not None and foretold is not None and NEAR * limit < foretold < limit / NEAR:
-                worst = max(worst, 10 ** (-trial.sqnr_db / 10) / foretold)
+            measured = 0.0 if trial.accuracy is None else trial.accuracy.noise
+            foretold = self.foretold(trial.placement) if measured > 0 else None
+            if foretold is not None and NEAR * limit < foretold < limit / NEAR:
+                worst = max(worst, measured / foretold)
         return MARGIN * limit / worst
 
     def fits(self, placement: Placement, history: Sequence[Trial]) -> bool:
@@ -112,8 +113,8 @@ class Noise:
         limit = self.limit
         if limit is None:
             return inf
-        measured = ((t.sqnr_db, self.predicted(t.placement)) for t in history if t.sqnr_db is not None)
-        known = [(10 ** (-sqnr_db / 10), predicted) for sqnr_db, predicted in measured if predicted > 0]
+        measured = ((t.accuracy.noise, self.predicted(t.placement)) for t in history if t.accuracy is not None)
+        known = [(real, predicted) for real, predicted in measured if real > 0 and predicted > 0]
         if not known:
             return limit
         real, foretold = min(known, key=lambda pair: abs(log(pair[0] / limit)))
