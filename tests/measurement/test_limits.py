@@ -245,6 +245,17 @@ class TestWhatCannotBe:
         assert not result.improved
         assert not result.unmet
 
+    @pytest.mark.parametrize("limit", [20.0, None])
+    def test_a_float_model_that_draws_random_numbers_misses_any_limit(self, tmp_path: Path, limit) -> None:
+        net = build("net (float[2,8] x) => (float[2,8] y) { h = MatMul(x, w) n = RandomNormalLike(h) y = Add(h, n) }",
+                    {"w": normal(8, 8)})  # fmt: skip
+        asked = settings(write(net, tmp_path), min_sqnr=limit)
+        if limit is None:
+            assert not tune(asked).unmet
+        else:
+            with pytest.raises(BadOption, match=r"differs from itself: .* only \d+\.\d dB"):
+                tune(asked)
+
     def test_a_model_without_float_outputs_has_no_ratio(self, tmp_path: Path) -> None:
         net = build("net (float[2,8] x) => (int64[2,1] y) { h = MatMul(x, w) y = ArgMax <axis=1> (h) }",
                     {"w": normal(8, 8)})  # fmt: skip

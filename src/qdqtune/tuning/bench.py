@@ -149,6 +149,22 @@ class Bench:
         """
         return self._float_run.outputs
 
+    def repeatability(self) -> Accuracy:
+        """The float model's outputs against those of the same build once more: what no candidate can exceed.
+
+        Raises:
+            BaselineFailed: the engine cannot build or run the float model.
+        """
+        record = self._store.get("repeated")
+        if record is None:
+            first = self.reference()
+            handle = self._candidates.load(Placement(), "baseline")
+            again = handle if isinstance(handle, Failure) else self._runner.outputs(handle, self._conditions.samples)
+            if isinstance(again, Failure):
+                raise BaselineFailed(f"the engine cannot run the float model again: {again.reason}")
+            record = self._store.put("repeated", pack_accuracy(accuracy(first, again)))
+        return unpack_accuracy(record)
+
     @cached_property
     def _float_run(self) -> _FloatRun:
         handle = self._candidates.load(Placement(), "baseline")

@@ -82,6 +82,7 @@ def _limits(settings: Settings, bench: Bench, observer: Observer) -> Limits:
     if isinstance(settings.min_sqnr, float) and not holds_floats:
         raise BadOption("--min-sqnr is about float outputs, and the model has none: use --min-agreement or --evaluate")
     limits = settings.limits if holds_floats else replace(settings.limits, min_sqnr=None)
+    _insist_on_repeatability(limits, bench)
     if settings.evaluate is None:
         return limits
     observer.stage(f"evaluating the float model with {settings.evaluate}")
@@ -90,3 +91,15 @@ def _limits(settings: Settings, bench: Bench, observer: Observer) -> Limits:
         raise BaselineFailed(f"--evaluate {settings.evaluate} does not get along with the float model: {before.reason}")
     max_drop = DROP * abs(before) if settings.max_drop == "auto" else limits.max_drop
     return replace(limits, before=before, max_drop=max_drop)
+
+
+def _insist_on_repeatability(limits: Limits, bench: Bench) -> None:
+    """Refuse limits that the float model itself misses: it draws random numbers, or the engine sums in any order."""
+    if not limits.are_set or limits.is_exact_enough(itself := bench.repeatability()):
+        return
+    reached = f"{itself.agreement:.1%} of its integers" if itself.sqnr_db is None else f"{itself.sqnr_db:.1f} dB"
+    raise BadOption(
+        f"the float model differs from itself: a second run of the same build repeats only {reached}, less than the "
+        "limit on accuracy asks of a candidate. Take the randomness out of the model, or lower the limit "
+        "(--min-sqnr none, --min-agreement none)"
+    )
