@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -276,3 +276,23 @@ QuantType = Literal["int8", "fp8"]
 
 
 Sample = dict[str, Array]
+
+
+class Listener(Protocol):
+    """Hears how far long work is."""
+
+    def stage(self, text: str) -> None:
+        """A new stage begins."""
+
+    def progress(self, done: int, total: int | None) -> None:
+        """So many steps of the stage are done; `total` is None where nobody knows how many there are."""
+
+
+class Deaf:
+    """A listener that does not listen."""
+
+    def stage(self, text: str) -> None:
+        """Ignore it."""
+
+    def progress(self, done: int, total: int | None) -> None:
+        """Ignore it."""

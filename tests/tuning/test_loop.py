@@ -34,7 +34,7 @@ from qdqtune.search.region import Config
 from qdqtune.search.regions.cache import read_cache
 from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.loop import Result, tune
-from qdqtune.tuning.observer import State
+from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.settings import PROOF_BUILDS
 from qdqtune.tuning.store import Store, unpack_result
 from qdqtune.types import Failure, Measurement, Placement, Trial
@@ -48,7 +48,7 @@ SUMMARY = {
 
 
 @dataclass
-class Log:
+class Log(Silent):
     """Remembers what an observer is told."""
 
     stages: list[str] = field(default_factory=list)

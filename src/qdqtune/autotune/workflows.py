@@ -15,7 +15,7 @@ import onnx
 from qdqtune.autotune.autotuner import QDQAutotuner
 from qdqtune.autotune.benchmark import Benchmark, benchmark_onnx_model, init_benchmark_instance, instance
 from qdqtune.autotune.schemes import Config, PatternCache
-from qdqtune.cli import report
+from qdqtune.cli import progress
 from qdqtune.engines.shapes import usual_shapes
 from qdqtune.graph.loading import load
 from qdqtune.placement.reading import is_quantized, strip_pairs
@@ -74,7 +74,7 @@ def region_pattern_autotuning_workflow(
         state_file=_path(state_file),
         qdq_baseline=_path(qdq_baseline_model),
     )
-    with report.progress(verbose=verbose) as observer:
+    with progress.shown(verbose=verbose) as observer:
         result = tune(settings, observer)
     name_logs(settings.output_dir, settings.state, tuned)
     cache = PatternCache.load(settings.state.with_name(f"{settings.state.stem}_pattern_cache.yaml"))

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from qdqtune.cli import options, report
+from qdqtune.cli import options, progress
 from qdqtune.cli.options import FILE, Number, option
 from qdqtune.cli.output import print_json, say_notes
 from qdqtune.commands.cut_off import WrongPart
@@ -68,7 +68,7 @@ def debug_command(as_machine: bool, **given: Any) -> int:
         data=options.Data.of(given),
         time_limit_s=given["time_limit"],
     )
-    with report.progress() as observer:
+    with progress.shown() as observer:
         done = debug(request, observer)
     say_notes(done.notes)
     file = request.quantized or request.model

@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 from rich.console import Console
 
-from qdqtune.cli import options, report
+from qdqtune.cli import options, progress, report
 from qdqtune.cli.options import FILE, option
 from qdqtune.cli.output import print_json, say_error, say_notes
 from qdqtune.commands.apply import JUDGED, apply
@@ -46,7 +46,7 @@ def compare_command(files: Sequence[Path], timing_runs: int, warmup_runs: int, a
     """
     spec, plan = options.engine(given), Plan((timing_runs,), warmup=warmup_runs)
     samples = options.Data.of(given).first(JUDGED, comparable(files)[0], spec)
-    with report.progress() as observer, unlogged(spec, time_limit_s=given["time_limit"]) as runner:
+    with progress.shown() as observer, unlogged(spec, time_limit_s=given["time_limit"]) as runner:
         rows = compare_files(files, runner, samples, plan, seed=given["seed"], observer=observer)
     if as_machine:
         print_json({"first": str(files[0]), "others": [row.as_json() for row in rows]})
@@ -96,7 +96,7 @@ def apply_command(
     target = output or model.with_suffix(".qdq.onnx")
     numbers = numeric_format(engine or recorded.engine, "fp8" if recorded.quant_type == "fp8" else "int8")
     data = options.Data.of(given)
-    with report.progress() as observer:
+    with progress.shown() as observer:
         observer.stage(f"calibrating {model.name}")
         done = apply(
             model,

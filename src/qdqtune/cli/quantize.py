@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from qdqtune.cli import options, report, tune
+from qdqtune.cli import options, progress, tune
 from qdqtune.cli.options import FILE, flag, option, repeated
 from qdqtune.cli.output import print_json, say_notes
 from qdqtune.commands.quantize import Quantized, Request, Selection, quantize
@@ -94,7 +94,7 @@ def quantize_command(**given: Any) -> int:
         raise BadModel(f"{model} is a folder: name an ONNX file")
     request = request_of(given)
     search = _search(request, given, more) if given["is_seed"] else None
-    with report.progress() as observer:
+    with progress.shown() as observer:
         done = quantize(request, observer)
     say_notes(done.notes)
     if not as_machine:

@@ -1,162 +1,34 @@
-"""What people see: progress while a run goes on, and tables at its end."""
+"""What people see at the end of a run: tables, and which file to take."""
 
 from __future__ import annotations
 
 import re
 import textwrap
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-import numpy as np
 from rich import box
-from rich.console import Console, Group, RenderableType
-from rich.live import Live as Display
 from rich.markup import escape
-from rich.progress_bar import ProgressBar
-from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from qdqtune.cli.progress import failure
+from qdqtune.cli.words import duration, speed, speedup
 from qdqtune.commands.compare import Row
 from qdqtune.measurement.timing import Ratio
 from qdqtune.search.costs.explanation import UnitPrice
 from qdqtune.tuning.estimate import Estimate
 from qdqtune.tuning.loop import Result
-from qdqtune.tuning.observer import State
 from qdqtune.tuning.subgraphs.outcomes import GroupOutcome
-from qdqtune.types import Accuracy, Failure, Trial
-
-BAR = 24
-"""Width of the bar of builds, in characters."""
+from qdqtune.types import Accuracy
 
 LARGEST_UNITS = 12
 LARGEST_GROUPS = 20
 
 CANDIDATE = re.compile(r"\b[0-9a-f]{16}\.onnx\b")
 """Names of candidate files: two candidates that fail in the same way have the same reason but for these."""
-
-
-def progress(*, quiet: bool = False, verbose: bool = False) -> Live | Plain:
-    """What tells of a run: a picture that changes on a terminal; lines elsewhere, or with `verbose`."""
-    console = Console(stderr=True, quiet=quiet)
-    moving = console.is_terminal and not console.is_dumb_terminal and not verbose
-    return Live(console) if moving else Plain(console)
-
-
-class Live:
-    """A few lines on a terminal that follow the run. A context manager; the lines vanish at its end.
-
-    Stage and time; while searching also builds, the best so far, time left, and the last candidate. Candidates that
-    were faster or failed stay on the screen.
-    """
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._started = self._heard = time.monotonic()
-        self._stage = "starting"
-        self._spinner = Spinner("dots")
-        self._state: State | None = None
-        self._searching = False
-        self._last = self._best = ""
-        self._display = Display(
-            get_renderable=self._picture, console=console, refresh_per_second=8, transient=True, redirect_stdout=False
-        )
-
-    def __enter__(self) -> Self:
-        self._display.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._display.stop()
-
-    def stage(self, text: str) -> None:
-        """See `Observer`."""
-        self._stage, self._searching = text, False
-
-    def trial(self, trial: Trial, outcome: str, state: State) -> None:
-        """See `Observer`."""
-        self._heard = time.monotonic()
-        self._state, self._searching = state, True
-        self._last = f"{_name(trial)}: {_told(trial, outcome)}"
-        if state.best.edges and state.best == trial.placement:
-            self._best = f" ({_name(trial)})"
-        if outcome in ("faster", "failed"):
-            self._console.print(_line(trial, outcome, state), highlight=False, markup=False)
-
-    def _picture(self) -> RenderableType:
-        now = time.monotonic()
-        cells: list[RenderableType] = [self._spinner, Text(self._stage, no_wrap=True)]
-        below: list[str] = []
-        state = self._state
-        if state is not None:
-            below.append(f"  best so far: {_speedup(state.best_ratio)} the speed of float{self._best}")
-        if state is not None and self._searching:
-            below.append(f"  last: {self._last}")
-            cells += [ProgressBar(state.limit, state.builds, BAR), f"{state.builds} of {state.limit} builds"]
-        cells.append(_duration(now - self._started))
-        if state is not None and self._searching and state.seconds_left is not None:
-            left = max(0.0, state.seconds_left - (now - self._heard))
-            cells.append(f"about {_duration(left)} left")
-        head = Table.grid(padding=(0, 2))
-        head.add_row(*cells)
-        return Group(head, *(Text(line, no_wrap=True, overflow="ellipsis") for line in below))
-
-
-class Plain:
-    """Progress as lines, for logs and pipes. A context manager."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        pass
-
-    def stage(self, text: str) -> None:
-        """See `Observer`."""
-        self._say(text)
-
-    def trial(self, trial: Trial, outcome: str, state: State) -> None:
-        """See `Observer`."""
-        self._say(_line(trial, outcome, state))
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, highlight=False, soft_wrap=True, markup=False)
-
-
-def _name(trial: Trial) -> str:
-    where = f" in pattern {trial.proposal.pattern[:8]}" if trial.proposal.pattern else ""
-    return trial.proposal.origin + where
-
-
-def _failure(trial: Trial) -> Failure | None:
-    """Why a candidate was not measured to the end."""
-    return next((result for result in (trial.result, trial.check) if isinstance(result, Failure)), None)
-
-
-def _told(trial: Trial, outcome: str) -> str:
-    if failure := _failure(trial):
-        return f"failed: {failure.reason}"
-    assert not isinstance(trial.result, Failure)
-    share = float(np.median(np.asarray(trial.result.b) / np.asarray(trial.result.a)))
-    facts = [f"{share:.3f} of the best's time"]
-    if outcome == "inaccurate" and trial.metric is None and trial.sqnr_db is not None:
-        facts.append(f"{trial.sqnr_db:.1f} dB")
-    if trial.metric is not None:
-        facts.append(f"metric {trial.metric:g}")
-    return f"{'not clearly faster' if outcome == 'undecided' else outcome} ({', '.join(facts)})"
-
-
-def _line(trial: Trial, outcome: str, state: State) -> str:
-    source = ", from the state file" if state.replayed else ""
-    counts = f"{trial.number:4}  {state.builds:>{len(str(state.limit))}}/{state.limit} builds"
-    return f"{counts}  best {_speedup(state.best_ratio)}  {_name(trial)}: {_told(trial, outcome)}{source}"
 
 
 def result_table(result: Result) -> Table:
@@ -166,7 +38,7 @@ def result_table(result: Result) -> Table:
     if result.ratio is not None:
         rows.append(("speedup [interval]", "1x", speedup(result.ratio)))
         if summary["ratio_to_given"] is not None:
-            rows.append((f"speedup over {Path(summary['model']).name}", "", _speedup(summary["ratio_to_given"])))
+            rows.append((f"speedup over {Path(summary['model']).name}", "", speed(summary["ratio_to_given"])))
     rows.append(("tensors with a Q/DQ pair", "0", str(summary["pairs"])))
     if result.improved:
         rows.append(("output SQNR against float", "", _accuracy(summary)))
@@ -174,15 +46,15 @@ def result_table(result: Result) -> Table:
             rows.append(("integers as in float", "", f"{equal:.1%}"))
     if (without := summary["fastest_without_limits"]) is not None:
         ratio = "exact" if without["sqnr_db"] is None else f"{without['sqnr_db']:.1f} dB"
-        rows.append(("fastest without limits", "", f"{_speedup(without['ratio'])} at {ratio}"))
+        rows.append(("fastest without limits", "", f"{speed(without['ratio'])} at {ratio}"))
     if summary["metric_before"] is not None:
         after = summary["metric_after"]
         rows.append(("your metric", f"{summary['metric_before']:g}", "failed" if after is None else f"{after:g}"))
     table = _table(("", "baseline", "final"), rows)
-    failed = sum(_failure(trial) is not None for trial in result.history)
+    failed = sum(failure(trial) is not None for trial in result.history)
     candidates = f"candidates: {summary['trials']}" + (f" ({failed} failed)" if failed else "")
     spent = f"{candidates}, builds: {summary['builds']}"
-    table.caption = f"{spent}, time: {_duration(summary['seconds'])}"
+    table.caption = f"{spent}, time: {duration(summary['seconds'])}"
     return table
 
 
@@ -214,7 +86,7 @@ def met_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     cells = [
         (
             row["origin"],
-            _speedup(row["ratio"]),
+            speed(row["ratio"]),
             _db(row["sqnr_db"]),
             str(row["pairs"]),
             "" if row["holds_limits"] else "below the limits",
@@ -232,7 +104,7 @@ def _db(sqnr_db: float | None) -> str:
 
 def failure_note(result: Result, logs: Path) -> str | None:
     """Where every candidate failed: the commonest reason, how many it struck, and the log of the first of these."""
-    failures = [(trial.number, failure) for trial in result.history if (failure := _failure(trial))]
+    failures = [(trial.number, failed) for trial in result.history if (failed := failure(trial))]
     if not failures or len(failures) < len(result.history):
         return None
     reasons = [(number, CANDIDATE.sub("a candidate", failure.reason)) for number, failure in failures]
@@ -327,14 +199,8 @@ def estimate_lines(estimate: Estimate) -> str:
     """What a run would do, in four lines."""
     return (
         f"regions: {estimate.regions}\npatterns: {estimate.patterns}\nbuilds: at most {estimate.builds}\n"
-        f"time: about {_duration(estimate.seconds)} (float model: {estimate.latency * 1e3:.3f} ms)"
+        f"time: about {duration(estimate.seconds)} (float model: {estimate.latency * 1e3:.3f} ms)"
     )
-
-
-def speedup(ratio: Ratio) -> str:
-    """How many times as fast b is as a, with the interval."""
-    low, high = ("?" if end is None else _speedup(end) for end in (ratio.high, ratio.low))
-    return f"{_speedup(ratio.median)} [{low}, {high}]"
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
@@ -346,13 +212,3 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     for row in rows:
         table.add_row(*map(Text, row))  # names may hold square brackets
     return table
-
-
-def _speedup(ratio: float) -> str:
-    return f"{1 / ratio:.2f}x"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 from rich.console import Console
 
-from qdqtune.cli import options, report
+from qdqtune.cli import options, progress, report
 from qdqtune.cli.options import FILE, flag, option
 from qdqtune.cli.output import INTERRUPTED, print_json, say, say_notes
 from qdqtune.engines.shapes import usual_shapes
@@ -148,7 +148,7 @@ def run(given: options.Given) -> int:
         return _pick(given)
     settings = settings_of(given)
     try:
-        with report.progress(quiet=given["quiet"], verbose=given["verbose"]) as observer:
+        with progress.shown(quiet=given["quiet"], verbose=given["verbose"]) as observer:
             if given["dry_run"]:
                 expected = estimate(settings, observer)
                 if given["as_machine"]:

@@ -61,6 +61,11 @@ class Ratio:
             return "faster"
         return "slower" if self.low is not None and self.low > 1 else "undecided"
 
+    def scaled(self, by: float) -> Ratio:
+        """Of b to something else, to which a has the ratio `by`."""
+        low, high = (None if end is None else by * end for end in (self.low, self.high))
+        return Ratio(by * self.median, low, high)
+
     def __str__(self) -> str:
         low, high = ("?" if end is None else f"{end:.3f}" for end in (self.low, self.high))
         return f"{self.median:.3f} [{low}, {high}]"

@@ -121,7 +121,8 @@ def search(strategy: Strategy, run: Run, observer: Observer, budget: Budget) -> 
                 break
             trial, replayed = run.bench.measure(len(history) + len(trials) + 1, proposal, against)
             trials.append(run.limits.judged(trial, trials, plan, run.bench.metric))
-            state = _state([*history, *accepted(trials, plan)], plan, budget, time.monotonic() - started, replayed)
+            known = [*history, *accepted(trials, plan)]
+            state = _state(known, plan, budget, time.monotonic() - started, replayed)
             observer.trial(trials[-1], outcome(trials[-1], plan), state)
         history += accepted(trials, plan)
         run.candidates.keep_only(best_of(history))
@@ -145,7 +146,10 @@ def _state(trials: Sequence[Trial], plan: Plan, budget: Budget, seconds: float, 
     best, builds, left = best_of(trials), _builds(trials), budget.seconds_left
     pace = seconds / builds * (budget.builds - builds)
     expected = pace if left is None else min(pace, left)
-    return State(builds, budget.builds, ratios_to_float(trials, plan)[best], best, seconds, expected, replayed)
+    floats, last = ratios_to_float(trials, plan), trials[-1]
+    own, against = judge(last, plan), floats[last.against]
+    ratio = None if own is None else own.scaled(against)
+    return State(builds, budget.builds, floats[best], best, seconds, expected, replayed, ratio, against)
 
 
 def _builds(trials: Sequence[Trial]) -> int:

@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from qdqtune.types import Placement, Trial
+from qdqtune.measurement.timing import Ratio
+from qdqtune.types import Deaf, Listener, Placement, Trial
 
 
 @dataclass(frozen=True)
 class State:
-    """Where a run stands after a trial: builds spent and allowed, and best/float as the accepted ratios multiply."""
+    """Where a run stands after a trial: builds spent and allowed, and best/float as the accepted ratios multiply.
+
+    `ratio` is the trial's own to the float model, None if it failed; `against_ratio` that of what it was compared with.
+    """
 
     builds: int
     limit: int
@@ -20,22 +24,24 @@ class State:
     seconds: float
     seconds_left: float | None
     replayed: bool
+    ratio: Ratio | None = None
+    against_ratio: float = 1.0
 
 
-class Observer(Protocol):
+class Observer(Listener, Protocol):
     """Receives the stages and trials of a run, in order."""
 
-    def stage(self, text: str) -> None:
-        """A new stage begins."""
+    def note(self, text: str) -> None:
+        """What the user should know at once."""
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
         """A candidate was measured (or found in the state of an earlier run)."""
 
 
-class Silent:
+class Silent(Deaf):
     """An observer that says nothing."""
 
-    def stage(self, text: str) -> None:
+    def note(self, text: str) -> None:
         """Ignore it."""
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
@@ -57,3 +63,13 @@ class Several:
         """See `Observer`."""
         for observer in self._observers:
             observer.trial(trial, outcome, state)
+
+    def progress(self, done: int, total: int | None) -> None:
+        """See `Observer`."""
+        for observer in self._observers:
+            observer.progress(done, total)
+
+    def note(self, text: str) -> None:
+        """See `Observer`."""
+        for observer in self._observers:
+            observer.note(text)

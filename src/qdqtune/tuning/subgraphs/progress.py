@@ -9,13 +9,13 @@ from typing import Any
 from qdqtune.search.costs.profiles import Profile
 from qdqtune.search.costs.units import Partition
 from qdqtune.tuning.folder import PROGRESS
-from qdqtune.tuning.observer import State
+from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.records import write_json
 from qdqtune.tuning.subgraphs.profiler import GroupKind
 from qdqtune.types import Trial
 
 
-class CacheFile:
+class CacheFile(Silent):
     """Follows a run, and writes the file anew after each answer.
 
     Every method raises OutputError if the file cannot be written.
@@ -29,9 +29,6 @@ class CacheFile:
             k.number: {"groups": [names[u.number] for u in k.units]} for k in kinds
         }
         self._validation: list[dict[str, Any]] = []
-
-    def stage(self, text: str) -> None:
-        """See `Observer`: nothing is written of it."""
 
     def timed(self, kind: GroupKind, profile: Profile) -> None:
         """A kind of group was timed alone (or found in the state of an earlier run)."""

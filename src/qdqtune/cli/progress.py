@@ -1,0 +1,212 @@
+"""Progress while a run goes on: a picture on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live as Display
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from qdqtune.cli.words import duration, speed, speedup
+from qdqtune.tuning.observer import State
+from qdqtune.types import Failure, Trial
+
+BAR = 24
+"""Width of a bar, in characters."""
+
+EVERY = 10.0
+"""Seconds between two lines about how far a stage is, where there is no picture."""
+
+
+def shown(*, quiet: bool = False, verbose: bool = False) -> Live | Plain:
+    """What tells of a run: a picture that changes on a terminal; lines elsewhere, or with `verbose`."""
+    console = Console(stderr=True, quiet=quiet)
+    moving = console.is_terminal and not console.is_dumb_terminal and not verbose
+    return Live(console) if moving else Plain(console)
+
+
+class _Steps:
+    """How far the stage at hand is, and how long the rest may take at the pace so far."""
+
+    def __init__(self) -> None:
+        self.done = 0
+        self.total: int | None = None
+        self._begun = self._heard = time.monotonic()
+
+    def take(self, done: int, total: int | None) -> None:
+        """So many steps are done."""
+        self.done, self.total, self._heard = done, total, time.monotonic()
+
+    @property
+    def left(self) -> float | None:
+        """Seconds, None where nothing says so."""
+        if not self.done or self.total is None:
+            return None
+        pace = (self._heard - self._begun) / self.done
+        return max(0.0, pace * (self.total - self.done) - (time.monotonic() - self._heard))
+
+    def __str__(self) -> str:
+        return f"{self.done} of {self.total}" if self.total is not None else str(self.done)
+
+
+class Live:
+    """A few lines on a terminal that follow the run. A context manager; the lines vanish at its end.
+
+    Stage, how far it is, and time; while searching also builds, the best so far, time left, and the last candidate.
+    Candidates that were faster or failed stay on the screen.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._started = self._heard = time.monotonic()
+        self._stage = "starting"
+        self._steps = _Steps()
+        self._spinner = Spinner("dots")
+        self._state: State | None = None
+        self._searching = False
+        self._last = self._best = ""
+        self._display = Display(
+            get_renderable=self._picture, console=console, refresh_per_second=8, transient=True, redirect_stdout=False
+        )
+
+    def __enter__(self) -> Self:
+        self._display.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._display.stop()
+
+    def stage(self, text: str) -> None:
+        """See `Observer`."""
+        self._stage, self._searching, self._steps = text, False, _Steps()
+
+    def progress(self, done: int, total: int | None) -> None:
+        """See `Observer`."""
+        self._steps.take(done, total)
+
+    def note(self, text: str) -> None:
+        """See `Observer`."""
+        self._console.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
+
+    def trial(self, trial: Trial, outcome: str, state: State) -> None:
+        """See `Observer`."""
+        self._heard = time.monotonic()
+        self._state, self._searching = state, True
+        self._last = f"{name(trial)}: {told(trial, outcome, state)}"
+        if state.best.edges and state.best == trial.placement:
+            self._best = f" ({name(trial)})"
+        if outcome in ("faster", "failed"):
+            self._console.print(line(trial, outcome, state), highlight=False, markup=False)
+
+    def _picture(self) -> RenderableType:
+        now = time.monotonic()
+        cells: list[RenderableType] = [self._spinner, Text(self._stage, no_wrap=True, overflow="ellipsis")]
+        below: list[str] = []
+        state, left = self._state, self._steps.left
+        if state is not None:
+            below.append(f"  best so far: {speed(state.best_ratio)} the speed of float{self._best}")
+        if state is not None and self._searching:
+            below.append(f"  last: {self._last}")
+            cells += [ProgressBar(state.limit, state.builds, BAR), f"{state.builds} of {state.limit} builds"]
+            left = state.seconds_left and max(0.0, state.seconds_left - (now - self._heard))
+        elif self._steps.done:
+            bar = [] if self._steps.total is None else [ProgressBar(self._steps.total, self._steps.done, BAR)]
+            cells += [*bar, str(self._steps)]
+        cells.append(duration(now - self._started))
+        if left is not None:
+            cells.append(f"about {duration(left)} left")
+        head = Table.grid(padding=(0, 2))
+        head.add_row(*cells)
+        return Group(head, *(Text(text, no_wrap=True, overflow="ellipsis") for text in below))
+
+
+class Plain:
+    """Progress as lines, for logs and pipes. A context manager."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._stage = ""
+        self._steps = _Steps()
+        self._said = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        pass
+
+    def stage(self, text: str) -> None:
+        """See `Observer`."""
+        self._stage, self._steps = text, _Steps()
+        self._say(text)
+
+    def progress(self, done: int, total: int | None) -> None:
+        """See `Observer`."""
+        self._steps.take(done, total)
+        if time.monotonic() - self._said >= EVERY:
+            left = "" if self._steps.left is None else f", about {duration(self._steps.left)} left"
+            self._say(f"{self._stage}: {self._steps}{left}")
+
+    def note(self, text: str) -> None:
+        """See `Observer`."""
+        self._say(f"note: {text}")
+
+    def trial(self, trial: Trial, outcome: str, state: State) -> None:
+        """See `Observer`."""
+        self._say(line(trial, outcome, state))
+
+    def _say(self, text: str) -> None:
+        self._said = time.monotonic()
+        self._console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def name(trial: Trial) -> str:
+    """What a candidate is called."""
+    where = f" in pattern {trial.proposal.pattern[:8]}" if trial.proposal.pattern else ""
+    return trial.proposal.origin + where
+
+
+def failure(trial: Trial) -> Failure | None:
+    """Why a candidate was not measured to the end."""
+    return next((result for result in (trial.result, trial.check) if isinstance(result, Failure)), None)
+
+
+def told(trial: Trial, outcome: str, state: State) -> str:
+    """What came of a candidate: its speed against the float model with the interval, and why it is not taken."""
+    if failed := failure(trial):
+        return f"failed: {failed.reason}"
+    assert state.ratio is not None  # it was measured
+    metric = "" if trial.metric is None else f", metric {trial.metric:g}"
+    return f"{speedup(state.ratio)}{metric}, {_verdict(trial, outcome, state)}"
+
+
+def _verdict(trial: Trial, outcome: str, state: State) -> str:
+    rival = "float" if not trial.against.edges else f"the best's {speed(state.against_ratio)}"
+    match outcome:
+        case "slower":
+            return f"slower than {rival}"
+        case "inaccurate":
+            exact = f": {trial.sqnr_db:.1f} dB" if trial.metric is None and trial.sqnr_db is not None else ""
+            return f"not taken: too inaccurate{exact}"
+        case "undecided":
+            assert state.ratio is not None
+            clearly = "clearly" if state.ratio.median < state.against_ratio else "any"
+            return f"not taken: not {clearly} faster than {rival}"
+    if state.best == trial.placement:
+        return f"faster than {rival}: the best so far"
+    if state.ratio is not None and state.best_ratio <= state.ratio.median:
+        return "not taken: another of this batch is faster"
+    return "not taken: as fast as another of this batch within noise, which is more exact"
+
+
+def line(trial: Trial, outcome: str, state: State) -> str:
+    """A candidate, on a line of its own."""
+    source = ", from the state file" if state.replayed else ""
+    counts = f"{trial.number:4}  {state.builds:>{len(str(state.limit))}}/{state.limit} builds"
+    return f"{counts}  best {speed(state.best_ratio)}  {name(trial)}: {told(trial, outcome, state)}{source}"
