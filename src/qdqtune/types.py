@@ -117,7 +117,7 @@ class NumericFormat:
         return 19 if self.activation is QType.FP8 else 13
 
 
-LayerKind = Literal["compute", "reformat", "copy", "quantize", "folded"]
+LayerKind = Literal["compute", "reformat", "copy", "quantize", "folded", "unknown"]
 
 
 @dataclass(frozen=True)

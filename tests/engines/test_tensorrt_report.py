@@ -303,6 +303,7 @@ def test_scale_layers_that_quantize() -> None:
         (named("a"), '{"a": 1}', "no list of layers"),
         (named("a"), '[{"name": "a"}]', "without a time"),
         (named("a"), '[{"name": "b", "medianMs": 1}]', "of two engines"),
+        ("N/A due to dynamic shapes", None, "--shapes="),
     ],
 )
 def test_bad_texts_are_told_in_one_line(graph: str, profile: str | None, words: str) -> None:
@@ -321,3 +322,52 @@ def test_a_report_of_another_model_is_refused(layers: tuple[str, ...]) -> None:
     model = chain(node("Relu", "r", "x"), node("Exp", "y", "r"))
     with pytest.raises(BadOption, match="of another model"):
         read_report(named(*layers), None, model)
+
+
+def tensor(name: str, datatype: str) -> dict[str, str]:
+    return {"Name": name, "Format/Datatype": datatype}
+
+
+@pytest.mark.parametrize(
+    ("layer_type", "tactic", "inputs", "output", "precision"),
+    [
+        # Gemm weights, factors and made-up constants stand among the inputs since TensorRT 10.
+        ("gemm", "", [tensor("a", "Int8"), tensor("b", "Int8"), tensor("__mye34mm_alpha", "Float"),
+                      tensor("__mye35mm_beta_myl0", "Float")], "Half", "INT8"),
+        ("kgen", "", [tensor("a", "FP8"), tensor("__mye554_const-lit-in_myl0", "Half")], "Half", "FP8"),
+        ("kgen", "", [tensor("mask", "Bool"), tensor("a", "FP8"), tensor("b", "FP8")], "Half", "FP8"),
+        ("kgen", "_gemm_mha_v2_0x39", [tensor("q", "FP8"), tensor("k", "FP8"), tensor("mask", "Half"),
+                                       tensor("v", "FP8")], "Half", "FP8"),
+        ("kgen", "_gemm_mha_v2_0x39", [tensor("q", "FP8"), tensor("k", "Half"), tensor("v", "Half")], "Half", "FP16"),
+        ("gemm", "", [tensor("a", "Int8"), tensor("b", "Half")], "Half", "FP16"),
+        ("gemm", "", [tensor("a", "Int8"), tensor("w", "Int8"), tensor("residual", "Half")], "Half", "INT8"),
+        ("CaskConvolution", "sm80_xmma_fprop_implicit_gemm_interleaved_i8f16_i8i32_f32_nchw_vect_c",
+         [tensor("mask", "Half"), tensor("x", "Int8")], "Half", "INT8"),
+        ("gemm", "sm80_xmma_gemm_f32f32_tf32f32_f32_nn_n_tilesize32x32x64", [tensor("a", "Float")], "Int8", "FP32"),
+    ],
+)  # fmt: skip
+def test_a_kernel_is_named_by_what_it_multiplies(
+    layer_type: str, tactic: str, inputs: list[dict[str, str]], output: str, precision: str
+) -> None:
+    outputs = [tensor("is_set", "Bool"), tensor("y", output)]
+    layer = {"Name": "mm", "LayerType": layer_type, "TacticName": tactic, "Inputs": inputs, "Outputs": outputs}
+    (read,) = read_report(detailed(layer))
+    assert (read.kind, read.precision) == ("compute", precision)
+
+
+def test_weights_among_the_inputs_are_known_by_the_model() -> None:
+    model = chain(node("MatMul", "y", "x", "w"), constants={"w": np.ones((4, 4), np.float32)})
+    inputs = [tensor("x", "Int8"), tensor("w", "Int8"), tensor("bias", "Half")]
+    layer = {"Name": "y", "LayerType": "kgen", "Inputs": inputs, "Outputs": [tensor("y", "Half")]}
+    assert read_report(detailed(layer), None, model)[0].precision == "INT8"
+    assert read_report(detailed(layer))[0].precision == "FP16"
+
+
+def test_rows_of_a_profile_that_fit_no_layer_are_merged_or_told() -> None:
+    profile = [("a + b", 1.0), ("a + b [part 2]", 0.25), ("b", 0.5), ("__myl_Fill", 0.125), ("__myl_Fill", 0.125)]
+    layers = read_report(named("a + b", "c"), profile)
+    assert [(x.name, x.time_ms, x.kind) for x in layers] == [
+        ("a + b", 1.5, "compute"), ("c", None, "compute"), ("a + b [part 2]", 0.25, "unknown"),
+        ("__myl_Fill", 0.25, "unknown"),
+    ]  # fmt: skip
+    assert all(not x.nodes for x in layers[2:])

@@ -197,6 +197,10 @@ def _lines(
         for finding in group:
             time = "" if finding.time_ms is None else f"{finding.time_ms:.4f} ms"
             yield f"    {finding.kind:15}  {time:>10}  {', '.join(finding.nodes) or finding.layer}"
+    if strangers := [layer for layer in layers if layer.kind == "unknown"]:
+        spent_there = _sum(strangers) or 0.0
+        first = f"{strangers[0].name:.60}"
+        yield f"{len(strangers)} rows of the profile ({spent_there:.3f} ms) fit no layer, the first: {first}"
     failing = [finding for finding in findings if finding.fails]
     running = [layer for layer in layers if layer.kind != "folded"]
     total, spent = _sum(running), _sum(failing)

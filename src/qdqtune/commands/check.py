@@ -85,7 +85,7 @@ class _Checker:
         nodes = [self._nodes[name] for name in layer.nodes if name in self._nodes]
         pairs = [node for node in nodes if is_conversion(node)]
         others = [node for node in nodes if not is_conversion(node)]
-        if layer.kind == "folded":
+        if layer.kind in ("folded", "unknown"):
             return None
         if layer.kind == "quantize" or (pairs and not others and layer.kind != "copy"):
             finding = self._conversion(number, pairs)

@@ -24,7 +24,7 @@ from qdqtune.engines.tensorrt.cuda import Cuda
 from qdqtune.engines.tensorrt.execution import Execution
 from qdqtune.engines.tensorrt.options import CachedOptions, Options, taking
 from qdqtune.engines.tensorrt.report import read_report
-from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
+from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, InputError, one_line
 from qdqtune.types import Array, Layer, NumericFormat, QuantType, Tensors
 
 
@@ -151,7 +151,10 @@ class TensorRtModel:
             with contextlib.closing(Execution(self._trt, self._cuda, self._engine)) as execution:
                 execution.bind(inputs)
                 graph, times = execution.report(runs)
-            return read_report(graph, times, onnx.load(self._model, load_external_data=False))
+            try:
+                return read_report(graph, times, onnx.load(self._model, load_external_data=False))
+            except InputError as error:  # what TensorRT says of itself is no fault of the user's
+                raise EngineFailure(f"TensorRT: {one_line(error)}") from error
 
     def save(self, path: Path) -> None:
         """Write the plan, for this version of TensorRT and this kind of GPU.

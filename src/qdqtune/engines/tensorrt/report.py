@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,23 @@ PRECISIONS = {
 }  # fmt: skip
 DATATYPE = re.compile(rf"\b({'|'.join(PRECISIONS)})\b", re.IGNORECASE)
 
+OPERANDS = re.compile(r"_({0})({0})_({0})({0})(?:_|$)".format("i8|u8|i4|e4m3|e5m2|e2m1|f16|bf16|tf32|f32|i32"))
+"""In the name of a GEMM or a convolution: the types of the first operand, the result, the second operand, the sum."""
+
+OPERAND = {"i8": "INT8", "u8": "UINT8", "i4": "INT4", "e4m3": "FP8", "e5m2": "FP8", "e2m1": "FP4", "f16": "FP16",
+           "bf16": "BF16", "tf32": "FP32", "f32": "FP32"}  # fmt: skip
+
+SCALAR = re.compile(r"_(alpha|beta)(_myl\d+)?$|^__mye\d+_?\w?const")
+"""Inputs by name that are factors and constants of a kernel rather than what it multiplies."""
+
+INDICES = frozenset({"BOOL", "INT32", "INT64"})
+"""Types of masks, indices and shapes, which no kernel multiplies."""
+
+ATTENTION = re.compile(r"mha|attention", re.IGNORECASE)
+
+ATTENDED = 3
+"""What attention multiplies: queries, keys and values."""
+
 PAIR = re.compile(r"(?i:quantize_?linear|quantlinearnode)|[_/.]D?Q(_\d+)?$")
 
 COPIES = frozenset(
@@ -51,12 +68,14 @@ FIELD = re.compile(r'"(averageMs|medianMs)"\s*:\s*([-+.\deE]+)')
 
 @dataclass(frozen=True)
 class _Entry:
-    """One layer as the inspector has it. Precisions are empty where only names were exported."""
+    """One layer as the inspector has it. Precisions are empty where only names were exported. `inputs` are those of the
+    values that a kernel may multiply; weights that stand among them in the file are `constants`."""
 
     name: str
     type: str = ""
     parameter_type: str = ""
     origin: str = ""
+    tactic: str = ""
     inputs: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
@@ -78,12 +97,13 @@ def read_report(
             it, a layer has the names that it mentions, which may be those of constants.
 
     `precision` is that of the arithmetic: what the layer multiplies, where it is known, and what it writes otherwise.
-    Layers of an optimization profile that the profiled run did not use are left out.
+    Layers of an optimization profile that the profiled run did not use are left out. Rows of the profile that fit no
+    layer are layers of kind "unknown" that cover nothing.
 
     Raises:
         BadOption: a text is not what it should be, or the texts and the model do not belong together.
     """
-    entries = _entries(_text(graph, "layer information"))
+    entries = _entries(_text(graph, "layer information"), _constants_of(model))
     times = _times(profile)
     entries = _of_one_profile(entries, times)
     names = None if model is None else Names(model.graph)
@@ -95,10 +115,12 @@ def read_report(
         nodes, folded = assign(model, names, named)
         operators = {name: node.op_type for name, node in names.nodes.items()}
     kinds = [_kind(entry, own, operators) for entry, own in zip(entries, mentions, strict=True)]
+    aligned, strangers = _aligned(entries, mentions, times, names)
     layers = [
         Layer(entry.name, covered, _precision(entry, kind), time, kind)
-        for entry, covered, time, kind in zip(entries, nodes, _aligned(entries, times), kinds, strict=True)
+        for entry, covered, time, kind in zip(entries, nodes, aligned, kinds, strict=True)
     ]
+    layers += [Layer(name, (), "", milliseconds, "unknown") for name, milliseconds in strangers]
     if folded:
         layers.append(Layer("folded", folded, "", 0.0, "folded"))
     return tuple(layers)
@@ -111,45 +133,70 @@ def _text(source: Path | str, what: str) -> str:
         return source.read_text(encoding="utf-8", errors="replace")
 
 
-def _entries(text: str) -> list[_Entry]:
+def _constants_of(model: onnx.ModelProto | None) -> frozenset[str]:
+    if model is None:
+        return frozenset()
+    made = (t for node in model.graph.node if node.op_type == "Constant" for t in node.output)
+    return frozenset((*(tensor.name for tensor in model.graph.initializer), *made))
+
+
+def _entries(text: str, constants: frozenset[str]) -> list[_Entry]:
     try:
         content = json.loads(text, strict=False)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
+        if text.lstrip().startswith("N/A"):
+            raise BadOption(
+                "the layer information says 'N/A due to dynamic shapes': export it from a run with shapes bound, "
+                "trtexec --loadEngine=... --shapes=input:1x3x224x224 --exportLayerInfo=..."
+            ) from error
         raise BadOption(f"the layer information is no JSON, or cut short ({error}): export it again") from error
     layers = content.get("Layers") if isinstance(content, dict) else None
     if not isinstance(layers, list) or not layers:
         raise BadOption("the layer information has no list 'Layers': give what trtexec --exportLayerInfo writes")
-    return [_entry(layer) for layer in layers]
+    return [_entry(layer, constants) for layer in layers]
 
 
-def _entry(layer: Any) -> _Entry:
+def _entry(layer: Any, known: frozenset[str]) -> _Entry:
     if isinstance(layer, str):
         return _Entry(layer)
     if not isinstance(layer, dict) or not isinstance(layer.get("Name"), str):
         raise BadOption("the layer information has a layer without a name: give what trtexec --exportLayerInfo writes")
-    constants = _datatypes(layer.get("Constants"))
+    constants = tuple(precision for _, precision in _tensors(layer.get("Constants")))
     weights = layer.get("Weights", layer.get("ConvWeights"))
-    if isinstance(weights, Mapping):  # TensorRT 8 and 10; without a count where there are none
-        constants += _datatypes([{"Datatype": weights.get("Type")}]) if weights.get("Count") else ()
+    if isinstance(weights, Mapping) and weights.get("Count"):  # TensorRT 8 and 10; no count where there are none
+        constants += (_precision_in(str(weights.get("Type"))),)
+    inputs = []
+    for name, precision in _tensors(layer.get("Inputs")):
+        if name in known:
+            constants += (precision,)
+        elif not SCALAR.search(name) and precision not in INDICES:
+            inputs.append(precision)
     return _Entry(
         layer["Name"],
         str(layer.get("LayerType", "")),
         str(layer.get("ParameterType", "")),
         str(layer.get("Origin", "")),
-        _datatypes(layer.get("Inputs")),
+        str(layer.get("TacticName", "")),
+        tuple(inputs),
         constants,
-        _datatypes(layer.get("Outputs")),
+        tuple(precision for _, precision in _tensors(layer.get("Outputs"))),
         _onnx_layers(str(layer.get("Metadata", ""))),
     )
 
 
-def _datatypes(tensors: Any) -> tuple[str, ...]:
-    """Precisions of tensors, whether the datatype has a field of its own (11) or stands in the format's text."""
+def _tensors(tensors: Any) -> list[tuple[str, str]]:
+    """Name and precision of tensors, whether a field of its own has the datatype (11) or the format's text."""
     if not isinstance(tensors, list):
-        return ()
-    texts = [str(t.get("Datatype") or t.get("Format/Datatype") or "") for t in tensors if isinstance(t, Mapping)]
-    matches = (DATATYPE.search(text) for text in texts)
-    return tuple(PRECISIONS[match[1].lower()] if match else "" for match in matches)
+        return []
+    given = [t for t in tensors if isinstance(t, Mapping)]
+    return [
+        (str(t.get("Name", "")), _precision_in(str(t.get("Datatype") or t.get("Format/Datatype") or ""))) for t in given
+    ]
+
+
+def _precision_in(text: str) -> str:
+    match = DATATYPE.search(text)
+    return PRECISIONS[match[1].lower()] if match else ""
 
 
 def _onnx_layers(metadata: str) -> tuple[str, ...]:
@@ -192,15 +239,37 @@ def _profile_number(name: str) -> int:
     return int(match[1]) if match else 0
 
 
-def _aligned(entries: Iterable[_Entry], times: Times | None) -> list[float | None]:
-    """The time of each layer, by name. Layers of one name are in the same order on both sides."""
+def _aligned(
+    entries: Sequence[_Entry], mentions: Sequence[tuple[str, ...]], times: Times | None, names: Names | None
+) -> tuple[list[float | None], list[tuple[str, float]]]:
+    """The time of each layer, and the rows of the profile that belong to none.
+
+    Layers of one name are in the same order on both sides. A row that is left over adds to the layer that mentions the
+    same nodes, since a profile may divide a layer or spell it otherwise.
+    """
     waiting: dict[str, deque[float]] = {}
     for name, milliseconds in times or ():
         waiting.setdefault(name, deque()).append(milliseconds)
     found = [waiting[e.name].popleft() if waiting.get(e.name) else None for e in entries]
-    if lost := next((name for name, left in waiting.items() if left), None):
-        raise BadOption(f"the profile has layer {lost!r:.200}, the layer information has not: they are of two engines")
-    return found
+    left = [(name, milliseconds) for name, rows in waiting.items() for milliseconds in rows]
+    if left and all(time is None for time in found):
+        raise BadOption(
+            f"the profile has layer {left[0][0]!r:.200}, the layer information has not, nor any other of the profile: "
+            "they are of two engines"
+        )
+    strangers: dict[str, float] = {}
+    for name, milliseconds in left:
+        home = _home(_mentions(_Entry(name), names), mentions)
+        if home is None:
+            strangers[name] = strangers.get(name, 0.0) + milliseconds
+        else:
+            found[home] = (found[home] or 0.0) + milliseconds
+    return found, list(strangers.items())
+
+
+def _home(own: tuple[str, ...], mentions: Sequence[tuple[str, ...]]) -> int | None:
+    """The first layer that mentions all that a row does."""
+    return next((i for i, others in enumerate(mentions) if own and set(own) <= set(others)), None)
 
 
 def _mentions(entry: _Entry, known: Names | None) -> tuple[str, ...]:
@@ -237,14 +306,25 @@ def _kind(entry: _Entry, mentions: Sequence[str], operators: Mapping[str, str]) 
 
 
 def _precision(entry: _Entry, kind: LayerKind) -> str:
-    written = entry.outputs[0] if entry.outputs else ""
+    written = next((p for p in entry.outputs if p not in INDICES), next(iter(entry.outputs), ""))
     read = entry.inputs[0] if entry.inputs else ""
-    if kind != "compute" or not read:
+    if kind != "compute":
         return written
-    multiplied = {read, *(c for c in entry.constants if c in LOW)} if set(entry.constants) & set(LOW) else set()
+    if (named := OPERANDS.search(entry.tactic)) and OPERAND.get(named[1]) == OPERAND.get(named[3]) is not None:
+        return OPERAND[named[1]]
+    if not read:
+        return written
     if read in LOW:
-        # With weights, they and the first input decide: a further input may be the other side of an Add. Without, all
-        # inputs do, or the kernel converts some of them first.
-        same = len(multiplied) == 1 if multiplied else set(entry.inputs) == {read}
-        return read if same else written
+        return read if _multiplies(entry, read) else written
     return read if written in LOW else written  # a Q that was fused behind float arithmetic
+
+
+def _multiplies(entry: _Entry, low: str) -> bool:
+    """Whether a kernel whose first input has a low precision multiplies in it, or converts it first."""
+    if weights := {c for c in entry.constants if c in LOW}:
+        return weights == {low}  # a further input may be the other side of an Add
+    if ATTENTION.search(f"{entry.name} {entry.tactic}"):
+        return entry.inputs.count(low) >= ATTENDED  # the rest are masks
+    if entry.type == "gemm":
+        return entry.inputs[:2] == (low, low)  # the third is added
+    return set(entry.inputs) == {low}

@@ -21,7 +21,7 @@ from qdqtune.engines.tensorrt.build import build_plan, load_plugins, logger_of
 from qdqtune.engines.tensorrt.cuda import Cuda
 from qdqtune.engines.tensorrt.options import Options, taking
 from qdqtune.engines.tensorrt.report import read_report
-from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
+from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, InputError, one_line
 from qdqtune.types import Array, Layer, NumericFormat, QuantType, Tensors
 
 FIELD = re.compile(r"(?:^|, )(LayerType|Inputs|Constants|Outputs|TacticName|StreamId|Metadata): ")
@@ -133,7 +133,10 @@ class AheadOfTimeModel:
         if not self._layers:
             raise EngineFailure("TensorRT-RTX listed no layers in this build")
         model = onnx.load(self._model, load_external_data=False)
-        return read_report(layers_from_log(self._layers), None, model)
+        try:
+            return read_report(layers_from_log(self._layers), None, model)
+        except InputError as error:
+            raise EngineFailure(f"TensorRT-RTX: {one_line(error)}") from error
 
     def save(self, path: Path) -> None:
         """Write the plan.
