@@ -304,6 +304,11 @@ def entry(name, kind, parameter, layer, origin):
             else {"Datatype": words[dtype], "Format": "(Linear) Row major linear format"}
         )
         found[side] = [{"Name": layer["tensors"][tensor], "Location": "Device", "Dimensions": [1], **form}]
+    if (10,) <= VERSION < (11,) and layer["op"] in COMPUTE:  # all that such a kernel is given stands among its inputs
+        flag = {"Name": "mask", "Format/Datatype": "Row major linear BOOL"}
+        factors = [{"Name": f"__mye34{name}_{end}", "Format/Datatype": "Row major linear FP32"}
+                   for end in ("alpha", "beta")]  # fmt: skip
+        found["Inputs"] = [flag, *found["Inputs"], *factors]
     if VERSION >= (11,):
         found["Constants"] = [{"Name": "w", "Dimensions": [1], "Datatype": words[layer["weights"]], "Format": ""}]
     elif layer["op"] in COMPUTE and parameter == "Convolution":
@@ -381,6 +386,9 @@ def export_profile(path, names, found, count):
     for name in names:
         ms = 0.002 if name.startswith("Reformatting") else layer_ms(next(times))
         rows.append(f', {{ "name" : "{name}", "timeMs" : {ms * count:g}, "averageMs" : {ms:g}, "medianMs" : {ms:g}, '
+                    '"percentage" : 1 }\n')  # fmt: skip
+    if VERSION >= (10,):  # a kernel of the compiler's own, which the layer information does not list
+        rows.append(', { "name" : "__myl_Fill", "timeMs" : 0.1, "averageMs" : 0.001, "medianMs" : 0.001, '
                     '"percentage" : 1 }\n')  # fmt: skip
     with open(path, "w") as file:
         file.write(f'[\n  {{ "count" : {count} }}\n' + "".join(rows) + "]\n")

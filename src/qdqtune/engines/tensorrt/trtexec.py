@@ -37,6 +37,7 @@ PRECISIONS = frozenset({"best", "bf16", "fp16", "fp8", "int4", "int8"})
 SHAPES = frozenset({"maxShapes", "minShapes", "optShapes", "shapes"})
 
 SUMMARY = re.compile(r"(?<!Total )GPU Compute Time: min = .*?median = ([-+.\deE]+) ms")
+FINAL_SHAPE = re.compile(r"Final shape is (.*?) reported by the output allocator\.\s*")
 OUTPUT = re.compile(r'"name" : "(.*?)"\s*, "dimensions" : "(.*?)"\s*, "values" : \[(.*?)\]\s*\}', re.DOTALL)
 
 
@@ -394,10 +395,15 @@ def _milliseconds(times: str, printed: str) -> float:
 
 
 def _outputs(text: str) -> Iterable[tuple[str, Array]]:
-    """Names and values of exported outputs. Not by a JSON parser: names are not escaped, and nan is no JSON."""
+    """Names and values of exported outputs. Not by a JSON parser: names are not escaped, and nan is no JSON.
+
+    Where sizes depend on data, programs from 10.7 on say them before the values, and older ones leave -1 in them.
+    """
     for name, sizes, values in OUTPUT.findall(text):
-        numbers = np.array([float(v) for v in values.split(",") if v.strip()])
+        final = FINAL_SHAPE.search(values)
+        numbers = np.array([float(v) for v in FINAL_SHAPE.sub("", values).split(",") if v.strip()])
+        known = [int(size) for size in re.findall(r"-?\d+", final[1] if final else sizes)]
         try:
-            yield name, numbers.reshape([int(size) for size in re.findall(r"\d+", sizes)])
+            yield name, numbers.reshape(known)
         except ValueError as error:
             raise EngineFailure(f"trtexec: output {name!r} has {numbers.size} values for sizes {sizes}") from error
