@@ -86,7 +86,8 @@ class NumericFormat:
 
     `unsigned` gives tensors without negative values all 256 steps of uint8, in a format that is symmetric otherwise;
     `shared_scale_ops` are the operators whose input and output must carry one scale to stay in integers;
-    `reduced_weights` limits weights to 7 bits, because u8 x s8 products saturate on x86 without VNNI.
+    `reduced_weights` limits weights to 7 bits, because u8 x s8 products saturate on x86 without VNNI; `float_weights`
+    leaves constants in float in front of a Q and a DQ, for engines that take no integers there (nor float16 scales).
     """
 
     activation: QType
@@ -98,6 +99,7 @@ class NumericFormat:
     bias: Literal["int32", "float"] = "float"
     drop_clamps: bool = False
     shared_scale_ops: frozenset[str] = frozenset()
+    float_weights: bool = False
 
     def __post_init__(self) -> None:
         if (self.activation is QType.FP8) != (self.weight is QType.FP8):

@@ -7,6 +7,7 @@ import gc
 import importlib
 import re
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -149,6 +150,7 @@ def test_external_data_is_found(rig: Rig) -> None:
 
 def test_numbers(rig: Rig) -> None:
     int8 = rig.open().numeric_format("int8")
+    assert int8.float_weights == (rig.version == "8.6.1")
     assert (int8.activation, int8.weight, int8.symmetric, int8.per_channel) == (QType.INT8, QType.INT8, True, True)
     assert (int8.bias, int8.drop_clamps) == ("float", False)
     assert {"Concat", "MaxPool"} <= int8.shared_scale_ops
@@ -263,8 +265,13 @@ def test_close_gives_everything_back(rig: Rig) -> None:
         built.layers(IMAGE, 1)
     first.close()
     np.testing.assert_allclose(second.run(IMAGE)["y"], expected(conv_model(), IMAGE), rtol=1e-6)
-    second.close()
-    gc.collect()
+    engine_of_second = weakref.ref(second._engine)
+    gc.disable()
+    try:
+        second.close()
+        assert engine_of_second() is None  # its weights go with it, and wait for no garbage collector
+    finally:
+        gc.enable()
     assert rig.cuda.memory == {}
     assert rig.cuda.alive == {"stream": 0, "event": 0, "graph": 0}
 
@@ -387,6 +394,15 @@ def test_without_a_gpu(rig: Rig) -> None:
         rig.open()
     rig.cuda.fail["cudaGetDeviceCount"] = rig.cuda.cudaError_t.cudaErrorInsufficientDriver
     with pytest.raises(EngineUnavailable, match="cudaErrorInsufficientDriver"):
+        rig.open()
+
+
+def test_bindings_that_look_for_a_driver_at_the_first_call(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(_: object) -> None:
+        raise RuntimeError("Failed to dlopen libcuda.so.1")
+
+    monkeypatch.setattr(type(rig.cuda), "cudaGetDeviceCount", failing)
+    with pytest.raises(EngineUnavailable, match=r"no NVIDIA driver: .*libcuda"):
         rig.open()
 
 

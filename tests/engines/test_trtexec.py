@@ -280,6 +280,7 @@ def test_a_damaged_plan_is_a_failure(tmp_path: Path, quantized: Path) -> None:
 def test_fp8_needs_version_10(tmp_path: Path, version: str) -> None:
     engine = create(stand_in(tmp_path, version))
     assert engine.numeric_format("int8").symmetric
+    assert engine.numeric_format("int8").float_weights == (version == "8.6")
     if version == "8.6":
         with pytest.raises(BadOption, match="--quant-type int8"):
             engine.numeric_format("fp8")

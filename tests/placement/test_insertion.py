@@ -38,11 +38,13 @@ from models import (
     tapped,
 )
 from qdqtune.calibration.scales import Range, Ranges
+from qdqtune.errors import BadModel
 from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.model import Model, Node
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import RAW_OUTPUT, Inserter, insert
 from qdqtune.placement.possible import WeightRole, possible_edges, weight_role
+from qdqtune.placement.reading import read_placement
 from qdqtune.types import Edge, NumericFormat, Placement
 
 CASES = ("conv_net", "attention", "tapped", "embedding", "conv_net_half", "attention_half")
@@ -676,3 +678,23 @@ def test_a_model_that_is_written_carries_the_ir_version_that_its_opset_needs() -
     found = ranges(case("tapped").model)
     assert insert(older, Placement.of([Edge("x", "a", 0)]), found, UINT8).proto.ir_version == 9
     assert model.proto.ir_version == 7
+
+
+def test_an_engine_without_integer_weights_gets_them_in_float_behind_a_pair() -> None:
+    model, samples, found, possible, _ = case("conv_net")
+    usual = insert(model, Placement(possible), found, INT8)
+    float_weights = insert(model, Placement(possible), found, replace(INT8, float_weights=True))
+    check(float_weights)
+    integers = {c.dtype for c in float_weights.constants.values()} & {TensorProto.INT8, TensorProto.UINT8}
+    assert integers <= {c.dtype for n, c in float_weights.constants.items() if n.endswith("_zero_point")}
+    assert not [n for n in float_weights.constants if n.endswith("_quantized")]
+    for mine, theirs in zip(run(float_weights, samples), run(usual, samples), strict=True):
+        assert all(np.array_equal(mine[name], theirs[name]) for name in theirs)
+    assert read_placement(model, float_weights).placement == read_placement(model, usual).placement
+
+
+def test_an_engine_without_integer_weights_reads_no_float16_scales() -> None:
+    model = conv_net(half=True)
+    placement = Placement.of([next(e for e in possible_edges(model, ranges(model)) if e.tensor in model.constants)])
+    with pytest.raises(BadModel, match="float32 scales only"):
+        insert(model, placement, ranges(model), replace(INT8, float_weights=True))

@@ -77,10 +77,19 @@ def openvino(quant_type: QuantType) -> NumericFormat:
     return NumericFormat(QType.INT8, QType.INT8, symmetric=True, unsigned=True, reduced_weights=cpu.products_saturate())
 
 
-def tensorrt(quant_type: QuantType) -> NumericFormat:
-    """TensorRT: symmetric int8 with per-channel weights, or FP8 E4M3 per tensor; biases stay in float."""
+def tensorrt(quant_type: QuantType, *, explicit_weights: bool = True) -> NumericFormat:
+    """TensorRT: symmetric int8 with per-channel weights, or FP8 E4M3 per tensor; biases stay in float.
+
+    Version 8.6 takes no integer weights: without `explicit_weights` they stay in float, in front of a Q and a DQ.
+    """
     if quant_type == "int8":
-        return NumericFormat(QType.INT8, QType.INT8, symmetric=True, shared_scale_ops=TENSORRT_SHARED)
+        return NumericFormat(
+            QType.INT8,
+            QType.INT8,
+            symmetric=True,
+            shared_scale_ops=TENSORRT_SHARED,
+            float_weights=not explicit_weights,
+        )
     return NumericFormat(QType.FP8, QType.FP8, symmetric=True, per_channel=False, shared_scale_ops=TENSORRT_SHARED)
 
 

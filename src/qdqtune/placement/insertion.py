@@ -17,6 +17,7 @@ from onnx import TensorProto, helper
 
 from qdqtune.calibration import scales
 from qdqtune.calibration.scales import Quantization, Range, Ranges
+from qdqtune.errors import BadModel
 from qdqtune.graph.folding import names_in
 from qdqtune.graph.model import GRAPH, LARGE, Constant, Model, Node, rebuild
 from qdqtune.graph.operators import CLAMPS, COMPUTE
@@ -328,11 +329,8 @@ class Inserter:
             parameters = self._parameters(draft, tensor, decision.activations[tensor])
             quantized = draft.unique(f"{tensor}_QuantizeLinear_Output")
             draft.made[key] = tensor if tensor in raw else draft.unique(f"{tensor}_DequantizeLinear_Output")
-            name = draft.unique(f"{tensor}_QuantizeLinear")
-            inputs = [raw.get(tensor, tensor), parameters.scale, parameters.zero_point]
-            q = helper.make_node("QuantizeLinear", inputs, [quantized], name)
-            draft.nodes.append(q)
-            self._dq(draft, tensor, quantized, parameters, draft.made[key])
+            _converter("QuantizeLinear", draft, tensor, raw.get(tensor, tensor), parameters, quantized)
+            _converter("DequantizeLinear", draft, tensor, quantized, parameters, draft.made[key])
         return draft.made[key]
 
     def _ranked(self, edge: Edge, constant: Constant) -> Constant:
@@ -349,13 +347,18 @@ class Inserter:
     def _constant(self, draft: _Draft, tensor: str, constant: Constant, quantization: Quantization) -> str:
         key = (constant.key, quantization.qtype, quantization.axis, quantization.scale.tobytes(), tensor)
         if key not in draft.made:
-            if key not in self._forms:
-                self._forms[key] = _quantized(constant, quantization)
             name = draft.unique(f"{tensor}_quantized")
-            draft.constants[name] = self._forms[key]
+            if not self._format.float_weights:
+                if key not in self._forms:
+                    self._forms[key] = _quantized(constant, quantization)
+                draft.constants[name] = self._forms[key]
             parameters = self._parameters(draft, tensor, quantization)
+            if self._format.float_weights:
+                source = draft.unique(f"{tensor}_float")
+                draft.constants[source] = constant
+                _converter("QuantizeLinear", draft, tensor, source, parameters, name, quantization.axis)
             draft.made[key] = draft.unique(f"{tensor}_DequantizeLinear_Output")
-            self._dq(draft, tensor, name, parameters, draft.made[key], quantization.axis)
+            _converter("DequantizeLinear", draft, tensor, name, parameters, draft.made[key], quantization.axis)
         return draft.made[key]
 
     def _bias(self, draft: _Draft, node: Node, decision: _Decision) -> str:
@@ -371,23 +374,30 @@ class Inserter:
             draft.constant(f"{name}_zero_point", np.zeros(bias.scale.shape, np.int32)),
         )
         output = draft.unique(f"{tensor}_DequantizeLinear_Output")
-        self._dq(draft, tensor, name, parameters, output, 0 if bias.scale.ndim else None)
+        _converter("DequantizeLinear", draft, tensor, name, parameters, output, 0 if bias.scale.ndim else None)
         return output
 
     def _parameters(self, draft: _Draft, tensor: str, quantization: Quantization) -> _Parameters:
         """Scale and zero point as initializers; the scale has the tensor's own float type."""
-        values = quantization.scale.astype(_numpy(self._dtype(tensor)))
+        dtype = _numpy(self._dtype(tensor))
+        if self._format.float_weights and dtype == np.float16:
+            raise BadModel(
+                f"{tensor} is float16, and an engine that takes no integer weights reads float32 scales only: give the "
+                "float32 model, the engine makes its float layers float16 by itself"
+            )
+        values = quantization.scale.astype(dtype)
         zeros = np.full(quantization.scale.shape, quantization.zero_point, scales.NUMPY_TYPE[quantization.qtype])
         return _Parameters(draft.constant(f"{tensor}_scale", values), draft.constant(f"{tensor}_zero_point", zeros))
 
-    def _dq(
-        self, draft: _Draft, tensor: str, source: str, parameters: _Parameters, output: str, axis: int | None = None
-    ) -> None:
-        name = draft.unique(f"{tensor}_DequantizeLinear")
-        node = helper.make_node("DequantizeLinear", [source, parameters.scale, parameters.zero_point], [output], name)
-        if axis is not None:
-            node.attribute.append(helper.make_attribute("axis", axis))
-        draft.nodes.append(node)
+
+def _converter(
+    op: str, draft: _Draft, tensor: str, source: str, parameters: _Parameters, output: str, axis: int | None = None
+) -> None:
+    inputs = [source, parameters.scale, parameters.zero_point]
+    node = helper.make_node(op, inputs, [output], draft.unique(f"{tensor}_{op}"))
+    if axis is not None:
+        node.attribute.append(helper.make_attribute("axis", axis))
+    draft.nodes.append(node)
 
 
 def _clamp_bounds(model: Model, node: Node) -> tuple[float, float] | None:

@@ -104,7 +104,7 @@ def numeric_format(trt: Any, quant_type: QuantType) -> NumericFormat:
     """See `TensorRt.numeric_format`."""
     if quant_type == "fp8" and not is_strongly_typed(trt):
         raise BadOption(f"TensorRT {trt.__version__} has no FP8: use --quant-type int8, or TensorRT 10 or later")
-    return formats.tensorrt(quant_type)
+    return formats.tensorrt(quant_type, explicit_weights=is_strongly_typed(trt))
 
 
 class TensorRtModel:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from qdqtune.errors import EngineFailure, EngineUnavailable
+from qdqtune.errors import EngineFailure, EngineUnavailable, one_line
 from qdqtune.types import Array
 
 MODULES = ("cuda.bindings.runtime", "cuda.cudart")
@@ -46,7 +46,10 @@ class Cuda:
 
     def __init__(self) -> None:
         self._api = _runtime()
-        error, count = self._api.cudaGetDeviceCount()
+        try:
+            error, count = self._api.cudaGetDeviceCount()
+        except RuntimeError as failure:  # cuda-python 12.2 looks for the driver at the first call
+            raise EngineUnavailable(f"this machine has no NVIDIA driver: {one_line(failure)}") from failure
         if int(error) or not count:
             words = error.name if int(error) else "no device is visible"
             raise EngineUnavailable(f"this machine has no NVIDIA GPU that CUDA can use ({words}); check nvidia-smi")

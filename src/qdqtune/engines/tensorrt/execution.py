@@ -113,7 +113,8 @@ class Execution:
     def close(self) -> None:
         """Free everything."""
         self._drop_graph()
-        del self._context
+        # The allocator refers back to here: with it, engine and weights would stay until the garbage collector comes.
+        del self._context, self._allocator, self._engine
         for address, _ in self._buffers.values():
             self._cuda.free(address)
         self._buffers.clear()

@@ -107,7 +107,7 @@ class Trtexec:
         """
         if quant_type == "fp8" and self._program.version < STRONG_TYPING:
             raise BadOption("TensorRT 8.6 reads no FP8: use --quant-type int8, or TensorRT 10 or later")
-        return formats.tensorrt(quant_type)
+        return formats.tensorrt(quant_type, explicit_weights=self._program.version >= STRONG_TYPING)
 
     def build(self, model: Path, log: Path) -> TrtexecModel:
         """A plan, in a temporary folder. What trtexec prints now and later goes to the log.
