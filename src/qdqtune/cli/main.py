@@ -103,6 +103,7 @@ def app() -> None:
     qdqtune tune model.onnx --calibration-data samples.npz    search, prove, write optimized_final.onnx
     qdqtune quantize model.onnx --calibration-data data.npz   pairs by rules, without a search
     qdqtune compare a.onnx b.onnx                             time your own files against each other
+    qdqtune explain qdqtune_output '/layer1/*'                why nodes run in 8 bits or in float
     qdqtune apply model.onnx --placement placement.yaml       the same pairs on retrained weights
     qdqtune inspect model.onnx                                regions and patterns of a model
     qdqtune layers model.onnx                                 what the engine made of it, layer by layer
@@ -124,6 +125,10 @@ SUMMARIES = {
         "compare": "Time every other of FILES against the first, in interleaved rounds on two fresh builds of both.",
         "apply": "Put the Q/DQ pairs of an earlier search into MODEL, with scales calibrated anew: no search, "
         "no timing.",
+    },
+    "explain": {
+        "explain": "Explain a finished run: why each node runs in 8 bits or in float, and what the other way would "
+        "cost."
     },
     "debug": {
         "debug": "Find which tensor breaks the outputs of a quantized model, or which nodes an engine computes wrongly."

@@ -147,19 +147,22 @@ class CutSearch:
         predicted = costs.total(decision) / self.float_ms
         return Proposal(origin, costs.partition.placement(decision), predicted=predicted, wants_layers=True)
 
-    def costs(self, history: Sequence[Trial]) -> Costs:
+    def costs(self, history: Sequence[Trial], shipped: Placement | None = None) -> Costs:
         """Prices of the units that the builds so far suggest. Where builds disagree, a later one counts; of the first
-        ones, which no prices led to, a faster one."""
+        ones, which no prices led to, a faster one. In any case the one of `shipped`, which has its own pieces as units.
+        """
         floats, *others = priced(history, self.plan, self.float_layers)
         first = {t.placement for t in history if t.proposal.predicted is None}
         guesses = sorted((b for b in others if b.placement in first), key=lambda build: -build.ratio)
-        ordered = (floats, *guesses, *(b for b in others if b.placement not in first))
+        rising = (*guesses, *(b for b in others if b.placement not in first))
+        ordered = (floats, *sorted(rising, key=lambda build: build.placement == shipped))
         times = [attribute(self.model, build, self.float_ms) for build in ordered]
-        parts = partition(self.model, self.possible, list(self._units(times)))
+        parts = partition(self.model, self.possible, list(self._units(times, shipped)))
         return learn(parts, times)
 
-    def _units(self, times: Sequence[Times]) -> Iterator[Group]:
-        """The float build's groups, each divided as it ran fastest when it was quantized; equal groups alike."""
+    def _units(self, times: Sequence[Times], shipped: Placement | None) -> Iterator[Group]:
+        """The float build's groups, each divided as it ran fastest when it was quantized; equal groups alike. Those
+        that `shipped` runs in 8 bits are divided as they are there."""
         options: dict[str, dict[frozenset[int], list[float]]] = {}
         members = [(group, inner_edges(self.model, group, self.possible), self._kind(group)) for group in self.groups]
         for group, edges, kind in members:
@@ -169,7 +172,11 @@ class CutSearch:
                     pairs = inner_pairs(edges, build.placement)
                     chosen = frozenset(i for i, e in enumerate(edges) if e in pairs)
                     options.setdefault(kind, {}).setdefault(chosen, []).append(spent)
+        paired = frozenset(e.node for e in shipped.edges) if shipped else frozenset[str]()
         for group, edges, kind in members:
+            if shipped is not None and not paired.isdisjoint(group):
+                yield from split(self.model, group, inner_pairs(edges, shipped))
+                continue
             prices = options.get(kind, {})
             best = min(prices, key=lambda o: (min(prices[o]), len(o), sorted(o)), default=frozenset[int]())
             yield from split(self.model, group, {edges[i] for i in best})

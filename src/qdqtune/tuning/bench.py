@@ -27,6 +27,7 @@ from qdqtune.tuning.store import (
     pack_result,
     unpack_accuracy,
     unpack_layers,
+    unpack_placement,
     unpack_result,
 )
 from qdqtune.types import Accuracy, Array, Failure, Layer, Measurement, Placement, Proposal, Sample, Trial
@@ -40,6 +41,10 @@ PROFILED = (12, 400)
 
 PROFILED_SECONDS = 0.05
 """How long they are to take in all, where that is within these numbers: short layers need many."""
+
+
+FORETOLD = frozenset({"cut", "front", "polish"})
+"""Origins of candidates whose ratio prices have predicted: records of earlier versions do not hold what it was."""
 
 
 @dataclass(frozen=True)
@@ -226,6 +231,7 @@ def _record(trial: Trial) -> Record:
     return {
         "origin": trial.proposal.origin,
         "pattern": trial.proposal.pattern,
+        "predicted": trial.proposal.predicted,
         "against": trial.against.digest,
         "placement": pack_placement(trial.placement),
         **pack_accuracy(trial.accuracy or Accuracy()),
@@ -242,6 +248,14 @@ def _trial(number: int, proposal: Proposal, against: Placement, record: Record) 
     result = unpack_result(record["result"])
     known = None if isinstance(result, Failure) else unpack_accuracy(record)
     return Trial(number, proposal, against, result, check, known, layers)
+
+
+def trial_of(number: int, record: Record, against: Placement) -> Trial:
+    """A candidate from its record alone, for who looks at a run without searching on."""
+    origin, learned = record["origin"], record.get("layers") is not None
+    predicted = record.get("predicted", 1.0 if origin in FORETOLD else None)
+    proposal = Proposal(origin, unpack_placement(record["placement"]), record["pattern"], predicted, learned)
+    return _trial(number, proposal, against, record)
 
 
 def profiled_runs(seconds: float) -> int:

@@ -77,6 +77,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "model": str(settings.model),
         "engine": description,
         "mode": settings.mode,
+        "state_file": None if settings.state_file is None else str(settings.state.absolute()),
         "shipped": proof.shipped,
         "baseline_ms": proof.float_seconds * 1e3,
         "final_ms": proof.final_seconds * 1e3,

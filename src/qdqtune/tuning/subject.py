@@ -120,7 +120,7 @@ def open_subject(settings: Settings, runner: Runner) -> Subject:
         min_topdown_size=settings.config.minimum_topdown_search_size,
     )
     grouped = patterns.group(shaped, regions)
-    chosen = _filtered(shaped, grouped, settings.node_filter)
+    chosen = filtered(shaped, grouped, settings.node_filter)
     return Subject(
         prepared,
         numbers,
@@ -192,9 +192,7 @@ def calibrated(subject: Subject, settings: Settings, store: Store, observer: Obs
         ranges = replace(ranges, activations={**ranges.activations, **own.activations}, weights=own.weights)
     possible = possible_edges(subject.shaped, ranges)
     if settings.node_filter:
-        possible &= frozenset(
-            e for p in subject.patterns for parts in p.edges.values() for es in parts.values() for e in es
-        )
+        possible &= edges_within(subject.patterns)
     if not possible:
         raise BadModel(f"{settings.model} has no tensor that could be quantized")
     return replace(subject, ranges=ranges, possible=possible)
@@ -263,7 +261,12 @@ def _fixed(settings: Settings) -> dict[str, Array]:
     }
 
 
-def _filtered(model: Model, found: tuple[Pattern, ...], wildcards: tuple[str, ...]) -> tuple[Pattern, ...]:
+def edges_within(found: tuple[Pattern, ...]) -> frozenset[Edge]:
+    """The edges in instances of patterns: where pairs may stand if a node filter leaves these."""
+    return frozenset(e for p in found for parts in p.edges.values() for edges in parts.values() for e in edges)
+
+
+def filtered(model: Model, found: tuple[Pattern, ...], wildcards: tuple[str, ...]) -> tuple[Pattern, ...]:
     """The patterns with an instance that holds a node whose name matches one of the wildcards (all without any)."""
     if not wildcards:
         return found

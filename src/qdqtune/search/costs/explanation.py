@@ -15,7 +15,8 @@ class UnitPrice:
     """One unit. All times in ms, as the search predicts them beside the final decisions about the units around it.
 
     `boundary_ms` is what the conversions and float outputs at its borders cost as decided, those that neighbours
-    share included. `margin_ms` is what the other decision would cost more; None where the unit can only be float.
+    share included. `margin_ms` is what the other decision would cost more; None where the unit can only be float, as
+    `unpriced` says.
     """
 
     nodes: tuple[str, ...]
@@ -30,6 +31,7 @@ class UnitPrice:
     margin_ms: float | None
     seen: bool
     """Whether its quantized time was measured, not guessed."""
+    unpriced: str = ""
 
 
 def explain(costs: Costs, placement: Placement) -> tuple[UnitPrice, ...]:
@@ -59,6 +61,7 @@ def explain(costs: Costs, placement: Placement) -> tuple[UnitPrice, ...]:
             quantized=quantized,
             margin_ms=margin(costs, decision, unit) if able else None,
             seen=price.seen,
+            unpriced="" if able else "no pair can stand on its inputs",
         )
         rows.append(row)
     return tuple(sorted(rows, key=lambda r: (-r.float_ms, r.nodes)))

@@ -33,7 +33,7 @@ class Cut:
         """What every unit costs either way."""
         if self.by_layers is None:
             return Recorded()
-        units = explain(self.by_layers.costs(history), final)
+        units = explain(self.by_layers.costs(history, final), final)
         return Recorded(units, files={UNITS: {"units": record(units)}})
 
 

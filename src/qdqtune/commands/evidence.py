@@ -1,0 +1,382 @@
+"""Why each node of a tuned model runs as it does: what a finished run knows, weighed.
+
+Everything is said of the placement that shipped, wherever it came from. Prices are learned from all builds of the run,
+the shipped one's counting most; in every mode, as long as the engine tells layer times. Decisions are about units, the
+nodes that are quantized as a whole: the nodes of a unit share its times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import log10
+from typing import Literal
+
+from onnx import TensorProto
+
+from qdqtune.commands.explanation import Explanation, Why
+from qdqtune.commands.reasons import is_float
+from qdqtune.graph.model import Model, Node
+from qdqtune.measurement.limits import Limits, outcome
+from qdqtune.measurement.timing import Plan, judge
+from qdqtune.placement.possible import refusal
+from qdqtune.search import ratios_to_float
+from qdqtune.search.costs.noise import Noise
+from qdqtune.search.costs.optimum import decision_of, margin, nearest, other
+from qdqtune.search.costs.prices import Costs
+from qdqtune.search.costs.units import Decision, Partition, Unit, partition, usual_groups
+from qdqtune.search.cut import CLOSE, CutSearch
+from qdqtune.tuning.bench import FORETOLD
+from qdqtune.types import Edge, Failure, Layer, Placement, Trial
+
+ORIGINS: Mapping[str, str] = {
+    "cut": "the cut of the prices",
+    "front": "the cut at a price on noise",
+    "polish": "the cut with its closest decisions made otherwise",
+    "fused units": "all in 8 bits, as the engine fuses",
+    "single nodes": "all in 8 bits, node by node",
+    "imported": "the pairs of your Q/DQ model",
+    "within the limits": "the least noise for what prices of operators suggest",
+    "mutated": "region search",
+    "cached": "the pattern cache",
+    "merged winners": "the winners of region search together",
+}
+RULED = ("compute", "residual", "islands", "static", "everything")
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What subgraph mode found of a group by itself: its verdict, and its ms in float and at best in 8 bits."""
+
+    why: str
+    float_ms: float
+    quantized_ms: float | None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that is known of a finished run.
+
+    `model` is the float model as it was measured, `able` where a pair can stand, `possible` where the user allows one
+    as well. `placement` is what shipped ("tuned", "baseline", or "given": the user's own Q/DQ model). `noise` knows
+    what rounding each value does where the run had to know, `alone` what subgraph mode found by node, `in_float` why
+    the engine runs nodes of the shipped model in float although they have pairs.
+    """
+
+    model: Model
+    able: frozenset[Edge]
+    possible: frozenset[Edge]
+    placement: Placement
+    shipped: Literal["tuned", "baseline", "given"]
+    quant_type: str
+    float_layers: tuple[Layer, ...]
+    history: tuple[Trial, ...]
+    limits: Limits = field(default_factory=Limits)
+    plan: Plan = field(default_factory=Plan)
+    noise: Noise | None = None
+    alone: Mapping[str, Alone] = field(default_factory=dict)
+    in_float: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def trial(self) -> Trial | None:
+        """The trial of what shipped, the last one if there are several."""
+        return next((t for t in reversed(self.history) if t.placement == self.placement), None)
+
+    @cached_property
+    def layers(self) -> Mapping[str, Layer]:
+        """What the shipped build ran, by node; empty if nobody knows."""
+        told = self.trial.layers if self.trial else self.float_layers if not self.placement.edges else ()
+        return {name: layer for layer in told or () for name in layer.nodes}
+
+    @cached_property
+    def costs(self) -> Costs | None:
+        """Prices of the units of what shipped; None if the engine tells no layer times."""
+        if not any(layer.time_ms for layer in self.float_layers):
+            return None
+        search = CutSearch(self.model, self.possible, self.float_layers, plan=self.plan)
+        return search.costs(self.history, self.placement)
+
+    @cached_property
+    def origin(self) -> str:
+        """Where the placement that shipped comes from, in words."""
+        if self.shipped == "given":
+            return "your own Q/DQ model"
+        origin = self.trial.proposal.origin if self.trial else ""
+        known = f"the rule {origin!r}" if origin in RULED else ORIGINS.get(origin, f"the candidate {origin!r}")
+        return known if origin else "an earlier run"
+
+
+def headline(evidence: Evidence) -> str:
+    """What shipped, and where it comes from: one sentence."""
+    if not evidence.placement.edges:
+        tried = f"of {len(evidence.history)} candidates none" if evidence.history else "no candidate"
+        return f"the float model ships: {tried} was proven faster within the limits"
+    trial, ratios = evidence.trial, ratios_to_float(evidence.history, evidence.plan)
+    share = f", {ratios[evidence.placement]:.3f} of the time of float in the search" if trial else ""
+    text = f"what ships is {evidence.origin}{share}"
+    if trial and trial.proposal.origin not in FORETOLD:
+        cuts = [ratios[t.placement] for t in evidence.history if t.proposal.origin == "cut" and t.placement in ratios]
+        if cuts:
+            text += f"; the best cut of the prices took {min(cuts):.3f}"
+    return text
+
+
+def explain(evidence: Evidence) -> tuple[Explanation, ...]:
+    """A row for every node, in graph order."""
+    reasons = _Reasons(evidence)
+    of_unit = {unit.number: reasons.of_unit(unit) for unit in reasons.parts.units}
+    owner = reasons.parts.owner
+    return tuple(reasons.of_node(node, of_unit[owner[node.name]]) for node in evidence.model.nodes)
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What is said of a unit as a whole."""
+
+    unit: tuple[str, ...]
+    quantized: bool
+    why: Why
+    reason: str
+    ms: float | None = None
+    other_ms: float | None = None
+    measured: bool = False
+    unknown: str = ""
+
+
+class _Reasons:
+    """The evidence, with what is asked of it for every unit computed once."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self._evidence = evidence
+        self._costs = evidence.costs
+        self.parts: Partition = (
+            self._costs.partition
+            if self._costs
+            else partition(evidence.model, evidence.possible, usual_groups(evidence.model, evidence.possible))
+        )
+        self._decision = self._decided(evidence.placement)
+        self._others = tuple(self._flips())
+
+    def _decided(self, placement: Placement) -> Decision:
+        return decision_of(self._costs, placement) if self._costs else nearest(self.parts, placement)
+
+    def _flips(self) -> Iterator[tuple[Trial, frozenset[int], frozenset[int]]]:
+        """The candidates, with the units that each runs in 8 bits and those that its opponent does."""
+        known = {p: self._decided(p).quantized for t in self._evidence.history for p in (t.placement, t.against)}
+        for trial in self._evidence.history:
+            yield trial, known[trial.placement], known[trial.against]
+
+    # ---- nodes
+
+    def of_node(self, node: Node, verdict: _Verdict) -> Explanation:
+        """The verdict on its unit, but for what the engine made of this very node."""
+        row = Explanation(
+            node.name,
+            node.op,
+            verdict.unit,
+            verdict.quantized,
+            self._precision(node, verdict),
+            verdict.why,
+            verdict.reason,
+            verdict.ms,
+            verdict.other_ms,
+            verdict.measured,
+            verdict.unknown,
+        )
+        if verdict.quantized and (why := self._evidence.in_float.get(node.name)):
+            told = f"it has pairs, but the engine runs it in float: {why}"
+            if row.ms is not None and row.other_ms is not None:
+                told += f"; it takes {_ms(row.ms)} with the pairs and their conversions, {_ms(row.other_ms)} without"
+            return replace(row, why="no kernel", reason=told)
+        layer = self._evidence.layers.get(node.name)
+        if layer is not None and layer.kind == "folded":
+            return replace(row, why="no time", reason="the engine computes it in advance")
+        return row
+
+    def _precision(self, node: Node, verdict: _Verdict) -> str:
+        layer = self._evidence.layers.get(node.name)
+        if layer is not None and layer.kind == "compute" and layer.precision:
+            return layer.precision.lower()
+        if verdict.quantized:
+            return self._evidence.quant_type
+        infos = (self._evidence.model.tensors.get(t) for t in (*node.outputs, *node.inputs) if t)
+        dtype = next((info.dtype for info in infos if info is not None), TensorProto.FLOAT)
+        name: str = TensorProto.DataType.Name(dtype).lower()
+        return {"float": "fp32", "float16": "fp16"}.get(name, name)
+
+    # ---- units
+
+    def of_unit(self, unit: Unit) -> _Verdict:
+        """Why a unit runs as it does: what makes the other decision impossible, then what decided."""
+        names = tuple(self.parts.model.nodes[n].name for n in unit.nodes)
+        quantized = unit.number in self._decision.quantized
+        costs = self._costs
+        ms = None if costs is None else self._spent(unit, costs)
+        if not unit.inputs:
+            why, reason = self._barred(unit)
+            return _Verdict(names, False, why, reason, ms, unknown=reason if costs else _UNTIMED)
+        if costs is None:
+            return self._by_trials(unit, _Verdict(names, quantized, "untried", "", unknown=_UNTIMED))
+        price = costs.prices[unit.number]
+        assert ms is not None
+        verdict = _Verdict(names, quantized, "close", "", ms, ms + margin(costs, self._decision, unit), price.seen)
+        verdict = replace(verdict, measured=True) if quantized else verdict
+        return self._in_8_bits(unit, verdict) if quantized else self._in_float(unit, verdict)
+
+    def _spent(self, unit: Unit, costs: Costs) -> float:
+        around = {e.tensor for e in unit.inputs} | {t for t in unit.outputs if t in self.parts.edges}
+        return costs.of_unit(unit, self._decision) + sum(costs.of_tensor(t, self._decision) for t in around)
+
+    def _barred(self, unit: Unit) -> tuple[Why, str]:
+        """Why no pair can stand in front of a unit."""
+        evidence, nodes = self._evidence, [self.parts.model.nodes[n] for n in unit.nodes]
+        names = {n.name for n in nodes}
+        if any(e.node in names for e in evidence.able):
+            return "excluded", "your list of nodes (--node-filter-list) leaves it in float"
+        made = {t for n in nodes for t in n.outputs}
+        entering = [(n, slot, t) for n in nodes for slot, t in enumerate(n.inputs) if t and t not in made]
+        data = [each for each in entering if each[2] not in evidence.model.constants] or entering
+        for node, slot, tensor in data:
+            if why := refusal(evidence.model, tensor, node.index, slot):
+                return "unsupported", f"no pair can stand on its input {tensor}: {why}"
+        if data:
+            return "unsupported", f"no pair can stand on its input {data[0][2]}: the range of its values is unknown"
+        return "unsupported", "it reads no tensor that could carry a pair"
+
+    def _in_8_bits(self, unit: Unit, verdict: _Verdict) -> _Verdict:
+        assert verdict.ms is not None
+        assert verdict.other_ms is not None
+        told = f"8 bits take {_ms(verdict.ms)} with the conversions around it, float would take {_ms(verdict.other_ms)}"
+        if self._is_free(unit, verdict):
+            return replace(verdict, why="no time", reason="it takes no time either way, and follows its neighbours")
+        if verdict.other_ms > verdict.ms:
+            return replace(verdict, why="faster", reason=told)
+        whole = f"{told}; it is part of {self._evidence.origin}, which was measured as a whole"
+        if self._is_close(verdict):
+            return replace(verdict, why="close", reason=f"{whole}, and the two hardly differ")
+        return replace(verdict, why="placement", reason=whole)
+
+    def _in_float(self, unit: Unit, verdict: _Verdict) -> _Verdict:
+        assert verdict.ms is not None
+        assert verdict.other_ms is not None
+        guessed = "" if verdict.measured else " (a guess: no build ran it so)"
+        told = f"float takes {_ms(verdict.ms)}, 8 bits would take {_ms(verdict.other_ms)} with its conversions{guessed}"
+        if alone := self._evidence.alone.get(verdict.unit[0]):
+            told += f"; alone: {alone.why}"
+        if self._is_free(unit, verdict):
+            return replace(verdict, why="no time", reason="it takes no time either way, and follows its neighbours")
+        if kernel := self._without_kernel(unit):
+            return replace(verdict, why="no kernel", reason=f"{kernel}; {told}")
+        if verdict.other_ms > verdict.ms:
+            return replace(verdict, why="slower", reason=told)
+        if noise := self._damage(unit):
+            return replace(verdict, why="inaccurate", reason=f"{noise}; {told}")
+        tried = self._by_trials(unit, verdict)
+        if tried.why in ("failed", "inaccurate"):
+            return replace(tried, reason=f"{tried.reason}; {told}")
+        if self._is_close(verdict):
+            return replace(verdict, why="close", reason=f"{told}: too little to tell them apart")
+        if not self._evidence.placement.edges:
+            return replace(verdict, why="unproven", reason=told)
+        trial = self._evidence.trial
+        if tried.why == "slower" or trial is None or trial.proposal.origin in FORETOLD:
+            return replace(tried, reason=f"{told}; {tried.reason}")
+        whole = f"this placement is {self._evidence.origin}, which measured faster than what the prices led to"
+        return replace(verdict, why="placement", reason=f"{whole}; {told}")
+
+    def _is_free(self, unit: Unit, verdict: _Verdict) -> bool:
+        assert self._costs is not None
+        return self._costs.prices[unit.number].as_float == 0 and not verdict.ms and not verdict.other_ms
+
+    def _is_close(self, verdict: _Verdict) -> bool:
+        """Whether the two ways differ by less than the search takes for a difference."""
+        assert self._costs is not None
+        assert verdict.ms is not None
+        assert verdict.other_ms is not None
+        return abs(verdict.other_ms - verdict.ms) <= CLOSE * self._costs.float_ms / 2
+
+    def _without_kernel(self, unit: Unit) -> str:
+        """That builds had pairs around the unit, and in each of them the engine ran it in float all the same."""
+        names = {self.parts.model.nodes[n].name for n in unit.nodes}
+        ran = [
+            (trial.proposal.origin, layer)
+            for trial, quantized, _ in self._others
+            if unit.number in quantized
+            for layer in trial.layers or ()
+            if layer.kind == "compute" and not names.isdisjoint(layer.nodes)
+        ]
+        if not ran or not all(is_float(layer.precision) for _, layer in ran):
+            return ""
+        return f"with pairs around it (as in the candidate {ran[0][0]!r}) the engine still ran it in float"
+
+    def _damage(self, unit: Unit) -> str:
+        """That its rounding is foretold to take the outputs below the limit."""
+        noise, parts = self._evidence.noise, self.parts
+        if noise is None or self._evidence.limits.max_noise is None:
+            return ""
+        now, flipped = parts.placement(self._decision), parts.placement(other(parts, self._decision, [unit.number]))
+        before, fresh = ({noise.value(e.tensor) for e in p.edges} for p in (now, flipped))
+        alone = sum(noise.alone.get(value, 0.0) for value in fresh - before)
+        if not alone or self._foretold + alone <= self._allowed:
+            return ""
+        most = self._evidence.limits.min_sqnr
+        scale = self._evidence.limits.max_noise / self._allowed
+        return (
+            f"its rounding alone brings the outputs to {_db(alone * scale)}, with the rest of the placement to "
+            f"{_db((self._foretold + alone) * scale)}, and the limit is {most:g} dB"
+        )
+
+    @cached_property
+    def _foretold(self) -> float:
+        noise = self._evidence.noise
+        return 0.0 if noise is None else noise.predicted(self.parts.placement(self._decision))
+
+    @cached_property
+    def _allowed(self) -> float:
+        noise = self._evidence.noise
+        assert noise is not None
+        return noise.allowed(self._evidence.history)
+
+    def _by_trials(self, unit: Unit, verdict: _Verdict) -> _Verdict:
+        """What candidates say that ran the unit otherwise than their opponent, the one with fewest changes first."""
+        evidence = self._evidence
+        if verdict.quantized and evidence.trial is not None:
+            share = ratios_to_float(evidence.history, evidence.plan).get(evidence.placement)
+            told = "" if share is None else f", which took {share:.3f} of the time of float"
+            return replace(verdict, why="faster", reason=f"part of {evidence.origin}{told}")
+        if verdict.quantized:
+            return replace(verdict, why="placement", reason=f"part of {evidence.origin}")
+        flips = [
+            (len(mine ^ theirs), trial.number, trial, unit.number in mine)
+            for trial, mine, theirs in self._others
+            if (unit.number in mine) != (unit.number in theirs)
+        ]
+        telling = [flip for flip in flips if flip[3] != (outcome(flip[2], evidence.plan) == "faster")]
+        if not flips:
+            return replace(verdict, why="untried", reason="no candidate ran it in 8 bits within the builds of this run")
+        changed, _, trial, into_8_bits = min(telling or flips)
+        others = "" if changed == 1 else f" with {changed - 1} more unit{'s' if changed > 2 else ''}"
+        way = "in 8 bits" if into_8_bits else "in float again"
+        name = f"a candidate that ran it {way}{others} ({trial.proposal.origin!r})"
+        if isinstance(trial.result, Failure):
+            return replace(verdict, why="failed", reason=f"{name} failed: {trial.result.reason}")
+        said, ratio = outcome(trial, evidence.plan), judge(trial, evidence.plan)
+        if said == "inaccurate":
+            return replace(verdict, why="inaccurate", reason=f"{name} missed the limits on accuracy: {trial.accuracy}")
+        took = "" if ratio is None else f" took {ratio.median:.3f} of its opponent's time"
+        if into_8_bits and said == "faster":
+            return replace(verdict, why="unproven", reason=f"{name}{took} and won, but did not ship")
+        words = "" if said != "undecided" else ": not clearly faster"
+        return replace(verdict, why="slower", reason=f"{name}{took}{words}")
+
+
+_UNTIMED = "the builds of this run have no layer times, so that single nodes have no price"
+
+
+def _ms(ms: float) -> str:
+    return f"{ms:.3g} ms"
+
+
+def _db(noise: float) -> str:
+    return f"{-10 * log10(noise):.1f} dB"

@@ -1,0 +1,181 @@
+"""What a finished run says of each node: true of what shipped, in every mode, with a number or the reason for none."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from conftest import Call
+from models import build, normal
+from qdqtune.commands.evidence import explain
+from qdqtune.commands.explain import Explained, evidence_of, explain_run
+from qdqtune.commands.explanation import Explanation
+from qdqtune.errors import BadOption, BadState
+from qdqtune.placement.files import Recorded, write_placement
+from qdqtune.search.cut import CutSearch
+from qdqtune.tuning.loop import Result, tune
+from runs import hopeless, mixed, settings, write
+from workers import in_process
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """The folder of a run in cut mode, and its result."""
+    model = write(mixed(), tmp_path_factory.mktemp("explained"))
+    with in_process():
+        return model.parent / "out", tune(settings(model, mode="cut", builds=8))
+
+
+def run(folder: Path, **changes: object) -> Explained:
+    with in_process():
+        tune(settings(write(mixed(), folder), **changes))
+    return explain_run(folder / "out")
+
+
+def by_name(explained: Explained) -> dict[str, Explanation]:
+    return {row.node: row for row in explained.rows}
+
+
+def test_prices_decide_and_are_told(tuned: tuple[Path, Result]) -> None:
+    explained = explain_run(tuned[0])
+    rows = by_name(explained)
+    assert list(rows) == [n.name for n in mixed().nodes]
+    assert "the cut of the prices" in explained.headline
+    assert {name for name, row in rows.items() if row.quantized} == {"first", "relu", "second", "skip"}
+    assert (rows["second"].why, rows["second"].precision) == ("faster", "int8")
+    assert (rows["third"].why, rows["third"].precision) == ("slower", "fp32")
+    assert rows["first"].unit == rows["relu"].unit == ("first", "relu")
+    assert all(row.margin_ms is not None and row.margin_ms > 0 for row in rows.values())
+    second = rows["second"]
+    assert f"{second.ms:.3g} ms" in second.reason
+    assert f"{second.other_ms:.3g} ms" in second.reason
+    assert rows["softmax"].why == "no kernel"
+
+
+def test_prices_are_those_of_what_shipped(tuned: tuple[Path, Result]) -> None:
+    folder, result = tuned
+    explained, evidence = explain_run(folder), evidence_of(folder)
+    assert evidence.costs is not None
+    units = {row.unit: row for row in explained.rows}.values()
+    float_ms = sum(layer.time_ms or 0.0 for layer in evidence.float_layers)
+    shared = sum(ms for ms in (*evidence.costs.quantize.values(), *evidence.costs.dequantize.values()))
+    spent = sum(row.ms or 0.0 for row in units)
+    assert result.ratio is not None
+    assert spent - 2 * shared <= result.ratio.median * float_ms <= spent
+
+
+def test_a_rule_that_won_is_not_told_as_the_prices_decision(tuned: tuple[Path, Result], tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    shutil.copytree(tuned[0], folder)
+    compute = next(t.placement for t in tuned[1].history if t.proposal.origin == "compute")
+    write_placement(folder / "placement.yaml", Recorded(compute, "int8", "fake", {}), "model.onnx")
+    explained = explain_run(folder)
+    rows = by_name(explained)
+    assert "the rule 'compute'" in explained.headline
+    assert "the best cut of the prices took 0.501" in explained.headline
+    assert rows["relu"].why == "placement"
+    assert "part of the rule 'compute'" in rows["relu"].reason
+    assert (rows["relu"].margin_ms or 0.0) < 0
+    assert not rows["skip"].quantized
+    assert explained.tallies[0].nodes == sum(
+        (row.quantized, row.why) == (explained.tallies[0].quantized, explained.tallies[0].why) for row in explained.rows
+    )
+
+
+def test_damage_to_the_outputs_is_told_with_the_limit(tmp_path: Path) -> None:
+    rows = by_name(run(tmp_path, mode="cut", min_sqnr=45.0))
+    assert rows["second"].why == "inaccurate"
+    assert "the limit is 45 dB" in rows["second"].reason
+    assert (rows["second"].margin_ms or 0.0) < 0
+
+
+def test_nothing_faster_is_told_of_the_float_model(tmp_path: Path) -> None:
+    with in_process():
+        tune(settings(write(hopeless(), tmp_path), mode="cut", builds=6))
+    explained = explain_run(tmp_path / "out")
+    assert explained.headline.startswith("the float model ships")
+    assert not any(row.quantized for row in explained.rows)
+    assert {row.why for row in explained.rows} <= {"slower", "no kernel"}
+
+
+def test_a_search_without_layers_tells_what_candidates_took(tmp_path: Path) -> None:
+    explained = run(tmp_path, mode="region")
+    rows = by_name(explained)
+    assert all(row.margin_ms is None and "no layer times" in row.unknown for row in explained.rows)
+    assert rows["second"].quantized
+    assert "of the time of float" in rows["second"].reason
+    assert rows["softmax"].why == "slower"
+    assert "of its opponent's time" in rows["softmax"].reason
+    assert explained.tallies[0].ms is None
+
+
+def test_subgraph_mode_adds_what_it_found_alone(tmp_path: Path) -> None:
+    rows = by_name(run(tmp_path, mode="subgraph", builds=4))
+    assert rows["second"].why == "faster"
+    assert "alone: conversions cost more" in rows["head"].reason
+    assert rows["head"].margin_ms is not None
+
+
+def test_what_the_user_excludes_is_excluded(tmp_path: Path) -> None:
+    rows = by_name(run(tmp_path, mode="cut", builds=4, node_filter=("first",)))
+    assert rows["third"].why == "excluded"
+    assert "--node-filter-list" in rows["third"].unknown
+    assert rows["first"].quantized
+    assert (rows["second"].why, rows["second"].precision) == ("no kernel", "fp32")
+    assert "its weight w1 does not" in rows["second"].reason
+
+
+def test_where_no_pair_can_stand_the_reason_is_the_tensors(tmp_path: Path) -> None:
+    text = """net (float[8,64] x) => (float[8,64] y, int64[2] s) {
+        [big] a = MatMul(x, w) [shape] s0 = Shape(a) [twice] s = Add(s0, s0) [relu] y = Relu(a) }"""
+    with in_process():
+        tune(settings(write(build(text, {"w": normal(64, 64)}), tmp_path), mode="cut", builds=4))
+    rows = by_name(explain_run(tmp_path / "out"))
+    assert rows["twice"].why == "unsupported"
+    assert "s0: it is not known to be a float tensor" in rows["twice"].unknown
+    assert all(row.margin_ms is not None or row.unknown for row in rows.values())
+
+
+def test_a_pick_of_another_placement_needs_no_new_prices(tuned: tuple[Path, Result]) -> None:
+    evidence = evidence_of(tuned[0])
+    search = CutSearch(evidence.model, evidence.possible, evidence.float_layers, plan=evidence.plan)
+    assert {t.placement for t in evidence.history} == {t.placement for t in tuned[1].history}
+    told = [t.proposal.predicted is None for t in evidence.history]
+    assert told == [t.proposal.predicted is None for t in tuned[1].history]
+    assert search.costs(evidence.history).prices == search.costs(tuned[1].history).prices
+    assert explain(evidence) == explain_run(tuned[0]).rows
+
+
+def test_the_command_line_tells_reasons_and_nodes(call: Call, tuned: tuple[Path, Result]) -> None:
+    folder = tuned[0]
+    code, out, _ = call("explain", folder)
+    assert code == 0
+    assert "faster so" in out
+    assert "8 bits take longer" in out
+    code, out, _ = call("explain", folder, "s*")
+    assert [line.split(" (")[0] for line in out.splitlines() if not line.startswith(" ")] == [
+        "second",
+        "skip",
+        "softmax",
+    ]
+    assert "float would cost" in out
+    code, out, _ = call("explain", folder, "third", "--json")
+    told = json.loads(out)
+    assert [row["node"] for row in told["nodes"]] == ["third"]
+    assert told["nodes"][0]["margin_ms"] > 0
+    code, _, err = call("explain", folder, "th")
+    assert code == 2
+    assert "near are third" in err
+
+
+def test_what_is_no_finished_run_is_refused(tuned: tuple[Path, Result], tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match="holds no finished run: there is no such folder"):
+        explain_run(tmp_path / "none")
+    shutil.copytree(tuned[0], tmp_path / "out")
+    (tmp_path / "out" / "autotuner_state.yaml").rename(tmp_path / "elsewhere.yaml")
+    with pytest.raises(BadState, match="--state-file"):
+        explain_run(tmp_path / "out")
+    assert explain_run(tmp_path / "out", tmp_path / "elsewhere.yaml").rows == explain_run(tuned[0]).rows
