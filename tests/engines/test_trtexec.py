@@ -191,7 +191,13 @@ def test_options_that_cannot_be_used(tmp_path: Path, options: dict[str, int], wo
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [("--onnx=a.onnx", "--onnx is set by qdqtune"), ("fast", "'fast' is no flag"), ("--a='b", "cannot be read")],
+    [
+        ("--onnx=a.onnx", "--onnx is set by qdqtune"),
+        ("fast", "'fast' is no flag"),
+        ("--a='b", "cannot be read"),
+        ("--remoteAutoTuningConfig=ssh://box", "search of TensorRT's own"),
+        ("--tune", "search of TensorRT's own"),
+    ],
 )
 def test_arguments_that_cannot_be_used(tmp_path: Path, arguments: str, words: str) -> None:
     with pytest.raises(BadOption, match=words):

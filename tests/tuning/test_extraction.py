@@ -13,7 +13,7 @@ import pytest
 from models import attention, build, conv_net, feeds, normal, ranges, run, tapped
 from qdqtune.calibration.observe import values_on
 from qdqtune.engines import EngineSpec, shapes
-from qdqtune.engines.shapes import Span, check_spans, spans, with_spans
+from qdqtune.engines.shapes import Span, check_inputs, spans, with_spans
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import with_input_shapes
 from qdqtune.graph.model import Model
@@ -136,10 +136,21 @@ def test_shapes_that_no_input_can_have_are_refused(text: str, words: str | None)
     model = build("net (float[N,8] x, int64[2] n) => (float[A,B] y) {y = Reshape(x, n)}")
     spec = EngineSpec("trtexec", {"trtexec_args": text})
     with nullcontext() if words is None else pytest.raises(BadOption, match=re.escape(words)):
-        check_spans(spec, model)
+        check_inputs(spec, model)
 
 
 @pytest.mark.parametrize("text", ["--optShapes=x", "--minShapes=x:1xN", "--optShapes='x:1"])
 def test_shapes_that_cannot_be_read_are_refused(text: str) -> None:
     with pytest.raises(BadOption, match="trtexec_args"):
         spans(EngineSpec("trtexec", {"trtexec_args": text}))
+
+
+@pytest.mark.parametrize(("engine", "taken"), [("trtexec", False), ("tensorrt", True)])
+def test_input_names_that_trtexec_cannot_be_told_of(engine: str, taken: bool) -> None:
+    model = build("net (float[2,8] x) => (float[2,8] y) { y = Relu(x) }", {})
+    renamed = onnx.compose.add_prefix(model.to_proto(), "a,'")
+    if taken:
+        check_inputs(EngineSpec(engine), Model(renamed))
+    else:
+        with pytest.raises(BadOption, match="rename the input"):
+            check_inputs(EngineSpec(engine), Model(renamed))

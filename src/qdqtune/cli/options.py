@@ -22,7 +22,7 @@ import click
 from qdqtune.calibration import prepare
 from qdqtune.calibration.methods import CLOSEST, Calibration, Method
 from qdqtune.engines import MODULES, EngineSpec
-from qdqtune.engines.shapes import ENGINES, OPTIONS, check_spans
+from qdqtune.engines.shapes import ENGINES, OPTIONS, check_inputs
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
 from qdqtune.types import Sample
@@ -321,7 +321,7 @@ class Data(prepare.Data):
             BadOption: the engine or the user names shapes that the inputs cannot have.
             BadData: the samples do not fit the model.
         """
-        check_spans(spec, model)
+        check_inputs(spec, model)
         return prepare.prepare(model, self).samples.first(number)
 
 

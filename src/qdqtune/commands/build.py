@@ -7,7 +7,7 @@ from pathlib import Path
 
 from qdqtune.engines import MODULES, EngineSpec
 from qdqtune.engines.runner import Handle, Runner, unlogged
-from qdqtune.engines.shapes import check_spans
+from qdqtune.engines.shapes import check_inputs
 from qdqtune.errors import EngineFailure
 from qdqtune.graph.loading import files_of, read
 from qdqtune.graph.model import Model
@@ -42,7 +42,7 @@ def build(model: Path, output: Path, spec: EngineSpec, *, time_limit_s: float) -
         OutputError: `output` cannot be written.
         EngineUnavailable, EngineFailure: the engine cannot be opened, refuses the model, or cannot save it.
     """
-    check_spans(spec, Model(read(model)))
+    check_inputs(spec, Model(read(model)))
     inputs = {"model": files_of(model)}
     check_output(output, inputs)
     if spec.name in MODULES and spec.name not in FORMATS:

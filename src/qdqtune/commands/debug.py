@@ -24,7 +24,7 @@ from qdqtune.commands.cut_off import CutOff, WrongPart, wrong_parts
 from qdqtune.commands.probes import Probe, reference_spec
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
-from qdqtune.engines.shapes import check_spans
+from qdqtune.engines.shapes import check_inputs
 from qdqtune.errors import BadModel
 from qdqtune.graph.float16 import load_as
 from qdqtune.graph.loading import load
@@ -178,7 +178,7 @@ def debug(request: Request, observer: Observer | None = None) -> Diagnosis:
         pairs = tuple(p for p in pairs if p.kind == "activation")
     if quantized is not None and not pairs:
         raise BadModel(f"{file} has no pair on a tensor of the float model: is it a version of {request.model}?")
-    check_spans(request.engine, plain)
+    check_inputs(request.engine, plain)
     samples = prepare(plain, request.data, fixed=request.fix_inputs).samples
     fixed = _fixed(request)
     fed = [sample | fixed for sample in samples.first(SAMPLES)]

@@ -30,6 +30,9 @@ ENGINES = frozenset({"tensorrt", "tensorrt-rtx", "trtexec"})
 """Engines that build for given input sizes."""
 
 OPTIONS = ("min_shapes", "opt_shapes", "max_shapes")
+UNSPEAKABLE = frozenset(",'")
+"""What ends a name on trtexec's command line, and cannot be escaped there."""
+
 FLAG = re.compile(r"--(min|opt|max)?[sS]hapes=(.*)", re.DOTALL)
 
 
@@ -52,14 +55,21 @@ def spans(spec: EngineSpec) -> dict[str, Span]:
     return {name: span for name, span in named.items() if span is not None}
 
 
-def check_spans(spec: EngineSpec, model: Model) -> None:
-    """Refuse shapes for what is no input of a model, and shapes that an input cannot have.
+def check_inputs(spec: EngineSpec, model: Model) -> None:
+    """Refuse shapes for what is no input of a model, shapes that an input cannot have, and names that trtexec cannot
+    be told of.
 
     Engines pass over what does not concern them, since they also build parts of a model.
 
     Raises:
-        BadOption: an unknown input, other sizes than the model fixes, or not min <= opt <= max.
+        BadOption: an unknown input, other sizes than the model fixes, not min <= opt <= max, or such a name.
     """
+    for name in model.inputs if spec.name == "trtexec" else ():
+        if UNSPEAKABLE & set(name):
+            raise BadOption(
+                f"trtexec takes no input name with {' or '.join(sorted(UNSPEAKABLE))} in it, such as {name!r}: rename "
+                "the input, or use --engine tensorrt"
+            )
     for name, span in spans(spec).items():
         if name not in model.inputs:
             raise BadOption(f"shapes given for {name!r}: the model's inputs are {', '.join(model.inputs)}")

@@ -17,7 +17,7 @@ from qdqtune.calibration.prepare import Data, HoldOut, Prepared, prepare
 from qdqtune.calibration.samples import input_specs
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines.runner import Runner
-from qdqtune.engines.shapes import check_spans
+from qdqtune.engines.shapes import check_inputs
 from qdqtune.errors import BadModel, BadOption, reading
 from qdqtune.graph.float16 import OPSET, load_as, to_float16
 from qdqtune.graph.loading import load, with_float_type
@@ -104,7 +104,7 @@ def open_subject(settings: Settings, runner: Runner) -> Subject:
     numbers = runner.numeric_format(settings.quant_type)
     notes: list[str] = []
     model, imported = _float_model(settings, numbers, notes)
-    check_spans(settings.engine, model)
+    check_inputs(settings.engine, model)
     data = Data(settings.calibration_data, settings.calibration_samples, settings.input_shapes, settings.seed)
     most = settings.accuracy_samples
     hold_out = HoldOut(least=min(LEAST_JUDGED, most), most=most, of_random=False)

@@ -24,6 +24,9 @@ OURS = frozenset({
 PROFILING = frozenset({"exportLayerInfo", "exportProfile", "profilingVerbosity", "separateProfileRun"})
 REPEATABLE = frozenset({"dynamicPlugins", "plugins", "staticPlugins"})
 
+TUNERS = re.compile(r"remoteAutoTuning\w*|(auto)?tun(e|er|ing)([A-Z]\w*)?|continue")
+"""Flags of TensorRT's own searches, each of which makes many builds of one file or has another machine time it."""
+
 UNKNOWN_OPTION = re.compile(r"Unknown option: -*(\w+)")
 ERROR = re.compile(r"\[[EF]\] (?:\[TRT\] )?(.*)")
 
@@ -69,6 +72,11 @@ def _arguments(text: str) -> tuple[str, ...]:
             raise BadOption(f"trtexec_args: {word!r} is no flag; write --name or --name=value")
         if flag_name(word) in OURS:
             raise BadOption(f"trtexec_args: --{flag_name(word)} is set by qdqtune; leave it out")
+        if TUNERS.fullmatch(flag_name(word)):
+            raise BadOption(
+                f"trtexec_args: --{flag_name(word)} starts a search of TensorRT's own, in which no two builds are "
+                "alike: leave it out here, and use it on optimized_final.onnx when this search is done"
+            )
     return tuple({word if flag_name(word) in REPEATABLE else flag_name(word): word for word in words}.values())
 
 
