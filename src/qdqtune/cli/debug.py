@@ -10,13 +10,12 @@ from typing import Any
 import click
 import numpy as np
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from qdqtune.cli import options, progress
 from qdqtune.cli.options import FILE, Number, option
-from qdqtune.cli.output import print_json, say_notes
+from qdqtune.cli.output import print_json, say_notes, show
 from qdqtune.commands.cut_off import WrongPart
 from qdqtune.commands.debug import FLOAT_LIMIT, LIMIT, Diagnosis, Request, Suspect, debug
 from qdqtune.commands.probes import NOT_FINITE
@@ -129,7 +128,7 @@ def _told(noise: float) -> str:
 
 
 def _show(file: Path, request: Request, done: Diagnosis) -> None:
-    engine, console = request.engine.name, Console()
+    engine = request.engine.name
     pairs = f", {done.pairs} pairs" if done.pairs else ""
     print(f"{file} on {engine}: output SQNR {_told(done.noise)}{pairs}, {done.samples} samples, {done.runs} runs")
     if done.is_healthy:
@@ -139,7 +138,7 @@ def _show(file: Path, request: Request, done: Diagnosis) -> None:
         print(f"its pairs as ONNX defines them: {_told(done.by_numbers)}")
     for suspects, title in ((done.guilty, "guilty"), (done.largest, "largest")):
         if suspects:
-            console.print(_table(suspects, title))
+            show(_table(suspects, title))
     print("\n".join(_ending(engine, done)))
 
 

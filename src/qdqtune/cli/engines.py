@@ -13,14 +13,13 @@ from typing import Any
 import click
 import onnx
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from qdqtune.cli import options
 from qdqtune.cli.layers import profiled
 from qdqtune.cli.options import FILE, option, repeated
-from qdqtune.cli.output import print_json, say_notes
+from qdqtune.cli.output import print_json, say_notes, show
 from qdqtune.commands.apply import JUDGED
 from qdqtune.commands.build import FORMATS, build
 from qdqtune.commands.check import Finding, allow, check, excuse, is_measured, lost_by_pairs
@@ -246,7 +245,7 @@ def doctor_command(as_machine: bool) -> int:
     if as_machine:
         print_json(asdict(diagnosis))
     else:
-        Console().print(_engines(diagnosis))
+        show(_engines(diagnosis))
         print("\n".join(_remarks(diagnosis)))
     return 0 if diagnosis.is_usable else EngineUnavailable.exit_code
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
-from rich.console import Console
 
 from qdqtune.cli import options, progress, report
 from qdqtune.cli.options import FILE, option
-from qdqtune.cli.output import print_json, say_error, say_notes
+from qdqtune.cli.output import print_json, say_error, say_notes, show
 from qdqtune.commands.apply import JUDGED, apply
 from qdqtune.commands.compare import comparable, compare_files
 from qdqtune.engines.formats import numeric_format
@@ -38,8 +37,8 @@ COMPARE = (
 def compare_command(files: Sequence[Path], timing_runs: int, warmup_runs: int, as_machine: bool, **given: Any) -> int:
     """Time every other of FILES against the first, in interleaved rounds on two fresh builds of both.
 
-    A ratio below 1 means less time than the first file takes. The true ratio lies outside its interval at most twice
-    in a thousand comparisons. Exit code 5: the engine refuses one of the files.
+    A speedup of 2x means half of the time that the first file takes. The true one lies outside its interval at most
+    twice in a thousand comparisons. Exit code 5: the engine refuses one of the files.
 
     \b
     qdqtune compare model.onnx qdqtune_output/optimized_final.onnx
@@ -51,7 +50,7 @@ def compare_command(files: Sequence[Path], timing_runs: int, warmup_runs: int, a
     if as_machine:
         print_json({"first": str(files[0]), "others": [row.as_json() for row in rows]})
     else:
-        Console().print(report.comparison_table(str(files[0]), rows))
+        show(report.comparison_table(str(files[0]), rows))
     if not given["calibration_data"]:
         say_notes(["no --calibration-data: latency and SQNR are on random inputs"])
     warned = [(row, warning) for row in rows if (warning := concern(Accuracy(row.sqnr_db)))]

@@ -9,13 +9,12 @@ from typing import Any
 
 import click
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from qdqtune.cli import options
 from qdqtune.cli.options import FILE, option
-from qdqtune.cli.output import print_json
+from qdqtune.cli.output import print_json, show, width
 from qdqtune.engines.runner import Runner, unlogged
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption, EngineFailure
@@ -71,8 +70,7 @@ def layers_command(
     if as_machine:
         print_json({"engine": engine, "layers": [asdict(layer) for layer in layers]})
     else:
-        console = Console()
-        console.print(table(layers, console.width))
+        show(table(layers, width()))
 
 
 def profiled(runner: Runner, model: Path, sample: Sample, runs: int, *, refusal: str) -> tuple[Layer, ...]:
@@ -94,18 +92,19 @@ def table(layers: Sequence[Layer], width: int) -> Table:
     grid = Table(box=box.SIMPLE_HEAD, show_footer=True, pad_edge=False, collapse_padding=True)
     left = max(width - FIXED, 2 * LEAST)  # of numbers and kinds nothing may be cut, of names everything may
     name = min(max(max(len(layer.name) for layer in layers), LEAST), left // 2)
+    nodes = min(max(len(", ".join(layer.nodes)) for layer in layers), left - name)
     grid.add_column("#", justify="right", width=4)
     grid.add_column("layer", f"{len(layers)} layers", no_wrap=True, width=name)
     grid.add_column("kind", width=8)
     grid.add_column("precision", width=9)
     grid.add_column("ms", f"{total:.4f}" if timed else "", justify="right", width=9)
     grid.add_column("%", justify="right", width=5)
-    grid.add_column("nodes", no_wrap=True, overflow="ellipsis", width=left - name)
+    grid.add_column("nodes", no_wrap=True, overflow="ellipsis", width=max(nodes, LEAST))
     for number, layer in enumerate(layers, 1):
         time = "" if layer.time_ms is None else f"{layer.time_ms:.4f}"
         share = "" if layer.time_ms is None or not total else f"{100 * layer.time_ms / total:.1f}"
-        shown, nodes = Text(_shortened(layer.name, name)), Text(", ".join(layer.nodes))
-        grid.add_row(str(number), shown, layer.kind, layer.precision, time, share, nodes)
+        shown, covered = Text(_shortened(layer.name, name)), Text(", ".join(layer.nodes))
+        grid.add_row(str(number), shown, layer.kind, layer.precision, time, share, covered)
     return grid
 
 

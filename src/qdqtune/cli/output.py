@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells have it."""
@@ -44,6 +45,29 @@ def _console() -> Console:
     from rich.console import Console  # half of what it takes to start, and most commands have nothing to say
 
     return Console(stderr=True)
+
+
+WIDE = 10_000
+"""Columns of what is no terminal: no table is cut there."""
+
+
+def width() -> int:
+    """Columns that a table may take on standard output."""
+    from rich.console import Console
+
+    console = Console()
+    return console.width if console.is_terminal else WIDE
+
+
+def show(table: Table) -> None:
+    """A table on standard output. Where that is no terminal, every cell is whole and on one line."""
+    from rich.console import Console
+
+    console, caption = Console(width=width()), table.caption
+    table.caption = None  # it would be broken to the width of the table
+    console.print(table)
+    if caption:
+        console.print(caption, highlight=False, markup=False)
 
 
 def print_json(value: object) -> None:

@@ -9,13 +9,12 @@ from typing import Any
 
 import click
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from qdqtune.cli import options, progress, tune
 from qdqtune.cli.options import FILE, flag, option, repeated
-from qdqtune.cli.output import print_json, say_notes
+from qdqtune.cli.output import print_json, say_notes, show
 from qdqtune.commands.quantize import Quantized, Request, Selection, quantize
 from qdqtune.commands.worst_tensors import to_exclude
 from qdqtune.engines.formats import FORMATS
@@ -100,7 +99,7 @@ def quantize_command(**given: Any) -> int:
     if not as_machine:
         if request.report:
             for table in (rule_counts(done), worst_tensors(done)):
-                Console().print(table)
+                show(table)
         print("\n".join(_lines(request, done)))
     elif search is None:
         print_json(as_json(request, done))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -154,21 +153,14 @@ def groups_table(outcomes: Sequence[GroupOutcome]) -> Table:
         alone = "" if first.gain_alone is None else f"{first.gain_alone:+.3f}"
         gains = [group.gain_in_model for group in groups if group.gain_in_model is not None]
         gain = f"{sum(gains) / len(gains):+.3f}" if gains else ""
-        why = textwrap.shorten(first.why, 40, placeholder="...")
-        rows.append((" ".join([_tail(first.nodes[0]), *more]), first.scheme or "", alone, gain, why))
+        rows.append((" ".join([first.nodes[0], *more]), first.scheme or "", alone, gain, first.why))
     table = _table(("group", "scheme", "alone", "in model", "verdict"), rows)
-    table.columns[0].min_width = 20
-    for words in (1, 4):
-        table.columns[words].no_wrap = False
+    for words, least in ((0, 24), (1, 0), (4, 20)):
+        table.columns[words].no_wrap, table.columns[words].min_width = False, least or None
     rest = len(together) - len(rows)
     more_kinds = f"; {rest} more kinds in summary.json" if rest > 0 else ""
     table.caption = "the largest groups: ms that each saves alone, and in the model with its conversions" + more_kinds
     return table
-
-
-def _tail(name: str, width: int = 20) -> str:
-    """The end of a node's name, which tells more than its beginning."""
-    return name if len(name) <= width else "…" + name[1 - width :]
 
 
 def result_line(result: Result, final: Path) -> str:
@@ -176,7 +168,8 @@ def result_line(result: Result, final: Path) -> str:
     if result.improved:
         return f"{final} is the tuned model"
     copied = "the baseline" if result.shipped == "baseline" else "a copy of the model that you gave"
-    outcome = "nothing faster holds the limits on accuracy" if result.unmet else "no improvement found"
+    untried = "no improvement found" if result.history else "there was nothing to try"
+    outcome = "nothing faster holds the limits on accuracy" if result.unmet else untried
     return f"{outcome}: {final} is {copied}"
 
 
@@ -189,14 +182,14 @@ def comparison_table(first: str, rows: Sequence[Row]) -> Table:
             continue
         sqnr = "" if row.sqnr_db is None else f"{row.sqnr_db:.1f}"
         times = f"{row.first_ms:.3f}", f"{row.ms:.3f}"
-        cells.append((row.file, *times, str(row.ratio), row.ratio.verdict, sqnr))
-    table = _table(("file", "first, ms", "ms", "ratio [interval]", "verdict", "SQNR, dB"), cells)
+        cells.append((row.file, *times, speedup(row.ratio), row.ratio.verdict, sqnr))
+    table = _table(("file", "first, ms", "ms", "speedup [interval]", "verdict", "SQNR, dB"), cells)
     table.title, table.title_justify = f"first: {escape(first)}", "left"
     return table
 
 
 def estimate_lines(estimate: Estimate) -> str:
-    """What a run would do, in four lines."""
+    """What a run would do, in four lines, or that there is nothing to do."""
     return (
         f"regions: {estimate.regions}\npatterns: {estimate.patterns}\nbuilds: at most {estimate.builds}\n"
         f"time: about {duration(estimate.seconds)} (float model: {estimate.latency * 1e3:.3f} ms)"

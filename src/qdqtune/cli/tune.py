@@ -8,11 +8,10 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
-from rich.console import Console
 
 from qdqtune.cli import options, progress, report
 from qdqtune.cli.options import FILE, flag, option
-from qdqtune.cli.output import INTERRUPTED, print_json, say, say_notes
+from qdqtune.cli.output import INTERRUPTED, print_json, say, say_notes, show
 from qdqtune.engines.shapes import usual_shapes
 from qdqtune.errors import ConstraintUnmet
 from qdqtune.measurement.timing import Plan
@@ -151,6 +150,7 @@ def run(given: options.Given) -> int:
         with progress.shown(quiet=given["quiet"], verbose=given["verbose"]) as observer:
             if given["dry_run"]:
                 expected = estimate(settings, observer)
+                say_notes(expected.notes)
                 if given["as_machine"]:
                     print_json(vars(expected))
                 else:
@@ -175,7 +175,7 @@ def _pick(given: options.Given) -> int:
     if given["as_machine"]:
         print_json(dict(summary))
     else:
-        Console().print(report.front_table(summary["front"]))
+        show(report.front_table(summary["front"]))
         print(f"{given['output_dir'] / FINAL} is point {given['pick']}")
     return 0
 
@@ -183,12 +183,12 @@ def _pick(given: options.Given) -> int:
 def _print(result: Result, final: Path, *, verbose: bool) -> None:
     """The result for people."""
     if (table := report.mode_table(result, verbose=verbose)) is not None:
-        Console().print(table)
+        show(table)
     if result.summary.get("front"):
-        Console().print(report.front_table(result.summary["front"]))
+        show(report.front_table(result.summary["front"]))
     elif len(result.summary["met"]) > 1:
-        Console().print(report.met_table(result.summary["met"]))
-    Console().print(report.result_table(result))
+        show(report.met_table(result.summary["met"]))
+    show(report.result_table(result))
     print(report.result_line(result, final))
 
 

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from qdqtune.calibration.calibrate import candidate_tensors
+from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BaselineFailed
+from qdqtune.placement.possible import possible_edges
 from qdqtune.tuning.folder import LOGS, OutputFolder
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.settings import Settings
-from qdqtune.tuning.subject import open_subject
+from qdqtune.tuning.subject import Subject, open_subject
 from qdqtune.types import Failure
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run would do (`--dry-run`). Times in seconds; latency of the float model."""
+    """What a run would do (`--dry-run`). Times in seconds; latency of the float model.
+
+    `notes` say what stands in the way.
+    """
 
     regions: int
     patterns: int
     builds: int
     latency: float
     seconds: float
+    notes: tuple[str, ...] = ()
 
 
 def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
@@ -46,8 +53,14 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     latency = float(np.median(measured.a))
     slot = max(latency, settings.plan.slot_seconds)
     schemes = len(subject.patterns) * settings.config.schemes_per_region
-    trials = min(settings.search_builds, schemes + 5)
+    trials = min(settings.search_builds, schemes + 5) if _has_candidates(subject) else 0
     per_trial = handle.build_seconds + 4 * slot * (settings.plan.looks[0] + settings.plan.warmup)
     proof = 4 * (2 * handle.build_seconds + 4 * slot * settings.proof[0])
     seconds = trials * per_trial * 1.3 + proof  # a third of the candidates takes longer to decide, or is checked again
-    return Estimate(subject.region_count, len(subject.patterns), trials + 1, latency, seconds)
+    return Estimate(subject.region_count, len(subject.patterns), trials + 1, latency, seconds, subject.notes)
+
+
+def _has_candidates(subject: Subject) -> bool:
+    """Whether the rules would place any pair, if every tensor had a range."""
+    ranges = Ranges(dict.fromkeys(candidate_tensors(subject.shaped), Range(0.0, 1.0)))
+    return any(replace(subject, possible=possible_edges(subject.shaped, ranges)).suggestions().values())

@@ -30,6 +30,7 @@ from qdqtune.placement.reading import Reading, is_quantized, read_placement, str
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.tuning.observer import Observer
+from qdqtune.tuning.obstacles import hidden_work, insist_on_device
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import Store, pack_ranges, unpack_ranges
 from qdqtune.types import Array, Edge, NumericFormat, Placement, QType, Sample
@@ -100,7 +101,9 @@ def open_subject(settings: Settings, runner: Runner) -> Subject:
 
     Raises:
         InputError: model, data or options cannot be used, or not together.
+        EngineUnavailable: the engine times nothing here.
     """
+    insist_on_device(settings.engine, runner)
     numbers = runner.numeric_format(settings.quant_type)
     notes: list[str] = []
     model, imported = _float_model(settings, numbers, notes)
@@ -112,6 +115,7 @@ def open_subject(settings: Settings, runner: Runner) -> Subject:
     shaped = prepared.shaped
     if prepared.samples.is_random:
         notes.append("no --calibration-data: scales come from random inputs, so latency is real but accuracy is not")
+    notes += filter(None, [hidden_work(model, prepared.samples)])
     feed = prepared.samples.first(1)[0] | _fixed(settings)
     regions = discovery.find(
         shaped,

@@ -1,0 +1,98 @@
+"""Before a search begins: work that no pair can reach, and engines that time nothing here, with the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import Call
+from models import build, normal
+from qdqtune.engines import EngineSpec
+from qdqtune.errors import BadOption, EngineUnavailable
+from qdqtune.graph.files import save
+from qdqtune.graph.model import Model
+from qdqtune.tuning.obstacles import insist_on_device
+
+BRANCHING = """net (int64 rate, float[1,8] x) => (float[1,8] y) {
+    [test] is_fast = Equal(rate, fast)
+    [branch] y = If (is_fast) <
+        then_branch = then_graph () => (float[1,8] a) { [one] a = MatMul(x, w) },
+        else_branch = else_graph () => (float[1,8] b) { [two] b = MatMul(x, w) }
+    >
+}"""
+
+
+def branching() -> Model:
+    return build(BRANCHING, {"fast": np.asarray(16000), "w": normal(8, 8)})
+
+
+def write(folder: Path, rates: list[int]) -> Path:
+    path = folder / "model.onnx"
+    save(branching(), path)
+    np.savez(path.with_suffix(".npz"), x=normal(len(rates), 1, 8), rate=np.asarray(rates))
+    return path
+
+
+HIDDEN = "note: all operators that gain from 8 bits (MatMul) stand in bodies of If, where no pair can: "
+
+
+@pytest.mark.parametrize(
+    ("rates", "words"),
+    [
+        ([16000] * 3, "rate is 16000 in all samples, so give --fix-input rate=16000 and it is folded (the result"),
+        ([16000, 8000], "it depends on the input rate, whose value changes: export a model for each value"),
+        (None, "give the value that you deploy with, --fix-input rate=VALUE, and it is folded"),
+    ],
+)
+@pytest.mark.parametrize("more", [["--dry-run"], ["--builds", "4", "--calibration-method", "minmax"]])
+def test_work_in_the_bodies_of_an_if_is_named_with_the_way_out(
+    rates: list[int] | None, words: str, more: list[str], call: Call, tmp_path: Path
+) -> None:
+    path = write(tmp_path, rates or [1])
+    data = [] if rates is None else ["--calibration-data", path.with_suffix(".npz")]
+    code, out, err = call("tune", path, "--engine", "fake", *data, *more, "-o", tmp_path / "out")
+    assert HIDDEN + words in err
+    if more == ["--dry-run"]:
+        assert "builds: at most 1\n" in out
+    else:
+        assert code == 3
+        assert out.splitlines()[-1].startswith("there was nothing to try: ")
+
+
+def test_the_option_that_is_named_helps(call: Call, tmp_path: Path) -> None:
+    path = write(tmp_path, [16000] * 3)
+    data = ("--calibration-data", path.with_suffix(".npz"))
+    _, out, err = call(
+        "tune", path, "--engine", "fake", *data, "--fix-input", "rate=16000", "--dry-run", "-o", tmp_path / "out"
+    )
+    assert "note: all operators" not in err
+    assert "builds: at most 12\n" in out
+
+
+class Described:
+    """A runner that only describes its engine."""
+
+    def __init__(self, device: str | Exception) -> None:
+        self._device = device
+
+    def describe(self) -> dict[str, str]:
+        if isinstance(self._device, Exception):
+            raise self._device
+        return {"device": self._device}
+
+
+@pytest.mark.parametrize("engine", ["tensorrt", "trtexec", "tensorrt-rtx"])
+@pytest.mark.parametrize("device", ["none", EngineUnavailable("TensorRT cannot be loaded")])
+def test_without_a_gpu_the_way_is_named(engine: str, device: str | Exception) -> None:
+    way = "quantize MODEL --engine tensorrt.*check quantized.onnx --engine tensorrt-rtx --target sm89"
+    with pytest.raises(EngineUnavailable, match=way):
+        insist_on_device(EngineSpec(engine), Described(device))  # type: ignore[arg-type]
+
+
+def test_others_are_left_alone() -> None:
+    insist_on_device(EngineSpec("onnxruntime"), Described("CPU"))  # type: ignore[arg-type]
+    for error in (EngineUnavailable("no plug-in"), BadOption("no such option")):
+        with pytest.raises(type(error), match=rf"^{error}$"):
+            insist_on_device(EngineSpec("openvino"), Described(error))  # type: ignore[arg-type]
