@@ -97,3 +97,17 @@ def test_class_scores_tell_how_many_samples_keep_their_class() -> None:
     assert accuracy(boxes, boxes).top1 is None
     one = [{"y": np.ones((1, 1), np.float32)}]
     assert accuracy(one, one).top1 is None
+
+
+def test_what_one_of_two_shapes_lacks_counts_as_zeros() -> None:
+    reference = [{"y": np.array([[3.0, 4.0]], np.float32), "n": np.array([1, 2, 3])}]
+    outputs = [{"y": np.array([[3.0], [0.0]], np.float32), "n": np.array([[1, 2]])}]
+    judged = accuracy(reference, outputs)
+    assert judged.sqnr_db == pytest.approx(10 * np.log10(25 / 16))
+    assert judged.agreement == pytest.approx(2 / 3)
+    assert cosine(reference, outputs) == pytest.approx(9 / (5 * 3))
+
+
+def test_an_output_without_values_has_lost_nothing() -> None:
+    empty = [{"y": np.zeros((0, 4), np.float32)}]
+    assert accuracy(empty, empty).sqnr_db is None

@@ -11,6 +11,7 @@ from qdqtune.calibration.samples import Samples, open_samples
 from qdqtune.calibration.scales import Ranges
 from qdqtune.graph.loading import with_input_shapes
 from qdqtune.graph.model import Model
+from qdqtune.graph.soundness import check_outputs
 from qdqtune.types import NumericFormat
 
 
@@ -64,9 +65,11 @@ def prepare(model: Model, data: Data, *, fixed: Collection[str] = (), hold_out: 
     """Shape a model and open its samples. Arrays of `fixed` inputs, which were made constants, are passed over.
 
     Raises:
+        BadModel: an input or an output is no tensor.
         BadOption: the shapes do not fit, or random inputs need some that are not given.
         BadData: the source is missing, unreadable or does not fit the model (some of it tells only when iterated).
     """
+    check_outputs(model.proto)
     shaped = with_input_shapes(model, data.input_shapes) if data.input_shapes else model
     samples = open_samples(data.calibration_data, shaped, seed=data.seed, limit=data.calibration_samples, fixed=fixed)
     parts = None

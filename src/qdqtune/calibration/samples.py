@@ -113,13 +113,15 @@ def input_specs(model: Model) -> tuple[InputSpec, ...]:
     """Name, dtype and shape of every input that must be fed.
 
     Raises:
-        BadModel: an input is not a tensor, or has no shape.
+        BadModel: an input is not a tensor, or has no shape or type.
     """
     specs = []
     for name in model.inputs:
         info = model.tensors.get(name)
         if info is None or info.shape is None:
             raise BadModel(f"input '{name}' is not a tensor of known rank; such inputs are not supported")
+        if info.dtype == onnx.TensorProto.UNDEFINED:
+            raise BadModel(f"input '{name}' has no element type")
         specs.append(InputSpec(name, onnx.helper.tensor_dtype_to_np_dtype(info.dtype), info.shape))
     return tuple(specs)
 
@@ -366,7 +368,10 @@ def _random(model: Model, specs: tuple[InputSpec, ...], seed: int, count: int) -
     def produce() -> Iterator[Sample]:
         for i in range(count):
             rng = np.random.default_rng((seed, i))
-            yield {s.name: draw(rng, s) for s in specs}
+            try:
+                yield {s.name: draw(rng, s) for s in specs}
+            except (MemoryError, ValueError) as error:  # numpy: no room, or a size beyond its own limits
+                raise BadModel(f"inputs are too large to make up: {_names(specs)}") from error
 
     return Samples("random inputs", f"random-{seed}-{count}", True, produce)
 

@@ -6,6 +6,7 @@ demand.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, MutableMapping, MutableSequence
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,9 @@ M = TypeVar("M")
 
 SIZED = frozenset(TensorProto.DataType.values()) - {TensorProto.UNDEFINED, TensorProto.STRING}
 """Element types of a fixed size."""
+
+LARGEST = 2**31
+"""Bytes that a sparse constant may take when it is written out: a few in the file can declare any number."""
 
 CHUNK = 2**20
 """Bytes of external data that are read at a time."""
@@ -152,8 +156,12 @@ def _lifted(node: onnx.NodeProto) -> TensorProto | None:
 
 def _dense(sparse: onnx.SparseTensorProto, name: str) -> TensorProto:
     values, indices = _array(sparse.values), _array(sparse.indices)
-    dense = np.zeros(tuple(sparse.dims), values.dtype)
+    if values.dtype.kind == "O" or indices.dtype != np.int64:
+        raise BadModel(f"sparse constant {name!r} must hold numbers, and its indices must be int64")
+    if (size := math.prod(sparse.dims) * values.dtype.itemsize) > LARGEST:
+        raise BadModel(f"sparse constant {name!r} takes {size:,} bytes when it is written out: a file holds less")
     try:
+        dense = np.zeros(tuple(sparse.dims), values.dtype)
         dense[np.unravel_index(indices, dense.shape) if indices.ndim == 1 else tuple(indices.T)] = values
     except (IndexError, ValueError) as error:
         raise BadModel(f"the indices of sparse constant {name!r} do not fit its shape") from error

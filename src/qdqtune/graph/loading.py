@@ -22,6 +22,7 @@ from qdqtune.graph.folding import Names, drop_identities, drop_unused
 from qdqtune.graph.folding import fix_inputs as fix
 from qdqtune.graph.model import Constant, Model, bodies, captured
 from qdqtune.graph.operators import COMPUTE
+from qdqtune.graph.soundness import check_sound
 
 OLDEST_OPSET = 7
 """The version converter knows no way up from anything older."""
@@ -62,6 +63,7 @@ def load_proto(proto: ModelProto, *, min_opset: int = 13) -> Model:
 
 def _ready(proto: ModelProto, folder: Path, fix_inputs: Mapping[str, float | int | str], min_opset: int) -> Model:
     """Raises BadModel. `proto` is changed."""
+    check_sound(proto)
     _open_negative_sizes(proto.graph)
     large = take_external(proto, folder)
     name_nodes(proto.graph)
@@ -86,6 +88,9 @@ def _open_negative_sizes(graph: onnx.GraphProto) -> None:
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_value < 0:
                 dim.Clear()
+    for node in graph.node:
+        for body in bodies(node):
+            _open_negative_sizes(body)
 
 
 def with_input_shapes(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> Model:

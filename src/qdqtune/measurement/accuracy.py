@@ -39,8 +39,10 @@ def accuracy(reference: Outputs, outputs: Outputs) -> Accuracy:
     """Outputs against those of the float model, sample by sample.
 
     The SQNR of an output is 10 log10(sum(reference^2) / sum((reference - output)^2)) over all samples; the worst output
-    counts, and its spread over single samples stands beside it.
+    counts, and its spread over single samples stands beside it. Where a shape depends on values, as that of boxes does,
+    and differs, what one of both lacks counts as zeros.
     """
+    reference, outputs = _aligned(reference, outputs), _aligned(outputs, reference)
     worst: _Power | None = None
     agreements = []
     for name in reference[0]:
@@ -61,6 +63,18 @@ def accuracy(reference: Outputs, outputs: Outputs) -> Accuracy:
         _top1(reference, outputs),
         len(reference),
     )
+
+
+def _aligned(outputs: Outputs, others: Outputs) -> list[dict[str, Array]]:
+    """The outputs, each filled up with zeros to the larger of its shape and the other's; flat where ranks differ."""
+
+    def filled(array: Array, other: Array) -> Array:
+        mine, theirs = (array, other) if array.ndim == other.ndim else (array.reshape(-1), other.reshape(-1))
+        missing = [(0, max(0, there - here)) for here, there in zip(mine.shape, theirs.shape, strict=True)]
+        return np.pad(mine, missing) if any(more for _, more in missing) else mine
+
+    pairs = zip(outputs, others, strict=True)
+    return [{name: filled(array, other[name]) for name, array in sample.items()} for sample, other in pairs]
 
 
 def sqnr_db(reference: Outputs, outputs: Outputs) -> float | None:
@@ -104,7 +118,7 @@ def _top1(reference: Outputs, outputs: Outputs) -> float | None:
     shares = []
     for name, first in reference[0].items():
         rows, classes = first.shape[:1], first.shape[1:2]
-        if first.dtype.kind == "f" and classes and classes[0] > 1 and first.size == rows[0] * classes[0]:
+        if first.dtype.kind == "f" and first.size and classes and classes[0] > 1 and first.size == rows[0] * classes[0]:
             same = [
                 expected[name].reshape(rows[0], -1).argmax(1) == actual[name].reshape(rows[0], -1).argmax(1)
                 for expected, actual in zip(reference, outputs, strict=True)
@@ -119,6 +133,7 @@ def cosine(reference: Outputs, outputs: Outputs) -> float | None:
 
     sum(reference * output) / sqrt(sum(reference^2) sum(output^2)). None if no output is float, or one is all zeros.
     """
+    reference, outputs = _aligned(reference, outputs), _aligned(outputs, reference)
     cosines = []
     for name in reference[0]:
         product = first = second = 0.0

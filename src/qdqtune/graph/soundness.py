@@ -1,0 +1,82 @@
+"""What ONNX's checker lets pass, and nobody can work with: refused in one line before anything else looks at it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+import onnx
+from onnx import TensorProto
+
+from qdqtune.errors import BadModel
+from qdqtune.graph.model import bodies
+
+TYPES = frozenset(TensorProto.DataType.values())
+
+MOST_NODES = 10**6
+"""Nodes that the functions of a model may stand for: each level of calls can double their number."""
+
+
+def check_sound(proto: onnx.ModelProto) -> None:
+    """Refuse element types that ONNX does not know, attributes of a function outside of one, and functions that stand
+    for more nodes than anybody has room for.
+
+    Raises:
+        BadModel: see above.
+    """
+    for graph in _graphs(proto.graph):
+        for value in chain(graph.input, graph.output, graph.value_info):
+            _check_type(value)
+        for node in graph.node:
+            for attribute in node.attribute:
+                if attribute.ref_attr_name:
+                    what = f"attribute {attribute.name!r} of node {node.name or node.op_type!r}"
+                    raise BadModel(f"{what} refers to one of a function, {attribute.ref_attr_name!r}, but is in none")
+    if proto.functions:
+        _check_functions(proto)
+
+
+def check_outputs(proto: onnx.ModelProto) -> None:
+    """Refuse outputs that are no tensors: sequences, maps and optional values have no numbers to compare.
+
+    Raises:
+        BadModel: an output is one.
+    """
+    for value in proto.graph.output:
+        if (kind := value.type.WhichOneof("value")) not in (None, "tensor_type"):
+            told = kind.removesuffix("_type").replace("_", " ")
+            raise BadModel(f"output {value.name!r} is no tensor but of type {told}; such outputs are not supported")
+
+
+def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """A graph and all bodies in it."""
+    yield graph
+    for node in graph.node:
+        for body in bodies(node):
+            yield from _graphs(body)
+
+
+def _check_type(value: onnx.ValueInfoProto) -> None:
+    kind = value.type.tensor_type
+    if value.type.HasField("tensor_type") and kind.elem_type not in TYPES:
+        raise BadModel(f"tensor {value.name!r} has an unknown element type ({kind.elem_type})")
+
+
+def _check_functions(proto: onnx.ModelProto) -> None:
+    """Count what the calls stand for, function by function. Those that call themselves the checker refuses."""
+    functions = {(f.domain, f.name, f.overload): f for f in proto.functions}
+    sizes: dict[tuple[str, str, str], int] = {}
+
+    def size(nodes: Iterable[onnx.NodeProto], open_calls: frozenset[tuple[str, str, str]]) -> int:
+        total = 0
+        for node in nodes:
+            key = node.domain, node.op_type, node.overload
+            if key in functions and key not in open_calls:
+                if key not in sizes:
+                    sizes[key] = size(functions[key].node, open_calls | {key})
+                total += sizes[key]
+            total += 1 + sum(size(body.node, open_calls) for body in bodies(node))
+        return total
+
+    if (total := size(proto.graph.node, frozenset())) > MOST_NODES:
+        raise BadModel(f"its functions stand for {total:,} nodes, more than can be handled ({MOST_NODES:,})")
