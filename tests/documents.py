@@ -159,7 +159,8 @@ def prepare(folder: Path) -> None:
     """Put the example's scripts into a folder, with what documents take for granted: a model, and what was made of it.
 
     `model.onnx` and `samples.npz`; `retrained.onnx`, the same network with other weights; `qdqtune_output`, a tuning
-    run; `quantized.onnx`, the model with pairs around its convolutions and nowhere else.
+    run; `quantized.onnx`, the model with pairs around its convolutions and nowhere else; `calib.cache`, scales of all
+    its activations.
     """
     for script in EXAMPLES.glob("*.py"):
         shutil.copy(script, folder)
@@ -176,6 +177,8 @@ def prepare(folder: Path) -> None:
     for tensor in proto.graph.initializer:
         tensor.CopyFrom(onnx.numpy_helper.from_array(1.5 * onnx.numpy_helper.to_array(tensor), tensor.name))
     onnx.save(proto, folder / "retrained.onnx")
+    scales = [f"{name}: 3d000000" for name in ("image", *(node.output[0] for node in proto.graph.node))]
+    (folder / "calib.cache").write_text("\n".join(["TRT-8510-EntropyCalibration2", *scales]))
 
 
 def options_of_commands() -> Iterator[str]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 
 from models import attention, build, conv_net, normal
+from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.commands.quantize import Request, quantize
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.graph.files import save
@@ -89,3 +91,24 @@ def test_it_builds_and_runs_in_8_bits(
     engine = open_engine(EngineSpec("tensorrt-rtx", {"target": "sm89", "opt_shapes": shapes}))
     layers = engine.build(tmp_path / "q.onnx", tmp_path / "build.log").layers({}, 1)
     assert any(layer.precision == {"int8": "INT8", "fp8": "FP8"}[quant_type] for layer in layers)
+
+
+@pytest.mark.usefixtures("workers")
+@pytest.mark.parametrize("like", ["rules", "implicit"])
+def test_scales_of_a_calibration_cache_build_and_run_in_8_bits(
+    like: Literal["rules", "implicit"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("cuda.bindings.runtime", "cuda.cudart"):
+        monkeypatch.setitem(sys.modules, module, None)
+    model = passing()
+    save(model, tmp_path / "model.onnx")
+    lines = [f"{tensor}: 3c60dd{number:02x}" for number, tensor in enumerate(candidate_tensors(model))]
+    (tmp_path / "calib.cache").write_text("\n".join(["TRT-8510-EntropyCalibration2", *lines]))
+    made = Request(tmp_path / "model.onnx", tmp_path / "q.onnx", engine="tensorrt-rtx", precision="fp16",
+                   calibration_cache=tmp_path / "calib.cache", placement_like=like)  # fmt: skip
+    quantize(made)
+    engine = open_engine(EngineSpec("tensorrt-rtx", {"target": "sm89"}))
+    layers = engine.build(tmp_path / "q.onnx", tmp_path / "build.log").layers({}, 1)
+    convolutions = [layer for layer in layers if {"left", "right", "last"}.intersection(layer.nodes)]
+    assert len(convolutions) == 3
+    assert {layer.precision for layer in convolutions} == {"INT8"}

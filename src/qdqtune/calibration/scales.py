@@ -47,13 +47,15 @@ class Ranges:
 
     For models that came with Q/DQ, also the scales of their weights, and the ranges of their other constants. `shifts`
     are added to the bias of a node where its input and weight carry pairs, by output channel. `method` is the one that
-    calibration has used or chosen, auto where it differs by tensor; empty if nobody said.
+    calibration has used or chosen, auto where it differs by tensor; empty if nobody said. `is_given`: they are
+    the user's own, and no tensor gets a wider one to share its scale with others.
     """
 
     activations: Mapping[str, Range]
     weights: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     shifts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     method: str = ""
+    is_given: bool = False
 
 
 @dataclass(frozen=True, eq=False)

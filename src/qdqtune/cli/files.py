@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from qdqtune.cli import options, progress, report
 from qdqtune.cli.options import FILE, option
@@ -78,6 +77,7 @@ APPLY = (
     ),
     *options.DATA,
     *options.RANGES,
+    options.CACHE,
     options.AS_JSON,
 )
 
@@ -91,6 +91,7 @@ def apply_command(
     For a network that was trained again: its placement holds, its scales do not. They are found as that search found
     its own, unless an option about ranges says otherwise.
     """
+    options.check_cache(given)
     recorded = read_placement_file(placement)
     target = output or model.with_suffix(".qdq.onnx")
     numbers = numeric_format(engine or recorded.engine, "fp8" if recorded.quant_type == "fp8" else "int8")
@@ -103,28 +104,28 @@ def apply_command(
             target,
             numbers,
             calibration_data=data.calibration_data,
-            calibration=options.calibration(given) if _says_how() else None,
+            calibration=options.calibration(given) if options.says_how() else None,
+            calibration_cache=given["calibration_cache"],
             input_shapes=data.input_shapes,
             samples=data.calibration_samples,
             seed=data.seed,
             precision=given["precision"],
         )
+    if done.matched is not None:
+        say_notes(done.matched.notes())
     if done.random_data:
         say_notes(["no --calibration-data: the scales come from random inputs"])
     if done.lost:
-        say_notes([f"{len(done.lost)} edges are not in this model, the first: {done.lost[0]}"])
+        scaled = "" if done.matched is None else " or have no scale"
+        say_notes([f"{len(done.lost)} edges are not in this model{scaled}, the first: {done.lost[0]}"])
     if done.accuracy is not None and (warning := concern(done.accuracy)):
         say_notes([warning])
     if as_machine:
         accuracy = None if done.accuracy is None else asdict(done.accuracy)
         lost = [str(edge) for edge in done.lost]
-        print_json({"output": str(target), "edges": len(done.placement), "lost": lost, "accuracy": accuracy})
+        cache = {} if done.matched is None else {"cache": done.matched.as_json()}
+        told = {"output": str(target), "edges": len(done.placement), "lost": lost, "accuracy": accuracy}
+        print_json(told | cache)
     else:
         known = "" if done.accuracy is None else f", output SQNR against float {done.accuracy}"
         print(f"{target}: {len(done.placement)} edges carry a Q/DQ pair{known}")
-
-
-def _says_how() -> bool:
-    """Whether the user says how ranges are found."""
-    source = click.get_current_context().get_parameter_source
-    return any(source(str(option.name)) is not ParameterSource.DEFAULT for option in options.RANGES)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
+from click.core import ParameterSource
 
 from qdqtune.calibration import prepare
 from qdqtune.calibration.methods import CLOSEST, Calibration, Method
@@ -239,6 +240,14 @@ RANGES = (
 )
 """How scales are found."""
 
+CACHE = option(
+    "--calibration-cache",
+    "Take scales from a calibration cache in place of data: TensorRT's (calib.cache of trtexec or Polygraphy), ONNX "
+    "Runtime's tables, TAO's JSON. Tensors that it lacks stay in float.",
+    FILE,
+    metavar="FILE",
+)
+
 LIMITS = (
     option(
         "--min-sqnr",
@@ -303,6 +312,19 @@ def named(kind: type[DataclassInstance], given: Given, but: Collection[str] = ()
 def calibration(given: Given) -> Calibration:
     """How ranges are found, of the options `RANGES`."""
     return Calibration(given["calibration_method"], given["percentile"], given["bias_correction"])
+
+
+def says_how() -> bool:
+    """Whether the user says how ranges are found."""
+    source = click.get_current_context().get_parameter_source
+    return any(source(str(option.name)) is not ParameterSource.DEFAULT for option in RANGES)
+
+
+def check_cache(given: Given) -> None:
+    """Raises BadOption where scales are to come from a file, and to be found as well."""
+    if given["calibration_cache"] is not None and says_how():
+        names = ", ".join(option.opts[0] for option in RANGES)
+        raise BadOption(f"--calibration-cache brings the scales: leave {names} out")
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,14 @@ OPTIONS = (
     repeated("--op-types-to-exclude excluded_op_types", "OP", "Operators to keep in float. Repeatable."),
     *options.DATA,
     *options.RANGES,
+    options.CACHE,
+    option(
+        "--placement-like",
+        "rules: pairs where --engine gains from them as a rule; implicit: on all that a quantizable layer reads, as "
+        "TensorRT's implicit quantization had its scales.",
+        click.Choice(["rules", "implicit"]),
+        default="rules",
+    ),
     options.FIX_INPUT,
     option(
         "--evaluate",
@@ -69,7 +77,7 @@ OPTIONS = (
     flag("--json as_machine", "Print JSON instead of text."),
 )
 
-MEANT_ALIKE = (*options.DATA, *options.RANGES, options.FIX_INPUT)
+MEANT_ALIKE = (*options.DATA, *options.RANGES, options.CACHE, options.FIX_INPUT)
 SHARED = {"model", "quant_type", "engine", "precision", *(option.human_readable_name for option in MEANT_ALIKE)}
 """Parameters that mean to `tune` what they mean here."""
 
@@ -85,12 +93,14 @@ def quantize_command(**given: Any) -> int:
     qdqtune quantize model.onnx --calibration-data samples.npz -o model.qdq.onnx
     qdqtune quantize model.onnx --calibration-data data.npz --engine tensorrt --quant-type fp8 --precision fp16
     qdqtune quantize model.onnx --calibration-data samples.npz --report --nodes-to-exclude '/head/*'
+    qdqtune quantize model.onnx --calibration-cache calib.cache --engine tensorrt --precision fp16
     """
     model, as_machine, more = given["model"], given["as_machine"], given["tune_args"]
     if more and not given["is_seed"]:
         raise BadOption("--tune-args goes with --tune")
     if model.is_dir():
         raise BadModel(f"{model} is a folder: name an ONNX file")
+    options.check_cache(given)
     request = request_of(given)
     search = _search(request, given, more) if given["is_seed"] else None
     with progress.shown() as observer:
@@ -148,12 +158,16 @@ def as_json(request: Request, done: Quantized) -> dict[str, object]:
         "metric": None if done.metric is None else dict(zip(("before", "after"), done.metric, strict=True)),
         "pairs": [asdict(damage) for damage in done.damages],
         "nodes_to_exclude": to_exclude(done.damages, done.sqnr_db),
+        **({} if done.matched is None else {"cache": done.matched.as_json()}),
     }
 
 
 def _lines(request: Request, done: Quantized) -> Iterator[str]:
     numbers = f"{request.quant_type.upper()} as {request.engine} wants it"
     yield f"{done.output}: {len(done.placed.placement)} edges carry a pair ({numbers})"
+    if not done.judged:
+        yield "not compared with the float model: give --calibration-data for that"
+        return
     where = "held-out samples" if done.is_held_out else "samples"
     angle = "" if done.cosine is None else f", cosine {done.cosine:.6f}"
     ratio = _db(done.sqnr_db) if done.is_finite else "unknown"

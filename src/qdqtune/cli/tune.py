@@ -75,6 +75,7 @@ OPTIONS = (
     *options.ENGINE,
     *options.DATA,
     *options.RANGES,
+    options.CACHE,
     *options.LIMITS,
     options.FIX_INPUT,
     option(
@@ -134,6 +135,7 @@ def tune_command(**given: Any) -> int:
     qdqtune tune model.onnx --calibration-data samples.npz -o out
     qdqtune tune model.onnx --effort quick --input-shape image:1x3x224x224
     """
+    options.check_cache(given)
     return run(given)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from qdqtune.calibration.matching import Matched, from_file
 from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.samples import files_named
@@ -13,7 +14,7 @@ from qdqtune.calibration.scales import Ranges
 from qdqtune.errors import BadModel
 from qdqtune.graph.files import data_of, save
 from qdqtune.graph.float16 import Precision, load_as
-from qdqtune.graph.loading import files_of
+from qdqtune.graph.loading import files_of, with_input_shapes
 from qdqtune.graph.outputs import check_output
 from qdqtune.measurement.fitting import fitted
 from qdqtune.measurement.simulation import Simulation
@@ -29,13 +30,15 @@ JUDGED = 8
 
 @dataclass(frozen=True)
 class Applied:
-    """What was inserted, and the edges of the placement that the model does not have."""
+    """What was inserted, and the edges of the placement that the model does not have, or has no scale for."""
 
     placement: Placement
     lost: tuple[Edge, ...]
     random_data: bool
     accuracy: Accuracy | None = None
     """Of the outputs against the float model's on ONNX Runtime; None where it does not run them."""
+    matched: Matched | None = None
+    """What the calibration cache had for the model, if one was given."""
 
 
 def apply(
@@ -46,6 +49,7 @@ def apply(
     *,
     calibration_data: str | None = None,
     calibration: Calibration | None = None,
+    calibration_cache: Path | None = None,
     input_shapes: Mapping[str, tuple[int, ...]] | None = None,
     samples: int | None = None,
     seed: int = 0,
@@ -53,27 +57,34 @@ def apply(
 ) -> Applied:
     """Insert the pairs of a placement file into `model` with freshly calibrated scales, and write it to `output`.
 
-    Scales are found as the file says, unless `calibration` says otherwise.
+    Scales are found as the file says, unless `calibration` says otherwise, or those of a `calibration_cache`.
 
     Raises:
         InputError: model, placement or data cannot be used, or none of the placement's edges exists in the model.
         OutputError: `output` cannot be written.
     """
     read = {"model": files_of(model), "placement": [placement], "calibration data": files_named(calibration_data)}
+    read["calibration cache"] = [] if calibration_cache is None else [calibration_cache]
     for written in (output, data_of(output)):
         check_output(written, read)
     recorded = read_placement_file(placement)
     graph = load_as(model, precision, recorded.fix_inputs, numbers.opset)
     if is_quantized(graph):
         raise BadModel(f"{model} already has Q/DQ pairs: apply a placement to the float model")
-    prepared = prepare(graph, Data(calibration_data, samples, input_shapes or {}, seed), fixed=recorded.fix_inputs)
-    prepared.samples.first(1)  # refuses an empty source by its name
-    calibration = calibration or recorded.calibration
+    matched = None if calibration_cache is None else from_file(calibration_cache, graph, model)
+    data = Data(calibration_data, samples, input_shapes or {}, seed)
+    prepared = None
+    if matched is None or calibration_data:
+        prepared = prepare(graph, data, fixed=recorded.fix_inputs)
+        prepared.samples.first(1)  # refuses an empty source by its name
+    shaped = prepared.shaped if prepared is not None else with_input_shapes(graph, data.input_shapes)
 
     def known(ranges: Ranges) -> tuple[Placement, tuple[Edge, ...]]:
-        return existing(prepared.shaped, recorded.placement, possible_edges(prepared.shaped, ranges))
+        return existing(shaped, recorded.placement, possible_edges(shaped, ranges))
 
-    ranges = fitted(prepared, calibration, numbers, lambda found: known(found)[0])
+    ranges = Ranges({}) if matched is None else matched.ranges
+    if matched is None and prepared is not None:
+        ranges = fitted(prepared, calibration or recorded.calibration, numbers, lambda found: known(found)[0])
     placed, lost = known(ranges)
     if recorded.placement.edges and not placed.edges:
         raise BadModel(
@@ -81,6 +92,9 @@ def apply(
         )
     inserter = Inserter(graph, ranges, numbers)
     save(inserter.insert(placed), output)
+    if prepared is None:
+        return Applied(placed, lost, False, None, matched)
     with Simulation(inserter, prepared.judging.first(JUDGED)) as simulation:
         accuracy = simulation.accuracy(placed)
-    return Applied(placed, lost, prepared.samples.is_random, accuracy if isinstance(accuracy, Accuracy) else None)
+    known_accuracy = accuracy if isinstance(accuracy, Accuracy) else None
+    return Applied(placed, lost, prepared.samples.is_random, known_accuracy, matched)

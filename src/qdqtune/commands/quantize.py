@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
+from qdqtune.calibration.matching import Matched, from_file
 from qdqtune.calibration.methods import CLOSEST, Calibration
-from qdqtune.calibration.prepare import Data, HoldOut, prepare
+from qdqtune.calibration.prepare import Data, HoldOut, Prepared, prepare
 from qdqtune.calibration.samples import HELD_OUT, files_named
 from qdqtune.calibration.scales import Ranges
 from qdqtune.commands.worst_tensors import Damage, damages
@@ -25,14 +26,14 @@ from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadModel, BadOption, EngineFailure
 from qdqtune.graph.files import data_of, save
 from qdqtune.graph.float16 import Precision, load_as
-from qdqtune.graph.loading import files_of, load
+from qdqtune.graph.loading import files_of, load, with_input_shapes
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import INTEGER
 from qdqtune.graph.outputs import check_output
 from qdqtune.measurement.accuracy import accuracy, concern, cosine, is_finite
 from qdqtune.measurement.fitting import fitted
 from qdqtune.measurement.metric import Evaluation, evaluate, load_evaluation
-from qdqtune.placement import engine_rules
+from qdqtune.placement import engine_rules, implicit
 from qdqtune.placement.engine_rules import Placed
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
@@ -85,6 +86,8 @@ class Selection:
 class Request:
     """All that `quantize` is told. `engine` names numbers and rules: its library is not needed.
 
+    `calibration_cache` is a file of ranges that another tool has written, in place of calibration (see
+    `calibration.caches`). `placement_like` "implicit" puts pairs where TensorRT's implicit quantization had its scales.
     `per_channel` None is as the engine wants it. `evaluate` is the `module:callable` of a metric (see `evaluating`).
     """
 
@@ -96,6 +99,8 @@ class Request:
     calibration_data: str | None = None
     calibration_samples: int | None = None
     calibration: Calibration = CLOSEST
+    calibration_cache: Path | None = None
+    placement_like: Literal["rules", "implicit"] = "rules"
     per_channel: bool | None = None
     selection: Selection = field(default_factory=Selection)
     fix_inputs: Mapping[str, float | int | str] = field(default_factory=dict)
@@ -108,6 +113,11 @@ class Request:
     def data(self) -> Data:
         """What the model is fed."""
         return Data(self.calibration_data, self.calibration_samples, self.input_shapes, self.seed)
+
+    @property
+    def is_fed(self) -> bool:
+        """Whether the model is run at all: with ranges from a file, random inputs would tell nothing."""
+        return self.calibration_cache is None or bool(self.calibration_data or self.evaluate or self.report)
 
 
 @dataclass(frozen=True)
@@ -130,6 +140,8 @@ class Quantized:
     notes: tuple[str, ...] = ()
     is_finite: bool = True
     """Whether the outputs of both models are."""
+    matched: Matched | None = None
+    """What the calibration cache had for the model, if one was given."""
 
 
 def quantize(request: Request, observer: Observer | None = None) -> Quantized:
@@ -149,15 +161,20 @@ def quantize(request: Request, observer: Observer | None = None) -> Quantized:
     if present := _quantized_parts(graph):
         raise BadModel(f"{request.model} already has {present}: give the float model")
     request.selection.allowed(graph, frozenset())  # refuses names that fit nothing, before the work begins
-    prepared = prepare(graph, request.data, fixed=request.fix_inputs, hold_out=HoldOut())
-    observer.stage(f"calibrating on {prepared.samples.origin}")
-    shaped, judging = prepared.shaped, prepared.judging.first(JUDGED)
+    prepared = _prepared(request, graph)
+    shaped = prepared.shaped if prepared is not None else with_input_shapes(graph, request.input_shapes)
+    matched = None if request.calibration_cache is None else from_file(request.calibration_cache, graph, request.model)
 
     def placed_by_rules(ranges: Ranges) -> Placed:
         possible = request.selection.allowed(shaped, possible_edges(shaped, ranges))
+        if request.placement_like == "implicit":
+            return implicit.place(shaped, possible, request.quant_type)
         return engine_rules.place(shaped, possible, request.engine, request.quant_type)
 
-    ranges = fitted(prepared, request.calibration, numbers, lambda found: placed_by_rules(found).placement)
+    ranges = Ranges({}) if matched is None else matched.ranges
+    if matched is None and prepared is not None:
+        observer.stage(f"calibrating on {prepared.samples.origin}")
+        ranges = fitted(prepared, request.calibration, numbers, lambda found: placed_by_rules(found).placement)
     placed = placed_by_rules(ranges)
     if not placed.placement.edges:
         chosen = " among the nodes that you chose" if request.selection != Selection() else ""
@@ -165,22 +182,44 @@ def quantize(request: Request, observer: Observer | None = None) -> Quantized:
         raise BadModel(what + _keepers(placed))
     quantized = insert(graph, placed.placement, ranges, numbers)
     save(quantized, request.output)
-    observer.stage("comparing with the float model")
+    done = Quantized(request.output, placed, None, None, 0, False)
+    if prepared is not None:
+        observer.stage("comparing with the float model")
+        done = _compared(request, placed, prepared, metric)
+        if request.report:
+            observer.stage("measuring what rounding each tensor does to the outputs")
+            done = _reported(done, damages(graph, quantized, placed.placement, prepared.judging.first(JUDGED)))
+    notes = () if matched is None else matched.notes()
+    return replace(done, notes=(*notes, *done.notes), matched=matched)
+
+
+def _prepared(request: Request, model: Model) -> Prepared | None:
+    """The model and its samples; None where it is not run. Ranges from a file leave all samples to be judged by."""
+    if not request.is_fed:
+        return None
+    hold_out = HoldOut() if request.calibration_cache is None else None
+    return prepare(model, request.data, fixed=request.fix_inputs, hold_out=hold_out)
+
+
+def _compared(request: Request, placed: Placed, prepared: Prepared, metric: Evaluation | None) -> Quantized:
+    """The written file against the float model."""
     with tempfile.TemporaryDirectory(prefix="qdqtune-") as folder:
-        done = _judged(request, placed, judging, metric, Path(folder))
+        done = _judged(request, placed, prepared.judging.first(JUDGED), metric, Path(folder))
     notes = [*done.notes]
-    if request.report:
-        observer.stage("measuring what rounding each tensor does to the outputs")
-        report = damages(graph, quantized, placed.placement, judging)
-        if isinstance(report, Failure):
-            notes.append(f"no report of single tensors, as the model with switches fails: {report.reason}")
-        else:
-            done = replace(done, damages=tuple(report))
     if prepared.samples.is_random:
-        notes.append("no --calibration-data: scales and SQNR come from random inputs")
-    elif not prepared.is_held_out:
+        come = "scales and SQNR come" if request.calibration_cache is None else "the SQNR comes"
+        notes.append(f"no --calibration-data: {come} from random inputs")
+    elif not prepared.is_held_out and request.calibration_cache is None:
         notes.append(f"fewer than {HELD_OUT} samples: the SQNR is that of the calibration data")
     return replace(done, is_held_out=prepared.is_held_out, notes=tuple(notes))
+
+
+def _reported(done: Quantized, report: Sequence[Damage] | Failure) -> Quantized:
+    """The result with what rounding single tensors does."""
+    if isinstance(report, Failure):
+        told = f"no report of single tensors, as the model with switches fails: {report.reason}"
+        return replace(done, notes=(*done.notes, told))
+    return replace(done, damages=tuple(report))
 
 
 def _quantized_parts(model: Model) -> str:
@@ -204,6 +243,7 @@ def _check_output(request: Request) -> None:
     read = {
         "model": files_of(request.model),
         "calibration data": files_named(request.calibration_data),
+        "calibration cache": [] if request.calibration_cache is None else [request.calibration_cache],
         "metric": files_named(request.evaluate),
     }
     for written in (request.output, data_of(request.output)):

@@ -178,6 +178,19 @@ def read(path: Path) -> ModelProto:
     return proto
 
 
+def identities(path: Path) -> dict[str, str]:
+    """Names of tensors that Identity nodes of a file make, and the tensor that is read in place of each by `load`.
+
+    Raises:
+        BadModel: the file cannot be read.
+    """
+    names: dict[str, str] = {}
+    for node in read(path).graph.node:
+        if node.op_type == "Identity" and node.domain in ("", "ai.onnx"):
+            names[node.output[0]] = names.get(node.input[0], node.input[0])
+    return names
+
+
 def files_of(path: Path) -> list[Path]:
     """A model's file and those of its external data; a file that cannot be read is alone."""
     try:

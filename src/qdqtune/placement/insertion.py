@@ -187,7 +187,7 @@ class Inserter:
                 group[member] = member = group[group[member]]
             return member
 
-        shared = self._format.shared_scale_ops
+        shared = frozenset[str]() if self._ranges.is_given else self._format.shared_scale_ops
         for node in self._model.nodes if shared else ():
             if node.op not in shared or not any(o in group for o in node.outputs):
                 continue

@@ -190,7 +190,11 @@ def _files(settings: Settings) -> Iterator[str]:
 def _inputs(settings: Settings) -> Inputs:
     """Every file that the settings refer to."""
     baseline = files_of(settings.qdq_baseline) if settings.qdq_baseline else []
-    named = {"--graph-json": settings.graph_json, "--pattern-cache": settings.pattern_cache}
+    named = {
+        "--graph-json": settings.graph_json,
+        "--pattern-cache": settings.pattern_cache,
+        "--calibration-cache": settings.calibration_cache,
+    }
     return {
         "model": files_of(settings.model),
         "calibration data": files_named(settings.calibration_data),

@@ -67,6 +67,7 @@ class Settings:
     `min_sqnr` in dB, `min_agreement` as a share of the integers, and `max_drop` of the metric `evaluate` (see
     `measurement.metric`) are limits that a result must hold, None sets none. "auto" is `FLOOR_DB`, or with `evaluate`
     a hundredth of the float model's metric and no limit on the SQNR. What was measured under other limits serves.
+    `calibration_cache` is a file of ranges that another tool has written, in place of calibration.
     `accuracy_samples` is the most samples that outputs are compared on.
     """
 
@@ -80,6 +81,7 @@ class Settings:
     calibration_samples: int | None = None
     accuracy_samples: int = 32
     calibration: Calibration = CLOSEST
+    calibration_cache: Path | None = None
     fix_inputs: Mapping[str, float | int | str] = field(default_factory=dict)
     input_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     regions: Literal["auto", "names", "topology"] = "auto"
@@ -116,6 +118,8 @@ class Settings:
             raise BadOption("--time-budget is above zero")
         if self.from_qdq and self.qdq_baseline:
             raise BadOption("--from-qdq and --qdq-baseline exclude each other")
+        if self.from_qdq and self.calibration_cache:
+            raise BadOption("--from-qdq and --calibration-cache exclude each other: both bring scales")
         if isinstance(self.max_drop, float) and self.evaluate is None:
             raise BadOption("--max-drop is about your metric: name it with --evaluate module:callable")
         if self.front and (self.mode != "cut" or self.from_qdq):

@@ -200,7 +200,8 @@ def pack_ranges(ranges: Ranges) -> Record:
     """Ranges as JSON values."""
     activations = {t: [r.low, r.high] for t, r in ranges.activations.items()}
     vectors = {"weights": dict(ranges.weights), "shifts": dict(ranges.shifts)}
-    return {"activations": activations, **vectors, "method": ranges.method}
+    given = {"is_given": True} if ranges.is_given else {}
+    return {"activations": activations, **vectors, "method": ranges.method, **given}
 
 
 def unpack_ranges(record: Record) -> Ranges:
@@ -212,6 +213,7 @@ def unpack_ranges(record: Record) -> Ranges:
         {t: tuple(s) for t, s in weights.items()},
         {n: tuple(s) for n, s in shifts.items()},
         record.get("method", ""),
+        record.get("is_given", False),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import onnx
 
+from qdqtune.calibration.matching import from_file
 from qdqtune.calibration.prepare import Data, HoldOut, Prepared, prepare
 from qdqtune.calibration.samples import input_specs
 from qdqtune.calibration.scales import Ranges
@@ -114,7 +115,8 @@ def open_subject(settings: Settings, runner: Runner) -> Subject:
     prepared = prepare(model, data, fixed=settings.fix_inputs, hold_out=hold_out)
     shaped = prepared.shaped
     if prepared.samples.is_random:
-        notes.append("no --calibration-data: scales come from random inputs, so latency is real but accuracy is not")
+        come = "scales come" if settings.calibration_cache is None else "the SQNR comes"
+        notes.append(f"no --calibration-data: {come} from random inputs, so latency is real but accuracy is not")
     notes += filter(None, [hidden_work(model, prepared.samples)])
     feed = prepared.samples.first(1)[0] | _fixed(settings)
     regions = discovery.find(
@@ -151,7 +153,7 @@ def fingerprint(settings: Settings, subject: Subject, engine: Mapping[str, str])
     how = settings.calibration
     return {
         "mode": settings.mode,
-        "graph JSON": _digest(settings.graph_json),
+        "graph JSON": _digest("--graph-json", settings.graph_json),
         "quant type": settings.quant_type,
         "seed": settings.seed,
         "regions": settings.regions,
@@ -165,12 +167,13 @@ def fingerprint(settings: Settings, subject: Subject, engine: Mapping[str, str])
         "calibration method": str(how),
         "calibration data": f"{subject.prepared.samples.digest} ({settings.calibration_samples or 'all'} samples"
         + (f", {len(subject.accuracy)} of them held out)" if subject.held_out else ")"),
+        "calibration cache": _digest("--calibration-cache", settings.calibration_cache),
     }
 
 
-def _digest(path: Path | None) -> str | None:
-    """16 hex digits of a file's content."""
-    with reading(f"--graph-json {path}"):
+def _digest(option: str, path: Path | None) -> str | None:
+    """16 hex digits of the content of the file that an option names."""
+    with reading(f"{option} {path}"):
         return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
@@ -186,6 +189,10 @@ def _told_apart(numbers: NumericFormat) -> str:
 def calibrated(subject: Subject, settings: Settings, store: Store, observer: Observer) -> Subject:
     """The subject with ranges: from the store if an earlier run has found them, else by one pass over the samples."""
     record = store.get("ranges")
+    if settings.calibration_cache is not None:
+        matched = from_file(settings.calibration_cache, subject.shaped, settings.model)
+        subject = replace(subject, notes=(*subject.notes, *matched.notes()))
+        record = record or store.put("ranges", pack_ranges(matched.ranges))
     if record is None:
         observer.stage(f"calibrating on {subject.prepared.samples.origin}")
         found = fitted(subject.prepared, settings.calibration, subject.numbers, partial(_ruled, subject, settings))

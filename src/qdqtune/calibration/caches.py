@@ -1,0 +1,290 @@
+"""Calibration caches that other tools have written: the range of each tensor, by the name that the file gives it.
+
+Read are the text of TensorRT's calibrators (of every algorithm and version; Polygraphy and trtexec write it as well),
+the tables of ONNX Runtime (JSON, flatbuffers and text), and the JSON of TAO. Formats by TensorRT's and ONNX Runtime's
+own readers and writers. What such a file says of a model is for `matching` to find.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from qdqtune.calibration.scales import Range
+from qdqtune.errors import BadData, reading
+
+MOST_BYTES = 64 << 20
+"""More than a million tensors of long names; whoever names a model or its data by mistake is told so at once."""
+
+LEAST_SCALE = 1e-20
+"""Smaller ones are no scales: of a line that is cut short at most seven digits are left, which is below 3e-29."""
+
+STEPS = 127
+"""TensorRT's scale times this is the largest absolute value."""
+
+TENSORRT = re.compile(r"TRT-([^-]*)-(\S+)")
+NAMED_NUMBER = re.compile(r"(\S.*) ([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|-?inf)")
+DIGITS = re.compile(r"(?:0x)?[0-9a-fA-F]{1,8}")
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Ranges by name, in the order of the file; a scale s is the range [-127 s, 127 s], which gives it back exactly.
+
+    `unusable` has the reason for each entry that says nothing; `source` is for people; `digest` names the content.
+    """
+
+    source: str
+    ranges: Mapping[str, Range]
+    unusable: Mapping[str, str]
+    digest: str
+
+
+Value = Range | str
+"""A range, or why there is none."""
+
+
+def read_cache(path: Path) -> Cache:
+    """The ranges in a file, whichever of the known formats it has.
+
+    Raises:
+        BadData: it is missing, too large, damaged, empty, or of no known format.
+    """
+    with reading(f"calibration cache {path}", BadData):
+        size = path.stat().st_size
+        if size > MOST_BYTES:
+            raise BadData(f"{path} holds {size / 2**20:.0f} MB: no calibration cache is as large")
+        data = path.read_bytes()
+    try:
+        source, entries = _parsed(data)
+    except (ValueError, struct.error, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise BadData(f"{path} is no calibration cache, or damaged: {why}") from error
+    ranges, unusable = _told_once(entries)
+    if not ranges and not unusable:
+        raise BadData(f"{path} is no calibration cache, or damaged: it names no tensor")
+    return Cache(source, ranges, unusable, hashlib.sha256(data).hexdigest()[:16])
+
+
+def _told_once(entries: Iterable[tuple[str, Value]]) -> tuple[dict[str, Range], dict[str, str]]:
+    """Ranges and reasons by name. Two values of one name that differ are none: nobody knows which one is right."""
+    values: dict[str, Value] = {}
+    for name, value in entries:
+        if values.get(name, value) != value:
+            value = "it stands there twice, with different values"
+        values[name] = value
+    ranges = {name: value for name, value in values.items() if isinstance(value, Range)}
+    return ranges, {name: value for name, value in values.items() if isinstance(value, str)}
+
+
+def _parsed(data: bytes) -> tuple[str, list[tuple[str, Value]]]:
+    """Raises ValueError, struct.error or RecursionError with words about what is wrong."""
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return "ONNX Runtime's table", _flatbuffer(data)
+    if "\0" in text:
+        return "ONNX Runtime's table", _flatbuffer(data)
+    if text.lstrip()[:1] in ("{", "["):
+        return _json(text)
+    lines = [line.rstrip("\r") for line in text.split("\n")]
+    head = TENSORRT.fullmatch(lines[0].strip())
+    if head is not None:
+        return f"TensorRT {_version(head[1])}, {head[2]}", _lines(lines[1:], 2, _tensorrt_line)
+    return "ONNX Runtime's table", _lines(lines, 1, _onnxruntime_line)
+
+
+def _version(digits: str) -> str:
+    """A version as TensorRT numbers itself: 8510 is 8.5.10, 101600 is 10.16.0."""
+    if not digits.isdecimal() or not 4 <= len(digits) <= 6:
+        return digits
+    major, rest = divmod(int(digits), 1000 if len(digits) == 4 else 10000)
+    return f"{major}.{rest // 100}.{rest % 100}"
+
+
+# ---- lines of text
+
+
+def _lines(lines: list[str], first: int, parse: Callable[[str], tuple[str, Value]]) -> list[tuple[str, Value]]:
+    entries = []
+    for number, line in enumerate(lines, first):
+        if line.strip():
+            try:
+                entries.append(parse(line))
+            except ValueError as error:
+                raise ValueError(f"line {number} is {_shown(line)}, {error}") from error
+    return entries
+
+
+def _tensorrt_line(line: str) -> tuple[str, Value]:
+    """`name: digits`. The name may hold colons and blanks; leading zeros of the digits may be missing."""
+    name, _, digits = line.rpartition(":")
+    if not name or not DIGITS.fullmatch(digits.strip()):
+        raise ValueError("not a name with a scale of up to eight hexadecimal digits")
+    (scale,) = struct.unpack(">f", bytes.fromhex(digits.strip().removeprefix("0x").zfill(8)))
+    return name, _of_scale(scale)
+
+
+def _onnxruntime_line(line: str) -> tuple[str, Value]:
+    """`name value`, the value being the largest one of the tensor."""
+    match = NAMED_NUMBER.fullmatch(line.strip())
+    if match is None:
+        raise ValueError("neither TensorRT's header TRT-VERSION-ALGORITHM nor a name with a number")
+    return match[1], _symmetric(float(match[2]))
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 60 else f"{text[:57]}...")
+
+
+# ---- values
+
+
+def _of_scale(scale: float) -> Value:
+    if math.isnan(scale):
+        return "nan: calibration saw no value of it"
+    if not math.isfinite(scale):
+        return "infinite"
+    if scale == 0:
+        return "zero: calibration saw nothing but zeros"
+    if scale < 0:
+        return "negative: no scale is"
+    if scale < LEAST_SCALE:
+        return f"{scale:.2g}: too small for a scale, perhaps a line that is cut short"
+    return Range(-STEPS * scale, STEPS * scale)
+
+
+def _symmetric(largest: float) -> Value:
+    """The range of a tensor of which the largest absolute value is given, in float32 as its readers have it."""
+    with np.errstate(over="ignore"):
+        largest = float(np.float32(largest))
+    found = _of_scale(largest / STEPS)
+    return Range(-largest, largest) if isinstance(found, Range) else found
+
+
+def _of_ends(low: float, high: float) -> Value:
+    if math.isnan(low) or math.isnan(high):
+        return "nan: calibration saw no value of it"
+    if low > high:
+        return f"the lowest value {low:g} lies above the highest {high:g}"
+    found = _of_scale(max(abs(low), abs(high)) / STEPS)
+    return Range(low, high) if isinstance(found, Range) else found
+
+
+# ---- JSON
+
+
+def _json(text: str) -> tuple[str, list[tuple[str, Value]]]:
+    content = json.loads(text, object_pairs_hook=_once)
+    if not isinstance(content, dict):
+        raise ValueError("it is JSON of something else")
+    if isinstance(scales := content.get("tensor_scales"), dict):  # largest values, by TAO's writer of caches
+        return "TAO", [(name, _symmetric(_number(value, name))) for name, value in scales.items()]
+    if content.get("CLS") == "TensorsData" and isinstance(content.get("data"), dict):
+        content = content["data"]
+    return "ONNX Runtime's table", [(name, _of_ends(*_ends(value, name))) for name, value in content.items()]
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{_shown(name)} stands there twice")
+    return content
+
+
+def _ends(value: object, name: str) -> tuple[float, float]:
+    """Lowest and highest value: a list of both, or what ONNX Runtime writes of a `TensorData`."""
+    if isinstance(value, dict) and "lowest" in value and "highest" in value:
+        return _number(value["lowest"], name), _number(value["highest"], name)
+    if isinstance(value, list) and len(value) == 2:
+        return _number(value[0], name), _number(value[1], name)
+    raise ValueError(f"it says of {_shown(name)} neither the lowest nor the highest value")
+
+
+def _number(value: object, name: str) -> float:
+    """A number, alone or as ONNX Runtime writes an array of one."""
+    if isinstance(value, dict):
+        value = value.get("data")
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"it has no number for {_shown(name)}")
+    try:
+        return float(np.float64(value))
+    except OverflowError:
+        return math.inf
+
+
+# ---- flatbuffers
+
+
+def _flatbuffer(data: bytes) -> list[tuple[str, Value]]:
+    """The entries of ONNX Runtime's `TrtTable { dict: [KeyValue { key: string; value: string }] }`.
+
+    Every offset is checked: files of other kinds are met here, and such as are made to mislead.
+    """
+    reader = _Reader(data)
+    vector = reader.field(reader.offset(0), 0)
+    if vector is None:
+        return []
+    count = reader.unsigned(vector)
+    if 4 * count > len(data):
+        raise ValueError(f"it counts {count} entries")
+    entries = []
+    for number in range(count):
+        table = reader.offset(vector + 4 + 4 * number)
+        name, value = (reader.text(reader.field(table, slot)) for slot in (0, 1))
+        try:
+            entries.append((name, _symmetric(float(value))))
+        except ValueError as error:
+            raise ValueError(f"it has no number for {_shown(name)}") from error
+    return entries
+
+
+class _Reader:
+    """Flatbuffers by their specification: little endian, tables with a table of field offsets in front of them."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._left = len(data)  # texts of one file do not overlap: together they are shorter than the file
+
+    def unsigned(self, at: int) -> int:
+        return self._unpack("<I", at)
+
+    def offset(self, at: int) -> int:
+        """Where the offset stored there leads to."""
+        return at + self.unsigned(at)
+
+    def field(self, table: int, slot: int) -> int | None:
+        """Where a field of a table points to; None if the table lacks it."""
+        layout = table - self._unpack("<i", table)
+        size = self._unpack("<H", layout)
+        inside = self._unpack("<H", layout + 4 + 2 * slot) if 4 + 2 * slot < size else 0
+        return self.offset(table + inside) if inside else None
+
+    def text(self, at: int | None) -> str:
+        if at is None:
+            raise ValueError("it has an entry without name or value")
+        length = self.unsigned(at)
+        self._left -= length
+        if at + 4 + length > len(self._data) or self._left < 0:
+            raise ValueError("a text in it has no end")
+        return self._data[at + 4 : at + 4 + length].decode()
+
+    def _unpack(self, form: str, at: int) -> int:
+        if at < 0:
+            raise ValueError("it is neither text nor a table")
+        if at + struct.calcsize(form) > len(self._data):
+            raise ValueError("it is neither text nor a table, or it is cut short")
+        (value,) = struct.unpack_from(form, self._data, at)
+        return int(value)

@@ -1,0 +1,253 @@
+"""What a calibration cache says of a model: which of its entries are which tensors, and what follows for the others.
+
+Entries go by the names of tensors in the ONNX file. Where TensorRT has made a tensor of its own that holds the values
+of one of the model's, its name leads there (`_renamed`). Tensors that the cache lacks take the range of a neighbour
+that hands values on (`_handed_on`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from qdqtune.calibration.caches import Cache, read_cache
+from qdqtune.calibration.calibrate import candidate_tensors
+from qdqtune.calibration.scales import Range, Ranges
+from qdqtune.errors import BadData
+from qdqtune.graph.loading import identities
+from qdqtune.graph.model import Model, Node
+from qdqtune.graph.operators import (
+    AVERAGE_POOLS,
+    CLAMPS,
+    COMPUTE,
+    INTEGER_KERNELS,
+    MOVERS,
+    REARRANGES,
+    is_float,
+    takes_data,
+)
+
+UNNAMED = re.compile(r"\(Unnamed Layer\* \d+\) \[(.+)\]_output(?:_\d+)?")
+"""A tensor of a TensorRT layer that got no name, with the kind of the layer."""
+
+OWN = re.compile(rf"{UNNAMED.pattern}|ONNXTRT_\w+|.+_output")
+"""Names of tensors that TensorRT's parser makes beside those of the model."""
+
+KINDS: Mapping[str, frozenset[str]] = {
+    "Convolution": frozenset({"Conv"}),
+    "Deconvolution": frozenset({"ConvTranspose"}),
+    "Fully Connected": frozenset({"Gemm", "MatMul"}),
+    "Pooling": AVERAGE_POOLS | {"MaxPool", "GlobalMaxPool"},
+    "Scale": frozenset({"BatchNormalization"}),
+    "Softmax": frozenset({"Softmax"}),
+}
+"""Layers of TensorRT and the operators that they are made of, where a layer behind it that only reshapes has the name
+of the operator's result: Softmax and one-dimensional convolutions, the fully connected layers of 7. The matrix products
+of later versions are none, since the bias is added behind them."""
+
+BACKWARD = REARRANGES | {"DepthToSpace", "MaxPool", "SpaceToDepth"}
+"""Operators of which the input may take the range of the result: they hold the same values, or TensorRT gives both
+one scale."""
+
+FORWARD = MOVERS | CLAMPS | {"Dropout", "GatherElements", "Tile"}
+"""Operators whose result lies within the range of their input."""
+
+LEAST_SHARE = 0.1
+"""If fewer of the model's tensors are in a cache, and fewer of its entries in the model, it is of another model: names
+such as `input` fit everywhere."""
+
+
+CONSTANT = "a constant: weights get scales of their own"
+TENSORRTS = "a tensor of TensorRT's own, which the model does not have"
+"""Why entries serve for nothing that are in every cache."""
+
+LISTED = 5
+"""Names that a note has room for."""
+
+
+@dataclass(frozen=True)
+class Matched:
+    """What a cache gives a model.
+
+    `exact` are the tensors that have an entry. `derived` says for each tensor that has none but a range whence that is;
+    `lacking` are those without one, as far as an operator reads them that has an integer kernel, so that it stays in
+    float. `unused` says for each entry without a tensor why that is. It `is_doubtful` whether the cache is this model's
+    where most of what its convolutions and products read is not in it.
+    """
+
+    source: str
+    ranges: Ranges
+    exact: tuple[str, ...]
+    derived: Mapping[str, str]
+    lacking: tuple[str, ...]
+    unused: Mapping[str, str]
+    is_doubtful: bool = False
+
+    def notes(self) -> tuple[str, ...]:
+        """For people: what serves, what stays in float, and what serves for nothing."""
+        told = f"{self.source}: {len(self.exact)} tensors have a scale of their own there"
+        if self.derived:
+            told += f", {len(self.derived)} more that of a neighbour: {_listed(self.derived, self.derived)}"
+        notes = [told]
+        if self.lacking:
+            notes.append(f"tensors without a scale, which stay in float, {len(self.lacking)}: {_listed(self.lacking)}")
+        own = [name for name, why in self.unused.items() if why in (CONSTANT, TENSORRTS)]
+        if own:
+            notes.append(f"entries for constants, and for tensors that only TensorRT has, are passed over: {len(own)}")
+        if strange := [name for name in self.unused if name not in own]:
+            notes.append(f"other entries that serve for nothing, {len(strange)}: {_listed(strange, self.unused)}")
+        if self.is_doubtful:
+            notes.append("most of what the model's convolutions and products read has no scale: is it another model's?")
+        return tuple(notes)
+
+    def as_json(self) -> dict[str, object]:
+        """All of it for machines, but for the ranges."""
+        named = {"source": self.source, "exact": list(self.exact), "derived": dict(self.derived)}
+        return {**named, "lacking": list(self.lacking), "unused": dict(self.unused)}
+
+
+def _listed(names: Collection[str], words: Mapping[str, str] | None = None) -> str:
+    shown = [f"{name} ({words[name]})" if words else name for name in islice(names, LISTED)]
+    return "; ".join(shown) + (f"; and {len(names) - LISTED} more (--json has all)" if len(names) > LISTED else "")
+
+
+def from_file(cache: Path, model: Model, file: Path) -> Matched:
+    """The ranges that a cache file gives a model that was read from `file`.
+
+    Raises:
+        BadData: the cache cannot be read, or is another model's.
+        BadModel: the file cannot be read.
+    """
+    found = read_cache(cache)
+    try:
+        return match(found, model, identities(file))
+    except BadData as error:
+        raise BadData(f"{cache}: {error}") from error
+
+
+def match(cache: Cache, model: Model, aliases: Mapping[str, str]) -> Matched:
+    """The ranges that a cache gives the tensors of a model. `aliases` are names of tensors that the file had, and under
+    which they are in the model now.
+
+    Raises:
+        BadData: the cache fits none or next to none of the model's tensors.
+    """
+    tensors = candidate_tensors(model)
+    named = {n: n for n in cache.ranges} | {n: t for n, t in aliases.items() if n in cache.ranges}
+    entries = {n: t for n, t in named.items() if t in tensors}
+    known = {t: cache.ranges[n] for n, t in entries.items()} | {
+        t: cache.ranges[t] for t in tensors if t in cache.ranges
+    }
+    exact = tuple(t for t in tensors if t in known)
+    for tensor, other in _casts(model, tensors):
+        if other in known:
+            known.setdefault(tensor, known[other])
+    strangers = [n for n in cache.ranges if n not in entries and not OWN.fullmatch(n)]
+    if len(exact) < LEAST_SHARE * len(tensors) and len(entries) < LEAST_SHARE * (len(entries) + len(strangers)):
+        raise BadData(_another_models(cache, model, len(tensors), len(exact)))
+    derived: dict[str, str] = {}
+    for name, tensor in _renamed(cache.ranges, model, known, tensors):
+        known[tensor] = cache.ranges[name]
+        derived[tensor], entries[name] = f"{name}, as TensorRT calls it", tensor
+    if not known:
+        raise BadData(_another_models(cache, model, len(tensors), 0))
+    derived |= _handed_on(model, known, tensors)
+    unused = dict(cache.unusable) | {n: _strange(aliases.get(n, n), model) for n in cache.ranges if n not in entries}
+    computed = {t for n in model.nodes if n.op in COMPUTE and not n.domain for t in n.inputs[:2] if t in tensors}
+    wanted = computed.union(t for n in model.nodes if n.op in INTEGER_KERNELS and not n.domain for t in n.inputs)
+    lacking = tuple(t for t in tensors if t in wanted and t not in known)
+    is_doubtful = 2 * len(computed - known.keys()) > len(computed)
+    return Matched(cache.source, Ranges(known, is_given=True), exact, derived, lacking, unused, is_doubtful)
+
+
+def _another_models(cache: Cache, model: Model, tensors: int, found: int) -> str:
+    first = next(iter(cache.ranges), None) or next(iter(cache.unusable))
+    own = next(iter(candidate_tensors(model)), "none")
+    known = f"knows {found or 'none'} of the {tensors} float tensors of the model"
+    return f"it {known}: is it another model's? Its first entry is {first!r}, the model's {own!r}"
+
+
+def _casts(model: Model, tensors: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Tensors and others that are the same but for the float type, as a conversion to float16 leaves them."""
+    for node in model.nodes:
+        if node.op == "Cast" and not node.domain and is_float(model, node.inputs[0]):
+            pair = node.inputs[0], node.outputs[0]
+            yield from ((a, b) for a, b in (pair, pair[::-1]) if a in tensors)
+
+
+# ---- TensorRT's names
+
+
+def _renamed(
+    ranges: Mapping[str, Range], model: Model, known: Mapping[str, Range], tensors: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """Entries under names of TensorRT's, and the tensors without entry that hold the same values.
+
+    Later versions name what a layer makes before it is reshaped after the node. Earlier ones number it: which one is
+    which is known where there are as many entries of a kind as tensors without one, in the order of both.
+    """
+    lacking = [n for n in model.nodes if n.outputs and n.outputs[0] in tensors and n.outputs[0] not in known]
+    makers = frozenset[str]().union(*KINDS.values())
+    by_name = {f"{n.name}_output": n.outputs[0] for n in lacking if n.op in makers and not _adds_bias(n)}
+    found = {name: tensor for name, tensor in by_name.items() if name in ranges}
+    yield from found.items()
+    for kind, ops in KINDS.items():
+        entries = [n for n in ranges if (m := UNNAMED.fullmatch(n)) and m[1] == kind]
+        missing = [n.outputs[0] for n in lacking if n.op in ops and n.outputs[0] not in found.values()]
+        if len(entries) == len(missing):
+            yield from zip(entries, missing, strict=True)
+
+
+def _adds_bias(node: Node) -> bool:
+    return node.op == "Gemm" and len(node.inputs) > 2 and bool(node.inputs[2])
+
+
+def _strange(name: str, model: Model) -> str:
+    """Why an entry serves no tensor."""
+    unnamed = UNNAMED.fullmatch(name)
+    plain = name.removesuffix("_output")
+    if name in model.constants or plain in model.constants or (unnamed and unnamed[1] == "Constant"):
+        return CONSTANT
+    if name in model.tensors:
+        return "nothing reads it" if is_float(model, name) else "it holds no floats"
+    if unnamed or OWN.fullmatch(name):
+        return TENSORRTS
+    return "the model has no such tensor"
+
+
+# ---- neighbours
+
+
+def _handed_on(model: Model, known: dict[str, Range], tensors: Collection[str]) -> dict[str, str]:
+    """Give ranges (in `known`) to tensors beside others that have one, near ones first. Says whence each is."""
+    wanted, derived = set(tensors), dict[str, str]()
+    grows = True
+    while grows:
+        grows = False
+        for node in (*model.nodes, *reversed(model.nodes)):
+            for tensor, source in _takes(model, node, known):
+                if tensor in wanted and tensor not in known:
+                    known[tensor], grows = known[source], True
+                    derived[tensor] = f"{source}, through {node.op} {node.name}"
+    return derived
+
+
+def _takes(model: Model, node: Node, known: Mapping[str, Range]) -> Iterator[tuple[str, str]]:
+    """Tensors beside a node and others, on its other side, whose range they may take."""
+    if node.domain:
+        return
+    data = [t for i, t in enumerate(node.inputs) if t and is_float(model, t) and takes_data(node, i)]
+    if node.op == "Concat":
+        if node.outputs[0] in known:
+            yield from ((t, node.outputs[0]) for t in data)
+        if data and all(t in known for t in data) and len({known[t] for t in data}) == 1:
+            yield node.outputs[0], data[0]
+        return
+    is_cubic = node.attributes.get("mode") in ("cubic", b"cubic")
+    if node.op in FORWARD and node.op not in AVERAGE_POOLS and data and data[0] in known and not is_cubic:
+        yield from ((t, data[0]) for t in node.outputs if t)
+    if node.op in BACKWARD and data and node.outputs[0] in known:
+        yield data[0], node.outputs[0]

@@ -1,0 +1,170 @@
+"""Calibration caches of other tools: every scale comes back bit for bit, and what is no cache is refused in a line."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+
+import flatbuffers
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from onnxruntime.quantization.calibrate import TensorData
+from onnxruntime.quantization.quant_utils import write_calibration_table
+
+from qdqtune.calibration.caches import MOST_BYTES, read_cache
+from qdqtune.calibration.scales import Range, of_range
+from qdqtune.engines.formats import numeric_format
+from qdqtune.errors import BadData
+
+NUMBERS = numeric_format("tensorrt", "int8")
+REAL = """TRT-8510-EntropyCalibration2
+x: 4000890a
+/conv1/Conv_output_0: 3f9db09c
+a name: with colons/Relu:0: 3fb6163c
+(Unnamed Layer* 8) [Constant]_output: 39137939
+(Unnamed Layer* 64) [Shuffle]_output: 0
+unseen: 7fc00000
+endless: 7f800000
+below: bf800000
+short: 3c60dd3
+"""
+
+
+def written(folder: Path, content: str | bytes, name: str = "calib.cache") -> Path:
+    path = folder / name
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def scale(found: Range) -> float:
+    return float(of_range(found, NUMBERS).scale)
+
+
+def test_a_cache_of_tensorrt_keeps_every_bit_and_tells_what_it_cannot_use(tmp_path: Path) -> None:
+    cache = read_cache(written(tmp_path, REAL))
+    assert cache.source == "TensorRT 8.5.10, EntropyCalibration2"
+    digits = {name: f"{struct.unpack('>I', struct.pack('>f', scale(r)))[0]:08x}" for name, r in cache.ranges.items()}
+    assert digits == {"x": "4000890a", "/conv1/Conv_output_0": "3f9db09c", "a name: with colons/Relu:0": "3fb6163c",
+                      "(Unnamed Layer* 8) [Constant]_output": "39137939"}  # fmt: skip
+    reasons = {name: why.split(":")[0] for name, why in cache.unusable.items()}
+    assert reasons == {"(Unnamed Layer* 64) [Shuffle]_output": "zero", "unseen": "nan", "endless": "infinite",
+                       "below": "negative", "short": "1.2e-36"}  # fmt: skip
+
+
+@given(st.integers(0x20000000, 0x7F000000))
+def test_every_scale_comes_back_exactly(digits: int) -> None:
+    (wanted,) = struct.unpack(">f", struct.pack(">I", digits))
+    got = of_range(Range(-127 * wanted, 127 * wanted), NUMBERS).scale
+    assert got.tobytes() == np.float32(wanted).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("head", "source"),
+    [
+        ("TRT-7202-MinMaxCalibration", "TensorRT 7.2.2, MinMaxCalibration"),
+        ("TRT-101600-LegacyCalibration", "TensorRT 10.16.0, LegacyCalibration"),
+        ("TRT-8XXX-EntropyCalibration", "TensorRT 8XXX, EntropyCalibration"),
+    ],
+)
+def test_algorithms_and_versions_are_read_from_the_head(head: str, source: str, tmp_path: Path) -> None:
+    cache = read_cache(written(tmp_path, f"\ufeff{head}\r\nx: 0x3F800000\r\n\r\n"))
+    assert (cache.source, dict(cache.ranges)) == (source, {"x": Range(-127.0, 127.0)})
+
+
+def test_what_stands_there_twice_counts_only_if_it_agrees(tmp_path: Path) -> None:
+    cache = read_cache(written(tmp_path, "TRT-8510-X\na: 3f800000\nb: 3f800000\na: 3f800000\nb: 40000000\n"))
+    assert list(cache.ranges) == ["a"]
+    assert "twice" in cache.unusable["b"]
+
+
+def test_tables_of_onnxruntime_in_all_their_forms(tmp_path: Path) -> None:
+    tensors = {"x": (-1.5, 2.25), "z 0:0": (0.0, 0.1), "low": (-3.0, -1.0), "none": (0.0, 0.0)}
+    data = {n: TensorData(lowest=np.array(a, "f"), highest=np.array(b, "f")) for n, (a, b) in tensors.items()}
+    write_calibration_table(data, str(tmp_path))
+    ends = read_cache(tmp_path / "calibration.json")
+    tenth = float(np.float32(0.1))
+    assert ends.ranges == {"x": Range(-1.5, 2.25), "z 0:0": Range(0.0, tenth), "low": Range(-3.0, -1.0)}
+    for file in ("calibration.flatbuffers", "calibration.cache"):
+        largest = read_cache(tmp_path / file)
+        assert dict(largest.ranges) == {"x": Range(-2.25, 2.25), "z 0:0": Range(-tenth, tenth)}
+        assert {n: w.split(":")[0] for n, w in largest.unusable.items()} == {"low": "negative", "none": "zero"}
+    assert read_cache(written(tmp_path, '{"x": [-1, 2]}')).ranges == {"x": Range(-1.0, 2.0)}
+    whole = {"CLS": "TensorsData", "data": {"x": {"lowest": {"data": [-1.0]}, "highest": 2, "CLS": "TensorData"}}}
+    assert read_cache(written(tmp_path, json.dumps(whole))).ranges == {"x": Range(-1.0, 2.0)}
+
+
+def test_json_of_tao_holds_largest_values(tmp_path: Path) -> None:
+    cache = read_cache(written(tmp_path, '{"tensor_scales": {"x": 2.0, "y": NaN}}'))
+    assert (cache.source, dict(cache.ranges), list(cache.unusable)) == ("TAO", {"x": Range(-2.0, 2.0)}, ["y"])
+
+
+def pointing(count: int, at: int) -> bytes:
+    """A flatbuffer whose vector says that it has `count` entries, the first of which leads to `at`."""
+    return struct.pack("<I3H2xiIII", 12, 6, 8, 4, 8, 4, count, at).ljust(64, b"\xff")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "neither|names no tensor"),
+        ("TRT-8510-EntropyCalibration2\n", "names no tensor"),
+        ("TRT-8510-EntropyCalibration2\nconv1 3c60dd38\n", "line 2 is 'conv1 3c60dd38'"),
+        ("TRT-8510-EntropyCalibration2\nconv1: 3c60dd38ff\n", "line 2"),
+        ("some text\nof somebody\n", "neither TensorRT's header TRT-VERSION-ALGORITHM nor a name with a number"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"a": ' * 100_000, "nested too deeply"),
+        ("[1]", "JSON of something else"),
+        ('{"x": 0.1}', "neither the lowest nor the highest"),
+        ('{"x": [1, "a"]}', "no number for 'x'"),
+        ('{"x": [0, 1], "x": [0, 2]}', "twice"),
+        ('{"x": [0, 1]', "no calibration cache, or damaged"),
+        (b"\x00" * 4096, "no calibration cache"),
+        (b"\xff" * 64, "neither text nor a table"),
+        (pointing(0xFFFFFFF, 4), "entries"),
+        (pointing(1, 0x7FFFFFFF), "cut short"),
+    ],
+)
+def test_what_is_no_cache_is_refused_in_one_line(content: str | bytes, words: str, tmp_path: Path) -> None:
+    path = written(tmp_path, content)
+    with pytest.raises(BadData, match=words) as error:
+        read_cache(path)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_texts_that_overlap_are_not_read_again_and_again(tmp_path: Path) -> None:
+    builder = flatbuffers.Builder(0)
+    shared = builder.CreateString("7" * 3000)
+    tables = []
+    for _ in range(100):
+        builder.StartObject(2)
+        builder.PrependUOffsetTRelativeSlot(0, shared, 0)
+        builder.PrependUOffsetTRelativeSlot(1, shared, 0)
+        tables.append(builder.EndObject())
+    builder.StartVector(4, len(tables), 4)
+    for table in tables:
+        builder.PrependUOffsetTRelative(table)
+    vector = builder.EndVector()
+    builder.StartObject(1)
+    builder.PrependUOffsetTRelativeSlot(0, vector, 0)
+    builder.Finish(builder.EndObject())
+    with pytest.raises(BadData, match="no end"):
+        read_cache(written(tmp_path, bytes(builder.Output())))
+
+
+def test_a_huge_file_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path, REAL)
+    monkeypatch.setattr(Path, "stat", lambda _: SimpleNamespace(st_size=MOST_BYTES + 1))
+    with pytest.raises(BadData, match="64 MB"):
+        read_cache(path)
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(BadData, match="cannot read calibration cache"):
+        read_cache(tmp_path / "missing.cache")
+    with pytest.raises(BadData, match="cannot read calibration cache"):
+        read_cache(tmp_path)

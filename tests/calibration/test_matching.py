@@ -1,0 +1,123 @@
+"""Caches meet models: by name, by TensorRT's own names, through operators that hand values on; the rest is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+from models import build, conv_net, normal
+from qdqtune.calibration.caches import Cache
+from qdqtune.calibration.matching import from_file, match
+from qdqtune.calibration.scales import Range
+from qdqtune.errors import BadData
+from qdqtune.graph.loading import load
+from qdqtune.graph.model import Model
+
+LINE = """net (float[1,4,8] x) => (float[1,4,8] y) {
+    [turn] t = Transpose <perm=[0,2,1]> (x)
+    [flat] f = Reshape(t, shape)
+    [first] a = MatMul(f, w)
+    [soft] s = Softmax(a)
+    [relu] r = Relu(s)
+    [both] c = Concat <axis=0> (r, f)
+    [part] p = Slice(c, from, to)
+    [second] m = MatMul(p, w)
+    [back] y = Reshape(m, old)
+}"""
+
+
+def line() -> Model:
+    """Two products with copies, a Softmax, a Relu, a Concat and a Slice around them."""
+    ints = {"shape": [8, 4], "old": [1, 4, 8], "from": [0, 0], "to": [8, 4]}
+    return build(LINE, {"w": normal(4, 4), **{name: np.int64(value) for name, value in ints.items()}})
+
+
+def cache(ranges: Mapping[str, float], **unusable: str) -> Cache:
+    return Cache("a test", {name: Range(-127 * s, 127 * s) for name, s in ranges.items()}, unusable, "")
+
+
+def test_entries_go_by_name_and_the_others_have_a_reason() -> None:
+    ranges = {"x": 0.1, "f": 0.2, "w": 0.3, "(Unnamed Layer* 3) [Constant]_output": 1, "w_output": 1,
+              "(Unnamed Layer* 4) [Shuffle]_output": 1, "shape": 1, "elsewhere": 1, "y": 1}  # fmt: skip
+    matched = match(cache(ranges, c="nan: calibration saw no value of it"), line(), {})
+    assert matched.exact == ("x", "f", "y")
+    assert matched.ranges.activations["f"] == Range(-127 * 0.2, 127 * 0.2)
+    assert {name: why.split(",")[0].split(":")[0] for name, why in matched.unused.items()} == {
+        "c": "nan",
+        "w": "a constant",
+        "w_output": "a constant",
+        "(Unnamed Layer* 3) [Constant]_output": "a constant",
+        "(Unnamed Layer* 4) [Shuffle]_output": "a tensor of TensorRT's own",
+        "shape": "a constant",
+        "elsewhere": "the model has no such tensor",
+    }
+
+
+def test_tensors_without_an_entry_take_the_range_of_a_neighbour_or_are_listed() -> None:
+    matched = match(cache({"x": 0.1, "a": 0.2, "s": 0.3}), line(), {})
+    assert matched.derived == {"t": "x, through Transpose turn", "f": "t, through Reshape flat",
+                               "r": "s, through Relu relu"}  # fmt: skip
+    assert matched.lacking == ("p",)  # the inputs of the Concat differ
+    assert matched.ranges.activations["f"] == matched.ranges.activations["x"]
+    assert not matched.is_doubtful
+    backward = match(cache({"c": 0.1, "m": 0.3}), line(), {})
+    assert set(backward.derived) == {"x", "t", "f", "r", "p", "y"}
+    equal = match(cache({"f": 0.1, "r": 0.1}), line(), {})
+    assert equal.derived["c"] == "r, through Concat both"
+
+
+@pytest.mark.parametrize("name", ["(Unnamed Layer* 9) [Softmax]_output", "soft_output"])
+def test_what_tensorrt_reshapes_behind_a_layer_is_found_under_the_layers_name(name: str) -> None:
+    matched = match(cache({"x": 0.1, "a": 0.2, name: 0.7}), line(), {})
+    assert matched.derived["s"] == f"{name}, as TensorRT calls it"
+    assert matched.ranges.activations["s"] == Range(-127 * 0.7, 127 * 0.7)
+    assert name not in matched.unused
+
+
+def test_numbered_layers_are_nobodys_where_their_number_does_not_fit() -> None:
+    names = [f"(Unnamed Layer* {i}) [Softmax]_output" for i in (9, 12)]
+    matched = match(cache({"x": 0.1, "a": 0.2, **dict.fromkeys(names, 0.7)}), line(), {})
+    assert "s" not in matched.derived
+    assert set(names) == matched.unused.keys()
+
+
+def test_what_stands_before_a_bias_is_not_the_result() -> None:
+    matched = match(cache({"image": 0.1, "r0": 0.2, "p0": 0.2, "head_output": 0.5}), conv_net(), {})
+    assert "logits" not in matched.ranges.activations
+    assert "head_output" in matched.unused
+
+
+def test_the_cache_of_another_model_is_refused(tmp_path: Path) -> None:
+    others = {f"layer{i}": 0.1 for i in range(20)}
+    with pytest.raises(BadData, match="knows none of the 10 float tensors of the model: is it another model's"):
+        match(cache(others), line(), {})
+    model = conv_net()
+    with pytest.raises(BadData, match="knows 1 of the 14 float tensors"):
+        match(cache({"image": 0.1, **others}), model, {})
+    file = tmp_path / "other.cache"
+    file.write_text("TRT-8510-EntropyCalibration2\nlayer: 3f800000\n")
+    onnx.save(model.to_proto(), tmp_path / "model.onnx")
+    with pytest.raises(BadData, match=r"other\.cache: it knows none .* first entry is 'layer', the model's 'image'"):
+        from_file(file, model, tmp_path / "model.onnx")
+
+
+def test_a_cache_that_leaves_most_of_the_model_in_float_is_doubted() -> None:
+    matched = match(cache({"image": 0.1, "c2": 0.1}), conv_net(), {})
+    assert matched.is_doubtful
+    assert "is it another model's?" in matched.notes()[-1]
+
+
+def test_the_name_behind_an_identity_serves_for_the_tensor_in_front_of_it(tmp_path: Path) -> None:
+    proto = conv_net().to_proto()
+    first = next(node for node in proto.graph.node if node.name == "stem_relu")
+    first.input[0] = "same"
+    proto.graph.node.insert(1, helper.make_node("Identity", ["c0"], ["same"], "identity"))
+    onnx.save(proto, tmp_path / "model.onnx")
+    (tmp_path / "calib.cache").write_text("TRT-8510-EntropyCalibration2\nsame: 3f800000\nimage: 3f800000\n")
+    matched = from_file(tmp_path / "calib.cache", load(tmp_path / "model.onnx"), tmp_path / "model.onnx")
+    assert matched.exact == ("image", "c0")

@@ -1,0 +1,136 @@
+"""`--calibration-cache`: a file of scales stands for data, in every command that calibrates."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from conftest import Call
+from models import conv_net
+from qdqtune.calibration.calibrate import candidate_tensors
+from qdqtune.graph.files import save
+from qdqtune.graph.loading import load
+from runs import mixed
+
+SCALES = {"image": 0.031, "r0": 0.02, "p0": 0.017, "k1": 0.05, "c2": 0.013, "r1": 0.011, "c3": 0.007, "cat": 0.019,
+          "g": 0.023, "f": 0.023}  # fmt: skip
+"""Other scales on both sides of MaxPool and Concat, which must not become one."""
+
+
+def written(folder: Path, scales: dict[str, float], *more: str) -> Path:
+    lines = [f"{name}: {struct.unpack('>I', struct.pack('>f', scale))[0]:x}" for name, scale in scales.items()]
+    path = folder / "calib.cache"
+    path.write_text("\n".join(["TRT-8510-EntropyCalibration2", *lines, *more]))
+    return path
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> Path:
+    save(conv_net(), tmp_path / "model.onnx")
+    return tmp_path / "model.onnx"
+
+
+def scales_of(path: Path) -> dict[str, npt.NDArray[np.generic]]:
+    """Scales of the activations by tensor."""
+    model = load(path)
+    return {n.inputs[0]: model.constants[n.inputs[1]].array() for n in model.nodes if n.op == "QuantizeLinear"}
+
+
+@pytest.mark.parametrize("like", ["rules", "implicit"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_each_pair_has_the_scale_of_the_file(call: Call, net: Path, precision: str, like: str) -> None:
+    cache, output = written(net.parent, SCALES), net.with_name("q.onnx")
+    options = ["--engine", "tensorrt", "--precision", precision, "--placement-like", like, "-o", output]
+    code, out, err = call("quantize", net, "--calibration-cache", cache, *options)
+    assert code == 0, err
+    assert "not compared with the float model" in out
+    assert "TensorRT 8.5.10, EntropyCalibration2: 10 tensors have a scale of their own" in err
+    found = scales_of(output)
+    assert len(found) >= (7 if like == "implicit" else 5)
+    for tensor, scale in found.items():
+        wanted = np.float32(SCALES[tensor.replace("graph_input_cast_0", "image")])
+        assert scale.dtype == (np.float16 if precision == "fp16" else np.float32)
+        assert scale.tobytes() == wanted.astype(scale.dtype).tobytes()
+
+
+def test_weights_have_scales_of_their_own_per_channel(call: Call, net: Path) -> None:
+    output = net.with_name("q.onnx")
+    assert call("quantize", net, "--calibration-cache", written(net.parent, SCALES), "--engine", "tensorrt",
+                "-o", output)[0] == 0  # fmt: skip
+    model, weight = load(output), conv_net().constants["w0"].array()
+    scale = model.constants["w0_scale"].array()
+    np.testing.assert_array_equal(scale, (np.abs(weight).max((1, 2, 3)).astype(np.float64) / 127).astype(np.float32))
+
+
+def test_json_has_all_that_became_of_the_file(call: Call, net: Path) -> None:
+    scales = {name: scale for name, scale in SCALES.items() if name not in ("f", "k1")}
+    cache = written(net.parent, scales, "k1: 7fc00000", "nobody: 3f800000")
+    output = net.with_name("q.onnx")
+    command = ["quantize", net, "--calibration-cache", cache, "--engine", "tensorrt", "-o", output, "--json"]
+    code, out, err = call(*command)
+    assert code == 0, err
+    told = json.loads(out)["cache"]
+    assert told["derived"] == {"f": "g, through Flatten flatten"}
+    assert told["lacking"] == ["k1"]
+    assert told["unused"] == {"k1": "nan: calibration saw no value of it", "nobody": "the model has no such tensor"}
+    assert not {n.name for n in load(output).nodes if n.op == "QuantizeLinear"} & {"k1_QuantizeLinear"}
+    assert "tensors without a scale, which stay in float, 1: k1" in err
+
+
+def test_data_beside_the_file_only_judge(call: Call, model: Path) -> None:
+    scales = dict.fromkeys(candidate_tensors(mixed()), 0.05)
+    code, out, err = call("quantize", model, "--calibration-cache", written(model.parent, scales), "--engine", "fake",
+                          "--calibration-data", model.with_suffix(".npz"), "-o", model.with_name("q.onnx"))  # fmt: skip
+    assert code == 0, err
+    assert "on 3 samples" in out
+    assert {float(s) for s in scales_of(model.with_name("q.onnx")).values()} == {float(np.float32(0.05))}
+
+
+def test_a_search_and_apply_take_it_as_well(call: Call, model: Path, tmp_path: Path) -> None:
+    scales = dict.fromkeys(candidate_tensors(mixed()), 0.05)
+    cache, out_dir, output = written(tmp_path, scales), tmp_path / "out", tmp_path / "applied.onnx"
+    search = ["tune", model, "--engine", "fake", "--calibration-cache", cache, "--builds", "4", "-q", "-o", out_dir,
+              "--min-sqnr", "none", "--calibration-data", model.with_suffix(".npz")]  # fmt: skip
+    code, _, err = call(*search)
+    assert code == 0, err
+    assert "9 tensors have a scale of their own there" in err
+    found = scales_of(out_dir / "optimized_final.onnx")
+    assert {float(s) for s in found.values()} == {float(np.float32(0.05))}
+    assert call(*search)[0] == 0  # goes on from its state
+    code, _, err = call("apply", model, "--placement", out_dir / "placement.yaml", "--calibration-cache", cache,
+                        "-o", output)  # fmt: skip
+    assert code == 0, err
+    assert scales_of(output) == found
+    written(tmp_path, dict.fromkeys(scales, 0.06))
+    code, _, err = call(*search)
+    assert code == 2
+    assert "calibration cache" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--calibration-cache", "calib.cache", "--calibration-method", "mse"], "brings the scales: leave"),
+        (["--calibration-cache", "missing.cache"], "cannot read calibration cache missing.cache"),
+        (["--calibration-cache", "model.onnx"], "is no calibration cache"),
+        (["--calibration-cache", "calib.cache", "-o", "calib.cache"], "calib.cache"),
+        (["--calibration-cache", "other.cache"], "is it another model's"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_line(
+    call: Call, net: Path, options: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(net.parent)
+    cache = written(net.parent, SCALES)
+    (net.parent / "other.cache").write_text("TRT-8510-EntropyCalibration2\nlayer: 3f800000\n")
+    before = cache.read_bytes()
+    code, out, err = call("quantize", net.name, "--engine", "tensorrt", *options)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert len([line for line in err.splitlines() if line.startswith("error: ")]) == 1
+    assert cache.read_bytes() == before
