@@ -127,7 +127,7 @@ TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
 }  # fmt: skip
 """Option to values, what to look at in the settings, and what is expected there."""
 
-SHOWN = {"--dry-run", "--pick", "--json", "--quiet", "--verbose"}
+SHOWN = {"--dry-run", "--report", "--pick", "--json", "--quiet", "--verbose"}
 """Options of `tune` that change what is shown. Other tests see to them."""
 
 

@@ -86,7 +86,7 @@ class TestAnImprovement:
     def test_all_promised_files_are_there_and_no_candidate(self, model: Path, result: Result) -> None:
         names = {p.name for p in (model.parent / "out").iterdir()}
         assert names == {"baseline.onnx", "optimized_final.onnx", "placement.yaml", "autotuner_state.yaml",
-                         "autotuner_state_pattern_cache.yaml", "summary.json", "logs",
+                         "autotuner_state_pattern_cache.yaml", "summary.json", "run.json", "logs",
                          "region_models", ".qdqtune"}  # fmt: skip
         for name in ("baseline.onnx", "optimized_final.onnx"):
             onnx.checker.check_model(out(model, name), full_check=True)

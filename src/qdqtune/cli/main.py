@@ -34,7 +34,8 @@ def main(
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         run = command or app
-        with run.make_context(name, given) as context:  # `run.main` would turn a closed pipe into code 1
+        # `run.main` would turn a closed pipe into code 1.
+        with run.make_context(name, given, obj=(name, *given)) as context:
             code = run.invoke(context)
         sys.stdout.flush()
         sys.exit(code if isinstance(code, int) else 0)
@@ -104,6 +105,7 @@ def app() -> None:
     qdqtune quantize model.onnx --calibration-data data.npz   pairs by rules, without a search
     qdqtune compare a.onnx b.onnx                             time your own files against each other
     qdqtune explain qdqtune_output '/layer1/*'                why nodes run in 8 bits or in float
+    qdqtune report qdqtune_output                             what a search found, as one HTML file
     qdqtune apply model.onnx --placement placement.yaml       the same pairs on retrained weights
     qdqtune inspect model.onnx                                regions and patterns of a model
     qdqtune layers model.onnx                                 what the engine made of it, layer by layer
@@ -133,6 +135,7 @@ SUMMARIES = {
     "debug": {
         "debug": "Find which tensor breaks the outputs of a quantized model, or which nodes an engine computes wrongly."
     },
+    "pages": {"report": "Write the report of a finished run: one HTML file that works offline and makes no request."},
     "inspect": {"inspect": "Show how MODEL divides into regions, and which of them share a pattern."},
     "layers": {
         "layers": "Show what the engine makes of MODEL: its layers in order, the nodes that each covers, and how long "

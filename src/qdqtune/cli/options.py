@@ -304,6 +304,13 @@ PROFILE_JSON = option("--profile-json", "The times to it: what trtexec --exportP
 # How options become values
 
 
+def command_line() -> tuple[str, ...]:
+    """What was typed, program and all; nothing where no command line is at work."""
+    context = click.get_current_context(silent=True)
+    typed: tuple[str, ...] = (context.find_root().obj or ()) if context is not None else ()
+    return typed
+
+
 def named(kind: type[DataclassInstance], given: Given, but: Collection[str] = ()) -> dict[str, Any]:
     """The options that are fields of a dataclass, but for those whose field is something else than their value."""
     return {field.name: given[field.name] for field in fields(kind) if field.name in given.keys() - set(but)}

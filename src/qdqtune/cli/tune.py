@@ -115,6 +115,7 @@ OPTIONS = (
     option("--pattern-cache", "region: try the schemes in the pattern cache of an earlier run.", FILE),
     option("--state-file", "[default: OUTPUT_DIR/autotuner_state.yaml]", FILE),
     flag("--restart", "Forget what the state file knows."),
+    option("--report/--no-report", "Write report.html, which shows the result in a browser.", default=True),
     flag("--dry-run", "Say what would be done, and how long it would take."),
     flag("--json as_machine", "Print summary.json instead of the table."),
     flag("-q --quiet", "No progress."),
@@ -127,9 +128,9 @@ def tune_command(**given: Any) -> int:
     """Find the fastest Q/DQ placement for MODEL.
 
     Writes baseline.onnx and optimized_final.onnx, which is proven faster on fresh builds or else equals the baseline;
-    placement.yaml, summary.json, a pattern cache and logs/. By --mode also units.json (the prices behind the cut),
-    region_models/ or subgraphs/. Stop it with Ctrl-C and type the same command to go on. Exit code 3: nothing faster
-    was found; 4: only what misses --min-sqnr or --max-drop was.
+    report.html, to look at; placement.yaml, summary.json, run.json, a pattern cache and logs/. By --mode also
+    units.json (the prices behind the cut), region_models/ or subgraphs/. Stop it with Ctrl-C and type the same command
+    to go on. Exit code 3: nothing faster was found; 4: only what misses --min-sqnr or --max-drop was.
 
     \b
     qdqtune tune model.onnx --calibration-data samples.npz -o out
@@ -163,6 +164,10 @@ def run(given: options.Given) -> int:
         without = " without --restart" if settings.restart else ""
         say(f"interrupted: what was measured is kept; the same command{without} goes on from there")
         return INTERRUPTED
+    if given["report"]:
+        from qdqtune.cli.pages import leave_report  # a page takes time to import that --help should not
+
+        leave_report(settings.output_dir)
     why = report.failure_note(result, settings.output_dir / "logs")
     say_notes((*result.notes, *filter(None, [why])))
     if given["as_machine"]:
@@ -216,6 +221,7 @@ def settings_of(given: options.Given) -> Settings:
         config=Config(schemes_per_region=given["schemes_per_region"]),
         plan=Plan(looks_until(given["timing_runs"], effort.looks), warmup=given["warmup_runs"]),
         proof=effort.proof,
+        command=options.command_line(),
     )
 
 

@@ -146,6 +146,27 @@ class Bench:
             record = self._store.put("layers", told)
         return unpack_layers(record["layers"])
 
+    def layers(self, placement: Placement) -> tuple[Layer, ...] | None:
+        """The layer report of a placement that was measured; None if the engine gives none.
+
+        Raises:
+            BaselineFailed: the engine cannot build or run the float model.
+        """
+        if not placement.edges:
+            return self.float_layers() or None
+        packed, key = pack_placement(placement), f"layers:{placement.digest}"
+        records = (record for record in self._store.records() if record.get("placement") == packed)
+        if found := next((record["layers"] for record in records if record.get("layers")), None):
+            return unpack_layers(found)
+        record = self._store.get(key)
+        if record is None:
+            runs = profiled_runs(self._float_run.seconds)
+            handle = self._candidates.load(placement, "final_layers")
+            layers = handle if isinstance(handle, Failure) else self._runner.layers(handle, runs)
+            told = pack_result(layers) if isinstance(layers, Failure) else {"layers": pack_layers(layers)}
+            record = self._store.put(key, told)
+        return unpack_layers(record["layers"]) if "layers" in record else None
+
     def reference(self) -> Sequence[dict[str, Array]]:
         """The float model's outputs on the samples.
 

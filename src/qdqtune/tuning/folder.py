@@ -30,10 +30,11 @@ RAW = "optimized_raw.onnx"
 """In subgraph mode: all groups that gain alone, whether or not the whole model gains by them."""
 
 PLACEMENT, SUMMARY = "placement.yaml", "summary.json"
+RUN, REPORT = "run.json", "report.html"
 UNITS, PROGRESS = "units.json", "autotune_cache.json"
 REGION_MODELS, PARTS, FRONT = "region_models", "subgraphs", "front"
 CONSTANTS = "constants.bin"
-NAMES = (BASELINE, FINAL, RAW, PLACEMENT, SUMMARY, UNITS, PROGRESS)
+NAMES = (BASELINE, FINAL, RAW, PLACEMENT, SUMMARY, RUN, REPORT, UNITS, PROGRESS)
 """The files right in the folder, whatever the mode."""
 
 OURS = {
@@ -168,7 +169,7 @@ def _folders(settings: Settings, listed: set[str]) -> Iterator[str]:
 def _files(settings: Settings) -> Iterator[str]:
     """The files that a run of these settings may write right into its folder."""
     models = [BASELINE, FINAL]
-    yield from (PLACEMENT, SUMMARY)
+    yield from (PLACEMENT, SUMMARY, RUN, REPORT)
     if settings.mode == "cut":
         yield UNITS
     if settings.mode == "subgraph":

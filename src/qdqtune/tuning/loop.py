@@ -11,7 +11,8 @@ from qdqtune.measurement.accuracy import concern
 from qdqtune.measurement.limits import outcome, wins
 from qdqtune.measurement.timing import Plan, Ratio, judge, overlap
 from qdqtune.search import Strategy, best_of, ratios_to_float
-from qdqtune.tuning.folder import SUMMARY
+from qdqtune.tuning.diary import Diary
+from qdqtune.tuning.folder import RUN, SUMMARY
 from qdqtune.tuning.front import prove_front
 from qdqtune.tuning.modes.mode import Recorded
 from qdqtune.tuning.modes.table import MODES
@@ -63,8 +64,8 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
         QdqtuneError: see `errors`; BaselineFailed if the engine cannot run the float model.
         KeyboardInterrupt: everything measured so far is in the state file.
     """
-    started = time.monotonic()
-    with open_run(settings, observer or Silent()) as run:
+    started, diary = time.monotonic(), Diary()
+    with open_run(settings, Several((diary, observer or Silent()))) as run:
         budget = Budget.of(settings)
         mode = MODES[settings.mode](run)
         run.observer.stage("searching")
@@ -75,12 +76,15 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
         write_records(history, proof, run)
         summary = summary_of(history, proof, run) | ({"front": front.rows()} if front else {})
         recorded = mode.record(history, proof.placement)
+        run.bench.layers(proof.placement)  # kept for whoever looks at the run
+        told = diary.content(history, run)
     summary |= {**recorded.summary, "seconds": round(time.monotonic() - started, 3)}
-    for name, content in {SUMMARY: summary, **recorded.files}.items():
-        write_json(settings.output_dir / name, content)
     shipped = next((t.accuracy for t in history if t.placement == proof.placement and t.accuracy is not None), None)
     warning = None if shipped is None else concern(shipped)
     notes = (*run.subject.notes, *recorded.notes, *proof.notes, *([warning] if warning else []))
+    told = {**told, "notes": notes}
+    for name, content in {SUMMARY: summary, RUN: told, **recorded.files}.items():
+        write_json(settings.output_dir / name, content)
     return Result(proof.shipped, proof.placement, proof.ratio, summary, tuple(history), notes, recorded)
 
 

@@ -68,6 +68,7 @@ class Settings:
     `measurement.metric`) are limits that a result must hold, None sets none. "auto" is `FLOOR_DB`, or with `evaluate`
     a hundredth of the float model's metric and no limit on the SQNR. What was measured under other limits serves.
     `calibration_cache` is a file of ranges that another tool has written, in place of calibration.
+    `command` is what was typed, for the record alone.
     `accuracy_samples` is the most samples that outputs are compared on.
     """
 
@@ -107,6 +108,7 @@ class Settings:
     cut_seed: bool = True
     front: bool = False
     restart: bool = False
+    command: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         least = 1 + self.trial_builds

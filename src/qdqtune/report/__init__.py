@@ -1,0 +1,1 @@
+"""What a person sees of a finished run: one HTML file that needs nothing else."""

@@ -1,0 +1,219 @@
+"""A model as a map: groups of nodes, who reads from whom, and blocks of groups where there are many of them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import pairwise
+
+from qdqtune.commands.reasons import is_float
+from qdqtune.graph.model import Model
+from qdqtune.report.values import Block, Group, Map, Node
+from qdqtune.search.costs.attribution import Times
+from qdqtune.types import Layer, Placement
+
+MOST = 240
+"""As many cells as a screen shows at once; more groups than that form blocks."""
+
+USUAL = 80
+"""Blocks that a level is divided into."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A build: where its pairs stood, the layers that the engine ran, and what they took, where it told."""
+
+    placement: Placement
+    layers: tuple[Layer, ...]
+    times: Times | None
+
+
+def flows(model: Model, groups: Sequence[Sequence[str]]) -> tuple[tuple[int, int], ...]:
+    """Who reads from whom, by number of group; nodes in none are passed over."""
+    owner = {name: number for number, group in enumerate(groups) for name in group}
+    found = set()
+    for node in model.nodes:
+        for tensor in (*node.inputs, *node.captures):
+            if (maker := model.producers.get(tensor)) is not None:
+                found.add((owner.get(model.nodes[maker].name), owner.get(node.name)))
+    return tuple(sorted((a, b) for a, b in found if a is not None and b is not None and a != b))
+
+
+def in_order(model: Model, groups: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
+    """The groups so that each comes behind those it reads from, else as in the file. In a circle, as in the file."""
+    told = sorted((tuple(g) for g in groups), key=lambda g: max(model.index_of[n] for n in g))
+    waits = [0] * len(told)
+    readers: list[list[int]] = [[] for _ in told]
+    for a, b in flows(model, told):
+        waits[b] += 1
+        readers[a].append(b)
+    ready = [number for number, count in enumerate(waits) if not count]
+    ordered: dict[int, None] = {}
+    while ready:
+        number = heappop(ready)
+        ordered[number] = None
+        for reader in readers[number]:
+            waits[reader] -= 1
+            if not waits[reader]:
+                heappush(ready, reader)
+    return [told[n] for n in ordered] + [group for n, group in enumerate(told) if n not in ordered]
+
+
+def blocks(model: Model, groups: Sequence[Sequence[str]], between: Sequence[tuple[int, int]]) -> tuple[Block, ...]:
+    """Blocks of consecutive groups, none where all groups fit a screen. Borders lie where few values cross and names
+    of modules change."""
+    if len(groups) <= MOST:
+        return ()
+    crossing = [0] * (len(groups) + 1)
+    for a, b in between:
+        low, high = min(a, b), max(a, b)
+        crossing[low + 1] += 1
+        crossing[high + 1] -= 1
+    for border in range(1, len(crossing)):
+        crossing[border] += crossing[border - 1]
+    scopes = [scope(group[0]) for group in groups]
+    return _divided(groups, model, crossing, scopes, 0, len(groups))
+
+
+def _divided(
+    groups: Sequence[Sequence[str]],
+    model: Model,
+    crossing: Sequence[int],
+    scopes: Sequence[tuple[str, ...]],
+    first: int,
+    last: int,
+) -> tuple[Block, ...]:
+    count = last - first
+    if count <= MOST:
+        return ()
+    size = max(count / USUAL, 2)
+    borders, slack = [first], max(1, int(size * 0.45))
+    for number in range(1, math.ceil(count / size)):
+        ideal = first + round(number * size)
+        window = range(max(borders[-1] + 1, ideal - slack), min(last, ideal + slack + 1))
+        if window:
+            borders.append(min(window, key=lambda b: (crossing[b], shared(scopes[b - 1], scopes[b]), abs(b - ideal))))
+    made = []
+    for a, b in pairwise([*borders, last]):
+        label = block_label([op_of(model, n) for g in groups[a:b] for n in g], scopes[a:b])
+        made.append(Block(label, a, b, _divided(groups, model, crossing, scopes, a, b)))
+    return tuple(made)
+
+
+def op_of(model: Model, name: str) -> str:
+    """The operator of a node."""
+    return model.nodes[model.index_of[name]].op
+
+
+def scope(name: str) -> tuple[str, ...]:
+    """The modules that a name stands in: /encoder/layer.0/attention/MatMul is in encoder, layer.0, attention."""
+    return tuple(part for part in name.split("/") if part)[:-1]
+
+
+def shared(a: Sequence[str], b: Sequence[str]) -> int:
+    """How many modules two names have in common, from the outermost."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def block_label(operators: Sequence[str], scopes: Sequence[tuple[str, ...]]) -> str:
+    """The module that a block is, or else the operators that it has most of."""
+    common = scopes[0][: min(shared(scopes[0], other) for other in scopes)] if scopes else ()
+    if common:
+        return common[-1]
+    return " ".join(op for op, _ in Counter(operators).most_common(2))
+
+
+def group_label(operators: Sequence[str]) -> str:
+    """Operators in order, each once: Conv + Relu."""
+    return " + ".join(dict.fromkeys(operators))
+
+
+def draw(
+    model: Model,
+    groups: Sequence[Sequence[str]],
+    folded: Collection[str],
+    before: Ran,
+    after: Ran | None,
+    error_db: Mapping[str, float],
+    whys: Mapping[str, str],
+    tuned: str = "tuned",
+) -> Map:
+    """The map of a model whose nodes form `groups`; `error_db` by tensor, `whys` by name of node."""
+    ordered = in_order(model, groups)
+    between = flows(model, ordered)
+    parts = blocks(model, ordered, between)
+    if folded:
+        ordered.append(tuple(sorted(folded, key=model.index_of.__getitem__)))
+    quantized = _quantized(model, after)
+    numbers = {name: number for number, name in enumerate(n for group in ordered for n in group)}
+    nodes = tuple(Node(name, op_of(model, name), name in quantized, whys.get(name, "")) for name in numbers)
+    told = tuple(_group(model, g, numbers, folded, before, after, quantized, error_db) for g in ordered)
+    return Map(nodes, told, between, parts, tuned)
+
+
+def _group(
+    model: Model,
+    group: Sequence[str],
+    numbers: Mapping[str, int],
+    folded: Collection[str],
+    before: Ran,
+    after: Ran | None,
+    quantized: Collection[str],
+    error_db: Mapping[str, float],
+) -> Group:
+    operators = [op_of(model, name) for name in group]
+    eight = sum(name in quantized for name in group)
+    nodes = [model.nodes[model.index_of[n]] for n in group]
+    written = [t for node in nodes for t in node.outputs if t in error_db]
+    float_ms = _spent(before, group)
+    tuned_ms = None if after is None else _spent(after, group)
+    return Group(
+        tuple(numbers[name] for name in group),
+        group_label(operators),
+        "folded" if all(n in folded for n in group) else "8 bit" if eight else "float",
+        float_ms,
+        tuned_ms,
+        0.0 if after is None else _converted(model, group, after),
+        min((error_db[t] for t in written), default=None),
+    )
+
+
+def _quantized(model: Model, after: Ran | None) -> frozenset[str]:
+    """Nodes that run on 8 bits: pairs stand before them, and their layer, where the engine tells, is not in float."""
+    if after is None:
+        return frozenset()
+    fed = {e.node for e in after.placement if e.tensor not in model.constants}
+    told = {name: layer.precision for layer in after.layers for name in layer.nodes}
+    return frozenset(name for name in fed if not is_float(told.get(name, "")))
+
+
+def _spent(ran: Ran, group: Sequence[str]) -> float | None:
+    if ran.times is None or not ran.times.nodes:
+        return None
+    return sum(ran.times.nodes.get(name, 0.0) for name in group)
+
+
+def _converted(model: Model, group: Sequence[str], ran: Ran) -> float:
+    """What conversions at the borders of a group take: a Q goes with who writes the value (or, for an input of the
+    model, with its first reader), a DQ with its first reader."""
+    if ran.times is None:
+        return 0.0
+    spent = 0.0
+    inside = set(group)
+    for name in group:
+        node = model.nodes[model.index_of[name]]
+        spent += sum(ran.times.quantize.get(t, 0.0) for t in node.outputs)
+        for tensor in dict.fromkeys(t for t in node.inputs if t):
+            uses = model.uses(tensor)
+            first = next((model.nodes[u.node].name for u in uses if u.node >= 0), "")
+            if first in inside and first == name:
+                spent += ran.times.dequantize.get(tensor, 0.0)
+                spent += 0.0 if tensor in model.producers else ran.times.quantize.get(tensor, 0.0)
+    for name in group:  # what is read by nobody but the graph
+        for tensor in model.nodes[model.index_of[name]].outputs:
+            if tensor and all(u.node < 0 for u in model.uses(tensor)):
+                spent += ran.times.dequantize.get(tensor, 0.0)
+    return spent

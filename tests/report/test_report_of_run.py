@@ -1,0 +1,91 @@
+"""The report of a run: what it says, and that nothing from a model is more than text in it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from conftest import Call
+from qdqtune.report.gather import report_of_run
+from qdqtune.report.page import render
+from qdqtune.tuning.loop import tune
+from runs import settings
+from workers import Workers
+
+
+@pytest.fixture
+def finished(model: Path, workers: Workers) -> Path:
+    tune(settings(model, mode="cut", builds=8))
+    return model.parent / "out"
+
+
+def test_the_verdict_comes_first_and_is_that_of_the_summary(finished: Path) -> None:
+    summary = json.loads((finished / "summary.json").read_text())
+    report = report_of_run(finished)
+    assert summary["shipped"] == "tuned"
+    assert report.verdict.speed is not None
+    assert report.verdict.speed.median == pytest.approx(1 / summary["ratio"])
+    assert f"{1 / summary['ratio']:.2f} times as fast" in report.verdict.headline
+
+
+def test_every_node_is_on_the_map_once_and_times_add_up_to_the_latency(finished: Path) -> None:
+    summary, drawn = json.loads((finished / "summary.json").read_text()), report_of_run(finished).map
+    assert drawn is not None
+    assert sorted(n for g in drawn.groups for n in g.nodes) == list(range(len(drawn.nodes)))
+    assert {n.name for n in drawn.nodes} == {"first", "relu", "second", "skip", "softmax", "third", "tanh", "head"}
+    assert sum(g.float_ms or 0 for g in drawn.groups) == pytest.approx(summary["baseline_ms"])
+    tuned = sum((g.tuned_ms or 0) + g.conversion_ms for g in drawn.groups)
+    assert tuned == pytest.approx(summary["final_ms"], rel=0.05)
+    assert [n.name for n in drawn.nodes if n.quantized][:1] == ["first"]
+
+
+def test_candidates_are_told_in_order_with_what_became_of_them(finished: Path) -> None:
+    report = report_of_run(finished)
+    summary = json.loads((finished / "summary.json").read_text())
+    assert [c.number for c in report.candidates] == list(range(1, summary["trials"] + 1))
+    assert any(c.outcome == "accepted" and c.strip is not None for c in report.candidates)
+    assert len(report.proof) == 2
+    assert all(len(strip.rounds) >= 12 for strip in report.proof)
+
+
+def test_a_run_of_a_version_without_a_diary_has_a_report_too(finished: Path) -> None:
+    whole = report_of_run(finished)
+    (finished / "run.json").unlink()
+    told = report_of_run(finished)
+    assert told.verdict == whole.verdict
+    assert [(c.number, c.outcome, c.speed) for c in told.candidates] == [
+        (c.number, c.outcome, c.speed) for c in whole.candidates
+    ]
+
+
+def test_tune_leaves_a_report_unless_told_not_to(model: Path, call: Call) -> None:
+    asked = ["tune", model, "--engine", "fake", "--calibration-data", model.with_suffix(".npz"), "--effort", "quick",
+             "--calibration-method", "minmax", "--no-bias-correction"]  # fmt: skip
+    out = model.parent / "out"
+    assert call(*asked, "-o", out, "--no-report")[0] == 0
+    assert not (out / "report.html").exists()
+    code, printed, _ = call("report", out)
+    assert code == 0
+    assert printed.strip() == str(out / "report.html")
+    page = (out / "report.html").read_text()
+    assert "times as fast" in page
+    assert "--effort quick" in page
+    assert not re.search(r"""(?:src|href)=["']?(?:https?:)?//""", page)
+    assert call("report", model.parent)[0] == 2
+
+
+def test_names_of_the_model_are_text_and_nothing_else(finished: Path) -> None:
+    hostile = "</script><img src=x onerror=alert(1)>\u202edetsurt"
+    report = report_of_run(finished)
+    state = finished / "summary.json"
+    summary = json.loads(state.read_text())
+    summary["model"] = hostile
+    state.write_text(json.dumps(summary))
+    page = render(report_of_run(finished))
+    assert report.title == "model.onnx"
+    assert "<img" not in page
+    assert "\u202e" not in page
+    assert page.count("</script>") == 2
