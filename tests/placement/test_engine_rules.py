@@ -204,31 +204,83 @@ def test_tiny_convolutions_stay_in_float(
     assert ("a" in users(placed(model)), "a" in users(placed(model, quant_type="fp8"))) == (int8, fp8)
 
 
-ATTENTION = """net (float[1,4,{0},{1}] q, float[1,4,{0},{1}] k, float[1,4,{0},{1}] v) => (float[1,4,{0},{1}] y) {{
+ATTENTION = """net (float[1,4,{0},{1}] q, float[1,4,{0},{1}] k, float[1,4,{0},{1}] v) => (float[A,B,C,D] y) {{
     [turn] t = Transpose <perm=[0,1,3,2]> (k)
     [scores] s = MatMul(q, t)
     [scale] d = Div(s, c)
     [softmax] p = Softmax(d)
     [context] o = MatMul(p, v)
-    [end] y = Exp(o)
+    [end] y = MatMul(o, w)
 }}"""
+
+
+def attention_of(length: int | str, head: int | str, text: str = ATTENTION) -> Model:
+    """An attention, and a product with weights behind it."""
+    return build(
+        text.format(length, head), {"c": np.float32(4), "w": normal(head if isinstance(head, int) else 32, 32)}
+    )
 
 
 @pytest.mark.parametrize(
     ("length", "head", "int8", "fp8"),
-    [(64, 32, True, True), (512, 32, True, True), (513, 32, False, True), (64, 24, True, False), (64, 272, True, False),
-     ("S", 32, True, True), (64, "H", True, False)],
+    [(64, 16, True, True), (64, 32, True, True), (64, 64, True, True), (512, 32, True, True), (513, 32, False, True),
+     (64, 24, False, False), (64, 48, False, True), (64, 128, False, True), (64, 272, False, False),
+     ("S", 32, True, True), (64, "H", False, False)],
 )  # fmt: skip
 def test_attention(length: int | str, head: int | str, int8: bool, fp8: bool) -> None:
-    """INT8: both products, not over long sequences. FP8: pairs on q, k, v and the probabilities, heads of 16 x n."""
-    model = build(ATTENTION.format(length, head), {"c": np.float32(4)})
-    both = edges("q scores 0", "t scores 1", "p context 0", "v context 1")
-    assert placed(model).placement.edges == (both if int8 else set())
-    assert placed(model, quant_type="fp8").placement.edges == (both if fp8 else set())
+    """INT8: both products and their result, for heads of few sizes and no long sequences. FP8: pairs on q, k, v and
+    the probabilities, heads of 16 x n."""
+    model = attention_of(length, head)
+    both, behind = edges("q scores 0", "t scores 1", "p context 0", "v context 1"), edges("o end 0", "w end 1")
+    assert placed(model).placement.edges == (both | behind if int8 else behind)
+    assert placed(model, quant_type="fp8").placement.edges == (both | behind if fp8 else behind)
+
+
+def test_int8_attention_that_ends_at_an_output_stays_in_float() -> None:
+    """No pair may stand behind its second product, without which the kernel is not fused."""
+    model = attention_of(64, 32, ATTENTION.replace("[end] y = MatMul(o, w)", "").replace("o = ", "y = "))
+    assert not placed(model).placement.edges
+    assert placed(model, quant_type="fp8").placement.edges
+
+
+def test_a_pair_behind_copies_is_the_one_behind_the_attention() -> None:
+    back = "[back] b = Transpose <perm=[0,2,1,3]> (o) [end] y = MatMul(b, w)"
+    model = attention_of(64, 32, ATTENTION.replace("[end] y = MatMul(o, w)", back))
+    assert edges("b end 0") <= placed(model).placement.edges
+    assert not edges("o back 0") & placed(model).placement.edges
+
+
+@pytest.mark.parametrize(
+    ("engine", "quant_type", "kept"),
+    [
+        ("tensorrt", "int8", False),
+        ("tensorrt", "fp8", True),
+        ("tensorrt-rtx", "int8", True),
+        ("openvino", "int8", False),
+    ],
+)
+def test_transposed_convolutions(engine: str, quant_type: QuantType, kept: bool) -> None:
+    model = build("net (float[1,32,8,8] x) => (float[A,B,C,D] y) { [up] u = ConvTranspose(x, w) [end] y = Exp(u) }",
+                  weights(w=(32, 32, 3, 3)))  # fmt: skip
+    assert ("up" in users(placed(model, engine, quant_type))) != kept
+
+
+def test_convolutions_of_one_pixel_stay_in_float() -> None:
+    text = """net (float[1,32,8,8] x) => (float[A,B,C,D] y) {
+        [conv] c = Conv <pads=[1,1,1,1]> (x, w)
+        [pool] p = GlobalAveragePool(c)
+        [squeeze] s = Conv(p, small)
+        [gate] g = Sigmoid(s)
+        [scale] m = Mul(c, g)
+        [end] y = Exp(m)
+    }"""
+    model = build(text, weights(w=(32, 32, 3, 3), small=(32, 32, 1, 1)))
+    assert users(placed(model)) & {"conv", "squeeze"} == {"conv"}
+    assert "squeeze" in users(placed(model, "openvino"))
 
 
 def test_one_product_of_an_attention_alone_is_not_quantized() -> None:
-    model = build(ATTENTION.format(64, 32), {"c": np.float32(4)})
+    model = attention_of(64, 32)
     possible = possible_edges(model, Ranges({t: Range(-1, 1) for t in "qkts"}))
     for quant_type in ("int8", "fp8"):
         assert not place(model, possible, "tensorrt", quant_type).placement.edges
@@ -365,8 +417,7 @@ PASSES = weights(w=(32, 32, 3, 3), wide=(32, 64, 3, 3)) | {"scales": np.float32(
     [("[m] m = MaxPool <kernel_shape=[2,2]> (s)", "max-pool", "s m 0"),
      ("[m] m = Resize <mode=\"nearest\"> (s, , scales)", "resize", "s m 0"),
      ("[m] m = Resize <mode=\"linear\"> (s, , scales)", "resize", "s m 0"),
-     ("[m] m = AveragePool <kernel_shape=[2,2]> (s)", "average-pool", "s m 0"),
-     ("[m] m = GlobalAveragePool(s)", "average-pool", "s m 0")],
+     ("[m] m = AveragePool <kernel_shape=[2,2]> (s)", "average-pool", "s m 0")],
 )  # fmt: skip
 def test_what_hands_values_on_takes_8_bits_between_quantized_neighbours(
     operator: str, rule: str, expected: str
@@ -460,7 +511,10 @@ def test_rules_take_any_graph(network) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_each_rule_has_a_reason_a_source_engines_and_a_function_of_its_own() -> None:
-    assert len({rule.name for rule in RULES}) == len({rule.find for rule in RULES}) == len(RULES)
+    assert len({rule.name for rule in RULES}) == len(RULES)
+    assert len({(rule.find, rule.reason) for rule in RULES}) == len({rule.find for rule in RULES})
+    cases = [(rule.find, e, t) for rule in RULES for e in rule.engines for t in rule.quant_types]
+    assert len(set(cases)) == len(cases)
     for rule in RULES:
         assert all((rule.reason, rule.source, rule.engines, rule.quant_types, rule.find.__doc__))
         assert rule.engines <= MODULES.keys()

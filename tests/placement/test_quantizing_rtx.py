@@ -50,7 +50,8 @@ HEADS = """net (float[1,2,32,32] q, float[1,2,32,32] k, float[1,2,32,32] v) => (
     [scores] s = MatMul(q, t)
     [scale] d = Mul(s, c)
     [softmax] p = Softmax(d)
-    [context] y = MatMul(p, v)
+    [context] o = MatMul(p, v)
+    [project] y = MatMul(o, w)
 }"""
 
 
@@ -67,8 +68,8 @@ def convnext() -> Model:
 
 
 def heads() -> Model:
-    """The core of an attention."""
-    return build(HEADS, {"c": np.float32(0.25)})
+    """The core of an attention, and the product behind it."""
+    return build(HEADS, {"c": np.float32(0.25), "w": normal(32, 32)})
 
 
 CASES = [(passing, "int8"), (passing, "fp8"), (convnext, "int8"), (convnext, "fp8"), (heads, "int8"), (heads, "fp8"),

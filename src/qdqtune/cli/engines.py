@@ -26,6 +26,7 @@ from qdqtune.commands.check import Finding, allow, check, excuse, is_measured, l
 from qdqtune.commands.doctor import Diagnosis, examine
 from qdqtune.commands.reasons import is_low
 from qdqtune.engines.runner import unlogged
+from qdqtune.engines.shapes import ENGINES
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption, ConstraintUnmet, EngineUnavailable
 from qdqtune.graph.loading import load, read
@@ -129,7 +130,9 @@ def check_command(
     measured = False
     if is_quantized(graph):
         ran = _exported(graph_json, profile_json, model, graph) if graph_json else _run(model, graph, given)
-        layers, findings = ran.layers, allow(check(graph, ran.layers, ran.numbers), allowed)
+        fuses_attention = bool(graph_json) or given["engine"] in ENGINES
+        found = check(graph, ran.layers, ran.numbers, fuses_attention=fuses_attention)
+        layers, findings = ran.layers, allow(found, allowed)
         measured = ran.described is not None and is_measured(model, graph, ran.described)
         if not graph_json:
             samples = options.Data.of(given).first(JUDGED, graph, options.engine(given))

@@ -11,6 +11,7 @@ from typing import Literal
 
 from qdqtune.calibration.observe import running
 from qdqtune.commands.reasons import UNKNOWN, Reason, Reasons, is_conversion, is_float, is_low, told
+from qdqtune.commands.split_attention import Split, splits
 from qdqtune.errors import InputError
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model, Node
@@ -21,7 +22,7 @@ from qdqtune.placement.reading import read_placement, strip_pairs
 from qdqtune.tuning.folder import BASELINE
 from qdqtune.types import Accuracy, Failure, Layer, NumericFormat, Sample
 
-Symptom = Literal["standalone pair", "float compute", "reformat", "boundary"]
+Symptom = Literal["standalone pair", "float compute", "split attention", "reformat", "boundary"]
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,11 @@ class Finding:
     """A layer that a better placement might do without, if it `fails`; else one to know about.
 
     Kinds: "standalone pair", a Q or a DQ that runs as a kernel of its own; "float compute", an operator that runs in
-    float although its inputs carry pairs; "reformat", a layer beside a quantized one that only moves values (it fails
-    if the other side is float); "boundary", a conversion that has to be there, since the model's own inputs and outputs
-    are float, or that the user allows. `nodes` are the ONNX nodes that it is about; `cause` is the node that `reason`
-    speaks of, which has several findings around it.
+    float although its inputs carry pairs; "split attention", two products and a Softmax in several kernels where the
+    engine has one (it fails if any of them carries a pair); "reformat", a layer beside a quantized one that only moves
+    values (it fails if the other side is float); "boundary", a conversion that has to be there, since the model's own
+    inputs and outputs are float, or that the user allows. `nodes` are the ONNX nodes that it is about; `cause` is the
+    node that `reason` speaks of, which has several findings around it.
     """
 
     kind: Symptom
@@ -44,15 +46,29 @@ class Finding:
     fails: bool = True
 
 
-def check(model: Model, layers: Sequence[Layer], numbers: NumericFormat | None = None) -> tuple[Finding, ...]:
+def check(
+    model: Model, layers: Sequence[Layer], numbers: NumericFormat | None = None, *, fuses_attention: bool = False
+) -> tuple[Finding, ...]:
     """What is not fused in a Q/DQ model, in the order of the engine's layers.
 
     `layers` name nodes of `model`; names that it has not are passed over. With `numbers`, the format that the engine
-    wants, pairs in another one are recognised as a reason.
+    wants, pairs in another one are recognised as a reason. With `fuses_attention`, as the engines of the TensorRT
+    family do, attention in several kernels is a finding, and stands for those about its two products.
     """
     checker = _Checker(model, layers, Reasons(model, layers, numbers))
-    findings = (checker.finding(number) for number in range(len(layers)))
-    return tuple(finding for finding in findings if finding is not None)
+    findings = [f for number in range(len(layers)) if (f := checker.finding(number)) is not None]
+    split = tuple(splits(model, layers)) if fuses_attention else ()
+    explained = {name for s in split for name in s.nodes}
+    kept = (f for f in findings if f.kind != "float compute" or not explained.issuperset(f.nodes))
+    return (*(_of_attention(s, layers) for s in split), *kept)
+
+
+def _of_attention(split: Split, layers: Sequence[Layer]) -> Finding:
+    own = [layer for layer in layers if not set(split.nodes).isdisjoint(layer.nodes)]
+    times = [layer.time_ms for layer in own if layer.time_ms is not None]
+    reason = f"attention around {split.softmax} runs in {len(own)} kernels: {split.reason}"
+    spent = sum(times) if times else None
+    return Finding("split attention", own[0].name, split.nodes, spent, reason, split.scores, split.has_pairs)
 
 
 def allow(findings: Iterable[Finding], wildcards: Sequence[str]) -> tuple[Finding, ...]:

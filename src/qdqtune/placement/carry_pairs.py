@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 from qdqtune.graph.model import Node
 from qdqtune.graph.operators import AVERAGE_POOLS
 from qdqtune.placement import rules
+from qdqtune.placement.keep_float import attention_results as results_of
 from qdqtune.placement.keep_float import follows_convolution, result
-from qdqtune.placement.scene import Scene
+from qdqtune.placement.scene import Scene, nodes_into
 from qdqtune.types import Edge
 
 INTEGER = frozenset({"Add", "Concat", "LeakyRelu", "Mul", "Sigmoid"})
@@ -18,6 +19,13 @@ INTEGER = frozenset({"Add", "Concat", "LeakyRelu", "Mul", "Sigmoid"})
 def compute_inputs(scene: Scene, placed: frozenset[Edge]) -> Iterable[Edge]:
     """Activation and weight of Conv, ConvTranspose, Gemm and MatMul."""
     return rules.compute_inputs(scene.model, scene.possible)
+
+
+def attention_results(scene: Scene, placed: frozenset[Edge]) -> Iterator[Edge]:
+    """What reads the second product of an attention, behind copies, where both products have pairs."""
+    for attention in scene.attentions:
+        if all(e in placed for e in nodes_into(scene, attention.products)):
+            yield from results_of(scene, attention)
 
 
 def residual_skip(scene: Scene, placed: frozenset[Edge]) -> Iterator[Edge]:

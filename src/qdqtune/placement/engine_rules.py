@@ -20,6 +20,7 @@ from qdqtune.types import Edge, Placement, QuantType
 TENSORRT = frozenset({"tensorrt", "tensorrt-rtx", "trtexec", "fake"})
 FUSING = TENSORRT | {"openvino"}
 """Engines that draw pointwise operators into the kernel in front of them."""
+RTX = frozenset({"tensorrt-rtx"})
 ONNXRUNTIME = frozenset({"onnxruntime"})
 EVERY = FUSING | ONNXRUNTIME
 BOTH: frozenset[QuantType] = frozenset({"int8", "fp8"})
@@ -29,6 +30,7 @@ FP8: frozenset[QuantType] = frozenset({"fp8"})
 GUIDE = "TensorRT developer guide, working with quantized types: Q/DQ placement"
 OPTIMIZER = "NVIDIA Model Optimizer, what its ONNX quantizer leaves out"
 MEASURED = "measured with ONNX Runtime 1.31, see benchmarks/quantize.py"
+OBSERVED = "layer reports of TensorRT-RTX 1.7 for sm89"
 LAYERNORM = "github.com/NVIDIA/Model-Optimizer/pull/1117"
 LIBRARY = "TensorRT developer guide, multi-head attention fusion"
 
@@ -80,12 +82,21 @@ RULES: tuple[PlacementRule, ...] = (
               floats.tiny_products),
     KeepFloat("tiny-convolutions", "few channels do not fill a tile of the 8-bit kernels", OPTIMIZER, TENSORRT, BOTH,
               floats.tiny_convolutions),
-    KeepFloat("long-attention", "beyond 512 positions fused attention in float is faster than two int8 products",
-              OPTIMIZER, TENSORRT, INT8, floats.long_attention),
-    KeepFloat("unaligned-attention", "fused FP8 attention needs a head size that is a multiple of 16", LIBRARY,
-              TENSORRT, FP8, floats.unaligned_attention),
+    KeepFloat("pooled-convolutions", "a convolution of one pixel gains nothing, and its Q runs alone", OBSERVED,
+              TENSORRT, BOTH, floats.pooled_convolutions),
+    KeepFloat("transposed-convolutions", "there is no 8-bit kernel: the weights are dequantized at every inference",
+              OBSERVED, TENSORRT, FP8, floats.transposed_convolutions),
+    KeepFloat("transposed-convolutions-rtx", "there is no 8-bit kernel: the weights are dequantized at every inference",
+              OBSERVED, RTX, INT8, floats.transposed_convolutions),
+    KeepFloat("int8-attention", "fused INT8 attention needs heads of 16, 32 or 64, at most 512 positions, and pairs "
+              "behind it as well: else float attention, which fuses, is faster", LIBRARY, TENSORRT, INT8,
+              floats.unfusable_int8_attention),
+    KeepFloat("fp8-attention", "fused FP8 attention needs a head size that is a multiple of 16, up to 256", LIBRARY,
+              TENSORRT, FP8, floats.unfusable_fp8_attention),
     CarryPair("compute-inputs", "activation and weight together: with one of them the operator runs in float", GUIDE,
               EVERY, BOTH, pairs.compute_inputs),
+    CarryPair("attention-results", "fused INT8 attention writes 8 bits: with a pair behind the second product",
+              LIBRARY, TENSORRT, INT8, pairs.attention_results),
     CarryPair("residual-skip", "with its skip input in 8 bits an Add joins the operator in front of it", GUIDE,
               FUSING, BOTH, pairs.residual_skip),
     CarryPair("conv-layernorm", "the convolution then writes 8 bits itself and gets a faster kernel", LAYERNORM,

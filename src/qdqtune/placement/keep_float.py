@@ -8,7 +8,7 @@ from math import prod
 from qdqtune.graph.float16 import HALF
 from qdqtune.graph.model import Node
 from qdqtune.graph.operators import ARITHMETIC, CLAMPS, CONVOLUTIONS, NORMALIZATIONS
-from qdqtune.placement.scene import Scene, nodes_into
+from qdqtune.placement.scene import Attention, Scene, nodes_into
 from qdqtune.types import Edge
 
 FLOAT_FUNCTIONS = frozenset({"Softmax", "LogSoftmax", "Erf", "Gelu"})
@@ -16,6 +16,9 @@ FLOAT_FUNCTIONS = frozenset({"Softmax", "LogSoftmax", "Erf", "Gelu"})
 CHANNELS = 16
 """Fewest channels, and least K and N of a matrix product, that fill a tile of the 8-bit kernels."""
 LARGEST_FP8_FILTER = 32
+INT8_HEADS = (16, 32, 64)
+"""Head sizes for which INT8 attention has a fused kernel."""
+
 LONGEST_INT8_ATTENTION = 512
 LARGEST_FP8_HEAD = 256
 
@@ -156,21 +159,46 @@ def tiny_convolutions(scene: Scene) -> Iterator[Edge]:
             yield from scene.into(node)
 
 
-def long_attention(scene: Scene) -> Iterator[Edge]:
-    """INT8: both products of an attention over more than 512 positions, or of which one must stay in float."""
+def unfusable_int8_attention(scene: Scene) -> Iterator[Edge]:
+    """INT8: both products of an attention that no fused kernel takes, for its sizes or since one of the pairs that the
+    kernel wants cannot stand: on both inputs of both products, and on what becomes of the second.
+
+    Observed with TensorRT-RTX 1.7 for sm89, and told by NVIDIA's guide: heads of 16, 32 or 64, at most 512 positions.
+    """
     for attention in scene.attentions:
-        is_long = attention.sequence is not None and attention.sequence > LONGEST_INT8_ATTENTION
-        if is_long or not _whole(scene, attention.products):
+        fits = attention.head_size in INT8_HEADS and (attention.sequence or 0) <= LONGEST_INT8_ATTENTION
+        behind = attention_results(scene, attention)
+        if not fits or not _whole(scene, attention.products) or not scene.possible.issuperset(behind):
             yield from nodes_into(scene, attention.products)
 
 
-def unaligned_attention(scene: Scene) -> Iterator[Edge]:
+def attention_results(scene: Scene, attention: Attention) -> list[Edge]:
+    """Where the result of the second product is read, behind copies."""
+    return list(scene.readers(scene.model.nodes[attention.context].outputs[0]))
+
+
+def unfusable_fp8_attention(scene: Scene) -> Iterator[Edge]:
     """FP8: both products of an attention whose head size is unknown, no multiple of 16 or above 256."""
     for attention in scene.attentions:
         size = attention.head_size or 0
         fits = 0 < size <= LARGEST_FP8_HEAD and size % 16 == 0
         if not fits or not _whole(scene, attention.products):
             yield from nodes_into(scene, attention.products)
+
+
+def transposed_convolutions(scene: Scene) -> Iterator[Edge]:
+    """All inputs of a ConvTranspose."""
+    for node in scene.computes():
+        if node.op == "ConvTranspose":
+            yield from scene.into(node)
+
+
+def pooled_convolutions(scene: Scene) -> Iterator[Edge]:
+    """Convolutions of an image of one pixel, as in squeeze-and-excitation: products of a matrix and a vector."""
+    for node in scene.computes():
+        image = scene.sizes(node.inputs[0])[2:]
+        if node.op == "Conv" and image and all(size == 1 for size in image):
+            yield from scene.into(node)
 
 
 def _whole(scene: Scene, products: tuple[int, int]) -> bool:
