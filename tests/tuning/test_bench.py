@@ -24,6 +24,7 @@ from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.tuning.bench import Bench, Conditions, job_key, profiled_runs
 from qdqtune.tuning.candidates import Candidates
+from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.proof import Confirmed, confirm
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.store import Store
@@ -88,7 +89,7 @@ class Setup:
     def run(self) -> Run:
         """As much of a run as the proof's rounds need."""
         told = SimpleNamespace(proof_plan=Plan((16,)), seed=7)
-        return cast(Run, SimpleNamespace(settings=told, store=self.store, runner=self.runner))
+        return cast(Run, SimpleNamespace(settings=told, store=self.store, runner=self.runner, observer=Silent()))
 
     def measure(self, number: int, candidate: Placement, against: Placement = FLOAT) -> Any:
         return self.bench.measure(number, Proposal("test", candidate), against)

@@ -20,6 +20,7 @@ from qdqtune.errors import EngineFailure
 from qdqtune.measurement.accuracy import concern
 from qdqtune.measurement.timing import Plan
 from qdqtune.placement.files import read_placement_file
+from qdqtune.tuning import advice
 from qdqtune.types import Accuracy
 
 COMPARE = (
@@ -44,6 +45,8 @@ def compare_command(files: Sequence[Path], timing_runs: int, warmup_runs: int, a
     """
     spec, plan = options.engine(given), Plan((timing_runs,), warmup=warmup_runs)
     samples = options.Data.of(given).first(JUDGED, comparable(files)[0], spec)
+    if (busy := advice.busy(spec)) is not None:
+        say_notes([busy])
     with progress.shown() as observer, unlogged(spec, time_limit_s=given["time_limit"]) as runner:
         rows = compare_files(files, runner, samples, plan, seed=given["seed"], observer=observer)
     if as_machine:
@@ -54,6 +57,7 @@ def compare_command(files: Sequence[Path], timing_runs: int, warmup_runs: int, a
         say_notes(["no --calibration-data: latency and SQNR are on random inputs"])
     warned = [(row, warning) for row in rows if (warning := concern(Accuracy(row.sqnr_db)))]
     say_notes([f"{row.file} against {files[0]}: {warning}" for row, warning in warned])
+    say_notes(f"{row.file}: {note}" for row in rows if row.ratio is not None and (note := advice.wide(row.ratio)))
     refused = [row for row in rows if row.ratio is None]
     for row in refused:
         say_error(f"{row.file} cannot be compared: {row.reason}")

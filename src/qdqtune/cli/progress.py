@@ -13,7 +13,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from qdqtune.cli.words import duration, speed, speedup
+from qdqtune.cli.words import duration, speed
 from qdqtune.tuning.observer import State
 from qdqtune.types import Failure, Trial
 
@@ -183,7 +183,7 @@ def told(trial: Trial, outcome: str, state: State) -> str:
         return f"failed: {failed.reason}"
     assert state.ratio is not None  # it was measured
     metric = "" if trial.metric is None else f", metric {trial.metric:g}"
-    return f"{speedup(state.ratio)}{metric}, {_verdict(trial, outcome, state)}"
+    return f"{state.ratio.speedup}{metric}, {_verdict(trial, outcome, state)}"
 
 
 def _verdict(trial: Trial, outcome: str, state: State) -> str:

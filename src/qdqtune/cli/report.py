@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qdqtune.cli.progress import failure
-from qdqtune.cli.words import duration, speed, speedup
+from qdqtune.cli.words import duration, speed
 from qdqtune.commands.compare import Row
 from qdqtune.measurement.timing import Ratio
 from qdqtune.search.costs.explanation import UnitPrice
@@ -35,7 +35,7 @@ def result_table(result: Result) -> Table:
     summary = result.summary
     rows = [("latency", f"{summary['baseline_ms']:.3f} ms", f"{summary['final_ms']:.3f} ms")]
     if result.ratio is not None:
-        rows.append(("speedup [interval]", "1x", speedup(result.ratio)))
+        rows.append(("speedup [interval]", "1x", result.ratio.speedup))
         if summary["ratio_to_given"] is not None:
             rows.append((f"speedup over {Path(summary['model']).name}", "", speed(summary["ratio_to_given"])))
     rows.append(("tensors with a Q/DQ pair", "0", str(summary["pairs"])))
@@ -69,7 +69,7 @@ def front_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """The points of a front, each a file that was proven."""
     cells = []
     for row in rows:
-        ends = speedup(Ratio(row["ratio"], row["low"], row["high"]))
+        ends = Ratio(row["ratio"], row["low"], row["high"]).speedup
         metric = "" if row["metric"] is None else f"{row['metric']:g}"
         agreement = "" if row["agreement"] is None else f"{row['agreement']:.1%}"
         mark = "ships" if row["shipped"] else "" if row["holds_limits"] else "below the limits"
@@ -182,7 +182,7 @@ def comparison_table(first: str, rows: Sequence[Row]) -> Table:
             continue
         sqnr = "" if row.sqnr_db is None else f"{row.sqnr_db:.1f}"
         times = f"{row.first_ms:.3f}", f"{row.ms:.3f}"
-        cells.append((row.file, *times, speedup(row.ratio), row.ratio.verdict, sqnr))
+        cells.append((row.file, *times, row.ratio.speedup, row.ratio.verdict, sqnr))
     table = _table(("file", "first, ms", "ms", "speedup [interval]", "verdict", "SQNR, dB"), cells)
     table.title, table.title_justify = f"first: {escape(first)}", "left"
     return table

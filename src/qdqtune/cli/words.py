@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from qdqtune.measurement.timing import Ratio
-
 
 def speed(ratio: float) -> str:
     """How many times as fast something is that takes `ratio` of the time."""
     return f"{1 / ratio:.2f}x"
-
-
-def speedup(ratio: Ratio) -> str:
-    """How many times as fast b is as a, with the interval."""
-    low, high = ("?" if end is None else speed(end) for end in (ratio.high, ratio.low))
-    return f"{speed(ratio.median)} [{low}, {high}]"
 
 
 def duration(seconds: float) -> str:

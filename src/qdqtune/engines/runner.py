@@ -168,6 +168,7 @@ class Runner:
         number = next(self._numbers)
         log = self._log_dir / f"{log_name or f'{path.stem}-{number}'}.log"
         seconds = _twice(lambda: self._build(number, path, log))
+        _close(log, path, seconds)
         if isinstance(seconds, Failure):
             return seconds
         handle = Handle(path, number, seconds)
@@ -326,6 +327,13 @@ class Runner:
         if not good:
             raise result
         return result
+
+
+def _close(log: Path, path: Path, seconds: float | Failure) -> None:
+    """Say at the end of a build's log what was built, and what came of it: many engines print nothing."""
+    outcome = f"failed: {seconds.reason}" if isinstance(seconds, Failure) else f"built in {seconds:.3f} s"
+    with contextlib.suppress(OSError), log.open("a") as file:  # a full disk is told by what matters more
+        file.write(f"[qdqtune] {path.name}: {outcome}\n")
 
 
 def _twice(ask: Callable[[], T | Failure]) -> T | Failure:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from qdqtune.graph.model import Model
 from qdqtune.measurement.accuracy import accuracy, is_finite
 from qdqtune.placement.insertion import ONNX_TYPE
 from qdqtune.placement.possible import weight_role
-from qdqtune.types import Array, Edge, Failure, NumericFormat, Sample
+from qdqtune.types import Array, Deaf, Edge, Failure, Listener, NumericFormat, Sample
 
 MEASUREMENTS = 256
 """Blocks that are measured at most, whatever the size of the model."""
@@ -53,18 +54,21 @@ def sensitivities(
     *,
     floor: float = 0.0,
     loudest: int | None = None,
+    listener: Listener | None = None,
+    deadline: float | None = None,
 ) -> dict[str, float] | Failure:
     """Relative noise power that rounding each tensor of `pairs` brings to the worst output (see `strategies.noise`).
 
-    Runs on ONNX Runtime, on at most `SAMPLES` samples. Blocks whose noise is below `floor` are not divided further. If
-    only the `loudest` so many count, up to `INFERENCES` tensors are measured one by one, on as many samples as that
-    leaves; among more, the blocks are halved until so many stand alone. A failure if ONNX Runtime does not run the
-    model with switches, or the float model's outputs are not finite.
+    Runs on ONNX Runtime, on at most `SAMPLES` samples. Blocks whose noise is below `floor` are not divided further, and
+    none is once `time.monotonic` is past `deadline`. If only the `loudest` so many count, up to `INFERENCES` tensors
+    are measured one by one, on as many samples as that leaves; among more, the blocks are halved until so many stand
+    alone. A failure if ONNX Runtime does not run the model with switches, or the float model's outputs are not finite.
     """
     switched = _switched(model, pairs)
     count = len(switched.values)
     measurements = min(2 * count, MEASUREMENTS) if loudest is None else min(count, INFERENCES)
     most = len(samples) if loudest is not None else SAMPLES
+    asked, heard = 0, listener or Deaf()
     used = list(samples[: max(1, min(most, INFERENCES // measurements))])
     with running(switched.model) as run:
 
@@ -78,7 +82,13 @@ def sensitivities(
         if not is_finite(reference):
             return Failure("output", "outputs of the float model are NaN or infinite")
 
+        def is_late() -> bool:
+            return deadline is not None and monotonic() > deadline
+
         def noise(start: int, stop: int) -> float:
+            nonlocal asked
+            asked += 1
+            heard.progress(asked, measurements)
             rounded = outputs(start, stop)
             if isinstance(rounded, Failure) or not is_finite(rounded):
                 return DEAFENING
@@ -87,18 +97,24 @@ def sensitivities(
         if loudest is not None and count <= measurements:
             shares = [noise(i, i + 1) for i in range(count)]
         else:
-            shares = _shares(count, noise, measurements, floor, loudest)
+            shares = _shares(count, noise, measurements, floor, loudest, is_late)
     return dict(zip(switched.values, shares, strict=True))
 
 
 def _shares(
-    count: int, noise: Callable[[int, int], float], measurements: int, floor: float = 0.0, loudest: int | None = None
+    count: int,
+    noise: Callable[[int, int], float],
+    measurements: int,
+    floor: float = 0.0,
+    loudest: int | None = None,
+    is_late: Callable[[], bool] = lambda: False,
 ) -> list[float]:
-    """The noise of each of `count` values, by halving the loudest block, until `loudest` values stand alone."""
+    """The noise of each of `count` values, by halving the loudest block, until `loudest` values stand alone, or it
+    `is_late`."""
     blocks = [(-noise(0, count), 0, count)]
     final: list[tuple[float, int, int]] = []
     done = 1
-    while blocks and done + 2 <= measurements and -blocks[0][0] > floor and len(final) != loudest:
+    while blocks and done + 2 <= measurements and -blocks[0][0] > floor and len(final) != loudest and not is_late():
         loudness, start, stop = heapq.heappop(blocks)
         if stop - start == 1:
             final.append((loudness, start, stop))

@@ -61,6 +61,12 @@ class Ratio:
             return "faster"
         return "slower" if self.low is not None and self.low > 1 else "undecided"
 
+    @property
+    def speedup(self) -> str:
+        """How many times as fast b is as a, with the interval: 1.50x [1.42x, 1.61x]."""
+        low, high = ("?" if end is None else f"{1 / end:.2f}x" for end in (self.high, self.low))
+        return f"{1 / self.median:.2f}x [{low}, {high}]"
+
     def scaled(self, by: float) -> Ratio:
         """Of b to something else, to which a has the ratio `by`."""
         low, high = (None if end is None else by * end for end in (self.low, self.high))

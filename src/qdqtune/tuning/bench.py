@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
+from time import monotonic
 
 import numpy as np
 
@@ -64,10 +65,11 @@ class Conditions:
 
 @dataclass(frozen=True)
 class _FloatRun:
-    """The float model's outputs on the samples, and the seconds of one inference."""
+    """The float model's outputs on the samples, and the seconds of one inference and of its build."""
 
     outputs: Sequence[dict[str, Array]]
     seconds: float
+    build_seconds: float
 
 
 class Bench:
@@ -75,6 +77,26 @@ class Bench:
 
     def __init__(self, runner: Runner, candidates: Candidates, store: Store, conditions: Conditions) -> None:
         self._runner, self._candidates, self._store, self._conditions = runner, candidates, store, conditions
+        self.deadline: float | None = None
+        """Past this time of `time.monotonic` comparisons decide at the next look."""
+
+    @property
+    def float_build_seconds(self) -> float:
+        """How long the engine took to build the float model.
+
+        Raises:
+            BaselineFailed: it cannot build or run it.
+        """
+        return self._float_run.build_seconds
+
+    @property
+    def float_seconds(self) -> float:
+        """Seconds of one inference of the float model, roughly.
+
+        Raises:
+            BaselineFailed: the engine cannot build or run the float model.
+        """
+        return self._float_run.seconds
 
     def measure(self, number: int, proposal: Proposal, against: Placement) -> tuple[Trial, bool]:
         """Time a candidate against another placement; and whether the result was in the store.
@@ -204,7 +226,7 @@ class Bench:
             raise BaselineFailed(f"the engine cannot time the float model: {timed.reason}")
         if not is_finite(outputs):
             raise BaselineFailed("the float model's outputs hold NaN or infinite values on the calibration data")
-        return _FloatRun(outputs, timed.a[0])
+        return _FloatRun(outputs, timed.a[0], handle.build_seconds)
 
     def _measured(self, number: int, proposal: Proposal, against: Placement) -> Trial:
         reference, conditions = self.reference(), self._conditions
@@ -220,7 +242,7 @@ class Bench:
         if not is_finite(outputs):
             return Trial(number, proposal, against, Failure("output", "the outputs hold NaN or infinite values"))
         rounds = rounds_of(self._runner, opponent, candidate, conditions.plan, conditions.seed)
-        result = compare(rounds, conditions.plan, decided=_settled)
+        result = compare(rounds, conditions.plan, decided=lambda r: _settled(r) or self._is_late)
         if isinstance(result, Failure):
             return Trial(number, proposal, against, result)
         runs = profiled_runs(float(np.median(result.b)))
@@ -229,6 +251,10 @@ class Bench:
             return Trial(number, proposal, against, layers)
         report = () if isinstance(layers, Failure) else layers
         return Trial(number, proposal, against, result, accuracy=accuracy(reference, outputs), layers=report)
+
+    @property
+    def _is_late(self) -> bool:
+        return self.deadline is not None and monotonic() > self.deadline
 
     def _won(self, trial: Trial) -> bool:
         """Whether a trial is a win as far as it was measured."""

@@ -11,6 +11,7 @@ from qdqtune.measurement.accuracy import concern
 from qdqtune.measurement.limits import outcome, wins
 from qdqtune.measurement.timing import Plan, Ratio, judge, overlap
 from qdqtune.search import Strategy, best_of, ratios_to_float
+from qdqtune.tuning import advice
 from qdqtune.tuning.diary import Diary
 from qdqtune.tuning.folder import RUN, SUMMARY
 from qdqtune.tuning.front import prove_front
@@ -22,6 +23,12 @@ from qdqtune.tuning.records import summary_of, write_json, write_records
 from qdqtune.tuning.run import Run, open_run
 from qdqtune.tuning.settings import Settings
 from qdqtune.types import Placement, Trial
+
+PROOF_SHARE = 0.3
+"""Of a time budget, what the proof may take."""
+
+LEAST_ROUNDS = 12
+"""Rounds without which a comparison decides nothing."""
 
 ALIKE = 1.01
 """Medians within this factor, whose intervals overlap, cannot be told apart."""
@@ -65,8 +72,13 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
         KeyboardInterrupt: everything measured so far is in the state file.
     """
     started, diary = time.monotonic(), Diary()
-    with open_run(settings, Several((diary, observer or Silent()))) as run:
-        budget = Budget.of(settings)
+    observer = Several((diary, observer or Silent()))
+    if (note := advice.busy(settings.engine)) is not None:
+        observer.note(note)
+    with open_run(settings, observer) as run:
+        budget = Budget.of(run, started)
+        run = replace(run, settings=replace(settings, proof=budget.proof))
+        run.bench.deadline = budget.deadline
         mode = MODES[settings.mode](run)
         run.observer.stage("searching")
         history = search(mode.strategy, run, Several((*mode.observers, run.observer)), budget)
@@ -81,7 +93,10 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
     summary |= {**recorded.summary, "seconds": round(time.monotonic() - started, 3)}
     shipped = next((t.accuracy for t in history if t.placement == proof.placement and t.accuracy is not None), None)
     warning = None if shipped is None else concern(shipped)
-    notes = (*run.subject.notes, *recorded.notes, *proof.notes, *([warning] if warning else []))
+    doubts = [None if proof.ratio is None else advice.wide(proof.ratio)]
+    if proof.ratio is None:
+        doubts += [advice.undecided(history, settings.plan), None if history else budget.excuse]
+    notes = (*run.subject.notes, *recorded.notes, *proof.notes, *filter(None, (warning, *doubts)))
     told = {**told, "notes": notes}
     for name, content in {SUMMARY: summary, RUN: told, **recorded.files}.items():
         write_json(settings.output_dir / name, content)
@@ -90,22 +105,41 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a search may spend: builds, of which one candidate may take `each`; and seconds, None without a limit."""
+    """What a search may spend: builds, of which one candidate may take `each`; and time, None without a limit.
+
+    `deadline` is when it has to end, by `time.monotonic`, so that one more candidate and the proof have theirs.
+    `proof` is when the proof looks.
+    """
 
     builds: int
     each: int
-    seconds: float | None
-    begun: float
+    deadline: float | None
+    proof: tuple[int, ...]
 
     @staticmethod
-    def of(settings: Settings) -> Budget:
-        """The budget of a run whose search begins now, with what its mode prepares."""
-        return Budget(settings.search_builds, settings.trial_builds, settings.time_budget, time.monotonic())
+    def of(run: Run, started: float) -> Budget:
+        """The budget of a run that has started at that time, and whose search begins now."""
+        settings = run.settings
+        if settings.time_budget is None:
+            return Budget(settings.search_builds, settings.trial_builds, None, settings.proof)
+        build = run.bench.float_build_seconds
+        each_round = 4 * max(run.bench.float_seconds, settings.plan.slot_seconds)
+        most = int(PROOF_SHARE * settings.time_budget / (2 * each_round))
+        proof = tuple(n for n in settings.proof if n <= most) or (max(LEAST_ROUNDS, min(most, settings.proof[0])),)
+        reserve = build + each_round * settings.plan.looks[0] + 2 * (2 * build + each_round * proof[0])
+        return Budget(settings.search_builds, settings.trial_builds, started + settings.time_budget - reserve, proof)
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until the time is spent."""
-        return None if self.seconds is None else self.seconds - (time.monotonic() - self.begun)
+        """Seconds until the search has to end."""
+        return None if self.deadline is None else self.deadline - time.monotonic()
+
+    @property
+    def excuse(self) -> str | None:
+        """Why nothing was tried, if that is for want of time."""
+        if self.deadline is None or time.monotonic() < self.deadline:
+            return None
+        return "--time-budget had no room for a candidate: calibration and proof need it all; give more"
 
     def is_spent(self, trials: Sequence[Trial]) -> bool:
         """Whether no further candidate may be tried."""

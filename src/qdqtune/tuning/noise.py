@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from time import monotonic
+
 from qdqtune.calibration.scales import Quantization, Ranges
 from qdqtune.graph.model import Model
 from qdqtune.measurement.sensitivity import quantization, sensitivities
@@ -13,6 +15,9 @@ from qdqtune.types import Accuracy, Edge, Failure, NumericFormat, Placement
 NOTHING = 0.01
 """Share of the noise that a limit allows, below which a block is not worth dividing."""
 
+
+SHARE = 0.25
+"""Of the time that is left, what finding the noise of single tensors may take."""
 
 FINE = 1e-7
 """Relative noise (70 dB) down to which a front tells tensors apart."""
@@ -39,7 +44,10 @@ def foresee(run: Run) -> Noise | None:
     if record is None:
         run.observer.stage("measuring what rounding each tensor does to the outputs")
         values = each_value(subject.shaped, subject.ranges, subject.numbers, subject.possible)
-        alone = sensitivities(subject.shaped, values, subject.accuracy, floor=floor)
+        latest = None if run.bench.deadline is None else monotonic() + SHARE * (run.bench.deadline - monotonic())
+        alone = sensitivities(
+            subject.shaped, values, subject.accuracy, floor=floor, listener=run.observer, deadline=latest
+        )
         failed: Record = pack_result(alone) if isinstance(alone, Failure) else {}
         if isinstance(alone, Failure):
             alone = dict.fromkeys(sorted({e.tensor for e in subject.possible}), 1.0)

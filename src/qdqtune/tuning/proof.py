@@ -18,6 +18,7 @@ from qdqtune.graph.loading import read
 from qdqtune.graph.outputs import appearing, exchange
 from qdqtune.measurement.pairing import fresh_pair
 from qdqtune.measurement.timing import Plan, Ratio, envelope, ratio
+from qdqtune.tuning import advice
 from qdqtune.tuning.folder import BASELINE, FINAL
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import PROOF_BUILDS
@@ -94,7 +95,8 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
     pairs_hold = settings.from_qdq and not any(t.proposal.origin == "imported" and t.holds is False for t in history)
     notes: dict[str, None] = {}
     builds = 0
-    for placement in (*accepted[:FINALISTS], Placement()):
+    finalists = FINALISTS if settings.time_budget is None else 1
+    for placement in (*accepted[:finalists], Placement()):
         run.candidates.write_whole(placement, final)
         met = _meet(placement, run)
         builds += met.builds
@@ -109,7 +111,7 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
             return Proof("tuned", placement, met.to_float, to_given, *seconds, tuple(notes), builds)
         if placement.edges:
             edges = f"a candidate of {len(placement)} edges"
-            notes[f"{edges} did not prove faster on fresh builds (ratio {met.to_float})"] = None
+            notes[f"{edges} did not prove faster on fresh builds: {advice.unproven(met.to_float)}"] = None
     is_given = pairs_hold if settings.from_qdq else met.to_given is not None and met.to_given.verdict == "slower"
     copy_model(settings.model if is_given else baseline, folder / FINAL)
     kept = "given" if is_given else "baseline"
@@ -142,6 +144,7 @@ def confirm(key: str, a: Path, b: Path, run: Run) -> Confirmed | Failure:
     """Two files as they lie on disk, in fresh rounds on two fresh builds of each; kept in the store by `key`."""
     measured = []
     for number in range(2):
+        run.observer.progress(number, 2)
         record = run.store.get(f"{key}:{number}")
         if record is None:
             result = insist(partial(_fresh, run, a, b, number))

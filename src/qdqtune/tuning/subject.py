@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -14,8 +15,10 @@ import numpy as np
 import onnx
 
 from qdqtune.calibration.matching import from_file
+from qdqtune.calibration.methods import Calibration
+from qdqtune.calibration.observe import outputs_on
 from qdqtune.calibration.prepare import Data, HoldOut, Prepared, prepare
-from qdqtune.calibration.samples import input_specs
+from qdqtune.calibration.samples import Samples, input_specs
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.shapes import check_inputs
@@ -46,6 +49,12 @@ LEAST_JUDGED = 8
 JUDGED_WORK = 5e10
 """Multiplications of the inferences on which a candidate's outputs are compared, where `LEAST_JUDGED` take less: a few
 seconds on a core."""
+
+INFERENCES = 16 * 48
+"""That comparing ways to calibrate takes, all in all: samples times what is tried."""
+
+FITTING_SHARE = 0.25
+"""Of a time budget, what these may take."""
 
 DTYPES = {"float16": "FLOAT16", "float32": "FLOAT", "bfloat16": "BFLOAT16"}
 
@@ -195,7 +204,9 @@ def calibrated(subject: Subject, settings: Settings, store: Store, observer: Obs
         record = record or store.put("ranges", pack_ranges(matched.ranges))
     if record is None:
         observer.stage(f"calibrating on {subject.prepared.samples.origin}")
-        found = fitted(subject.prepared, settings.calibration, subject.numbers, partial(_ruled, subject, settings))
+        prepared = replace(subject.prepared, calibration=_counted(subject.prepared.calibration, observer))
+        how = _affordable(subject, settings, observer)
+        found = fitted(prepared, how, subject.numbers, partial(_ruled, subject, settings))
         record = store.put("ranges", pack_ranges(found))
     ranges = unpack_ranges(record)
     if subject.imported is not None and settings.from_qdq:
@@ -207,6 +218,31 @@ def calibrated(subject: Subject, settings: Settings, store: Store, observer: Obs
     if not possible:
         raise BadModel(f"{settings.model} has no tensor that could be quantized")
     return replace(subject, ranges=ranges, possible=possible)
+
+
+def _affordable(subject: Subject, settings: Settings, observer: Observer) -> Calibration:
+    """How ranges are found: as asked for, or by one method where a time budget has no room to compare several."""
+    how = settings.calibration
+    if settings.time_budget is None or how.method != "auto":
+        return how
+    begun = time.monotonic()
+    for _ in outputs_on(subject.shaped, subject.prepared.calibration.first(2)):
+        took, begun = time.monotonic() - begun, time.monotonic()
+    if INFERENCES * took <= FITTING_SHARE * settings.time_budget:
+        return how
+    observer.note("--time-budget has no room to compare ways to calibrate: ranges by mse, without bias correction")
+    return Calibration("mse", how.percentile)
+
+
+def _counted(samples: Samples, observer: Observer) -> Samples:
+    """The samples, each pass over them told."""
+
+    def produce() -> Iterator[Sample]:
+        for number, sample in enumerate(samples, 1):
+            yield sample
+            observer.progress(number, None)
+
+    return replace(samples, produce=produce)
 
 
 def _ruled(subject: Subject, settings: Settings, ranges: Ranges) -> Placement:

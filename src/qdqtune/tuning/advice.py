@@ -1,0 +1,56 @@
+"""What a user should do about noise: a machine that is busy, and results that nothing decides."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from qdqtune.engines import EngineSpec
+from qdqtune.measurement.timing import Plan, Ratio, judge
+from qdqtune.search import ratios_to_float
+from qdqtune.types import Trial
+
+WIDE = 1.25
+"""Ends of an interval that are further apart than this factor tell of a busy machine: 5 % is usual on a quiet one."""
+
+QUIETER = "a quieter machine, or more rounds (--effort extensive --restart), would decide"
+
+
+def busy(engine: EngineSpec) -> str | None:
+    """What to do where other processes want the cores that this run needs: their number in the last minute."""
+    threads = engine.options.get("threads", 1)
+    if engine.name == "fake":
+        return None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    load = os.getloadavg()[0]
+    if load + threads <= cores + 0.5:
+        return None
+    share = f"{load:.1f} processes want the {cores} core{'s' * (cores > 1)} of this machine beside this run"
+    return f"the machine is busy ({share}): intervals will be wide; end other work, or tune at a quieter time"
+
+
+def wide(ratio: Ratio) -> str | None:
+    """What to do where an interval is wide."""
+    if ratio.low is None or ratio.high is None or ratio.high / ratio.low <= WIDE:
+        return None
+    return f"the interval {ratio.speedup} is wide, as on a busy machine: a run at a quieter time says more"
+
+
+def unproven(ratio: Ratio) -> str:
+    """How fast something was that did not prove faster, and what would decide it."""
+    known = f"{ratio.speedup} the speed of float"
+    return f"{known}; {QUIETER}" if ratio.verdict == "undecided" else known
+
+
+def undecided(history: Sequence[Trial], plan: Plan) -> str | None:
+    """The best candidate that seemed faster, where none was: how fast, and what would decide it."""
+    floats = ratios_to_float(history, plan)
+    seeming = [
+        (measured.scaled(floats[trial.against]), trial)
+        for trial in history
+        if (measured := judge(trial, plan)) is not None and trial.holds is not False
+    ]
+    ratio, trial = min(seeming, key=lambda pair: pair[0].median, default=(None, None))
+    if trial is None or ratio is None or ratio.median >= 1 or any(t.accepted for t in history):
+        return None
+    return f"the best candidate, {trial.proposal.origin}, was {ratio.speedup} the speed of float; {QUIETER}"

@@ -1,0 +1,79 @@
+"""What is said about noise and time: busy machines, wide intervals, results that nothing decides, budgets."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from qdqtune.engines import EngineSpec
+from qdqtune.measurement.timing import Plan, Ratio
+from qdqtune.tuning import advice
+from qdqtune.tuning.loop import Budget
+from qdqtune.tuning.run import Run
+from qdqtune.tuning.settings import Settings
+from qdqtune.types import Edge, Measurement, Placement, Proposal, Trial
+
+PLAN = Plan((12,))
+
+
+@pytest.mark.parametrize(
+    ("load", "threads", "is_busy"), [(0.1, 1, False), (1.9, 1, True), (0.0, 2, False), (0.9, 2, True)]
+)
+def test_a_busy_machine_is_told_before_the_run(
+    load: float, threads: int, is_busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(advice.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(advice.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    note = advice.busy(EngineSpec("onnxruntime", {"threads": threads}))
+    assert (note is not None) == is_busy
+    assert note is None or f"({load:.1f} processes want the 2 cores of this machine beside this run)" in note
+
+
+def test_wide_intervals_and_results_that_prove_nothing() -> None:
+    assert advice.wide(Ratio(0.5, 0.48, 0.52)) is None
+    assert advice.wide(Ratio(0.5, None, 0.52)) is None
+    assert "2.00x [1.67x, 2.50x] is wide" in str(advice.wide(Ratio(0.5, 0.4, 0.6)))
+    assert advice.unproven(Ratio(0.8, 0.7, 1.1)).startswith("1.25x [0.91x, 1.43x] the speed of float; a quieter")
+    assert advice.unproven(Ratio(2.0, 1.9, 2.1)) == "0.50x [0.48x, 0.53x] the speed of float"
+
+
+def trial(number: int, seconds: list[float], **how: Any) -> Trial:
+    placement = Placement.of([Edge("t", "n", number)])
+    return Trial(
+        number, Proposal(f"no {number}", placement), Placement(), Measurement((1.0,) * 12, tuple(seconds)), **how
+    )
+
+
+def test_the_best_candidate_of_none_that_is_faster_is_named() -> None:
+    seeming, slower = trial(1, [0.8] * 11 + [1.2]), trial(2, [1.1] * 12)
+    inaccurate = trial(3, [0.5] * 11 + [1.2], holds=False)
+    said = advice.undecided([seeming, slower, inaccurate], PLAN)
+    assert said is not None
+    assert said.startswith("the best candidate, no 1, was 1.25x [0.83x, 1.25x] the speed of float; ")
+    assert advice.undecided([slower], PLAN) is None
+    assert advice.undecided([trial(1, [0.5] * 12, accepted=True), slower], PLAN) is None
+
+
+def budget(seconds: float | None, latency: float, build: float = 1.0) -> Budget:
+    bench = SimpleNamespace(float_seconds=latency, float_build_seconds=build)
+    settings = Settings(Path("m"), time_budget=seconds)
+    return Budget.of(cast(Run, SimpleNamespace(settings=settings, bench=bench)), time.monotonic())
+
+
+def test_a_time_budget_has_room_for_one_more_candidate_and_the_proof() -> None:
+    assert budget(None, 0.5).deadline is None
+    ample = budget(3600, 0.001)
+    assert ample.proof == Settings(Path("m")).proof
+    assert ample.seconds_left == pytest.approx(3600 - (1 + 0.08 * 12) - 2 * (2 + 0.08 * 24), abs=1)
+    tight = budget(120, 0.5)
+    assert tight.proof == (12,)
+    assert tight.seconds_left == pytest.approx(120 - (1 + 2 * 12) - 2 * (2 + 2 * 12), abs=1)
+    assert not tight.is_spent([])
+    assert tight.excuse is None
+    spent = budget(60, 0.5)
+    assert spent.is_spent([])
+    assert "--time-budget had no room" in str(spent.excuse)
