@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from qdqtune.commands.evidence import ORIGINS, RULED, explain
+from qdqtune.commands.explain import evidence_of
 from qdqtune.errors import BadOption
-from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.measurement.limits import outcome
 from qdqtune.measurement.timing import Ratio, judge, ratio
@@ -26,16 +27,8 @@ from qdqtune.types import EQUAL_DB, Failure, Layer, Measurement, Placement, Tria
 BARS = 24
 """Groups that have a bar of their own."""
 
-ORIGINS = {
-    "fused units": "all that the engine fuses, in 8 bits",
-    "single nodes": "every operator by itself, in 8 bits",
-    "static": "constant weights only",
-    "compute": "convolutions and matrix products only",
-    "cut": "the best by layer times so far",
-    "imported": "the pairs that came with the model",
-    "quieter": "the fastest that is foretold to be exact enough",
-}
-"""What candidates of the searches are, in words."""
+TAIL = 36
+"""Characters of a node's name beside a bar."""
 
 
 def report_of_run(folder: Path) -> Report:
@@ -48,9 +41,8 @@ def report_of_run(folder: Path) -> Report:
     run = read_run(folder)
     if not (folder / BASELINE).is_file():
         raise BadOption(f"{folder} has lost {BASELINE}, which holds the graph: run the same tune command again")
-    model = load(folder / BASELINE)
-    shown, name = _shown(run)
-    drawn = _map(run, model, shown, name)
+    evidence = evidence_of(folder)
+    drawn = _map(run, evidence.model, {row.node: row.reason for row in explain(evidence)})
     return Report(
         title=Path(run.summary["model"]).name,
         kind="tune",
@@ -100,7 +92,8 @@ def verdict(run: Finished) -> Verdict:
 
 
 def _shown(run: Finished) -> tuple[Placement, str]:
-    """The placement beside the float model: what ships, or else the fastest candidate whose layers are known."""
+    """The placement beside the float model, and what it is called: what ships, or else the fastest candidate whose
+    layers are known."""
     if run.final.edges:
         return run.final, "tuned"
     ratios = ratios_to_float(run.history, run.plan)
@@ -108,10 +101,11 @@ def _shown(run: Finished) -> tuple[Placement, str]:
     if not known:
         return Placement(), ""
     best = min(known, key=lambda t: (t.holds is False, ratios[t.placement]))
-    return best.placement, f"candidate {best.number}, which did not ship"
+    return best.placement, f"candidate {best.number}"
 
 
-def _map(run: Finished, model: Model, shown: Placement, name: str) -> Map:
+def _map(run: Finished, model: Model, whys: Mapping[str, str]) -> Map:
+    shown, name = _shown(run)
     grouped = from_layers(model, run.float_layers, "") if run.float_layers else by_rules(model, frozenset(shown))
     known: dict[Placement, Sequence[Layer]] = {t.placement: t.layers for t in run.history if t.layers}
     if run.final.edges:
@@ -121,7 +115,7 @@ def _map(run: Finished, model: Model, shown: Placement, name: str) -> Map:
     before = _ran(model, Placement(), run.float_layers, 1.0, float_ms)
     after = _ran(model, shown, known.get(shown, ()), ratios.get(shown, 1.0), float_ms) if shown.edges else None
     error_db = {tensor: _db(noise) for tensor, noise in run.alone.items()}
-    return draw(model, grouped.groups, frozenset(grouped.folded), before, after, error_db, {}, name)
+    return draw(model, grouped.groups, frozenset(grouped.folded), before, after, error_db, whys, name)
 
 
 def _ran(model: Model, placement: Placement, layers: Sequence[Layer], share: float, float_ms: float) -> Ran:
@@ -141,12 +135,20 @@ def bars(drawn: Map) -> tuple[Bar, ...]:
     if not sum(g.float_ms or 0.0 for _, g in timed):
         return ()
     timed.sort(key=lambda pair: -max(pair[1].float_ms or 0.0, (pair[1].tuned_ms or 0.0) + pair[1].conversion_ms))
-    rows = [Bar(f"{g.label}", n, g.float_ms or 0.0, g.tuned_ms, g.conversion_ms) for n, g in timed[:BARS]]
+    rows = [
+        Bar(g.label, tail(drawn.nodes[g.nodes[0]].name), n, g.float_ms or 0.0, g.tuned_ms, g.conversion_ms)
+        for n, g in timed[:BARS]
+    ]
     if rest := [g for _, g in timed[BARS:]]:
         tuned = None if rest[0].tuned_ms is None else sum(g.tuned_ms or 0.0 for g in rest)
         floats, conversions = sum(g.float_ms or 0.0 for g in rest), sum(g.conversion_ms for g in rest)
-        rows.append(Bar(f"the other {len(rest)} groups", None, floats, tuned, conversions))
+        rows.append(Bar(f"the other {len(rest)} groups", "", None, floats, tuned, conversions))
     return tuple(rows)
+
+
+def tail(name: str) -> str:
+    """The end of a node's name, which tells more than its beginning."""
+    return name if len(name) <= TAIL else "…" + name[1 - TAIL :]
 
 
 def _bars_lead(drawn: Map, run: Finished) -> str:
@@ -154,7 +156,8 @@ def _bars_lead(drawn: Map, run: Finished) -> str:
     told = "The engine's layer times, scaled so that they add up to the latency that was measured."
     if not drawn.tuned:
         return told
-    return f"{told} Conversions between 8 bits and float take {spent:.3g} ms of the {drawn.tuned} model."
+    what = "the tuned model" if run.final.edges else f"{drawn.tuned}, the fastest that was tried, which does not ship"
+    return f"{told} Conversions between 8 bits and float take {spent:.3g} ms of {what}."
 
 
 def _facts(run: Finished) -> Iterator[Fact]:
@@ -167,9 +170,7 @@ def _facts(run: Finished) -> Iterator[Fact]:
         yield Fact("output accuracy", "equal" if exact is None else f"{exact:.1f} dB", hint)
         if summary.get("metric_before") is not None and summary.get("metric_after") is not None:
             yield Fact("your metric", f"{summary['metric_after']:.4g}", f"float: {summary['metric_before']:.4g}")
-        yield Fact(
-            "tensors in 8 bits", str(summary["pairs"]), "values that carry a QuantizeLinear/DequantizeLinear pair"
-        )
+        yield Fact("tensors in 8 bits", str(summary["pairs"]), "values that carry a Q/DQ pair")
     elif (without := summary.get("fastest_without_limits")) is not None:
         ends = "equal outputs" if without["sqnr_db"] is None else f"{without['sqnr_db']:.1f} dB"
         yield Fact("fastest without limits", f"{1 / without['ratio']:.2f}×", f"as fast as float, at {ends}")
@@ -222,7 +223,7 @@ def candidates(run: Finished) -> Iterator[Candidate]:
         found = ratios.get(trial.placement)
         yield Candidate(
             trial.number,
-            ORIGINS.get(trial.proposal.origin, trial.proposal.origin),
+            origin(trial),
             came,
             told(trial, run),
             shown,
@@ -232,6 +233,12 @@ def candidates(run: Finished) -> Iterator[Candidate]:
             trial.builds,
             when,
         )
+
+
+def origin(trial: Trial) -> str:
+    """Where a candidate comes from, in words."""
+    name = trial.proposal.origin
+    return ORIGINS.get(name, f"the rule '{name}'" if name in RULED else name)
 
 
 def told(trial: Trial, run: Finished) -> str:

@@ -122,8 +122,8 @@ def block_label(operators: Sequence[str], scopes: Sequence[tuple[str, ...]]) -> 
     """The module that a block is, or else the operators that it has most of."""
     common = scopes[0][: min(shared(scopes[0], other) for other in scopes)] if scopes else ()
     if common:
-        return common[-1]
-    return " ".join(op for op, _ in Counter(operators).most_common(2))
+        return "/".join(common[-2:])
+    return " · ".join(op for op, _ in Counter(operators).most_common(2))
 
 
 def group_label(operators: Sequence[str]) -> str:

@@ -127,9 +127,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Bar:
-    """A row of the bars of time: a group by number (None for all the others), float and tuned, conversions apart."""
+    """A row of the bars of time: a group by number (None for all the others) and its first node; conversions apart."""
 
     name: str
+    node: str
     group: int | None
     float_ms: float
     tuned_ms: float | None

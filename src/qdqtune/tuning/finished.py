@@ -14,7 +14,7 @@ from qdqtune.measurement.limits import Limits, wins
 from qdqtune.measurement.timing import Plan
 from qdqtune.placement.files import read_placement_file
 from qdqtune.tuning.bench import trial_of
-from qdqtune.tuning.folder import PLACEMENT, RUN, SUMMARY, UNITS
+from qdqtune.tuning.folder import PLACEMENT, RUN, SUMMARY
 from qdqtune.tuning.settings import STATE
 from qdqtune.tuning.store import Record, read_records, unpack_layers, unpack_placement, unpack_result
 from qdqtune.types import Layer, Measurement, Placement, Trial
@@ -38,8 +38,6 @@ class Finished:
     final_layers: tuple[Layer, ...]
     alone: Mapping[str, float]
     """What rounding each tensor alone does: power of the error over that of the output. Empty if it was not asked."""
-    units: Sequence[Mapping[str, Any]]
-    """Rows of units.json."""
 
 
 def read_run(folder: Path) -> Finished:
@@ -73,7 +71,6 @@ def read_run(folder: Path) -> Finished:
         unpack_layers(records.get("layers", {}).get("layers", [])),
         _final_layers(records, history, final),
         next((dict(r["alone"]) for key, r in records.items() if key.startswith("noise:") and "failure" not in r), {}),
-        _json(folder / UNITS).get("units", []),
     )
 
 

@@ -31,7 +31,6 @@
     return element;
   };
   const ms = (v) => v === null ? "–" : `${v >= 100 ? v.toFixed(1) : v.toFixed(3)} ms`;
-  const signed = (v) => `${v < 0 ? "−" : "+"}${Math.abs(v).toFixed(3)} ms`;
   const total = (v) => v.after === null ? null : v.after + v.conversion;
   const gain = (v) => v.before === null || v.after === null ? null : v.before - total(v);
 
@@ -74,12 +73,12 @@
     gain: {
       name: "time saved", on: timed && paired,
       wear: (c) => { const g = gain(c); if (g === null) return "none"; const s = g / extent.gain; return Math.abs(s) < 0.02 ? "t0" : s > 0 ? scale(["g1", "g2", "g3"], Math.sqrt(s)) : scale(["l1", "l2", "l3"], Math.sqrt(-s)); },
-      legend: () => [["l3", signed(extent.gain) + " slower"], ["l2"], ["l1"], ["t0"], ["g1"], ["g2"], ["g3", signed(-extent.gain) + " saved"]],
+      legend: () => [["l3", `${ms(extent.gain)} lost`], ["l2"], ["l1"], ["t0"], ["g1"], ["g2"], ["g3", `${ms(extent.gain)} saved`]],
     },
     time: {
       name: "time", on: timed,
       wear: (c) => { const t = paired ? total(c) : c.before; return t === null ? "none" : scale(HEAT, Math.sqrt(t / extent.time)); },
-      legend: () => [["t0", "0"], ["t1"], ["t2"], ["t3"], ["t4"], ["t5", `${ms(extent.time)}${paired ? " in the " + data.tuned + " model" : ""}`]],
+      legend: () => [["t0", "0"], ["t1"], ["t2"], ["t3"], ["t4"], ["t5", `${ms(extent.time)}${paired ? `, ${data.tuned}` : ""}`]],
     },
     error: {
       name: "error", on: rated,
@@ -176,7 +175,7 @@
     const width = box.clientWidth || 640;
     const many = cells.length;
     const narrow = width < 480;
-    const wide = many <= 60 ? 104 : many <= 150 ? 74 : 44;
+    const wide = many <= 100 ? 104 : many <= 150 ? 74 : 44;
     const [w, gap, high] = [narrow ? Math.min(wide, 72) : wide, many <= 60 ? 14 : 9, 26];
     const perLine = Math.max(1, Math.floor((width + gap) / (w + gap)));
     const lanes = [];
@@ -285,7 +284,7 @@
     [paired ? "in float" : "time", c.before === null ? null : ms(c.before)],
     [data.tuned || "tuned", paired && c.after !== null ? ms(total(c)) : null],
     ["of this conversions", paired && c.conversion >= 0.0005 ? ms(c.conversion) : null],
-    ["saved", gain(c) === null ? null : signed(gain(c)).replace("+", "")],
+    [gain(c) < 0 ? "lost" : "saved", gain(c) === null ? null : ms(Math.abs(gain(c)))],
     ["rounded alone", c.error === null ? null : c.error >= 200 ? "no error" : `${c.error.toFixed(1)} dB`],
   ];
 
