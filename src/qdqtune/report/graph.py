@@ -62,7 +62,9 @@ def in_order(model: Model, groups: Iterable[Sequence[str]]) -> list[tuple[str, .
     return [told[n] for n in ordered] + [group for n, group in enumerate(told) if n not in ordered]
 
 
-def blocks(model: Model, groups: Sequence[Sequence[str]], between: Sequence[tuple[int, int]]) -> tuple[Block, ...]:
+def blocks(
+    groups: Sequence[Sequence[str]], operators: Mapping[str, str], between: Sequence[tuple[int, int]]
+) -> tuple[Block, ...]:
     """Blocks of consecutive groups, none where all groups fit a screen. Borders lie where few values cross and names
     of modules change."""
     if len(groups) <= MOST:
@@ -75,12 +77,12 @@ def blocks(model: Model, groups: Sequence[Sequence[str]], between: Sequence[tupl
     for border in range(1, len(crossing)):
         crossing[border] += crossing[border - 1]
     scopes = [scope(group[0]) for group in groups]
-    return _divided(groups, model, crossing, scopes, 0, len(groups))
+    return _divided(groups, operators, crossing, scopes, 0, len(groups))
 
 
 def _divided(
     groups: Sequence[Sequence[str]],
-    model: Model,
+    operators: Mapping[str, str],
     crossing: Sequence[int],
     scopes: Sequence[tuple[str, ...]],
     first: int,
@@ -98,8 +100,8 @@ def _divided(
             borders.append(min(window, key=lambda b: (crossing[b], shared(scopes[b - 1], scopes[b]), abs(b - ideal))))
     made = []
     for a, b in pairwise([*borders, last]):
-        label = block_label([op_of(model, n) for g in groups[a:b] for n in g], scopes[a:b])
-        made.append(Block(label, a, b, _divided(groups, model, crossing, scopes, a, b)))
+        label = block_label([operators[n] for g in groups[a:b] for n in g], scopes[a:b])
+        made.append(Block(label, a, b, _divided(groups, operators, crossing, scopes, a, b)))
     return tuple(made)
 
 
@@ -144,7 +146,7 @@ def draw(
     """The map of a model whose nodes form `groups`; `error_db` by tensor, `whys` by name of node."""
     ordered = in_order(model, groups)
     between = flows(model, ordered)
-    parts = blocks(model, ordered, between)
+    parts = blocks(ordered, {node.name: node.op for node in model.nodes}, between)
     if folded:
         ordered.append(tuple(sorted(folded, key=model.index_of.__getitem__)))
     quantized = _quantized(model, after)

@@ -190,7 +190,7 @@
       c.w = w;
       c.h = high;
       Object.assign(c.element.style, { left: `${c.x}px`, top: `${c.y}px`, width: `${w}px`, height: `${high}px` });
-      c.element.textContent = w >= 60 ? c.label : c.label.slice(0, 5);
+      c.element.replaceChildren(make("bdi", "", w >= 60 ? c.label : c.label.slice(0, 5)));
     });
     box.style.height = `${y}px`;
     const svg = box.firstChild;
