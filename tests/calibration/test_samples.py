@@ -378,3 +378,14 @@ def test_every_fifth_of_the_first_is_set_apart() -> None:
 def test_too_few_samples_are_not_divided() -> None:
     assert numbered(19).apart(4, 4) is None
     assert numbered(20).apart(4) is not None
+
+
+@pytest.mark.parametrize(("total", "wanted"), [(3, [0, 1, 2]), (4, [0, 1, 2, 3]), (9, [0, 2, 4, 6]), (6, [0, 1, 3, 4])])
+def test_samples_are_taken_from_all_of_the_data(total: int, wanted: list[int]) -> None:
+    samples = Samples("test", "", False, lambda: ({"x": np.asarray(i)} for i in range(total)))
+    assert [int(sample["x"]) for sample in samples.spread(4)] == wanted
+
+
+def test_no_sample_cannot_be_spread() -> None:
+    with pytest.raises(BadData, match="holds no sample"):
+        Samples("test", "", False, lambda: iter(())).spread(4)

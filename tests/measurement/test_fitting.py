@@ -19,6 +19,8 @@ from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.types import Placement
 
+pytestmark = pytest.mark.usefixtures("workers")
+
 SQUASHED = """net (float[1,256] x) => (float[1,4] y) {
     [squash] s = SQUASH(x)
     [last] y = MatMul(s, w)

@@ -97,6 +97,18 @@ class Samples:
 
         return replace(self, produce=lambda: part(False)), replace(self, produce=lambda: part(True))
 
+    def spread(self, count: int) -> list[Sample]:
+        """At most `count` samples, evenly from the first on; takes two passes.
+
+        Raises:
+            BadData: there is none.
+        """
+        total = sum(1 for _ in self)
+        if total <= count:
+            return self.first(count)
+        wanted = {total * i // count for i in range(count)}
+        return [sample for number, sample in enumerate(self) if number in wanted]
+
     def first(self, count: int) -> list[Sample]:
         """The first `count` samples, or all of them if there are fewer.
 

@@ -5,27 +5,36 @@ All is decided before anything is timed, so that what a search measures is what 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.graph.model import Model
-from qdqtune.measurement.simulation import Simulation
-from qdqtune.placement.bias_correction import bias_shifts
-from qdqtune.placement.insertion import Inserter
-from qdqtune.types import Failure, NumericFormat, Placement, Sample
+from qdqtune.graph.operators import work
+from qdqtune.measurement.judging import CannotJudgeError, Judge, judging
+from qdqtune.types import NumericFormat, Placement
 
-SAMPLES = 16
-"""Samples of calibration that numbers are judged by at most."""
+SAMPLES = 64
+"""Samples of calibration that numbers are judged by, if `WORK` allows so many; `LEAST` in any case."""
+
+LEAST = 4
+
+FEWER = 16
+"""Of these, how many judge each step towards a mixture, of which there are many."""
 
 BETTER_DB = 0.1
 """What a change of numbers must gain to be kept: less may be luck."""
 
-BLOCKS = 12
-"""Parts of the graph that may get ranges of different methods: each costs a build for each other method."""
+BLOCKS = 24
+"""Parts of the graph that may get ranges of different methods, at most: each costs a run for each other method."""
+
+WORK = 4e11
+"""Multiplications that all runs together may take: ten to thirty seconds on two cores."""
+
+OVERHEAD = 2e5
+"""Multiplications that a core does in the time that one operator takes to begin."""
 
 
 def fitted(
@@ -39,18 +48,109 @@ def fitted(
         BadData: no sample.
         BadModel: ONNX Runtime cannot run the model.
     """
+    model = prepared.shaped
     found = prepared.ranges_by_every_method(how, numbers)
     seen = next((ranges for ranges in found if ranges.method == "minmax"), None)
-    candidates = [with_known_ranges(prepared.shaped, ranges, numbers, seen or ranges) for ranges in found]
+    candidates = [with_known_ranges(model, ranges, numbers, seen or ranges) for ranges in found]
     placement = placed(candidates[0])
     if not placement.edges or (len(candidates) == 1 and not how.bias_correction):
         return candidates[0]
-    with _Judge(prepared.shaped, candidates[0], numbers, placement, prepared.calibration.first(SAMPLES)) as judge:
-        reached, best = judge.mixed(candidates)
-        if how.bias_correction:
-            corrected = replace(best, shifts=bias_shifts(prepared, placement, best, numbers))
-            best = corrected if judge.db(corrected) > reached + BETTER_DB else best
+    budget = _Budget(model, len(candidates), how.bias_correction)
+    samples = prepared.calibration.spread(budget.samples)
+    blocks = _blocks(model, placement, budget.blocks(len(samples)))
+    try:
+        with judging(model, placement, numbers, candidates[0], samples) as judge:
+            return _best(judge, candidates, blocks, how.bias_correction)
+    except CannotJudgeError:
+        return candidates[0]
+
+
+@dataclass(frozen=True)
+class _Budget:
+    """What `WORK` allows: half of it for so many methods as they are, the rest for mixtures of them."""
+
+    model: Model
+    methods: int
+    bias_correction: bool
+
+    @property
+    def _inferences(self) -> float:
+        return WORK / sum(work(self.model, node) + OVERHEAD for node in self.model.nodes)
+
+    @property
+    def _runs(self) -> int:
+        """Float model, methods, their mixture, and two for each of them with biases."""
+        return 2 + self.methods + 2 * (self.methods + 1) * self.bias_correction
+
+    @property
+    def samples(self) -> int:
+        """On how many samples numbers are judged."""
+        return min(max(int(self._inferences / (2 * self._runs)), LEAST), SAMPLES)
+
+    def blocks(self, samples: int) -> int:
+        """How many parts of the graph are tried, with so many samples at hand."""
+        left = (self._inferences - samples * self._runs) / min(samples, FEWER)
+        return max(0, min(BLOCKS, int(left / (self.methods - 1)))) if self.methods > 1 else 0
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """Numbers, and the SQNR that they reach."""
+
+    db: float
+    ranges: Ranges
+
+
+def _best(judge: Judge, candidates: Sequence[Ranges], blocks: Sequence[Sequence[str]], bias_correction: bool) -> Ranges:
+    """The best of: each candidate, and the mixture of them; each with and without corrected biases."""
+    if not judge.can_tell:
+        return candidates[0]
+    tried = [_Fit(judge.outcome(ranges).db(), ranges) for ranges in candidates]
+    best = max(tried, key=lambda fit: fit.db)
+    mixed = _mixed(judge, best.ranges, candidates, blocks)
+    if mixed is not best.ranges:
+        tried.append(_Fit(judge.outcome(mixed).db(), mixed))
+        best = tried[-1] if tried[-1].db > best.db + BETTER_DB else best
+    if bias_correction and judge.layers:
+        corrected = max((_corrected(judge, fit.ranges) for fit in tried), key=lambda fit: fit.db)
+        best = corrected if corrected.db > best.db else best
+    return best.ranges
+
+
+def _corrected(judge: Judge, ranges: Ranges) -> _Fit:
+    """Biases corrected as all samples ask for it. Each judges what the others say, so that luck gains nothing."""
+    moves = judge.moves(ranges)
+    return _Fit(judge.outcome(ranges, moves).db(), replace(ranges, shifts=judge.shifts(moves)))
+
+
+def _mixed(judge: Judge, start: Ranges, candidates: Sequence[Ranges], blocks: Sequence[Sequence[str]]) -> Ranges:
+    """From one of several, for each block of neighbouring tensors the one that the outputs gain most by.
+
+    Blocks come in graph order, and each is tried with what those before it have been given. The placement's pairs
+    see the method of the block; all other tensors keep that of the whole. What gains must do so on either half of
+    the samples, or it is luck.
+    """
+    best = start
+    reached = judge.outcome(best, at_most=FEWER) if blocks else None
+    for block in blocks:
+        for other in candidates:
+            changed = {t: other.activations[t] for t in block if t in other.activations}
+            if reached is None or all(best.activations[t] == found for t, found in changed.items()):
+                continue
+            tried = replace(best, activations={**best.activations, **changed}, method="auto")
+            outcome = judge.outcome(tried, at_most=FEWER)
+            halves = [slice(i, None, 2) for i in range(2 if len(outcome.noise) > 1 else 1)]
+            if outcome.db() > reached.db() + BETTER_DB and all(outcome.db(h) > reached.db(h) for h in halves):
+                best, reached = tried, outcome
     return best
+
+
+def _blocks(model: Model, placement: Placement, most: int) -> list[list[str]]:
+    """Activations that carry pairs, in graph order, in at most so many parts of about the same number."""
+    paired = {e.tensor for e in placement}
+    ordered = [t for t in (*model.inputs, *(o for n in model.nodes for o in n.outputs)) if t in paired]
+    count = min(most, len(ordered))
+    return [ordered[len(ordered) * i // count : len(ordered) * (i + 1) // count] for i in range(count)]
 
 
 def with_known_ranges(model: Model, ranges: Ranges, numbers: NumericFormat, seen: Ranges) -> Ranges:
@@ -65,47 +165,3 @@ def with_known_ranges(model: Model, ranges: Ranges, numbers: NumericFormat, seen
     made = {n.outputs[0] for n in model.nodes if n.op == "Softmax" and not n.domain} & ranges.activations.keys()
     known = {t: Range(0.0, 1.0) for t in made if t in seen.activations and seen.activations[t].high >= 0.5}
     return replace(ranges, activations={**ranges.activations, **known})
-
-
-class _Judge(Simulation):
-    """What ranges do to the outputs of one placement, on samples that calibration has seen."""
-
-    def __init__(
-        self, model: Model, ranges: Ranges, numbers: NumericFormat, placement: Placement, samples: Sequence[Sample]
-    ) -> None:
-        super().__init__(Inserter(model, ranges, numbers), samples)
-        self._model, self._numbers, self._placement = model, numbers, placement
-
-    def db(self, ranges: Ranges) -> float:
-        """Their SQNR; infinite where nothing is lost, or where all is: the model does not run."""
-        found = self.accuracy(self._placement, Inserter(self._model, ranges, self._numbers))
-        if isinstance(found, Failure):
-            return -math.inf
-        return math.inf if found.sqnr_db is None else found.sqnr_db
-
-    def mixed(self, candidates: Sequence[Ranges]) -> tuple[float, Ranges]:
-        """The best of several, and then for each block of neighbouring tensors the one that the outputs gain most by;
-        and the SQNR that it reaches.
-
-        Blocks come in graph order, and each is tried with what those before it have been given. The placement's pairs
-        see the method of the block; all other tensors keep that of the whole.
-        """
-        reached, best = max(((self.db(ranges), -i) for i, ranges in enumerate(candidates)))
-        chosen = candidates[-best]
-        for block in self._blocks():
-            for other in candidates:
-                changed = {t: other.activations[t] for t in block if t in other.activations}
-                if all(chosen.activations[t] == found for t, found in changed.items()):
-                    continue
-                tried = replace(chosen, activations={**chosen.activations, **changed})
-                gained = self.db(tried)
-                if gained > reached + BETTER_DB:
-                    reached, chosen = gained, replace(tried, method="auto")
-        return reached, chosen
-
-    def _blocks(self) -> list[list[str]]:
-        """Activations that carry pairs, in graph order, in `BLOCKS` parts of about the same number."""
-        model, paired = self._model, {e.tensor for e in self._placement}
-        ordered = [t for t in (*model.inputs, *(o for n in model.nodes for o in n.outputs)) if t in paired]
-        count = min(BLOCKS, len(ordered))
-        return [ordered[len(ordered) * i // count : len(ordered) * (i + 1) // count] for i in range(count)]

@@ -2,106 +2,100 @@
 
 Weights that are rounded and inputs that are clipped move the mean of an output channel; behind it everything sees the
 move. After Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction" (arXiv 1906.04721,
-section 4.2), with the means of calibration samples: layer by layer in graph order, so that each layer reads quantized
-inputs from layers that are corrected already.
+section 4.2), with the means of calibration samples. Here is what layers there are, and what their means say; who runs
+them is `measurement.adjustable`.
 """
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator, Sequence
-from itertools import islice
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
-from qdqtune.calibration.prepare import Prepared
-from qdqtune.calibration.scales import Ranges
-from qdqtune.calibration.stepwise import Stepwise, most_in_use
-from qdqtune.engines import EngineSpec
-from qdqtune.engines.cpu import cores
-from qdqtune.engines.runner import Runner
-from qdqtune.errors import BadModel
-from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.model import Model, Node
-from qdqtune.placement.insertion import HAS_BIAS, insert
-from qdqtune.types import Array, Edge, NumericFormat, Placement
-
-SAMPLES = 32
-"""Samples that a mean is taken over at most."""
-
-MEMORY = 2**30
-"""Bytes that the values in use may take, over all samples."""
+from qdqtune.graph.operators import COMPUTE, CONVOLUTIONS, is_float
+from qdqtune.types import Array, Edge, Placement
 
 
-def bias_shifts(
-    prepared: Prepared, placement: Placement, ranges: Ranges, numbers: NumericFormat
-) -> dict[str, tuple[float, ...]]:
-    """What to add to the bias of each layer of `placement`, by node and output channel.
+@dataclass(frozen=True)
+class Layer:
+    """A compute operator and the constant vector that is added to its result: input `slot` of node `node`.
 
-    Runs the float model and the quantized one side by side on ONNX Runtime: one pass over each. Empty if it does not
-    run them so.
+    `node` is the operator itself, or the Add behind a MatMul. What it makes, `result`, has `channels` channels: along
+    axis 1 if it is one of convolutions, whose `rank` it has, else along its last axis.
     """
-    model = prepared.shaped
-    layers = list(_layers(model, placement))
-    count = max(1, min(SAMPLES, MEMORY // max(most_in_use(model), 1)))
-    samples = list(islice(prepared.calibration, count))
-    quantized = insert(model, placement, ranges, numbers)
-    found: dict[str, tuple[float, ...]] = {}
-    spec = EngineSpec("onnxruntime", {"threads": cores(), "fuse": False})
-    with (
-        tempfile.TemporaryDirectory(prefix="qdqtune-") as name,
-        ConstantFile(Path(name, "constants.bin")) as constants,
-        Runner(spec, time_limit_s=3600, log_dir=Path(name)) as runner,
-    ):
-        exact, rounded = (Stepwise(m, samples, runner, Path(name), constants) for m in (model, quantized))
-        try:
-            for layer in layers:
-                twin = quantized.index_of[layer.name]
-                wanted, got = exact.through(layer.index), rounded.through(twin)
-                shift = _shift(layer, wanted, got)
-                if shift is None:
-                    continue
-                found[layer.name] = tuple(shift.tolist())
-                moved = shift.reshape([-1 if i == _axis(layer, got[0]) else 1 for i in range(got[0].ndim)])
-                rounded.replace(quantized.nodes[twin].outputs[0], [(g + moved).astype(g.dtype) for g in got])
-        except BadModel:
-            return {}
-    return found
+
+    node: str
+    slot: int
+    result: str
+    channels: int
+    rank: int | None = None
 
 
-def _layers(model: Model, placement: Placement) -> Iterator[Node]:
-    """Nodes in graph order whose input and weight carry pairs, and whose bias is a constant vector, or can be one."""
-    for node in model.nodes:
-        if node.op not in HAS_BIAS or node.domain or node.inputs[1] not in model.constants:
+def layers(model: Model, placement: Placement) -> tuple[Layer, ...]:
+    """Those whose input and weight carry pairs, in graph order."""
+    return tuple(found for node in model.nodes if (found := layer_at(model, placement, node)) is not None)
+
+
+def layer_at(model: Model, placement: Placement, node: Node) -> Layer | None:
+    """The layer whose bias a node adds; None if it adds none and can have none, or if the layer is in float."""
+    if node.domain or not is_float(model, node.outputs[0]):
+        return None
+    if node.op == "Add":
+        return _behind_product(model, placement, node)
+    shape = _weight(model, placement, node)
+    bias = model.constants.get(node.inputs[2]) if len(node.inputs) > 2 else None
+    is_free = len(node.inputs) < 3 or not node.inputs[2] or (bias is not None and len(bias.shape) == 1)
+    is_plain = all(node.attributes.get(a, 1.0) == 1.0 for a in ("alpha", "beta"))
+    if shape is None or not is_free or not is_plain:
+        return None
+    if node.op in CONVOLUTIONS:
+        channels = shape[0] if node.op == "Conv" else shape[1] * node.attributes.get("group", 1)
+        return Layer(node.name, 2, node.outputs[0], channels, len(shape))
+    if node.op == "Gemm":
+        return Layer(node.name, 2, node.outputs[0], shape[0 if node.attributes.get("transB", 0) else 1])
+    return None
+
+
+def _behind_product(model: Model, placement: Placement, add: Node) -> Layer | None:
+    """An Add of a constant vector behind a MatMul."""
+    for slot, tensor in enumerate(add.inputs):
+        bias, maker = model.constants.get(tensor), model.producers.get(add.inputs[1 - slot])
+        if bias is None or maker is None or model.nodes[maker].op != "MatMul":
             continue
-        bias = model.constants.get(node.inputs[2]) if len(node.inputs) > 2 else None
-        is_free = len(node.inputs) < 3 or not node.inputs[2] or (bias is not None and len(bias.shape) == 1)
-        is_plain = all(node.attributes.get(a, 1.0) == 1.0 for a in ("alpha", "beta"))
-        if is_free and is_plain and all(Edge(t, node.name, i) in placement for i, t in enumerate(node.inputs[:2])):
-            yield node
+        shape = _weight(model, placement, model.nodes[maker])
+        fits = shape is not None and len(shape) == 2 and bias.shape == shape[1:]
+        if fits and Edge(tensor, add.name, slot) not in placement:
+            return Layer(add.name, slot, add.outputs[0], bias.shape[0])
+    return None
 
 
-def _axis(node: Node, output: Array) -> int:
-    """Where the channels of the output lie."""
-    return 1 if node.op != "Gemm" else output.ndim - 1
+def _weight(model: Model, placement: Placement, node: Node) -> tuple[int, ...] | None:
+    """The shape of the constant weight of a compute operator, if it and the input carry pairs."""
+    weight = model.constants.get(node.inputs[1]) if node.op in COMPUTE and not node.domain else None
+    both = all(Edge(t, node.name, i) in placement for i, t in enumerate(node.inputs[:2]))
+    return weight.shape if weight is not None and both else None
 
 
-def _shift(node: Node, wanted: Sequence[Array], got: Sequence[Array]) -> Array | None:
-    """Mean of the difference by channel, over samples and positions; None where it is not finite.
+def shrunk_mean(moves: Array) -> Array:
+    """What to add to a bias: the mean of what each sample [samples, channels] misses.
 
     A mean of few samples is luck in part: it is shrunk by the share of its square that its own standard error explains
     (the positive-part estimator of James and Stein, 1961, channel by channel).
     """
-    axis = _axis(node, got[0])
-    others = tuple(i for i in range(got[0].ndim) if i != axis)
-    means = np.stack([(w.astype(np.float64) - g).mean(axis=others) for w, g in zip(wanted, got, strict=True)])
-    shift = means.mean(axis=0)
-    if not np.isfinite(shift).all():
-        return None
-    if len(means) > 1:
-        error = means.var(axis=0, ddof=1) / len(means)
+    shift = moves.mean(axis=0)
+    if len(moves) > 1:
+        error = moves.var(axis=0, ddof=1) / len(moves)
         with np.errstate(divide="ignore", invalid="ignore"):
             kept = np.where(shift == 0, 0.0, np.maximum(1 - error / np.square(shift), 0))
         shift = shift * kept
-    return np.asarray(shift, np.float32)
+    return np.asarray(shift)
+
+
+def by_layer(found: tuple[Layer, ...], shift: Array) -> Iterator[tuple[Layer, Array]]:
+    """Each layer and its part of a vector over the channels of all."""
+    end = 0
+    for layer in found:
+        end += layer.channels
+        yield layer, shift[end - layer.channels : end]

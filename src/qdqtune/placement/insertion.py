@@ -21,7 +21,9 @@ from qdqtune.errors import BadModel
 from qdqtune.graph.folding import names_in
 from qdqtune.graph.model import GRAPH, LARGE, Constant, Model, Node, rebuild
 from qdqtune.graph.operators import CLAMPS, COMPUTE
+from qdqtune.placement.bias_correction import layer_at
 from qdqtune.placement.possible import refusal, unscaled, weight_role
+from qdqtune.placement.shared_scales import Member, common_ranges
 from qdqtune.types import Array, Edge, NumericFormat, Placement, QType
 
 ONNX_TYPE: Mapping[QType, int] = {
@@ -48,16 +50,20 @@ def insert(model: Model, placement: Placement, ranges: Ranges, fmt: NumericForma
     return Inserter(model, ranges, fmt).insert(placement)
 
 
-_Member = str | Edge
-"""What may share a scale: an activation by name, or a constant by its edge, since it may be a weight elsewhere."""
-
-
 @dataclass(frozen=True, eq=False)
 class _Bias:
     """A bias in int32, and its scale: one number or one a channel."""
 
     values: Array
     scale: Array
+
+
+@dataclass(frozen=True, eq=False)
+class _Shifted:
+    """A bias in float, and which input of the node that adds it it is."""
+
+    slot: int
+    values: Array
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ class _Decision:
     activations: Mapping[str, Quantization]
     constants: Mapping[Edge, Quantization]
     biases: Mapping[int, _Bias]
-    shifted: Mapping[int, Array]
+    shifted: Mapping[int, _Shifted]
     dropped: frozenset[int]
 
 
@@ -154,53 +160,51 @@ class Inserter:
 
     # ---- decide
 
+    def scales(self, placement: Placement) -> tuple[dict[str, Quantization], dict[Edge, Quantization]]:
+        """How `insert` quantizes each activation, and each constant in its role unless a bias raises its scale."""
+        by_tensor: dict[str, list[Edge]] = {}
+        for edge in placement:
+            by_tensor.setdefault(edge.tensor, []).append(edge)
+        return self._quantized(placement, by_tensor)
+
     def _decide(self, placement: Placement, by_tensor: Mapping[str, list[Edge]]) -> _Decision:
-        constants = self._model.constants
-        fixed = [e for tensor, edges in by_tensor.items() if tensor in constants for e in edges]
-        weights = {e: self._weight_scale(e) for e in fixed if weight_role(self._model, e) is not None}
-        members: dict[_Member, Range] = {t: self._ranges.activations[t] for t in by_tensor if t not in constants}
-        members.update({e: self._constant_range(e.tensor) for e in fixed if e not in weights})
-        scale_of = self._scales(members, placement)
-        activations = {m: q for m, q in scale_of.items() if isinstance(m, str)}
-        weights.update({m: q for m, q in scale_of.items() if isinstance(m, Edge)})
+        activations, weights = self._quantized(placement, by_tensor)
         dropped = frozenset(self._superfluous(placement, activations)) if self._format.drop_clamps else frozenset()
         shifted = self._shifted(placement)
         biases = dict(self._biases(placement, activations, weights, shifted)) if self._format.bias == "int32" else {}
         return _Decision(activations, weights, biases, shifted, dropped)
 
-    def _shifted(self, placement: Placement) -> dict[int, Array]:
-        """Biases that calibration has corrected, of nodes whose input and weight both carry pairs."""
-        model, found = self._model, dict[int, Array]()
+    def _quantized(
+        self, placement: Placement, by_tensor: Mapping[str, list[Edge]]
+    ) -> tuple[dict[str, Quantization], dict[Edge, Quantization]]:
+        constants = self._model.constants
+        fixed = [e for tensor, edges in by_tensor.items() if tensor in constants for e in edges]
+        weights = {e: self._weight_scale(e) for e in fixed if weight_role(self._model, e) is not None}
+        members: dict[Member, Range] = {t: self._ranges.activations[t] for t in by_tensor if t not in constants}
+        members.update({e: self._constant_range(e.tensor) for e in fixed if e not in weights})
+        scale_of = self._scales(members, placement)
+        weights.update({m: q for m, q in scale_of.items() if isinstance(m, Edge)})
+        return {m: q for m, q in scale_of.items() if isinstance(m, str)}, weights
+
+    def _shifted(self, placement: Placement) -> dict[int, _Shifted]:
+        """Biases that calibration has corrected, of layers whose input and weight both carry pairs, by the node that
+        adds them."""
+        model, found = self._model, dict[int, _Shifted]()
         for node in (n for n in model.nodes if n.name in self._ranges.shifts):
-            if all(Edge(t, node.name, i) in placement for i, t in enumerate(node.inputs[:2])):
+            layer = layer_at(model, placement, node)
+            if layer is not None:
+                own = node.inputs[layer.slot] if layer.slot < len(node.inputs) else ""
                 shift = np.asarray(self._ranges.shifts[node.name], np.float64)
-                own = model.constants[node.inputs[2]].array() if len(node.inputs) > 2 and node.inputs[2] else 0.0
-                found[node.index] = (own + shift).astype(_numpy(self._dtype(node.inputs[1])))
+                values = (model.constants[own].array() if own else 0.0) + shift
+                found[node.index] = _Shifted(layer.slot, values.astype(_numpy(self._dtype(node.outputs[0]))))
         return found
 
-    def _scales(self, members: Mapping[_Member, Range], placement: Placement) -> dict[_Member, Quantization]:
+    def _scales(self, members: Mapping[Member, Range], placement: Placement) -> dict[Member, Quantization]:
         """One quantization per member; those that a value-passing operator ties together get a common range."""
-        group = {m: m for m in members}
-
-        def root(member: _Member) -> _Member:
-            while group[member] != member:
-                group[member] = member = group[group[member]]
-            return member
-
         shared = frozenset[str]() if self._ranges.is_given else self._format.shared_scale_ops
-        for node in self._model.nodes if shared else ():
-            if node.op not in shared or not any(o in group for o in node.outputs):
-                continue
-            data = node.inputs if node.op == "Concat" else node.inputs[:1]
-            uses = [e for i, t in enumerate(data) if (e := Edge(t, node.name, i)) in placement]
-            ends: list[_Member] = [e if e in group else e.tensor for e in uses]
-            for other in (*ends[1:], *(o for o in node.outputs if o in group)) if ends else ():
-                group[root(other)] = root(ends[0])
-        common: dict[_Member, Range] = {}
-        for member, own in members.items():
-            common[root(member)] = common.get(root(member), own) | own
+        common = common_ranges(self._model, members, placement, shared)
         tensors = {m: m.tensor if isinstance(m, Edge) else m for m in members}
-        return {m: self._activation_scale(common[root(m)], self._dtype(tensors[m])) for m in members}
+        return {m: self._activation_scale(r, self._dtype(tensors[m])) for m, r in common.items()}
 
     def _activation_scale(self, values: Range, dtype: int) -> Quantization:
         key = (values, dtype)
@@ -253,7 +257,7 @@ class Inserter:
 
     def _biases(
         self, placement: Placement, activations: Mapping[str, Quantization], weights: dict[Edge, Quantization],
-        shifted: Mapping[int, Array],
+        shifted: Mapping[int, _Shifted],
     ) -> Iterator[tuple[int, _Bias]]:  # fmt: skip
         """Int32 biases with scale sx * sw, for nodes whose input and weight both carry pairs.
 
@@ -265,7 +269,7 @@ class Inserter:
                 continue
             x, w = Edge(node.inputs[0], node.name, 0), Edge(node.inputs[1], node.name, 1)
             own = None if node.index in shifted else model.constants.get(node.inputs[2])
-            values = own.array() if own is not None else shifted.get(node.index)
+            values = own.array() if own is not None else shifted[node.index].values if node.index in shifted else None
             if x.tensor not in activations or x not in placement or w not in weights or values is None:
                 continue
             is_plain = all(node.attributes.get(a, 1.0) == 1.0 for a in ("alpha", "beta"))
@@ -303,8 +307,10 @@ class Inserter:
                 elif tensor in raw:
                     copy.input[i] = raw[tensor]
             if node.index in decision.biases or node.index in decision.shifted:
+                slot = 2 if node.op in HAS_BIAS else decision.shifted[node.index].slot
                 del copy.input[2:]
-                copy.input.append(self._bias(draft, node, decision))
+                copy.input.extend([""] * (slot + 1 - len(copy.input)))
+                copy.input[slot] = self._bias(draft, node, slot, decision)
             for i, tensor in enumerate(node.outputs):
                 copy.output[i] = raw.get(tensor, renamed.get(tensor, tensor))
             draft.nodes.append(copy)
@@ -361,12 +367,12 @@ class Inserter:
             _converter("DequantizeLinear", draft, tensor, name, parameters, draft.made[key], quantization.axis)
         return draft.made[key]
 
-    def _bias(self, draft: _Draft, node: Node, decision: _Decision) -> str:
+    def _bias(self, draft: _Draft, node: Node, slot: int, decision: _Decision) -> str:
         """Name of the tensor that stands for a node's bias: a DQ of integers, or a corrected one in float."""
-        tensor = node.inputs[2] if len(node.inputs) > 2 and node.inputs[2] else f"{node.outputs[0]}_bias"
+        tensor = (node.inputs[slot] if len(node.inputs) > slot else "") or f"{node.outputs[0]}_bias"
         bias = decision.biases.get(node.index)
         if bias is None:
-            return draft.constant(f"{tensor}_corrected", decision.shifted[node.index])
+            return draft.constant(f"{tensor}_corrected", decision.shifted[node.index].values)
         name = draft.constant(f"{tensor}_quantized", bias.values)
         dtype = _numpy(self._dtype(node.inputs[1]))
         parameters = _Parameters(

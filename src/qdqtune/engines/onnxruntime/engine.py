@@ -36,13 +36,15 @@ VENDOR = "ONNX Runtime", re.compile(r"^\[ONNXRuntimeError\] : \d+ : ")
 """Its name, and what precedes its messages."""
 
 INPUT_FOLDER = "session.model_external_initializers_file_folder_path"
+KEEP_PAIRS = "session.disable_quant_qdq"
 EXTERNAL = "session.optimized_model_external_initializers_file_name"
 
 
-def create(threads: int = 1, provider: str = CPU, fuse: bool = True) -> OnnxRuntime:
+def create(threads: int = 1, provider: str = CPU, fuse: bool = True, fuse_pairs: bool = True) -> OnnxRuntime:
     """The engine with `threads` threads per operator on one execution provider.
 
     Without `fuse` every operator runs by itself, exactly as the file has it: the arithmetic of pairs, not its speed.
+    Without `fuse_pairs` only pairs do.
 
     Raises:
         BadOption: `threads` is not positive.
@@ -53,7 +55,7 @@ def create(threads: int = 1, provider: str = CPU, fuse: bool = True) -> OnnxRunt
     available = ort.get_available_providers()
     if provider not in available:
         raise EngineUnavailable(f"ONNX Runtime here has no provider {provider!r}; it has {', '.join(available)}")
-    return OnnxRuntime(threads, provider, fuse)
+    return OnnxRuntime(threads, provider, fuse, fuse_pairs)
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class OnnxRuntime:
     threads: int
     provider: str
     fuse: bool = True
+    fuse_pairs: bool = True
 
     def describe(self) -> dict[str, str]:
         """Version, CPU, and the instruction sets that decide which integer kernels run."""
@@ -73,7 +76,9 @@ class OnnxRuntime:
             "threads": str(self.threads),
             "device": cpu.model_name(),
             "isa": cpu.instruction_sets(),
-        } | ({} if self.fuse else {"fuse": "no"})
+            **({} if self.fuse else {"fuse": "no"}),
+            **({} if self.fuse_pairs else {"fuse_pairs": "no"}),
+        }
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
         """On the CPU uint8 activations (see `formats`); on other providers symmetric int8, which all of them take.
@@ -107,6 +112,8 @@ class OnnxRuntime:
         levels = ort.GraphOptimizationLevel
         options.graph_optimization_level = levels.ORT_ENABLE_ALL if self.fuse else levels.ORT_DISABLE_ALL
         options.log_severity_level = WARNING
+        if not self.fuse_pairs:
+            options.add_session_config_entry(KEEP_PAIRS, "1")
         for name, value in more.items():
             setattr(options, name, value)
         for name, value in entries.items():

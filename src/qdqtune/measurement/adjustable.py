@@ -1,0 +1,197 @@
+"""A model with pairs whose numbers are inputs: built once, run with as many scales and biases as one likes.
+
+A build of a large network takes longer than its inference, so numbers that are tried one after the other share one. The
+arithmetic is that of the file: what pairs round is rounded, weights stand in float as rounding leaves them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from qdqtune.calibration import scales
+from qdqtune.calibration.scales import Quantization
+from qdqtune.graph.model import Constant, Model, Node, rebuild
+from qdqtune.placement.bias_correction import Layer
+from qdqtune.types import Array, Edge, QType
+
+SCALES, ZEROS, CHANNELS = "__scales", "__zeros", "__channels"
+"""Inputs: of the activations with pairs, in the order of `Adjustable.tensors`; one number for each channel of all
+layers."""
+
+MOVES = "__moves"
+"""Output: one number for each channel of all layers."""
+
+Mode = Literal["means", "centred", "shifted"]
+"""What happens to the layers. means: nothing, MOVES are the means of their channels. shifted: CHANNELS are added.
+centred: CHANNELS are the means that the channels get, sample by sample, and MOVES is what that took: layers further
+behind see the right means already, so that one run over a sample serves all layers."""
+
+Scales = Mapping[str, Quantization]
+
+
+def feeds(quantized: Scales) -> dict[str, Array]:
+    """SCALES and ZEROS. int8 is uint8 with 128 more."""
+    found = list(quantized.values())
+    zeros = [q.zero_point + (128 if q.qtype is QType.INT8 else 0) for q in found]
+    return {
+        SCALES: np.asarray([float(q.scale) for q in found], np.float32),
+        ZEROS: np.asarray(zeros, np.uint8),
+    }
+
+
+def rounded(model: Model, constants: Mapping[Edge, Quantization]) -> dict[Edge, Constant]:
+    """Constants as rounding leaves them, in their own type, computed when somebody writes them."""
+    return {edge: _rounded(model.constants[edge.tensor], how) for edge, how in constants.items()}
+
+
+def _rounded(constant: Constant, how: Quantization) -> Constant:
+    dtype = helper.tensor_dtype_to_np_dtype(constant.dtype)
+    digest = hashlib.sha256(f"{how.qtype}{how.axis}{how.zero_point}".encode() + how.scale.tobytes()).hexdigest()[:16]
+
+    def values() -> Array:
+        return scales.dequantize(scales.quantize(constant.array(), how), how).astype(dtype)
+
+    return Constant(f"{constant.key}:rounded:{digest}", constant.dtype, constant.shape, values)
+
+
+def adjustable(
+    model: Model,
+    activations: Scales,
+    constants: Mapping[Edge, Constant],
+    paired: Collection[Edge],
+    shown: Sequence[Edge],
+    layers: Sequence[Layer],
+    mode: Mode,
+) -> Model:
+    """The model with pairs on the edges `paired`, and what stands on the edges `shown` as its outputs.
+
+    `activations` are in the order of SCALES; those of `paired` that are constants become what `constants` has.
+    """
+    return _Writer(model, activations, constants, paired, layers, mode).written(shown)
+
+
+class _Writer:
+    """The new graph while it is written."""
+
+    def __init__(
+        self, model: Model, activations: Scales, constants: Mapping[Edge, Constant], paired: Collection[Edge],
+        layers: Sequence[Layer], mode: Mode,
+    ) -> None:  # fmt: skip
+        self._model, self._activations, self._rounded, self._paired = model, activations, constants, paired
+        self._numbers = {tensor: i for i, tensor in enumerate(activations)}
+        self._layers = {layer.result: (i, layer) for i, layer in enumerate(layers)}
+        self._mode = mode
+        self._nodes: list[onnx.NodeProto] = []
+        self._constants: dict[str, Constant] = {}
+        self._pairs: dict[str, str] = {}
+        self._moves: list[str] = []
+
+    def written(self, shown: Sequence[Edge]) -> Model:
+        model, inputs = self._model, []
+        if self._activations:
+            inputs += [(SCALES, TensorProto.FLOAT), (ZEROS, TensorProto.UINT8)]
+            for name, _ in inputs:
+                self._split(name, [1] * len(self._activations))
+        if self._layers and self._mode != "means":
+            inputs.append((CHANNELS, TensorProto.FLOAT))
+            self._split(CHANNELS, [layer.channels for _, layer in self._layers.values()])
+        for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
+            self._add_node(node, proto)
+        outputs = [self._node("Identity", self._read(e), result=f"__shown_{i}") for i, e in enumerate(shown)]
+        if self._moves:
+            outputs.append(self._node("Concat", *self._moves, result=MOVES, axis=0))
+        written = rebuild(model, self._nodes, self._constants)
+        graph = written.proto.graph
+        graph.input.extend(helper.make_tensor_value_info(name, dtype, [None]) for name, dtype in inputs)
+        del graph.output[:]
+        for name in outputs:
+            graph.output.add(name=name)  # ONNX Runtime infers the rest
+        written.proto.ir_version = max(written.proto.ir_version, 9 if model.opset >= 19 else 7)
+        return Model(written.proto, written.large)
+
+    def _add_node(self, node: Node, proto: onnx.NodeProto) -> None:
+        copy = onnx.NodeProto()
+        copy.CopyFrom(proto)
+        for slot, tensor in enumerate(node.inputs):
+            copy.input[slot] = self._read(Edge(tensor, node.name, slot))
+        self._nodes.append(copy)
+        if not node.outputs or node.outputs[0] not in self._layers:
+            return
+        number, layer = self._layers[node.outputs[0]]
+        if self._mode == "means":
+            self._moves.append(self._reshaped(self._mean(layer, layer.result), [-1]))
+            return
+        copy.output[0] = f"__before_{number}"
+        move = self._reshaped(f"{CHANNELS}_{number}", _broadcast(layer))
+        if self._mode == "centred":
+            move = self._node("Sub", move, self._mean(layer, copy.output[0]))
+            self._moves.append(self._reshaped(move, [-1]))
+        dtype = self._model.tensors[layer.result].dtype
+        if dtype != TensorProto.FLOAT:
+            move = self._node("Cast", move, to=dtype)
+        self._node("Add", copy.output[0], move, result=layer.result)
+
+    def _mean(self, layer: Layer, values: str) -> str:
+        """By channel, over all else, in the shape of `_broadcast`."""
+        if self._model.tensors[layer.result].dtype != TensorProto.FLOAT:
+            values = self._node("Cast", values, to=TensorProto.FLOAT)
+        if layer.rank is None:
+            values = self._reshaped(values, [-1, layer.channels])
+        axes = [i for i in range(layer.rank or 2) if i != 1]
+        if self._model.opset >= 18:
+            mean = self._node("ReduceMean", values, self._integers(axes), keepdims=1)
+        else:
+            mean = self._node("ReduceMean", values, axes=axes, keepdims=1)
+        return self._reshaped(mean, _broadcast(layer))
+
+    def _reshaped(self, value: str, shape: Sequence[int]) -> str:
+        return self._node("Reshape", value, self._integers(shape))
+
+    def _integers(self, values: Sequence[int]) -> str:
+        name = f"__integers_{len(self._constants)}"
+        self._constants[name] = Constant.of(np.asarray(values, np.int64))
+        return name
+
+    def _split(self, vector: str, sizes: Sequence[int]) -> None:
+        """Parts of an input, named after it with their numbers."""
+        parts = [f"{vector}_{i}" for i in range(len(sizes))]
+        self._nodes.append(helper.make_node("Split", [vector, self._integers(sizes)], parts, vector, axis=0))
+
+    def _read(self, edge: Edge) -> str:
+        """What the user of an edge reads."""
+        if edge not in self._paired:
+            return edge.tensor
+        if edge in self._rounded:
+            constant = self._rounded[edge]
+            self._constants[f"__{constant.key}"] = constant
+            return f"__{constant.key}"
+        if edge.tensor not in self._pairs:
+            self._pairs[edge.tensor] = self._pair(edge.tensor)
+        return self._pairs[edge.tensor]
+
+    def _pair(self, tensor: str) -> str:
+        number, dtype = self._numbers[tensor], self._model.tensors[tensor].dtype
+        scale, zero = f"{SCALES}_{number}", f"{ZEROS}_{number}"
+        if dtype != TensorProto.FLOAT:
+            scale = self._node("Cast", scale, to=dtype)
+        if self._activations[tensor].qtype is QType.FP8:
+            zero = "__zero_fp8"
+            self._constants[zero] = Constant.of(np.zeros(1, scales.NUMPY_TYPE[QType.FP8]))
+        rounded = self._node("QuantizeLinear", tensor, scale, zero)
+        return self._node("DequantizeLinear", rounded, scale, zero)
+
+    def _node(self, op: str, *inputs: str, result: str = "", **attributes: Any) -> str:
+        result = result or f"__{op}_{len(self._nodes)}"
+        self._nodes.append(helper.make_node(op, inputs, [result], f"__node_{len(self._nodes)}", **attributes))
+        return result
+
+
+def _broadcast(layer: Layer) -> list[int]:
+    """The shape in which one number for each channel meets the result of a layer."""
+    return [layer.channels] if layer.rank is None else [1, layer.channels] + [1] * (layer.rank - 2)
