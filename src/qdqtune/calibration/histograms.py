@@ -142,7 +142,8 @@ class Histogram:
                 found = [found[i] for i in np.argsort(foretold, kind="stable")[:EXACT]]
             return min(found, key=lambda r: (cost(counts, centres, r, numbers), -r.high + r.low))
 
-        tops = [n * self._width for n in range(STEP, self.BINS + STEP, STEP)]
+        step = 8 * STEP if numbers.activation is QType.FP8 else STEP  # whose steps grow with the values
+        tops = [n * self._width for n in range(step, self.BINS + step, step)]
         found = best(r for t in tops if (r := _within(whole, -t, t)) is not None)
         if not numbers.symmetric:
             found = best(r for t in tops if (r := _within(whole, -t, found.high)) is not None)
