@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from models import ranges
 from qdqtune.calibration.methods import Calibration
 from qdqtune.errors import BadOption, OutputError
+from qdqtune.graph.rewriting import Rewrites
 from qdqtune.measurement.timing import Plan
 from qdqtune.placement.files import Recorded, existing, read_placement_file, write_placement
 from qdqtune.placement.possible import possible_edges
@@ -37,7 +38,7 @@ printable = st.text(st.characters(codec="utf-8", exclude_categories=["C"]), min_
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None)
 def test_a_placement_survives_with_what_it_was_made_for(tmp_path: Path, edges: frozenset[Edge]) -> None:
     recorded = Recorded(Placement(edges), "fp8", "tensorrt", {"sr": 16000, "scale": 0.5, "mode": "fast"},
-                        Calibration("percentile", 99.5, bias_correction=True))  # fmt: skip
+                        Calibration("percentile", 99.5, bias_correction=True), Rewrites(folded=True))  # fmt: skip
     write_placement(tmp_path / "placement.yaml", recorded, "some.onnx")
     assert read_placement_file(tmp_path / "placement.yaml") == recorded
 
@@ -143,6 +144,7 @@ def test_a_placement_file_of_version_1_still_loads() -> None:
     assert (recorded.quant_type, recorded.engine) == ("int8", "fake")
     assert recorded.fix_inputs == {"sr": 16000, "mode": "fast"}
     assert len(recorded.placement) == 8
+    assert recorded.rewrites == Rewrites()
     assert existing(MODEL, recorded.placement, POSSIBLE) == (recorded.placement, ())
 
 

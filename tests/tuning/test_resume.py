@@ -23,6 +23,7 @@ from qdqtune.errors import BadState, EngineFailure
 from qdqtune.measurement.timing import Plan
 from qdqtune.search.region import Config
 from qdqtune.tuning.loop import tune
+from qdqtune.tuning.store import Store, read_records
 from qdqtune.types import Failure
 from runs import environment, mixed, settings, write
 from workers import Build, Workers, in_process
@@ -211,6 +212,7 @@ CHANGES: dict[str, Any] = {
     "calibration method": {"calibration": Calibration("percentile", 99.9)},
     "seed": {"seed": 1},
     "quant type": {"quant_type": "fp8"},
+    "rewrites": {"rewrites": "off"},
     "engine numbers": {"engine": EngineSpec("fake", {"asymmetric": True})},
     "rounds": {"plan": Plan((12,), slot_seconds=0.0)},
     "regions": {"regions": "topology"},
@@ -241,6 +243,24 @@ def test_a_change_that_matters_is_refused_by_its_name(done: tuple[Path, bytes], 
     assert len(str(refusal.value).splitlines()) == 1
     assert (tmp_path / "out" / STATE).read_bytes() == state
     assert tune(settings(model, builds=4, restart=True, **change)).history
+
+
+@pytest.mark.usefixtures("workers")
+def test_a_run_from_before_rewrites_goes_on_without_them(done: tuple[Path, bytes], tmp_path: Path) -> None:
+    model, state = write(mixed(), tmp_path), settings(tmp_path / "model.onnx").state
+    state.parent.mkdir()
+    state.write_bytes(done[1])
+    head, *rest = read_records(state)
+    del head["fingerprint"]["rewrites"]
+    state.unlink()
+    with Store(state, head["fingerprint"]) as store:
+        for record in rest:
+            store.put(record.pop("key"), record)
+    before = state.read_bytes()
+    result = tune(settings(model, builds=4))
+    assert state.read_bytes() == before
+    assert result.summary["rewrites"] == {"folded": False}
+    assert tune(settings(model, builds=4, restart=True)).summary["rewrites"] == {"folded": True}
 
 
 @pytest.mark.usefixtures("workers")

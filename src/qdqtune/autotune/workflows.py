@@ -64,6 +64,7 @@ def region_pattern_autotuning_workflow(
         default_dq_dtype=default_dq_dtype,
         node_filter=tuple(node_filter_list or ()),
         calibration_data=data,
+        rewrites="off",
         input_shapes=usual_shapes(benchmark.spec, data),
         plan=benchmark.search_plan,
         config=search.Config(schemes_per_region=schemes or usual.schemes_per_region),

@@ -82,6 +82,7 @@ APPLY = (
     *options.DATA,
     *options.RANGES,
     options.CACHE,
+    options.REWRITES,
     options.AS_JSON,
 )
 
@@ -114,6 +115,7 @@ def apply_command(
             samples=data.calibration_samples,
             seed=data.seed,
             precision=given["precision"],
+            rewrites=given["rewrites"],
         )
     if done.matched is not None:
         say_notes(done.matched.notes())

@@ -26,6 +26,7 @@ from qdqtune.engines import MODULES, EngineSpec
 from qdqtune.engines.shapes import ENGINES, OPTIONS, check_inputs
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
+from qdqtune.graph.rewriting import Rewriting
 from qdqtune.types import Sample
 
 if TYPE_CHECKING:
@@ -246,6 +247,14 @@ CACHE = option(
     "Runtime's tables, TAO's JSON. Tensors that it lacks stay in float.",
     FILE,
     metavar="FILE",
+)
+
+REWRITES = option(
+    "--rewrites",
+    "auto: change the float model first where no output changes and quantizing gains, such as BatchNormalization drawn "
+    "into the convolution in front; apply does what its placement says. off: keep the graph as it is.",
+    click.Choice(get_args(Rewriting)),
+    default="auto",
 )
 
 LIMITS = (

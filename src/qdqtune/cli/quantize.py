@@ -56,6 +56,7 @@ OPTIONS = (
         click.Choice(["rules", "implicit"]),
         default="rules",
     ),
+    options.REWRITES,
     options.FIX_INPUT,
     option(
         "--evaluate",
@@ -77,7 +78,7 @@ OPTIONS = (
     flag("--json as_machine", "Print JSON instead of text."),
 )
 
-MEANT_ALIKE = (*options.DATA, *options.RANGES, options.CACHE, options.FIX_INPUT)
+MEANT_ALIKE = (*options.DATA, *options.RANGES, options.CACHE, options.REWRITES, options.FIX_INPUT)
 SHARED = {"model", "quant_type", "engine", "precision", *(option.human_readable_name for option in MEANT_ALIKE)}
 """Parameters that mean to `tune` what they mean here."""
 

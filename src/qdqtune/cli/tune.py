@@ -76,6 +76,7 @@ OPTIONS = (
     *options.DATA,
     *options.RANGES,
     options.CACHE,
+    options.REWRITES,
     *options.LIMITS,
     options.FIX_INPUT,
     option(

@@ -16,6 +16,7 @@ from qdqtune.graph.files import data_of, save
 from qdqtune.graph.float16 import Precision, load_as
 from qdqtune.graph.loading import files_of, with_input_shapes
 from qdqtune.graph.outputs import check_output
+from qdqtune.graph.rewriting import Rewrites, Rewriting
 from qdqtune.measurement.fitting import fitted
 from qdqtune.measurement.simulation import Simulation
 from qdqtune.placement.files import existing, read_placement_file
@@ -54,10 +55,12 @@ def apply(
     samples: int | None = None,
     seed: int = 0,
     precision: Precision = "fp32",
+    rewrites: Rewriting = "auto",
 ) -> Applied:
     """Insert the pairs of a placement file into `model` with freshly calibrated scales, and write it to `output`.
 
-    Scales are found as the file says, unless `calibration` says otherwise, or those of a `calibration_cache`.
+    Scales are found as the file says, unless `calibration` says otherwise, or those of a `calibration_cache`. The
+    float model is rewritten as the file says, unless `rewrites` are off.
 
     Raises:
         InputError: model, placement or data cannot be used, or none of the placement's edges exists in the model.
@@ -68,7 +71,8 @@ def apply(
     for written in (output, data_of(output)):
         check_output(written, read)
     recorded = read_placement_file(placement)
-    graph = load_as(model, precision, recorded.fix_inputs, numbers.opset)
+    made = recorded.rewrites if rewrites == "auto" else Rewrites()
+    graph = load_as(model, precision, recorded.fix_inputs, numbers.opset, fold=made.folded)
     if is_quantized(graph):
         raise BadModel(f"{model} already has Q/DQ pairs: apply a placement to the float model")
     matched = None if calibration_cache is None else from_file(calibration_cache, graph, model)

@@ -26,12 +26,12 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.shapes import check_inputs
 from qdqtune.errors import BadModel
-from qdqtune.graph.float16 import load_as
+from qdqtune.graph.float16 import Precision, load_as
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.measurement.bisection import Culprit, Parts, Verdict, culprits
 from qdqtune.placement.grafting import Kind, StandingPair, representable, standing_pairs
-from qdqtune.placement.reading import is_quantized, strip_pairs
+from qdqtune.placement.reading import is_quantized, strip_pairs, twins_of
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.types import Sample
 
@@ -202,7 +202,13 @@ def _models(request: Request) -> tuple[Model, Path, Model | None]:
     if request.quantized is None:
         return strip_pairs(given), file, given
     scales = {given.tensors[n.inputs[1]].dtype for n in given.nodes if n.op == "DequantizeLinear"}
-    plain = load_as(request.model, "fp16" if TensorProto.FLOAT16 in scales else "fp32", request.fix_inputs, given.opset)
+    precision: Precision = "fp16" if TensorProto.FLOAT16 in scales else "fp32"
+    plain, folded = (
+        load_as(request.model, precision, request.fix_inputs, given.opset, fold=fold) for fold in (False, True)
+    )
+    gone = plain.index_of.keys() - folded.index_of.keys()
+    if not gone & {twin.name for twin in twins_of(plain, given).values()}:  # who quantized has folded them, too
+        plain = folded
     if is_quantized(plain):
         raise BadModel(f"{request.model} has Q/DQ pairs: give the float model first, or the quantized model alone")
     if plain.inputs != given.inputs and set(plain.inputs) != set(given.inputs):

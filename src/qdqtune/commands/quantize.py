@@ -30,6 +30,7 @@ from qdqtune.graph.loading import files_of, load, with_input_shapes
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import INTEGER
 from qdqtune.graph.outputs import check_output
+from qdqtune.graph.rewriting import Rewrites, Rewriting
 from qdqtune.measurement.accuracy import accuracy, concern, cosine, is_finite
 from qdqtune.measurement.fitting import fitted
 from qdqtune.measurement.metric import Evaluation, evaluate, load_evaluation
@@ -107,6 +108,7 @@ class Request:
     input_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     evaluate: str | None = None
     report: bool = False
+    rewrites: Rewriting = "auto"
     seed: int = 0
 
     @property
@@ -154,10 +156,10 @@ def quantize(request: Request, observer: Observer | None = None) -> Quantized:
     observer = observer or Silent()
     if request.model.is_file():  # if it is not, reading it says so
         _check_output(request)
-    numbers = _numbers(request)
+    numbers, made = _numbers(request), Rewrites.of(request.rewrites)
     metric = None if request.evaluate is None else load_evaluation(request.evaluate)
     observer.stage(f"reading {request.model.name}")
-    graph = load_as(request.model, request.precision, request.fix_inputs, numbers.opset)
+    graph = load_as(request.model, request.precision, request.fix_inputs, numbers.opset, fold=made.folded)
     if present := _quantized_parts(graph):
         raise BadModel(f"{request.model} already has {present}: give the float model")
     request.selection.allowed(graph, frozenset())  # refuses names that fit nothing, before the work begins

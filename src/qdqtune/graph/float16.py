@@ -18,6 +18,7 @@ from qdqtune.errors import BadModel, one_line
 from qdqtune.graph.constants import replace
 from qdqtune.graph.loading import checked, load
 from qdqtune.graph.model import Constant, Model
+from qdqtune.graph.rewriting import folded
 
 Precision = Literal["fp32", "fp16"]
 
@@ -27,8 +28,17 @@ OPSET = 19
 HALF = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
-def load_as(path: Path, precision: Precision, fix_inputs: Mapping[str, float | int | str], min_opset: int) -> Model:
+def load_as(
+    path: Path,
+    precision: Precision,
+    fix_inputs: Mapping[str, float | int | str],
+    min_opset: int,
+    *,
+    fold: bool = False,
+) -> Model:
     """`load`, in float16 if `precision` says so, and with the opset that pairs on float16 tensors need.
+
+    With `fold`, layers take in what scales and shifts their channels: see `folded`.
 
     Raises:
         BadModel: the file cannot be used, or not be converted.
@@ -38,6 +48,7 @@ def load_as(path: Path, precision: Precision, fix_inputs: Mapping[str, float | i
     is_half = precision == "fp16" or any(info.dtype in HALF for info in model.tensors.values())
     if model.opset < OPSET and is_half:
         model = load(path, fix_inputs=fix_inputs, min_opset=OPSET)
+    model = folded(model) if fold else model
     return to_float16(model) if precision == "fp16" else model
 
 

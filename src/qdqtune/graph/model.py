@@ -212,7 +212,7 @@ class Model:
 def rebuild(model: Model, nodes: Sequence[onnx.NodeProto], added: Mapping[str, Constant]) -> Model:
     """`model` with other nodes and more constants; constants and types that no node of it mentions any more are left.
 
-    `nodes` are in topological order and make every graph output.
+    `added` take the place of constants of their names. `nodes` are in topological order and make every graph output.
     """
     result = onnx.ModelProto()
     result.CopyFrom(model.proto)
@@ -222,14 +222,15 @@ def rebuild(model: Model, nodes: Sequence[onnx.NodeProto], added: Mapping[str, C
     read = {name for n in nodes for name in n.input} | {o.name for o in graph.output}
     read.update(name for n in nodes for body in bodies(n) for name in captured(body))
     made = {name for n in nodes for name in n.output}
-    kept = [t for t in graph.initializer if t.name in read]
+    kept = [t for t in graph.initializer if t.name in read - added.keys()]
     kept += [c.to_proto(name) for name, c in added.items() if name in read and c.nbytes < LARGE]
     infos = [v for v in graph.value_info if v.name in made]
     del graph.initializer[:], graph.value_info[:]
     graph.initializer.extend(kept)
     graph.value_info.extend(infos)
-    large = dict(model.large) | {name: c for name, c in added.items() if c.nbytes >= LARGE}
-    return Model(result, {name: c for name, c in large.items() if name in read})
+    outside = {name: c for name, c in model.large.items() if name not in added}
+    outside |= {name: c for name, c in added.items() if c.nbytes >= LARGE}
+    return Model(result, {name: c for name, c in outside.items() if name in read})
 
 
 def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:

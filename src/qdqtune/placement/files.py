@@ -13,6 +13,7 @@ from qdqtune.calibration.methods import Calibration
 from qdqtune.errors import BadOption, reading
 from qdqtune.graph.model import Model
 from qdqtune.graph.outputs import appearing
+from qdqtune.graph.rewriting import Rewrites
 from qdqtune.types import Edge, Placement
 
 VERSION = 1
@@ -27,6 +28,7 @@ class Recorded:
     engine: str
     fix_inputs: Mapping[str, float | int | str]
     calibration: Calibration = field(default_factory=Calibration)
+    rewrites: Rewrites = field(default_factory=Rewrites)
 
 
 def write_placement(path: Path, recorded: Recorded, model: str) -> None:
@@ -48,6 +50,7 @@ def write_placement(path: Path, recorded: Recorded, model: str) -> None:
             "quant_type": recorded.quant_type,
             "fix_inputs": dict(recorded.fix_inputs),
             "calibration": asdict(recorded.calibration),
+            "rewrites": asdict(recorded.rewrites),
             "edges": edges,
         },
     )
@@ -69,7 +72,8 @@ def read_placement_file(path: Path) -> Recorded:
             content["quant_type"],
             content["engine"],
             dict(content.get("fix_inputs") or {}),
-            Calibration(**content.get("calibration", {})),  # which older files do not have
+            Calibration(**content.get("calibration", {})),  # which older files do not have, nor rewrites
+            Rewrites(**content.get("rewrites", {})),
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise BadOption(f"{path} is no placement file: {error!r} is missing or wrong") from error

@@ -18,7 +18,7 @@ from qdqtune.tuning.candidates import Candidates
 from qdqtune.tuning.folder import LOGS, OutputFolder
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.settings import Settings
-from qdqtune.tuning.store import Store
+from qdqtune.tuning.store import Store, began_without
 from qdqtune.tuning.subject import Subject, calibrated, fingerprint, open_subject
 from qdqtune.types import Failure, Placement
 
@@ -57,6 +57,8 @@ def open_run(settings: Settings, observer: Observer) -> Iterator[Run]:
         logs = output.path / LOGS
         runner = stack.enter_context(Runner(settings.engine, time_limit_s=settings.time_limit, log_dir=logs))
         observer.stage(f"reading {settings.model.name}")
+        if not settings.restart and began_without(settings.state, "rewrites"):
+            settings = replace(settings, rewrites="off")  # so that what was measured then serves
         subject = open_subject(settings, runner)
         signed = fingerprint(settings, subject, runner.describe())
         store = stack.enter_context(Store(settings.state, signed, restart=settings.restart))

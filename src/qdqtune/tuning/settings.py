@@ -11,6 +11,7 @@ from typing import Literal
 from qdqtune.calibration.methods import CLOSEST, Calibration
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption
+from qdqtune.graph.rewriting import Rewrites, Rewriting
 from qdqtune.measurement.accuracy import FLOOR_DB, MOST_EQUAL
 from qdqtune.measurement.limits import Limits
 from qdqtune.measurement.timing import Plan
@@ -109,6 +110,7 @@ class Settings:
     front: bool = False
     restart: bool = False
     command: tuple[str, ...] = field(default=(), compare=False)
+    rewrites: Rewriting = "auto"
 
     def __post_init__(self) -> None:
         least = 1 + self.trial_builds
@@ -141,6 +143,11 @@ class Settings:
         return Limits(
             None if self.min_sqnr == "auto" else self.min_sqnr, None if self.max_drop == "auto" else self.max_drop
         )
+
+    @property
+    def made_rewrites(self) -> Rewrites:
+        """How the float model is rewritten. Where pairs come with the model, so do their numbers: it stays."""
+        return Rewrites.of(self.rewrites) if not self.from_qdq else Rewrites()
 
     @property
     def proof_plan(self) -> Plan:

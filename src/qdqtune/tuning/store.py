@@ -24,6 +24,9 @@ from qdqtune.types import TRANSIENT, Accuracy, Edge, Failure, Layer, Measurement
 
 VERSION = 1
 RECORD = b'- {"key": "'
+EARLIER = {"rewrites": "off"}
+"""What was so in every run whose fingerprint does not say it."""
+
 HEAD = RECORD + b'run", '
 """How every state file begins."""
 
@@ -126,7 +129,8 @@ class Store:
         head, *rest = records
         if head.get("key") != "run" or head.get("version") != VERSION:
             raise BadState(f"{self.path} is no state file of this version: move it away, or start over with --restart")
-        _compare(head["fingerprint"], json.loads(json.dumps(fingerprint)), self.path)
+        earlier = {name: EARLIER[name] for name in EARLIER.keys() & fingerprint.keys()}
+        _compare(earlier | head["fingerprint"], json.loads(json.dumps(fingerprint)), self.path)
         self._found = {r["key"]: r for r in rest if not is_transient(r)}
         if torn:
             self._file.truncate(sum(len(line) + 1 for line in lines))
@@ -146,6 +150,16 @@ def is_state(path: Path) -> bool:
             return file.read(len(HEAD)) == HEAD
     except OSError:
         return False
+
+
+def began_without(path: Path, option: str) -> bool:
+    """Whether a state file comes from a version that did not know an option.
+
+    Raises:
+        BadState: the file is damaged.
+    """
+    head = read_records(path)[:1] if is_state(path) else []
+    return any(option not in record.get("fingerprint", {option: None}) for record in head)
 
 
 def read_records(path: Path) -> list[Record]:

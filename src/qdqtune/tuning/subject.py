@@ -164,6 +164,7 @@ def fingerprint(settings: Settings, subject: Subject, engine: Mapping[str, str])
         "mode": settings.mode,
         "graph JSON": _digest("--graph-json", settings.graph_json),
         "quant type": settings.quant_type,
+        "rewrites": settings.rewrites,
         "seed": settings.seed,
         "regions": settings.regions,
         "node filter": list(settings.node_filter),
@@ -282,7 +283,8 @@ def _float_model(settings: Settings, numbers: NumericFormat, notes: list[str]) -
 
 
 def _loaded(settings: Settings, numbers: NumericFormat) -> Model:
-    model = load_as(settings.model, settings.precision, settings.fix_inputs, numbers.opset)
+    fold = settings.made_rewrites.folded
+    model = load_as(settings.model, settings.precision, settings.fix_inputs, numbers.opset, fold=fold)
     if settings.default_dq_dtype is not None:
         model = with_float_type(model, onnx.TensorProto.DataType.Value(DTYPES[settings.default_dq_dtype]))
     return model

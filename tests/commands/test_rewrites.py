@@ -1,0 +1,92 @@
+"""Rewrites of the float model in `quantize`, `apply` and `debug`: what is written, and that it is found again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from models import UINT8, build, feeds, normal
+from qdqtune.calibration.methods import Calibration
+from qdqtune.calibration.prepare import Data
+from qdqtune.commands import debug
+from qdqtune.commands.apply import apply
+from qdqtune.commands.quantize import Request, quantize
+from qdqtune.graph.files import save
+from qdqtune.graph.loading import load
+from qdqtune.graph.model import Model
+from qdqtune.graph.rewriting import Rewrites, Rewriting
+from qdqtune.placement.files import Recorded, write_placement
+
+pytestmark = pytest.mark.usefixtures("workers")
+
+MINMAX = Calibration("minmax")
+
+
+def normalized(seed: int = 0) -> Model:
+    """Two convolutions, each with a BatchNormalization behind it."""
+    text = """net (float[N,3,8,8] image) => (float[N,8] y) {
+        [first] c0 = Conv <pads=[1,1,1,1]> (image, w0)
+        [first_norm] n0 = BatchNormalization(c0, g0, b0, m0, v0)
+        [relu] r0 = Relu(n0)
+        [second] c1 = Conv(r0, w1, b)
+        [second_norm] n1 = BatchNormalization(c1, g1, b1, m1, v1)
+        [mean] p = GlobalAveragePool(n1)
+        [flat] y = Flatten(p)
+    }"""
+    norms = {f"{name}{i}": normal(8, seed=10 * i + k + seed) for i in range(2) for k, name in enumerate("gbm")}
+    norms |= {f"v{i}": np.abs(normal(8, seed=i + seed)) + np.float32(0.2) for i in range(2)}
+    return build(
+        text, {"w0": normal(8, 3, 3, 3, scale=0.3), "w1": normal(8, 8, 3, 3, scale=0.2), "b": normal(8), **norms}
+    )
+
+
+def written(model: Model, folder: Path, name: str = "model") -> Request:
+    path, data = folder / f"{name}.onnx", folder / "samples.npz"
+    save(model, path)
+    np.savez(data, image=np.stack([s["image"] for s in feeds(model, 5)]))
+    return Request(path, folder / f"{name}.q.onnx", calibration_data=str(data), calibration=MINMAX)
+
+
+def ops(path: Path) -> Counter[str]:
+    return Counter(node.op for node in load(path).nodes)
+
+
+@pytest.mark.parametrize(("said", "left"), [("auto", 0), ("off", 2)])
+def test_quantize_folds_unless_told_otherwise(said: Rewriting, left: int, tmp_path: Path) -> None:
+    request = replace(written(normalized(), tmp_path), rewrites=said)
+    done = quantize(request)
+    assert ops(request.output)["BatchNormalization"] == left
+    assert done.sqnr_db is not None
+    assert done.sqnr_db > 25
+
+
+def test_apply_folds_retrained_weights_as_the_placement_says(tmp_path: Path) -> None:
+    request = written(normalized(), tmp_path)
+    placement = quantize(request).placed.placement
+    retrained = written(normalized(seed=7), tmp_path, "retrained")
+    expected = load(quantize(retrained).output)
+    for made in (Rewrites(folded=True), Rewrites()):
+        recorded = Recorded(placement, "int8", "onnxruntime", {}, MINMAX, made)
+        write_placement(tmp_path / "placement.yaml", recorded, "model.onnx")
+        target = tmp_path / "applied.onnx"
+        done = apply(
+            retrained.model, tmp_path / "placement.yaml", target, UINT8, calibration_data=request.calibration_data
+        )
+        assert not done.lost  # edges keep their names either way
+        assert ops(target)["BatchNormalization"] == (0 if made.folded else 2)
+        same = {name: c.array().tolist() for name, c in load(target).constants.items()}
+        assert (same.keys() == expected.constants.keys()) is made.folded
+
+
+@pytest.mark.parametrize("said", ["auto", "off"])
+def test_debug_takes_the_float_model_as_the_quantizer_has_rewritten_it(said: Rewriting, tmp_path: Path) -> None:
+    request = replace(written(normalized(), tmp_path), rewrites=said)
+    quantize(request)
+    broken = debug.Request(request.model, request.output, min_sqnr=60.0, data=Data(request.calibration_data))
+    done = debug.debug(broken)
+    assert done.by_numbers is not None
+    assert done.by_numbers == pytest.approx(done.noise, rel=0.5)

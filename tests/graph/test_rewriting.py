@@ -1,0 +1,101 @@
+"""Rewrites of the float model: the same outputs from fewer nodes, under the names that edges go by."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from models import Arrays, build, feeds, normal, run
+from qdqtune.graph.model import Model
+from qdqtune.graph.rewriting import folded
+
+BATCH_NORM = "n = BatchNormalization <epsilon=0.001> (c, gamma, beta, mean, variance)"
+
+
+def constants(channels: int) -> Arrays:
+    """Parameters of a normalization, and operands of arithmetic, with one value a channel."""
+    vectors = {name: normal(channels, seed=i) for i, name in enumerate(("gamma", "beta", "mean"))}
+    vectors["by_channel"] = normal(1, channels, 1, 1, seed=5)
+    return vectors | {"variance": np.abs(normal(channels, seed=4)) + np.float32(0.1), "two": np.float32(2)}
+
+
+def net(layer: str, behind: str, weights: Arrays, shape: str = "float[2,4,5,5]", outputs: str = "") -> Model:
+    """A layer that makes c, what stands behind it and makes n, and a reader of n."""
+    text = f"net ({shape} x) => (float[] y{outputs}) {{ [layer] c = {layer}\n {behind}\n [last] y = Relu(n) }}"
+    return build(text, {**constants(6), **weights})
+
+
+def same(model: Model, rewritten: Model) -> None:
+    samples = feeds(model, 2)
+    for exact, found in zip(run(model, samples), run(rewritten, samples), strict=True):
+        for name, values in exact.items():
+            np.testing.assert_allclose(found[name], values, rtol=1e-5, atol=1e-5)
+
+
+LAYERS = {
+    "convolution": ("Conv(x, w, b)", {"w": normal(6, 4, 3, 3), "b": normal(6)}),
+    "no bias": ("Conv(x, w)", {"w": normal(6, 4, 3, 3)}),
+    "depthwise": ("Conv <group=2> (x, w)", {"w": normal(6, 2, 3, 3)}),
+    "transposed": ("ConvTranspose <group=2, strides=[2,2]> (x, w, b)", {"w": normal(4, 3, 3, 3), "b": normal(6)}),
+}
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [
+        BATCH_NORM,
+        "n = Mul(by_channel, c)",
+        "m = Add(c, by_channel) o = Sub(two, m) n = Div(o, by_channel)",
+        "m = Sub(c, two) n = BatchNormalization(m, gamma, beta, mean, variance)",
+    ],
+)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_convolution_takes_in_what_scales_and_shifts_its_channels(layer: str, behind: str) -> None:
+    model = net(LAYERS[layer][0], behind, LAYERS[layer][1])
+    rewritten = folded(model)
+    assert [n.name for n in rewritten.nodes] == ["layer", "last"]
+    assert rewritten.nodes[0].outputs == ("n",)
+    assert rewritten.nodes[0].inputs[1] == "w"
+    assert "c" not in rewritten.tensors
+    same(model, rewritten)
+
+
+@pytest.mark.parametrize("transposed", [0, 1])
+def test_a_gemm_takes_in_a_batch_normalization(transposed: int) -> None:
+    weights = {"w": normal(6, 4) if transposed else normal(4, 6), "b": normal(1, 6)}
+    layer = f"Gemm <transB={transposed}, alpha=0.5, beta=2.0> (x, w, b)"
+    model = net(layer, BATCH_NORM, weights, shape="float[3,4]")
+    rewritten = folded(model)
+    assert [n.op for n in rewritten.nodes] == ["Gemm", "Relu"]
+    same(model, rewritten)
+
+
+def test_weights_that_another_layer_reads_too_stay_for_it() -> None:
+    text = "[other] d = Conv(x, w, b) [add] m = Add(d, s) n = Identity(m)"
+    behind = "s = BatchNormalization(c, gamma, beta, mean, variance) " + text
+    model = net("Conv(x, w, b)", behind, {"w": normal(6, 4, 3, 3), "b": normal(6)})
+    rewritten = folded(model)
+    layer, other = (rewritten.nodes[rewritten.index_of[name]] for name in ("layer", "other"))
+    assert layer.inputs[1:] != other.inputs[1:] == ("w", "b")
+    same(model, rewritten)
+
+
+@pytest.mark.parametrize(
+    ("layer", "behind", "more"),
+    [
+        ("Conv(x, w)", "d = Relu(c) " + BATCH_NORM.replace("(c", "(d"), ""),
+        ("Conv(x, w)", f"{BATCH_NORM} d = Neg(c)", ", float[] d"),
+        ("Conv(x, w)", BATCH_NORM, ", float[] c"),
+        ("Conv(x, w)", "n = Mul(c, by_row)", ""),
+        ("Conv(x, w)", "n = Mul(c, c)", ""),
+        ("Conv(x, w)", "n = Div(two, c)", ""),
+        ("Conv(x, w)", "n = Div(c, none)", ""),
+        ("Conv(x, x2)", BATCH_NORM, ""),
+    ],
+    ids=["behind an activation", "read twice", "an output", "by row", "a square", "a quotient", "by zero", "no weight"],
+)
+def test_what_is_not_a_layer_alone_stays(layer: str, behind: str, more: str) -> None:
+    weights = {"w": normal(6, 4, 3, 3), "by_row": normal(3, 1), "none": np.float32(0)}
+    text = f"net (float[2,4,5,5] x, float[6,4,3,3] x2) => (float[] y{more}) {{ c = {layer} {behind} y = Relu(n) }}"
+    model = build(text, {**constants(6), **weights})
+    assert folded(model) is model
