@@ -150,7 +150,12 @@ def test_every_option_reaches_its_field_and_every_field_has_one(call: Call, monk
         reached |= {name for name, value in vars(given[-1]).items() if value != getattr(usual, name)}
     assert reached == {field.name for field in fields(Request)} - {"model"}
     names = {next(o for o in p.opts if o.startswith("--")) for p in quantize_command.params if p.name != "model"}
-    assert names == {name.replace("--no-", "--") for name in QUANTIZE} | {"--tune", "--tune-args", "--json"}
+    assert names == {name.replace("--no-", "--") for name in QUANTIZE} | {
+        "--tune",
+        "--tune-args",
+        "--json",
+        "--time-limit",
+    }
 
 
 def test_what_is_given_reaches_the_search(call: Call, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,9 +24,6 @@ from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.model import Model
 from qdqtune.types import Array, Failure, Sample
 
-SECONDS = 3600.0
-"""Longest that one inference may take."""
-
 MEMORY = 2**29
 """Bytes of values that one inference hands over, if no single tensor is larger."""
 
@@ -95,7 +92,8 @@ def outputs_on(model: Model, samples: Iterable[Sample], *, threads: int = 0) -> 
         for sample in samples:
             outputs = run([sample])
             if isinstance(outputs, Failure):
-                raise BadModel(f"calibration cannot run the model: {outputs.reason}")
+                hint = ": --time-limit gives it longer" if outputs.stage == "timeout" else ""
+                raise BadModel(f"calibration cannot run the model: {outputs.reason}{hint}")
             yield outputs[0]
     if sample is None:
         raise BadData("the calibration data hold no sample")
@@ -109,7 +107,7 @@ def running(model: Model, *, threads: int = 0, fuse: bool = True) -> Iterator[Ru
         path = Path(name, "observed.onnx")
         with ConstantFile(Path(name, "constants.bin")) as constants:
             constants.save(model, path)
-        with Runner(spec, time_limit_s=SECONDS, log_dir=Path(name)) as runner:
+        with Runner(spec, log_dir=Path(name)) as runner:
             handle = runner.load(path)
             yield lambda samples: handle if isinstance(handle, Failure) else runner.outputs(handle, samples)
 

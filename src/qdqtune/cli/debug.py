@@ -19,6 +19,7 @@ from qdqtune.cli.output import print_json, say_notes, show
 from qdqtune.commands.cut_off import WrongPart
 from qdqtune.commands.debug import FLOAT_LIMIT, LIMIT, Diagnosis, Request, Suspect, debug
 from qdqtune.commands.probes import NOT_FINITE
+from qdqtune.engines.runner import time_limit
 from qdqtune.errors import ConstraintUnmet
 
 OPTIONS = (
@@ -67,7 +68,7 @@ def debug_command(as_machine: bool, **given: Any) -> int:
         data=options.Data.of(given),
         time_limit_s=given["time_limit"],
     )
-    with progress.shown() as observer:
+    with time_limit(request.time_limit_s), progress.shown() as observer:
         done = debug(request, observer)
     say_notes(done.notes)
     file = request.quantized or request.model

@@ -25,7 +25,7 @@ from qdqtune.commands.build import FORMATS, build
 from qdqtune.commands.check import Finding, allow, check, excuse, is_measured, lost_by_pairs
 from qdqtune.commands.doctor import Diagnosis, examine
 from qdqtune.commands.reasons import is_low
-from qdqtune.engines.runner import unlogged
+from qdqtune.engines.runner import time_limit, unlogged
 from qdqtune.engines.shapes import ENGINES
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption, ConstraintUnmet, EngineUnavailable
@@ -136,7 +136,8 @@ def check_command(
         measured = ran.described is not None and is_measured(model, graph, ran.described)
         if not graph_json:
             samples = options.Data.of(given).first(JUDGED, graph, options.engine(given))
-            lost = lost_by_pairs(graph, samples)
+            with time_limit(given["time_limit"]):
+                lost = lost_by_pairs(graph, samples)
             if lost is not None and (warning := concern(lost)):
                 say_notes([warning])
     fails = not measured and any(finding.fails for finding in findings)

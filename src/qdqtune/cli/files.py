@@ -15,7 +15,7 @@ from qdqtune.cli.output import print_json, say_error, say_notes, show
 from qdqtune.commands.apply import JUDGED, apply
 from qdqtune.commands.compare import comparable, compare_files
 from qdqtune.engines.formats import numeric_format
-from qdqtune.engines.runner import unlogged
+from qdqtune.engines.runner import time_limit, unlogged
 from qdqtune.errors import EngineFailure
 from qdqtune.measurement.accuracy import concern
 from qdqtune.measurement.timing import Plan
@@ -83,6 +83,7 @@ APPLY = (
     *options.RANGES,
     options.CACHE,
     options.REWRITES,
+    options.TIME_LIMIT,
     options.AS_JSON,
 )
 
@@ -101,7 +102,7 @@ def apply_command(
     target = output or model.with_suffix(".qdq.onnx")
     numbers = numeric_format(engine or recorded.engine, "fp8" if recorded.quant_type == "fp8" else "int8")
     data = options.Data.of(given)
-    with progress.shown() as observer:
+    with time_limit(given["time_limit"]), progress.shown() as observer:
         observer.stage(f"calibrating {model.name}")
         done = apply(
             model,

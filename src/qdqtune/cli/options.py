@@ -164,6 +164,10 @@ MODEL = click.Argument(["model"], type=FILE)
 AS_JSON = flag("--json as_machine", "Print JSON.")
 JSON_FOR_TABLE = flag("--json as_machine", "Print JSON instead of the table.")
 
+TIME_LIMIT = option(
+    "--time-limit", "Longest that one build or inference may take: 90s, 10m, 1h.", default="10m", callback=seconds
+)
+
 ENGINE = (
     option("--engine", f"Engine to build and time on: {ENGINE_NAMES}.", metavar="NAME", default="onnxruntime"),
     option(
@@ -193,9 +197,7 @@ ENGINE = (
         "NAME=VALUE",
         "Any other option of the engine; VALUE is JSON or text. Repeatable.",
     ),
-    option(
-        "--time-limit", "Longest that one build or inference may take: 90s, 10m, 1h.", default="10m", callback=seconds
-    ),
+    TIME_LIMIT,
 )
 """Which engine, and how it runs."""
 

@@ -18,6 +18,7 @@ from qdqtune.cli.output import print_json, say_notes, show
 from qdqtune.commands.quantize import Quantized, Request, Selection, quantize
 from qdqtune.commands.worst_tensors import to_exclude
 from qdqtune.engines.formats import FORMATS
+from qdqtune.engines.runner import time_limit
 from qdqtune.errors import BadModel, BadOption
 from qdqtune.placement import engine_rules
 from qdqtune.types import QuantType
@@ -58,6 +59,7 @@ OPTIONS = (
     ),
     options.REWRITES,
     options.FIX_INPUT,
+    options.TIME_LIMIT,
     option(
         "--evaluate",
         "Your metric, called with a function that runs the model: before and after.",
@@ -78,7 +80,7 @@ OPTIONS = (
     flag("--json as_machine", "Print JSON instead of text."),
 )
 
-MEANT_ALIKE = (*options.DATA, *options.RANGES, options.CACHE, options.REWRITES, options.FIX_INPUT)
+MEANT_ALIKE = (*options.DATA, *options.RANGES, options.CACHE, options.REWRITES, options.FIX_INPUT, options.TIME_LIMIT)
 SHARED = {"model", "quant_type", "engine", "precision", *(option.human_readable_name for option in MEANT_ALIKE)}
 """Parameters that mean to `tune` what they mean here."""
 
@@ -104,7 +106,7 @@ def quantize_command(**given: Any) -> int:
     options.check_cache(given)
     request = request_of(given)
     search = _search(request, given, more) if given["is_seed"] else None
-    with progress.shown() as observer:
+    with time_limit(given["time_limit"]), progress.shown() as observer:
         done = quantize(request, observer)
     say_notes(done.notes)
     if not as_machine:

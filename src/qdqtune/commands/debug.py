@@ -23,7 +23,7 @@ from qdqtune.calibration.samples import input_specs
 from qdqtune.commands.cut_off import CutOff, WrongPart, wrong_parts
 from qdqtune.commands.probes import Probe, reference_spec
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.runner import Runner
+from qdqtune.engines.runner import TIME_LIMIT, Runner
 from qdqtune.engines.shapes import check_inputs
 from qdqtune.errors import BadModel
 from qdqtune.graph.float16 import Precision, load_as
@@ -77,7 +77,7 @@ class Request:
     min_sqnr: float | None = None
     data: Data = field(default_factory=Data)
     fix_inputs: Mapping[str, float | int | str] = field(default_factory=dict)
-    time_limit_s: float = 600.0
+    time_limit_s: float = TIME_LIMIT
 
 
 @dataclass(frozen=True)

@@ -268,7 +268,7 @@ def _judged(
     plain = folder / "float.onnx"
     save(load(request.model, fix_inputs=request.fix_inputs), plain)
     spec = EngineSpec("onnxruntime", {"threads": cores(), "fuse": request.engine == "onnxruntime"})
-    with Runner(spec, time_limit_s=3600, log_dir=folder) as runner:
+    with Runner(spec, log_dir=folder) as runner:
         before, after = (_checked(runner.load(file)) for file in (plain, request.output))
         expected, returned = (_checked(runner.outputs(handle, samples)) for handle in (before, after))
         measured = None

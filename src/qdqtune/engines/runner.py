@@ -7,6 +7,7 @@ import itertools
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -78,7 +79,23 @@ SHORT = re.compile(
 )
 """How engines and systems say that memory or disk was short, which is no word about the model."""
 
+TIME_LIMIT = 600.0
+"""Seconds that a build or an inference may take where nobody says otherwise."""
+
+_limit: ContextVar[float] = ContextVar("time limit", default=TIME_LIMIT)
+
 T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """What the user allows one request to an engine, for all runners made meanwhile that are not told otherwise: those
+    of calibration, sensitivity and checks as well."""
+    token = _limit.set(seconds)
+    try:
+        yield
+    finally:
+        _limit.reset(token)
 
 
 class _WorkerLostError(Exception):
@@ -95,17 +112,18 @@ class Runner:
     built again as they are needed. An interrupt while a call waits
     ends the worker too, and the runner stays usable.
 
-    `time_limit_s` holds for each build, each inference of `outputs`, and each probe. Rounds may take that, and `SLACK`
-    times what the probe makes us expect in addition. `start` gives another worker than a process.
+    `time_limit_s`, by default that of `time_limit`, holds for each build, each inference of `outputs`, and each probe.
+    Rounds may take that, and `SLACK` times what the probe makes us expect in addition. `start` gives another worker
+    than a process.
     """
 
     def __init__(
-        self, spec: EngineSpec, *, time_limit_s: float, log_dir: Path, start: StartWorker | None = None
+        self, spec: EngineSpec, *, log_dir: Path, time_limit_s: float | None = None, start: StartWorker | None = None
     ) -> None:
         self.engine_seconds = 0.0
         """Wall time that callers have spent waiting for the engine."""
         self._spec = spec
-        self._limit = time_limit_s
+        self._limit = _limit.get() if time_limit_s is None else time_limit_s
         self._log_dir = log_dir
         self._start_worker = start or start_worker
         self._worker: Worker | None = None

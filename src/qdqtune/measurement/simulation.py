@@ -76,6 +76,6 @@ class Simulation:
             folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="qdqtune-")))
             constants = self._stack.enter_context(ConstantFile(folder / "constants.bin"))
             spec = EngineSpec("onnxruntime", {"threads": cores(), "fuse": False})
-            runner = self._stack.enter_context(Runner(spec, time_limit_s=3600, log_dir=folder))
+            runner = self._stack.enter_context(Runner(spec, log_dir=folder))
             self._opened = _Opened(runner, constants, folder)
         return self._opened

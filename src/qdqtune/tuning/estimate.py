@@ -8,7 +8,7 @@ import numpy as np
 
 from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.calibration.scales import Range, Ranges
-from qdqtune.engines.runner import Runner
+from qdqtune.engines.runner import Runner, time_limit
 from qdqtune.errors import BaselineFailed
 from qdqtune.placement.possible import possible_edges
 from qdqtune.tuning.folder import LOGS, OutputFolder
@@ -37,8 +37,9 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     """What `tune` would do, from one build of the float model. Calibrates nothing and leaves no state."""
     observer = observer or Silent()
     with (
+        time_limit(settings.time_limit),
         OutputFolder(settings) as output,
-        Runner(settings.engine, time_limit_s=settings.time_limit, log_dir=output.path / LOGS) as runner,
+        Runner(settings.engine, log_dir=output.path / LOGS) as runner,
     ):
         observer.stage(f"reading {settings.model.name}")
         subject = open_subject(settings, runner)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
-from qdqtune.engines.runner import Runner
+from qdqtune.engines.runner import Runner, time_limit
 from qdqtune.errors import BadOption, BaselineFailed, writing
 from qdqtune.graph.outputs import Scratch
 from qdqtune.measurement.limits import Limits
@@ -52,10 +52,11 @@ def open_run(settings: Settings, observer: Observer) -> Iterator[Run]:
         QdqtuneError: see `errors`; BaselineFailed if the engine cannot run the float model.
     """
     with ExitStack() as stack:
+        stack.enter_context(time_limit(settings.time_limit))
         output = stack.enter_context(OutputFolder(settings))
         evaluation = None if settings.evaluate is None else load_evaluation(settings.evaluate)
         logs = output.path / LOGS
-        runner = stack.enter_context(Runner(settings.engine, time_limit_s=settings.time_limit, log_dir=logs))
+        runner = stack.enter_context(Runner(settings.engine, log_dir=logs))
         observer.stage(f"reading {settings.model.name}")
         if not settings.restart and began_without(settings.state, "rewrites"):
             settings = replace(settings, rewrites="off")  # so that what was measured then serves

@@ -10,6 +10,7 @@ from typing import Literal
 
 from qdqtune.calibration.methods import CLOSEST, Calibration
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.runner import TIME_LIMIT
 from qdqtune.errors import BadOption
 from qdqtune.graph.rewriting import Rewrites, Rewriting
 from qdqtune.measurement.accuracy import FLOOR_DB, MOST_EQUAL
@@ -92,7 +93,7 @@ class Settings:
     proof: tuple[int, ...] = EFFORTS["default"].proof
     builds: int = EFFORTS["default"].builds["cut"]
     time_budget: float | None = None
-    time_limit: float = 600.0
+    time_limit: float = TIME_LIMIT
     seed: int = 0
     node_filter: tuple[str, ...] = ()
     default_dq_dtype: Literal["float16", "float32", "bfloat16"] | None = None

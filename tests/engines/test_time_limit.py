@@ -1,0 +1,84 @@
+"""What the user allows one build or inference holds wherever the model is run, calibration and checks included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from conftest import Call
+from qdqtune.calibration.observe import outputs_on
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.runner import TIME_LIMIT, Runner, time_limit
+from qdqtune.errors import BadModel
+from qdqtune.graph.loading import load_proto
+from runs import mixed, write
+
+ENDLESS = """<ir_version: 8, opset_import: ["": 17]>
+net (float[2,8] x) => (float[2,8] z) {
+    [first] y = MatMul(x, w)
+    [round] z = Loop(, on, y) <body = step (int64 i, bool go, float[2,8] v) => (bool more, float[2,8] u) {
+        more = Identity(go)
+        u = Relu(v)
+    }>
+}"""
+
+
+def endless() -> onnx.ModelProto:
+    """A loop whose condition always holds."""
+    proto: onnx.ModelProto = onnx.parser.parse_model(ENDLESS)
+    for name, value in (("w", np.eye(8, dtype=np.float32)), ("on", np.array(True))):
+        proto.graph.initializer.append(numpy_helper.from_array(value, name))
+    return proto
+
+
+def test_calibration_of_an_endless_loop_ends_in_one_line() -> None:
+    """With a process of its own: one that hangs is the point."""
+    sample = {"x": np.zeros((2, 8), np.float32)}
+    with time_limit(1.0), pytest.raises(BadModel, match="took longer than 1 s: --time-limit gives it longer"):
+        list(outputs_on(load_proto(endless()), [sample]))
+
+
+def test_runners_that_are_not_told_otherwise_have_the_limit_of_the_user(tmp_path: Path) -> None:
+    def limit(**told: float) -> float:
+        return Runner(EngineSpec("fake"), log_dir=tmp_path, **told)._limit
+
+    assert limit() == TIME_LIMIT
+    with time_limit(7.0):
+        assert (limit(), limit(time_limit_s=3.0)) == (7.0, 3.0)
+    assert limit() == TIME_LIMIT
+
+
+@pytest.mark.parametrize("command", ["tune", "quantize", "apply", "check", "debug"])
+def test_every_runner_of_a_command_has_the_limit(
+    call: Call, tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write(mixed(), tmp_path)
+    data = ["--calibration-data", model.with_suffix(".npz")]
+    quick = ["--engine", "fake", "--engine-option", "asymmetric=true", "--builds", "4"]
+    if command in ("check", "debug"):
+        assert call("quantize", model, *data, "-o", tmp_path / "q.onnx")[0] == 0
+    if command == "apply":
+        assert call("tune", model, *quick, *data, "--min-sqnr", "none", "-o", tmp_path / "out")[0] == 0
+    arguments = {
+        "tune": [model, *quick, *data, "-o", tmp_path / "out"],
+        "quantize": [model, *data, "--report", "-o", tmp_path / "q.onnx"],
+        "apply": [model, *data, "--placement", tmp_path / "out" / "placement.yaml", "-o", tmp_path / "q.onnx"],
+        "check": [tmp_path / "q.onnx", *data],
+        "debug": [model, tmp_path / "q.onnx", *data],
+    }[command]
+    limits = []
+    made = Runner.__init__
+
+    def watched(runner: Runner, *arguments: object, **more: object) -> None:
+        made(runner, *arguments, **more)  # type: ignore[arg-type]
+        limits.append(runner._limit)
+
+    monkeypatch.setattr(Runner, "__init__", watched)
+    code, _, err = call(command, *arguments, "--time-limit", "123s")
+    assert code in (0, 3, 4), err
+    assert len(limits) > 1
+    assert set(limits) == {123.0}
