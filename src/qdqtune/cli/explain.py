@@ -10,7 +10,8 @@ import click
 
 from qdqtune.cli import options
 from qdqtune.cli.options import FILE, option
-from qdqtune.cli.output import escaped, print_json
+from qdqtune.cli.output import print_json
+from qdqtune.cli.streams import escaped
 from qdqtune.commands.explain import Explained, explain_run
 from qdqtune.commands.explanation import IN_WORDS, Explanation, Tally
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import io
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import click
 
-from qdqtune.cli.output import INTERRUPTED, say, say_error, say_exception
+from qdqtune.cli.output import say, say_error, say_exception
+from qdqtune.cli.streams import INTERRUPTED, Interrupts, guarded, lost_output
 from qdqtune.errors import QdqtuneError
 from qdqtune.version import __version__
 
@@ -32,47 +30,51 @@ def main(
     constraint unmet, 5 engine unavailable or baseline failed, 70 a defect of qdqtune, 130 interrupted.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        run = command or app
-        # `run.main` would turn a closed pipe into code 1.
-        with run.make_context(name, given, obj=(name, *given)) as context:
-            code = run.invoke(context)
-        sys.stdout.flush()
-        sys.exit(code if isinstance(code, int) else 0)
-    except click.exceptions.Exit as done:  # --help and --version
-        sys.exit(done.exit_code)
-    except click.exceptions.NoArgsIsHelpError as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except click.ClickException as error:
-        asked = getattr(error, "ctx", None)
-        hint = f" (see {asked.command_path} --help)" if asked is not None else ""
-        _fail(error.format_message().rstrip(".") + hint, 2)
-    except QdqtuneError as error:
-        _fail(str(error), error.exit_code)
-    except (KeyboardInterrupt, click.Abort):
-        say("interrupted")
-        sys.exit(INTERRUPTED)
-    except BrokenPipeError:  # the reader of our output has gone
-        _drop_output()
-        sys.exit(0)
-    except OSError as error:
-        _drop_output()
-        _fail(str(error), 2)
-    except Exception:  # noqa: BLE001  (a defect: shown whole, and never mistaken for one of the promised codes)
-        say_exception()
-        _fail("this is a defect of qdqtune: please report it with the lines above", DEFECT)
-
-
-def _fail(text: str, code: int) -> NoReturn:
-    say_error(text)
+    with guarded(), Interrupts() as interrupts:
+        try:
+            code = _run(command or app, name, given, interrupts)
+            if (lost := lost_output()) is not None:
+                code = _failed(f"cannot write to standard output: {lost.strerror or lost}", 2)
+        except KeyboardInterrupt:  # while something was being told
+            code = INTERRUPTED
     sys.exit(code)
 
 
-def _drop_output() -> None:
-    """Forget what cannot be written any more, or the interpreter would try it again at its end and fail."""
-    with contextlib.suppress(io.UnsupportedOperation):  # standard output was replaced by something in memory
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _run(command: click.Command, name: str, given: Sequence[str], interrupts: Interrupts) -> int:
+    """Run a command and tell how it ended. Gives the exit code."""
+    try:
+        with command.make_context(name, list(given), obj=(name, *given)) as context:
+            code = command.invoke(context)
+        return code if isinstance(code, int) else 0
+    except click.exceptions.Exit as done:  # --help and --version
+        return done.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return error.exit_code
+    except click.ClickException as error:
+        asked = getattr(error, "ctx", None)
+        hint = f" (see {asked.command_path} --help)" if asked is not None else ""
+        return _failed(error.format_message().rstrip(".") + hint, 2)
+    except QdqtuneError as error:
+        return _failed(str(error), error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        say("interrupted")
+        return INTERRUPTED
+    except OSError as error:
+        return _failed(str(error), 2)
+    except MemoryError:
+        return _failed("there is not enough memory for this", 2)
+    except Exception:  # noqa: BLE001  (a defect: shown whole, and never mistaken for one of the promised codes)
+        if interrupts.happened:  # inside of a library that made another error of it
+            say("interrupted")
+            return INTERRUPTED
+        say_exception()
+        return _failed("this is a defect of qdqtune: please report it with the lines above", DEFECT)
+
+
+def _failed(text: str, code: int) -> int:
+    say_error(text)
+    return code
 
 
 class Later(click.Command):

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from qdqtune.cli.streams import escaped, escaped_lines, styled
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
     from rich.table import Table
-
-INTERRUPTED = 130
-"""The exit code after Ctrl-C, as shells have it."""
 
 
 def say(text: str, style: str = "") -> None:
     """One line for people. Standard output is for results."""
     line = escaped(" ".join(text.splitlines()))
-    _console().print(line, style=style, highlight=False, soft_wrap=True, markup=False)
-
-
-def escaped(text: str) -> str:
-    """The text with what no terminal should obey spelled out: names come from models, which anybody may have made."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+    console(is_error=True).print(line, style=style, soft_wrap=True)
 
 
 def say_error(text: str) -> None:
@@ -38,13 +34,22 @@ def say_notes(notes: Iterable[str]) -> None:
 
 def say_exception() -> None:
     """The exception at hand, whole."""
-    _console().print_exception()
+    console(is_error=True).print_exception()
 
 
-def _console() -> Console:
+def console(*, is_error: bool = False, **how: Any) -> Console:
+    """A console on standard output or standard error. Text is text there: nothing in it is markup, and names from
+    models, which anybody may have made, cannot command a terminal."""
     from rich.console import Console  # half of what it takes to start, and most commands have nothing to say
+    from rich.segment import Segment
 
-    return Console(stderr=True)
+    class Escaping(Console):
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+            for text, style, control in super().render(renderable, options):
+                yield Segment(text if control else escaped_lines(text), style, control)
+
+    stream = styled(sys.stderr if is_error else sys.stdout)
+    return Escaping(file=stream, markup=False, emoji=False, highlight=False, **how)
 
 
 WIDE = 10_000
@@ -53,21 +58,17 @@ WIDE = 10_000
 
 def width() -> int:
     """Columns that a table may take on standard output."""
-    from rich.console import Console
-
-    console = Console()
-    return console.width if console.is_terminal else WIDE
+    here = console()
+    return here.width if here.is_terminal else WIDE
 
 
 def show(table: Table) -> None:
     """A table on standard output. Where that is no terminal, every cell is whole and on one line."""
-    from rich.console import Console
-
-    console, caption = Console(width=width()), table.caption
+    here, caption = console(width=width()), table.caption
     table.caption = None  # it would be broken to the width of the table
-    console.print(table)
+    here.print(table)
     if caption:
-        console.print(caption, highlight=False, markup=False)
+        here.print(caption)
 
 
 def print_json(value: object) -> None:

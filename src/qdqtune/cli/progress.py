@@ -13,6 +13,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from qdqtune.cli.output import console
 from qdqtune.cli.words import duration, speed
 from qdqtune.tuning.observer import State
 from qdqtune.types import Failure, Trial
@@ -26,9 +27,9 @@ EVERY = 10.0
 
 def shown(*, quiet: bool = False, verbose: bool = False) -> Live | Plain:
     """What tells of a run: a picture that changes on a terminal; lines elsewhere, or with `verbose`."""
-    console = Console(stderr=True, quiet=quiet)
-    moving = console.is_terminal and not console.is_dumb_terminal and not verbose
-    return Live(console) if moving else Plain(console)
+    here = console(is_error=True, quiet=quiet)
+    moving = here.is_terminal and not here.is_dumb_terminal and not verbose
+    return Live(here) if moving else Plain(here)
 
 
 class _Steps:

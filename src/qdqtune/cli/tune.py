@@ -11,7 +11,8 @@ from click.core import ParameterSource
 
 from qdqtune.cli import options, progress, report
 from qdqtune.cli.options import FILE, flag, option
-from qdqtune.cli.output import INTERRUPTED, print_json, say, say_notes, show
+from qdqtune.cli.output import print_json, say, say_notes, show
+from qdqtune.cli.streams import INTERRUPTED
 from qdqtune.engines.shapes import usual_shapes
 from qdqtune.errors import ConstraintUnmet
 from qdqtune.measurement.timing import Plan

@@ -1,0 +1,193 @@
+"""Standard streams and Ctrl-C as a command can rely on them: streams may be closed, full, ASCII, or a pipe that nobody
+reads.
+
+What is written to them may hold names from models, which anybody may have made.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import TextIO
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells have it."""
+
+DRAWN = str.maketrans({"─": "-", "━": "-", "│": "|", "├": "|", "└": "`", "█": "#", "…": "~", "·": "."})
+"""What our tables and trees are drawn with, for terminals that have ASCII only."""
+
+BRAILLE = range(0x2800, 0x2900)
+"""What spinners are drawn with."""
+
+SHOW_CURSOR = b"\x1b[?25h"
+
+
+def escaped(text: str) -> str:
+    """The text with what no terminal should obey spelled out; line breaks are spelled out as well."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+def escaped_lines(text: str) -> str:
+    """The text with what no terminal should obey spelled out, line by line."""
+    return text if text.isprintable() else "\n".join(map(escaped, text.split("\n")))
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str, int]:
+    """How characters that a stream cannot take are written: drawings by what is like them, others spelled out."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end].translate(DRAWN)
+    text = "".join("*" if ord(c) in BRAILLE else c for c in text)
+    return text.encode("ascii", "backslashreplace").decode("ascii"), error.end
+
+
+codecs.register_error("qdqtune.in_ascii", _in_ascii)
+
+
+class Guarded(io.TextIOBase):
+    """A text stream that takes everything. What cannot be written is dropped from then on, and `lost` says why.
+
+    A pipe whose reader has gone is no error: nobody wants more of it.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._is_gone = False
+        self.lost: OSError | None = None
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """That of the stream below, which tells what can be drawn."""
+        return self._stream.encoding or "utf-8"
+
+    def fileno(self) -> int:
+        """See `io.IOBase`."""
+        return self._stream.fileno()
+
+    def isatty(self) -> bool:
+        """See `io.IOBase`."""
+        return not self._is_gone and self._stream.isatty()
+
+    def writable(self) -> bool:
+        """See `io.IOBase`."""
+        return True
+
+    def write(self, text: str) -> int:
+        """See `io.TextIOBase`."""
+        if not isinstance(text, str):
+            raise TypeError(f"text is written here, not {type(text).__name__}")
+        with self._guard():
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError:
+                encoding = self.encoding
+                self._stream.write(text.encode(encoding, "qdqtune.in_ascii").decode(encoding))
+        return len(text)
+
+    def flush(self) -> None:
+        """See `io.IOBase`."""
+        with self._guard():
+            self._stream.flush()
+
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        if self._is_gone:
+            with suppress(OSError, ValueError):
+                yield
+            return
+        try:
+            yield
+        except (OSError, ValueError) as error:  # ValueError: somebody has closed it
+            self._is_gone = True
+            if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
+                self.lost = error
+            with suppress(OSError, ValueError):  # or the interpreter would try it again at its end, and fail
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+
+class Escaping(Guarded):
+    """What `print` writes to: names in it cannot command a terminal. `styled` is for those who see to that themselves,
+    and have colours and moving pictures to write."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self.styled = Guarded(stream)
+
+    def write(self, text: str) -> int:
+        """See `io.TextIOBase`."""
+        super().write(escaped_lines(text))
+        return len(text)
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Standard output and standard error that can be relied on; what they were comes back at the end."""
+    for number in range(3):  # a file that is opened under such a number would get what libraries print
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    before = sys.stdout, sys.stderr
+    with open(os.devnull, "w") as nowhere:
+        sys.stdout, sys.stderr = Escaping(sys.stdout or nowhere), Escaping(sys.stderr or nowhere)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            sys.stdout, sys.stderr = before
+
+
+def styled(stream: TextIO) -> TextIO:
+    """The stream for text in which names are escaped already."""
+    return stream.styled if isinstance(stream, Escaping) else stream  # type: ignore[return-value]
+
+
+def lost_output() -> OSError | None:
+    """Why results have not reached standard output; None if they have, or nobody wanted them."""
+    sys.stdout.flush()
+    if not isinstance(sys.stdout, Escaping):
+        return None
+    return sys.stdout.lost or sys.stdout.styled.lost
+
+
+@dataclass
+class Interrupts:
+    """Ctrl-C: the first one raises KeyboardInterrupt, so that everything is put away; the second one ends the process.
+
+    A context manager. Does nothing where interrupts are ignored, as in the background.
+    """
+
+    happened: bool = False
+    """An interrupt inside of a library may arrive as any other error."""
+
+    def __enter__(self) -> Interrupts:
+        self._before = signal.getsignal(signal.SIGINT)
+        self._is_ours = threading.current_thread() is threading.main_thread() and self._before not in (
+            signal.SIG_IGN,
+            None,
+        )
+        if self._is_ours:
+            signal.signal(signal.SIGINT, self._interrupt)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_ours:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
+        if self.happened:
+            with suppress(OSError):
+                if os.isatty(2):
+                    os.write(2, SHOW_CURSOR)
+            os._exit(INTERRUPTED)
+        self.happened = True
+        raise KeyboardInterrupt

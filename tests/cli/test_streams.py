@@ -1,0 +1,222 @@
+"""Closed, full and ASCII streams, pipes that nobody reads, Ctrl-C at any time: no traceback, the promised exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import onnx
+import pytest
+from rich.table import Table
+from rich.text import Text
+
+from conftest import Call
+from qdqtune.cli import main, output, streams
+from runs import environment
+
+COMMAND = f"{sys.executable} -m qdqtune"
+HOSTILE = "\x1b]0;owned\x07[red]\x9b31m:smile:\u202e"
+SPELT = "\\x1b]0;ow"
+
+
+def shell(line: str, folder: Path, **more: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a line of bash; QDQTUNE in it is the command."""
+    text = line.replace("QDQTUNE", COMMAND)
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", text], cwd=folder, env=environment() | more, capture_output=True, check=False
+    )
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "words"),
+    [
+        ("QDQTUNE rules | head -1", 0, ""),
+        ("QDQTUNE rules >&-", 0, ""),
+        ("QDQTUNE rules >/dev/full", 2, "cannot write to standard output: No space left on device"),
+        ("QDQTUNE inspect nothing.onnx 2>&-", 2, ""),
+        ("QDQTUNE inspect nothing.onnx 2>/dev/full", 2, ""),
+        ("QDQTUNE inspect nothing.onnx <&- >&- 2>&-", 2, ""),
+        ("QDQTUNE inspect nothing.onnx 2>&1 >/dev/null | true; exit ${PIPESTATUS[0]}", 2, ""),
+        ("QDQTUNE --help >/dev/full", 2, "No space left"),
+    ],
+)
+def test_streams_that_take_nothing(tmp_path: Path, line: str, code: int, words: str) -> None:
+    got, _, err = shell(line, tmp_path)
+    assert got == code, err
+    assert words in err
+    assert len(err.splitlines()) == bool(words)
+
+
+def test_a_terminal_that_has_ascii_only(tmp_path: Path, model: Path) -> None:
+    code, out, err = shell(f"QDQTUNE inspect {model} -v", tmp_path, PYTHONIOENCODING="ascii")
+    assert (code, err) == (0, "")
+    assert "|- Region" in out
+    assert out.isascii()
+
+
+def test_a_file_name_that_is_no_text(tmp_path: Path) -> None:
+    code, _, err = shell("QDQTUNE inspect $'\\xff.onnx'", tmp_path)
+    assert code == 2
+    assert err == "error: \\udcff.onnx: cannot read the model: No such file or directory\n"
+
+
+def hostile(model: Path) -> Path:
+    """The model with names that are commands to a terminal, markup and emoji."""
+    proto = onnx.load(model)
+    for node in proto.graph.node:
+        node.name = HOSTILE + node.name
+        for names in (node.input, node.output):
+            names[:] = [HOSTILE + name if name in "abcdefg" else name for name in names]
+    onnx.save(proto, model)
+    return model
+
+
+@pytest.mark.parametrize("command", ["inspect", "layers", "check", "quantize", "tune"])
+def test_names_cannot_command_a_terminal(call: Call, model: Path, tmp_path: Path, command: str) -> None:
+    data = ["--calibration-data", hostile(model).with_suffix(".npz")]
+    quick = ["--calibration-method", "minmax", "--no-bias-correction"]
+    if command == "check":
+        assert call("quantize", model, *data, *quick, "-o", tmp_path / "q.onnx")[0] == 0
+    told = {
+        "inspect": [model, "-v"],
+        "layers": [model, *data],
+        "check": [tmp_path / "q.onnx", *data],
+        "quantize": [model, *data, *quick, "--report", "-o", tmp_path / "q.onnx"],
+        "tune": [model, *data, *quick, "--engine", "fake", "--builds", "4", "-v", "-o", tmp_path / "out"],
+    }[command]
+    code, out, err = call(command, *told)
+    assert code in (0, 3, 4), err
+    assert {c for c in out + err if not c.isprintable()} <= {"\n"}
+    assert SPELT in out or command == "tune"  # which shows names of nodes where units have prices only
+
+
+def test_a_console_takes_text_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", streams.Escaping(written))
+    table = Table(title=HOSTILE)
+    table.add_column(HOSTILE)
+    table.add_row(Text(HOSTILE))
+    table.add_row("[bold]plain[/bold]")
+    shown = output.console(width=200)
+    shown.print(table)
+    shown.print(HOSTILE)
+    assert written.getvalue().count(SPELT) == 4
+    assert "[bold]plain[/bold]" in written.getvalue()
+    assert {c for c in written.getvalue() if not c.isprintable()} <= {"\n"}
+
+
+def test_json_is_as_it_was(call: Call, model: Path) -> None:
+    code, out, _ = call("inspect", hostile(model), "--json")
+    assert code == 0
+    assert HOSTILE in json.loads(out)["regions"][-1]["nodes"][0]
+
+
+class Lost(io.StringIO):
+    """A stream that fails after its first words."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__()
+        self._error = error
+
+    def write(self, text: str) -> int:
+        if self.getvalue():
+            raise self._error
+        return super().write(text)
+
+
+@pytest.mark.parametrize(("error", "is_told"), [(BrokenPipeError(), False), (OSError(28, "full"), True)])
+def test_what_cannot_be_written_is_dropped(error: OSError, is_told: bool) -> None:
+    stream = streams.Guarded(Lost(error))
+    for text in ("one", "two", "three"):
+        stream.write(text)
+    stream.flush()
+    assert (stream.lost is not None) == is_told
+    with pytest.raises(TypeError):
+        stream.write(b"bytes")  # type: ignore[arg-type]
+
+
+def test_memory_that_is_short_is_one_line(call: Call, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def greedy(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("qdqtune.cli.inspect.load", greedy)
+    assert call("inspect", model) == (2, "", "error: there is not enough memory for this\n")
+
+
+def test_an_interrupt_that_a_library_made_another_error_of(
+    call: Call, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(10)
+        except KeyboardInterrupt as error:
+            raise ImportError("numpy cannot be imported") from error
+
+    monkeypatch.setattr("qdqtune.cli.inspect.load", interrupted)
+    assert call("inspect", model) == (130, "", "interrupted\n")
+
+
+def interrupted(code: str, *signals: float) -> tuple[int, str]:
+    """Exit code and standard error of Python code that says `ready` and gets Ctrl-C, so many seconds apart."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    for seconds in signals:
+        time.sleep(seconds)
+        process.send_signal(signal.SIGINT)
+    _, err = process.communicate()
+    return process.returncode, err
+
+
+def test_ctrl_c_while_the_command_line_is_imported() -> None:
+    code = """
+import sys, time
+class Slow:
+    def find_spec(self, name, path, target=None):
+        if name == "qdqtune.cli.main":
+            print("ready", flush=True)
+            time.sleep(60)
+sys.meta_path.insert(0, Slow())
+from qdqtune.__main__ import main
+main()"""
+    assert interrupted(code, 0.0) == (130, "")
+
+
+def test_a_second_ctrl_c_ends_what_the_first_one_left_at_work() -> None:
+    code = """
+import time, click
+from qdqtune.cli.main import main
+@click.command()
+def stubborn():
+    try:
+        print("ready", flush=True)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        time.sleep(60)
+main([], stubborn)"""
+    assert interrupted(code, 0.0, 0.3) == (130, "")
+
+
+def test_a_moving_picture_still_moves(tmp_path: Path, model: Path) -> None:
+    """On a terminal: colours and cursor are ours to command."""
+    ours, theirs = pty.openpty()
+    arguments = ["inspect", str(tmp_path / "nothing.onnx")]
+    with subprocess.Popen(
+        [sys.executable, "-m", "qdqtune", *arguments], env=environment() | {"TERM": "xterm-256color"}, stderr=theirs
+    ) as process:
+        os.close(theirs)
+        assert process.wait() == 2
+    assert b"\x1b[31m" in os.read(ours, 10_000)
+    os.close(ours)
+    assert main.DEFECT == 70
