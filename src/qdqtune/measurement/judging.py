@@ -23,9 +23,6 @@ from qdqtune.placement.bias_correction import by_layer, layers, shrunk_mean
 from qdqtune.placement.insertion import Inserter
 from qdqtune.types import Array, Edge, Failure, NumericFormat, Placement, Sample
 
-SECONDS = 3600.0
-"""Longest that one inference may take."""
-
 MANY = 4000
 """Nodes beyond which ONNX Runtime runs a model as it is: its optimizer takes a time that grows with their square."""
 
@@ -150,6 +147,6 @@ def judging(
         folder = Path(name)
         with (
             ConstantFile(folder / "constants.bin") as constants,
-            Runner(spec, time_limit_s=SECONDS, log_dir=folder) as runner,
+            Runner(spec, log_dir=folder) as runner,
         ):
             yield Judge(runner, folder, constants, model, placement, numbers, ranges, samples)
