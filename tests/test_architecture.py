@@ -22,8 +22,8 @@ VENDORS = {
 }  # fmt: skip
 GRAPH_TOOLS = {"onnxruntime.transformers"}
 """Parts of vendor packages that rewrite models and run nothing; to be imported where they are used."""
-FLOORS = ("autotune", "cli", "report", "commands", "tuning", "search", "measurement", "placement", "calibration",
-          "engines", "graph", "types", "errors", "version")  # fmt: skip
+FLOORS = ("autotune", "library", "cli", "report", "commands", "tuning", "search", "measurement", "placement",
+          "calibration", "engines", "graph", "types", "errors", "version")  # fmt: skip
 """The folders and the files that all stand on, from the top: imports run downwards only."""
 
 OUTSIDE = {"qdqtune", "qdqtune.__main__", "qdqtune.qdq_utils"}

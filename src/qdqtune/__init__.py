@@ -5,30 +5,74 @@ from __future__ import annotations
 import sys
 import warnings
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from qdqtune.version import __version__
 
 if TYPE_CHECKING:
-    from qdqtune.commands.quantize import Quantized
-    from qdqtune.engines import EngineSpec
-    from qdqtune.tuning.loop import Result, tune
-    from qdqtune.tuning.settings import Settings
-    from qdqtune.types import Edge, Placement
-
-__all__ = ["Edge", "EngineSpec", "Placement", "Result", "Settings", "__version__", "quantize", "tune"]
+    from qdqtune.commands.explanation import Explanation as Explanation
+    from qdqtune.engines import EngineSpec as EngineSpec
+    from qdqtune.errors import Cancelled as Cancelled
+    from qdqtune.errors import QdqtuneError as QdqtuneError
+    from qdqtune.library.api import apply as apply
+    from qdqtune.library.api import build as build
+    from qdqtune.library.api import check as check
+    from qdqtune.library.api import compare as compare
+    from qdqtune.library.api import explain as explain
+    from qdqtune.library.api import inspect as inspect
+    from qdqtune.library.api import layers as layers
+    from qdqtune.library.api import quantize as quantize
+    from qdqtune.library.api import tune as tune
+    from qdqtune.library.results import Result as Result
+    from qdqtune.tuning.observer import Observer as Observer
+    from qdqtune.tuning.observer import State as State
+    from qdqtune.tuning.settings import Settings as Settings
+    from qdqtune.types import Edge as Edge
+    from qdqtune.types import Placement as Placement
+    from qdqtune.types import Trial as Trial
 
 _HOMES = {
+    "Cancelled": "errors",
     "Edge": "types",
     "EngineSpec": "engines",
+    "Explanation": "commands.explanation",
+    "Observer": "tuning.observer",
     "Placement": "types",
-    "Result": "tuning.loop",
+    "QdqtuneError": "errors",
+    "Result": "library.results",
     "Settings": "tuning.settings",
-    "tune": "tuning.loop",
+    "State": "tuning.observer",
+    "Trial": "types",
+    **dict.fromkeys(
+        ("apply", "build", "check", "compare", "explain", "inspect", "layers", "quantize", "tune"), "library.api"
+    ),
 }
 """Public names by module: each is imported when somebody asks for it, since numpy and onnx take their time."""
+
+__all__ = [
+    "Cancelled",
+    "Edge",
+    "EngineSpec",
+    "Explanation",
+    "Observer",
+    "Placement",
+    "QdqtuneError",
+    "Result",
+    "Settings",
+    "State",
+    "Trial",
+    "__version__",
+    "apply",
+    "build",
+    "check",
+    "compare",
+    "explain",
+    "inspect",
+    "layers",
+    "quantize",
+    "tune",
+]
 
 _FORMER = {
     "data": "calibration.samples",
@@ -41,21 +85,14 @@ _FORMER = {
 """Modules that version 0.1 documented, and where they live now."""
 
 
-def quantize(model: Path | str, output: Path | str, **options: Any) -> Quantized:
-    """Write a Q/DQ version of a float model, its pairs placed by rules; options are those of `quantize.Request`.
-
-    Raises:
-        QdqtuneError: see `commands.quantize.quantize`.
-    """
-    command = import_module("qdqtune.commands.quantize")
-    done: Quantized = command.quantize(command.Request(Path(model), Path(output), **options))
-    return done
-
-
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 class _Former(ModuleType):

@@ -10,7 +10,8 @@
     ├── ConstraintUnmet             4   no placement holds a limit that the user set
     ├── EngineUnavailable           5   library, driver or device is missing
     ├── EngineFailure               5   an engine refused, crashed or hung (inside a search: a `types.Failure`)
-    └── BaselineFailed              5   the engine cannot run the float model, so there is nothing to compare with
+    ├── BaselineFailed              5   the engine cannot run the float model, so there is nothing to compare with
+    └── Cancelled                 130   another thread asked for the end; what was measured is kept
 
 Messages are one line and say what to do.
 """
@@ -74,6 +75,12 @@ class BaselineFailed(QdqtuneError):
     """The engine cannot run the float model."""
 
     exit_code = 5
+
+
+class Cancelled(QdqtuneError):
+    """Another thread has ended the call."""
+
+    exit_code = 130
 
 
 def one_line(error: object, limit: int = 400) -> str:

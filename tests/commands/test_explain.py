@@ -135,7 +135,7 @@ def test_where_no_pair_can_stand_the_reason_is_the_tensors(tmp_path: Path) -> No
         tune(settings(write(build(text, {"w": normal(64, 64)}), tmp_path), mode="cut", builds=4))
     rows = by_name(explain_run(tmp_path / "out"))
     assert rows["twice"].why == "unsupported"
-    assert "s0: it is not known to be a float tensor" in rows["twice"].unknown
+    assert "on its input s0: it is not known to be a float tensor" in rows["twice"].unknown
     assert all(row.margin_ms is not None or row.unknown for row in rows.values())
 
 

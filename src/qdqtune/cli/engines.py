@@ -25,6 +25,7 @@ from qdqtune.commands.build import FORMATS, build
 from qdqtune.commands.check import Finding, allow, check, excuse, is_measured, lost_by_pairs
 from qdqtune.commands.doctor import Diagnosis, examine
 from qdqtune.commands.reasons import is_low
+from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import time_limit, unlogged
 from qdqtune.engines.shapes import ENGINES
 from qdqtune.engines.tensorrt.report import read_report
@@ -129,7 +130,11 @@ def check_command(
     findings: tuple[Finding, ...] = ()
     measured = False
     if is_quantized(graph):
-        ran = _exported(graph_json, profile_json, model, graph) if graph_json else _run(model, graph, given)
+        ran = (
+            _exported(graph_json, profile_json, model, graph)
+            if graph_json
+            else run_here(model, graph, options.engine(given), given)
+        )
         fuses_attention = bool(graph_json) or given["engine"] in ENGINES
         found = check(graph, ran.layers, ran.numbers, fuses_attention=fuses_attention)
         layers, findings = ran.layers, allow(found, allowed)
@@ -160,8 +165,8 @@ def _exported(graph_json: Path, profile_json: Path | None, model: Path, graph: M
     return Ran(read_report(graph_json, profile_json, read(model)), TENSORRT[_quant_type(graph)])
 
 
-def _run(model: Path, graph: Model, given: options.Given) -> Ran:
-    spec = options.engine(given)
+def run_here(model: Path, graph: Model, spec: EngineSpec, given: options.Given) -> Ran:
+    """What an engine makes of a model, fed and timed as the options say."""
     (sample,) = options.Data.of(given).first(1, graph, spec)
     with unlogged(spec, time_limit_s=given["time_limit"]) as runner:
         numbers, described = runner.numeric_format(_quant_type(graph)), runner.describe()

@@ -7,7 +7,7 @@ nodes that are quantized as a whole: the nodes of a unit share its times.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import log10
@@ -16,7 +16,7 @@ from typing import Literal
 from onnx import TensorProto
 
 from qdqtune.commands.explanation import Explanation, Why
-from qdqtune.commands.reasons import is_float
+from qdqtune.commands.reasons import is_float, is_low
 from qdqtune.graph.model import Model, Node
 from qdqtune.measurement.limits import Limits, outcome
 from qdqtune.measurement.timing import Plan, judge
@@ -161,6 +161,12 @@ class _Reasons:
     def _decided(self, placement: Placement) -> Decision:
         return decision_of(self._costs, placement) if self._costs else nearest(self.parts, placement)
 
+    def _layers(self, unit: Unit) -> list[Layer]:
+        """What computes the nodes of a unit in the shipped build."""
+        names = (self.parts.model.nodes[n].name for n in unit.nodes)
+        known = (self._evidence.layers.get(name) for name in names)
+        return [layer for layer in known if layer is not None and layer.kind == "compute"]
+
     def _flips(self) -> Iterator[tuple[Trial, frozenset[int], frozenset[int]]]:
         """The candidates, with the units that each runs in 8 bits and those that its opponent does."""
         known = {p: self._decided(p).quantized for t in self._evidence.history for p in (t.placement, t.against)}
@@ -214,35 +220,48 @@ class _Reasons:
         costs = self._costs
         ms = None if costs is None else self._spent(unit, costs)
         if not unit.inputs:
-            why, reason = self._barred(unit)
-            return _Verdict(names, False, why, reason, ms, unknown=reason if costs else _UNTIMED)
+            return self._barred(unit, _Verdict(names, False, "unsupported", "", ms))
         if costs is None:
             return self._by_trials(unit, _Verdict(names, quantized, "untried", "", unknown=_UNTIMED))
         price = costs.prices[unit.number]
         assert ms is not None
         verdict = _Verdict(names, quantized, "close", "", ms, ms + margin(costs, self._decision, unit), price.seen)
         verdict = replace(verdict, measured=True) if quantized else verdict
-        return self._in_8_bits(unit, verdict) if quantized else self._in_float(unit, verdict)
+        if quantized:
+            return self._in_8_bits(unit, verdict)
+        if any(is_low(layer.precision) for layer in self._layers(unit)):
+            return self._in_part(verdict, price.as_float)
+        return self._in_float(unit, verdict)
 
     def _spent(self, unit: Unit, costs: Costs) -> float:
         around = {e.tensor for e in unit.inputs} | {t for t in unit.outputs if t in self.parts.edges}
         return costs.of_unit(unit, self._decision) + sum(costs.of_tensor(t, self._decision) for t in around)
 
-    def _barred(self, unit: Unit) -> tuple[Why, str]:
-        """Why no pair can stand in front of a unit."""
+    def _barred(self, unit: Unit, verdict: _Verdict) -> _Verdict:
+        """Why there is nothing to decide about a unit: no activation that it reads can carry a pair."""
         evidence, nodes = self._evidence, [self.parts.model.nodes[n] for n in unit.nodes]
         names = {n.name for n in nodes}
-        if any(e.node in names for e in evidence.able):
-            return "excluded", "your list of nodes (--node-filter-list) leaves it in float"
+        if any(e.node in names and e not in evidence.possible for e in evidence.able):
+            told = "your list of nodes (--node-filter-list) leaves it in float"
+            return replace(verdict, why="excluded", reason=told, unknown=told)
+        if any(e in evidence.placement for e in unit.weights):
+            told = f"only its constant carries a pair, as part of {evidence.origin}"
+            return replace(verdict, quantized=True, why="placement", reason=told, unknown=told)
+        told = self._refused(nodes, unit)
+        return replace(verdict, reason=told, unknown=f"no pair can stand there, {told}")
+
+    def _refused(self, nodes: Sequence[Node], unit: Unit) -> str:
+        evidence = self._evidence
         made = {t for n in nodes for t in n.outputs}
         entering = [(n, slot, t) for n in nodes for slot, t in enumerate(n.inputs) if t and t not in made]
-        data = [each for each in entering if each[2] not in evidence.model.constants] or entering
+        data = [each for each in entering if each[2] not in evidence.model.constants]
         for node, slot, tensor in data:
             if why := refusal(evidence.model, tensor, node.index, slot):
-                return "unsupported", f"no pair can stand on its input {tensor}: {why}"
+                besides = "; a pair on its constant alone brings nothing" if unit.weights else ""
+                return f"on its input {tensor}: {why}{besides}"
         if data:
-            return "unsupported", f"no pair can stand on its input {data[0][2]}: the range of its values is unknown"
-        return "unsupported", "it reads no tensor that could carry a pair"
+            return f"on its input {data[0][2]}: the range of its values is unknown"
+        return "for it reads no tensor but constants"
 
     def _in_8_bits(self, unit: Unit, verdict: _Verdict) -> _Verdict:
         assert verdict.ms is not None
@@ -250,6 +269,18 @@ class _Reasons:
         told = f"8 bits take {_ms(verdict.ms)} with the conversions around it, float would take {_ms(verdict.other_ms)}"
         if self._is_free(unit, verdict):
             return replace(verdict, why="no time", reason="it takes no time either way, and follows its neighbours")
+        return self._weighed(verdict, told)
+
+    def _in_part(self, verdict: _Verdict, as_float: float) -> _Verdict:
+        """Of a unit that the prices count as float: pairs on some inputs, with which a node of it runs in 8 bits."""
+        assert verdict.ms is not None
+        told = f"it carries pairs in part and takes {_ms(verdict.ms)}, without any it would take {_ms(as_float)}"
+        return self._weighed(replace(verdict, quantized=True, other_ms=as_float, measured=True), told)
+
+    def _weighed(self, verdict: _Verdict, told: str) -> _Verdict:
+        """Whether prices or the placement as a whole speak for 8 bits."""
+        assert verdict.ms is not None
+        assert verdict.other_ms is not None
         if verdict.other_ms > verdict.ms:
             return replace(verdict, why="faster", reason=told)
         whole = f"{told}; it is part of {self._evidence.origin}, which was measured as a whole"

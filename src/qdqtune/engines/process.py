@@ -8,14 +8,32 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from multiprocessing.connection import Connection
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from qdqtune.graph.outputs import Scratch
 
 SCRATCH = "worker-"
 """How the names of folders for temporary files begin."""
+
+LOOK_SECONDS = 0.1
+"""How often the parent looks up while it waits, if it is told to."""
+
+_look: ContextVar[Callable[[], None] | None] = ContextVar("look", default=None)
+
+
+@contextlib.contextmanager
+def looking(look: Callable[[], None]) -> Iterator[None]:
+    """Call `look` again and again while this thread awaits an answer; what it raises ends the worker and the wait."""
+    token = _look.set(look)
+    try:
+        yield
+    finally:
+        _look.reset(token)
 
 
 class WorkerProcess:
@@ -55,8 +73,11 @@ class WorkerProcess:
     def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
         """`Worker.request`."""
         self._channel.send((name, arguments))
-        if not self._channel.poll(limit):
-            raise TimeoutError
+        look, deadline = _look.get(), monotonic() + limit
+        while not self._channel.poll(limit if look is None else LOOK_SECONDS):
+            if look is None or monotonic() >= deadline:
+                raise TimeoutError
+            look()
         answer: tuple[bool, Any] = self._channel.recv()
         return answer
 

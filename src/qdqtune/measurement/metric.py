@@ -23,7 +23,7 @@ import numpy as np
 
 from qdqtune.calibration.samples import imported
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.errors import BadOption, EngineFailure, one_line
+from qdqtune.errors import BadOption, Cancelled, EngineFailure, one_line
 from qdqtune.types import Array, Failure
 
 Predict = Callable[[Mapping[str, Array]], Mapping[str, Array]]
@@ -73,6 +73,8 @@ def evaluate(evaluation: Evaluation, runner: Runner, handle: Handle) -> float | 
     try:
         with redirect_stdout(sys.stderr):
             value = evaluation.function(predict)
+    except Cancelled:
+        raise
     except (Exception, SystemExit) as error:  # the function is the user's, and may do anything
         if failures:
             return failures[0]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from qdqtune.errors import Cancelled
 from qdqtune.measurement.timing import Ratio
 from qdqtune.types import Deaf, Listener, Placement, Trial
 
@@ -28,8 +29,27 @@ class State:
     against_ratio: float = 1.0
 
 
+class Cancel(Protocol):
+    """What tells that a call is to end, set from another thread: a `threading.Event`, say."""
+
+    def is_set(self) -> bool:
+        """Whether it is."""
+        ...
+
+
+def check_cancel(cancel: Cancel) -> None:
+    """End the call if that was asked for.
+
+    Raises:
+        Cancelled: it was.
+    """
+    if cancel.is_set():
+        raise Cancelled("cancelled: what was measured is kept, and the same call goes on from there")
+
+
 class Observer(Listener, Protocol):
-    """Receives the stages and trials of a run, in order."""
+    """Receives the stages and trials of a run, in order, in the thread that runs it. What it raises ends the run, and
+    what was measured is kept. A subclass may leave out what it does not care for."""
 
     def note(self, text: str) -> None:
         """What the user should know at once."""
