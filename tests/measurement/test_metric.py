@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,3 +113,40 @@ def test_what_it_prints_keeps_out_of_the_results(
 ) -> None:
     assert evaluate(load_evaluation(metric("print('epoch'); return np.float32(0.5)")), *loaded) == 0.5
     assert capsys.readouterr() == ("", "epoch\n")
+
+
+def test_threads_that_call_predict_take_turns(
+    metric: Metric, loaded: tuple[Runner, Handle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, handle = loaded
+    outputs, asked = runner.outputs, threading.Lock()
+
+    def alone(*arguments: Any) -> Any:
+        assert asked.acquire(blocking=False)
+        time.sleep(0.001)
+        asked.release()
+        return outputs(*arguments)
+
+    monkeypatch.setattr(runner, "outputs", alone)
+    lines = (
+        "from concurrent.futures import ThreadPoolExecutor",
+        "ask = lambda i: float(predict({'x': np.full((2, 4), i, np.float32)})['y'].sum())",
+        "with ThreadPoolExecutor(8) as pool: found = list(pool.map(ask, range(40)))",
+        "assert np.allclose(found, np.arange(40) * found[1], rtol=1e-4), found",
+        "return len(found)",
+    )
+    assert evaluate(load_evaluation(metric("\n    ".join(lines))), runner, handle) == 40
+
+
+def test_predict_in_another_process_is_refused_by_name(metric: Metric, loaded: tuple[Runner, Handle]) -> None:
+    lines = (
+        "import os",
+        "read, write = os.pipe()",
+        "if os.fork() == 0:",
+        "    try: predict({'x': np.zeros((2, 4), np.float32)})",
+        "    except Exception as error: os.write(write, str(error).encode())",
+        "    os._exit(0)",
+        "raise ValueError(os.read(read, 200).decode())",
+    )
+    with pytest.raises(BadOption, match="predict works in the process of the metric only"):
+        evaluate(load_evaluation(metric("\n    ".join(lines))), *loaded)

@@ -57,11 +57,11 @@ def test_what_ships_is_the_fastest_that_holds_the_limits(model: Path) -> None:
 
 def test_another_point_ships_without_a_measurement(model: Path, workers: Workers) -> None:
     tune(settings(model, mode="cut", front=True, builds=25))
-    folder, built = model.parent / "out", len(workers.builds)
+    folder, built, timed = model.parent / "out", len(workers.builds), len(workers.runs)
     rows = json.loads((folder / "summary.json").read_text())["front"]
     chosen = next(row for row in rows if not row["shipped"])
     summary = pick(folder, chosen["name"])
-    assert len(workers.builds) == built
+    assert (len(workers.builds), len(workers.runs)) == (built + 1, timed)  # it is loaded, and not run
     assert (folder / "optimized_final.onnx").read_bytes() == (folder / chosen["file"]).read_bytes()
     assert summary == json.loads((folder / "summary.json").read_text())
     assert (summary["ratio"], summary["output_sqnr_db"]) == (chosen["ratio"], chosen["sqnr_db"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil, inf
@@ -22,6 +21,7 @@ from qdqtune.engines.runner import Handle, Runner
 from qdqtune.engines.shapes import usual_shapes
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
+from qdqtune.graph.outputs import temporary_folder
 from qdqtune.measurement.pairing import rounds_of
 from qdqtune.measurement.timing import Plan, compare, ratio
 from qdqtune.tuning.settings import EFFORTS, looks_until
@@ -34,8 +34,8 @@ def default_engine() -> tuple[str, str]:
     """The engine where none is named, and why: TensorRT where it can be used, else ONNX Runtime."""
     if not all(importlib.util.find_spec(package) for package in NEEDS["tensorrt"][0]):
         return "onnxruntime", f"TensorRT is not installed: {NEEDS['tensorrt'][1]}"
-    with tempfile.TemporaryDirectory(prefix="qdqtune-") as folder:
-        state = engine_state("tensorrt", Path(folder))
+    with temporary_folder() as folder:
+        state = engine_state("tensorrt", folder)
     if state.status == "usable":
         return "tensorrt", f"TensorRT {state.version} on {state.device}"
     return "onnxruntime", f"TensorRT cannot be used here: {state.reason}"
@@ -60,8 +60,8 @@ class Benchmark:
         self.plan = Plan((rounds,), warmup=warmup_runs)
         self.search_plan = replace(self.plan, looks=looks_until(rounds, usual))
         """The same rounds for a search, which may decide earlier."""
-        self._folder = tempfile.TemporaryDirectory(prefix="qdqtune-")
-        self._runner = Runner(spec, time_limit_s=600, log_dir=Path(self._folder.name))
+        self._folder = temporary_folder()
+        self._runner = Runner(spec, time_limit_s=600, log_dir=self._folder.path)
         self._inputs: list[bytes] = []
         self._first: Handle | None = None
         self._first_ms = 0.0
@@ -79,7 +79,7 @@ class Benchmark:
     def run(self, model: str | Path | bytes, log_file: str | Path | None = None) -> float | Failure:
         """Milliseconds per inference on the first sample, or on a random one."""
         self._number += 1
-        path, log_path = (Path(self._folder.name) / f"model_{self._number}.{kind}" for kind in ("onnx", "log"))
+        path, log_path = (self._folder.path / f"model_{self._number}.{kind}" for kind in ("onnx", "log"))
         if isinstance(model, bytes):
             path.write_bytes(model)
         latency_ms = self._timed(path if isinstance(model, bytes) else Path(model), log_path.stem)

@@ -5,12 +5,10 @@ ONNX Runtime runs it, whichever engine is tuned for: nothing here is timed. Cali
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from math import prod
-from pathlib import Path
 from typing import NamedTuple
 
 import onnx
@@ -22,6 +20,7 @@ from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadData, BadModel
 from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.model import Model
+from qdqtune.graph.outputs import temporary_folder
 from qdqtune.types import Array, Failure, Sample
 
 MEMORY = 2**29
@@ -103,11 +102,11 @@ def outputs_on(model: Model, samples: Iterable[Sample], *, threads: int = 0) -> 
 def running(model: Model, *, threads: int = 0, fuse: bool = True) -> Iterator[Run]:
     """A model in a process of its own. One that cannot be built gives that failure for whatever it is asked."""
     spec = EngineSpec("onnxruntime", {"threads": threads or cores(), "fuse": fuse})
-    with tempfile.TemporaryDirectory(prefix="qdqtune-") as name:
-        path = Path(name, "observed.onnx")
-        with ConstantFile(Path(name, "constants.bin")) as constants:
+    with temporary_folder() as folder:
+        path = folder / "observed.onnx"
+        with ConstantFile(folder / "constants.bin") as constants:
             constants.save(model, path)
-        with Runner(spec, log_dir=Path(name)) as runner:
+        with Runner(spec, log_dir=folder) as runner:
             handle = runner.load(path)
             yield lambda samples: handle if isinstance(handle, Failure) else runner.outputs(handle, samples)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import shlex
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption, ConstraintUnmet, EngineUnavailable
 from qdqtune.graph.loading import load, read
 from qdqtune.graph.model import Model
+from qdqtune.graph.outputs import temporary_folder
 from qdqtune.measurement.accuracy import concern
 from qdqtune.placement.reading import is_quantized
 from qdqtune.types import Layer, NumericFormat, QType, QuantType
@@ -249,8 +249,8 @@ def doctor_command(as_machine: bool) -> int:
 
     Exit code 5 only if none does.
     """
-    with tempfile.TemporaryDirectory(prefix="qdqtune-") as folder:
-        diagnosis = examine(Path(folder))
+    with temporary_folder() as folder:
+        diagnosis = examine(folder)
     if as_machine:
         print_json(asdict(diagnosis))
     else:

@@ -116,6 +116,7 @@ def apply_command(
             samples=data.calibration_samples,
             seed=data.seed,
             precision=given["precision"],
+            engine=engine,
             rewrites=given["rewrites"],
         )
     if done.matched is not None:

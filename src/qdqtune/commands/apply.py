@@ -11,6 +11,7 @@ from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.samples import files_named
 from qdqtune.calibration.scales import Ranges
+from qdqtune.engines.acceptance import accepted
 from qdqtune.errors import BadModel
 from qdqtune.graph.files import data_of, save
 from qdqtune.graph.float16 import Precision, load_as
@@ -55,15 +56,18 @@ def apply(
     samples: int | None = None,
     seed: int = 0,
     precision: Precision = "fp32",
+    engine: str | None = None,
     rewrites: Rewriting = "auto",
 ) -> Applied:
     """Insert the pairs of a placement file into `model` with freshly calibrated scales, and write it to `output`.
 
+    `engine` is whose numbers these are, by default the engine that the placement was found on.
     Scales are found as the file says, unless `calibration` says otherwise, or those of a `calibration_cache`. The
     float model is rewritten as the file says, unless `rewrites` are off.
 
     Raises:
         InputError: model, placement or data cannot be used, or none of the placement's edges exists in the model.
+        EngineFailure: the engine does not load what was made.
         OutputError: `output` cannot be written.
     """
     read = {"model": files_of(model), "placement": [placement], "calibration data": files_named(calibration_data)}
@@ -95,7 +99,8 @@ def apply(
             f"{model} has none of the {len(recorded.placement)} edges of {placement}: is it the same network?"
         )
     inserter = Inserter(graph, ranges, numbers)
-    save(inserter.insert(placed), output)
+    with accepted(output, engine or recorded.engine) as fresh:
+        save(inserter.insert(placed), fresh)
     if prepared is None:
         return Applied(placed, lost, False, None, matched)
     with Simulation(inserter, prepared.judging.first(JUDGED)) as simulation:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qdqtune.engines import MODULES, EngineSpec
+from qdqtune.engines.acceptance import check_loads
 from qdqtune.engines.runner import Handle, Runner, unlogged
 from qdqtune.engines.shapes import check_inputs
 from qdqtune.errors import EngineFailure
@@ -50,6 +51,8 @@ def build(model: Path, output: Path, spec: EngineSpec, *, time_limit_s: float) -
         raise EngineFailure(f"engine {spec.name!r} has no format of its own to save; these have: {able}")
     with unlogged(spec, time_limit_s=time_limit_s) as runner, appearing(output) as fresh:
         handle = _saved(runner, model, fresh)
+        if spec.name == "onnxruntime":  # which writes a model again; other formats are the engine's own
+            check_loads(fresh, spec.name)
         made = sorted(path for path in fresh.parent.iterdir() if path.is_file())
         for path in made:
             check_output(output.with_name(path.name), inputs)

@@ -7,7 +7,6 @@ set. Where it is wrong without any pair, parts of the float model are compared i
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -29,6 +28,7 @@ from qdqtune.errors import BadModel
 from qdqtune.graph.float16 import Precision, load_as
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
+from qdqtune.graph.outputs import temporary_folder
 from qdqtune.measurement.bisection import Culprit, Parts, Verdict, culprits
 from qdqtune.placement.grafting import Kind, StandingPair, representable, standing_pairs
 from qdqtune.placement.reading import is_quantized, strip_pairs, twins_of
@@ -232,11 +232,11 @@ def _probe(
     request: Request, plain: Model, quantized: Model, pairs: Sequence[StandingPair], samples: Sequence[Sample]
 ) -> Iterator[Probe]:
     with (
-        tempfile.TemporaryDirectory(prefix="qdqtune-") as name,
-        Runner(request.engine, time_limit_s=request.time_limit_s, log_dir=Path(name) / "engine") as engine,
-        Runner(reference_spec(), time_limit_s=request.time_limit_s, log_dir=Path(name) / "exact") as exact,
+        temporary_folder() as folder,
+        Runner(request.engine, time_limit_s=request.time_limit_s, log_dir=folder / "engine") as engine,
+        Runner(reference_spec(), time_limit_s=request.time_limit_s, log_dir=folder / "exact") as exact,
     ):
-        yield Probe(plain, quantized, pairs, samples, engine, exact, Path(name))
+        yield Probe(plain, quantized, pairs, samples, engine, exact, folder)
 
 
 class _Debugging:

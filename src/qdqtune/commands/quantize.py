@@ -6,7 +6,6 @@ seen, where there are enough of them.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -20,6 +19,7 @@ from qdqtune.calibration.samples import HELD_OUT, files_named
 from qdqtune.calibration.scales import Ranges
 from qdqtune.commands.worst_tensors import Damage, damages
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.acceptance import accepted
 from qdqtune.engines.cpu import cores
 from qdqtune.engines.formats import numeric_format
 from qdqtune.engines.runner import Handle, Runner
@@ -29,7 +29,7 @@ from qdqtune.graph.float16 import Precision, load_as
 from qdqtune.graph.loading import files_of, load, with_input_shapes
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import INTEGER
-from qdqtune.graph.outputs import check_output
+from qdqtune.graph.outputs import check_output, temporary_folder
 from qdqtune.graph.rewriting import Rewrites, Rewriting
 from qdqtune.measurement.accuracy import accuracy, concern, cosine, is_finite
 from qdqtune.measurement.fitting import fitted
@@ -183,14 +183,15 @@ def quantize(request: Request, observer: Observer | None = None) -> Quantized:
         what = f"the rules of {request.engine} find nothing to quantize in {request.model}{chosen}"
         raise BadModel(what + _keepers(placed))
     quantized = insert(graph, placed.placement, ranges, numbers)
-    save(quantized, request.output)
     done = Quantized(request.output, placed, None, None, 0, False)
-    if prepared is not None:
-        observer.stage("comparing with the float model")
-        done = _compared(request, placed, prepared, metric)
-        if request.report:
-            observer.stage("measuring what rounding each tensor does to the outputs")
-            done = _reported(done, damages(graph, quantized, placed.placement, prepared.judging.first(JUDGED)))
+    with accepted(request.output, request.engine, is_run=prepared is not None) as fresh:
+        save(quantized, fresh)
+        if prepared is not None:
+            observer.stage("comparing with the float model")
+            done = _compared(request, fresh, placed, prepared, metric)
+    if prepared is not None and request.report:
+        observer.stage("measuring what rounding each tensor does to the outputs")
+        done = _reported(done, damages(graph, quantized, placed.placement, prepared.judging.first(JUDGED)))
     notes = () if matched is None else matched.notes()
     return replace(done, notes=(*notes, *done.notes), matched=matched)
 
@@ -203,10 +204,12 @@ def _prepared(request: Request, model: Model) -> Prepared | None:
     return prepare(model, request.data, fixed=request.fix_inputs, hold_out=hold_out)
 
 
-def _compared(request: Request, placed: Placed, prepared: Prepared, metric: Evaluation | None) -> Quantized:
+def _compared(
+    request: Request, written: Path, placed: Placed, prepared: Prepared, metric: Evaluation | None
+) -> Quantized:
     """The written file against the float model."""
-    with tempfile.TemporaryDirectory(prefix="qdqtune-") as folder:
-        done = _judged(request, placed, prepared.judging.first(JUDGED), metric, Path(folder))
+    with temporary_folder() as folder:
+        done = _judged(request, written, placed, prepared.judging.first(JUDGED), metric, folder)
     notes = [*done.notes]
     if prepared.samples.is_random:
         come = "scales and SQNR come" if request.calibration_cache is None else "the SQNR comes"
@@ -262,14 +265,14 @@ def _numbers(request: Request) -> NumericFormat:
 
 
 def _judged(
-    request: Request, placed: Placed, samples: Sequence[Sample], metric: Evaluation | None, folder: Path
+    request: Request, written: Path, placed: Placed, samples: Sequence[Sample], metric: Evaluation | None, folder: Path
 ) -> Quantized:
     """The written file against the user's model: pairs fused where ONNX Runtime is the target, else as they stand."""
     plain = folder / "float.onnx"
     save(load(request.model, fix_inputs=request.fix_inputs), plain)
     spec = EngineSpec("onnxruntime", {"threads": cores(), "fuse": request.engine == "onnxruntime"})
     with Runner(spec, log_dir=folder) as runner:
-        before, after = (_checked(runner.load(file)) for file in (plain, request.output))
+        before, after = (_checked(runner.load(file)) for file in (plain, written))
         expected, returned = (_checked(runner.outputs(handle, samples)) for handle in (before, after))
         measured = None
         if metric is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import numpy as np
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.process import WorkerProcess
 from qdqtune.errors import EngineFailure, EngineUnavailable, QdqtuneError, writing
+from qdqtune.graph.outputs import temporary_folder
 from qdqtune.types import Array, Failure, Layer, Measurement, NumericFormat, QuantType, Tensors
 
 LOG_LINES = 50
@@ -367,10 +367,10 @@ def _tail(log: Path | None, more: str = "") -> str:
 
 
 @contextlib.contextmanager
-def unlogged(spec: EngineSpec, *, time_limit_s: float) -> Iterator[Runner]:
+def unlogged(spec: EngineSpec, *, time_limit_s: float | None = None) -> Iterator[Runner]:
     """A runner whose logs are gone when it ends."""
     with (
-        tempfile.TemporaryDirectory(prefix="qdqtune-") as folder,
-        Runner(spec, time_limit_s=time_limit_s, log_dir=Path(folder)) as runner,
+        temporary_folder() as folder,
+        Runner(spec, time_limit_s=time_limit_s, log_dir=folder) as runner,
     ):
         yield runner

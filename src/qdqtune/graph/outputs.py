@@ -23,6 +23,9 @@ Inputs = Mapping[str, Iterable[Path]]
 SCRATCH = ".qdqtune-"
 """How the names of our folders for temporary files begin."""
 
+TEMPORARY = "qdqtune-"
+"""The same where the system has its temporary files."""
+
 MARK = "temporary-files-of-qdqtune"
 """The file in such a folder that says whose it is: a folder without it is somebody else's, whatever its name."""
 
@@ -129,6 +132,15 @@ def exchange(moves: Sequence[tuple[Path, Path]], aside: Path) -> None:
         for old, target in reversed(kept):
             old.replace(target)
         raise
+
+
+def temporary_folder() -> Scratch:
+    """A folder where the system has temporary files; those that killed processes have left there are removed.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    return Scratch(Path(tempfile.gettempdir()), TEMPORARY)
 
 
 class Scratch:

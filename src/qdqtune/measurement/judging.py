@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from qdqtune.engines.cpu import cores
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.model import Model
+from qdqtune.graph.outputs import temporary_folder
 from qdqtune.measurement.adjustable import CHANNELS, MOVES, Mode, adjustable, feeds, rounded
 from qdqtune.measurement.criterion import judged
 from qdqtune.placement.bias_correction import by_layer, layers, shrunk_mean
@@ -143,10 +143,9 @@ def judging(
 ) -> Iterator[Judge]:
     """A judge of `placement` on some samples; `ranges` decide nothing but how constants are rounded."""
     spec = EngineSpec("onnxruntime", {"threads": cores(), "fuse": len(model.nodes) <= MANY, "fuse_pairs": False})
-    with tempfile.TemporaryDirectory(prefix="qdqtune-") as name:
-        folder = Path(name)
-        with (
-            ConstantFile(folder / "constants.bin") as constants,
-            Runner(spec, log_dir=folder) as runner,
-        ):
-            yield Judge(runner, folder, constants, model, placement, numbers, ranges, samples)
+    with (
+        temporary_folder() as folder,
+        ConstantFile(folder / "constants.bin") as constants,
+        Runner(spec, log_dir=folder) as runner,
+    ):
+        yield Judge(runner, folder, constants, model, placement, numbers, ranges, samples)

@@ -2,8 +2,8 @@
 
 `--evaluate module:callable` or `path/to/file.py:callable` is called as `callable(predict) -> float`; higher is better.
 `predict` takes one set of inputs, {input name: array}, and returns {output name: array}, computed on the engine that is
-tuned for. The function is called for the float model and for each candidate that is about to be taken, and should give
-the same number for the same model:
+tuned for; several threads that call it take turns. The function is called for the float model and for each candidate
+that is about to be taken, and should give the same number for the same model:
 
     def accuracy(predict):
         hits = [predict({"image": x[None]})["logits"].argmax() == label for x, label in test_set()]
@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -62,9 +64,13 @@ def evaluate(evaluation: Evaluation, runner: Runner, handle: Handle) -> float | 
         BadOption: the function itself fails, or returns something that is no number.
     """
     failures: list[Failure] = []
+    one_at_a_time, process = threading.Lock(), os.getpid()
 
     def predict(inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        result = runner.outputs(handle, [{name: np.asarray(array) for name, array in inputs.items()}])
+        if os.getpid() != process:
+            raise EngineFailure("predict works in the process of the metric only: use threads, or none")
+        with one_at_a_time:
+            result = runner.outputs(handle, [{name: np.asarray(array) for name, array in inputs.items()}])
         if isinstance(result, Failure):
             failures.append(result)
             raise EngineFailure(result.reason)

@@ -7,7 +7,6 @@ these far less than from the float model's. A search asks here before it spends 
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +16,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.cpu import cores
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.files import ConstantFile
+from qdqtune.graph.outputs import temporary_folder
 from qdqtune.measurement.accuracy import accuracy, is_finite
 from qdqtune.placement.insertion import Inserter
 from qdqtune.types import Accuracy, Array, Failure, Placement, Sample
@@ -73,7 +73,7 @@ class Simulation:
 
     def _open(self) -> _Opened:
         if self._opened is None:
-            folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="qdqtune-")))
+            folder = self._stack.enter_context(temporary_folder())
             constants = self._stack.enter_context(ConstantFile(folder / "constants.bin"))
             spec = EngineSpec("onnxruntime", {"threads": cores(), "fuse": False})
             runner = self._stack.enter_context(Runner(spec, log_dir=folder))

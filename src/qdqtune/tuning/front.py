@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from qdqtune.engines.acceptance import check_loads
 from qdqtune.engines.runner import Handle
 from qdqtune.errors import BadOption, BaselineFailed, writing
 from qdqtune.graph.files import data_of
@@ -116,22 +117,33 @@ def pick(folder: Path, name: str) -> Mapping[str, Any]:
 
     Raises:
         BadOption: the folder holds no finished run with a front, or no such point.
+        EngineFailure: the engine does not load the point's file any more.
         OutputError: a file cannot be written.
     """
     path = folder / SUMMARY
     try:
         summary: dict[str, Any] = json.loads(path.read_text())
         rows: list[dict[str, Any]] = summary["front"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        engine = summary["engine"]["engine"]
+        row = next((row for row in rows if row["name"] == name), None)
+        changed = {} if row is None else _as_shipped(row, rows)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadOption(f"{folder} holds no finished run with a front: run tune with --front first") from error
-    row = next((row for row in rows if row["name"] == name), None)
     if row is None or not (folder / row["file"]).is_file():
         there = ", ".join(row["name"] for row in rows if (folder / row["file"]).is_file()) or "none"
         raise BadOption(f"{folder} has no point {name!r}: its points are {there}")
+    check_loads(folder / row["file"], engine)
     copy_model(folder / row["file"], folder / FINAL)
     with appearing(folder / PLACEMENT) as fresh:
         shutil.copyfile(folder / FRONT / f"{name}.yaml", fresh)
-    summary |= {
+    summary |= changed
+    write_json(path, summary)
+    return summary
+
+
+def _as_shipped(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What summary.json says where this point ships."""
+    return {
         "shipped": "tuned",
         "final_ms": row["ms"],
         "ratio": row["ratio"],
@@ -141,10 +153,8 @@ def pick(folder: Path, name: str) -> Mapping[str, Any]:
         "output_sqnr_db": row["sqnr_db"],
         "metric_after": row["metric"],
         "constraint_met": row["holds_limits"],
-        "front": [{**other, "shipped": other["name"] == name} for other in rows],
+        "front": [{**other, "shipped": other["name"] == row["name"]} for other in rows],
     }
-    write_json(path, summary)
-    return summary
 
 
 def _named(points: Sequence[Point]) -> dict[str, Point]:

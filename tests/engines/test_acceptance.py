@@ -1,0 +1,116 @@
+"""No written model keeps its name, or gets it, unless its engine loads it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import onnx
+import pytest
+
+from conftest import Call
+from qdqtune.commands import apply, quantize
+from qdqtune.engines.acceptance import accepted, check_loads
+from qdqtune.errors import EngineFailure
+from qdqtune.graph.files import save
+from qdqtune.graph.model import Model
+from qdqtune.graph.outputs import temporary_folder
+from runs import environment, mixed
+from workers import Workers
+
+
+def refused(model: Model, path: Path) -> None:
+    """Write a model that the checker lets pass and ONNX Runtime refuses: a scale that is no float."""
+    proto = onnx.ModelProto()
+    proto.CopyFrom(model.to_proto())
+    for node in proto.graph.node:
+        if node.op_type == "DequantizeLinear":
+            node.attribute.append(onnx.helper.make_attribute("axis", 77))
+    save(Model(proto), path)
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", "fake", "tensorrt"])
+def test_what_the_engine_refuses_does_not_appear(tmp_path: Path, workers: Workers, engine: str) -> None:
+    target = tmp_path / "q.onnx"
+    target.write_bytes(b"as it was")
+    with pytest.raises(EngineFailure, match="so nothing was kept"), accepted(target, engine) as fresh:
+        fresh.write_bytes(b"no model")
+    assert target.read_bytes() == b"as it was"
+    assert workers.started == (engine != "tensorrt")  # a build of which takes minutes: the checker is asked
+    with accepted(target, engine) as fresh:
+        save(mixed(), fresh)
+    check_loads(target, engine)
+
+
+def test_an_engine_that_is_absent_leaves_it_to_the_checker(
+    tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    save(mixed(), tmp_path / "m.onnx")
+    check_loads(tmp_path / "m.onnx", "openvino")
+    (tmp_path / "m.onnx").write_bytes(b"no model")
+    with pytest.raises(EngineFailure, match="no sound model"):
+        check_loads(tmp_path / "m.onnx", "openvino")
+
+
+def test_what_was_run_already_is_not_loaded_again(tmp_path: Path, workers: Workers) -> None:
+    with accepted(tmp_path / "m.onnx", "tensorrt", is_run=True) as fresh:
+        save(mixed(), fresh)
+    assert workers.started == 0
+
+
+@pytest.mark.parametrize("command", ["quantize", "apply"])
+def test_a_command_that_writes_what_its_engine_refuses_writes_nothing(
+    call: Call, model: Path, tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = [model, "--calibration-data", model.with_suffix(".npz"), "--calibration-method", "minmax"]
+    if command == "apply":
+        quick = ["--engine", "fake", "--engine-option", "asymmetric=true", "--builds", "4", "--min-sqnr", "none"]
+        assert call("tune", *told, *quick, "-o", tmp_path / "out")[0] == 0
+        told += ["--placement", tmp_path / "out" / "placement.yaml"]
+    monkeypatch.setattr({"quantize": quantize, "apply": apply}[command], "save", refused)
+    before = sorted(tmp_path.iterdir())
+    code, out, err = call(command, *told, "--no-bias-correction", "-o", tmp_path / "q.onnx")
+    assert (code, out) == (5, "")
+    assert len([line for line in err.splitlines() if line.startswith("error: ")]) == 1
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_metric_that_fails_leaves_nothing_behind(call: Call, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "ev.py").write_text("def score(predict):\n    raise ValueError('no labels')\n")
+    before = sorted(tmp_path.iterdir())
+    told = ["--calibration-data", model.with_suffix(".npz"), "--calibration-method", "minmax", "--no-bias-correction"]
+    code, _, err = call(
+        "quantize", model, *told, "--evaluate", f"{tmp_path / 'ev.py'}:score", "-o", tmp_path / "q.onnx"
+    )
+    assert (code, "no labels" in err) == (2, True)
+    assert sorted(path for path in tmp_path.iterdir() if path.name != "__pycache__") == before
+
+
+def test_temporary_files_of_a_killed_run_go_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = """
+import time
+from qdqtune.graph.outputs import temporary_folder
+with temporary_folder() as folder:
+    (folder / "constants.bin").write_bytes(bytes(100))
+    print("ready", flush=True)
+    time.sleep(60)"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env=environment() | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "qdqtune-of-somebody").mkdir()
+    (tmp_path / "qdqtune-of-somebody" / "notes.txt").touch()
+    with temporary_folder():
+        assert len(list(tmp_path.glob("qdqtune-*/constants.bin"))) == 1  # that run is at work
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    with temporary_folder():
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["qdqtune-of-somebody"]
