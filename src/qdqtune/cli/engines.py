@@ -90,6 +90,7 @@ CHECK = (
         metavar="FILE",
     ),
     options.PROFILE_JSON,
+    options.HTML,
     options.AS_JSON,
 )
 
@@ -109,6 +110,7 @@ def check_command(
     allowed: Sequence[str],
     graph_json: Path | None,
     profile_json: Path | None,
+    html: Path | None,
     as_machine: bool,
     **given: Any,
 ) -> int:
@@ -125,6 +127,7 @@ def check_command(
     """
     if profile_json is not None and graph_json is None:
         raise BadOption("--profile-json goes with --graph-json")
+    options.check_page(html, [model], [graph_json, profile_json])
     graph = load(model)
     layers: Sequence[Layer] = ()
     findings: tuple[Finding, ...] = ()
@@ -147,6 +150,10 @@ def check_command(
                 say_notes([warning])
     fails = not measured and any(finding.fails for finding in findings)
     engine = "tensorrt" if graph_json else given["engine"]
+    if html is not None:
+        from qdqtune.cli.pages import leave_check
+
+        leave_check(html, model, graph, engine, layers, findings, measured)
     if as_machine:
         judged = excuse(findings) if measured else findings
         print_json(_as_json(model, engine, graph, layers, judged) | {"measured": measured})

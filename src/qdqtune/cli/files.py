@@ -29,12 +29,15 @@ COMPARE = (
     *options.DATA,
     option("--timing-runs", "Rounds per pair of builds.", click.IntRange(12), default=24),
     options.WARMUP_RUNS,
+    options.HTML,
     options.JSON_FOR_TABLE,
 )
 
 
 @click.command("compare", params=[*COMPARE])
-def compare_command(files: Sequence[Path], timing_runs: int, warmup_runs: int, as_machine: bool, **given: Any) -> int:
+def compare_command(
+    files: Sequence[Path], timing_runs: int, warmup_runs: int, html: Path | None, as_machine: bool, **given: Any
+) -> int:
     """Time every other of FILES against the first, in interleaved rounds on two fresh builds of both.
 
     A speedup of 2x means half of the time that the first file takes. The true one lies outside its interval at most
@@ -44,6 +47,7 @@ def compare_command(files: Sequence[Path], timing_runs: int, warmup_runs: int, a
     qdqtune compare model.onnx qdqtune_output/optimized_final.onnx
     """
     spec, plan = options.engine(given), Plan((timing_runs,), warmup=warmup_runs)
+    options.check_page(html, files)
     samples = options.Data.of(given).first(JUDGED, comparable(files)[0], spec)
     if (busy := advice.busy(spec)) is not None:
         say_notes([busy])
@@ -53,11 +57,15 @@ def compare_command(files: Sequence[Path], timing_runs: int, warmup_runs: int, a
         print_json({"first": str(files[0]), "others": [row.as_json() for row in rows]})
     else:
         show(report.comparison_table(str(files[0]), rows))
-    if not given["calibration_data"]:
-        say_notes(["no --calibration-data: latency and SQNR are on random inputs"])
+    notes = [] if given["calibration_data"] else ["no --calibration-data: latency and SQNR are on random inputs"]
     warned = [(row, warning) for row in rows if (warning := concern(Accuracy(row.sqnr_db)))]
-    say_notes([f"{row.file} against {files[0]}: {warning}" for row, warning in warned])
-    say_notes(f"{row.file}: {note}" for row in rows if row.ratio is not None and (note := advice.wide(row.ratio)))
+    notes += [f"{row.file} against {files[0]}: {warning}" for row, warning in warned]
+    notes += [f"{row.file}: {note}" for row in rows if row.ratio is not None and (note := advice.wide(row.ratio))]
+    say_notes(notes)
+    if html is not None:
+        from qdqtune.cli.pages import leave_comparison
+
+        leave_comparison(html, files[0], rows, plan, notes)
     refused = [row for row in rows if row.ratio is None]
     for row in refused:
         say_error(f"{row.file} cannot be compared: {row.reason}")

@@ -38,13 +38,20 @@ OPTIONS = (
         metavar="FILE",
     ),
     options.PROFILE_JSON,
+    options.HTML,
     options.JSON_FOR_TABLE,
 )
 
 
 @click.command("layers", params=[*OPTIONS])
 def layers_command(
-    model: Path | None, runs: int, graph_json: Path | None, profile_json: Path | None, as_machine: bool, **given: Any
+    model: Path | None,
+    runs: int,
+    graph_json: Path | None,
+    profile_json: Path | None,
+    html: Path | None,
+    as_machine: bool,
+    **given: Any,
 ) -> None:
     """Show what the engine makes of MODEL: its layers in order, the nodes that each covers, and how long each takes.
 
@@ -55,6 +62,7 @@ def layers_command(
     qdqtune layers --graph-json model.graph.json --profile-json model.profile.json
     """
     engine = given["engine"]
+    options.check_page(html, [model] if model is not None else [], [graph_json, profile_json])
     if graph_json is not None:
         engine = "tensorrt"
         layers = read_report(graph_json, profile_json, read(model) if model is not None else None)
@@ -67,6 +75,10 @@ def layers_command(
         (sample,) = options.Data.of(given).first(1, load(model), spec)
         with unlogged(spec, time_limit_s=given["time_limit"]) as runner:
             layers = profiled(runner, model, sample, runs, refusal=f"{engine} has no layers of {model}")
+    if html is not None:
+        from qdqtune.cli.pages import leave_layers
+
+        leave_layers(html, model, engine, layers)
     if as_machine:
         print_json({"engine": engine, "layers": [asdict(layer) for layer in layers]})
     else:

@@ -25,7 +25,9 @@ from qdqtune.calibration.methods import CLOSEST, Calibration, Method
 from qdqtune.engines import MODULES, EngineSpec
 from qdqtune.engines.shapes import ENGINES, OPTIONS, check_inputs
 from qdqtune.errors import BadOption
+from qdqtune.graph.loading import files_of
 from qdqtune.graph.model import Model
+from qdqtune.graph.outputs import check_output
 from qdqtune.graph.rewriting import Rewriting
 from qdqtune.types import Sample
 
@@ -162,6 +164,7 @@ ENGINE_NAMES = ", ".join(sorted(set(MODULES) - {"fake"})) + " or fake"
 
 MODEL = click.Argument(["model"], type=FILE)
 AS_JSON = flag("--json as_machine", "Print JSON.")
+HTML = option("--html", "Write what is found as one HTML file as well, for a browser; it works offline.", FILE)
 JSON_FOR_TABLE = flag("--json as_machine", "Print JSON instead of the table.")
 
 TIME_LIMIT = option(
@@ -313,6 +316,17 @@ PROFILE_JSON = option("--profile-json", "The times to it: what trtexec --exportP
 
 
 # How options become values
+
+
+def check_page(html: Path | None, models: Sequence[Path], others: Sequence[Path | None] = ()) -> None:
+    """Refuse a page that cannot be written, or that would overwrite what a command reads or writes, before any work.
+
+    Raises:
+        BadOption, OutputError: see above.
+    """
+    if html is not None:
+        files = [file for model in models if model.is_file() for file in files_of(model)]
+        check_output(html, {"model": files, "input": [file for file in others if file is not None]})
 
 
 def command_line() -> tuple[str, ...]:

@@ -77,6 +77,7 @@ OPTIONS = (
         metavar="ARGUMENTS",
         default="",
     ),
+    options.HTML,
     flag("--json as_machine", "Print JSON instead of text."),
 )
 
@@ -105,10 +106,15 @@ def quantize_command(**given: Any) -> int:
         raise BadModel(f"{model} is a folder: name an ONNX file")
     options.check_cache(given)
     request = request_of(given)
+    options.check_page(given["html"], [model], [request.output, request.calibration_cache])
     search = _search(request, given, more) if given["is_seed"] else None
     with time_limit(given["time_limit"]), progress.shown() as observer:
         done = quantize(request, observer)
     say_notes(done.notes)
+    if given["html"] is not None:
+        from qdqtune.cli.pages import leave_quantized
+
+        leave_quantized(given["html"], request, done)
     if not as_machine:
         if request.report:
             for table in (rule_counts(done), worst_tensors(done)):

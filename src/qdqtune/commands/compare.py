@@ -25,7 +25,7 @@ from qdqtune.types import Array, Failure, Measurement, Sample
 class Row:
     """One file against the first: median latencies in ms, ratio b/a, and output SQNR against the first in dB.
 
-    `reason` says why there is no ratio.
+    `reason` says why there is no ratio; `rounds` are those of each pair of builds.
     """
 
     file: str
@@ -34,6 +34,7 @@ class Row:
     ratio: Ratio | None
     sqnr_db: float | None
     reason: str = ""
+    rounds: tuple[Measurement, ...] = ()
 
     @property
     def verdict(self) -> Verdict | None:
@@ -42,7 +43,8 @@ class Row:
 
     def as_json(self) -> dict[str, Any]:
         """The row for machines."""
-        return asdict(self) | {"verdict": self.verdict}
+        told = asdict(self) | {"verdict": self.verdict}
+        return {name: value for name, value in told.items() if name != "rounds"}
 
 
 def comparable(files: Sequence[Path]) -> list[Model]:
@@ -113,7 +115,7 @@ def _row(file: Path, measured: Sequence[Measurement], plan: Plan, sqnr: float | 
     both = envelope([ratio(m, plan) for m in measured])
     first = 1e3 * float(np.median([s for m in measured for s in m.a]))
     other = 1e3 * float(np.median([s for m in measured for s in m.b]))
-    return Row(str(file), first, other, both, sqnr)
+    return Row(str(file), first, other, both, sqnr, rounds=tuple(measured))
 
 
 def _outputs(file: Path, runner: Runner, samples: Sequence[Sample]) -> list[dict[str, Array]] | Failure:

@@ -12,10 +12,11 @@ from qdqtune.commands.evidence import ORIGINS, RULED, explain
 from qdqtune.commands.explain import evidence_of
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
+from qdqtune.graph.operators import QDQ
 from qdqtune.measurement.limits import outcome
 from qdqtune.measurement.timing import Ratio, judge, ratio
-from qdqtune.report.graph import Ran, draw
-from qdqtune.report.values import Bar, Candidate, Fact, Map, Point, Report, Speed, Strip, Verdict
+from qdqtune.report.graph import Ran, draw, everywhere
+from qdqtune.report.values import Bar, Candidate, Fact, Group, Map, Point, Report, Speed, Strip, Verdict
 from qdqtune.search import ratios_to_float
 from qdqtune.search.costs.attribution import Priced, attribute
 from qdqtune.search.front import undominated
@@ -106,7 +107,7 @@ def _shown(run: Finished) -> tuple[Placement, str]:
 
 def _map(run: Finished, model: Model, whys: Mapping[str, str]) -> Map:
     shown, name = _shown(run)
-    grouped = from_layers(model, run.float_layers, "") if run.float_layers else by_rules(model, frozenset(shown))
+    grouped = from_layers(model, run.float_layers, "") if run.float_layers else by_rules(model, everywhere(model))
     known: dict[Placement, Sequence[Layer]] = {t.placement: t.layers for t in run.history if t.layers}
     if run.final.edges:
         known[run.final] = run.final_layers
@@ -136,7 +137,15 @@ def bars(drawn: Map) -> tuple[Bar, ...]:
         return ()
     timed.sort(key=lambda pair: -max(pair[1].float_ms or 0.0, (pair[1].tuned_ms or 0.0) + pair[1].conversion_ms))
     rows = [
-        Bar(g.label, tail(drawn.nodes[g.nodes[0]].name), n, g.float_ms or 0.0, g.tuned_ms, g.conversion_ms)
+        Bar(
+            g.label,
+            tail(foremost(drawn, g)),
+            n,
+            g.float_ms or 0.0,
+            g.tuned_ms,
+            g.conversion_ms,
+            g.precision == "8 bit",
+        )
         for n, g in timed[:BARS]
     ]
     if rest := [g for _, g in timed[BARS:]]:
@@ -144,6 +153,12 @@ def bars(drawn: Map) -> tuple[Bar, ...]:
         floats, conversions = sum(g.float_ms or 0.0 for g in rest), sum(g.conversion_ms for g in rest)
         rows.append(Bar(f"the other {len(rest)} groups", "", None, floats, tuned, conversions))
     return tuple(rows)
+
+
+def foremost(drawn: Map, group: Group) -> str:
+    """The name of a group's first node that is not of a pair, or else of its first."""
+    nodes = [drawn.nodes[n] for n in group.nodes]
+    return next((node.name for node in nodes if node.op not in QDQ), nodes[0].name)
 
 
 def tail(name: str) -> str:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import pairwise
 
-from qdqtune.commands.reasons import is_float
+from qdqtune.commands.reasons import is_float, is_low
 from qdqtune.graph.model import Model
+from qdqtune.graph.operators import QDQ
 from qdqtune.report.values import Block, Group, Map, Node
 from qdqtune.search.costs.attribution import Times
-from qdqtune.types import Layer, Placement
+from qdqtune.types import Edge, Layer, Placement
 
 MOST = 240
 """As many cells as a screen shows at once; more groups than that form blocks."""
@@ -105,6 +106,12 @@ def _divided(
     return tuple(made)
 
 
+def everywhere(model: Model) -> frozenset[Edge]:
+    """Every use of a float value by a node: where pairs might stand as far as the graph tells."""
+    uses = ((t, n.name, slot) for n in model.nodes for slot, t in enumerate(n.inputs) if t not in model.constants)
+    return frozenset(Edge(*use) for use in uses if (info := model.tensors.get(use[0])) is not None and info.is_float)
+
+
 def op_of(model: Model, name: str) -> str:
     """The operator of a node."""
     return model.nodes[model.index_of[name]].op
@@ -129,8 +136,8 @@ def block_label(operators: Sequence[str], scopes: Sequence[tuple[str, ...]]) -> 
 
 
 def group_label(operators: Sequence[str]) -> str:
-    """Operators in order, each once: Conv + Relu."""
-    return " + ".join(dict.fromkeys(operators))
+    """Operators in order, each once: Conv + Relu. Pairs are named where there is nothing else."""
+    return " + ".join(dict.fromkeys(op for op in operators if op not in QDQ) or dict.fromkeys(operators))
 
 
 def draw(
@@ -149,7 +156,7 @@ def draw(
     parts = blocks(ordered, {node.name: node.op for node in model.nodes}, between)
     if folded:
         ordered.append(tuple(sorted(folded, key=model.index_of.__getitem__)))
-    quantized = _quantized(model, after)
+    quantized = _quantized(model, before, after)
     numbers = {name: number for number, name in enumerate(n for group in ordered for n in group)}
     nodes = tuple(Node(name, op_of(model, name), name in quantized, whys.get(name, "")) for name in numbers)
     told = tuple(_group(model, g, numbers, folded, before, after, quantized, error_db) for g in ordered)
@@ -183,10 +190,11 @@ def _group(
     )
 
 
-def _quantized(model: Model, after: Ran | None) -> frozenset[str]:
-    """Nodes that run on 8 bits: pairs stand before them, and their layer, where the engine tells, is not in float."""
+def _quantized(model: Model, before: Ran, after: Ran | None) -> frozenset[str]:
+    """Nodes that run on 8 bits: pairs stand before them, and their layer, where the engine tells, is not in float. Of
+    a build by itself the layers alone tell."""
     if after is None:
-        return frozenset()
+        return frozenset(name for layer in before.layers if is_low(layer.precision) for name in layer.nodes)
     fed = {e.node for e in after.placement if e.tensor not in model.constants}
     told = {name: layer.precision for layer in after.layers for name in layer.nodes}
     return frozenset(name for name in fed if not is_float(told.get(name, "")))

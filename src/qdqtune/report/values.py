@@ -135,6 +135,7 @@ class Bar:
     float_ms: float
     tuned_ms: float | None
     conversion_ms: float
+    quantized: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,8 @@ class Listing:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     numbers: tuple[int, ...] = ()
+    late: bool = False
+    """Whether it stands behind the pictures."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@
   groups.forEach((g, n) => groupOf.fill(n, g.first, g.first + g.count));
   const timed = groups.some((g) => g.before !== null && g.before > 0);
   const paired = groups.some((g) => g.after !== null);
+  const precise = paired || groups.some((g) => g.precision === "8 bit");
   const rated = groups.some((g) => g.error !== null);
 
   const make = (tag, className, content) => {
@@ -66,7 +67,7 @@
   let extent = { time: 1, gain: 1 };
   const ways = {
     precision: {
-      name: "precision", on: paired,
+      name: "precision", on: precise,
       wear: (c) => c.eight === 1 ? "q" : c.eight === 0 ? "f" : "m",
       legend: () => [["q", "8 bit"], ["f", "float"], ...(cells.some((c) => c.block) ? [["m", "both, by number of groups"]] : [])],
     },
@@ -89,12 +90,13 @@
   let way = Object.keys(ways).find((name) => ways[name].on) || "precision";
   const fieldset = byId("colours");
   for (const [key, { name, on }] of Object.entries(ways)) {
+    if (!on && !(key === "error" && paired)) continue;
     const label = make("label");
     const radio = make("input");
     Object.assign(radio, { type: "radio", name: "colour", value: key, checked: key === way, disabled: !on });
     radio.addEventListener("change", () => { way = key; dress(); });
     label.append(radio, name);
-    if (!on) label.title = key === "error" ? "not measured in this run: no limit was at risk" : "the engine told no times";
+    if (!on) label.title = key === "error" ? "not measured in this run: no limit was at risk" : "";
     fieldset.append(label);
   }
 
@@ -217,7 +219,7 @@
   const describe = (c) => {
     const lines = [c.block ? `${c.label}: ${c.groups} groups, ${c.nodes} nodes` : c.label];
     if (!c.block && c.nodes > 1) lines[0] += ` (${c.nodes} nodes)`;
-    if (paired) lines.push(c.block ? `${Math.round(c.eight * 100)} % of the groups in 8 bit` : c.precision);
+    if (precise) lines.push(c.block ? `${Math.round(c.eight * 100)} % of the groups in 8 bit` : c.precision);
     if (c.before !== null) lines.push(paired ? `${ms(c.before)} in float, ${ms(total(c))} ${data.tuned}` : ms(c.before));
     if (c.error !== null) lines.push(`rounded alone: ${c.error >= 200 ? "no error" : c.error.toFixed(0) + " dB"}`);
     return lines;
@@ -295,7 +297,7 @@
     const folded = here === whole && running < groups.length ? groups[running].count : 0;
     rows([
       ["nodes", String(all.nodes + folded)], ["groups", String(all.groups)],
-      ["groups in 8 bit", paired ? `${Math.round(all.eight * all.groups)} of ${all.groups}` : null],
+      ["groups in 8 bit", precise ? `${Math.round(all.eight * all.groups)} of ${all.groups}` : null],
       ["computed in advance", folded ? `${folded} nodes` : null], ...times(all),
     ]);
     panel.append(make("p", "soft", cells.some((c) => c.block) ? "Choose a block to open it." : "Choose a group to see its nodes."));
@@ -322,7 +324,7 @@
     const tag = make("span", `tag${g.precision === "8 bit" ? " q" : ""}`, g.precision === "folded" ? "computed in advance" : g.precision);
     const line = make("p");
     line.append(tag);
-    if (paired || g.precision === "folded") panel.append(line);
+    if (precise || g.precision === "folded") panel.append(line);
     rows(times({ ...g }));
     for (const note of g.notes) panel.append(make("p", "", note));
     panel.append(make("h4", "", g.count === 1 ? "Node" : `${g.count} nodes`));
@@ -330,7 +332,7 @@
     for (const node of data.nodes.slice(g.first, g.first + Math.min(g.count, 100))) {
       const item = make("li");
       item.append(make("bdi", "", node[NAME]), make("span", "soft", ` ${text(node[OP])} `));
-      if (paired && g.count > 1) item.append(make("span", `tag${node[EIGHT] ? " q" : ""}`, node[EIGHT] ? "8 bit" : "float"));
+      if (precise && g.count > 1) item.append(make("span", `tag${node[EIGHT] ? " q" : ""}`, node[EIGHT] ? "8 bit" : "float"));
       if (text(node[WHY])) item.append(make("div", "soft", text(node[WHY])));
       list.append(item);
     }
