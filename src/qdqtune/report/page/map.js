@@ -10,8 +10,9 @@
   paint(theme.value);
   theme.addEventListener("change", () => { paint(theme.value); remember(theme.value); });
 
+  const done = () => { document.documentElement.dataset.ready = "yes"; performance.mark("ready"); };
   const source = byId("data");
-  if (!source) { document.documentElement.dataset.ready = "yes"; return; }
+  if (!source) { done(); return; }
   const data = JSON.parse(source.textContent);
   const text = (n) => data.texts[n];
   const [NAME, OP, EIGHT, WHY] = [0, 1, 2, 3];
@@ -492,5 +493,5 @@
   addEventListener("beforeprint", () => { layout(); });
   drawn = box.clientWidth;
   build();
-  document.documentElement.dataset.ready = "yes";
+  done();
 })();

@@ -1,0 +1,146 @@
+"""How large a report is, how soon it shows and answers, what it asks for, and what axe-core finds.
+
+    python benchmarks/report.py FOLDER [FOLDER ...] --nodes 10000
+
+Each FOLDER is that of a finished run; --nodes adds a made-up network of so many nodes. Needs Chromium (Debian: apt-get
+install chromium) and the packages of the development group. Times are of a window of 1200 by 800, in ms since the file
+was opened: first paint, ready to be used, and from a click on a box of the map until its content stands beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import onnx
+from axe_playwright_python.sync_playwright import Axe
+from onnx import TensorProto, helper
+from playwright.sync_api import Browser, sync_playwright
+
+from qdqtune.graph.model import Model
+from qdqtune.report.gather import bars, report_of_run
+from qdqtune.report.graph import Ran, draw
+from qdqtune.report.page import render
+from qdqtune.report.values import Report, Verdict
+from qdqtune.search.costs.attribution import Priced, attribute
+from qdqtune.tuning.subgraphs.groups import from_layers
+from qdqtune.types import Edge, Layer, Placement
+
+OPENED = """() => new Promise(done => {
+  const paint = performance.getEntriesByName("first-contentful-paint")[0];
+  done([paint ? paint.startTime : null, performance.getEntriesByName("ready")[0].startTime]);
+})"""
+CLICKED = """() => new Promise(done => {
+  const start = performance.now();
+  document.querySelectorAll(".cell")[1].click();
+  requestAnimationFrame(() => requestAnimationFrame(() => done(performance.now() - start)));
+})"""
+
+
+def network(count: int) -> Model:
+    """Residual blocks of four nodes."""
+    nodes, value = [], "x"
+    while len(nodes) < count:
+        stem = f"/stage{len(nodes) // 400}/block{len(nodes) // 4}"
+        for op, inputs, output in (
+            ("MatMul", [value, "w"], f"{stem}/product"),
+            ("Relu", [f"{stem}/product"], f"{stem}/positive"),
+            ("MatMul", [f"{stem}/positive", "w"], f"{stem}/again"),
+            ("Add", [f"{stem}/again", value], f"{stem}/sum"),
+        ):
+            nodes.append(helper.make_node(op, inputs, [output], name=f"{stem}/{op}_{len(nodes)}"))
+        value = f"{stem}/sum"
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [8, 8]) for name in ("x", value)]
+    weight = helper.make_tensor("w", TensorProto.FLOAT, [8, 8], [0.1] * 64)
+    return Model(onnx.helper.make_model(helper.make_graph(nodes, "large", ends[:1], ends[1:], [weight])))
+
+
+def made_up(count: int) -> Report:
+    """A report on a network of so many nodes, three of four in 8 bits."""
+    model = network(count)
+    names = [node.name for node in model.nodes]
+    layers = [Layer(n, (n,), "FP32", 0.01 * (1 + i % 7), "compute") for i, n in enumerate(names)]
+    after = [Layer(n, (n,), "INT8" if i % 4 else "FP32", 0.004, "compute") for i, n in enumerate(names)]
+    placement = Placement.of(Edge(node.inputs[0], node.name, 0) for node in model.nodes if node.index % 4)
+    rans = []
+    for told, pairs in ((layers, Placement()), (after, placement)):
+        rans.append(Ran(pairs, tuple(told), attribute(model, Priced(pairs, tuple(told)), 400.0)))
+    grouped = from_layers(model, layers, "")
+    whys = {
+        name: f"8 bits take 0.004 ms with the conversions around it, float would take {0.01 * (1 + i % 7):.3g} ms"
+        for i, name in enumerate(names)
+    }
+    drawn = draw(model, grouped.groups, (), rans[0], rans[1], {}, whys)
+    verdict = Verdict(f"{count} nodes", "A made-up network.", True)
+    return Report(f"{count} nodes", "tune", verdict, bars=bars(drawn), map=drawn)
+
+
+def look(browser: Browser, file: Path, repeats: int = 5) -> tuple[float, float, float, int, int, int]:
+    """First paint, ready and click in ms (medians), requests, words on the console, serious findings of axe."""
+    paints, readies, clicks = [], [], []
+    asked = said = serious = 0
+    for number in range(repeats):
+        page = browser.new_page(viewport={"width": 1200, "height": 800})
+        urls: list[str] = []
+        messages: list[str] = []
+        page.on("request", lambda request, urls=urls: urls.append(request.url))
+        page.on("console", lambda message, messages=messages: messages.append(message.text))
+        page.goto(file.as_uri())
+        page.wait_for_selector("html[data-ready]")
+        page.wait_for_timeout(200)
+        paint, ready = page.evaluate(OPENED)
+        paints.append(paint or ready)
+        readies.append(ready)
+        clicks.append(page.evaluate(CLICKED) if page.locator(".cell").count() > 1 else 0.0)
+        asked, said = asked + len(urls) - 1, said + len(messages)
+        if number == 0:
+            violations = Axe().run(page).response["violations"]
+            serious = sum(v["impact"] in ("serious", "critical") for v in violations)
+        page.close()
+    return (*map(statistics.median, (paints, readies, clicks)), asked, said, serious)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="*", type=Path)
+    parser.add_argument("--nodes", type=int, default=0)
+    given = parser.parse_args()
+    print(
+        "| report | nodes | groups | written, s | KB | paint, ms | ready, ms | click, ms | requests | console | axe |"
+    )
+    print("|" + " --- |" * 11)
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        chromium = shutil.which("chromium") or shutil.which("google-chrome")
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        for run in (*given.folders, *([None] if given.nodes else [])):
+            started = time.monotonic()
+            report = made_up(given.nodes) if run is None else report_of_run(run)
+            file = Path(folder) / "report.html"
+            file.write_text(render(report), encoding="utf-8")
+            seconds = time.monotonic() - started
+            paint, ready, click, asked, said, serious = look(browser, file)
+            nodes, groups = (len(report.map.nodes), len(report.map.groups)) if report.map else (0, 0)
+            kilobytes = file.stat().st_size / 1e3
+            cells = (
+                report.title,
+                nodes,
+                groups,
+                f"{seconds:.1f}",
+                f"{kilobytes:.0f}",
+                f"{paint:.0f}",
+                f"{ready:.0f}",
+                f"{click:.0f}",
+                asked,
+                said,
+                serious,
+            )
+            print(f"| {' | '.join(map(str, cells))} |", flush=True)
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
