@@ -32,7 +32,7 @@ from qdqtune.placement.possible import consistent
 from qdqtune.search.costs.noise import Noise
 from qdqtune.tuning.noise import foretold
 from qdqtune.tuning.observer import Silent
-from qdqtune.tuning.run import Run, open_run
+from qdqtune.tuning.run import Run, open_run, prepared
 from qdqtune.tuning.settings import FRONT_BUILDS
 from qdqtune.tuning.store import read_records, unpack_placement
 from qdqtune.types import Placement, Proposal
@@ -97,10 +97,11 @@ def row(entry: zoo.Entry, folder: Path, before: Path | None) -> list[str]:
         entry.path, folder / "front", EngineSpec("onnxruntime", {"threads": 1}), calibration_data=entry.data,
         fix_inputs=entry.fixed, front=True, builds=FRONT_BUILDS,
     )  # fmt: skip
-    with open_run(settings, Silent()) as run:
+    with prepared(settings, Silent()) as ready, open_run(ready) as run:
         beside = usual(run)
         missed = errors(run, [settings.state])
-    with open_run(Settings(**{**vars(settings), "output_dir": folder / "floor", "front": False}), Silent()) as run:
+    alone = Settings(**{**vars(settings), "output_dir": folder / "floor", "front": False})
+    with prepared(alone, Silent()) as ready, open_run(ready) as run:
         missed += errors(run, [run.settings.state])
     beaten = sum(
         any(r["ratio"] <= 1.01 * ratio and (r["sqnr_db"] is None or r["sqnr_db"] >= db - 0.3) for r in rows)

@@ -612,6 +612,11 @@ def test_the_same_command_goes_on(call, tuned):
     command = ["tune", tuned, *QUICK, "--calibration-data", tuned.with_suffix(".npz"), "-o", tuned.parent / "out"]
     code, _, err = call(*command, "-v")
     assert code == 0
+    assert "this run has finished before: nothing is measured again" in err
+    state = tuned.parent / "out" / "autotuner_state.yaml"
+    state.write_bytes(b"".join(state.read_bytes().splitlines(keepends=True)[:-1]))
+    code, _, err = call(*command, "-v")
+    assert code == 0
     trials = [line for line in err.splitlines() if " builds  best " in line]
     assert trials
     assert all(line.endswith(", from the state file") for line in trials)

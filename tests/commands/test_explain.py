@@ -16,7 +16,8 @@ from qdqtune.commands.explanation import Explanation
 from qdqtune.errors import BadOption, BadState
 from qdqtune.placement.files import Recorded, write_placement
 from qdqtune.search.cut import CutSearch
-from qdqtune.tuning.loop import Result, tune
+from qdqtune.tuning.loop import tune
+from qdqtune.tuning.result import Result
 from runs import hopeless, mixed, settings, write
 from workers import in_process
 

@@ -19,7 +19,8 @@ from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search.costs.units import Decision
 from qdqtune.search.latency import GroupedSearch
-from qdqtune.tuning.loop import Result, tune
+from qdqtune.tuning.loop import tune
+from qdqtune.tuning.result import Result
 from qdqtune.types import Measurement, Placement, Trial
 from runs import hopeless, mixed, settings, write
 

@@ -11,7 +11,8 @@ import pytest
 from qdqtune.engines import EngineSpec
 from qdqtune.search import Seeded
 from qdqtune.search.region import Config
-from qdqtune.tuning.loop import Result, tune
+from qdqtune.tuning.loop import tune
+from qdqtune.tuning.result import Result
 from qdqtune.types import Edge, Measurement, Placement, Proposal, Trial
 from runs import cost, mixed, settings, write
 from workers import Workers

@@ -33,8 +33,9 @@ from qdqtune.search import best_of
 from qdqtune.search.region import Config
 from qdqtune.search.regions.cache import read_cache
 from qdqtune.tuning.estimate import estimate
-from qdqtune.tuning.loop import Result, tune
+from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent, State
+from qdqtune.tuning.result import Result
 from qdqtune.tuning.settings import PROOF_BUILDS
 from qdqtune.tuning.store import Store, unpack_result
 from qdqtune.types import Failure, Measurement, Placement, Trial

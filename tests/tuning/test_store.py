@@ -33,8 +33,8 @@ DATA = Path(__file__).parents[1] / "data"
 RUN = {"mode": "region", "quant type": "int8", "input shapes": {"x": [1, 3]}, "model": "0123abcd"}
 RECORDS: dict[str, dict[str, Any]] = {
     "ranges": {"activations": {"x": [-1e-05, 0.1 + 0.2]}, "weights": {}},
-    "trial:1": {"origin": "compute", "samples": [1e-05, 2.5e-05, 1e22, 5e-324], "sqnr_db": None, "accepted": True},
-    "trial:2": {"origin": 'a "quoted" \\ name: 3e5, "crc": "0"}', "tensor": "größe\n/x/1e-05:0", "count": -7},
+    "job:1": {"origin": "compute", "samples": [1e-05, 2.5e-05, 1e22, 5e-324], "sqnr_db": None, "accepted": True},
+    "job:2": {"origin": 'a "quoted" \\ name: 3e5, "crc": "0"}', "tensor": "größe\n/x/1e-05:0", "count": -7},
 }
 finite = st.floats(allow_nan=False, allow_infinity=False)
 seconds = st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=False)
@@ -67,16 +67,16 @@ def test_records_are_found_again_in_their_order(path: Path) -> None:
     assert list(found(path)) == list(RECORDS)
     with Store(path, RUN) as store:
         assert len(store) == 3
-        assert store.get("trial:2") == {"key": "trial:2", **RECORDS["trial:2"]}
-        assert store.get("trial:3") is None
+        assert store.get("job:2") == {"key": "job:2", **RECORDS["job:2"]}
+        assert store.get("job:3") is None
 
 
 def test_a_later_run_appends_and_touches_nothing_before(path: Path) -> None:
     before = fill(path)
     with Store(path, RUN) as store:
-        store.put("trial:3", {"more": 1})
+        store.put("job:3", {"more": 1})
     assert path.read_bytes().startswith(before)
-    assert found(path) == RECORDS | {"trial:3": {"more": 1}}
+    assert found(path) == RECORDS | {"job:3": {"more": 1}}
 
 
 def test_the_file_is_yaml_with_the_same_values(path: Path) -> None:
@@ -95,13 +95,13 @@ def test_every_line_is_json_for_other_readers(path: Path) -> None:
 def test_a_record_that_is_cut_off_anywhere_is_dropped_and_written_anew(path: Path) -> None:
     whole = fill(path)
     start = whole.rstrip(b"\n").rfind(b"\n") + 1
-    kept = {k: v for k, v in RECORDS.items() if k != "trial:2"}
+    kept = {k: v for k, v in RECORDS.items() if k != "job:2"}
     for end in range(start, len(whole)):
         path.write_bytes(whole[:end])
         assert found(path) == kept
         assert path.read_bytes() == whole[:start]
         with Store(path, RUN) as store:
-            store.put("trial:2", RECORDS["trial:2"])
+            store.put("job:2", RECORDS["job:2"])
         assert path.read_bytes() == whole
 
 
@@ -165,7 +165,7 @@ def test_restart_forgets_other_runs_and_damage(path: Path) -> None:
     path.write_bytes(fill(path)[:-40] + b"rubbish\n")
     with Store(path, RUN | {"model": "ffff"}, restart=True) as store:
         assert len(store) == 0
-        store.put("trial:1", {})
+        store.put("job:1", {})
     with pytest.raises(BadState, match="now it is 0123abcd"):
         Store(path, RUN)
 
@@ -223,17 +223,17 @@ def test_a_full_disk_is_an_output_error_and_leaves_whole_records(path: Path) -> 
     whole = fill(path)
     with Store(path, RUN) as store:
         with room_for(len(whole) + 20), pytest.raises(OutputError, match=r"cannot write .*state\.yaml"):
-            store.put("trial:3", {"more": 1})
-        assert store.get("trial:3") is None
+            store.put("job:3", {"more": 1})
+        assert store.get("job:3") is None
         assert path.read_bytes() == whole
-        store.put("trial:3", {"more": 2})
-    assert found(path) == RECORDS | {"trial:3": {"more": 2}}
+        store.put("job:3", {"more": 2})
+    assert found(path) == RECORDS | {"job:3": {"more": 2}}
 
 
 def test_values_that_json_lacks_are_never_written(path: Path) -> None:
     whole = fill(path)
     with Store(path, RUN) as store, pytest.raises(ValueError):
-        store.put("trial:3", {"latency": float("inf")})
+        store.put("job:3", {"latency": float("inf")})
     assert path.read_bytes() == whole
 
 
@@ -269,11 +269,11 @@ def test_samples_pass_through_the_file_bit_by_bit(path: Path) -> None:
     rng = np.random.default_rng(0)
     a, b = (tuple(10.0 ** rng.integers(-7, 2, 200) * rng.choice([1, rng.random()], 200)) for _ in range(2))
     with Store(path, RUN) as store:
-        store.put("trial:1", pack_result(Measurement(a, b)))
+        store.put("job:1", pack_result(Measurement(a, b)))
     again = yaml.safe_load(path.read_text())[1]["samples"]
     assert (again["a"], again["b"]) == (list(a), list(b))
     with Store(path, RUN) as store:
-        record = store.get("trial:1")
+        record = store.get("job:1")
         assert record is not None
         assert unpack_result(record) == Measurement(a, b)
 

@@ -23,7 +23,8 @@ from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
 from qdqtune.measurement.timing import Plan
-from qdqtune.tuning.loop import Result, tune
+from qdqtune.tuning.loop import tune
+from qdqtune.tuning.result import Result
 from runs import cost, environment, hopeless, mixed, settings, write
 from trtexec_stand_in import calls, stand_in
 from workers import Workers

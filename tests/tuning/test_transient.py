@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from qdqtune.errors import BaselineFailed, EngineFailure
-from qdqtune.tuning.loop import Result, tune
+from qdqtune.tuning.loop import tune
+from qdqtune.tuning.result import Result
 from qdqtune.tuning.store import _line, read_records
 from qdqtune.types import Failure
 from runs import settings

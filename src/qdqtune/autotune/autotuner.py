@@ -41,7 +41,7 @@ from qdqtune.search.region import RegionSearch
 from qdqtune.search.regions import patterns
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.search.regions.region import Scheme
-from qdqtune.tuning.loop import Result
+from qdqtune.tuning.result import Result
 from qdqtune.tuning.store import Record, Store, pack_placement, unpack_placement
 from qdqtune.tuning.subject import DTYPES
 from qdqtune.types import Edge, Placement

@@ -128,7 +128,7 @@ def wildcards(_: click.Context, __: click.Parameter, path: Path | None) -> tuple
 def _value(text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         return text
 
 

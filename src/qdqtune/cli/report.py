@@ -19,7 +19,7 @@ from qdqtune.commands.compare import Row
 from qdqtune.measurement.timing import Ratio
 from qdqtune.search.costs.explanation import UnitPrice
 from qdqtune.tuning.estimate import Estimate
-from qdqtune.tuning.loop import Result
+from qdqtune.tuning.result import Result
 from qdqtune.tuning.subgraphs.outcomes import GroupOutcome
 from qdqtune.types import Accuracy
 

@@ -20,7 +20,8 @@ from qdqtune.search.region import Config
 from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.folder import FINAL
 from qdqtune.tuning.front import pick
-from qdqtune.tuning.loop import Result, tune
+from qdqtune.tuning.loop import tune
+from qdqtune.tuning.result import Result
 from qdqtune.tuning.settings import EFFORTS, FRONT_BUILDS, Settings, looks_until
 
 NO_IMPROVEMENT = 3

@@ -196,7 +196,7 @@ def is_measured(file: Path, model: Model, engine: Mapping[str, str]) -> bool:
             return False
         recorded = read_placement_file(folder / "placement.yaml").placement
         return recorded == read_placement(load(folder / BASELINE), model).placement
-    except (OSError, ValueError, KeyError, TypeError, InputError):  # no output folder of ours
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, InputError):  # no output folder of ours
         return False
 
 

@@ -193,7 +193,7 @@ def quantize(request: Request, observer: Observer | None = None) -> Quantized:
         observer.stage("measuring what rounding each tensor does to the outputs")
         done = _reported(done, damages(graph, quantized, placed.placement, prepared.judging.first(JUDGED)))
     notes = () if matched is None else matched.notes()
-    return replace(done, notes=(*notes, *done.notes), matched=matched)
+    return replace(done, output=request.output, notes=(*notes, *done.notes), matched=matched)
 
 
 def _prepared(request: Request, model: Model) -> Prepared | None:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, MutableMapping, MutableSequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -19,6 +19,7 @@ from onnx import TensorProto, numpy_helper
 
 from qdqtune.errors import BadModel, reading
 from qdqtune.graph.model import LARGE, Constant, bodies, content_key
+from qdqtune.graph.stamps import Stamps
 from qdqtune.types import Array
 
 M = TypeVar("M")
@@ -45,8 +46,9 @@ def take_external(proto: onnx.ModelProto, folder: Path) -> dict[str, Constant]:
         located = _located(tensor, folder)
         if _is_large(tensor):
             dtype, shape = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type), tuple(tensor.dims)
+            seen = Stamps.of([located.file])
             key = content_key(dtype, shape, _chunks(located))
-            read = partial(np.memmap, located.file, dtype, "r", located.offset, shape)
+            read = partial(_values, located, seen, dtype, shape)
             large[tensor.name] = Constant(key, tensor.data_type, shape, read)
         else:
             _embed(tensor, folder)
@@ -219,6 +221,17 @@ def _located(tensor: TensorProto, folder: Path) -> _Located:
     if file.stat().st_size < offset + length:
         raise BadModel(f"{what}: {location} is too short ({file.stat().st_size} bytes, not {offset + length})")
     return _Located(file, offset, length)
+
+
+def _values(located: _Located, seen: Stamps, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    """A constant, read when it is asked for. Its file is not mapped: a map of one that is cut short ends the process.
+
+    Raises:
+        BadModel: the file has changed since it was `seen`.
+    """
+    values = b"".join(_chunks(located))
+    seen.check()
+    return np.frombuffer(values, dtype).reshape(shape)
 
 
 def _chunks(located: _Located) -> Iterator[bytes]:

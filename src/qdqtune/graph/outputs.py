@@ -143,6 +143,14 @@ def temporary_folder() -> Scratch:
     return Scratch(Path(tempfile.gettempdir()), TEMPORARY)
 
 
+def remove_left(parent: Path, prefix: str = SCRATCH) -> None:
+    """Remove the folders for temporary files in `parent` whose processes were killed."""
+    for left in parent.glob(f"{prefix}*/{MARK}"):
+        with suppress(OSError):  # locked, or gone already
+            os.close(_locked(left.parent))
+            shutil.rmtree(left.parent, ignore_errors=True)
+
+
 class Scratch:
     """A folder of its own for temporary files. A context manager that gives its path and removes it at the end.
 
@@ -156,10 +164,7 @@ class Scratch:
         Raises:
             OSError: it cannot be made.
         """
-        for left in parent.glob(f"{prefix}*/{MARK}"):
-            with suppress(OSError):  # locked, or gone already
-                os.close(_locked(left.parent))
-                shutil.rmtree(left.parent, ignore_errors=True)
+        remove_left(parent, prefix)
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent)).absolute()
         self._lock = _locked(self.path)
         (self.path / MARK).touch()

@@ -18,7 +18,7 @@ from qdqtune.commands.compare import Row
 from qdqtune.commands.explanation import IN_WORDS
 from qdqtune.commands.reasons import is_low
 from qdqtune.measurement.timing import Ratio
-from qdqtune.tuning import loop
+from qdqtune.tuning import result
 from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT, REPORT
 from qdqtune.types import Layer
 
@@ -60,7 +60,7 @@ class Shown:
 
 
 @dataclass(frozen=True, repr=False)
-class Result(Shown, loop.Result):
+class Result(Shown, result.Result):
     """What a search has found. `folder` holds its files."""
 
     folder: Path = field(default_factory=Path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
@@ -14,9 +14,11 @@ from qdqtune.errors import BadOption, reading
 from qdqtune.graph.model import Model
 from qdqtune.graph.outputs import appearing
 from qdqtune.graph.rewriting import Rewrites
-from qdqtune.types import Edge, Placement
+from qdqtune.types import Edge, Placement, QuantType
 
 VERSION = 1
+
+QUANT_TYPES: tuple[QuantType, ...] = get_args(QuantType)
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,8 @@ def read_placement_file(path: Path) -> Recorded:
         edges = [
             Edge(e["tensor"], e.get("node", ""), e["output"] if "output" in e else e["input"]) for e in content["edges"]
         ]
-        return Recorded(
-            Placement.of(edges),
+        recorded = Recorded(
+            Placement.of(filter(_is_named, edges)),
             content["quant_type"],
             content["engine"],
             dict(content.get("fix_inputs") or {}),
@@ -77,6 +79,12 @@ def read_placement_file(path: Path) -> Recorded:
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise BadOption(f"{path} is no placement file: {error!r} is missing or wrong") from error
+    fixed = all(isinstance(k, str) and isinstance(v, float | int | str) for k, v in recorded.fix_inputs.items())
+    if not all(map(_is_named, edges)) or recorded.quant_type not in QUANT_TYPES or not fixed:
+        raise BadOption(f"{path} is no placement file: an edge, the quant_type or a fixed input is none")
+    if not isinstance(recorded.engine, str):
+        raise BadOption(f"{path} is no placement file: {recorded.engine!r} is no engine")
+    return recorded
 
 
 def _is_named(edge: Edge) -> bool:

@@ -119,7 +119,9 @@ class Bench:
         ):
             record = None  # measured by a search that did not ask for them
         trial = (
-            self._measured(number, proposal, against) if record is None else _trial(number, proposal, against, record)
+            self._measured(number, proposal, against)
+            if record is None
+            else remembered(number, proposal, against, record)
         )
         unchecked = self._needs_check(trial)
         if unchecked:
@@ -288,7 +290,7 @@ def _record(trial: Trial) -> Record:
     }
 
 
-def _trial(number: int, proposal: Proposal, against: Placement, record: Record) -> Trial:
+def remembered(number: int, proposal: Proposal, against: Placement, record: Record) -> Trial:
     """What the store remembers of a trial."""
     check = None if record["check"] is None else unpack_result(record["check"])
     layers = None if record.get("layers") is None else unpack_layers(record["layers"])
@@ -302,7 +304,7 @@ def trial_of(number: int, record: Record, against: Placement) -> Trial:
     origin, learned = record["origin"], record.get("layers") is not None
     predicted = record.get("predicted", 1.0 if origin in FORETOLD else None)
     proposal = Proposal(origin, unpack_placement(record["placement"]), record["pattern"], predicted, learned)
-    return _trial(number, proposal, against, record)
+    return remembered(number, proposal, against, record)
 
 
 def profiled_runs(seconds: float) -> int:

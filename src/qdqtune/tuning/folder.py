@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Self
+from typing import IO, Self
 
 from qdqtune.calibration.samples import files_named
 from qdqtune.errors import BadOption, BadState, reading, writing
 from qdqtune.graph.files import data_of
 from qdqtune.graph.loading import files_of
-from qdqtune.graph.outputs import Inputs, overwritten
+from qdqtune.graph.outputs import Inputs, overwritten, remove_left
 from qdqtune.tuning.settings import STATE, Settings
 from qdqtune.tuning.store import is_state
 
@@ -68,12 +69,8 @@ class OutputFolder:
             self._refuse_others(settings, names)
         with writing(f"to {self.path}"):
             (self.path / LOGS).mkdir(parents=True, exist_ok=True)
-            self._file = self._list.open("ab", buffering=0)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._file.close()
-            raise BadState(f"{self.path} is in use by another run: choose another --output-dir") from error
+            self._file = _taken(self.path)
+            remove_left(self.path)
         for name in names:
             self.claim(self.path / name, is_folder=name.endswith("/"))
         for path in self._of_earlier_versions() if is_older else ():
@@ -84,6 +81,11 @@ class OutputFolder:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+
+    @property
+    def ours(self) -> frozenset[str]:
+        """What is on the list."""
+        return frozenset(self._ours)
 
     def claim(self, path: Path, *, is_folder: bool = False) -> Path:
         """Put a path on the list before it is written.
@@ -152,6 +154,36 @@ class OutputFolder:
         if (found := next((name for name in files if (self.path / name).exists()), None)) is not None:
             what = f"{self.path / found} is not of qdqtune's making, and would be overwritten"
             raise BadOption(f"{what}: choose another --output-dir, or move it")
+
+
+def _taken(folder: Path) -> IO[bytes]:
+    """The list of an output folder, locked until it is closed, or its process has ended in whatever way.
+
+    Raises:
+        BadState: another run has it.
+    """
+    file = (folder / LIST).open("ab", buffering=0)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise BadState(f"{folder} is in use by another run: choose another --output-dir") from error
+    return file
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Keep runs out of an output folder meanwhile; one without a list was never a run's of this version.
+
+    Raises:
+        BadState: a run is at work there.
+        OutputError: the list cannot be written.
+    """
+    with ExitStack() as stack:
+        if (folder / LIST).is_file():
+            with writing(folder / LIST):
+                stack.enter_context(_taken(folder))
+        yield
 
 
 def _folders(settings: Settings, listed: set[str]) -> Iterator[str]:

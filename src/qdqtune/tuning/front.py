@@ -15,15 +15,18 @@ from qdqtune.engines.acceptance import check_loads
 from qdqtune.engines.runner import Handle
 from qdqtune.errors import BadOption, BaselineFailed, writing
 from qdqtune.graph.files import data_of
+from qdqtune.graph.loading import files_of
 from qdqtune.graph.outputs import appearing
+from qdqtune.graph.stamps import content
 from qdqtune.measurement.pairing import rounds_of
 from qdqtune.measurement.timing import Ratio, compare
 from qdqtune.search.front import POINTS, Point, spread, undominated
-from qdqtune.tuning.folder import BASELINE, FINAL, FRONT, PLACEMENT, SUMMARY
-from qdqtune.tuning.proof import Confirmed, Proof, copy_model, insist, prove
+from qdqtune.tuning.folder import BASELINE, FINAL, FRONT, PLACEMENT, SUMMARY, alone
+from qdqtune.tuning.forms import POINT, ListOf, fits
+from qdqtune.tuning.proof import Confirmed, Proof, copy_model, insist, known, prove
 from qdqtune.tuning.records import write_json, write_placement_of
 from qdqtune.tuning.run import Run
-from qdqtune.tuning.store import pack_result, unpack_result
+from qdqtune.tuning.store import Record, pack_result, unpack_result
 from qdqtune.types import Failure, Measurement, Placement, Trial
 
 
@@ -31,7 +34,7 @@ from qdqtune.types import Failure, Measurement, Placement, Trial
 class Proven:
     """A point of the front as it lies on disk: its time against the user's file, on two fresh builds of both.
 
-    `metric` is the user's own, `holds` whether the point holds the limits on accuracy.
+    `metric` is the user's own, `holds` whether the point holds the limits on accuracy, `content` what the file held.
     """
 
     name: str
@@ -41,6 +44,7 @@ class Proven:
     seconds: float
     metric: float | None
     holds: bool
+    content: str
 
     def row(self, shipped: Placement) -> dict[str, Any]:
         """The row of summary.json."""
@@ -49,6 +53,7 @@ class Proven:
         return {
             "name": self.name,
             "file": f"{FRONT}/{self.name}.onnx",
+            "content": self.content,
             "ratio": self.ratio.median,
             "low": self.ratio.low,
             "high": self.ratio.high,
@@ -91,8 +96,8 @@ def prove_front(history: Sequence[Trial], run: Run) -> Front:
         file = run.output.claim(folder / f"{name}.onnx")
         run.output.claim(data_of(file))
         run.candidates.write_whole(point.trial.placement, file)
-    _pair(points, run)
-    proven = [p for name, point in points.items() if (p := _proven(name, point, run)) is not None]
+    held = _pair(points, run)
+    proven = [p for name, point in points.items() if (p := _proven(name, point, held[name], run)) is not None]
     kept = [p for p in proven if p.ratio.verdict == "faster" and not any(_beats(o, p) for o in proven)]
     for name in points.keys() - {p.name for p in kept}:
         for file in (folder / f"{name}.onnx", data_of(folder / f"{name}.onnx")):
@@ -105,6 +110,7 @@ def prove_front(history: Sequence[Trial], run: Run) -> Front:
         usual = prove(history, run)
         return Front(replace(usual, builds=usual.builds + builds), tuple(kept))
     best = holding[0]
+    run.given.check()
     copy_model(folder / f"{best.name}.onnx", run.settings.output_dir / FINAL)
     proof = Proof("tuned", best.trial.placement, best.ratio, None, best.float_seconds, best.seconds, (), builds)
     return Front(proof, tuple(kept))
@@ -116,24 +122,34 @@ def pick(folder: Path, name: str) -> Mapping[str, Any]:
     Nothing is measured again. Gives the new summary.
 
     Raises:
-        BadOption: the folder holds no finished run with a front, or no such point.
+        BadOption: the folder holds no finished run with a front, or no such point, or its file is not what was proven.
+        BadState: a run is at work there.
         EngineFailure: the engine does not load the point's file any more.
         OutputError: a file cannot be written.
     """
+    with alone(folder):
+        return _picked(folder, name)
+
+
+def _picked(folder: Path, name: str) -> Mapping[str, Any]:
     path = folder / SUMMARY
     try:
         summary: dict[str, Any] = json.loads(path.read_text())
         rows: list[dict[str, Any]] = summary["front"]
         engine = summary["engine"]["engine"]
-        row = next((row for row in rows if row["name"] == name), None)
-        changed = {} if row is None else _as_shipped(row, rows)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if not fits(rows, ListOf(POINT)) or not isinstance(engine, str):
+            raise ValueError
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise BadOption(f"{folder} holds no finished run with a front: run tune with --front first") from error
-    if row is None or not (folder / row["file"]).is_file():
-        there = ", ".join(row["name"] for row in rows if (folder / row["file"]).is_file()) or "none"
-        raise BadOption(f"{folder} has no point {name!r}: its points are {there}")
-    check_loads(folder / row["file"], engine)
-    copy_model(folder / row["file"], folder / FINAL)
+    files = {row["name"]: file for row in rows if (file := folder / FRONT / f"{Path(row['name']).name}.onnx").is_file()}
+    row = next((row for row in rows if row["name"] == name), None)
+    if row is None or name not in files:
+        raise BadOption(f"{folder} has no point {name!r}: its points are {', '.join(files) or 'none'}")
+    file, changed = files[name], _as_shipped(row, rows)
+    if row.get("content", held := content(files_of(file))) != held:  # earlier versions did not say what they held
+        raise BadOption(f"{file} is not the file that was proven: run tune with --front again, which writes it anew")
+    check_loads(file, engine)
+    copy_model(file, folder / FINAL)
     with appearing(folder / PLACEMENT) as fresh:
         shutil.copyfile(folder / FRONT / f"{name}.yaml", fresh)
     summary |= changed
@@ -174,15 +190,20 @@ def _key(point: Point, number: int) -> str:
     return f"front:{point.trial.placement.digest}:{number}"
 
 
-def _pair(points: Mapping[str, Point], run: Run) -> None:
-    """Measure each point twice: both builds of the user's file meet a fresh build of each point's."""
+def _pair(points: Mapping[str, Point], run: Run) -> dict[str, str]:
+    """Measure each point twice: both builds of the user's file meet a fresh build of each point's. Gives what the files
+    of the points hold, which is recorded."""
+    given, folder = content(files_of(run.settings.model)), run.settings.output_dir / FRONT
+    held = {name: content(files_of(folder / f"{name}.onnx")) for name in points}
+    files: dict[str, Record] = {name: {"files": [given, text]} for name, text in held.items()}
     for number in range(2):
-        missing = [(n, p) for n, p in points.items() if run.store.get(_key(p, number)) is None]
+        missing = [(n, p) for n, p in points.items() if known(run.store, _key(p, number), files[n]) is None]
         if missing:
             with _opponent(run, number) as opponent:
                 for name, point in missing:
                     result = insist(partial(_meet, opponent, name, number, run))
-                    run.store.put(_key(point, number), pack_result(result))
+                    run.store.put(_key(point, number), pack_result(result) | files[name])
+    return held
 
 
 @contextmanager
@@ -208,7 +229,7 @@ def _meet(opponent: Handle, name: str, number: int, run: Run) -> Measurement | F
     return result
 
 
-def _proven(name: str, point: Point, run: Run) -> Proven | None:
+def _proven(name: str, point: Point, held: str, run: Run) -> Proven | None:
     """A point with its measurements; None if the engine failed on its file."""
     records = [run.store.get(_key(point, number)) for number in range(2)]
     parts = [r for record in records if record and isinstance(r := unpack_result(record), Measurement)]
@@ -219,8 +240,8 @@ def _proven(name: str, point: Point, run: Run) -> Proven | None:
     if metric is not None:
         holds = holds and not isinstance(metric, Failure) and run.limits.is_good_enough(metric)
     met = Confirmed.of(parts, run.settings.proof_plan)
-    known = None if isinstance(metric, Failure) else metric
-    return Proven(name, point.trial, met.ratio, met.a_seconds, met.b_seconds, known, holds)
+    value = None if isinstance(metric, Failure) else metric
+    return Proven(name, point.trial, met.ratio, met.a_seconds, met.b_seconds, value, holds, held)
 
 
 def _beats(a: Proven, b: Proven) -> bool:

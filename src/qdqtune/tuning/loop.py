@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from qdqtune.measurement.accuracy import concern
 from qdqtune.measurement.limits import outcome, wins
-from qdqtune.measurement.timing import Plan, Ratio, judge, overlap
+from qdqtune.measurement.timing import Plan, judge, overlap
 from qdqtune.search import Strategy, best_of, ratios_to_float
 from qdqtune.tuning import advice
+from qdqtune.tuning.answer import recalled, remember
 from qdqtune.tuning.diary import Diary
 from qdqtune.tuning.folder import RUN, SUMMARY
 from qdqtune.tuning.front import prove_front
-from qdqtune.tuning.modes.mode import Recorded
 from qdqtune.tuning.modes.table import MODES
 from qdqtune.tuning.observer import Observer, Several, Silent, State
 from qdqtune.tuning.proof import prove
 from qdqtune.tuning.records import summary_of, write_json, write_records
-from qdqtune.tuning.run import Run, open_run
+from qdqtune.tuning.result import Result
+from qdqtune.tuning.run import Run, open_run, prepared
 from qdqtune.tuning.settings import Settings
-from qdqtune.types import Placement, Trial
+from qdqtune.types import Trial
 
 PROOF_SHARE = 0.3
 """Of a time budget, what the proof may take."""
@@ -32,34 +32,6 @@ LEAST_ROUNDS = 12
 
 ALIKE = 1.01
 """Medians within this factor, whose intervals overlap, cannot be told apart."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """What came out: the placement that ships (empty without an improvement), the summary, and every trial.
-
-    `ratio` is final to baseline on the shipped files; None where nothing better was found. `shipped` says what
-    optimized_final.onnx is: the tuned model, the baseline, or a copy of the user's file. `recorded` is what the mode
-    knows besides.
-    """
-
-    shipped: str
-    placement: Placement
-    ratio: Ratio | None
-    summary: Mapping[str, Any]
-    history: tuple[Trial, ...]
-    notes: tuple[str, ...]
-    recorded: Recorded = field(default_factory=Recorded)
-
-    @property
-    def improved(self) -> bool:
-        """Whether the shipped model is faster than the baseline, beyond noise."""
-        return self.shipped == "tuned"
-
-    @property
-    def unmet(self) -> bool:
-        """Whether candidates were faster, but none of them holds the limits on accuracy."""
-        return self.summary["constraint_met"] is False
 
 
 def tune(settings: Settings, observer: Observer | None = None) -> Result:
@@ -75,21 +47,33 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
     observer = Several((diary, observer or Silent()))
     if (note := advice.busy(settings.engine)) is not None:
         observer.note(note)
-    with open_run(settings, observer) as run:
-        budget = Budget.of(run, started)
-        run = replace(run, settings=replace(settings, proof=budget.proof))
-        run.bench.deadline = budget.deadline
-        mode = MODES[settings.mode](run)
-        run.observer.stage("searching")
-        history = search(mode.strategy, run, Several((*mode.observers, run.observer)), budget)
-        run.observer.stage("proving the result on fresh builds")
-        front = prove_front(history, run) if settings.front else None
-        proof = front.proof if front else prove(history, run)
-        write_records(history, proof, run)
-        summary = summary_of(history, proof, run) | ({"front": front.rows()} if front else {})
-        recorded = mode.record(history, proof.placement)
-        run.bench.layers(proof.placement)  # kept for whoever looks at the run
-        told = diary.content(history, run)
+    with prepared(settings, observer) as ready:
+        if (before := recalled(ready)) is not None:
+            return before
+        with open_run(ready) as run:
+            result = _finished(run, started, diary)
+        if settings.time_budget is None:  # else there may be more to find
+            remember(result, ready)
+        return result
+
+
+def _finished(run: Run, started: float, diary: Diary) -> Result:
+    """Search and prove, and write down what came out; `started` is when the run began, by the monotonic clock."""
+    budget = Budget.of(run, started)
+    settings = replace(run.settings, proof=budget.proof)
+    run = replace(run, settings=settings)
+    run.bench.deadline = budget.deadline
+    mode = MODES[settings.mode](run)
+    run.observer.stage("searching")
+    history = search(mode.strategy, run, Several((*mode.observers, run.observer)), budget)
+    run.observer.stage("proving the result on fresh builds")
+    front = prove_front(history, run) if settings.front else None
+    proof = front.proof if front else prove(history, run)
+    write_records(history, proof, run)
+    summary = summary_of(history, proof, run) | ({"front": front.rows()} if front else {})
+    recorded = mode.record(history, proof.placement)
+    run.bench.layers(proof.placement)  # kept for whoever looks at the run
+    told = diary.content(history, run)
     summary |= {**recorded.summary, "seconds": round(time.monotonic() - started, 3)}
     shipped = next((t.accuracy for t in history if t.placement == proof.placement and t.accuracy is not None), None)
     warning = None if shipped is None else concern(shipped)

@@ -14,15 +14,16 @@ import numpy as np
 from qdqtune.errors import BaselineFailed, writing
 from qdqtune.graph.constants import places
 from qdqtune.graph.files import data_of
-from qdqtune.graph.loading import read
+from qdqtune.graph.loading import files_of, load, read
 from qdqtune.graph.outputs import appearing, exchange
+from qdqtune.graph.stamps import content
 from qdqtune.measurement.pairing import fresh_pair
 from qdqtune.measurement.timing import Plan, Ratio, envelope, ratio
 from qdqtune.tuning import advice
 from qdqtune.tuning.folder import BASELINE, FINAL
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import PROOF_BUILDS
-from qdqtune.tuning.store import pack_result, unpack_result
+from qdqtune.tuning.store import Record, Store, pack_result, unpack_result
 from qdqtune.types import Failure, Measurement, Placement, Trial
 
 FINALISTS = 2
@@ -104,6 +105,7 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
         is_faster = met.to_float.verdict == "faster"
         if pairs_hold and met.to_given is not None:
             is_faster = is_faster and met.to_given.verdict == "faster"
+        run.given.check()
         if placement.edges and is_faster:
             _move(final, folder / FINAL)
             to_given = met.to_given if settings.from_qdq else None
@@ -141,19 +143,28 @@ def _meet(placement: Placement, run: Run) -> _Meeting:
 
 
 def confirm(key: str, a: Path, b: Path, run: Run) -> Confirmed | Failure:
-    """Two files as they lie on disk, in fresh rounds on two fresh builds of each; kept in the store by `key`."""
-    measured = []
+    """Two files as they lie on disk, in fresh rounds on two fresh builds of each; kept in the store by `key`.
+
+    What was measured of files that held anything else does not count.
+    """
+    measured, files = [], {"files": [content(files_of(a)), content(files_of(b))]}
     for number in range(2):
         run.observer.progress(number, 2)
-        record = run.store.get(f"{key}:{number}")
+        record = known(run.store, f"{key}:{number}", files)
         if record is None:
             result = insist(partial(_fresh, run, a, b, number))
-            record = run.store.put(f"{key}:{number}", pack_result(result))
+            record = run.store.put(f"{key}:{number}", pack_result(result) | files)
         result = unpack_result(record)
         if isinstance(result, Failure):
             return result
         measured.append(result)
     return Confirmed.of(measured, run.settings.proof_plan)
+
+
+def known(store: Store, key: str, files: Record) -> Record | None:
+    """The record of a comparison of those very files; earlier versions did not record what these held."""
+    record = store.get(key)
+    return record if record is not None and record.get("files", files["files"]) == files["files"] else None
 
 
 def _fresh(run: Run, a: Path, b: Path, number: int) -> Measurement | Failure:
@@ -184,13 +195,22 @@ def _move(source: Path, target: Path) -> None:
 
 
 def copy_model(source: Path, target: Path) -> None:
-    """Copy a model to another folder or name, and the external data that it refers to."""
+    """Copy a model to another folder or name, and the external data that it refers to. The copy is loaded before it
+    gets its name.
+
+    Raises:
+        BadModel: it cannot be loaded.
+        OutputError: it cannot be written.
+    """
     data = places(read(source))
+    missing = [
+        p for p in data if not ((target.parent / p).exists() and (target.parent / p).samefile(source.parent / p))
+    ]
     with appearing(target) as fresh:
         shutil.copyfile(source, fresh)
-        for place in data:
-            beside = target.parent / place
-            if not (beside.exists() and beside.samefile(source.parent / place)):
-                copy = fresh.parent / place
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(source.parent / place, copy)
+        for place in missing:
+            copy = fresh.parent / place
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source.parent / place, copy)
+        if len(missing) == len(data):  # else the others lie beside the target
+            load(fresh)

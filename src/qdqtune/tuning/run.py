@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 
 from qdqtune.engines.runner import Runner, time_limit
 from qdqtune.errors import BadOption, BaselineFailed, writing
+from qdqtune.graph.loading import files_of
 from qdqtune.graph.outputs import Scratch
+from qdqtune.graph.stamps import Stamps
 from qdqtune.measurement.limits import Limits
-from qdqtune.measurement.metric import load_evaluation
+from qdqtune.measurement.metric import Evaluation, load_evaluation
 from qdqtune.measurement.simulation import Simulation
 from qdqtune.placement.insertion import Inserter
 from qdqtune.tuning.bench import Bench, Conditions
@@ -29,27 +31,36 @@ DROP = 0.01
 
 
 @dataclass(frozen=True)
-class Run:
-    """What was asked for, the model made ready, and what measures it. `limits` know the metric of the float model."""
+class Ready:
+    """What was asked for, before anything is measured: nothing of it has run. `given` are the user's model files as
+    they were when the run began."""
 
     settings: Settings
     output: OutputFolder
+    given: Stamps
+    evaluation: Evaluation | None
     subject: Subject
     runner: Runner
     store: Store
+    observer: Observer
+
+
+@dataclass(frozen=True)
+class Run(Ready):
+    """The model calibrated, and what measures it. `limits` know the metric of the float model."""
+
     candidates: Candidates
     bench: Bench
     simulation: Simulation
     limits: Limits
-    observer: Observer
 
 
 @contextmanager
-def open_run(settings: Settings, observer: Observer) -> Iterator[Run]:
-    """Read and calibrate the model, start the engine, and measure the float model.
+def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
+    """Take the output folder, start the engine, and read the model and what an earlier run has measured of it.
 
     Raises:
-        QdqtuneError: see `errors`; BaselineFailed if the engine cannot run the float model.
+        QdqtuneError: see `errors`.
     """
     with ExitStack() as stack:
         stack.enter_context(time_limit(settings.time_limit))
@@ -60,23 +71,39 @@ def open_run(settings: Settings, observer: Observer) -> Iterator[Run]:
         observer.stage(f"reading {settings.model.name}")
         if not settings.restart and began_without(settings.state, "rewrites"):
             settings = replace(settings, rewrites="off")  # so that what was measured then serves
+        given = Stamps.of([*files_of(settings.model), *(files_of(b) if (b := settings.qdq_baseline) else [])])
         subject = open_subject(settings, runner)
         signed = fingerprint(settings, subject, runner.describe())
-        store = stack.enter_context(Store(settings.state, signed, restart=settings.restart))
-        subject = calibrated(subject, settings, store, observer)
+        store = stack.enter_context(Store(settings.state, signed, restart=settings.restart, given=given))
+        yield Ready(settings, output, given, evaluation, subject, runner, store, observer)
+
+
+@contextmanager
+def open_run(ready: Ready) -> Iterator[Run]:
+    """Calibrate the model, and measure it in float.
+
+    Raises:
+        QdqtuneError: see `errors`; BadState if another version of qdqtune has made the candidates so far;
+            BaselineFailed if the engine cannot run the float model.
+    """
+    settings, runner, store, observer = ready.settings, ready.runner, ready.store, ready.observer
+    store.check_candidates()
+    with ExitStack() as stack:
+        subject = calibrated(ready.subject, settings, store, observer)
         runner.feed(subject.feed)
         inserter = Inserter(subject.model, subject.ranges, subject.numbers)
-        with writing(f"to {output.path}"):
-            scratch = stack.enter_context(Scratch(output.path))
+        with writing(f"to {ready.output.path}"):
+            scratch = stack.enter_context(Scratch(ready.output.path))
         candidates = stack.enter_context(Candidates(runner, inserter, scratch / CANDIDATES))
         conditions = Conditions(
-            settings.plan, subject.accuracy, settings.seed, settings.limits, evaluation, settings.checks_wins
+            settings.plan, subject.accuracy, settings.seed, settings.limits, ready.evaluation, settings.checks_wins
         )
         bench = Bench(runner, candidates, store, conditions)
         simulation = stack.enter_context(Simulation(inserter, subject.accuracy))
         observer.stage("measuring the float model")
         limits = _limits(settings, bench, observer)
-        yield Run(settings, output, subject, runner, store, candidates, bench, simulation, limits, observer)
+        measuring = {"candidates": candidates, "bench": bench, "simulation": simulation, "limits": limits}
+        yield Run(**{**vars(ready), "subject": subject, **measuring})
 
 
 def _limits(settings: Settings, bench: Bench, observer: Observer) -> Limits:

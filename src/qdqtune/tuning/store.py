@@ -20,9 +20,15 @@ from typing import IO, Any, Self
 
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadState, OutputError, writing
+from qdqtune.graph.stamps import NOTHING, Stamps
+from qdqtune.tuning.forms import is_whole
 from qdqtune.types import TRANSIENT, Accuracy, Edge, Failure, Layer, Measurement, Placement
 
 VERSION = 1
+CANDIDATES = 1
+"""The version of what makes candidates (loading, scales, insertion): raised where equal placements become other files,
+so that no run mixes two kinds. A test holds what they are."""
+
 RECORD = b'- {"key": "'
 EARLIER = {"rewrites": "off"}
 """What was so in every run whose fingerprint does not say it."""
@@ -43,15 +49,19 @@ class Store:
     refused with the difference named.
     """
 
-    def __init__(self, path: Path, fingerprint: Mapping[str, Any], *, restart: bool = False) -> None:
-        """Open or create `path`.
+    def __init__(
+        self, path: Path, fingerprint: Mapping[str, Any], *, restart: bool = False, given: Stamps = NOTHING
+    ) -> None:
+        """Open or create `path`. Nothing is written once the files `given` have changed.
 
         Raises:
             BadState: the file is damaged, belongs to another run, or is in use.
             OutputError: it cannot be written.
         """
         self.path = path
+        self._given = given
         self._found: dict[str, Record] = {}
+        self._made_by = CANDIDATES
         with writing(path):
             path.touch()
             # Unbuffered: what a full disk has refused must not come up again when the file is closed.
@@ -86,8 +96,10 @@ class Store:
         A transient failure is known until this run ends and not written: the next one tries again.
 
         Raises:
+            BadModel: a file of the user's is not what it was when the run began.
             OutputError: the disk is full, or the file is gone.
         """
+        self._given.check()
         record = {"key": key, **record}
         if not is_transient(record):
             self._append(record)
@@ -97,6 +109,23 @@ class Store:
     def records(self) -> Iterator[Record]:
         """All records in the order in which they were written."""
         yield from self._found.values()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything is written: no transient failure is among what is known."""
+        return not any(is_transient(record) for record in self._found.values())
+
+    def check_candidates(self) -> None:
+        """Refuse to go on with what another version has begun that makes other candidates.
+
+        Raises:
+            BadState: it is such a file.
+        """
+        if self._made_by != CANDIDATES:
+            raise BadState(
+                f"{self.path} was made by a version of qdqtune whose candidates are others ({self._made_by}, now "
+                f"{CANDIDATES}): use that version, another --output-dir, or --restart to start over"
+            )
 
     def _lock(self) -> None:
         try:
@@ -124,13 +153,14 @@ class Store:
             if not torn.startswith(HEAD[: len(torn)]):
                 raise BadState(f"{self.path} is no state file: choose another --state-file")
             self._file.truncate(0)
-            self._append({"key": "run", "version": VERSION, "fingerprint": fingerprint})
+            self._append({"key": "run", "version": VERSION, "candidates": CANDIDATES, "fingerprint": fingerprint})
             return
         head, *rest = records
         if head.get("key") != "run" or head.get("version") != VERSION:
             raise BadState(f"{self.path} is no state file of this version: move it away, or start over with --restart")
         earlier = {name: EARLIER[name] for name in EARLIER.keys() & fingerprint.keys()}
         _compare(earlier | head["fingerprint"], json.loads(json.dumps(fingerprint)), self.path)
+        self._made_by = head.get("candidates", 1)  # which the first versions did not write
         self._found = {r["key"]: r for r in rest if not is_transient(r)}
         if torn:
             self._file.truncate(sum(len(line) + 1 for line in lines))
@@ -182,7 +212,14 @@ def _parsed(line: bytes, path: Path, number: int) -> Record:
     text, _, crc = line.decode(errors="replace").removeprefix("- ").rpartition(', "crc": "')
     if not line.startswith(b"- ") or crc != f'{zlib.crc32((text + "}").encode()):08x}"}}':
         raise BadState(f"{path}, line {number} is damaged: restore the file, or start over with --restart")
-    record: Record = json.loads(text + "}")
+    try:
+        record: Record = json.loads(text + "}")
+    except (ValueError, RecursionError):
+        record = {}
+    if not is_whole(record):
+        raise BadState(
+            f"{path}, line {number} is damaged: it holds what no run writes; restore the file, or use --restart"
+        )
     return record
 
 

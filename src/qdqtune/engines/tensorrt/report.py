@@ -210,7 +210,10 @@ def _times(profile: Path | str | Times | None) -> Times | None:
     text = _text(profile, "profile").strip()
     try:
         content = json.loads(text, strict=False)
-    except json.JSONDecodeError as error:  # names are not escaped: a quote or a backslash in one spoils the JSON
+    except (
+        json.JSONDecodeError,
+        RecursionError,
+    ) as error:  # names are not escaped: a quote or a backslash in one spoils the JSON
         lines = PROFILE_LINE.findall(text)
         if not lines or not text.endswith("]"):
             raise BadOption(f"the profile is no JSON, or cut short ({error}): export it again") from error

@@ -1,0 +1,151 @@
+"""What a finished run answered, kept so that the same command answers at once and ships nothing else.
+
+The answer counts as long as every file that the run has left is as it left it. Limits and budgets are part of the
+question; where the model's files and the results lie is not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from qdqtune.errors import QdqtuneError
+from qdqtune.graph.loading import files_of
+from qdqtune.graph.stamps import content
+from qdqtune.measurement.timing import Ratio
+from qdqtune.search.costs.explanation import UnitPrice
+from qdqtune.tuning.bench import job_key, remembered
+from qdqtune.tuning.folder import LOGS, PARTS, REGION_MODELS, REPORT, RUN, SUMMARY, pattern_cache_of
+from qdqtune.tuning.modes.mode import Recorded
+from qdqtune.tuning.result import Result
+from qdqtune.tuning.run import Ready
+from qdqtune.tuning.store import Record, Store, pack_placement, unpack_placement
+from qdqtune.tuning.subgraphs.outcomes import GroupOutcome
+from qdqtune.types import Placement, Proposal, Trial
+
+UNASKED = frozenset({"output_dir", "state_file", "restart", "time_budget", "time_limit", "command"})
+"""Settings that a finished run does not hang on: one that ran out of time is not finished."""
+
+TRIAL = ("metric", "holds", "accepted")
+"""What a trial knows beyond what was measured and proposed."""
+
+
+def remember(result: Result, ready: Ready) -> None:
+    """Write what a run has answered to its state file; nothing where something would be tried again.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    if not ready.store.is_complete:
+        return
+    rows = result.recorded.rows
+    record: Record = {
+        "shipped": result.shipped,
+        "placement": pack_placement(result.placement),
+        "ratio": None if result.ratio is None else asdict(result.ratio),
+        "notes": list(result.notes),
+        "trials": [_pack(trial) for trial in result.history],
+        "rows": {type(rows[0]).__name__: [asdict(row) for row in rows]} if rows else {},
+        "summary": _lasting(dict(result.summary)),
+        "files": dict(_files(ready)),
+    }
+    key = _key(ready)
+    if ready.store.get(key) != {"key": key, **json.loads(json.dumps(record))}:
+        ready.store.put(key, record)
+
+
+def recalled(ready: Ready) -> Result | None:
+    """What the same command has answered before; None if it has not, or if its files are not as it left them."""
+    record = ready.store.get(_key(ready))
+    if record is None:
+        return None
+    try:
+        summary = json.loads((ready.output.path / SUMMARY).read_text())
+        files = dict(_files(ready))
+    except (OSError, ValueError, RecursionError, QdqtuneError):
+        return None
+    if files != record["files"] or not isinstance(summary, dict) or _lasting(summary) != record["summary"]:
+        return None
+    history = _history(record["trials"], ready.store)
+    if history is None:
+        return None
+    ready.observer.stage("this run has finished before: nothing is measured again")
+    return Result(
+        record["shipped"],
+        unpack_placement(record["placement"]),
+        None if record["ratio"] is None else Ratio(**record["ratio"]),
+        summary,
+        history,
+        tuple(record["notes"]),
+        Recorded(_rows(record["rows"])),
+    )
+
+
+def _key(ready: Ready) -> str:
+    """The name of the question: all settings that matter, and what they refer to."""
+    settings = ready.settings
+    asked = [f"{f.name} {getattr(settings, f.name)!r}" for f in fields(settings) if f.name not in UNASKED]
+    read = [*files_of(settings.model), *filter(None, (settings.qdq_baseline, settings.pattern_cache))]
+    metric = ready.evaluation.digest if ready.evaluation else ""
+    return "finished:" + hashlib.sha256("\n".join([*asked, metric, content(read)]).encode()).hexdigest()[:16]
+
+
+def _files(ready: Ready) -> Iterator[tuple[str, str]]:
+    """What a run leaves, but for logs and what holds seconds: names, and what the files hold.
+
+    Models that show parts of a run only have to be there: where their constants lie depends on the order of writing.
+
+    Raises:
+        BadModel: one cannot be read.
+    """
+    for name in sorted(ready.output.ours):
+        path, place = ready.output.path / name, Path(name).parts[0]
+        if path.is_file() and place not in (SUMMARY, RUN, REPORT, LOGS):
+            yield name, "" if place in (REGION_MODELS, PARTS) else content([path])
+    if (patterns := pattern_cache_of(ready.settings.state)).is_file():
+        yield "pattern cache", content([patterns])
+
+
+def _lasting(summary: Mapping[str, Any]) -> str:
+    """16 hex digits of all that summary.json holds but for how long the run took."""
+    kept = {name: value for name, value in summary.items() if not name.endswith("seconds")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _pack(trial: Trial) -> Record:
+    proposal = {f.name: getattr(trial.proposal, f.name) for f in fields(Proposal) if f.name != "placement"}
+    known = {name: getattr(trial, name) for name in TRIAL}
+    return {"job": job_key("trial", trial.placement, trial.against), "proposal": proposal, **known}
+
+
+def _history(packed: list[Record], store: Store) -> tuple[Trial, ...] | None:
+    """The trials; None if the store does not have one."""
+    placements = {Placement().digest: Placement()}
+    trials = []
+    for number, trial in enumerate(packed, 1):
+        record = store.get(trial["job"])
+        if record is None or record["against"] not in placements:
+            return None
+        proposal = Proposal(placement=unpack_placement(record["placement"]), **trial["proposal"])
+        placements[proposal.placement.digest] = proposal.placement
+        found = remembered(number, proposal, placements[record["against"]], record)
+        trials.append(Trial(**{**vars(found), **{name: trial[name] for name in TRIAL}}))
+    return tuple(trials)
+
+
+def _rows(packed: Mapping[str, list[Record]]) -> tuple[UnitPrice, ...] | tuple[GroupOutcome, ...]:
+    """What the mode told of its parts; nothing where another version told other things."""
+    for kind in (UnitPrice, GroupOutcome):
+        rows = packed.get(kind.__name__, [])
+        if rows and all(row.keys() == {f.name for f in fields(kind)} for row in rows):
+            return tuple(_row(kind, row) for row in rows)
+    return ()
+
+
+def _row(kind: type[UnitPrice] | type[GroupOutcome], row: Record) -> Any:
+    told: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+    return kind(**told)

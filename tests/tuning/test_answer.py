@@ -1,0 +1,291 @@
+"""What ships is what was measured: finished runs answer from their record, files that changed do not count."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from models import FORMATS, conv_net
+from qdqtune.calibration.scales import Range, Ranges
+from qdqtune.errors import BadModel, BadOption, BadState
+from qdqtune.graph.constants import places
+from qdqtune.graph.loading import load
+from qdqtune.placement.insertion import Inserter
+from qdqtune.placement.possible import possible_edges
+from qdqtune.tuning import proof, store
+from qdqtune.tuning.folder import OutputFolder
+from qdqtune.tuning.front import pick
+from qdqtune.tuning.loop import tune
+from qdqtune.tuning.proof import copy_model
+from qdqtune.tuning.result import Result
+from qdqtune.tuning.store import _line, read_records
+from qdqtune.types import Placement
+from runs import hopeless, settings, write
+from workers import Build, Workers
+
+STATE = "autotuner_state.yaml"
+MODES: dict[str, dict[str, Any]] = {
+    "cut": {"builds": 8, "mode": "cut"},
+    "region": {"builds": 16, "mode": "region"},
+    "subgraph": {"builds": 8, "mode": "subgraph"},
+    "front": {"builds": 25, "mode": "cut", "front": True},
+}
+
+pytestmark = pytest.mark.usefixtures("workers")
+
+
+def run(model: Path, mode: str = "cut") -> Result:
+    return tune(settings(model, **MODES[mode]))
+
+
+def left(model: Path) -> dict[str, bytes]:
+    out = model.parent / "out"
+    return {
+        str(p.relative_to(out)): p.read_bytes() for p in sorted(out.rglob("*")) if p.is_file() and p.suffix != ".log"
+    }
+
+
+def rewritten(state: Path, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
+    """The state file with records changed, or left out where there is nothing."""
+    kept = [changed for record in read_records(state) if (changed := change(record)) is not None]
+    state.write_bytes(b"".join(_line(record) for record in kept))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_finished_run_answers_at_once_and_changes_nothing(model: Path, workers: Workers, mode: str) -> None:
+    first, before = run(model, mode), left(model)
+    workers.builds.clear()
+    again = run(model, mode)
+    assert not workers.builds
+    assert left(model) == before
+    assert replace(again, summary={}, recorded=first.recorded) == replace(first, summary={})
+    assert list(again.recorded.rows) == list(first.recorded.rows)
+    assert again.summary == json.loads((model.parent / "out" / "summary.json").read_text())
+
+
+def test_a_run_without_an_improvement_answers_as_well(tmp_path: Path, workers: Workers) -> None:
+    model = write(hopeless(), tmp_path)
+    first = run(model)
+    workers.builds.clear()
+    assert run(model).history == first.history
+    assert not workers.builds
+    assert not first.improved
+
+
+@pytest.mark.parametrize("name", ["optimized_final.onnx", "placement.yaml", "summary.json", "units.json"])
+@pytest.mark.parametrize("how", ["changed", "gone"])
+def test_results_that_are_not_as_they_were_left_are_written_again(model: Path, name: str, how: str) -> None:
+    run(model)
+    path = model.parent / "out" / name
+    before, text = left(model), path.read_bytes()
+    path.unlink() if how == "gone" else path.write_bytes(text.replace(b"a", b"b"))
+    run(model)
+    after = left(model)
+    seconds = {"summary.json"}
+    assert {n: c for n, c in after.items() if n not in seconds} == {n: c for n, c in before.items() if n not in seconds}
+
+
+@pytest.mark.parametrize("change", [{"min_sqnr": 60.0}, {"builds": 9}, {"accuracy_samples": 2}])
+def test_another_question_gets_an_answer_of_its_own(model: Path, change: dict[str, Any]) -> None:
+    run(model)
+    keys = {r["key"] for r in read_records(model.parent / "out" / STATE)}
+    tune(settings(model, **MODES["cut"] | change))
+    more = {r["key"] for r in read_records(model.parent / "out" / STATE)} - keys
+    assert len([key for key in more if key.startswith("finished:")]) == 1
+
+
+def test_what_would_be_tried_again_is_not_finished(model: Path, workers: Workers) -> None:
+    def killed(build: Build) -> str | None:
+        if build.log.stem == "trial_002":
+            raise EOFError
+        return None
+
+    workers.refused = killed
+    run(model)
+    assert not [r for r in read_records(model.parent / "out" / STATE) if r["key"].startswith("finished:")]
+    workers.refused = lambda _: None
+    workers.builds.clear()
+    run(model)
+    assert [build for build in workers.builds if build.log.stem == "trial_002"]
+
+
+def test_a_run_that_ran_out_of_time_goes_on(model: Path) -> None:
+    short = tune(settings(model, **MODES["cut"], time_budget=1e-9))
+    whole = run(model)
+    assert len(short.history) < len(whole.history)
+
+
+def test_a_version_that_makes_other_candidates_ships_nothing_else(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, before = run(model), left(model)
+    monkeypatch.setattr(store, "CANDIDATES", store.CANDIDATES + 1)
+    assert run(model).history == first.history
+    with pytest.raises(BadState, match="version of qdqtune whose candidates are others"):
+        tune(settings(model, **MODES["cut"] | {"builds": 9}))
+    assert left(model) == before
+
+
+@pytest.mark.parametrize("mode", ["cut", "front"])
+def test_a_proof_of_other_files_does_not_count(model: Path, workers: Workers, mode: str) -> None:
+    """As if insertion had changed and nobody had raised its version."""
+    first = run(model, mode)
+    state = model.parent / "out" / STATE
+    prefix = ("given:", "proof:", "front:")
+
+    def of_others(record: dict[str, Any]) -> dict[str, Any] | None:
+        if record["key"].startswith(prefix):
+            assert len(record["files"]) == 2
+            return {**record, "files": [record["files"][0], "0" * 32]}
+        return None if record["key"].startswith("finished:") else record
+
+    rewritten(state, of_others)
+    workers.builds.clear()
+    assert run(model, mode).ratio == first.ratio
+    finished = [build for build in workers.builds if build.path.name.endswith(("final.onnx", "db.onnx"))]
+    assert len(finished) >= 2
+
+    workers.builds.clear()  # those of earlier versions do not say what they were of
+    rewritten(
+        state, lambda r: None if r["key"].startswith("finished:") else {k: v for k, v in r.items() if k != "files"}
+    )
+    assert run(model, mode).ratio == first.ratio
+    assert not [build for build in workers.builds if build.path.name.endswith(("final.onnx", "db.onnx"))]
+
+
+def external(model: Path) -> Path:
+    """The weights of a model in a file beside it."""
+    onnx.save(onnx.load(model), model, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    return model.parent / "weights.bin"
+
+
+@pytest.mark.parametrize("how", ["changed", "cut", "gone"])
+@pytest.mark.parametrize("when", ["trial_001", "final_0_model", "final_1_optimized_final"])
+def test_weights_that_change_while_a_run_is_on_are_noticed(model: Path, workers: Workers, how: str, when: str) -> None:
+    weights = external(model)
+    whole = weights.read_bytes()
+    if when == "trial_001":
+        expected = tune(settings(model, **MODES["cut"], output_dir=model.parent / "other")).history
+
+    def meddle(build: Build) -> str | None:
+        if build.log.stem == when:
+            if how == "gone":
+                weights.unlink()
+            else:
+                weights.write_bytes(whole[:100] if how == "cut" else bytes(len(whole)))
+        return None
+
+    workers.refused = meddle
+    with pytest.raises(BadModel, match=r"weights\.bin.* has changed|weights\.bin: No such file") as told:
+        run(model)
+    assert len(str(told.value).splitlines()) == 1
+    assert not (model.parent / "out" / "optimized_final.onnx").exists()
+    weights.write_bytes(whole)
+    workers.refused = lambda _: None
+    found = run(model)
+    assert found.improved
+    assert when != "trial_001" or found.history == expected
+
+
+def test_nothing_is_measured_for_a_point_that_is_not_what_was_proven(model: Path) -> None:
+    run(model, "front")
+    out = model.parent / "out"
+    row = json.loads((out / "summary.json").read_text())["front"][-1]
+    before = left(model)
+    with OutputFolder(settings(model, **MODES["front"])), pytest.raises(BadState, match="in use by another run"):
+        pick(out, row["name"])
+    shutil.copyfile(model, out / row["file"])
+    with pytest.raises(BadOption, match="is not the file that was proven"):
+        pick(out, row["name"])
+    assert (out / "optimized_final.onnx").read_bytes() == before["optimized_final.onnx"]
+    run(model, "front")
+    assert left(model)[row["file"]] == before[row["file"]]
+
+
+def branching(path: Path) -> None:
+    """A model whose If has tensors in external data in both bodies."""
+
+    def body(name: str, value: float) -> onnx.GraphProto:
+        tensor = numpy_helper.from_array(np.full(300, value, np.float32), f"{name}_w")
+        tensor.raw_data, at = b"", 1200 * int(value)
+        tensor.data_location = TensorProto.EXTERNAL
+        for key, given in (("location", "bodies.bin"), ("offset", at), ("length", 1200)):
+            tensor.external_data.add(key=key, value=str(given))
+        out = helper.make_tensor_value_info(f"{name}_o", TensorProto.FLOAT, [300])
+        return helper.make_graph(
+            [helper.make_node("Add", ["x", f"{name}_w"], [f"{name}_o"])], name, [], [out], [tensor]
+        )
+
+    node = helper.make_node("If", ["c"], ["y"], "if", then_branch=body("then", 0.0), else_branch=body("else", 1.0))
+    graph = helper.make_graph(
+        [node],
+        "branching",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [300]), helper.make_tensor_value_info("c", 9, [])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [300])],
+    )
+    path.write_bytes(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]).SerializeToString())
+    (path.parent / "bodies.bin").write_bytes(np.repeat(np.float32([0, 1]), 300).tobytes())
+
+
+def test_a_copy_has_the_external_data_of_bodies_and_is_loaded_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").mkdir()
+    source, target = tmp_path / "given.onnx", tmp_path / "out" / "optimized_final.onnx"
+    branching(source)
+    loaded: list[Path] = []
+
+    def watched(path: Path) -> object:
+        assert not target.exists()
+        loaded.append(path)
+        return load(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(proof, "load", watched)
+        copy_model(source, target)
+    assert len(loaded) == 1
+    assert places(onnx.load(target, load_external_data=False)) == ["bodies.bin"]
+    onnx.checker.check_model(str(target))
+    assert load(target).fingerprint == load(source).fingerprint
+    copy_model(source, tmp_path / "beside.onnx")
+    assert load(tmp_path / "beside.onnx").fingerprint == load(source).fingerprint
+
+    (tmp_path / "bodies.bin").write_bytes(b"short")
+    before = target.read_bytes()
+    with pytest.raises(BadModel, match="is too short"):
+        copy_model(source, target)
+    assert (target.read_bytes(), load(target).fingerprint != "") == (before, True)
+
+
+CANDIDATES = {
+    "uint8": "5c4a260cb65867a8",
+    "plain": "5ee366d198645522",
+    "reduced": "d95ec2a5ddaacac4",
+    "int8": "1300b475543fc534",
+    "fp8": "de8707f3588ee4d2",
+}
+"""What insertion made of one network when `store.CANDIDATES` was given its number."""
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_candidates_are_those_of_their_version(name: str) -> None:
+    """Where this fails on purpose, raise `store.CANDIDATES`: runs that were begun before must not go on."""
+    model = conv_net()
+    numbers = FORMATS[name]
+    found = Ranges({name: Range(-1 - i / 8, 2 + i / 8) for i, name in enumerate(sorted(model.tensors))})
+    made = Inserter(model, found, numbers).insert(Placement(possible_edges(model, found))).to_proto()
+    digest = hashlib.sha256()
+    for node in made.graph.node:
+        digest.update(f"{node.op_type} {list(node.input)} {list(node.output)} {list(node.attribute)}\n".encode())
+    for tensor in sorted(made.graph.initializer, key=lambda t: t.name):
+        digest.update(f"{tensor.name} {tensor.data_type} {list(tensor.dims)} ".encode())
+        digest.update(numpy_helper.to_array(tensor).astype(np.float64).round(5).tobytes())
+    assert digest.hexdigest()[:16] == CANDIDATES[name]
