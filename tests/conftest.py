@@ -23,6 +23,13 @@ settings.register_profile("unhurried", deadline=None, suppress_health_check=[Hea
 settings.load_profile("unhurried")  # how long an example takes says nothing where many processes share the cores
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The long runs of tests/fuzz."""
+    parser.addoption("--fuzz", type=int, default=0, metavar="N", help="run N mutated files")
+    parser.addoption("--fuzz-from", type=int, default=1, metavar="SEED", help="the first seed of --fuzz")
+    parser.addoption("--kills", type=int, default=0, metavar="N", help="kill real engines and their drivers N times")
+
+
 @pytest.fixture
 def workers() -> Iterator[Workers]:
     """No processes: every runner works in this one, some times faster, and good for all but crashes and hangs."""

@@ -42,6 +42,9 @@ class WorkerProcess:
     What it writes to the folder of temporary files is gone with it.
     """
 
+    PROGRAM = "qdqtune.engines.worker"
+    """The module that answers."""
+
     def __init__(self, log: Path) -> None:
         ours, theirs = socket.socketpair()
         self._log = log
@@ -51,7 +54,7 @@ class WorkerProcess:
             # A process group of its own: Ctrl-C in a terminal reaches the parent only, and one kill reaches whatever
             # the engine has started. The search path is ours, the current folder only if it is on ours.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "qdqtune.engines.worker", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", self.PROGRAM, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -97,7 +97,8 @@ FORMS: Mapping[str, Form] = {
     "given": PROVEN,
     "proof": PROVEN,
     "front": PROVEN,
-    "part": OneOf(({"result": OneOf((RESULT, None)), "layers": LAYERS}, {"layers": LAYERS}, FAILED)),
+    "part": OneOf(({"layers": LAYERS}, FAILED)),
+    "part:": {"result": OneOf((RESULT, None)), "layers": LAYERS},
     "finished": {
         "shipped": OneOf(("tuned", "baseline", "given")),
         "placement": EDGES,
@@ -111,7 +112,8 @@ FORMS: Mapping[str, Form] = {
         "files": MapOf(str),
     },
 }
-"""What records hold besides their keys, by what stands in front of the first colon of these."""
+"""What records hold besides their keys, by what stands in front of the first colon of these. "part:" are those of a
+scheme of a part, whose keys have another colon."""
 
 
 def is_whole(record: object) -> bool:
@@ -119,6 +121,8 @@ def is_whole(record: object) -> bool:
     if not isinstance(record, dict) or not isinstance(key := record.get("key"), str):
         return False
     kind = key.partition(":")[0]
+    if kind == "part" and key.count(":") > 1:
+        kind = "part:"
     return kind not in FORMS or (fits(record, FORMS[kind]) and _makes_sense(record))
 
 
