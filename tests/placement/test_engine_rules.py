@@ -105,6 +105,29 @@ def test_nothing_inside_a_fusion() -> None:
 
 
 @pytest.mark.parametrize(
+    ("channels", "in_front", "kept"),
+    [(3, "Relu(image)", True), (16, "Relu(image)", False), (3, "Conv(image, w)", False)],
+    ids=["first", "wide enough", "not the first"],
+)
+def test_a_first_convolution_with_a_swish_stays_in_float_on_onnxruntime(
+    channels: int, in_front: str, kept: bool
+) -> None:
+    text = f"""net (float[1,{channels},9,9] image) => (float[1,16,9,9] y) {{
+        [front] c = {in_front} [stem] x = Conv(c, v)
+        [add] a = Add(x, three) [clip] b = Clip(a, zero, six) [divide] g = Div(b, six) [product] p = Mul(x, g)
+        [second] o = Conv(p, u) [sigmoid] h = Sigmoid(o) [last] q = Mul(o, h) [tail] y = Conv(q, u)
+    }}"""
+    constants = weights(v=(16, channels, 1, 1), u=(16, 16, 1, 1), w=(channels, channels, 1, 1))
+    constants |= {n: np.float32(v) for n, v in (("three", 3), ("zero", 0), ("six", 6))}
+    model = build(text, constants)
+    found = placed(model, "onnxruntime")
+    assert ("stem" not in users(found)) is kept
+    assert any(e.tensor in ("x", "g", "p") for e in found.placement) is not kept
+    assert ("second" in users(found)) is not kept  # what reads the product
+    assert "tail" in users(found)
+
+
+@pytest.mark.parametrize(
     "gate",
     ["[g] g = Sigmoid(p)\n[m] m = Mul(p, g)", "[g] g = HardSigmoid(p)\n[m] m = Mul(g, p)",
      "[t] t = Add(p, three)\n[c] c = Clip(t, zero, six)\n[d] g = Div(c, six)\n[m] m = Mul(p, g)"],

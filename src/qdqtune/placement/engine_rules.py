@@ -70,6 +70,8 @@ RULES: tuple[PlacementRule, ...] = (
               floats.half_precision),
     KeepFloat("swish", "the gate and the product of SiLU and HardSwish join the convolution in front of them",
               OPTIMIZER, FUSING, BOTH, floats.swish),
+    KeepFloat("stem-swish", "over the range of pictures a step is wider than what the gate bends, and the first layer "
+              "has too few channels to gain", MEASURED, ONNXRUNTIME, INT8, floats.stem_swish),
     KeepFloat("inside-fusions", "a pair inside Conv, bias, BatchNormalization and activation breaks their fusion",
               GUIDE, FUSING, BOTH, floats.inside_fusions),
     KeepFloat("constant-operands", "elementwise operators with a constant are fused in float; 8 bits bring conversions",

@@ -7,7 +7,7 @@ from math import prod
 
 from qdqtune.graph.float16 import HALF
 from qdqtune.graph.model import Node
-from qdqtune.graph.operators import ARITHMETIC, CLAMPS, CONVOLUTIONS, NORMALIZATIONS
+from qdqtune.graph.operators import ARITHMETIC, CLAMPS, COMPUTE, CONVOLUTIONS, NORMALIZATIONS
 from qdqtune.placement.scene import Attention, Scene, nodes_into
 from qdqtune.types import Edge
 
@@ -71,6 +71,36 @@ def swish(scene: Scene) -> Iterator[Edge]:
             if (first := _gate_of(scene, x, gate)) is not None:
                 yield from scene.into(node)
                 yield from (e for e in scene.into(first) if e.tensor == x)
+
+
+def stem_swish(scene: Scene) -> Iterator[Edge]:
+    """The first convolution with the SiLU or HardSwish behind it: every edge from its data to the readers of the
+    product.
+
+    First means that no other compute operator stands in front; fewer channels go in than fill a tile.
+    """
+    behind = _behind_compute(scene)
+    for node in scene.model.nodes:
+        if node.op != "Mul" or len(node.inputs) != 2:
+            continue
+        for x, gate in (node.inputs, node.inputs[::-1]):
+            layer, first = scene.maker(x), _gate_of(scene, x, gate)
+            if first is None or layer is None or layer.op != "Conv" or layer.inputs[0] in behind:
+                continue
+            channels = (scene.sizes(layer.inputs[0]) or (None, None))[1]
+            if layer.attributes.get("group", 1) == 1 and (channels or CHANNELS) < CHANNELS:
+                yield from scene.into(layer)
+                tensors = {x, gate, node.outputs[0], *first.outputs}
+                yield from (e for e in scene.possible if e.tensor in tensors)
+
+
+def _behind_compute(scene: Scene) -> set[str]:
+    """Tensors that come out of a compute operator, directly or not."""
+    found: set[str] = set()
+    for node in scene.model.nodes:
+        if node.op in COMPUTE or not found.isdisjoint((*node.inputs, *node.captures)):
+            found.update(node.outputs)
+    return found
 
 
 def _gate_of(scene: Scene, x: str, gate: str) -> Node | None:
