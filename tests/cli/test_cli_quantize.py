@@ -143,7 +143,7 @@ def test_every_option_reaches_its_field_and_every_field_has_one(call: Call, monk
     monkeypatch.setattr("qdqtune.cli.quantize.quantize", caught)
     assert call("quantize", "m.onnx") == (2, "", "error: caught\n")
     usual, reached = given[0], set[str]()
-    assert usual == Request(Path("m.onnx"), Path("m.qdq.onnx"), selection=Selection((), (), (), ()))
+    assert usual == Request(Path("m.onnx"), Path("m.qdq.onnx"), precision=None, selection=Selection((), (), (), ()))
     for option, (values, look, expected) in QUANTIZE.items():
         call("quantize", "m.onnx", option, *values)
         assert look(given[-1]) == expected != look(usual)

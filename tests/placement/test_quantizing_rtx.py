@@ -113,3 +113,27 @@ def test_scales_of_a_calibration_cache_build_and_run_in_8_bits(
     convolutions = [layer for layer in layers if {"left", "right", "last"}.intersection(layer.nodes)]
     assert len(convolutions) == 3
     assert {layer.precision for layer in convolutions} == {"INT8"}
+
+
+LOUD = """net (float[1,32,16,16] x) => (float[1,32,16,16] y) {
+    [left] l = Conv <pads=[1,1,1,1]> (x, w)
+    [square] s = Mul(l, l)
+    [root] r = Sqrt(s)
+    [right] y = Conv <pads=[1,1,1,1]> (r, w)
+}"""
+
+
+@pytest.mark.usefixtures("workers")
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_half_precision_with_nodes_in_float32_builds(
+    precision: Precision, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("cuda.bindings.runtime", "cuda.cudart"):
+        monkeypatch.setitem(sys.modules, module, None)
+    save(build(LOUD, {"w": normal(32, 32, 3, 3, scale=20.0)}), tmp_path / "model.onnx")
+    done = quantize(Request(tmp_path / "model.onnx", tmp_path / "q.onnx", "int8", "tensorrt-rtx", precision))
+    kept = [note for note in done.notes if "square (s reaches" in note and "root (s reaches" in note]
+    assert len(kept) == (1 if precision == "fp16" else 0)
+    engine = open_engine(EngineSpec("tensorrt-rtx", {"target": "sm89"}))
+    layers = engine.build(tmp_path / "q.onnx", tmp_path / "build.log").layers({}, 1)
+    assert {n for layer in layers if layer.precision == "INT8" for n in layer.nodes} >= {"left", "right"}

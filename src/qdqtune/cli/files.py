@@ -81,12 +81,7 @@ APPLY = (
         "Engine whose numeric format to use; it need not be installed here.  [default: that of the placement]",
         metavar="NAME",
     ),
-    option(
-        "--precision",
-        "fp16: make MODEL float16 first, as the run that found the placement did.",
-        options.PRECISIONS,
-        default="fp32",
-    ),
+    options.PRECISION,
     *options.DATA,
     *options.RANGES,
     options.CACHE,
@@ -127,8 +122,7 @@ def apply_command(
             engine=engine,
             rewrites=given["rewrites"],
         )
-    if done.matched is not None:
-        say_notes(done.matched.notes())
+    say_notes(done.notes)
     if done.random_data:
         say_notes(["no --calibration-data: the scales come from random inputs"])
     if done.lost:

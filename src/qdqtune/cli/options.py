@@ -25,6 +25,7 @@ from qdqtune.calibration.methods import CLOSEST, Calibration, Method
 from qdqtune.engines import MODULES, EngineSpec
 from qdqtune.engines.shapes import ENGINES, OPTIONS, check_inputs
 from qdqtune.errors import BadOption
+from qdqtune.graph.float16 import Precision
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.model import Model
 from qdqtune.graph.outputs import check_output
@@ -159,7 +160,6 @@ def repeated(flags: str, metavar: str | None, help: str, **how: Any) -> click.Op
 SHAPE = "NAME:1x3x224x224"
 FILE = click.Path(path_type=Path)
 QUANT_TYPES = click.Choice(["int8", "fp8"])
-PRECISIONS = click.Choice(["fp32", "fp16"])
 ENGINE_NAMES = ", ".join(sorted(set(MODULES) - {"fake"})) + " or fake"
 
 MODEL = click.Argument(["model"], type=FILE)
@@ -169,6 +169,14 @@ JSON_FOR_TABLE = flag("--json as_machine", "Print JSON instead of the table.")
 
 TIME_LIMIT = option(
     "--time-limit", "Longest that one build or inference may take: 90s, 10m, 1h.", default="10m", callback=seconds
+)
+
+PRECISION = option(
+    "--precision",
+    "Of what carries no pair; the inputs and outputs of MODEL keep their types. With fp16, nodes stay in float32 whose "
+    "values leave its range. Not for onnxruntime.  [default: fp16 for tensorrt-rtx, and tensorrt and trtexec from "
+    "version 10, which take types from the graph; else fp32]",
+    click.Choice(get_args(Precision)),
 )
 
 ENGINE = (

@@ -32,12 +32,7 @@ OPTIONS = (
     option(
         "--engine", "Whose numbers and rules to use. It need not be installed here.", ENGINES, default="onnxruntime"
     ),
-    option(
-        "--precision",
-        "fp16: make what stays in float float16, as TensorRT takes precision from the graph. Not for onnxruntime.",
-        options.PRECISIONS,
-        default="fp32",
-    ),
+    options.PRECISION,
     option(
         "--per-channel/--no-per-channel",
         "A scale for each output channel of an int8 weight.  [default: as the engine wants it]",

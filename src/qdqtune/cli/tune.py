@@ -67,13 +67,7 @@ OPTIONS = (
         options.QUANT_TYPES,
         default="int8",
     ),
-    option(
-        "--precision",
-        "fp16: make MODEL float16 first, as TensorRT takes precision from the graph. Its inputs and outputs keep their "
-        "types.",
-        options.PRECISIONS,
-        default="fp32",
-    ),
+    options.PRECISION,
     *options.ENGINE,
     *options.DATA,
     *options.RANGES,

@@ -12,13 +12,15 @@ from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.samples import files_named
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines.acceptance import accepted
+from qdqtune.engines.formats import usual_precision
 from qdqtune.errors import BadModel
 from qdqtune.graph.files import data_of, save
-from qdqtune.graph.float16 import Precision, load_as
+from qdqtune.graph.float16 import Precision, load_for
 from qdqtune.graph.loading import files_of, with_input_shapes
 from qdqtune.graph.outputs import check_output
 from qdqtune.graph.rewriting import Rewrites, Rewriting
 from qdqtune.measurement.fitting import fitted
+from qdqtune.measurement.half_precision import by_ranges, finished, in_half
 from qdqtune.measurement.simulation import Simulation
 from qdqtune.placement.files import existing, read_placement_file
 from qdqtune.placement.insertion import Inserter
@@ -41,6 +43,7 @@ class Applied:
     """Of the outputs against the float model's on ONNX Runtime; None where it does not run them."""
     matched: Matched | None = None
     """What the calibration cache had for the model, if one was given."""
+    notes: tuple[str, ...] = ()
 
 
 def apply(
@@ -55,13 +58,14 @@ def apply(
     input_shapes: Mapping[str, tuple[int, ...]] | None = None,
     samples: int | None = None,
     seed: int = 0,
-    precision: Precision = "fp32",
+    precision: Precision | None = "fp32",
     engine: str | None = None,
     rewrites: Rewriting = "auto",
 ) -> Applied:
     """Insert the pairs of a placement file into `model` with freshly calibrated scales, and write it to `output`.
 
-    `engine` is whose numbers these are, by default the engine that the placement was found on.
+    `engine` is whose numbers these are, by default the engine that the placement was found on. What carries no pair has
+    `precision`; None stands for that with which the engine is usually used, where it holds.
     Scales are found as the file says, unless `calibration` says otherwise, or those of a `calibration_cache`. The
     float model is rewritten as the file says, unless `rewrites` are off.
 
@@ -76,16 +80,22 @@ def apply(
         check_output(written, read)
     recorded = read_placement_file(placement)
     made = recorded.rewrites if rewrites == "auto" else Rewrites()
-    graph = load_as(model, precision, recorded.fix_inputs, numbers.opset, fold=made.folded)
+    usual = usual_precision(engine or recorded.engine)
+    graph = load_for(model, precision or usual, recorded.fix_inputs, numbers.opset, fold=made.folded)
     if is_quantized(graph):
         raise BadModel(f"{model} already has Q/DQ pairs: apply a placement to the float model")
-    matched = None if calibration_cache is None else from_file(calibration_cache, graph, model)
     data = Data(calibration_data, samples, input_shapes or {}, seed)
-    prepared = None
-    if matched is None or calibration_data:
+    prepared, notes = None, tuple[str, ...]()
+    if calibration_cache is None or calibration_data:
         prepared = prepare(graph, data, fixed=recorded.fix_inputs)
         prepared.samples.first(1)  # refuses an empty source by its name
-    shaped = prepared.shaped if prepared is not None else with_input_shapes(graph, data.input_shapes)
+        prepared, _, notes = in_half(prepared, precision, usual, data.input_shapes)
+        graph, shaped = prepared.model, prepared.shaped
+    else:
+        graph, notes = by_ranges(graph, precision or usual, calibration_cache, model)
+        shaped = with_input_shapes(graph, data.input_shapes)
+    matched = None if calibration_cache is None else from_file(calibration_cache, graph, model)
+    notes += () if matched is None else matched.notes()
 
     def known(ranges: Ranges) -> tuple[Placement, tuple[Edge, ...]]:
         return existing(shaped, recorded.placement, possible_edges(shaped, ranges))
@@ -100,10 +110,10 @@ def apply(
         )
     inserter = Inserter(graph, ranges, numbers)
     with accepted(output, engine or recorded.engine) as fresh:
-        save(inserter.insert(placed), fresh)
+        save(finished(inserter.insert(placed), precision or usual), fresh)
     if prepared is None:
-        return Applied(placed, lost, False, None, matched)
+        return Applied(placed, lost, False, None, matched, notes)
     with Simulation(inserter, prepared.judging.first(JUDGED)) as simulation:
         accuracy = simulation.accuracy(placed)
     known_accuracy = accuracy if isinstance(accuracy, Accuracy) else None
-    return Applied(placed, lost, prepared.samples.is_random, known_accuracy, matched)
+    return Applied(placed, lost, prepared.samples.is_random, known_accuracy, matched, notes)

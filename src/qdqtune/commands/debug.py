@@ -25,7 +25,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import TIME_LIMIT, Runner
 from qdqtune.engines.shapes import check_inputs
 from qdqtune.errors import BadModel
-from qdqtune.graph.float16 import Precision, load_as
+from qdqtune.graph.float16 import Precision, kept_in, load_for, to_float16
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.outputs import temporary_folder
@@ -204,11 +204,13 @@ def _models(request: Request) -> tuple[Model, Path, Model | None]:
     scales = {given.tensors[n.inputs[1]].dtype for n in given.nodes if n.op == "DequantizeLinear"}
     precision: Precision = "fp16" if TensorProto.FLOAT16 in scales else "fp32"
     plain, folded = (
-        load_as(request.model, precision, request.fix_inputs, given.opset, fold=fold) for fold in (False, True)
+        load_for(request.model, precision, request.fix_inputs, given.opset, fold=fold) for fold in (False, True)
     )
     gone = plain.index_of.keys() - folded.index_of.keys()
     if not gone & {twin.name for twin in twins_of(plain, given).values()}:  # who quantized has folded them, too
         plain = folded
+    if precision == "fp16":
+        plain = to_float16(plain, kept_in(given, plain))
     if is_quantized(plain):
         raise BadModel(f"{request.model} has Q/DQ pairs: give the float model first, or the quantized model alone")
     if plain.inputs != given.inputs and set(plain.inputs) != set(given.inputs):

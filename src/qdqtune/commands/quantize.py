@@ -21,11 +21,11 @@ from qdqtune.commands.worst_tensors import Damage, damages
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.acceptance import accepted
 from qdqtune.engines.cpu import cores
-from qdqtune.engines.formats import numeric_format
+from qdqtune.engines.formats import numeric_format, usual_precision
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadModel, BadOption, EngineFailure
 from qdqtune.graph.files import data_of, save
-from qdqtune.graph.float16 import Precision, load_as
+from qdqtune.graph.float16 import Precision, load_for
 from qdqtune.graph.loading import files_of, load, with_input_shapes
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import INTEGER
@@ -33,6 +33,7 @@ from qdqtune.graph.outputs import check_output, temporary_folder
 from qdqtune.graph.rewriting import Rewrites, Rewriting
 from qdqtune.measurement.accuracy import accuracy, concern, cosine, is_finite
 from qdqtune.measurement.fitting import fitted
+from qdqtune.measurement.half_precision import by_ranges, finished, in_half
 from qdqtune.measurement.metric import Evaluation, evaluate, load_evaluation
 from qdqtune.placement import engine_rules, implicit
 from qdqtune.placement.engine_rules import Placed
@@ -87,6 +88,7 @@ class Selection:
 class Request:
     """All that `quantize` is told. `engine` names numbers and rules: its library is not needed.
 
+    `precision` is that of what carries no pair; None is as the engine is usually used, where that holds.
     `calibration_cache` is a file of ranges that another tool has written, in place of calibration (see
     `calibration.caches`). `placement_like` "implicit" puts pairs where TensorRT's implicit quantization had its scales.
     `per_channel` None is as the engine wants it. `evaluate` is the `module:callable` of a metric (see `evaluating`).
@@ -96,7 +98,7 @@ class Request:
     output: Path
     quant_type: QuantType = "int8"
     engine: str = "onnxruntime"
-    precision: Precision = "fp32"
+    precision: Precision | None = "fp32"
     calibration_data: str | None = None
     calibration_samples: int | None = None
     calibration: Calibration = CLOSEST
@@ -159,12 +161,21 @@ def quantize(request: Request, observer: Observer | None = None) -> Quantized:
     numbers, made = _numbers(request), Rewrites.of(request.rewrites)
     metric = None if request.evaluate is None else load_evaluation(request.evaluate)
     observer.stage(f"reading {request.model.name}")
-    graph = load_as(request.model, request.precision, request.fix_inputs, numbers.opset, fold=made.folded)
+    usual = usual_precision(request.engine)
+    precision: Precision = request.precision or usual
+    graph = load_for(request.model, precision, request.fix_inputs, numbers.opset, fold=made.folded)
     if present := _quantized_parts(graph):
         raise BadModel(f"{request.model} already has {present}: give the float model")
     request.selection.allowed(graph, frozenset())  # refuses names that fit nothing, before the work begins
     prepared = _prepared(request, graph)
-    shaped = prepared.shaped if prepared is not None else with_input_shapes(graph, request.input_shapes)
+    notes: tuple[str, ...] = ()
+    if prepared is not None:
+        observer.stage("looking at the values")
+        prepared, _, notes = in_half(prepared, request.precision, usual, request.input_shapes)
+        graph, shaped = prepared.model, prepared.shaped
+    elif request.calibration_cache is not None:
+        graph, notes = by_ranges(graph, precision, request.calibration_cache, request.model)
+        shaped = with_input_shapes(graph, request.input_shapes)
     matched = None if request.calibration_cache is None else from_file(request.calibration_cache, graph, request.model)
 
     def placed_by_rules(ranges: Ranges) -> Placed:
@@ -189,11 +200,13 @@ def quantize(request: Request, observer: Observer | None = None) -> Quantized:
         if prepared is not None:
             observer.stage("comparing with the float model")
             done = _compared(request, fresh, placed, prepared, metric)
+        if precision == "bf16":  # which ONNX Runtime cannot run
+            save(finished(quantized, precision), fresh)
     if prepared is not None and request.report:
         observer.stage("measuring what rounding each tensor does to the outputs")
         done = _reported(done, damages(graph, quantized, placed.placement, prepared.judging.first(JUDGED)))
-    notes = () if matched is None else matched.notes()
-    return replace(done, output=request.output, notes=(*notes, *done.notes), matched=matched)
+    matches = () if matched is None else matched.notes()
+    return replace(done, output=request.output, notes=(*notes, *matches, *done.notes), matched=matched)
 
 
 def _prepared(request: Request, model: Model) -> Prepared | None:
@@ -267,7 +280,7 @@ def _numbers(request: Request) -> NumericFormat:
 def _judged(
     request: Request, written: Path, placed: Placed, samples: Sequence[Sample], metric: Evaluation | None, folder: Path
 ) -> Quantized:
-    """The written file against the user's model: pairs fused where ONNX Runtime is the target, else as they stand."""
+    """A file against the user's model: pairs fused where ONNX Runtime is the target, else as they stand."""
     plain = folder / "float.onnx"
     save(load(request.model, fix_inputs=request.fix_inputs), plain)
     spec = EngineSpec("onnxruntime", {"threads": cores(), "fuse": request.engine == "onnxruntime"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Literal
 
 from qdqtune.engines import MODULES, cpu
 from qdqtune.errors import BadOption
@@ -24,6 +25,10 @@ TENSORRT_SHARED = frozenset({
 """What TensorRT moves a Q or a DQ across: with one scale on both sides, the pairs around it become one."""
 
 
+HALVES = frozenset({"tensorrt", "tensorrt-rtx", "trtexec"})
+"""Engines whose usual baseline is a float16 model."""
+
+
 def numeric_format(engine: str, quant_type: QuantType) -> NumericFormat:
     """The numbers of an engine with its default options, on a processor such as this one.
 
@@ -33,6 +38,17 @@ def numeric_format(engine: str, quant_type: QuantType) -> NumericFormat:
     if engine not in FORMATS:
         raise BadOption(f"unknown engine {engine!r}; there are {', '.join(sorted(MODULES))}")
     return FORMATS[engine](quant_type)
+
+
+def usual_precision(engine: str, version: str = "") -> Literal["fp32", "fp16"]:
+    """What stays in float where no user says it: float16 for the TensorRT family, which takes types from the graph.
+
+    In float32 nothing but pairs would be fast there, and attention not fused at all: most of what 8 bits gain would be
+    the gain of half precision. TensorRT before 10 chooses types itself. An unknown version is a late one.
+    """
+    major = version.split(".")[0]
+    chooses = engine != "tensorrt-rtx" and major.isdecimal() and int(major) < 10
+    return "fp16" if engine in HALVES and not chooses else "fp32"
 
 
 def onnxruntime(quant_type: QuantType) -> NumericFormat:

@@ -1,26 +1,35 @@
-"""A float32 model as a float16 one, for engines that take precision from the graph.
+"""A float32 model as a float16 or bfloat16 one, for engines that take precision from the graph.
 
 ONNX Runtime's converter does it. It knows which operators are unsafe in half precision and casts around them, and
 clips finite constants to what float16 holds, so that a mask of -3e38 stays a mask. It works on one protobuf in memory:
-large constants are shown to it as graph inputs, and converted here when somebody reads them.
+large constants are shown to it as graph inputs, and converted here when somebody reads them. Its casts between nodes
+that both stay in float32 would cut off what these are to keep: they go. bfloat16 is what it has made float16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
+import ml_dtypes
+import numpy as np
 import onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from qdqtune.errors import BadModel, one_line
 from qdqtune.graph.constants import replace
 from qdqtune.graph.loading import checked, load
-from qdqtune.graph.model import Constant, Model
+from qdqtune.graph.model import Constant, Model, bodies, captured
 from qdqtune.graph.rewriting import folded
+from qdqtune.types import Array
 
-Precision = Literal["fp32", "fp16"]
+Precision = Literal["fp32", "fp16", "bf16"]
+HalfPrecision = Literal["fp16", "bf16"]
+
+HALF_TYPES: Mapping[HalfPrecision, int] = MappingProxyType({"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16})
 
 OPSET = 19
 """Pairs on float16 tensors need it."""
@@ -36,7 +45,7 @@ def load_as(
     *,
     fold: bool = False,
 ) -> Model:
-    """`load`, in float16 if `precision` says so, and with the opset that pairs on float16 tensors need.
+    """`load`, in half precision if `precision` says so, and with the opset that pairs on such tensors need.
 
     With `fold`, layers take in what scales and shifts their channels: see `folded`.
 
@@ -44,44 +53,176 @@ def load_as(
         BadModel: the file cannot be used, or not be converted.
         BadOption: `fix_inputs` names no input, or a value does not fit.
     """
+    model = load_for(path, precision, fix_inputs, min_opset, fold=fold)
+    return model if precision == "fp32" else converted(model, precision)
+
+
+def load_for(
+    path: Path,
+    precision: Precision,
+    fix_inputs: Mapping[str, float | int | str],
+    min_opset: int,
+    *,
+    fold: bool = False,
+) -> Model:
+    """`load_as` before anything is converted; raises the same."""
     model = load(path, fix_inputs=fix_inputs, min_opset=min_opset)
-    is_half = precision == "fp16" or any(info.dtype in HALF for info in model.tensors.values())
+    is_half = precision != "fp32" or any(info.dtype in HALF for info in model.tensors.values())
     if model.opset < OPSET and is_half:
         model = load(path, fix_inputs=fix_inputs, min_opset=OPSET)
-    model = folded(model) if fold else model
-    return to_float16(model) if precision == "fp16" else model
+    return folded(model) if fold else model
 
 
-def to_float16(model: Model) -> Model:
+def is_float32(model: Model) -> bool:
+    """Whether a node makes float32 values: there is something to convert."""
+    return any(_is_full(model, t) for node in model.nodes for t in node.outputs)
+
+
+def converted(model: Model, precision: HalfPrecision, kept: Collection[str] = ()) -> Model:
+    """`model` (opset 19 or later) in half precision, but for the nodes named in `kept`; see `to_float16`.
+
+    Raises:
+        BadModel: the model cannot be converted.
+    """
+    half = to_float16(model, kept)
+    return half if precision == "fp16" else _as_bfloat16(model, half)
+
+
+def to_float16(model: Model, kept: Collection[str] = ()) -> Model:
     """`model` (opset 19 or later) in float16. Graph inputs and outputs stay float32, with a Cast at each.
 
     The operators of the converter's own list stay in float32, and so do nodes of other domains, whose kernels nobody
-    knows.
+    knows, and those that are named in `kept`: what passes between such nodes is float32 then.
 
     Raises:
         BadModel: the model cannot be converted.
     """
     from onnxruntime.transformers import float16  # slow to import
 
-    blocked_ops = set(float16.DEFAULT_OP_BLOCK_LIST)
-    blocked = {n.index for n in model.nodes if n.domain or n.op in blocked_ops}
-    full = {c for c in model.large if all(use.slot >= 0 and use.node in blocked for use in model.uses(c))}
+    in_full = {n.index for n in model.nodes if n.name in kept} | blocked(model)
+    full = {c for c in model.large if all(use.slot >= 0 and use.node in in_full for use in model.uses(c))}
     try:
         proto = float16.convert_float_to_float16(
             _shown(model, full),
             keep_io_types=[*model.inputs, *model.outputs],
             disable_shape_infer=True,
-            op_block_list=sorted(blocked_ops),  # in bodies too
-            node_block_list=[model.nodes[i].name for i in blocked],
+            op_block_list=sorted(_unsafe()),  # in bodies too
+            node_block_list=[model.nodes[i].name for i in in_full],
         )
     except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise BadModel(f"cannot convert the model to float16: {one_line(error)}") from error
     replace(proto.graph.input, [v for v in proto.graph.input if v.name not in model.large])
     replace(proto.graph.node, _once(proto.graph.node))
+    if kept:
+        _join(proto.graph)
     try:
         return checked(proto, {name: c if name in full else _half(c) for name, c in model.large.items()})
     except BadModel as error:
         raise BadModel(f"cannot convert the model to float16: {error}") from error
+
+
+def blocked(model: Model) -> set[int]:
+    """The nodes that stay in float32 whatever their values are."""
+    return {n.index for n in model.nodes if n.domain or n.op in _unsafe()}
+
+
+def kept_in(half: Model, model: Model) -> set[str]:
+    """The nodes of a float32 model that `half`, which was made of it, has in float32 on account of their values."""
+    full = {n.name for n in half.nodes if n.op != "Cast" for t in n.outputs if _is_full(half, t)}
+    always = blocked(model)
+    return {n.name for n in model.nodes if n.name in full and n.index not in always}
+
+
+def _is_full(model: Model, tensor: str) -> bool:
+    return tensor in model.tensors and model.tensors[tensor].dtype == TensorProto.FLOAT
+
+
+def rounded_to_float16(values: Array) -> Array:
+    """Float32 values as the conversion leaves them: finite ones are finite, and none but zero becomes zero."""
+    from onnxruntime.transformers.float16 import convert_np_to_float16
+
+    return np.asarray(convert_np_to_float16(np.atleast_1d(values))).reshape(values.shape)
+
+
+@cache
+def _unsafe() -> frozenset[str]:
+    from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST
+
+    return frozenset(DEFAULT_OP_BLOCK_LIST)
+
+
+def _join(graph: onnx.GraphProto) -> None:
+    """Take away the converter's casts to float16 and back between two tensors of float32, in place."""
+    makers = {node.output[0]: node for node in graph.node if node.op_type == "Cast"}
+    inputs, outputs = ({value.name for value in part} for part in (graph.input, graph.output))
+    same: dict[str, str] = {}
+    gone: set[str] = set()
+    for back in makers.values():
+        is_back = back.name.endswith("_cast_to_fp32_node") or back.name.startswith("graph_output_cast")
+        there = makers.get(back.input[0]) if is_back else None
+        if there is None or not _is_to_half(there):
+            continue
+        source, target = there.input[0], back.output[0]
+        if target not in outputs:
+            same[target] = source
+        elif source not in inputs:  # who makes it makes the output itself
+            same[source] = target
+        else:
+            continue
+        gone.add(back.name)
+    nodes = [node for node in graph.node if node.name not in gone]
+    for node in nodes:
+        for names in (node.input, node.output):
+            names[:] = [_last(name, same) for name in names]
+    read = {name for node in nodes for name in (*node.input, *(c for b in bodies(node) for c in captured(b)))} | outputs
+    replace(graph.node, [n for n in nodes if not _is_to_half(n) or n.output[0] in read])
+
+
+def _is_to_half(node: onnx.NodeProto) -> bool:
+    """Whether it is one of the converter's casts to float16."""
+    return node.name.endswith("_cast_to_fp16_node") or node.name.startswith("graph_input_cast")
+
+
+def _last(name: str, same: Mapping[str, str]) -> str:
+    while name in same:
+        name = same[name]
+    return name
+
+
+def _as_bfloat16(model: Model, half: Model) -> Model:
+    """`half`, which was made of `model`, with bfloat16 in place of what became float16."""
+    was = {t for t, info in model.tensors.items() if info.dtype == TensorProto.FLOAT16}
+    own = {n.name for n in model.nodes if n.op == "Cast"}
+    proto = onnx.ModelProto()
+    proto.CopyFrom(half.proto)
+    for value in (*proto.graph.value_info, *proto.graph.input, *proto.graph.output):
+        if value.type.tensor_type.elem_type == TensorProto.FLOAT16 and value.name not in was:
+            value.type.tensor_type.elem_type = TensorProto.BFLOAT16
+    for tensor in proto.graph.initializer:
+        if tensor.data_type == TensorProto.FLOAT16 and tensor.name not in was:
+            tensor.CopyFrom(_bfloat16(tensor, model.constants.get(tensor.name)))
+    for node in proto.graph.node:
+        for attribute in node.attribute:
+            is_own = node.name in own and model.nodes[model.index_of[node.name]].attributes["to"] == TensorProto.FLOAT16
+            if attribute.name in ("to", "dtype") and attribute.i == TensorProto.FLOAT16 and not is_own:
+                attribute.i = TensorProto.BFLOAT16
+            if attribute.HasField("t") and attribute.t.data_type == TensorProto.FLOAT16:
+                attribute.t.CopyFrom(_bfloat16(attribute.t, None))
+    large = {t: _bfloat16_of(model.constants.get(t, c)) if t not in was else c for t, c in half.large.items()}
+    kept = {t: half.large[t] for t in half.large if half.large[t].dtype != TensorProto.FLOAT16}
+    return checked(proto, large | kept)
+
+
+def _bfloat16(tensor: onnx.TensorProto, before: Constant | None) -> onnx.TensorProto:
+    """A float16 tensor in bfloat16, of the float32 constant that it was before if there is one."""
+    values = numpy_helper.to_array(tensor) if before is None else before.array()
+    made: onnx.TensorProto = numpy_helper.from_array(values.astype(ml_dtypes.bfloat16), tensor.name)
+    return made
+
+
+def _bfloat16_of(constant: Constant) -> Constant:
+    key = f"{constant.key}:bfloat16"
+    return Constant(key, TensorProto.BFLOAT16, constant.shape, lambda: constant.array().astype(ml_dtypes.bfloat16))
 
 
 def _shown(model: Model, full: Set[str]) -> onnx.ModelProto:
@@ -104,10 +245,8 @@ def _half(constant: Constant) -> Constant:
     """A float32 constant in float16, converted when it is read; others as they are."""
     if constant.dtype != TensorProto.FLOAT:
         return constant
-    from onnxruntime.transformers.float16 import convert_np_to_float16
-
     key = f"{constant.key}:float16"
-    return Constant(key, TensorProto.FLOAT16, constant.shape, lambda: convert_np_to_float16(constant.array()))
+    return Constant(key, TensorProto.FLOAT16, constant.shape, lambda: rounded_to_float16(constant.array()))
 
 
 def _once(nodes: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:

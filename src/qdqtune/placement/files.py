@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,6 +12,7 @@ import yaml
 from qdqtune.calibration.methods import Calibration
 from qdqtune.errors import BadOption, reading
 from qdqtune.graph.model import Model
+from qdqtune.graph.operators import is_float
 from qdqtune.graph.outputs import appearing
 from qdqtune.graph.rewriting import Rewrites
 from qdqtune.types import Edge, Placement, QuantType
@@ -94,9 +95,33 @@ def _is_named(edge: Edge) -> bool:
 
 
 def existing(model: Model, placement: Placement, possible: frozenset[Edge]) -> tuple[Placement, tuple[Edge, ...]]:
-    """The edges of a placement that `model` has too, and those that it lacks or that cannot carry a pair there."""
-    lost = tuple(e for e in placement if e not in possible)
-    return placement - Placement.of(lost), lost
+    """The edges of a placement that `model` has too, and those that it lacks or that cannot carry a pair there.
+
+    A cast between float types, which one of two precisions has and the other has not, leaves an edge what it is.
+    """
+    same = {edge: _behind_casts(model, edge) for edge in placement}
+    known = {edge: here for edge, here in same.items() if here in possible}
+    return Placement.of(known.values()), tuple(e for e in placement if e not in known)
+
+
+def _behind_casts(model: Model, edge: Edge) -> Edge:
+    """The edge into the same input of the same node, if that has the same values as float of another type."""
+    index = model.index_of.get(edge.node)
+    inputs = () if index is None else model.nodes[index].inputs
+    if edge.index >= len(inputs) or inputs[edge.index] == edge.tensor:
+        return edge
+    here = inputs[edge.index]
+    return replace(edge, tensor=here) if _uncast(model, here) == _uncast(model, edge.tensor) else edge
+
+
+def _uncast(model: Model, tensor: str) -> str:
+    """The tensor in front of casts between float types."""
+    while tensor in model.producers:
+        node = model.nodes[model.producers[tensor]]
+        if node.op != "Cast" or node.domain or not is_float(model, node.inputs[0]):
+            break
+        tensor = node.inputs[0]
+    return tensor
 
 
 def write_yaml(path: Path, content: Mapping[str, object]) -> None:

@@ -12,6 +12,7 @@ from qdqtune.calibration.methods import CLOSEST, Calibration
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import TIME_LIMIT
 from qdqtune.errors import BadOption
+from qdqtune.graph.float16 import Precision
 from qdqtune.graph.rewriting import Rewrites, Rewriting
 from qdqtune.measurement.accuracy import FLOOR_DB, MOST_EQUAL
 from qdqtune.measurement.limits import Limits
@@ -69,6 +70,7 @@ class Settings:
     `min_sqnr` in dB, `min_agreement` as a share of the integers, and `max_drop` of the metric `evaluate` (see
     `measurement.metric`) are limits that a result must hold, None sets none. "auto" is `FLOOR_DB`, or with `evaluate`
     a hundredth of the float model's metric and no limit on the SQNR. What was measured under other limits serves.
+    `precision` is that of what carries no pair; None is as the engine is usually used, where the outputs hold that.
     `calibration_cache` is a file of ranges that another tool has written, in place of calibration.
     `command` is what was typed, for the record alone.
     `accuracy_samples` is the most samples that outputs are compared on.
@@ -79,7 +81,7 @@ class Settings:
     engine: EngineSpec = field(default_factory=lambda: EngineSpec("onnxruntime"))
     mode: Mode = "cut"
     quant_type: QuantType = "int8"
-    precision: Literal["fp32", "fp16"] = "fp32"
+    precision: Precision | None = "fp32"
     calibration_data: str | None = None
     calibration_samples: int | None = None
     accuracy_samples: int = 32
@@ -121,6 +123,8 @@ class Settings:
             raise BadOption(f"--min-sqnr {self.min_sqnr:g} is no ratio in dB: it lies within {-MOST_DB} and {MOST_DB}")
         if self.time_budget is not None and self.time_budget <= 0:
             raise BadOption("--time-budget is above zero")
+        if self.precision == "bf16":
+            raise BadOption("--precision bf16 is for quantize and apply: a search judges outputs in fp16 or fp32")
         if self.from_qdq and self.qdq_baseline:
             raise BadOption("--from-qdq and --qdq-baseline exclude each other")
         if self.from_qdq and self.calibration_cache:

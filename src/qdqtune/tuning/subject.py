@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -20,14 +20,16 @@ from qdqtune.calibration.observe import outputs_on
 from qdqtune.calibration.prepare import Data, HoldOut, Prepared, prepare
 from qdqtune.calibration.samples import Samples, input_specs
 from qdqtune.calibration.scales import Ranges
+from qdqtune.engines.formats import usual_precision
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.shapes import check_inputs
 from qdqtune.errors import BadModel, BadOption, reading
-from qdqtune.graph.float16 import OPSET, load_as, to_float16
+from qdqtune.graph.float16 import OPSET, Precision, converted, load_as, load_for
 from qdqtune.graph.loading import load, with_float_type
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import work
 from qdqtune.measurement.fitting import fitted
+from qdqtune.measurement.half_precision import in_half
 from qdqtune.placement import engine_rules, rules
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import Reading, is_quantized, read_placement, strip_pairs
@@ -116,13 +118,24 @@ def open_subject(settings: Settings, runner: Runner) -> Subject:
     insist_on_device(settings.engine, runner)
     numbers = runner.numeric_format(settings.quant_type)
     notes: list[str] = []
-    model, imported = _float_model(settings, numbers, notes)
+    usual = _usual_precision(settings, runner)
+    wanted: Precision = settings.precision or usual
+    model, imported = _loaded(settings, numbers, wanted)
     check_inputs(settings.engine, model)
     data = Data(settings.calibration_data, settings.calibration_samples, settings.input_shapes, settings.seed)
     most = settings.accuracy_samples
     hold_out = HoldOut(least=min(LEAST_JUDGED, most), most=most, of_random=False)
     prepared = prepare(model, data, fixed=settings.fix_inputs, hold_out=hold_out)
+    kept: Collection[str] = ()
+    if not settings.from_qdq:
+        floor = settings.limits.min_sqnr
+        prepared, half, told = in_half(prepared, settings.precision, usual, settings.input_shapes, floor)
+        kept, wanted = (half.kept.keys(), half.precision) if half is not None else ((), "fp32")
+        notes += told
     shaped = prepared.shaped
+    imported = imported or _baseline(settings, prepared.model, wanted, kept)
+    if imported is not None:
+        imported = _told(imported, notes)
     if prepared.samples.is_random:
         come = "scales come" if settings.calibration_cache is None else "the SQNR comes"
         notes.append(f"no --calibration-data: {come} from random inputs, so latency is real but accuracy is not")
@@ -255,39 +268,51 @@ def _ruled(subject: Subject, settings: Settings, ranges: Ranges) -> Placement:
     return engine_rules.place(subject.shaped, possible, settings.engine.name, settings.quant_type).placement
 
 
-def _float_model(settings: Settings, numbers: NumericFormat, notes: list[str]) -> tuple[Model, Reading | None]:
-    """The float model, and the pairs that came with it or with another file."""
-    model = _loaded(settings, numbers)
+def _usual_precision(settings: Settings, runner: Runner) -> Precision:
+    """What stays in float where the user does not say it; a model that came with pairs stays as it is."""
+    if settings.from_qdq or settings.precision is not None:
+        return "fp32"
+    return usual_precision(settings.engine.name, runner.describe().get("version", ""))
+
+
+def _loaded(settings: Settings, numbers: NumericFormat, precision: Precision) -> tuple[Model, Reading | None]:
+    """The float model, and the pairs that came with it. One that comes with pairs has its `precision` already."""
+    fold, fixed = settings.made_rewrites.folded, settings.fix_inputs
     if settings.from_qdq:
+        model = _typed(settings, load_as(settings.model, precision, fixed, numbers.opset, fold=fold))
         if not is_quantized(model):
             raise BadOption(f"{settings.model} has no Q/DQ pairs: leave --from-qdq out")
         stripped = strip_pairs(model)
-        return stripped, _told(read_placement(stripped, model), notes)
+        return stripped, read_placement(stripped, model)
+    model = _typed(settings, load_for(settings.model, precision, fixed, numbers.opset, fold=fold))
     if is_quantized(model):
         raise BadModel(
             f"{settings.model} already has Q/DQ pairs: give --from-qdq to strip them and search from there, "
             "or the float model with --qdq-baseline"
         )
-    if settings.qdq_baseline is not None:
-        baseline = load(settings.qdq_baseline)
-        if settings.precision == "fp16":
-            baseline = to_float16(load(settings.qdq_baseline, min_opset=OPSET))
-        reading = read_placement(model, baseline)
-        if not reading.placement.edges:
-            raise BadModel(
-                f"{settings.qdq_baseline} has no Q/DQ pair that fits {settings.model}: "
-                "give a quantized version of it, or leave --qdq-baseline out"
-            )
-        return model, _told(reading, notes)
     return model, None
 
 
-def _loaded(settings: Settings, numbers: NumericFormat) -> Model:
-    fold = settings.made_rewrites.folded
-    model = load_as(settings.model, settings.precision, settings.fix_inputs, numbers.opset, fold=fold)
-    if settings.default_dq_dtype is not None:
-        model = with_float_type(model, onnx.TensorProto.DataType.Value(DTYPES[settings.default_dq_dtype]))
-    return model
+def _baseline(settings: Settings, model: Model, precision: Precision, kept: Collection[str]) -> Reading | None:
+    """The pairs of another file for `model`, if one is given."""
+    if settings.qdq_baseline is None:
+        return None
+    baseline = load(settings.qdq_baseline)
+    if precision != "fp32":
+        baseline = converted(load(settings.qdq_baseline, min_opset=OPSET), precision, kept)
+    reading = read_placement(model, baseline)
+    if not reading.placement.edges:
+        raise BadModel(
+            f"{settings.qdq_baseline} has no Q/DQ pair that fits {settings.model}: "
+            "give a quantized version of it, or leave --qdq-baseline out"
+        )
+    return reading
+
+
+def _typed(settings: Settings, model: Model) -> Model:
+    if settings.default_dq_dtype is None:
+        return model
+    return with_float_type(model, onnx.TensorProto.DataType.Value(DTYPES[settings.default_dq_dtype]))
 
 
 def _told(reading: Reading, notes: list[str]) -> Reading:
