@@ -124,6 +124,7 @@ QUANTIZE: dict[str, tuple[Sequence[str], Callable[[Request], object], object]] =
     "--calibration-method": (["mse"], lambda r: r.calibration, Calibration("mse", 99.99, bias_correction=True)),
     "--no-bias-correction": ([], lambda r: r.calibration.bias_correction, False),
     "--percentile": (["99.5"], lambda r: r.calibration.percentile, 99.5),
+    "--rewrites": (["off"], lambda r: r.rewrites, "off"),
     "--calibration-cache": (["c.cache"], lambda r: r.calibration_cache, Path("c.cache")),
     "--placement-like": (["implicit"], lambda r: r.placement_like, "implicit"),
     "--fix-input": (["sr=16000"], lambda r: r.fix_inputs, {"sr": 16000}),

@@ -100,6 +100,7 @@ TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
     "--calibration-method": (["percentile"], lambda s: s.calibration, Calibration("percentile", bias_correction=True)),
     "--no-bias-correction": ([], lambda s: s.calibration.bias_correction, False),
     "--percentile": (["99.5"], lambda s: s.calibration.percentile, 99.5),
+    "--rewrites": (["off"], lambda s: s.rewrites, "off"),
     "--calibration-cache": (["c.cache"], lambda s: s.calibration_cache, Path("c.cache")),
     "--fix-input": (["sr=16000"], lambda s: s.fix_inputs, {"sr": 16000}),
     "--effort": (["extensive"], lambda s: (s.builds, s.plan.looks, s.config.schemes_per_region, s.proof),
