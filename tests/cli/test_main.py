@@ -242,7 +242,7 @@ def test_options_of_apply_reach_it(monkeypatch, call, made, tuned, tmp_path):
     assert given.a == (tuned, placement, target, numeric_format("onnxruntime", "int8"))
     assert given.k == {"calibration_data": "d.npz", "calibration": Calibration("percentile", 99, bias_correction=True),
                        "input_shapes": {"x": (1, 2)}, "samples": 2, "seed": 3, "precision": "fp16",
-                       "rewrites": "auto", "calibration_cache": None}  # fmt: skip
+                       "rewrites": "auto", "calibration_cache": None, "engine": "onnxruntime"}  # fmt: skip
     assert out == f"{target}: 0 edges carry a Q/DQ pair\n"
     assert "note: 1 edges are not in this model, the first: t -> n[1]\n" in err
     call("apply", tuned, "--placement", placement)
