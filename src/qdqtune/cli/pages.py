@@ -34,8 +34,8 @@ OPTIONS = (
 def report_command(directory: Path, output: Path | None, as_machine: bool) -> None:
     """Write the report of a finished run: one HTML file that works offline and makes no request.
 
-    The run is the one in DIRECTORY. `tune` writes its report by itself; this is for runs of earlier versions, and after
-    --pick.
+    The run is the one in DIRECTORY. `tune` writes its report by itself; this is for runs of earlier versions, and for
+    another place.
 
     \b
     qdqtune report qdqtune_output

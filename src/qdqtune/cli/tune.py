@@ -14,11 +14,11 @@ from qdqtune.cli.options import FILE, flag, option
 from qdqtune.cli.output import print_json, say, say_notes, show
 from qdqtune.cli.streams import INTERRUPTED
 from qdqtune.engines.shapes import usual_shapes
-from qdqtune.errors import ConstraintUnmet
+from qdqtune.errors import ConstraintUnmet, QdqtuneError
 from qdqtune.measurement.timing import Plan
 from qdqtune.search.region import Config
 from qdqtune.tuning.estimate import estimate
-from qdqtune.tuning.folder import FINAL
+from qdqtune.tuning.folder import FINAL, REPORT
 from qdqtune.tuning.front import pick
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
@@ -161,17 +161,25 @@ def run(given: options.Given) -> int:
         without = " without --restart" if settings.restart else ""
         say(f"interrupted: what was measured is kept; the same command{without} goes on from there")
         return INTERRUPTED
-    if given["report"]:
-        from qdqtune.cli.pages import leave_report  # a page takes time to import that --help should not
-
-        leave_report(settings.output_dir)
     why = report.failure_note(result, settings.output_dir / "logs")
     say_notes((*result.notes, *filter(None, [why])))
     if given["as_machine"]:
         print_json(dict(result.summary))
     else:
         _print(result, settings.output_dir / FINAL, verbose=given["verbose"])
+    if given["report"]:
+        _leave_report(settings.output_dir)
     return 0 if result.improved else ConstraintUnmet.exit_code if result.unmet else NO_IMPROVEMENT
+
+
+def _leave_report(folder: Path) -> None:
+    """Write the report last: whatever becomes of it, the result stands and has been told."""
+    from qdqtune.cli.pages import leave_report  # takes time to import that --help should not
+
+    try:
+        say(f"{leave_report(folder)} shows how it went")
+    except QdqtuneError as error:
+        say_notes([f"no report.html: {error}"])
 
 
 def _pick(given: options.Given) -> int:
@@ -181,6 +189,8 @@ def _pick(given: options.Given) -> int:
     else:
         show(report.front_table(summary["front"]))
         print(f"{given['output_dir'] / FINAL} is point {given['pick']}")
+    if (given["output_dir"] / REPORT).exists():
+        _leave_report(given["output_dir"])
     return 0
 
 

@@ -111,8 +111,8 @@ def _map(run: Finished, model: Model, whys: Mapping[str, str]) -> Map:
     known: dict[Placement, Sequence[Layer]] = {t.placement: t.layers for t in run.history if t.layers}
     if run.final.edges:
         known[run.final] = run.final_layers
-    float_ms = run.summary["baseline_ms"]
-    ratios = ratios_to_float(run.history, run.plan) | {run.final: run.summary["ratio"]}
+    float_ms = sum(layer.time_ms or 0.0 for layer in run.float_layers)
+    ratios = {run.final: run.summary["ratio"]} | ratios_to_float(run.history, run.plan)
     before = _ran(model, Placement(), run.float_layers, 1.0, float_ms)
     after = _ran(model, shown, known.get(shown, ()), ratios.get(shown, 1.0), float_ms) if shown.edges else None
     error_db = {tensor: _db(noise) for tensor, noise in run.alone.items()}
@@ -168,7 +168,9 @@ def tail(name: str) -> str:
 
 def _bars_lead(drawn: Map, run: Finished) -> str:
     spent = sum(g.conversion_ms for g in drawn.groups)
-    told = "The engine's layer times, scaled so that they add up to the latency that was measured."
+    in_all = sum(g.float_ms or 0.0 for g in drawn.groups)
+    told = f"What the engine told of single layers, in inferences that were profiled: {in_all:.4g} ms in float, where "
+    told += f"{run.summary['baseline_ms']:.4g} ms were measured without."
     if not drawn.tuned:
         return told
     what = "the tuned model" if run.final.edges else f"{drawn.tuned}, the fastest that was tried, which does not ship"
@@ -291,6 +293,8 @@ def _circumstances(run: Finished) -> Iterator[Fact]:
         yield Fact("system", machine["system"])
     if run.told.get("begun"):
         yield Fact("begun", run.told["begun"].replace("T", " ").replace("+00:00", " UTC"))
+    if spent := _spent(run):
+        yield Fact("where the time of the run went", spent)
     yield Fact("seed", str(summary["seed"]))
     yield Fact("mode", summary["mode"])
     if run.told.get("calibration"):
@@ -299,6 +303,15 @@ def _circumstances(run: Finished) -> Iterator[Fact]:
     yield Fact("outputs judged on", f"{summary['accuracy_samples']} samples, {held}")
     for name, version in summary["versions"].items():
         yield Fact(name, str(version))
+
+
+def _spent(run: Finished) -> str:
+    """Seconds by stage, those that took longest first; empty for runs of versions that wrote no diary."""
+    stages = run.told.get("stages", ())
+    ends = [*(seconds for _, seconds in stages[1:]), run.summary["seconds"]]
+    took = [(end - begin, text) for (text, begin), end in zip(stages, ends, strict=False)]
+    longest = sorted(took, reverse=True)[:4]
+    return ", ".join(f"{text} {duration(seconds)}" for seconds, text in longest if seconds >= 1)
 
 
 def _commands(run: Finished) -> Iterator[Fact]:

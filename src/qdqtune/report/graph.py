@@ -20,7 +20,10 @@ MOST = 240
 """As many cells as a screen shows at once; more groups than that form blocks."""
 
 USUAL = 80
-"""Blocks that a level is divided into."""
+"""The most blocks that a level is divided into."""
+
+LEAST = 8
+"""Groups of a block, as a rule: fewer are not worth a step down."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,8 @@ def in_order(model: Model, groups: Iterable[Sequence[str]]) -> list[tuple[str, .
 def blocks(
     groups: Sequence[Sequence[str]], operators: Mapping[str, str], between: Sequence[tuple[int, int]]
 ) -> tuple[Block, ...]:
-    """Blocks of consecutive groups, none where all groups fit a screen. Borders lie where few values cross and names
-    of modules change."""
+    """Blocks of consecutive groups, none where all groups fit a screen. Borders lie where names of modules change and
+    few values cross."""
     if len(groups) <= MOST:
         return ()
     crossing = [0] * (len(groups) + 1)
@@ -92,13 +95,13 @@ def _divided(
     count = last - first
     if count <= MOST:
         return ()
-    size = max(count / USUAL, 2)
+    size = max(count / USUAL, LEAST)
     borders, slack = [first], max(1, int(size * 0.45))
     for number in range(1, math.ceil(count / size)):
         ideal = first + round(number * size)
         window = range(max(borders[-1] + 1, ideal - slack), min(last, ideal + slack + 1))
         if window:
-            borders.append(min(window, key=lambda b: (crossing[b], shared(scopes[b - 1], scopes[b]), abs(b - ideal))))
+            borders.append(min(window, key=lambda b: (shared(scopes[b - 1], scopes[b]), crossing[b], abs(b - ideal))))
     made = []
     for a, b in pairwise([*borders, last]):
         label = block_label([operators[n] for g in groups[a:b] for n in g], scopes[a:b])
@@ -128,9 +131,12 @@ def shared(a: Sequence[str], b: Sequence[str]) -> int:
 
 
 def block_label(operators: Sequence[str], scopes: Sequence[tuple[str, ...]]) -> str:
-    """The module that a block is, or else the operators that it has most of."""
-    common = scopes[0][: min(shared(scopes[0], other) for other in scopes)] if scopes else ()
-    if common:
+    """The module that a block is, or from which module to which it goes, or else the operators that it has most of."""
+    depth = min(shared(scopes[0], other) for other in scopes)
+    ends = [scope[depth] for scope in (scopes[0], scopes[-1]) if len(scope) > depth]
+    if len(set(ends)) == 2:
+        return " – ".join(ends)
+    if common := scopes[0][:depth]:
         return "/".join(common[-2:])
     return " · ".join(op for op, _ in Counter(operators).most_common(2))
 

@@ -16,6 +16,7 @@ from markupsafe import Markup
 
 from qdqtune.graph.outputs import appearing
 from qdqtune.report import charts
+from qdqtune.report.gather import duration
 from qdqtune.report.values import Block, Map, Report
 from qdqtune.types import EQUAL_DB
 from qdqtune.version import __version__
@@ -133,7 +134,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         finalize=lambda value: spelled(value) if type(value) is str else value,
     )
-    made.filters |= {"ms": _ms, "times": _times, "db": _db}
+    made.filters |= {"ms": _ms, "times": _times, "db": _db, "duration": duration}
     return made
 
 

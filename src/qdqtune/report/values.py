@@ -50,8 +50,8 @@ class Node:
 
 @dataclass(frozen=True)
 class Group:
-    """Nodes that the engine runs together, by number. Times are shares of the whole latency as the engine told them;
-    None where it told none. `conversion_ms` is what the pairs at its borders cost in the tuned model.
+    """Nodes that the engine runs together, by number. Times are as the engine told them of profiled
+    inferences; None where it told none. `conversion_ms` is what the pairs at its borders cost in the tuned model.
 
     `error_db` is the output SQNR that rounding what the group writes alone would leave; None if it was not measured.
     """

@@ -352,7 +352,11 @@
     if (cells[chosen]) cells[chosen].element.setAttribute("aria-selected", "false");
     chosen = i;
     for (const line of box.firstChild.children) line.classList.toggle("near", Number(line.dataset.a) === i || Number(line.dataset.b) === i);
-    if (i >= 0) { cells[i].element.setAttribute("aria-selected", "true"); detail(cells[i].group); }
+    if (i >= 0) { 
+      cells[i].element.setAttribute("aria-selected", "true");
+      detail(cells[i].group);
+      if (getComputedStyle(panel).position === "fixed") cells[i].element.scrollIntoView({ block: "start" });
+    }
   };
 
   const dismiss = () => {
