@@ -22,8 +22,11 @@ MOST = 240
 USUAL = 80
 """The most blocks that a level is divided into."""
 
+FEWEST = 4
+"""The fewest blocks that modules may form, and the fewest groups of one on average."""
+
 LEAST = 8
-"""Groups of a block, as a rule: fewer are not worth a step down."""
+"""Groups of a block where names tell of no modules: fewer are not worth a step down."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,8 @@ def in_order(model: Model, groups: Iterable[Sequence[str]]) -> list[tuple[str, .
 def blocks(
     groups: Sequence[Sequence[str]], operators: Mapping[str, str], between: Sequence[tuple[int, int]]
 ) -> tuple[Block, ...]:
-    """Blocks of consecutive groups, none where all groups fit a screen. Borders lie where names of modules change and
-    few values cross."""
+    """Blocks of consecutive groups, none where all groups fit a screen. Borders lie where modules begin, or
+    where few values cross."""
     if len(groups) <= MOST:
         return ()
     crossing = [0] * (len(groups) + 1)
@@ -95,18 +98,34 @@ def _divided(
     count = last - first
     if count <= MOST:
         return ()
-    size = max(count / USUAL, LEAST)
+    modules = _by_module(scopes, first, last)
+    made = []
+    for a, b in pairwise([*(modules or _evenly(crossing, first, last)), last]):
+        named = [operators[n] for g in groups[a:b] for n in g]
+        label = block_label(named, scopes[a:b], is_module=bool(modules))
+        made.append(Block(label, a, b, _divided(groups, operators, crossing, scopes, a, b)))
+    return tuple(made)
+
+
+def _by_module(scopes: Sequence[tuple[str, ...]], first: int, last: int) -> list[int]:
+    """Where modules begin, as deep as their number fits a screen; nothing where names tell of none."""
+    for depth in range(max(map(len, scopes[first:last])), 0, -1):
+        inner = [n for n in range(first + 1, last) if scopes[n - 1][:depth] != scopes[n][:depth]]
+        if FEWEST <= len(inner) + 1 <= min(USUAL, (last - first) / FEWEST):
+            return [first, *inner]
+    return []
+
+
+def _evenly(crossing: Sequence[int], first: int, last: int) -> list[int]:
+    """Borders at about equal distances, where few values cross."""
+    size = max((last - first) / USUAL, LEAST)
     borders, slack = [first], max(1, int(size * 0.45))
-    for number in range(1, math.ceil(count / size)):
+    for number in range(1, math.ceil((last - first) / size)):
         ideal = first + round(number * size)
         window = range(max(borders[-1] + 1, ideal - slack), min(last, ideal + slack + 1))
         if window:
-            borders.append(min(window, key=lambda b: (shared(scopes[b - 1], scopes[b]), crossing[b], abs(b - ideal))))
-    made = []
-    for a, b in pairwise([*borders, last]):
-        label = block_label([operators[n] for g in groups[a:b] for n in g], scopes[a:b])
-        made.append(Block(label, a, b, _divided(groups, operators, crossing, scopes, a, b)))
-    return tuple(made)
+            borders.append(min(window, key=lambda b: (crossing[b], abs(b - ideal))))
+    return borders
 
 
 def everywhere(model: Model) -> frozenset[Edge]:
@@ -130,11 +149,11 @@ def shared(a: Sequence[str], b: Sequence[str]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def block_label(operators: Sequence[str], scopes: Sequence[tuple[str, ...]]) -> str:
+def block_label(operators: Sequence[str], scopes: Sequence[tuple[str, ...]], *, is_module: bool) -> str:
     """The module that a block is, or from which module to which it goes, or else the operators that it has most of."""
     depth = min(shared(scopes[0], other) for other in scopes)
     ends = [scope[depth] for scope in (scopes[0], scopes[-1]) if len(scope) > depth]
-    if len(set(ends)) == 2:
+    if len(set(ends)) == 2 and not is_module:
         return " – ".join(ends)
     if common := scopes[0][:depth]:
         return "/".join(common[-2:])

@@ -109,7 +109,7 @@
   const build = () => {
     const here = trail[trail.length - 1];
     const inner = here.inner;
-    cells = inner.length ? inner.map((b) => blockCell(blockOf(b))) : Array.from({ length: here.last - here.first }, (_, i) => groupCell(here.first + i));
+    cells = inner.length ? inner.map(blockOf).map((b) => b.last - b.first === 1 ? groupCell(b.first) : blockCell(b)) : Array.from({ length: here.last - here.first }, (_, i) => groupCell(here.first + i));
     const at = new Int32Array(here.last - here.first);
     cells.forEach((c, i) => at.fill(i, c.first - here.first, c.last - here.first));
     const seen = new Set();
@@ -397,7 +397,7 @@
     let inner = whole.inner;
     while (inner.length) {
       const next = inner.map(blockOf).find((b) => b.first <= n && n < b.last);
-      if (!next) break;
+      if (!next || next.last - next.first === 1) break;
       steps.push(next);
       inner = next.inner;
     }
