@@ -273,6 +273,48 @@ def test_help_shows_every_option(command, call):
     if command is None:
         assert all(f"  {name} " in out for name in COMMANDS)
     assert max(map(len, out.splitlines())) <= 110
+    if command is not None:
+        assert all(name in out for name in ("--json", "--quiet", "--verbose", "--help-all"))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_a_page_of_80_columns_and_the_whole_explains_every_option(command, call, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = call(command, "--help")
+    assert code == 0
+    assert len(out.splitlines()) <= 60
+    assert max(map(len, out.split("\nOutput:\n")[1].splitlines())) <= 80
+    assert "<=x" not in out
+    _, everything, _ = call(command, "--help-all")
+    told = " ".join(everything.split())
+    for option in COMMANDS[command].params:
+        words = " ".join((getattr(option, "help", None) or "").split()[:4])
+        assert words.partition("-")[0] in told
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_each_shell_gets_its_completion(shell, call, tmp_path):
+    code, script, _ = call("completion", shell)
+    assert code == 0
+    assert "_QDQTUNE_COMPLETE" in script
+    if shutil.which(shell):
+        file = tmp_path / "script"
+        file.write_text(script)
+        subprocess.run([shell, "-n", str(file)], check=True)
+
+
+def test_a_shell_that_asks_is_answered(monkeypatch, call):
+    for name, value in {"COMP_WORDS": "qdqtune tune --incr", "COMP_CWORD": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("_QDQTUNE_COMPLETE", "bash_complete")
+    assert call() == (0, "plain,--incremental-validation\n", "")
+
+
+def test_quiet_is_for_every_command(call, model):
+    code, _, err = call(
+        "compare", model, model, "--engine", "fake", "-q", "--calibration-data", model.with_suffix(".npz")
+    )
+    assert (code, err) == (0, "")
 
 
 @pytest.mark.parametrize("width", [40, 60, 95, 300])

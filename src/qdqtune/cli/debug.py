@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qdqtune.cli import options, progress
+from qdqtune.cli.grouped import command
 from qdqtune.cli.options import FILE, Number, option
 from qdqtune.cli.output import print_json, say_notes, show
 from qdqtune.commands.cut_off import WrongPart
@@ -39,7 +40,7 @@ OPTIONS = (
 )
 
 
-@click.command("debug", params=[*OPTIONS])
+@command("debug", OPTIONS)
 def debug_command(as_machine: bool, **given: Any) -> int:
     """Find which tensor breaks the outputs of a quantized model, or which nodes an engine computes wrongly.
 

@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import click
 import onnx
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from qdqtune.cli import options
+from qdqtune.cli.grouped import command
 from qdqtune.cli.layers import profiled
 from qdqtune.cli.options import FILE, option, repeated
 from qdqtune.cli.output import print_json, say_notes, show
@@ -53,7 +53,7 @@ BUILD = (
 )
 
 
-@click.command("build", params=[*BUILD])
+@command("build", BUILD)
 def build_command(model: Path, output: Path, as_machine: bool, **given: Any) -> None:
     """Build MODEL, and save it in the engine's own format: a TensorRT plan, an OpenVINO IR, an optimized ONNX file.
 
@@ -104,7 +104,7 @@ class Ran:
     described: Mapping[str, str] | None = None
 
 
-@click.command("check", params=[*CHECK])
+@command("check", CHECK)
 def check_command(
     model: Path,
     allowed: Sequence[str],
@@ -250,7 +250,7 @@ def _sum(timed: Sequence[Layer] | Sequence[Finding]) -> float | None:
     return sum(times) if times else None
 
 
-@click.command("doctor", params=[options.AS_JSON])
+@command("doctor", [options.AS_JSON])
 def doctor_command(as_machine: bool) -> int:
     """Show which engines work on this machine, on what hardware, and what to install for the others.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from qdqtune.cli import options
+from qdqtune.cli.grouped import command
 from qdqtune.cli.options import FILE, option
 from qdqtune.cli.output import print_json
 from qdqtune.cli.streams import escaped
@@ -16,7 +17,7 @@ from qdqtune.commands.explain import Explained, explain_run
 from qdqtune.commands.explanation import IN_WORDS, Explanation, Tally
 
 
-@click.command(
+@command(
     "explain",
     params=[
         click.Argument(["folder"], type=FILE, metavar="DIR"),

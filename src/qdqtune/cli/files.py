@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from qdqtune.cli import options, progress, report
+from qdqtune.cli.grouped import command
 from qdqtune.cli.options import FILE, option
 from qdqtune.cli.output import print_json, say_error, say_notes, show
 from qdqtune.commands.apply import JUDGED, apply
@@ -34,7 +35,7 @@ COMPARE = (
 )
 
 
-@click.command("compare", params=[*COMPARE])
+@command("compare", COMPARE)
 def compare_command(
     files: Sequence[Path], timing_runs: int, warmup_runs: int, html: Path | None, as_machine: bool, **given: Any
 ) -> int:
@@ -91,7 +92,7 @@ APPLY = (
 )
 
 
-@click.command("apply", params=[*APPLY])
+@command("apply", APPLY)
 def apply_command(
     model: Path, placement: Path, output: Path | None, engine: str | None, as_machine: bool, **given: Any
 ) -> None:

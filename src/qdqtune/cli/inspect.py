@@ -11,6 +11,7 @@ from typing import Literal
 import click
 
 from qdqtune.cli import options
+from qdqtune.cli.grouped import command
 from qdqtune.cli.options import flag, option
 from qdqtune.cli.output import print_json
 from qdqtune.graph.loading import load
@@ -31,7 +32,7 @@ BAR = 40
 """Width of the longest histogram bar."""
 
 
-@click.command(
+@command(
     "inspect",
     params=[
         options.MODEL,

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qdqtune.cli import options
+from qdqtune.cli.grouped import command
 from qdqtune.cli.options import FILE, option
 from qdqtune.cli.output import print_json, show, width
 from qdqtune.engines.runner import Runner, unlogged
@@ -43,7 +44,7 @@ OPTIONS = (
 )
 
 
-@click.command("layers", params=[*OPTIONS])
+@command("layers", OPTIONS)
 def layers_command(
     model: Path | None,
     runs: int,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import click
+from click.shell_completion import shell_complete
 
 from qdqtune.cli.output import say, say_error, say_exception
 from qdqtune.cli.streams import INTERRUPTED, Interrupts, guarded, lost_output
@@ -15,6 +17,9 @@ from qdqtune.errors import QdqtuneError
 from qdqtune.version import __version__
 
 DEFECT = 70
+
+COMPLETING = "_QDQTUNE_COMPLETE"
+"""The variable by which a shell asks for completions."""
 
 CONTEXT = {
     "help_option_names": ["-h", "--help"],
@@ -30,6 +35,8 @@ def main(
     constraint unmet, 5 engine unavailable or baseline failed, 70 a defect of qdqtune, 130 interrupted.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if (asked := os.environ.get(COMPLETING)) and command is None:
+        sys.exit(shell_complete(app, {}, name, COMPLETING, asked))
     with guarded(), Interrupts() as interrupts:
         try:
             code = _run(command or app, name, given, interrupts)
@@ -134,6 +141,7 @@ SUMMARIES = {
         "explain": "Explain a finished run: why each node runs in 8 bits or in float, and what the other way would "
         "cost."
     },
+    "completion": {"completion": "Print what makes a shell complete the commands and options of qdqtune."},
     "debug": {
         "debug": "Find which tensor breaks the outputs of a quantized model, or which nodes an engine computes wrongly."
     },

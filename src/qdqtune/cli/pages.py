@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from qdqtune.cli.grouped import command
 from qdqtune.cli.options import FILE, command_line, flag, option
 from qdqtune.cli.output import print_json
 from qdqtune.commands.check import Finding
@@ -30,7 +31,7 @@ OPTIONS = (
 )
 
 
-@click.command("report", params=[*OPTIONS])
+@command("report", OPTIONS)
 def report_command(directory: Path, output: Path | None, as_machine: bool) -> None:
     """Write the report of a finished run: one HTML file that works offline and makes no request.
 

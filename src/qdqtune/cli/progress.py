@@ -13,6 +13,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from qdqtune.cli.grouped import is_quiet, is_verbose
 from qdqtune.cli.output import console
 from qdqtune.cli.words import duration, speed
 from qdqtune.tuning.observer import State
@@ -27,8 +28,8 @@ EVERY = 10.0
 
 def shown(*, quiet: bool = False, verbose: bool = False) -> Live | Plain:
     """What tells of a run: a picture that changes on a terminal; lines elsewhere, or with `verbose`."""
-    here = console(is_error=True, quiet=quiet)
-    moving = here.is_terminal and not here.is_dumb_terminal and not verbose
+    here = console(is_error=True, quiet=quiet or is_quiet())
+    moving = here.is_terminal and not here.is_dumb_terminal and not (verbose or is_verbose())
     return Live(here) if moving else Plain(here)
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qdqtune.cli import options, progress, tune
+from qdqtune.cli.grouped import command
 from qdqtune.cli.options import FILE, flag, option, repeated
 from qdqtune.cli.output import print_json, say_notes, show
 from qdqtune.commands.quantize import Quantized, Request, Selection, quantize
@@ -81,7 +82,7 @@ SHARED = {"model", "quant_type", "engine", "precision", *(option.human_readable_
 """Parameters that mean to `tune` what they mean here."""
 
 
-@click.command("quantize", params=[*OPTIONS])
+@command("quantize", OPTIONS)
 def quantize_command(**given: Any) -> int:
     """Quantize MODEL by placement rules: calibrated Q/DQ pairs in one pass, with no search and no timing.
 
@@ -213,7 +214,7 @@ def worst_tensors(done: Quantized) -> Table:
     return table
 
 
-@click.command(
+@command(
     "rules",
     params=[
         option("--engine", "Only the rules of this engine.", ENGINES),

@@ -10,6 +10,7 @@ import click
 from click.core import ParameterSource
 
 from qdqtune.cli import options, progress, report
+from qdqtune.cli.grouped import command
 from qdqtune.cli.options import FILE, flag, option
 from qdqtune.cli.output import print_json, say, say_notes, show
 from qdqtune.cli.streams import INTERRUPTED
@@ -92,7 +93,11 @@ OPTIONS = (
         "cut: besides the fastest, give points from the fastest to the most exact: front/NAME.onnx, each proven.",
     ),
     option("--pick", "Ship point NAME of a finished run with --front; measures nothing.", metavar="NAME"),
-    option("--time-budget", "Stop searching after this long: 90s, 10m, 1h.", callback=options.seconds),
+    option(
+        "--time-budget",
+        "How long the whole run may take, proof included: 90s, 10m, 1h.",
+        callback=options.seconds,
+    ),
     option("--timing-runs", "Most rounds of one comparison.  [20 | 48 | 96]", click.IntRange(12)),
     options.WARMUP_RUNS,
     options.REGIONS,
@@ -120,14 +125,13 @@ OPTIONS = (
 )
 
 
-@click.command("tune", params=[*OPTIONS])
+@command("tune", OPTIONS)
 def tune_command(**given: Any) -> int:
     """Find the fastest Q/DQ placement for MODEL.
 
-    Writes baseline.onnx and optimized_final.onnx, which is proven faster on fresh builds or else equals the baseline;
-    report.html, to look at; placement.yaml, summary.json, run.json, a pattern cache and logs/. By --mode also
-    units.json (the prices behind the cut), region_models/ or subgraphs/. Stop it with Ctrl-C and type the same command
-    to go on. Exit code 3: nothing faster was found; 4: only what misses --min-sqnr or --max-drop was.
+    Builds candidates on the engine, times them against the float model in interleaved rounds, and writes
+    optimized_final.onnx: proven faster on fresh builds, or else equal to baseline.onnx. Ctrl-C stops it, the same
+    command goes on. Exit code 3: nothing faster was found; 4: only what misses a limit.
 
     \b
     qdqtune tune model.onnx --calibration-data samples.npz -o out
