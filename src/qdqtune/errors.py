@@ -18,9 +18,11 @@ Messages are one line and say what to do.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 class QdqtuneError(Exception):
@@ -87,6 +89,18 @@ def one_line(error: object, limit: int = 400) -> str:
     """The text of an error without line breaks, at most `limit` characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def parsed_json(text: str, **how: Any) -> Any:
+    """What a JSON text says; `how` are arguments of `json.loads`.
+
+    Raises:
+        ValueError: whatever is wrong with it, nesting without end and numbers of thousands of digits among it.
+    """
+    try:
+        return json.loads(text, **how)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 @contextmanager

@@ -195,3 +195,33 @@ def test_a_large_graph_is_calibrated_without_optimizing_it(model: Path, monkeypa
     assert found.activations.keys() == expected.activations.keys()
     for tensor, near in found.activations.items():
         assert near.high == pytest.approx(expected.activations[tensor].high, rel=1e-5)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "9" * 6000], ids=["deep", "long"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("layers", "MODEL", "--engine", "fake", "--engine-option", "a=TEXT"),
+        ("layers", "--graph-json", "FOLDER/summary.json"),
+        ("quantize", "MODEL", "--calibration-cache", "FOLDER/summary.json"),
+        ("tune", "MODEL", "--pick", "24db", "-o", "FOLDER"),
+        ("explain", "FOLDER"),
+        ("report", "FOLDER"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_json_that_is_too_deep_or_too_long(
+    call: Call, model: Path, tmp_path: Path, command: tuple[str, ...], text: str
+) -> None:
+    (tmp_path / "summary.json").write_text(text)
+    names = {"MODEL": str(model), "FOLDER": str(tmp_path), "TEXT": text}
+    arguments = command
+    for name, value in names.items():
+        arguments = tuple(argument.replace(name, value) for argument in arguments)
+    fails(call, "", *arguments)
+
+
+@pytest.mark.parametrize("front", ["5", "[5]", '[{"name": "24db"}]'])
+def test_a_summary_that_somebody_has_changed(call: Call, model: Path, tmp_path: Path, front: str) -> None:
+    (tmp_path / "summary.json").write_text(f'{{"front": {front}, "engine": {{"engine": "fake"}}}}')
+    fails(call, "holds no finished run with a front", "tune", model, "--pick", "24db", "-o", tmp_path)

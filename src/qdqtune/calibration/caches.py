@@ -8,7 +8,6 @@ own readers and writers. What such a file says of a model is for `matching` to f
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 import struct
@@ -20,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from qdqtune.calibration.scales import Range
-from qdqtune.errors import BadData, reading
+from qdqtune.errors import BadData, parsed_json, reading
 
 MOST_BYTES = 64 << 20
 """More than a million tensors of long names; whoever names a model or its data by mistake is told so at once."""
@@ -184,7 +183,7 @@ def _of_ends(low: float, high: float) -> Value:
 
 
 def _json(text: str) -> tuple[str, list[tuple[str, Value]]]:
-    content = json.loads(text, object_pairs_hook=_once)
+    content = parsed_json(text, object_pairs_hook=_once)
     if not isinstance(content, dict):
         raise ValueError("it is JSON of something else")
     if isinstance(scales := content.get("tensor_scales"), dict):  # largest values, by TAO's writer of caches

@@ -7,7 +7,6 @@ A command gets the values of its options by parameter. An option whose parameter
 from __future__ import annotations
 
 import glob
-import json
 import math
 import os
 import re
@@ -24,7 +23,7 @@ from qdqtune.calibration import prepare
 from qdqtune.calibration.methods import CLOSEST, Calibration, Method
 from qdqtune.engines import MODULES, EngineSpec
 from qdqtune.engines.shapes import ENGINES, OPTIONS, check_inputs
-from qdqtune.errors import BadOption
+from qdqtune.errors import BadOption, parsed_json
 from qdqtune.graph.float16 import Precision
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.model import Model
@@ -128,8 +127,8 @@ def wildcards(_: click.Context, __: click.Parameter, path: Path | None) -> tuple
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
+        return parsed_json(text)
+    except ValueError:
         return text
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -12,7 +11,7 @@ from typing import Literal
 from qdqtune.calibration.observe import running
 from qdqtune.commands.reasons import UNKNOWN, Reason, Reasons, is_conversion, is_float, is_low, told
 from qdqtune.commands.split_attention import Split, splits
-from qdqtune.errors import InputError
+from qdqtune.errors import InputError, parsed_json
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model, Node
 from qdqtune.graph.operators import COMPUTE
@@ -191,7 +190,7 @@ def is_measured(file: Path, model: Model, engine: Mapping[str, str]) -> bool:
     """
     folder = file.parent
     try:
-        summary = json.loads((folder / "summary.json").read_text())
+        summary = parsed_json((folder / "summary.json").read_text())
         if summary["shipped"] != "tuned" or summary["engine"] != dict(engine):
             return False
         recorded = read_placement_file(folder / "placement.yaml").placement

@@ -7,7 +7,6 @@ model did); builds, ranges and noise are in the state file, so that runs of earl
 from __future__ import annotations
 
 import ast
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -18,7 +17,7 @@ from qdqtune.commands.evidence import Alone, Evidence, explain, headline
 from qdqtune.commands.explanation import Explanation, Tally, tally
 from qdqtune.commands.reasons import Reasons, is_float
 from qdqtune.engines.formats import FORMATS, numeric_format
-from qdqtune.errors import BadOption, BadState, reading
+from qdqtune.errors import BadOption, BadState, parsed_json, reading
 from qdqtune.graph.loading import load, with_input_shapes
 from qdqtune.graph.model import Model
 from qdqtune.measurement.limits import Limits
@@ -126,7 +125,7 @@ def evidence_of(folder: Path, state: Path | None = None) -> Evidence:
 
 def _summary(folder: Path) -> dict[str, Any]:
     try:
-        summary: dict[str, Any] = json.loads((folder / SUMMARY).read_text())
+        summary: dict[str, Any] = parsed_json((folder / SUMMARY).read_text())
         known = summary["shipped"] in ("tuned", "baseline", "given")
     except (OSError, ValueError, KeyError, TypeError) as error:
         hint = "run qdqtune tune to its end" if folder.is_dir() else "there is no such folder"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from qdqtune.errors import BadOption, reading
+from qdqtune.errors import BadOption, parsed_json, reading
 from qdqtune.measurement.limits import Limits, wins
 from qdqtune.measurement.timing import Plan
 from qdqtune.placement.files import read_placement_file
@@ -84,7 +83,7 @@ def _json(path: Path) -> dict[str, Any]:
         return {}
     try:
         with reading(path):
-            content: dict[str, Any] = json.loads(path.read_text())
+            content: dict[str, Any] = parsed_json(path.read_text())
     except ValueError as error:
         raise BadOption(f"{path} is damaged: it is no JSON") from error
     return content

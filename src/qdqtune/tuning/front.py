@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from typing import Any
 
 from qdqtune.engines.acceptance import check_loads
 from qdqtune.engines.runner import Handle
-from qdqtune.errors import BadOption, BaselineFailed, writing
+from qdqtune.errors import BadOption, BaselineFailed, parsed_json, writing
 from qdqtune.graph.files import data_of
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.outputs import appearing
@@ -134,7 +133,7 @@ def pick(folder: Path, name: str) -> Mapping[str, Any]:
 def _picked(folder: Path, name: str) -> Mapping[str, Any]:
     path = folder / SUMMARY
     try:
-        summary: dict[str, Any] = json.loads(path.read_text())
+        summary: dict[str, Any] = parsed_json(path.read_text())
         rows: list[dict[str, Any]] = summary["front"]
         engine = summary["engine"]["engine"]
         if not fits(rows, ListOf(POINT)) or not isinstance(engine, str):

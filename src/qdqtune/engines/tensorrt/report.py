@@ -7,7 +7,6 @@ imported. `qdqtune.engines.tensorrt.nodes` tells which ONNX nodes a layer covers
 
 from __future__ import annotations
 
-import json
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 import onnx
 
 from qdqtune.engines.tensorrt.nodes import COPY_NODE, Names, assign, mentioned
-from qdqtune.errors import BadOption, reading
+from qdqtune.errors import BadOption, parsed_json, reading
 from qdqtune.graph.operators import QDQ
 from qdqtune.types import Layer, LayerKind
 
@@ -142,8 +141,8 @@ def _constants_of(model: onnx.ModelProto | None) -> frozenset[str]:
 
 def _entries(text: str, constants: frozenset[str]) -> list[_Entry]:
     try:
-        content = json.loads(text, strict=False)
-    except (json.JSONDecodeError, RecursionError) as error:
+        content = parsed_json(text, strict=False)
+    except ValueError as error:
         if text.lstrip().startswith("N/A"):
             raise BadOption(
                 "the layer information says 'N/A due to dynamic shapes': export it from a run with shapes bound, "
@@ -209,11 +208,8 @@ def _times(profile: Path | str | Times | None) -> Times | None:
         return profile
     text = _text(profile, "profile").strip()
     try:
-        content = json.loads(text, strict=False)
-    except (
-        json.JSONDecodeError,
-        RecursionError,
-    ) as error:  # names are not escaped: a quote or a backslash in one spoils the JSON
+        content = parsed_json(text, strict=False)
+    except ValueError as error:  # names are not escaped: a quote or a backslash in one spoils the JSON
         lines = PROFILE_LINE.findall(text)
         if not lines or not text.endswith("]"):
             raise BadOption(f"the profile is no JSON, or cut short ({error}): export it again") from error
