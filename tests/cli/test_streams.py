@@ -220,3 +220,9 @@ def test_a_moving_picture_still_moves(tmp_path: Path, model: Path) -> None:
     assert b"\x1b[31m" in os.read(ours, 10_000)
     os.close(ours)
     assert main.DEFECT == 70
+
+
+def test_no_text_is_read_as_the_terminal_has_it() -> None:
+    """Where the locale is C, Python reads files as ASCII unless it is told otherwise."""
+    sources = Path(main.__file__).parents[1].rglob("*.py")
+    assert not [path.name for path in sources if ".read_text()" in path.read_text(encoding="utf-8")]

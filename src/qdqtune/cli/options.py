@@ -115,7 +115,7 @@ def wildcards(_: click.Context, __: click.Parameter, path: Path | None) -> tuple
     if path is None:
         return ()
     try:
-        lines = [line.strip() for line in path.read_text().splitlines()]
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise BadOption(f"cannot read --node-filter-list {path}: {why}") from error

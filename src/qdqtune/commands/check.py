@@ -190,7 +190,7 @@ def is_measured(file: Path, model: Model, engine: Mapping[str, str]) -> bool:
     """
     folder = file.parent
     try:
-        summary = parsed_json((folder / "summary.json").read_text())
+        summary = parsed_json((folder / "summary.json").read_text(encoding="utf-8"))
         if summary["shipped"] != "tuned" or summary["engine"] != dict(engine):
             return False
         recorded = read_placement_file(folder / "placement.yaml").placement

@@ -125,7 +125,7 @@ def evidence_of(folder: Path, state: Path | None = None) -> Evidence:
 
 def _summary(folder: Path) -> dict[str, Any]:
     try:
-        summary: dict[str, Any] = parsed_json((folder / SUMMARY).read_text())
+        summary: dict[str, Any] = parsed_json((folder / SUMMARY).read_text(encoding="utf-8"))
         known = summary["shipped"] in ("tuned", "baseline", "given")
     except (OSError, ValueError, KeyError, TypeError) as error:
         hint = "run qdqtune tune to its end" if folder.is_dir() else "there is no such folder"

@@ -28,7 +28,7 @@ def products_saturate() -> bool:
 
 def _cpuinfo() -> str:
     try:
-        return Path("/proc/cpuinfo").read_text()
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return ""
 

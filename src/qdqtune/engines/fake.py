@@ -121,7 +121,7 @@ class Fake:
             EngineFailure: the model is invalid, or an option says that it is refused.
         """
         time.sleep(self._build_seconds)
-        log.write_text(f"building {model}\n")
+        log.write_text(f"building {model}\n", encoding="utf-8", errors="replace")
         try:
             onnx.checker.check_model(str(model))
             proto = read_model(model)

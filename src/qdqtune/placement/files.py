@@ -142,7 +142,7 @@ def read_yaml(path: Path, what: str) -> dict[str, Any]:
     """
     try:
         with reading(f"{what} {path}"):
-            content = yaml.safe_load(path.read_text())
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError, yaml.YAMLError) as error:  # no text, a date that is none, too deep
         raise BadOption(f"{path} is no {what} file, or damaged: it is no YAML") from error
     if not isinstance(content, dict) or content.get("version") != VERSION:

@@ -38,7 +38,7 @@ def write_report(report: Report, path: Path) -> None:
 
 def render(report: Report) -> str:
     """The page of a report."""
-    style, script = (PARTS / "style.css").read_text(), (PARTS / "map.js").read_text()
+    style, script = (PARTS / "style.css").read_text(encoding="utf-8"), (PARTS / "map.js").read_text(encoding="utf-8")
     return (
         _environment()
         .get_template("report.html.jinja")

@@ -83,7 +83,7 @@ def _json(path: Path) -> dict[str, Any]:
         return {}
     try:
         with reading(path):
-            content: dict[str, Any] = parsed_json(path.read_text())
+            content: dict[str, Any] = parsed_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise BadOption(f"{path} is damaged: it is no JSON") from error
     return content

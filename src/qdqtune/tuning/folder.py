@@ -129,7 +129,7 @@ class OutputFolder:
         if not self._list.exists():
             return set()
         with reading(self._list):
-            head, *names = self._list.read_text(errors="replace").splitlines() or [HEAD]
+            head, *names = self._list.read_text(encoding="utf-8", errors="replace").splitlines() or [HEAD]
         if head != HEAD:
             raise BadOption(f"{self._list} is not of qdqtune's making: move it, or choose another --output-dir")
         return set(names)

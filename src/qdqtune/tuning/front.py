@@ -133,7 +133,7 @@ def pick(folder: Path, name: str) -> Mapping[str, Any]:
 def _picked(folder: Path, name: str) -> Mapping[str, Any]:
     path = folder / SUMMARY
     try:
-        summary: dict[str, Any] = parsed_json(path.read_text())
+        summary: dict[str, Any] = parsed_json(path.read_text(encoding="utf-8"))
         rows: list[dict[str, Any]] = summary["front"]
         engine = summary["engine"]["engine"]
         if not fits(rows, ListOf(POINT)) or not isinstance(engine, str):

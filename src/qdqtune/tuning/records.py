@@ -32,7 +32,7 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
         OutputError: the file cannot be written.
     """
     with appearing(path) as fresh:
-        fresh.write_text(json.dumps(dict(content), indent=2, allow_nan=False) + "\n")
+        fresh.write_text(json.dumps(dict(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def write_records(history: Sequence[Trial], proof: Proof, run: Run) -> None:

@@ -157,4 +157,4 @@ def _notes(grouped: Grouping, layers: Sequence[Layer], timed: bool) -> tuple[str
 
 def _write_log(path: Path, lines: Sequence[str]) -> None:
     with writing(path):
-        path.write_text("\n".join(lines) + "\n")
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
