@@ -64,7 +64,7 @@ def recalled(ready: Ready) -> Result | None:
     if record is None:
         return None
     try:
-        summary = json.loads((ready.output.path / SUMMARY).read_text())
+        summary = json.loads((ready.output.path / SUMMARY).read_text(encoding="utf-8"))
         files = dict(_files(ready))
     except (OSError, ValueError, RecursionError, QdqtuneError):
         return None
