@@ -20,6 +20,7 @@ from qdqtune.measurement.timing import Ratio
 from qdqtune.search.costs.explanation import UnitPrice
 from qdqtune.tuning.bench import job_key, remembered
 from qdqtune.tuning.folder import LOGS, PARTS, REGION_MODELS, REPORT, RUN, SUMMARY, pattern_cache_of
+from qdqtune.tuning.forms import MAYBE_NUMBER, Form, ListOf, OneOf, fits
 from qdqtune.tuning.modes.mode import Recorded
 from qdqtune.tuning.result import Result
 from qdqtune.tuning.run import Ready
@@ -29,6 +30,20 @@ from qdqtune.types import Placement, Proposal, Trial
 
 UNASKED = frozenset({"output_dir", "state_file", "restart", "time_budget", "time_limit", "command"})
 """Settings that a finished run does not hang on: one that ran out of time is not finished."""
+
+ROWS = (UnitPrice, GroupOutcome)
+"""What modes tell of their parts."""
+
+FIELDS: Mapping[object, Form] = {
+    "tuple[str, ...]": ListOf(str),
+    "str": str,
+    "bool": bool,
+    "float": float,
+    "float | None": MAYBE_NUMBER,
+    "int | None": OneOf((int, None)),
+    "str | None": OneOf((str, None)),
+}
+"""The forms of their fields, by annotation."""
 
 TRIAL = ("metric", "holds", "accepted")
 """What a trial knows beyond what was measured and proposed."""
@@ -111,8 +126,8 @@ def _files(ready: Ready) -> Iterator[tuple[str, str]]:
 
 
 def _lasting(summary: Mapping[str, Any]) -> str:
-    """16 hex digits of all that summary.json holds but for how long the run took."""
-    kept = {name: value for name, value in summary.items() if not name.endswith("seconds")}
+    """16 hex digits of all that summary.json holds, however long the run took."""
+    kept = {name: fits(value, float) if name.endswith("seconds") else value for name, value in summary.items()}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -139,9 +154,10 @@ def _history(packed: list[Record], store: Store) -> tuple[Trial, ...] | None:
 
 def _rows(packed: Mapping[str, list[Record]]) -> tuple[UnitPrice, ...] | tuple[GroupOutcome, ...]:
     """What the mode told of its parts; nothing where another version told other things."""
-    for kind in (UnitPrice, GroupOutcome):
+    for kind in ROWS:
+        form = {f.name: FIELDS.get(f.type, object) for f in fields(kind)}
         rows = packed.get(kind.__name__, [])
-        if rows and all(row.keys() == {f.name for f in fields(kind)} for row in rows):
+        if rows and all(row.keys() == form.keys() and fits(row, form) for row in rows):
             return tuple(_row(kind, row) for row in rows)
     return ()
 

@@ -132,7 +132,7 @@ class OutputFolder:
             head, *names = self._list.read_text(encoding="utf-8", errors="replace").splitlines() or [HEAD]
         if head != HEAD:
             raise BadOption(f"{self._list} is not of qdqtune's making: move it, or choose another --output-dir")
-        return set(names)
+        return {name for name in names if (parts := Path(name).parts) and ".." not in parts and parts[0] != "/"}
 
     def _refuse_inputs(self, settings: Settings, names: list[str]) -> None:
         below = [path for folder in OURS for path in (self.path / folder).glob("**/*")]

@@ -123,7 +123,7 @@ def is_whole(record: object) -> bool:
     kind = key.partition(":")[0]
     if kind == "part" and key.count(":") > 1:
         kind = "part:"
-    return kind not in FORMS or (fits(record, FORMS[kind]) and _makes_sense(record))
+    return kind not in FORMS or (fits(record, FORMS[kind]) and _makes_sense(kind, record))
 
 
 def fits(value: Any, form: Form) -> bool:
@@ -157,18 +157,20 @@ def _is_a(value: object, kind: type) -> bool:
     return isinstance(value, kind)
 
 
-def _makes_sense(record: Mapping[str, Any]) -> bool:
+def _makes_sense(kind: str, record: Mapping[str, Any]) -> bool:
     """Whether the values that records stand for can be made of them."""
     try:
         for part in (record, record.get("result"), record.get("check")):
-            if isinstance(part, dict) and "samples" in part:
+            if isinstance(part, dict) and fits(part, SAMPLES):
                 Measurement(tuple(part["samples"]["a"]), tuple(part["samples"]["b"]))
-        for ends in record.get("activations", {}).values():
+        for ends in record["activations"].values() if kind == "ranges" else ():
             Range(*ends)
     except ValueError:
         return False
+    if not fits(record, ACCURACY):
+        return True
     known = record.get("accuracy") or {}
-    ratios = (record.get("sqnr_db"), *(known.get(name) for name in RATIOS))
+    ratios = (record["sqnr_db"], *(known.get(name) for name in RATIOS))
     if any(ratio is not None and abs(ratio) > MOST_DB for ratio in ratios):
         return False
     return all(known.get(share) is None or 0 <= known[share] <= 1 for share in SHARES)
