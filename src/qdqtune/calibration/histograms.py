@@ -5,7 +5,7 @@ The counts of a tensor take a fixed amount of memory: 2 x 2048 bins that double 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from qdqtune.types import Array, NumericFormat, QType
 STEP = 16
 """Bins between two thresholds that are tried: up to 128 of them."""
 
-EXACT = 8
+EXACT = 4
 """Thresholds whose error is computed exactly: those whose foretold one is least."""
 
 LEVELS = 128
@@ -135,19 +135,21 @@ class Histogram:
         counts = self._counts[used].astype(np.float64)
         centres = np.where(used == self.BINS, 0.0, (used + 0.5 - self.BINS) * self._width)  # zeros are mostly exact
 
-        def best(tried: Iterator[Range]) -> Range:
-            found = list(tried)
-            if numbers.activation is not QType.FP8 and len(found) > EXACT:
-                foretold = _foretold_errors(counts, centres, found, numbers)
-                found = [found[i] for i in np.argsort(foretold, kind="stable")[:EXACT]]
-            return min(found, key=lambda r: (cost(counts, centres, r, numbers), -r.high + r.low))
+        def best(lows: Array, highs: Array) -> Range:
+            lows, highs = np.maximum(lows, whole.low), np.minimum(highs, whole.high)
+            lows, highs = lows[lows <= highs], highs[lows <= highs]
+            order = np.arange(len(lows))
+            if numbers.activation is not QType.FP8:
+                order = np.argsort(_foretold_errors(counts, centres, lows, highs, numbers), kind="stable")[:EXACT]
+            tried = [Range(float(lows[i]), float(highs[i])) for i in order]
+            return min(tried, key=lambda r: (cost(counts, centres, r, numbers), -r.high + r.low))
 
         step = 8 * STEP if numbers.activation is QType.FP8 else STEP  # whose steps grow with the values
-        tops = [n * self._width for n in range(step, self.BINS + step, step)]
-        found = best(r for t in tops if (r := _within(whole, -t, t)) is not None)
+        tops = np.arange(step, self.BINS + step, step) * self._width
+        found = best(-tops, tops)
         if not numbers.symmetric:
-            found = best(r for t in tops if (r := _within(whole, -t, found.high)) is not None)
-            found = best(r for t in tops if (r := _within(whole, found.low, t)) is not None)
+            found = best(-tops, np.full(len(tops), found.high))
+            found = best(np.full(len(tops), found.low), tops)
         return found
 
 
@@ -162,10 +164,9 @@ def _squared_error(counts: Array, centres: Array, tried: Range, numbers: Numeric
     return float((counts * np.square(centres - scales.dequantize(scales.quantize(centres, how), how))).sum())
 
 
-def _foretold_errors(counts: Array, centres: Array, tried: Sequence[Range], numbers: NumericFormat) -> Array:
+def _foretold_errors(counts: Array, centres: Array, lows: Array, highs: Array, numbers: NumericFormat) -> Array:
     """Of each range, nearly: what clipping costs, and a twelfth of the squared step for each value inside but zero."""
-    low, high = (np.array([f(0.0, end) for end in ends]) for f, ends in (
-        (min, [r.low for r in tried]), (max, [r.high for r in tried])))  # fmt: skip
+    low, high = np.minimum(lows, 0.0), np.maximum(highs, 0.0)
     if numbers.symmetric:
         step = np.maximum(-low, high) / np.where(numbers.unsigned & (low >= 0), 255, 127)
     else:

@@ -24,6 +24,9 @@ SCALES, ZEROS, CHANNELS = "__scales", "__zeros", "__channels"
 """Inputs: of the activations with pairs, in the order of `Adjustable.tensors`; one number for each channel of all
 layers."""
 
+WIDE = 128
+"""Most parts of a split vector: ONNX Runtime takes a time for them that grows with their square."""
+
 MOVES = "__moves"
 """Output: one number for each channel of all layers."""
 
@@ -161,7 +164,15 @@ class _Writer:
     def _split(self, vector: str, sizes: Sequence[int]) -> None:
         """Parts of an input, named after it with their numbers."""
         parts = [f"{vector}_{i}" for i in range(len(sizes))]
-        self._nodes.append(helper.make_node("Split", [vector, self._integers(sizes)], parts, vector, axis=0))
+        starts = range(0, len(sizes), WIDE)
+        wholes = [f"{vector}_from_{i}" for i in starts] if len(starts) > 1 else [vector]
+        if len(starts) > 1:
+            self._add_split(vector, wholes, [sum(sizes[i : i + WIDE]) for i in starts])
+        for whole, i in zip(wholes, starts, strict=True):
+            self._add_split(whole, parts[i : i + WIDE], sizes[i : i + WIDE])
+
+    def _add_split(self, vector: str, parts: Sequence[str], sizes: Sequence[int]) -> None:
+        self._nodes.append(helper.make_node("Split", [vector, self._integers(sizes)], parts, f"{vector}_parts", axis=0))
 
     def _read(self, edge: Edge) -> str:
         """What the user of an edge reads."""

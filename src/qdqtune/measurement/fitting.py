@@ -30,11 +30,11 @@ BETTER_DB = 0.1
 BLOCKS = 24
 """Parts of the graph that may get ranges of different methods, at most: each costs a run for each other method."""
 
-WORK = 4e11
+WORK = 6e11
 """Multiplications that all runs together may take: ten to thirty seconds on two cores."""
 
-OVERHEAD = 2e5
-"""Multiplications that a core does in the time that one operator takes to begin."""
+OVERHEAD = 1e6
+"""Multiplications in the time that an operator with a pair takes to begin, and its numbers take to be computed."""
 
 
 def fitted(

@@ -59,10 +59,11 @@ class Judge:
     ) -> None:  # fmt: skip
         self.layers = layers(model, placement)
         self._runner, self._folder, self._file = runner, folder, constants
-        self._model, self._placement, self._numbers, self._samples = model, placement, numbers, samples
+        self._model, self._placement, self._samples = model, placement, samples
         groups = judged(model)
         self._shown, self._parts = list(chain.from_iterable(groups)), tuple(map(len, groups))
-        self._activations, fixed = Inserter(model, ranges, numbers).scales(placement)
+        self._inserter = Inserter(model, ranges, numbers)
+        self._activations, fixed = self._inserter.scales(placement)
         self._constants = rounded(model, fixed)
         self._built: dict[Mode, Handle] = {}
         self._exact = self._run("means", [{}] * len(samples))
@@ -111,7 +112,7 @@ class Judge:
         return [np.nan_to_num(shrunk_mean(o)).astype(np.float32) for o in others]
 
     def _scales(self, ranges: Ranges) -> dict[str, Array]:
-        activations, _ = Inserter(self._model, ranges, self._numbers).scales(self._placement)
+        activations, _ = self._inserter.with_ranges(ranges).scales(self._placement)
         return feeds({tensor: activations[tensor] for tensor in self._activations})
 
     def _run(self, mode: Mode, added: Sequence[dict[str, Array]], step: int = 1) -> list[dict[str, Array]]:
@@ -142,7 +143,8 @@ def judging(
     model: Model, placement: Placement, numbers: NumericFormat, ranges: Ranges, samples: Sequence[Sample]
 ) -> Iterator[Judge]:
     """A judge of `placement` on some samples; `ranges` decide nothing but how constants are rounded."""
-    spec = EngineSpec("onnxruntime", {"threads": cores(), "fuse": len(model.nodes) <= MANY, "fuse_pairs": False})
+    written = len(model.nodes) + 2 * len(placement)
+    spec = EngineSpec("onnxruntime", {"threads": cores(), "fuse": written <= MANY, "fuse_pairs": False})
     with (
         temporary_folder() as folder,
         ConstantFile(folder / "constants.bin") as constants,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -159,6 +160,12 @@ class Inserter:
         return self._model.tensors[tensor].dtype
 
     # ---- decide
+
+    def with_ranges(self, ranges: Ranges) -> Inserter:
+        """One for the same model with other ranges of activations, which goes on to use what this one remembers."""
+        other = copy(self)
+        other._ranges = ranges
+        return other
 
     def scales(self, placement: Placement) -> tuple[dict[str, Quantization], dict[Edge, Quantization]]:
         """How `insert` quantizes each activation, and each constant in its role unless a bias raises its scale."""
