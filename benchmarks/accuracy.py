@@ -4,6 +4,9 @@ All calibrate on the same four fifths of the samples. A cell is the output SQNR 
 ones, of the worst float output on ONNX Runtime, and the seconds of quantizing. Rules place the pairs of `quantize`, so
 that its columns differ in numbers only.
 
+'latency' is the ratio of `quantize` with its defaults to minmax without corrected biases, in interleaved rounds of two
+builds each: numbers move no pair. Quantizers that are not installed are left out, with a note.
+
 `--pictures NAME=FOLDER` adds top 1 of a classifier: labels.json names pictures and their classes, of which every fourth
 calibrates (in the middle 224 x 224, BGR, less the mean of ImageNet; needs pillow). `--arrays NAME=FILE` takes `images`
 (uint8, channels first) and `labels` of an .npz, the images normalized as CIFAR-10 usually is.
@@ -17,6 +20,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -27,12 +31,14 @@ from quantizers import write_nncf, write_static
 from qdqtune.calibration.methods import AUTO, CLOSEST, Calibration
 from qdqtune.calibration.prepare import Data, HoldOut, prepare
 from qdqtune.calibration.samples import HELD_OUT
+from qdqtune.commands.compare import compare_files
 from qdqtune.commands.quantize import Request, quantize
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.measurement.accuracy import sqnr_db
+from qdqtune.measurement.timing import Plan
 from qdqtune.types import Array, Failure, NumericFormat, Sample
 
 IMAGENET_MEAN = np.array([123.68, 116.779, 103.939], np.float32)
@@ -82,7 +88,16 @@ def row(entry: zoo.Entry, runner: Runner, folder: Path, given: argparse.Namespac
             sqnr_db(exact_unseen, outputs(target, runner, unseen)),
         ]
         cells.append(" / ".join("exact" if db is None else f"{db:.1f}" for db in found) + f" ({seconds:.0f} s)")
-    return [*cells, top_one(entry, runner, folder, given)]
+    return [*cells, latency(entry, runner, folder, samples[:1]), top_one(entry, runner, folder, given)]
+
+
+def latency(entry: zoo.Entry, runner: Runner, folder: Path, sample: Sequence[Sample]) -> str:
+    """Of `quantize` with its defaults, over that with minmax alone."""
+    files = [folder / "minmax.onnx", folder / "defaults.onnx"]
+    for file, how in zip(files, (Calibration(), CLOSEST), strict=True):
+        quantize(Request(entry.path, file, calibration_data=entry.data, calibration=how, fix_inputs=entry.fixed))
+    (found,) = compare_files(files, runner, sample, Plan((24,), 0.01))
+    return found.reason if found.ratio is None else str(found.ratio)
 
 
 def top_one(entry: zoo.Entry, runner: Runner, folder: Path, given: argparse.Namespace) -> str:
@@ -150,7 +165,11 @@ def main() -> None:
     arguments.add_argument("--arrays", type=named_path, action="append", default=[], metavar="NAME=FILE")
     given = arguments.parse_args()
     logging.disable(logging.WARNING)  # advice of quantize_static and NNCF
-    zoo.print_rows(given, ("model", *given.columns, "top 1: float, defaults"), partial(row, given=given))
+    if find_spec("nncf") is None:
+        print("nncf is not installed (pip install qdqtune[benchmarks]): its columns are left out")
+        given.columns = [name for name in given.columns if not name.startswith("nncf")]
+    columns = ("model", *given.columns, "latency", "top 1: float, defaults")
+    zoo.print_rows(given, columns, partial(row, given=given))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Literal, TypeVar
 
 from qdqtune.calibration.matching import Matched, from_file
 from qdqtune.calibration.methods import CLOSEST, Calibration
+from qdqtune.calibration.observe import MANY
 from qdqtune.calibration.prepare import Data, HoldOut, Prepared, prepare
 from qdqtune.calibration.samples import HELD_OUT, files_named
 from qdqtune.calibration.scales import Ranges
@@ -281,9 +282,10 @@ def _judged(
     request: Request, written: Path, placed: Placed, samples: Sequence[Sample], metric: Evaluation | None, folder: Path
 ) -> Quantized:
     """A file against the user's model: pairs fused where ONNX Runtime is the target, else as they stand."""
-    plain = folder / "float.onnx"
-    save(load(request.model, fix_inputs=request.fix_inputs), plain)
-    spec = EngineSpec("onnxruntime", {"threads": cores(), "fuse": request.engine == "onnxruntime"})
+    plain, model = folder / "float.onnx", load(request.model, fix_inputs=request.fix_inputs)
+    save(model, plain)
+    is_fused = request.engine == "onnxruntime" and len(model.nodes) <= MANY
+    spec = EngineSpec("onnxruntime", {"threads": cores(), "fuse": is_fused})
     with Runner(spec, log_dir=folder) as runner:
         before, after = (_checked(runner.load(file)) for file in (plain, written))
         expected, returned = (_checked(runner.outputs(handle, samples)) for handle in (before, after))

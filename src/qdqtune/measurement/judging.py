@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from qdqtune.calibration.observe import MANY
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.cpu import cores
@@ -22,9 +23,6 @@ from qdqtune.measurement.criterion import judged
 from qdqtune.placement.bias_correction import by_layer, layers, shrunk_mean
 from qdqtune.placement.insertion import Inserter
 from qdqtune.types import Array, Edge, Failure, NumericFormat, Placement, Sample
-
-MANY = 4000
-"""Nodes beyond which ONNX Runtime runs a model as it is: its optimizer takes a time that grows with their square."""
 
 
 @dataclass(frozen=True, eq=False)

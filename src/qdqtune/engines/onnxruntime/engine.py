@@ -112,6 +112,7 @@ class OnnxRuntime:
         levels = ort.GraphOptimizationLevel
         options.graph_optimization_level = levels.ORT_ENABLE_ALL if self.fuse else levels.ORT_DISABLE_ALL
         options.log_severity_level = WARNING
+        options.enable_mem_pattern = self.fuse  # a plan of memory takes a time that grows with the square of the graph
         if not self.fuse_pairs:
             options.add_session_config_entry(KEEP_PAIRS, "1")
         for name, value in more.items():
