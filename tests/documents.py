@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import json
 import re
 import runpy
 import shlex
@@ -34,6 +36,7 @@ FENCED = re.compile(rf"^(?:{GPU.pattern})?```(\w*)\n(.*?)^```$", re.MULTILINE | 
 CODE = re.compile(r"# exit code (\d+)")
 PRINTED = re.compile(r"^ *print\(.*\)  # (.+)$", re.MULTILINE)
 FAKED = {r'EngineSpec\("onnxruntime"[^)]*\)': 'EngineSpec("fake")',
+         r'engine="onnxruntime",\s+threads=1': 'engine="fake"',
          r"init_benchmark_instance\((?=[a-z])": 'init_benchmark_instance(engine="fake", '}  # fmt: skip
 """What names the engine in Python code, and what a test puts there."""
 SHELL = ("cat", "cp", "ls", "mkdir", "printf")
@@ -153,6 +156,24 @@ def run_python(code: str, capsys: pytest.CaptureFixture[str]) -> str:
     for line in PRINTED.findall(code):
         assert line in printed.splitlines(), f"{line!r} is not what it prints: {printed}"
     return printed
+
+
+def run_notebook(path: Path) -> list[object]:
+    """The cells of a notebook in order, on the fake engine where it names ONNX Runtime: the values that they end with,
+    of those that end with one."""
+    scope: dict[str, object] = {"__name__": "notebook"}
+    values = []
+    for cell in json.loads(path.read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            code = "".join(cell["source"])
+            for named, fake in FAKED.items():
+                code = re.sub(named, fake, code)
+            tree = ast.parse(code)
+            last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+            exec(compile(tree, str(path), "exec"), scope)
+            if isinstance(last, ast.Expr):
+                values.append(eval(compile(ast.Expression(last.value), str(path), "eval"), scope))
+    return values
 
 
 def prepare(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -12,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from documents import ROOT, Block, blocks, options_of_commands, prepare, quickly, run_command, run_python
+from documents import ROOT, Block, blocks, options_of_commands, prepare, quickly, run_command, run_notebook, run_python
 from tensorrt_fakes import FakeCuda, Logger, Module
 from trtexec_stand_in import stand_in
 
@@ -122,6 +123,22 @@ def test_every_option_exists(document: Path, tmp_path: Path) -> None:
     listed = subprocess.run([program, "--help"], capture_output=True, text=True, check=True).stdout
     known = {"help", *FORMER, *OPTION.findall(" ".join(options_of_commands()) + listed + scripts)}
     assert set(OPTION.findall(document.read_text())) <= known
+
+
+@pytest.mark.usefixtures("workers")
+def test_the_notebook_runs_and_shows_what_it_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "demo").symlink_to(ROOT / "demo")
+    quickly(monkeypatch)
+    monkeypatch.chdir(tmp_path / "docs")
+    notebook = ROOT / "docs" / "notebook.ipynb"
+    given = run_notebook(notebook)
+    cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    stored = ["".join(output["data"]["text/html"]) for cell in cells for output in cell["outputs"]]
+    assert len(given) == len(stored) == 5
+    for value, html in zip(given, stored, strict=True):
+        shown: str = value._repr_html_()  # type: ignore[attr-defined]
+        assert re.findall("<th>(.*?)</th>", shown) == re.findall("<th>(.*?)</th>", html)
 
 
 @pytest.mark.parametrize("title", ["what `check` says", "message"])

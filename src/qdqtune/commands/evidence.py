@@ -45,6 +45,16 @@ ORIGINS: Mapping[str, str] = {
 RULED = ("compute", "residual", "islands", "static", "everything")
 
 
+NOT_TAKEN = {
+    "faster": "but did not ship",
+    "slower": "which is slower",
+    "undecided": "which is not clearly faster",
+    "inaccurate": "but missed the limits on accuracy",
+    "failed": "but failed",
+}
+"""What came of a candidate that did not ship."""
+
+
 @dataclass(frozen=True)
 class Alone:
     """What subgraph mode found of a group by itself: its verdict, and its ms in float and at best in 8 bits."""
@@ -116,9 +126,11 @@ def headline(evidence: Evidence) -> str:
     share = f", {ratios[evidence.placement]:.3f} of the time of float in the search" if trial else ""
     text = f"what ships is {evidence.origin}{share}"
     if trial and trial.proposal.origin not in FORETOLD:
-        cuts = [ratios[t.placement] for t in evidence.history if t.proposal.origin == "cut" and t.placement in ratios]
+        cuts = [t for t in evidence.history if t.proposal.origin == "cut" and t.placement in ratios]
         if cuts:
-            text += f"; the best cut of the prices took {min(cuts):.3f}"
+            best = min(cuts, key=lambda t: ratios[t.placement])
+            came = NOT_TAKEN[outcome(best, evidence.plan)]
+            text += f"; the best cut of the prices took {ratios[best.placement]:.3f}, {came}"
     return text
 
 
