@@ -285,9 +285,11 @@ class Listener(Protocol):
 
     def stage(self, text: str) -> None:
         """A new stage begins."""
+        return
 
     def progress(self, done: int, total: int | None) -> None:
         """So many steps of the stage are done; `total` is None where nobody knows how many there are."""
+        return
 
 
 class Deaf:

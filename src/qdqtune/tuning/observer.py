@@ -53,9 +53,11 @@ class Observer(Listener, Protocol):
 
     def note(self, text: str) -> None:
         """What the user should know at once."""
+        return
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
         """A candidate was measured (or found in the state of an earlier run)."""
+        return
 
 
 class Silent(Deaf):
