@@ -11,7 +11,7 @@ from onnx import TensorProto
 
 from conftest import Call
 from models import attention, build, conv_net, feeds, normal, run, sqnr
-from qdqtune.calibration.calibrate import calibrate
+from qdqtune.calibration.calibrate import calibrate, candidate_tensors
 from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.scales import Range, Ranges
@@ -22,7 +22,9 @@ from qdqtune.graph.float16 import converted, kept_in, to_float16
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.measurement.half_precision import cheaper_in_float32, in_half, keeping, lowered, out_of_range, rounded
-from qdqtune.types import Accuracy, Failure
+from qdqtune.placement.files import existing
+from qdqtune.placement.possible import possible_edges
+from qdqtune.types import Accuracy, Edge, Failure, Placement
 
 pytestmark = pytest.mark.usefixtures("workers")
 
@@ -214,3 +216,12 @@ def test_the_command_says_so_and_can_be_told_otherwise(call: Call, tmp_path: Pat
     dtype, err = weight("--precision", "bf16")
     assert dtype == TensorProto.BFLOAT16
     assert "bfloat16 where no pair stands" in err
+
+
+def test_a_placement_of_the_float32_model_serves_its_half() -> None:
+    half = to_float16(conv_net())
+    edges = [Edge("image", "stem", 0), Edge("w0", "stem", 1), Edge("r0", "pool", 0), Edge("r0", "stem", 0)]
+    possible = possible_edges(half, Ranges(dict.fromkeys(candidate_tensors(half), Range(0, 1))))
+    known, lost = existing(half, Placement.of(edges), possible)
+    assert set(known) == {Edge("graph_input_cast_0", "stem", 0), *edges[1:3]}
+    assert lost == (edges[3],)
