@@ -40,7 +40,7 @@ FAKED = {r'EngineSpec\("onnxruntime"[^)]*\)': 'EngineSpec("fake")',
          r"init_benchmark_instance\((?=[a-z])": 'init_benchmark_instance(engine="fake", '}  # fmt: skip
 """What names the engine in Python code, and what a test puts there."""
 SHELL = ("cat", "cp", "ls", "mkdir", "printf")
-WITHOUT_ENGINE = ("inspect", "doctor", "build", "rules", "quantize")
+WITHOUT_ENGINE = ("inspect", "doctor", "build", "rules", "quantize", "completion", "explain", "report")
 """Commands that take no engine, or write what the fake engine has no format for."""
 TIMING = ("tune", "compare")
 """Commands that take long on any other engine."""

@@ -121,7 +121,7 @@ def test_every_option_exists(document: Path, tmp_path: Path) -> None:
     scripts = "".join(path.read_text() for path in (ROOT / "examples").rglob("*.py"))
     program = stand_in(tmp_path, "10.16")
     listed = subprocess.run([program, "--help"], capture_output=True, text=True, check=True).stdout
-    known = {"help", *FORMER, *OPTION.findall(" ".join(options_of_commands()) + listed + scripts)}
+    known = {"help", "help-all", *FORMER, *OPTION.findall(" ".join(options_of_commands()) + listed + scripts)}
     assert set(OPTION.findall(document.read_text())) <= known
 
 

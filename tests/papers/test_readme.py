@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
-import onnx
+import numpy as np
 import pytest
 
-from documents import ROOT, blocks, options_of_commands, run_command, run_python
+import digits
+from documents import ROOT, blocks, options_of_commands, quickly, run_command, run_python
 from qdqtune.engines import MODULES, EngineSpec
 from qdqtune.engines.worker import Session
 from runs import mixed, write
@@ -23,28 +25,41 @@ pytestmark = pytest.mark.usefixtures("workers")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the README's commands find: a model, its samples, and the model trained again."""
+    """A clone, as far as the README's commands look at it, with a model that takes no time."""
     folder = tmp_path_factory.mktemp("readme")
-    write(mixed(), folder).with_suffix(".npz").rename(folder / "samples.npz")
-    proto = onnx.load(folder / "model.onnx")
-    for tensor in proto.graph.initializer:
-        tensor.CopyFrom(onnx.numpy_helper.from_array(1.5 * onnx.numpy_helper.to_array(tensor), tensor.name))
-    onnx.save(proto, folder / "retrained.onnx")
+    (folder / "demo").mkdir()
+    write(mixed(), folder / "demo", "digits").with_suffix(".npz").rename(folder / "demo" / "samples.npz")
+    assert {path.name for path in (folder / "demo").iterdir()} <= {p.name for p in (ROOT / "demo").iterdir()}
     return folder
 
 
 def test_every_command_runs_in_the_order_of_the_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(COMMANDS) > 8
+    assert len(COMMANDS) > 7
+    quickly(monkeypatch)
     monkeypatch.chdir(folder)
     for command in COMMANDS:
-        run_command(command)
-    assert (folder / "quantized.onnx").is_file()
-    listed = {
-        name.rstrip("/") for name in re.findall(r"^\| `([\w./]+)` \|", README.split("## How it")[0], re.MULTILINE)
-    }
-    made = {path.name for path in (folder / "qdqtune_output").iterdir()}
-    assert made <= listed
-    assert listed - made <= {"region_models", "units.json"}  # only where a region won, only in cut mode
+        run_command(command, builds=8)
+    assert {path.name for path in folder.glob("*.onnx")} == {"again.onnx", "trt.onnx"}
+    table = (ROOT / "docs" / "cli.md").read_text().split("\n## What comes out\n")[1].split("\n## ")[0]
+    listed = {name.rstrip("/") for name in re.findall(r"`([\w./]+)`", table)}
+    assert {path.name for path in (folder / "digits").iterdir()} <= listed
+
+
+def test_it_is_short_and_its_picture_is_that_of_the_figures() -> None:
+    assert len(README.split()) <= 1600
+    spec = importlib.util.spec_from_file_location("speedups", ROOT / "benchmarks" / "speedups.py")
+    assert spec is not None
+    assert spec.loader is not None
+    speedups = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(speedups)
+    drawn = speedups.picture(speedups.TABLE.read_text())
+    assert drawn == speedups.PICTURE.read_text()
+    assert drawn.count('<rect class="tuned"') == 14 + 1
+
+
+def test_its_samples_are_those_that_the_demo_calibrates_with() -> None:
+    with np.load(ROOT / "demo" / "samples.npz") as arrays:
+        assert np.array_equal(arrays[digits.INPUT_NAME], digits.load().calibration.pixels)
 
 
 def test_the_python_code_runs(
@@ -54,6 +69,7 @@ def test_the_python_code_runs(
     engine = 'EngineSpec("onnxruntime", {"threads": 1})'
     assert engine in code
     Session(EngineSpec("onnxruntime", {"threads": 1}))  # takes these options
+    quickly(monkeypatch)
     monkeypatch.chdir(folder)
     assert run_python(code, capsys).startswith("True ")
     assert (folder / "from_python" / "optimized_final.onnx").is_file()
@@ -69,7 +85,7 @@ OF_TRTEXEC = ("--int8", "--calib")
 def test_every_option_and_engine_exists() -> None:
     known = set(options_of_commands())
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", README))
-    assert named <= known | {"--help", *OF_TRTEXEC}
-    assert len(named) > 15
+    assert named <= known | {"--help", "--no-deps", *OF_TRTEXEC}
+    assert len(named) > 8
     table = README.split("\n## Engines\n")[1].split("\n## ")[0]
     assert {"onnxruntime", "fake"} <= set(re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)) <= MODULES.keys()
