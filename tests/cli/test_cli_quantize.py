@@ -156,6 +156,7 @@ def test_every_option_reaches_its_field_and_every_field_has_one(call: Call, monk
         "--tune-args",
         "--json",
         "--time-limit",
+        "--html",
     }
 
 
