@@ -12,7 +12,8 @@ from conftest import Call
 from qdqtune.report.gather import report_of_run
 from qdqtune.report.page import render
 from qdqtune.tuning.loop import tune
-from runs import settings
+from qdqtune.tuning.settings import Mode
+from runs import hopeless, settings, write
 from workers import Workers
 
 
@@ -89,3 +90,40 @@ def test_names_of_the_model_are_text_and_nothing_else(finished: Path) -> None:
     assert "<img" not in page
     assert "\u202e" not in page
     assert page.count("</script>") == 2
+
+
+def test_points_of_a_front_have_intervals_and_another_pick_ships(model: Path, workers: Workers, call: Call) -> None:
+    out = model.parent / "out"
+    tune(settings(model, mode="cut", front=True, builds=25))
+    assert call("report", out)[0] == 0
+    proven = [point for point in report_of_run(out).points if point.proven]
+    assert len(proven) >= 2
+    assert all(point.speed.low is not None and point.speed.low > 1 for point in proven)
+    other = next(point for point in proven if not point.shipped)
+    assert call("tune", model, "-o", out, "--pick", other.name.removeprefix("front/"))[0] == 0
+    again = report_of_run(out)
+    assert [point.name for point in again.points if point.shipped] == [other.name]
+    assert again.verdict.speed == other.speed
+    assert len(again.proof) == 2
+    assert f"{other.speed.median:.2f} times as fast" in (out / "report.html").read_text()
+
+
+def test_where_nothing_is_faster_the_fastest_candidate_is_shown_and_named_so(tmp_path: Path, workers: Workers) -> None:
+    model = write(hopeless(), tmp_path)
+    tune(settings(model, mode="cut", builds=8))
+    report = report_of_run(tmp_path / "out")
+    assert not report.verdict.good
+    assert report.verdict.headline == "Nothing faster was found for model.onnx"
+    assert report.map is not None
+    assert report.map.tuned.startswith("candidate ")
+    assert "does not ship" in report.bars_lead
+    assert "Nothing faster" in render(report)
+
+
+@pytest.mark.parametrize("mode", ["region", "subgraph"])
+def test_every_mode_has_layers_of_both_models(mode: Mode, model: Path, workers: Workers) -> None:
+    tune(settings(model, mode=mode, builds=8))
+    drawn = report_of_run(model.parent / "out").map
+    assert drawn is not None
+    assert all(g.tuned_ms is not None for g in drawn.groups)
+    assert any(g.precision == "8 bit" and (g.tuned_ms or 0) < (g.float_ms or 0) for g in drawn.groups)

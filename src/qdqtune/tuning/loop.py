@@ -63,6 +63,7 @@ def _finished(run: Run, started: float, diary: Diary) -> Result:
     settings = replace(run.settings, proof=budget.proof)
     run = replace(run, settings=settings)
     run.bench.deadline = budget.deadline
+    run.bench.float_layers()  # kept for whoever looks at the run, as long as the float build is at hand
     mode = MODES[settings.mode](run)
     run.observer.stage("searching")
     history = search(mode.strategy, run, Several((*mode.observers, run.observer)), budget)
@@ -72,7 +73,7 @@ def _finished(run: Run, started: float, diary: Diary) -> Result:
     write_records(history, proof, run)
     summary = summary_of(history, proof, run) | ({"front": front.rows()} if front else {})
     recorded = mode.record(history, proof.placement)
-    run.bench.layers(proof.placement)  # kept for whoever looks at the run
+    run.bench.layers(proof.placement)
     told = diary.content(history, run)
     summary |= {**recorded.summary, "seconds": round(time.monotonic() - started, 3)}
     shipped = next((t.accuracy for t in history if t.placement == proof.placement and t.accuracy is not None), None)
