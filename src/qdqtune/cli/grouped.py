@@ -45,6 +45,7 @@ RARE = {
 SHORT = {
     "output_dir": "folder of results and for resuming",
     "report": "what hurts, or a page to look at",
+    "html": "a page to look at, offline",
     "as_machine": "print JSON",
     "quiet": "no progress",
     "verbose": "progress line by line",

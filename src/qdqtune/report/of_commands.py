@@ -67,10 +67,10 @@ def of_check(
         meaning = "What it does not fuse was measured, and is faster so." if measured and findings else ""
         verdict = Verdict(f"{engine} fuses {name} as it should", meaning or "No finding fails.", True)
     rows = tuple(
-        (f.kind, "fails" if f in failing else "note", _ms(f.time_ms), ", ".join(f.nodes) or f.layer, f.reason)
+        (f.kind, "failure" if f in failing else "note", _ms(f.time_ms), ", ".join(f.nodes) or f.layer, f.reason)
         for f in findings
     )
-    columns = ("what", "", "ms", "nodes", "why")
+    columns = ("what", "counts as", "ms", "nodes", "why")
     return Report(
         title=name,
         kind="check",
