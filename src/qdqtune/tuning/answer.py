@@ -104,7 +104,8 @@ def _key(ready: Ready) -> str:
     """The name of the question: all settings that matter, and what they refer to."""
     settings = ready.settings
     asked = [f"{f.name} {getattr(settings, f.name)!r}" for f in fields(settings) if f.name not in UNASKED]
-    read = [*files_of(settings.model), *filter(None, (settings.qdq_baseline, settings.pattern_cache))]
+    more = (path for path in (settings.qdq_baseline, settings.pattern_cache) if path is not None and path.is_file())
+    read = [*files_of(settings.model), *more]
     metric = ready.evaluation.digest if ready.evaluation else ""
     return "finished:" + hashlib.sha256("\n".join([*asked, metric, content(read)]).encode()).hexdigest()[:16]
 
