@@ -26,7 +26,7 @@ BUILDS = 13
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
-FORMER = {"calib", "layerPrecisions", "precisionConstraints"}
+FORMER = {"bf16", "calib", "layerPrecisions", "precisionConstraints"}
 """Options of trtexec up to 10, of which a text says what stands for them now."""
 OPTION = re.compile(r"(?<![\w-])--([a-zA-Z][\w-]*)")
 
