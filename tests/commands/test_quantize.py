@@ -351,7 +351,7 @@ def test_from_python(tmp_path: Path) -> None:
     path = written(conv_net(), tmp_path)
     done = qdqtune.quantize(str(path), tmp_path / "q.onnx", calibration_data=str(path.with_suffix(".npz")))
     assert done.output.is_file()
-    with pytest.raises(TypeError, match="calibration_dta"):
+    with pytest.raises(BadOption, match="did you mean 'calibration_data'"):
         qdqtune.quantize(path, tmp_path / "q.onnx", calibration_dta="x")
 
 

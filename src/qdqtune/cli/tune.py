@@ -172,16 +172,18 @@ def run(given: options.Given) -> int:
     else:
         _print(result, settings.output_dir / FINAL, verbose=given["verbose"])
     if given["report"]:
-        _leave_report(settings.output_dir)
+        _leave_report(settings.output_dir, quiet=given["quiet"])
     return 0 if result.improved else ConstraintUnmet.exit_code if result.unmet else NO_IMPROVEMENT
 
 
-def _leave_report(folder: Path) -> None:
+def _leave_report(folder: Path, *, quiet: bool = False) -> None:
     """Write the report last: whatever becomes of it, the result stands and has been told."""
     from qdqtune.cli.pages import leave_report  # takes time to import that --help should not
 
     try:
-        say(f"{leave_report(folder)} shows how it went")
+        path = leave_report(folder)
+        if not quiet:
+            say(f"{path} shows how it went")
     except QdqtuneError as error:
         say_notes([f"no report.html: {error}"])
 

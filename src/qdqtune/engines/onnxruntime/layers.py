@@ -59,7 +59,7 @@ def report(
         EngineFailure: the profile is not that of the optimized graph.
     """
     nodes = onnx.load(optimized, load_external_data=False).graph.node
-    runs = _inferences(json.loads(profile.read_text(encoding="utf-8")), nodes)[warmup:]
+    runs = _inferences(json.loads(profile.read_text(encoding="utf-8"), strict=False), nodes)[warmup:]
     covered, rest = cover(graph, _claims(graph, nodes))
     spent = np.array([trim_mean([run[i]["dur"] for run in runs], TAIL) for i in range(len(nodes))]) / 1e3
     times = without_overhead(spent, 1e3 * float(trim_mean(plain, TAIL)))
