@@ -11,15 +11,15 @@ from math import ceil, inf
 from pathlib import Path
 
 import numpy as np
-import onnx
 
-from qdqtune.autotune.regions import AutotunerError
+from qdqtune.autotune.errors import AutotunerError
 from qdqtune.calibration.prepare import Data, Prepared, prepare
 from qdqtune.commands.doctor import NEEDS, engine_state
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.engines.shapes import usual_shapes
-from qdqtune.graph.loading import load
+from qdqtune.errors import BadModel, EngineUnavailable
+from qdqtune.graph.loading import load, read
 from qdqtune.graph.model import Model
 from qdqtune.graph.outputs import temporary_folder
 from qdqtune.measurement.pairing import rounds_of
@@ -90,8 +90,23 @@ class Benchmark:
             shutil.copyfile(log_path, log_file)
         return latency_ms
 
+    def __call__(
+        self, model: str | Path | bytes, log_file: str | Path | None = None, flush_timing_cache: bool = False
+    ) -> float:
+        """Milliseconds per inference; infinite, with a warning that tells why, where there is none: the engine refuses
+        the model or cannot be used at all, or there is no such model. The timing cache is up to date after each build,
+        flushed or not."""
+        try:
+            found = self.run(model, log_file)
+        except (BadModel, EngineUnavailable) as error:
+            found = Failure("build", str(error))
+        if isinstance(found, Failure):
+            log.warning("the model cannot be timed: %s", found.reason)
+            return inf
+        return found
+
     def _timed(self, path: Path, log_name: str) -> float | Failure:
-        inputs = [v.SerializeToString() for v in onnx.load(path, load_external_data=False).graph.input]
+        inputs = [v.SerializeToString() for v in read(path).graph.input]
         if self._first is not None and inputs != self._inputs:  # of another network
             self._runner.unload(self._first)
             self._first = None
@@ -107,6 +122,49 @@ class Benchmark:
             return rounds if isinstance(rounds, Failure) else ratio(rounds, self.plan).median * self._first_ms
         self._first, self._inputs, self._first_ms = handle, inputs, float(np.median(rounds.a)) * 1e3
         return self._first_ms
+
+
+class TensorRTPyBenchmark(Benchmark):
+    """TensorRT by its Python package."""
+
+    def __init__(
+        self,
+        timing_cache_file: str | None = None,
+        warmup_runs: int = 5,
+        timing_runs: int = 20,
+        plugin_libraries: Sequence[str] | None = None,
+    ) -> None:
+        spec = _spec("tensorrt", timing_cache_file, plugin_libraries)
+        super().__init__(spec, warmup_runs, timing_runs)
+
+
+class TrtExecBenchmark(Benchmark):
+    """TensorRT by its program trtexec."""
+
+    def __init__(
+        self,
+        timing_cache_file: str | None = None,
+        warmup_runs: int = 5,
+        timing_runs: int = 10,
+        plugin_libraries: Sequence[str] | None = None,
+        trtexec_args: str | Sequence[str] | None = None,
+    ) -> None:
+        spec = _spec("trtexec", timing_cache_file, plugin_libraries, trtexec_args)
+        super().__init__(spec, warmup_runs, timing_runs)
+
+
+def _spec(
+    name: str,
+    timing_cache_file: str | None,
+    plugin_libraries: Sequence[str] | None,
+    trtexec_args: str | Sequence[str] | None = None,
+) -> EngineSpec:
+    """An engine with those of the options that it knows."""
+    arguments = trtexec_args if isinstance(trtexec_args, str) else " ".join(trtexec_args or ())
+    given = {"timing_cache": timing_cache_file, "plugin_libraries": list(plugin_libraries or ())}
+    known = given if name in ("tensorrt", "trtexec") else {}
+    known |= {"trtexec_args": arguments} if name == "trtexec" else {}
+    return EngineSpec(name, {key: value for key, value in known.items() if value})
 
 
 _instance: Benchmark | None = None
@@ -130,11 +188,7 @@ def init_benchmark_instance(
     global _instance
     if not isinstance(engine, EngineSpec):
         name = engine or ("trtexec" if use_trtexec else default_engine()[0])
-        arguments = trtexec_args if isinstance(trtexec_args, str) else " ".join(trtexec_args or ())
-        given = {"timing_cache": timing_cache_file, "plugin_libraries": list(plugin_libraries or ())}
-        known = given if name in ("tensorrt", "trtexec") else {}
-        known |= {"trtexec_args": arguments} if name == "trtexec" else {}
-        engine = EngineSpec(name, {key: value for key, value in known.items() if value})
+        engine = _spec(name, timing_cache_file, plugin_libraries, trtexec_args)
     _instance = Benchmark(engine, warmup_runs, timing_runs, calibration_data)
     return _instance
 
@@ -155,14 +209,12 @@ def instance_or_default() -> Benchmark:
     return _instance or init_benchmark_instance()
 
 
-def benchmark_onnx_model(model: str | Path | bytes, log_file: str | Path | None = None) -> float:
-    """Milliseconds per inference; infinite, with a warning that tells why, for a model that the engine refuses.
+def benchmark_onnx_model(
+    model_path: str | Path | bytes, log_file: str | Path | None = None, flush_timing_cache: bool = False
+) -> float:
+    """Milliseconds per inference, as the benchmark tells them when it is called.
 
     Raises:
         AutotunerError: `init_benchmark_instance` comes first.
     """
-    result = instance().run(model, log_file)
-    if isinstance(result, Failure):
-        log.warning("the model cannot be timed: %s", result.reason)
-        return inf
-    return result
+    return instance()(model_path, log_file, flush_timing_cache)

@@ -1,9 +1,10 @@
 """`python -m qdqtune.autotune.region_search --model M` is `region_inspect`: one division serves both."""
 
-from qdqtune.autotune.__main__ import inspect
-from qdqtune.autotune.regions import CombinedRegionSearch
+from qdqtune.autotune.division import CombinedRegionSearch, RegionPartitioner, RegionSearchBase, TopDownRegionBuilder
 
-__all__ = ["CombinedRegionSearch"]
+__all__ = ["CombinedRegionSearch", "RegionPartitioner", "RegionSearchBase", "TopDownRegionBuilder"]
 
 if __name__ == "__main__":
+    from qdqtune.autotune.__main__ import inspect
+
     inspect("region_search")

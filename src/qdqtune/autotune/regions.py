@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Self
 
-from qdqtune.errors import InputError
+from qdqtune.autotune.errors import AutotunerError
 from qdqtune.graph.model import Model
 from qdqtune.search.regions import discovery as division
 from qdqtune.search.regions import patterns
@@ -16,14 +16,6 @@ from qdqtune.search.regions.patterns import Pattern
 from qdqtune.search.regions.structure import Listing, Structure
 
 RegionType = core.RegionType
-
-
-class AutotunerError(InputError):
-    """The interface was used in a way that has no answer."""
-
-
-class InvalidSchemeError(AutotunerError):
-    """There is no such region, scheme or insertion point."""
 
 
 class Region:
@@ -36,6 +28,7 @@ class Region:
         self.nodes: set[int] = set()
         self.inputs: list[str] = []
         self.outputs: list[str] = []
+        self.metadata: dict[str, str] = {}
 
     @classmethod
     def of(cls, region: core.Region) -> Self:
@@ -54,43 +47,62 @@ class Region:
         child.parent = self
         self.children.append(child)
 
-    def remove_child(self, child: Region) -> None:
-        """Take a child out."""
+    def remove_child(self, child: Region) -> bool:
+        """Take a child out; False if it is none."""
+        if child not in self.children:
+            return False
         child.parent = None
         self.children.remove(child)
+        return True
 
-    def get_children(self) -> list[Region]:
-        """The child regions, in a list of its own."""
-        return list(self.children)
+    def get_children(self, *, sort: bool = False) -> list[Region]:
+        """The child regions, in a list of its own; if so asked, the higher levels first, then the larger ones."""
+        if not sort:
+            return list(self.children)
+        return sorted(self.children, key=lambda c: (-c.level, -c.get_size_of_region_and_descendants()))
 
-    def get_nodes(self) -> list[int]:
+    def is_descendant_of(self, potential_ancestor: Region) -> bool:
+        """Whether this region lies somewhere under another."""
+        above = self.parent
+        while above is not None and above is not potential_ancestor:
+            above = above.parent
+        return above is not None
+
+    def add_node(self, node_index: int) -> None:
+        """Put a node right into this region."""
+        self.nodes.add(node_index)
+
+    def get_nodes(self, *, sort: bool = True) -> list[int]:
         """The nodes directly in this region, in graph order."""
-        return sorted(self.nodes)
+        return sorted(self.nodes) if sort else list(self.nodes)
 
     def get_region_nodes_and_descendants(self) -> set[int]:
         """The nodes of this region and of all under it."""
         return {n for region in self.walk() for n in region.nodes}
+
+    def get_size_of_region_and_descendants(self) -> int:
+        """The number of these."""
+        return len(self.get_region_nodes_and_descendants())
+
+    def contains_node(self, node_index: int) -> bool:
+        """Whether a node is directly in this region."""
+        return node_index in self.nodes
+
+    def contains_node_within_region_and_descendants(self, node_index: int) -> bool:
+        """Whether a node is in this region or under it."""
+        return any(node_index in region.nodes for region in self.walk())
+
+    def merge(self, other: Region) -> None:
+        """Take over the nodes and the children of another region."""
+        self.nodes |= other.nodes
+        for child in other.get_children():
+            self.add_child(child)
 
     def walk(self) -> Iterator[Region]:
         """This region and everything under it, parents first."""
         yield self
         for child in self.children:
             yield from child.walk()
-
-
-class CombinedRegionSearch:
-    """The division of a model into regions, for scripts that want it without an autotuner."""
-
-    def __init__(
-        self, graph: Model, maximum_sequence_region_size: int = 10, minimum_topdown_search_size: int = 10
-    ) -> None:
-        self._found = division.find(
-            graph, max_sequence_size=maximum_sequence_region_size, min_topdown_size=minimum_topdown_search_size
-        )
-
-    def search_regions(self) -> list[Region]:
-        """The regions at the top, in graph order, with their children."""
-        return [Region.of(top) for top in self._found.root.children]
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,9 @@ from qdqtune.types import Edge, Placement, QuantType
 
 VERSION = 1
 
+OF_MODELOPT = frozenset({"pattern_schemes", "baseline_latency_ms"})
+"""What the pattern caches and the state files of ModelOpt's autotuner hold, and none of ours."""
+
 QUANT_TYPES: tuple[QuantType, ...] = get_args(QuantType)
 
 
@@ -138,13 +141,27 @@ def read_yaml(path: Path, what: str) -> dict[str, Any]:
     """The content of a YAML file that `write_yaml` has written; `what` it is, for errors.
 
     Raises:
-        BadOption: the file is missing, or of another version.
+        BadOption: the file is missing, of another version, or of ModelOpt.
     """
-    try:
-        with reading(f"{what} {path}"):
-            content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError, yaml.YAMLError) as error:  # no text, a date that is none, too deep
-        raise BadOption(f"{path} is no {what} file, or damaged: it is no YAML") from error
+    content = parsed_yaml(path, what)
+    if isinstance(content, dict) and content.keys() & OF_MODELOPT:
+        raise BadOption(
+            f"{path} is a file of ModelOpt's autotuner, which divides models otherwise: give a model that it has made "
+            "as --qdq-baseline instead"
+        )
     if not isinstance(content, dict) or content.get("version") != VERSION:
         raise BadOption(f"{path} is no {what} file of this version: give one that `qdqtune tune` has written")
     return content
+
+
+def parsed_yaml(path: Path, what: str) -> Any:
+    """The content of a YAML file, whoever has written it; `what` it is, for errors.
+
+    Raises:
+        BadOption: the file is missing, or no YAML.
+    """
+    try:
+        with reading(f"{what} {path}"):
+            return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, yaml.YAMLError) as error:  # no text, a date that is none, too deep
+        raise BadOption(f"{path} is no {what} file, or damaged: it is no YAML") from error

@@ -33,14 +33,21 @@ def write_cache(path: Path, caches: Mapping[str, Sequence[tuple[Scheme, float]]]
     Raises:
         OutputError: the file cannot be written.
     """
-    entries = []
+    write_yaml(path, content_of(caches, patterns))
+
+
+def content_of(
+    caches: Mapping[str, Sequence[tuple[Scheme, float]]], patterns: Iterable[Known]
+) -> dict[str, int | list[dict[str, object]]]:
+    """What `write_cache` writes."""
+    entries: list[dict[str, object]] = []
     for pattern in patterns:
         if schemes := caches.get(pattern.digest):
             rows = [
                 {"ratio": round(r, 4), "points": [_point(p) for p in sorted(s.points, key=repr)]} for s, r in schemes
             ]
             entries.append({"pattern": pattern.digest, "ops": list(pattern.ops), "schemes": rows})
-    write_yaml(path, {"version": VERSION, "patterns": entries})
+    return {"version": VERSION, "patterns": entries}
 
 
 def read_cache(path: Path) -> dict[str, tuple[Scheme, ...]]:

@@ -1,0 +1,437 @@
+"""The search as a conversation: it says what to measure (`generate`, `export_onnx`), the script measures (`submit`).
+
+A scheme of the region at hand stands on top of the best placement so far, and it stays only where it is faster. Two
+schemes that mean one placement are measured once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import reduce
+from itertools import chain
+from math import inf, isfinite
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from qdqtune.autotune.benchmark import instance_or_default
+from qdqtune.autotune.errors import AutotunerNotInitializedError, InvalidSchemeError
+from qdqtune.autotune.graphs import Surgeon, as_proto
+from qdqtune.autotune.insertion_points import ResolvedInsertionPoint, get_autotuner_quantizable_ops
+from qdqtune.autotune.pattern_cache import PatternCache, PatternSchemes
+from qdqtune.autotune.region_pattern import RegionPattern
+from qdqtune.autotune.regions import Grouping, Region
+from qdqtune.autotune.schemes import Config, InsertionScheme
+from qdqtune.calibration.calibrate import candidate_tensors
+from qdqtune.calibration.scales import Range, Ranges
+from qdqtune.errors import BadModel, BadState, BaselineFailed
+from qdqtune.graph import operators
+from qdqtune.graph.files import save
+from qdqtune.graph.float16 import HALF, OPSET
+from qdqtune.graph.loading import load_proto, with_float_type
+from qdqtune.graph.model import Model, Node
+from qdqtune.measurement.timing import Plan
+from qdqtune.placement import rules
+from qdqtune.placement.insertion import Inserter
+from qdqtune.placement.possible import consistent, possible_edges
+from qdqtune.placement.reading import read_placement
+from qdqtune.qdq_utils import QuantizedTensors
+from qdqtune.search import ratios_to_float
+from qdqtune.search.region import RegionSearch
+from qdqtune.search.regions import patterns
+from qdqtune.search.regions.patterns import Pattern
+from qdqtune.search.regions.region import Scheme
+from qdqtune.tuning.result import Result
+from qdqtune.tuning.store import Record, Store, pack_placement, unpack_placement
+from qdqtune.tuning.subject import DTYPES
+from qdqtune.types import Edge, Placement
+
+log = logging.getLogger("qdqtune.autotune")
+
+ACTIVATIONS = frozenset({"Clip", "Elu", "HardSwish", "LeakyRelu", "PRelu", "Relu", "Sigmoid", "Softmax", "Tanh"})
+"""Operators in front of which a quantizer must be told to round the result of the one before."""
+
+
+class QDQAutotunerBase:
+    """The conversation about regions that are given: a subclass or the script sets `regions`."""
+
+    def __init__(self, model: onnx.ModelProto | Surgeon) -> None:
+        self.onnx_model = as_proto(model)
+        self.graph: Model = load_proto(self.onnx_model)
+        self.regions: list[Region] = []
+        self.config = Config()
+        self.initialized = False
+        self._reset(None)
+
+    def initialize(self, config: Config | None = None, pattern_cache: PatternCache | None = None) -> None:
+        """Begin anew. Schemes of `pattern_cache` are tried first.
+
+        Raises:
+            BadOption: a field of the configuration has no meaning.
+        """
+        self.config = config or Config()
+        self.config.check()
+        is_half = any(info.dtype in HALF for info in self.graph.tensors.values())
+        if self.graph.opset < OPSET and (is_half or self.config.default_quant_type == "fp8"):
+            self.graph = load_proto(self.onnx_model, min_opset=OPSET)
+        dtype = onnx.TensorProto.DataType.Value(DTYPES[self.config.default_dq_dtype])
+        self.graph = with_float_type(self.graph, dtype)
+        self.initialized = True
+        self._reset(pattern_cache)
+
+    def _reset(self, pattern_cache: PatternCache | None) -> None:
+        self.baseline_latency_ms: float | None = None
+        self.profiled_patterns: list[PatternSchemes] = []
+        self.current_profile_region: Region | None = None
+        self.current_profile_pattern_schemes: PatternSchemes | None = None
+        self.current_insertion_scheme_index: int | None = None
+        self._is_waiting = False
+        self.pattern_cache = pattern_cache or PatternCache(
+            minimum_distance=self.config.pattern_cache_minimum_distance,
+            max_entries_per_pattern=self.config.pattern_cache_max_entries_per_pattern,
+        )
+        self._best = Placement(), inf
+        """What all done patterns leave behind, and its latency in ms."""
+        self._measured: dict[str, float] = {}
+        """Latency in ms by digest of the placement."""
+        self._made: tuple[Inserter, RegionSearch] | None = None
+        self._groups: Grouping | None = None
+
+    def _known_graph(self) -> Model:
+        if not self.initialized:
+            raise AutotunerNotInitializedError("call initialize() first")
+        return self.graph
+
+    @property
+    def _tools(self) -> tuple[Inserter, RegionSearch]:
+        """What needs an engine and calibration, made when it is needed first.
+
+        Raises:
+            AutotunerNotInitializedError: see there.
+            QdqtuneError: the engine cannot be opened, or has no kernels for the quantization type.
+        """
+        if self._made is None:
+            config, graph, benchmark = self.config, self._known_graph(), instance_or_default()
+            numbers = benchmark.numeric_format(config.default_quant_type)
+            try:
+                ranges = benchmark.prepared(graph, config.calibration_data).ranges(None, numbers)
+            except BadModel as error:
+                log.warning("all scales are default_q_scale: %s", error)
+                ends = ((end - config.default_q_zero_point) * config.default_q_scale for end in (-127, 127))
+                ranges = Ranges(dict.fromkeys(candidate_tensors(graph), Range(*ends)))
+            possible = possible_edges(graph, ranges)
+            search = RegionSearch(graph, (), possible, rules.placements(graph, possible), config=config.check())
+            self._made = Inserter(graph, ranges, numbers), search
+        return self._made
+
+    @property
+    def _grouping(self) -> Grouping:
+        """That of `regions` as they are now."""
+        if self._groups is None or self._groups.regions != tuple(self.regions):
+            self._groups = Grouping.of(self._known_graph(), self.regions)
+        return self._groups
+
+    def set_profile_region(self, region: Region | None, commit: bool = True) -> None:
+        """Turn to a region, or to none; `commit` ends the one before it, the best of its schemes stays if it is faster.
+
+        `current_profile_pattern_schemes` is None afterwards if the pattern is done, or has no place for a pair.
+
+        Raises:
+            InvalidSchemeError: the region is none of `regions`.
+        """
+        for current in self._tried() if commit else ():
+            self._best = self._improved(self._best, current)
+            self.profiled_patterns.append(current)
+            self.pattern_cache.add_pattern_schemes(current)
+        self.current_profile_region = self.current_profile_pattern_schemes = self.current_insertion_scheme_index = None
+        self._is_waiting = False
+        if region is None:
+            return
+        if region not in self._grouping.cores:
+            raise InvalidSchemeError(f"{region} is none of the autotuner's regions")
+        found = self._grouping.pattern_of(self.graph, region)
+        pattern = RegionPattern.of(found)
+        if found.points and all(done.pattern != pattern for done in self.profiled_patterns):
+            known = self.pattern_cache.get_pattern_schemes(pattern)
+            points = frozenset(found.points)  # a cache of an earlier version may hold some that are none today
+            schemes = (Scheme(scheme.core.points & points) for scheme in known.schemes) if known else ()
+            waiting = [InsertionScheme.of(scheme) for scheme in dict.fromkeys(schemes)]
+            self.current_profile_region, self.current_profile_pattern_schemes = region, PatternSchemes(pattern, waiting)
+
+    def generate(self) -> int:
+        """The index, in the current pattern's schemes, of one with a placement yet to be measured; -1 if there is none.
+
+        First come schemes that wait there (from the cache, imported, or put there by the script), then new ones.
+
+        Raises:
+            InvalidSchemeError: there is no current pattern.
+        """
+        current = self.current_profile_pattern_schemes
+        if current is None:
+            raise InvalidSchemeError("no region with a pattern is set: call set_profile_region() first")
+        waiting = [scheme for scheme in current.schemes if not scheme.is_profiled]
+        for scheme in chain(waiting, self._ideas(current)):
+            known = self._measured.get(self._on_top(self._best[0], current, scheme).digest)
+            if known is None:
+                if scheme not in current.schemes:
+                    current.schemes.append(scheme)
+                self.current_insertion_scheme_index = current.schemes.index(scheme)
+                self._is_waiting = True
+                return self.current_insertion_scheme_index
+            self._record(scheme, known)
+        self.current_insertion_scheme_index, self._is_waiting = None, False
+        return -1
+
+    def submit(self, latency_ms: float, success: bool = True) -> None:
+        """Tell what was measured: first of the model without pairs, then of each scheme. Infinity is a failure.
+
+        The scheme stays current until the next one is made. The schemes of the pattern are sorted, the fastest first,
+        and the pattern cache takes them over.
+
+        Raises:
+            BaselineFailed: the model without pairs has no latency.
+            InvalidSchemeError: no scheme waits for a latency.
+        """
+        latency = latency_ms if success and isfinite(latency_ms) and latency_ms > 0 else inf
+        current, index = self.current_profile_pattern_schemes, self.current_insertion_scheme_index
+        if self.baseline_latency_ms is None:
+            if latency == inf:
+                raise BaselineFailed("the model without pairs cannot be timed, so there is nothing to compare with")
+            self.baseline_latency_ms = self._measured[Placement().digest] = latency
+            self._best = Placement(), latency
+        elif current is None or index is None or not self._is_waiting:
+            raise InvalidSchemeError("no scheme waits for its latency: call generate() first")
+        else:
+            self._measured[self._placement().digest] = latency
+            scheme, self._is_waiting = current.schemes[index], False
+            self._record(scheme, latency)
+            current.schemes.sort(key=lambda s: s.latency_ms)
+            self.current_insertion_scheme_index = next(n for n, s in enumerate(current.schemes) if s is scheme)
+            for tried in self._tried():
+                self.pattern_cache.add_pattern_schemes(tried)
+            if self.config.verbose:
+                print(f"{self.current_profile_region}: {latency:.3f} ms", file=sys.stderr)
+
+    def export_onnx(
+        self,
+        output_path: str | Path | None = None,
+        insert_qdq: bool = True,
+        best: bool = False,
+        model_transform: Callable[[onnx.ModelProto], onnx.ModelProto] | None = None,
+    ) -> bytes:
+        """The model with the current scheme on top of the best placement; without pairs if so asked.
+
+        With `best`, and where no scheme is current, it is the best placement alone. `model_transform` has the last
+        word.
+        """
+        model = self._tools[0].insert(self._placement(best) if insert_qdq else Placement())
+        if model_transform is not None:
+            changed = model_transform(model.to_proto())
+            if output_path is not None:
+                onnx.save(changed, Path(output_path))
+            return changed.SerializeToString()
+        if output_path is None:
+            return model.to_proto().SerializeToString()
+        save(model, Path(output_path))
+        return Path(output_path).read_bytes()
+
+    def get_resolved_insertion_points(self, best: bool = True, verbose: bool = False) -> set[ResolvedInsertionPoint]:
+        """The uses of tensors that carry a pair in what `export_onnx` would write, by indices in `graph.nodes`."""
+        edges, index_of = self._placement(best).edges, self._known_graph().index_of
+        if verbose:
+            log.debug("%d pairs", len(edges))
+        return {ResolvedInsertionPoint(e.tensor, index_of.get(e.node), e.index) for e in edges}
+
+    def get_ort_quantization_config(
+        self,
+    ) -> tuple[list[str], list[str], list[tuple[Node, Node, str]], list[str]]:
+        """The best placement as ONNX Runtime's quantizer is told of one.
+
+        Names of the nodes that read or make what carries a pair; the operators that may be quantized; the inputs of
+        these nodes that carry none, as producer, node and tensor; and operators whose result carries a pair into
+        Relu and its like. All empty where there are no pairs.
+        """
+        graph, edges = self._known_graph(), self._placement(best=True).edges
+        if not edges:
+            return [], [], [], []
+        readers = {graph.index_of[e.node] for e in edges if e.node}
+        makers = {graph.producers[e.tensor] for e in edges if e.tensor in graph.producers}
+        covered = {(graph.index_of[e.node], e.index) for e in edges if e.node}
+        nodes = [graph.nodes[n] for n in sorted(readers | makers)]
+        bare = [
+            (graph.nodes[graph.producers[tensor]], node, tensor)
+            for node in nodes
+            for slot, tensor in enumerate(node.inputs)
+            if tensor in graph.producers and (node.index, slot) not in covered
+        ]
+        activated = {
+            graph.nodes[graph.producers[e.tensor]].op
+            for e in edges
+            if e.tensor in graph.producers and e.node and graph.nodes[graph.index_of[e.node]].op in ACTIVATIONS
+        }
+        ops = get_autotuner_quantizable_ops()
+        if self.config.default_quant_type == "fp8":
+            ops &= {"Add", "Conv", "Gemm", "MatMul"}
+        return [node.name for node in nodes], sorted(ops), bare, sorted(activated)
+
+    def import_insertion_points(self, quantized_tensors: Collection[str]) -> None:
+        """Have the pairs of a quantized model tried first.
+
+        What `get_quantized_tensors` gives tells every use that carries a pair. Of plain names all uses are taken, and
+        the weights of compute operators along with their activations.
+        """
+        possible = self._tools[1].possible
+        if isinstance(quantized_tensors, QuantizedTensors):
+            edges = read_placement(self.graph, quantized_tensors.model).placement.edges & possible
+        else:
+            edges = frozenset(e for e in possible if e.tensor in set(quantized_tensors))
+            compute = (
+                n for n in self.graph.nodes if n.op in operators.COMPUTE and Edge(n.inputs[0], n.name, 0) in edges
+            )
+            edges |= {Edge(n.inputs[1], n.name, 1) for n in compute} & possible
+        for pattern in self._grouping.patterns.values():
+            schemes = (patterns.scheme_of(self.graph, pattern, region, edges) for region in pattern.instances)
+            if scheme := next((s for s in schemes if s.points), None):
+                self.pattern_cache.put_first(RegionPattern.of(pattern), InsertionScheme.of(scheme))
+
+    def save_state(self, output_path: str | Path) -> None:
+        """Write a state file, in one step, and the pattern cache beside it.
+
+        Raises:
+            BadState: there is a file of another model, engine or configuration.
+        """
+        path, best, done = Path(output_path), self._best, [*self.profiled_patterns]
+        for current in self._tried():
+            best = self._improved(best, current)
+            done.append(current)
+            self.pattern_cache.add_pattern_schemes(current)
+        if path.exists():
+            with Store(path, self._fingerprint()):
+                pass  # it may be written over
+        fresh = path.with_name(f"{path.name}.new")
+        with Store(fresh, self._fingerprint(), restart=True) as store:
+            store.put("baseline", {"ms": self.baseline_latency_ms})
+            store.put("best", _packed(*best))
+            store.put("measured", {digest: None if ms == inf else ms for digest, ms in self._measured.items()})
+            for schemes in done:
+                rows = [_packed(self._meant(schemes, scheme), scheme.latency_ms) for scheme in schemes.schemes]
+                store.put(schemes.pattern.digest, {"schemes": rows})
+        fresh.replace(path)
+        self.pattern_cache.save(_cache_file(path))
+
+    def load_state(self, input_path: str | Path) -> None:
+        """Go on from a state file: patterns that were begun there are done, and will be skipped.
+
+        Raises:
+            BadState: there is no such file, or it is of another model, engine or configuration.
+        """
+        path = Path(input_path)
+        if not path.exists():
+            raise BadState(f"there is no state file {path}: leave load_state out to begin")
+        with Store(path, self._fingerprint()) as store:
+            baseline, best, measured, *done = store.records()
+        self.baseline_latency_ms, self._best = baseline["ms"], _unpacked(best)
+        self._measured = {digest: ms or inf for digest, ms in measured.items() if digest != "key"}
+        for record in done:
+            self._profiled(self._grouping.patterns[record["key"]], map(_unpacked, record["schemes"]))
+        if _cache_file(path).exists():
+            self.pattern_cache.merge(PatternCache.load(_cache_file(path)))
+
+    def adopt(self, result: Result, plan: Plan) -> None:
+        """Take over a whole tuning run of this model: its latencies, its schemes, and the placement that it ships."""
+        before, after = result.summary["baseline_ms"], result.summary["final_ms"]
+        self.baseline_latency_ms, self._best = before, (result.placement, after)
+        self._measured = {Placement().digest: before, result.placement.digest: after}
+        ratios = ratios_to_float(result.history, plan)
+        for pattern in self._grouping.patterns.values():
+            own = (t.placement for t in result.history if t.proposal.pattern == pattern.digest)
+            self._profiled(pattern, [(result.placement, after), *((p, before * ratios.get(p, inf)) for p in own)])
+
+    def _profiled(self, pattern: Pattern, tried: Iterable[tuple[Placement, float]]) -> None:
+        """Enter a pattern as done, with the schemes that some placements of known latency are in its first region."""
+        schemes = PatternSchemes(RegionPattern.of(pattern))
+        for placement, ms in tried:
+            schemes.schemes.append(self._scheme(pattern, placement))
+            self._record(schemes.schemes[-1], ms)
+        self.profiled_patterns.append(schemes)
+
+    def _record(self, scheme: InsertionScheme, latency: float) -> None:
+        scheme.latency_ms, scheme.error = latency, latency == inf
+        scheme.profile_timestamp = datetime.now(UTC).isoformat()
+        if self.baseline_latency_ms is not None and latency != inf:
+            scheme.ratio = latency / self.baseline_latency_ms
+
+    def _scheme(self, pattern: Pattern, placement: Placement) -> InsertionScheme:
+        return InsertionScheme.of(patterns.scheme_of(self.graph, pattern, pattern.instances[0], placement.edges))
+
+    def _meant(self, schemes: PatternSchemes, scheme: InsertionScheme) -> Placement:
+        pattern = self._pattern(schemes)
+        return Placement(patterns.resolve(self.graph, pattern, pattern.instances[0], scheme.core))
+
+    def _pattern(self, schemes: PatternSchemes) -> Pattern:
+        return self._grouping.patterns[schemes.pattern.digest]
+
+    def _tried(self) -> list[PatternSchemes]:
+        """The pattern at hand with the schemes that were measured, if there are any."""
+        current = self.current_profile_pattern_schemes
+        done = [s for s in current.schemes if s.is_profiled] if current else []
+        return [PatternSchemes(current.pattern, done)] if current and done else []
+
+    def _ideas(self, current: PatternSchemes) -> Iterator[InsertionScheme]:
+        """New schemes: those of the rules, then mutations of the fastest."""
+        pattern, base = self._pattern(current), self._best[0]
+        measured = sorted((s for s in current.schemes if s.latency_ms != inf), key=lambda s: s.latency_ms)
+        top = max(self.config.minimum_schemes_to_mutate, int(self.config.top_percent_to_mutate * len(measured)))
+        parents = [self._on_top(base, current, scheme) for scheme in measured[:top]] or [base]
+        for idea in self._tools[1].variations(pattern, base, parents, len(self._measured)):
+            yield self._scheme(pattern, idea.placement)
+
+    def _improved(self, best: tuple[Placement, float], schemes: PatternSchemes) -> tuple[Placement, float]:
+        """The best placement with a pattern's best scheme on top, and its latency in ms, if that is faster."""
+        scheme = schemes.best_scheme
+        if scheme is None or scheme.latency_ms * self.config.performance_threshold >= best[1]:
+            return best
+        return self._on_top(best[0], schemes, scheme), scheme.latency_ms
+
+    def _placement(self, best: bool = False) -> Placement:
+        current, index = self.current_profile_pattern_schemes, self.current_insertion_scheme_index
+        if best or current is None or index is None:
+            return reduce(self._improved, self._tried(), self._best)[0]
+        return self._on_top(self._best[0], current, current.schemes[index])
+
+    def _on_top(self, base: Placement, schemes: PatternSchemes, scheme: InsertionScheme) -> Placement:
+        """`base` with all instances of a pattern as one of its schemes has them."""
+        pattern = self._pattern(schemes)
+        edges = (base.edges - self._edges(pattern, pattern.everything)) | self._edges(pattern, scheme.core)
+        return consistent(self.graph, Placement(edges))
+
+    def _edges(self, pattern: Pattern, scheme: Scheme) -> frozenset[Edge]:
+        try:
+            return patterns.place(self.graph, [pattern], {pattern.digest: scheme}).edges & self._tools[1].possible
+        except ValueError as error:
+            raise InvalidSchemeError(str(error)) from error
+
+    def _fingerprint(self) -> dict[str, Any]:
+        own = {k: v for k, v in asdict(self.config).items() if k != "verbose"}
+        divided = hashlib.sha256(" ".join(self._grouping.patterns).encode()).hexdigest()[:16]
+        engine = instance_or_default().spec.name
+        known = {"engine": engine, "model": self.graph.fingerprint, "regions": divided}
+        return {"interface": "autotuner", **own, **known}
+
+
+def _packed(placement: Placement, ms: float) -> Record:
+    return {"edges": pack_placement(placement), "ms": None if ms == inf else ms}
+
+
+def _unpacked(record: Record) -> tuple[Placement, float]:
+    return unpack_placement(record["edges"]), record["ms"] or inf
+
+
+def _cache_file(state: Path) -> Path:
+    return state.with_name(f"{state.stem}_pattern_cache{state.suffix}")

@@ -1,0 +1,93 @@
+"""Graphs as scripts hold them (ONNX models, GraphSurgeon graphs) as the model that the core works on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Protocol, cast, runtime_checkable
+
+import onnx
+
+from qdqtune.autotune.errors import AutotunerError
+from qdqtune.graph.loading import load_proto
+from qdqtune.graph.model import Model
+from qdqtune.graph.operators import COMMUTATIVE
+
+
+@runtime_checkable
+class Surgeon(Protocol):
+    """A graph of GraphSurgeon, which this package does not need and never imports by itself."""
+
+    nodes: Sequence[Any]
+
+    def toposort(self) -> Any:
+        """Sort the nodes."""
+
+
+GraphLike = Model | onnx.ModelProto | Surgeon
+"""A model of the core, an ONNX model, or a GraphSurgeon graph."""
+
+
+def as_proto(graph: onnx.ModelProto | Surgeon) -> onnx.ModelProto:
+    """An ONNX model, of a GraphSurgeon graph made by the library that the graph itself comes from.
+
+    Raises:
+        AutotunerError: it is neither of them.
+    """
+    if isinstance(graph, onnx.ModelProto):
+        return graph
+    library = sys.modules.get(type(graph).__module__.partition(".")[0])
+    if not isinstance(graph, Surgeon) or not hasattr(library, "export_onnx"):
+        raise AutotunerError(f"a graph is an onnx.ModelProto or a GraphSurgeon graph, not {type(graph).__name__}")
+    return cast(onnx.ModelProto, library.export_onnx(graph))  # type: ignore[union-attr]
+
+
+def as_model(graph: GraphLike) -> Model:
+    """The model of a graph whose nodes are numbered alike in both.
+
+    Raises:
+        AutotunerError: it is no graph, or nodes went away when it was loaded (constants, Identity), so that indices
+            would mean others.
+        BadModel: it is invalid.
+    """
+    if isinstance(graph, Model):
+        return graph
+    proto = as_proto(graph)
+    model = _loaded(proto.SerializeToString(deterministic=True))
+    if [list(node.output) for node in proto.graph.node] != [list(node.outputs) for node in model.nodes]:
+        raise AutotunerError(
+            "the nodes of this graph are numbered otherwise than those of the loaded model, where constants and "
+            "Identity are no nodes: give the autotuner's graph"
+        )
+    return model
+
+
+@lru_cache(maxsize=1)
+def _loaded(content: bytes) -> Model:
+    """Kept, because scripts ask about one region of a graph after the other."""
+    return load_proto(onnx.ModelProto.FromString(content))
+
+
+def get_tensor_consumer_node_indices(graph: GraphLike | onnx.GraphProto) -> dict[str, list[int]]:
+    """By tensor, the indices of the nodes that read it, once for each input."""
+    found: dict[str, list[int]] = {}
+    for index, inputs in enumerate(_inputs(graph)):
+        for name in inputs:
+            found.setdefault(name, []).append(index)
+    return found
+
+
+def _inputs(graph: GraphLike | onnx.GraphProto) -> list[list[str]]:
+    """The names of what each node reads."""
+    if isinstance(graph, onnx.ModelProto):
+        graph = graph.graph
+    if isinstance(graph, onnx.GraphProto):
+        return [[name for name in node.input if name] for node in graph.node]
+    names = ([getattr(tensor, "name", tensor) for tensor in node.inputs] for node in graph.nodes)
+    return [[name for name in inputs if name] for inputs in names]
+
+
+def get_symmetric_ops() -> set[str]:
+    """Operators whose inputs may change places."""
+    return set(COMMUTATIVE)

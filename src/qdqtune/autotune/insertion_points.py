@@ -1,0 +1,160 @@
+"""Insertion points under the names and with the fields that scripts know; the core has them as values of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, Self
+
+from qdqtune.autotune.errors import InvalidSchemeError
+from qdqtune.autotune.graphs import GraphLike, as_model
+from qdqtune.autotune.regions import Grouping, Region
+from qdqtune.cli.inspect import QUANTIZABLE, is_quantizable
+from qdqtune.graph.model import GRAPH, Model, Use
+from qdqtune.placement.possible import can_carry
+from qdqtune.search.regions import patterns
+from qdqtune.search.regions.region import ChildInput, NodeInput, Point, RegionOutput, Scheme
+
+
+class _Plain:
+    """What is written as a dictionary of its fields."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields by name."""
+        return asdict(self)  # type: ignore[call-overload, no-any-return]
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """What `to_dict` gave."""
+        return cls(**data)
+
+
+@dataclass(frozen=True)
+class ResolvedInsertionPoint(_Plain):
+    """One use of a tensor: input `input_index` of node `node_index`; without a node, of the graph as its output."""
+
+    tensor_name: str
+    node_index: int | None = None
+    input_index: int | None = None
+
+
+class InsertionPoint(_Plain):
+    """A place in a pattern where a pair can stand. The fields say which; `core` is the core's own value."""
+
+    kind: ClassVar[type[Point]]
+
+    @property
+    def core(self) -> Point:
+        """The point as the core has it."""
+        return self.kind(**self.to_dict())
+
+    @classmethod
+    def of(cls, point: Point) -> Self:
+        """A point of the core."""
+        return cls(**{f.name: getattr(point, f.name) for f in fields(cls)})  # type: ignore[arg-type]
+
+    def resolve(self, region: Region, graph: GraphLike) -> set[ResolvedInsertionPoint]:
+        """The uses that the point means in a region.
+
+        Raises:
+            InvalidSchemeError: the region's pattern has no such point.
+        """
+        return resolved(as_model(graph), region, Scheme(frozenset((self.core,))))
+
+    @classmethod
+    def collect_from_region(cls, region: Region, graph: GraphLike) -> list[Self]:
+        """All points of this kind that a region has."""
+        model = as_model(graph)
+        points = Grouping.of(model, [region]).pattern_of(model, region).points
+        return [cls.of(point) for point in points if isinstance(point, cls.kind)]
+
+
+@dataclass(frozen=True)
+class NodeInputInsertionPoint(InsertionPoint):
+    """See `NodeInput`."""
+
+    node_index: int
+    input_index: int
+    kind: ClassVar[type[Point]] = NodeInput
+
+
+@dataclass(frozen=True)
+class ChildRegionInputInsertionPoint(InsertionPoint):
+    """See `ChildInput`."""
+
+    region_index: int
+    input_index: int
+    kind: ClassVar[type[Point]] = ChildInput
+
+
+@dataclass(frozen=True)
+class ChildRegionOutputInsertionPoint(InsertionPoint):
+    """See `RegionOutput`, of which one of the first two is None."""
+
+    region_index: int | None
+    node_index: int | None
+    output_index: int
+    kind: ClassVar[type[Point]] = RegionOutput
+
+
+def resolved(model: Model, region: Region, scheme: Scheme) -> set[ResolvedInsertionPoint]:
+    """The uses that a scheme means in a region.
+
+    Raises:
+        InvalidSchemeError: the region's pattern lacks one of its points.
+    """
+    grouping = Grouping.of(model, [region])
+    pattern = grouping.pattern_of(model, region)
+    try:
+        edges = patterns.resolve(model, pattern, grouping.cores[region], scheme)
+    except ValueError as error:
+        raise InvalidSchemeError(str(error)) from error
+    return {ResolvedInsertionPoint(e.tensor, model.index_of.get(e.node), e.index) for e in edges}
+
+
+def has_quantizable_operations(region: Region, graph: GraphLike) -> bool:
+    """Whether a region holds an operator that engines quantize, working on floats."""
+    model = as_model(graph)
+    return is_quantizable(model, Grouping.of(model, [region]).cores[region])
+
+
+def skip_invalid_insertion_points(graph: GraphLike, tensor_name: str, region_or_node: object) -> bool:
+    """Whether no pair can stand between a tensor and a region, or a node, that reads it."""
+    model = as_model(graph)
+    if isinstance(region_or_node, Region):
+        users = region_or_node.get_region_nodes_and_descendants()
+    else:
+        users = {model.index_of[str(getattr(region_or_node, "name", region_or_node))]}
+    return not any(can_carry(model, tensor_name, use.node, use.slot) for use in _uses(model, tensor_name, users))
+
+
+def resolve_region_io_insertion_points(
+    region: Region | None, graph: GraphLike, tensor_name: str
+) -> set[ResolvedInsertionPoint]:
+    """The uses of a tensor in a region, or anywhere, that can carry a pair."""
+    model = as_model(graph)
+    users = set(range(len(model.nodes))) if region is None else region.get_region_nodes_and_descendants()
+    uses = [u for u in _uses(model, tensor_name, users) if can_carry(model, tensor_name, u.node, u.slot)]
+    return {ResolvedInsertionPoint(tensor_name, use.node, use.slot) for use in uses}
+
+
+def merge_resolved_insertion_points(
+    graph: GraphLike, resolved_insertion_points: Iterable[ResolvedInsertionPoint]
+) -> set[ResolvedInsertionPoint]:
+    """The same, with one point for the tensor where all its uses are among them."""
+    model, points = as_model(graph), set(resolved_insertion_points)
+    for tensor in {point.tensor_name for point in points}:
+        own = {point for point in points if point.tensor_name == tensor}
+        uses = {(use.node, use.slot) for use in model.uses(tensor)}
+        if uses and uses <= {(point.node_index, point.input_index) for point in own}:
+            points = points - own | {ResolvedInsertionPoint(tensor)}
+    return points
+
+
+def get_autotuner_quantizable_ops() -> set[str]:
+    """Operators that engines run on quantized values."""
+    return set(QUANTIZABLE)
+
+
+def _uses(model: Model, tensor: str, users: set[int]) -> list[Use]:
+    return [use for use in model.uses(tensor) if use.node in users and use.node != GRAPH]

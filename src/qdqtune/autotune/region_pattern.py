@@ -1,0 +1,125 @@
+"""What regions of equal structure have in common, under the name that scripts know."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Self, overload
+
+from qdqtune.autotune.errors import InvalidSchemeError
+from qdqtune.autotune.graphs import GraphLike, as_model
+from qdqtune.autotune.insertion_points import ResolvedInsertionPoint, resolved
+from qdqtune.autotune.regions import Grouping, Region
+from qdqtune.autotune.schemes import InsertionScheme
+from qdqtune.graph.model import Model
+from qdqtune.search.regions import patterns
+
+
+@dataclass(frozen=True)
+class RegionPattern:
+    """A structure that regions share; equal for equal structures, in whatever model. `size` counts nodes."""
+
+    signature: str = field(compare=False)
+    size: int = field(default=0, compare=False)
+    ops: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    digest: str = ""
+    """16 hex digits that stand for the signature, as in the core's pattern."""
+
+    def __post_init__(self) -> None:
+        if not self.digest:
+            object.__setattr__(self, "digest", self.get_hash()[:16])
+
+    def __str__(self) -> str:
+        return f"RegionPattern({self.get_short_signature()}, {self.size} nodes)"
+
+    @classmethod
+    def of(cls, pattern: patterns.Pattern) -> Self:
+        """A pattern of the core."""
+        return cls(pattern.signature, len(pattern.ops), pattern.ops, pattern.digest)
+
+    @classmethod
+    def from_region(cls, region: Region, graph: GraphLike) -> Self:
+        """The pattern of a region; of one without nodes the empty one."""
+        if not region.get_region_nodes_and_descendants():
+            return cls("EMPTY")
+        model = as_model(graph)
+        return cls.of(Grouping.of(model, [region]).pattern_of(model, region))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no nodes."""
+        return self.size == 0 or self.signature == "EMPTY"
+
+    @property
+    def is_composite(self) -> bool:
+        """Whether regions of this pattern hold regions."""
+        return self.signature.startswith("COMPOSITE(")
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether they hold nodes only."""
+        return not self.is_composite and not self.is_empty
+
+    def get_hash(self) -> str:
+        """32 hex digits that stand for the signature."""
+        return hashlib.sha256(self.signature.encode()).hexdigest()[:32]
+
+    def get_short_signature(self, max_length: int = 80) -> str:
+        """The signature, cut where it is longer than that."""
+        return self.signature if len(self.signature) <= max_length else f"{self.signature[: max_length - 3]}..."
+
+    def get_full_insertion_scheme(self, region: Region, graph: GraphLike) -> InsertionScheme:
+        """All insertion points of a region that has this pattern."""
+        return InsertionScheme.of(self._found(region, as_model(graph))[1].everything)
+
+    @overload
+    def matches(self, other: RegionPattern, graph: None = None, scheme: None = None) -> bool:
+        """Whether they are one."""
+
+    @overload
+    def matches(self, other: Region, graph: GraphLike, scheme: None = None) -> list[int] | None:
+        """Its nodes."""
+
+    @overload
+    def matches(self, other: Region, graph: GraphLike, scheme: InsertionScheme) -> set[ResolvedInsertionPoint]:
+        """What it means."""
+
+    def matches(
+        self, other: RegionPattern | Region, graph: GraphLike | None = None, scheme: InsertionScheme | None = None
+    ) -> bool | list[int] | set[ResolvedInsertionPoint] | None:
+        """Whether a pattern is the same; with a region its nodes in the pattern's order, None if it has another one.
+
+        With a scheme, what that means in the region.
+
+        Raises:
+            InvalidSchemeError: a region without a graph, or a scheme for a region of another pattern.
+        """
+        if isinstance(other, RegionPattern):
+            return self == other
+        if graph is None:
+            raise InvalidSchemeError("a region is compared in its graph: give the graph as well")
+        model = as_model(graph)
+        if scheme is not None:
+            self._found(other, model)
+            return resolved(model, other, scheme.core)
+        if self.is_empty or self != self.from_region(other, model):
+            return [] if self == self.from_region(other, model) else None
+        grouping = Grouping.of(model, [other])
+        return list(grouping.listings[grouping.cores[other]].nodes)
+
+    def format_tree(self, region: Region, graph: GraphLike, indent: int = 0) -> str:
+        """A region and all under it: its pattern, its size and its operators, a line each."""
+        model, margin = as_model(graph), "  " * indent
+        pattern = RegionPattern.from_region(region, model)
+        ops = ", ".join(model.nodes[n].op for n in region.get_nodes())
+        lines = [f"{margin}Region {region.id}: {pattern.get_short_signature()} ({pattern.size} nodes)"]
+        lines += [f"{margin}  Nodes: {ops}"] if ops else []
+        lines += [self.format_tree(child, model, indent + 1) for child in region.get_children()]
+        return "\n".join(lines)
+
+    def _found(self, region: Region, model: Model) -> tuple[Grouping, patterns.Pattern]:
+        grouping = Grouping.of(model, [region])
+        pattern = grouping.pattern_of(model, region)
+        if pattern.digest != self.digest:
+            raise InvalidSchemeError(f"{region} has another pattern")
+        return grouping, pattern

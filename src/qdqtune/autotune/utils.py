@@ -1,0 +1,60 @@
+"""The presets and the parser of the command line, in the module where scripts look for them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from qdqtune.errors import reading
+
+DEFAULT_NUM_SCHEMES, DEFAULT_WARMUP_RUNS, DEFAULT_TIMING_RUNS = 50, 50, 100
+MODE_PRESETS = {
+    "quick": {"schemes_per_region": 30, "warmup_runs": 10, "timing_runs": 50},
+    "default": {
+        "schemes_per_region": DEFAULT_NUM_SCHEMES,
+        "warmup_runs": DEFAULT_WARMUP_RUNS,
+        "timing_runs": DEFAULT_TIMING_RUNS,
+    },
+    "extensive": {"schemes_per_region": 200, "warmup_runs": 50, "timing_runs": 200},
+}
+"""What the modes mean to `apply_mode_presets`. `python -m qdqtune.autotune` limits builds besides (`EFFORTS`)."""
+
+
+class StoreWithExplicitFlag(argparse.Action):
+    """Store a value, and that it was given, under the name `explicit_attr`."""
+
+    def __init__(self, *given: Any, explicit_attr: str, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._mark = explicit_attr
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        """See `argparse.Action`."""
+        setattr(namespace, self.dest, values)
+        setattr(namespace, self._mark, True)
+
+
+def validate_file_path(path: str | Path | None, description: str) -> Path | None:
+    """A path whose file exists; without such a file the program ends with code 1."""
+    if path is None or Path(path).exists():
+        return None if path is None else Path(path)
+    print(f"{description} not found: {path}", file=sys.stderr)
+    sys.exit(1)
+
+
+def get_node_filter_list(node_filter_list_path: str | Path | None) -> list[str] | None:
+    """The wildcards of a file, one a line; lines that begin with # are comments. None without a file."""
+    path = validate_file_path(node_filter_list_path, "Node filter list file")
+    if path is None:
+        return None
+    with reading(path):
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]

@@ -1,0 +1,292 @@
+"""Names, signatures and habits that scripts for ModelOpt's autotuner bring along."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import onnx
+import pytest
+import yaml
+
+from models import build, conv_net, normal
+from qdqtune.autotune import benchmark, graphs
+from qdqtune.autotune.autotuner_base import QDQAutotunerBase
+from qdqtune.autotune.common import (
+    AutotunerError,
+    ChildRegionInputInsertionPoint,
+    ChildRegionOutputInsertionPoint,
+    Config,
+    InsertionScheme,
+    InvalidSchemeError,
+    NodeInputInsertionPoint,
+    PatternCache,
+    PatternSchemes,
+    Region,
+    RegionPattern,
+    RegionType,
+    ResolvedInsertionPoint,
+)
+from qdqtune.autotune.insertion_points import (
+    get_autotuner_quantizable_ops,
+    has_quantizable_operations,
+    merge_resolved_insertion_points,
+    resolve_region_io_insertion_points,
+    skip_invalid_insertion_points,
+)
+from qdqtune.autotune.region_inspect import inspect_region_search
+from qdqtune.autotune.region_search import CombinedRegionSearch, RegionPartitioner, TopDownRegionBuilder
+from qdqtune.errors import BadOption
+from qdqtune.search.regions.cache import read_cache
+from runs import write
+from workers import Workers
+
+TEXT = "net (float[2,8] x) => (float[2,8] y) { [first] h = MatMul(x, w) [act] r = Relu(h) [second] y = Add(r, x) }"
+
+
+def small() -> onnx.ModelProto:
+    return build(TEXT, {"w": normal(8, 8)}).to_proto()
+
+
+def region(*nodes: int) -> Region:
+    made = Region(1, 0, RegionType.LEAF)
+    made.nodes.update(nodes)
+    return made
+
+
+def scheme(*inputs: int, ms: float) -> InsertionScheme:
+    return InsertionScheme([NodeInputInsertionPoint(n, 0) for n in inputs], latency_ms=ms)
+
+
+def test_regions_answer_what_scripts_ask() -> None:
+    outer, inner, other = Region(0, 1, RegionType.COMPOSITE), region(0, 1), region(2)
+    outer.add_child(inner)
+    outer.add_node(3)
+    assert inner.is_descendant_of(outer)
+    assert not outer.is_descendant_of(inner)
+    assert outer.contains_node_within_region_and_descendants(1)
+    assert not outer.contains_node(1)
+    other.add_child(small_child := region(5))
+    outer.merge(other)
+    assert (outer.get_size_of_region_and_descendants(), small_child.parent) == (5, outer)
+    assert outer.get_children(sort=True) == [inner, small_child]  # the larger one first
+    assert outer.remove_child(inner)
+    assert not outer.remove_child(inner)
+    outer.metadata["why"] = "because"
+
+
+def test_points_have_their_fields_in_this_order() -> None:
+    assert ChildRegionOutputInsertionPoint(None, 3, 1).to_dict() == {
+        "region_index": None, "node_index": 3, "output_index": 1
+    }  # fmt: skip
+    for point in (NodeInputInsertionPoint(1, 0), ChildRegionInputInsertionPoint(2, 1), ResolvedInsertionPoint("t", 1)):
+        assert type(point).from_dict(point.to_dict()) == point
+    whole = region(0, 1)
+    points = NodeInputInsertionPoint.collect_from_region(whole, small())
+    meant = [p for point in points for p in point.resolve(whole, small())]
+    assert ResolvedInsertionPoint("x", 0, 0) in meant
+    assert ChildRegionOutputInsertionPoint.collect_from_region(whole, small())[0].resolve(whole, small()) == {
+        ResolvedInsertionPoint("r", 2, 0)
+    }
+    with pytest.raises(InvalidSchemeError, match="has no point"):
+        NodeInputInsertionPoint(9, 9).resolve(whole, small())
+
+
+def test_what_can_be_quantized() -> None:
+    model = small()
+    assert has_quantizable_operations(region(0), model)
+    assert not has_quantizable_operations(region(1), model)
+    assert "MatMul" in get_autotuner_quantizable_ops()
+    assert not skip_invalid_insertion_points(model, "x", region(0))
+    assert skip_invalid_insertion_points(model, "x", model.graph.node[1])  # does not read it
+    everywhere = resolve_region_io_insertion_points(None, model, "x")
+    assert everywhere == {ResolvedInsertionPoint("x", 0, 0), ResolvedInsertionPoint("x", 2, 1)}
+    assert resolve_region_io_insertion_points(region(2), model, "x") < everywhere
+    assert merge_resolved_insertion_points(model, everywhere) == {ResolvedInsertionPoint("x")}
+    one = {ResolvedInsertionPoint("x", 0, 0)}
+    assert merge_resolved_insertion_points(model, one) == one
+    assert graphs.get_tensor_consumer_node_indices(model) == {"x": [0, 2], "w": [0], "h": [1], "r": [2]}
+    assert {"Add", "Mul"} <= graphs.get_symmetric_ops()
+
+
+def test_patterns_by_the_names_that_scripts_use() -> None:
+    model = small()
+    pattern = RegionPattern.from_region(region(0, 1), model)
+    assert (pattern.is_leaf, pattern.is_composite, pattern.is_empty, pattern.size) == (True, False, False, 2)
+    assert sorted(pattern.matches(region(0, 1), model) or []) == [0, 1]
+    assert pattern.matches(region(1, 2), model) is None
+    assert len(pattern.get_hash()) == 32
+    assert pattern.get_short_signature(10) == f"{pattern.signature[:7]}..."
+    outer = Region(7, 1, RegionType.COMPOSITE)
+    outer.add_child(region(0, 1))
+    assert "Region 1: LEAF(" in pattern.format_tree(outer, model)
+    assert RegionPattern.from_region(outer, model).is_composite
+    with pytest.raises(InvalidSchemeError, match="give the graph"):
+        pattern.matches(region(0))  # type: ignore[call-overload]
+
+
+def test_schemes_and_caches_are_plain_values_and_back(tmp_path: Path) -> None:
+    first, second = scheme(0, ms=12.0), scheme(1, 0, ms=8.0)
+    assert first.hash != second.hash == scheme(0, 1, ms=3.0).hash
+    assert InsertionScheme().is_empty
+    assert not first.is_empty
+    cache = PatternCache(minimum_distance=0)
+    cache.add_pattern_schemes(PatternSchemes(RegionPattern(signature="Conv->Relu", size=2), [first, second]))
+    again = PatternCache.from_dict(cache.to_dict())
+    assert again == cache
+    assert [own.pattern_signature for own in again.pattern_schemes] == ["Conv->Relu"]
+    assert again.has_pattern("Conv->Relu")
+    best = again.pattern_schemes[0].best_scheme
+    assert best is not None
+    assert best.latency_ms == 8.0
+    cache.save(tmp_path / "cache.yaml")
+    assert PatternCache.load(tmp_path / "cache.yaml") == cache
+    assert [len(s) for s in read_cache(tmp_path / "cache.yaml").values()] == [2]  # and a tuning run reads it
+
+
+@pytest.mark.parametrize(("prefer_existing", "kept"), [(True, 5.0), (False, 9.0)])
+def test_merging_says_whose_latency_counts(prefer_existing: bool, kept: float) -> None:
+    ours, theirs = PatternCache(), PatternCache()
+    for cache, ms in ((ours, 5.0), (theirs, 9.0)):
+        cache.add_pattern_schemes(PatternSchemes(RegionPattern("p", 1), [scheme(0, ms=ms)]))
+    ours.merge(theirs, prefer_existing=prefer_existing)
+    assert [s.latency_ms for own in ours.pattern_schemes for s in own.schemes] == [kept]
+
+
+def test_the_pattern_of_a_quantized_region_has_the_points_that_carry_pairs() -> None:
+    cache, model, whole = PatternCache(), small(), region(0, 1)
+    cache.add_pattern_from_region(whole, model, {"x"})
+    (found,) = (s for own in cache.pattern_schemes for s in own.schemes)
+    pattern = RegionPattern.from_region(whole, model)
+    assert pattern.matches(whole, model, found) == {ResolvedInsertionPoint("x", 0, 0)}
+
+
+def test_files_of_modelopt_are_read_or_named(tmp_path: Path) -> None:
+    path = tmp_path / "cache.yaml"
+    row = {"latency_ms": 3.0, "nodes_insertion_points": [{"node_index": 0, "input_index": 1}]}
+    entry = {"pattern_signature": "Conv->Relu", "pattern_size": 2, "schemes": [row]}
+    path.write_text(yaml.dump({"minimum_distance": 2, "pattern_schemes": [entry]}))
+    cache = PatternCache.load(path)
+    assert (cache.minimum_distance, cache.total_schemes) == (2, 1)
+    with pytest.raises(BadOption, match=r"is a file of ModelOpt's autotuner.*--qdq-baseline"):
+        read_cache(path)
+
+
+def test_the_configuration_can_be_changed_until_it_is_used() -> None:
+    assert Config(True, 1.05).performance_threshold == 1.05
+    config = Config()
+    config.maximum_mutations = 2
+    assert config.check().maximum_mutations == 2
+    config.default_quant_type = "int4"  # type: ignore[assignment]
+    with pytest.raises(BadOption, match="default_quant_type is one of"):
+        QDQAutotunerBase(small()).initialize(config)
+
+
+def test_both_phases_of_the_division() -> None:
+    net = conv_net()
+    tops = RegionPartitioner(net).partition_graph()
+    assert sorted(n for top in tops for n in top.nodes) == list(range(len(net.nodes)))
+    assert not any(top.children for top in tops)
+    largest = max(tops, key=lambda top: len(top.nodes))
+    built = TopDownRegionBuilder(net, largest, next_region_id=50).build_composite_region()
+    assert built.get_region_nodes_and_descendants() == largest.nodes
+    assert built.children
+    assert min(r.id for r in built.walk()) == built.id == 50
+    out = io.StringIO()
+    CombinedRegionSearch(net).print_tree(built, max_items=1, file=out)
+    assert "├─ Region 50 (Level 0, Type: COMPOSITE)" in out.getvalue()
+    assert "more" in out.getvalue()
+
+
+def test_regions_are_printed_and_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = inspect_region_search(str(write(conv_net(), tmp_path)))
+    assert "Phase 1 complete" in capsys.readouterr().out
+    assert all(isinstance(r, Region) for r in found)
+    assert found
+
+
+class Surgeon:
+    """As a graph of GraphSurgeon looks from outside."""
+
+    def __init__(self, proto: onnx.ModelProto) -> None:
+        self.proto = proto
+        tensors: dict[str, Any] = {}
+        named = lambda name: tensors.setdefault(name, SimpleNamespace(name=name))  # noqa: E731
+        self.nodes = [SimpleNamespace(name=n.name, inputs=[*map(named, n.input)]) for n in proto.graph.node]
+
+    def toposort(self) -> Surgeon:
+        return self
+
+
+def export_onnx(graph: Surgeon) -> onnx.ModelProto:
+    """What the autotuner calls in the module that a graph comes from."""
+    return graph.proto
+
+
+def test_graphs_of_graphsurgeon_serve_as_models_do() -> None:
+    graph = Surgeon(small())
+    assert [n.name for n in QDQAutotunerBase(graph).graph.nodes] == ["first", "act", "second"]
+    assert RegionPattern.from_region(region(0, 1), graph) == RegionPattern.from_region(region(0, 1), small())
+    assert graphs.get_tensor_consumer_node_indices(graph)["x"] == [0, 2]
+    with pytest.raises(AutotunerError, match="not int"):
+        QDQAutotunerBase(3)  # type: ignore[arg-type]
+    constant = small()
+    constant.graph.node.insert(0, onnx.helper.make_node("Constant", [], ["c"], value_float=1.0))
+    with pytest.raises(AutotunerError, match="numbered otherwise"):
+        graphs.as_model(constant)
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch, workers: Workers) -> QDQAutotunerBase:
+    """An autotuner with a current scheme that was measured."""
+    monkeypatch.setattr(benchmark, "_instance", None)
+    benchmark.init_benchmark_instance(engine="fake")
+    autotuner = QDQAutotunerBase(small())
+    autotuner.initialize()
+    autotuner.regions = [region(0, 1)]
+    autotuner.submit(10.0)
+    autotuner.set_profile_region(autotuner.regions[0])
+    while autotuner.generate() != -1 and not autotuner.get_resolved_insertion_points(best=False):
+        autotuner.submit(10.0)
+    autotuner.submit(5.0)
+    return autotuner
+
+
+def test_what_was_submitted_is_current_and_in_the_cache(begun: QDQAutotunerBase) -> None:
+    assert b"QuantizeLinear" in begun.export_onnx()
+    assert begun.pattern_cache.num_patterns == 1
+    with pytest.raises(InvalidSchemeError, match="no scheme waits"):
+        begun.submit(4.0)
+
+
+def test_placements_are_told_as_quantizers_want_them(begun: QDQAutotunerBase) -> None:
+    nodes, ops, bare, activated = begun.get_ort_quantization_config()
+    assert "first" in nodes
+    assert "MatMul" in ops
+    assert all(tensor in node.inputs and tensor in maker.outputs for maker, node, tensor in bare)
+    assert set(activated) <= {"MatMul"}
+    assert QDQAutotunerBase(small()).initialize() is None
+
+
+def test_the_script_has_the_last_word_on_a_model(begun: QDQAutotunerBase, tmp_path: Path) -> None:
+    def renamed(model: onnx.ModelProto) -> onnx.ModelProto:
+        model.graph.name = "mine"
+        return model
+
+    content = begun.export_onnx(tmp_path / "m.onnx", model_transform=renamed)
+    assert onnx.load_from_string(content).graph.name == onnx.load(tmp_path / "m.onnx").graph.name == "mine"
+
+
+def test_what_cannot_be_timed_takes_infinitely_long(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: Workers, caplog: pytest.LogCaptureFixture
+) -> None:
+    timed = benchmark.init_benchmark_instance(engine="fake")
+    assert timed("missing.onnx") == float("inf")
+    assert "cannot read the model" in caplog.text
+    content = small().SerializeToString()
+    assert timed(content, flush_timing_cache=True) == benchmark.benchmark_onnx_model(content) < float("inf")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert benchmark.TrtExecBenchmark()(content) == float("inf")
+    assert "trtexec" in caplog.text
