@@ -23,6 +23,7 @@ from qdqtune.graph.model import Model
 from qdqtune.types import NumericFormat
 
 Array = npt.NDArray[Any]
+pytestmark = pytest.mark.usefixtures("workers")
 
 
 def without_mark() -> Model:
@@ -250,26 +251,19 @@ def test_entropy_cuts_outliers_off_and_leaves_an_even_distribution_alone() -> No
 
 
 def migacz(magnitudes: Array, bin_width: float) -> dict[float, float]:
-    """Divergence by threshold, as the original method has it: in plain loops, every number of bins from 128 on."""
+    """Divergence by threshold, as the original method has it: every number of bins from 128 on, one after the other."""
     counts = np.histogram(magnitudes, np.arange(2049) * bin_width)[0].astype(float)
     counts[0] = counts[1]
-    used = max(i for i in range(2048) if counts[i]) + 1
     found = {}
-    for i in range(128, used + 1):
-        p, q = [*counts[:i]], [0.0] * i
-        p[i - 1] += sum(counts[i:])
-        levels: dict[int, list[int]] = {}
-        for j in range(i):
-            if counts[j]:
-                levels.setdefault(j * 128 // i, []).append(j)
-        for members in levels.values():
-            for j in members:
-                q[j] = sum(counts[m] for m in members) / len(members)
-        q[i - 1] = q[i - 1] or 0.0001
-        total_p, total_q = sum(p), sum(q)
-        found[(i + 0.5) * bin_width] = sum(
-            a / total_p * np.log(a / total_p / (b / total_q)) for a, b in zip(p, q, strict=True) if a
-        )
+    for i in range(128, int(np.flatnonzero(counts)[-1]) + 2):
+        p, held = counts[:i].copy(), counts[:i] > 0
+        p[-1] += counts[i:].sum()
+        level = np.arange(i) * 128 // i
+        means = np.bincount(level, counts[:i]) / np.maximum(np.bincount(level, held), 1)
+        q = np.where(held, means[level], 0.0)
+        q[-1] = q[-1] or 0.0001
+        p, q = p / p.sum(), q / q.sum()
+        found[(i + 0.5) * bin_width] = float((p[p > 0] * np.log(p[p > 0] / q[p > 0])).sum())
     return found
 
 

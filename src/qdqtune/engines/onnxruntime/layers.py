@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx
-from scipy.stats import trim_mean
 
 from qdqtune.engines.coverage import Claim, cover, folded
 from qdqtune.errors import EngineFailure
@@ -61,13 +60,19 @@ def report(
     nodes = onnx.load(optimized, load_external_data=False).graph.node
     runs = _inferences(json.loads(profile.read_text(encoding="utf-8"), strict=False), nodes)[warmup:]
     covered, rest = cover(graph, _claims(graph, nodes))
-    spent = np.array([trim_mean([run[i]["dur"] for run in runs], TAIL) for i in range(len(nodes))]) / 1e3
-    times = without_overhead(spent, 1e3 * float(trim_mean(plain, TAIL)))
+    spent = np.array([trimmed_mean([run[i]["dur"] for run in runs]) for i in range(len(nodes))]) / 1e3
+    times = without_overhead(spent, 1e3 * trimmed_mean(plain))
     layers = []
     for i, (node, names, time_ms) in enumerate(zip(nodes, covered, times.tolist(), strict=True)):
         name = node.name or " + ".join(names) or node.output[0]
         layers.append(Layer(name, names, _precision(node, runs[-1][i]["args"]), time_ms, _kind(node, names)))
     return (*layers, *folded(rest))
+
+
+def trimmed_mean(times: Sequence[float]) -> float:
+    """The mean without the `TAIL` at either end. That of scipy.stats takes two seconds to import in every process."""
+    cut = int(TAIL * len(times))
+    return float(np.mean(np.sort(times)[cut : len(times) - cut]))
 
 
 def without_overhead(times: npt.NDArray[np.float64], total: float) -> npt.NDArray[np.float64]:
