@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-from scipy.sparse import coo_array, csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 LARGEST = 2**30
 """SciPy's flows are 32-bit and wrap without a word: all finite capacities together stay below this."""
@@ -50,6 +48,8 @@ def solve(problem: Problem) -> list[bool]:
     Raises:
         ValueError: a cost is negative or NaN, or every assignment is forbidden.
     """
+    from scipy.sparse import coo_array, csgraph, csr_array  # slow to import
+
     count = len(problem.if_no)
     if not count:
         return []
@@ -65,11 +65,11 @@ def solve(problem: Problem) -> list[bool]:
     whole = csr_array(coo_array((integers, (tails, heads)), shape=size))  # adds up what is charged twice
     capped = np.minimum(whole.data, infinite).astype(np.int32)
     capacity = csr_array((capped, whole.indices, whole.indptr), size)
-    flow = maximum_flow(capacity, source, sink).flow
+    flow = csgraph.maximum_flow(capacity, source, sink).flow
     residual = csr_array(whole - flow.astype(np.int64))
     residual.data = np.maximum(residual.data, 0)
     residual.eliminate_zeros()
-    reached = breadth_first_order(residual, source, return_predecessors=False)
+    reached = csgraph.breadth_first_order(residual, source, return_predecessors=False)
     answers = np.zeros(count + 2, bool)
     answers[reached] = True
     if answers[sink] or not np.isfinite(problem.cost(answers[:count].tolist())):
