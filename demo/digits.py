@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,7 @@ class Split:
     test: Images
 
 
+@cache
 def load() -> Split:
     """Return the 1797 digits as 1299 training, 48 calibration and 450 test images, every digit in proportion."""
     pixels, digits = load_digits(return_X_y=True)

@@ -92,7 +92,7 @@ def test_fp8_is_opset_19_with_amax_over_448_and_the_tensors_own_float_type(
 ) -> None:
     model = load(DIGITS) if source == "trained" else wide()
     path = written(model, tmp_path)
-    quantize(request(path, quant_type="fp8", precision="fp16" if half else "fp32"))
+    quantize(request(path, quant_type="fp8", precision="fp16" if half else "fp32", calibration=Calibration()))
     done = load(path.with_name("q.onnx"))
     assert done.opset >= 19
     dtype = np.float16 if half else np.float32
@@ -121,7 +121,7 @@ def original(model: Model, name: str) -> Array:
 def test_int8_rounds_half_to_even_as_onnx_says(source: str, per_channel: bool, tmp_path: Path) -> None:
     model = load(DIGITS) if source == "trained" else conv_net()
     path = written(model, tmp_path)
-    quantize(request(path, per_channel=per_channel))
+    quantize(request(path, per_channel=per_channel, calibration=Calibration()))
     seen = 0
     for name, scale, zero, values in pairs(load(path.with_name("q.onnx"))):
         assert (zero == 0).all()
@@ -404,9 +404,9 @@ def test_what_the_report_says_of_a_tensor_holds_in_a_model_with_its_pairs_only(
 
 
 def test_keeping_the_nodes_of_the_report_in_float_takes_the_pair_away(tmp_path: Path) -> None:
-    path = written(conv_net(), tmp_path)
-    for damage in quantize(request(path, engine="onnxruntime", report=True)).damages:
-        less = quantize(request(path, engine="onnxruntime", selection=Selection(excluded_nodes=damage.nodes)))
+    asked = request(written(conv_net(), tmp_path), engine="onnxruntime", calibration=Calibration())
+    for damage in quantize(replace(asked, report=True)).damages:
+        less = quantize(replace(asked, selection=Selection(excluded_nodes=damage.nodes)))
         assert damage.tensor not in {e.tensor for e in less.placed.placement}
 
 

@@ -9,7 +9,6 @@ import pytest
 from onnx import TensorProto
 
 from models import INT8, attention, build, conv_net, feeds, normal, ranges, run, sqnr
-from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadModel
 from qdqtune.graph.float16 import to_float16
@@ -19,8 +18,8 @@ from qdqtune.placement import rules
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import read_placement, strip_pairs
-from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.subject import open_subject
+from runs import settings, write
 
 
 def dtypes(model: Model) -> dict[str, str]:
@@ -220,11 +219,11 @@ def test_a_quantized_model_keeps_its_pairs() -> None:
     assert sqnr(run(model, samples), run(insert(stripped, reading.placement, reading.ranges, INT8), samples)) > 25
 
 
+@pytest.mark.usefixtures("workers")
 def test_tuning_in_float16_ships_a_float16_model(tmp_path: Path) -> None:
-    onnx.save(conv_net(opset=13).to_proto(), tmp_path / "m.onnx")
-    settings = Settings(tmp_path / "m.onnx", engine=EngineSpec("fake"), precision="fp16")
-    with Runner(settings.engine, time_limit_s=60, log_dir=tmp_path / "logs") as runner:
-        subject = open_subject(settings, runner)
+    asked = settings(write(conv_net(opset=13), tmp_path), precision="fp16")
+    with Runner(asked.engine, time_limit_s=60, log_dir=tmp_path / "logs") as runner:
+        subject = open_subject(asked, runner)
     assert subject.model.opset >= 19
     assert subject.model.inputs == ("image",)
     assert subject.model.tensors["c1"].dtype == TensorProto.FLOAT16

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import pytest
 
 import digits
 import run
-from qdqtune.cli import tune
+from qdqtune.cli import main, tune
 
 TABLE = re.compile(r"""
  +before +after
@@ -42,6 +43,7 @@ def test_what_it_types_is_what_it_runs_and_starts_anew(
     monkeypatch.setattr(run.subprocess, "run", refused)
     assert run.demo(tmp_path) == 5
     (typed,) = capsys.readouterr().out.splitlines()
+    assert list(ran[0][:4]) == [sys.executable, "-m", "qdqtune", "tune"]
     program, command, *arguments = shlex.split(typed.removeprefix("$ "))
     assert (program, command) == ("qdqtune", "tune")
     assert ran[0][-len(arguments) :] == arguments
@@ -73,12 +75,22 @@ def test_it_prints_latency_and_accuracy_before_and_after(
     assert "Nothing was faster" not in printed
 
 
-def test_where_nothing_is_faster_it_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("workers")
+def test_where_nothing_is_faster_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The whole demo on a fake engine that runs no candidate."""
+
+    def here(command: Sequence[str], check: bool) -> SimpleNamespace:
+        with pytest.raises(SystemExit) as end:
+            main.main([*command[3:], "--calibration-method", "minmax", "--no-bias-correction"])
+        return SimpleNamespace(returncode=end.value.code)
+
+    monkeypatch.setattr(run, "subprocess", SimpleNamespace(run=here))
     faults = 'faults={"refuse": "*"}'
     quick = ("--engine", "fake", "--engine-option", faults, "--builds", "4", "--calibration-samples", "1")
     assert run.demo(tmp_path, quick, images=20) == 0
-    printed = capfd.readouterr().out
+    printed = capsys.readouterr().out
     before, after, *accuracies = numbers(printed)
     assert before == after
     assert accuracies[0] == accuracies[1] > 90

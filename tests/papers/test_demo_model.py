@@ -20,7 +20,9 @@ def test_the_file_is_a_valid_model_under_4_mb() -> None:
 
 def test_it_reads_the_held_out_digits() -> None:
     test = digits.load().test
-    session = onnxruntime.InferenceSession(MODEL, providers=["CPUExecutionProvider"])
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(MODEL, options, providers=["CPUExecutionProvider"])
     logits = [session.run(None, {digits.INPUT_NAME: image[None]})[0] for image in test.pixels]
     guesses = np.concatenate(logits).argmax(axis=1)
     assert (guesses == test.digits).mean() >= 0.97

@@ -15,6 +15,7 @@ import onnx
 import pytest
 import yaml
 
+from conftest import Call
 from models import feeds
 from qdqtune.calibration.methods import Calibration
 from qdqtune.cli import main
@@ -35,8 +36,8 @@ FILES = [STATE, "autotuner_state_pattern_cache.yaml", "baseline.onnx", "optimize
 def command(model: Path, out: Path, *more: str) -> list[str]:
     data = ["--calibration-data", str(model.with_suffix(".npz"))]
     fake = ["--engine", "fake", "--engine-option", "asymmetric=true"]
-    search = ["--mode", "region", "--builds", "24"]
-    return [sys.executable, "-m", "qdqtune", "tune", str(model), "-o", str(out), *search, *data, *fake, *more]
+    search = ["--mode", "region", "--builds", "24", "--calibration-method", "minmax", "--no-bias-correction"]
+    return ["tune", str(model), "-o", str(out), "--no-report", *search, *data, *fake, *more]
 
 
 def environ(number: int) -> dict[str, str]:
@@ -44,17 +45,14 @@ def environ(number: int) -> dict[str, str]:
     return environment() | {"PYTHONHASHSEED": str(number)}
 
 
-def finish(model: Path, out: Path, number: int, *more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(model, out, *more), env=environ(number), capture_output=True, text=True, check=False)
-
-
 def stop(model: Path, out: Path, records: int, how: signal.Signals, number: int) -> tuple[int, bytes]:
     """Send a signal when the state file has that many records; the exit code, and what the file held by then."""
     slow = ("--engine-option", "build_seconds=0.1")  # so that the run cannot end before the signal comes
     state = out / STATE
     with subprocess.Popen(
-        command(model, out, *slow), env=environ(number), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as run:
+        [sys.executable, "-m", "qdqtune", *command(model, out, *slow)],
+        env=environ(number), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    ) as run:  # fmt: skip
         while not state.exists() or state.read_bytes().count(b"\n") < records:
             assert run.poll() is None, "it ended too early"
             time.sleep(0.01)
@@ -77,23 +75,19 @@ def unbroken(folder: Path) -> tuple[Path, dict[str, bytes]]:
     """The model, and the files of a run that nobody disturbed."""
     model = write(mixed(), folder)
     with in_process(), pytest.raises(SystemExit) as end:
-        main.main(command(model, folder / "unbroken")[3:])
+        main.main(command(model, folder / "unbroken"))
     assert end.value.code == 0
     return model, contents(folder / "unbroken")
 
 
 def test_a_run_that_is_stopped_again_and_again_ends_with_the_same_files(
-    unbroken: tuple[Path, dict[str, bytes]], tmp_path: Path
+    unbroken: tuple[Path, dict[str, bytes]], tmp_path: Path, call: Call
 ) -> None:
     model, expected = unbroken
     records = expected[STATE].count(b"\n")
     assert records > 15
     before = b""
-    stops = [
-        (2, signal.SIGKILL, -signal.SIGKILL),
-        (6, signal.SIGINT, 130),
-        (records - 3, signal.SIGKILL, -signal.SIGKILL),
-    ]
+    stops = [(6, signal.SIGINT, 130), (records - 3, signal.SIGKILL, -signal.SIGKILL)]
     for number, (count, how, code) in enumerate(stops, 1):
         given, held = stop(model, tmp_path, count, how, number)
         assert given == code
@@ -104,22 +98,21 @@ def test_a_run_that_is_stopped_again_and_again_ends_with_the_same_files(
         assert how is signal.SIGKILL or not (tmp_path / "candidates").exists()
         assert not (tmp_path / "optimized_final.onnx").exists()
         before = held
-    assert finish(model, tmp_path, 4).returncode == 0
+    assert call(*command(model, tmp_path))[0] == 0
     assert contents(tmp_path) == expected
     assert not (tmp_path / "candidates").exists()
 
 
 def test_another_option_is_refused_in_one_line_with_exit_code_2(
-    unbroken: tuple[Path, dict[str, bytes]], folder: Path
+    unbroken: tuple[Path, dict[str, bytes]], folder: Path, call: Call
 ) -> None:
     model, expected = unbroken
-    done = finish(model, folder / "unbroken", 5, "--seed", "1")
-    assert done.returncode == 2
-    assert done.stdout == ""
-    refusals = [line for line in done.stderr.splitlines() if "error" in line]
+    code, out, err = call(*command(model, folder / "unbroken", "--seed", "1"))
+    assert (code, out) == (2, "")
+    refusals = [line for line in err.splitlines() if "error" in line]
     assert len(refusals) == 1
     assert "was made with seed 0, now it is 1" in refusals[0]
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in err
     assert contents(folder / "unbroken") == expected
 
 
