@@ -21,7 +21,7 @@ import onnxruntime
 import pytest
 import yaml
 
-from qdqtune.autotune import __main__ as autotune
+from qdqtune.autotune import command as autotune
 from qdqtune.cli import main
 from qdqtune.engines.fake import FakeModel
 from qdqtune.types import Tensors

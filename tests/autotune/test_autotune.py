@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from qdqtune.autotune import (
     AutotunerError,
     AutotunerNotInitializedError,
     ChildRegionInputInsertionPoint,
+    CombinedRegionSearch,
     Config,
     InsertionScheme,
     InvalidSchemeError,
@@ -544,8 +544,7 @@ def test_schemes_of_ones_own_and_what_they_mean() -> None:
 
 
 def test_every_region_has_a_pattern() -> None:
-    program = runpy.run_module("qdqtune.autotune.region_search", run_name="region_search")
-    found = program["CombinedRegionSearch"](conv_net(), maximum_sequence_region_size=2).search_regions()
+    found = CombinedRegionSearch(conv_net(), maximum_sequence_region_size=2).search_regions()
     assert sum(len(region.get_region_nodes_and_descendants()) for region in found) == len(conv_net().nodes)
     cache = PatternCache(minimum_distance=2, max_entries_per_pattern=3)
     for region in found:

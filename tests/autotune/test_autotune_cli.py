@@ -14,7 +14,9 @@ import onnx
 import pytest
 
 from models import INT8, conv_net, ranges
-from qdqtune.autotune import __main__ as autotune
+from qdqtune.autotune import command as autotune
+from qdqtune.autotune.__main__ import apply_mode_presets, get_parser
+from qdqtune.autotune.workflows import RegionLogs
 from qdqtune.cli import tune
 from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
@@ -24,6 +26,8 @@ from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search.regions import discovery
 from qdqtune.search.regions.patterns import group
+from qdqtune.tuning.observer import State
+from qdqtune.types import Failure, Placement, Proposal, Trial
 from runs import cost, environment, hopeless, write
 from workers import Workers
 
@@ -48,7 +52,7 @@ def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What `qdqtune tune` is asked for, instead of a run."""
     calls: list[dict[str, Any]] = []
-    monkeypatch.setattr(tune, "run", lambda given: calls.append(given) or 0)
+    monkeypatch.setattr(tune, "run", lambda given, _=None: calls.append(given) or 0)
     return calls
 
 
@@ -66,6 +70,9 @@ def test_a_run_writes_the_files_that_users_know(run: Run, model: Path) -> None:
     assert discovery
     assert all("building" in (out / "logs" / name).read_text() for name in (*discovery, "final.log"))
     assert cost(out / "optimized_final.onnx") < cost(model)
+    assert re.search(r"^patterns: \d+, in \d+ regions$", errors, re.MULTILINE)
+    assert re.search(r"^Baseline: [\d.]+ ms\nFinal: [\d.]+ ms \([\d.]+x speedup\)$", output, re.MULTILINE)
+    assert re.search(r"^Results: [\d.]+ ms -> [\d.]+ ms \([\d.]+x speedup\)$", output, re.MULTILINE)
 
 
 def test_logs_have_the_numbers_of_the_regions_that_were_tuned(run: Run, tmp_path: Path) -> None:
@@ -164,7 +171,7 @@ def test_what_the_engine_cannot_take_is_said(run: Run, asked: list[dict[str, Any
         (("-m", "missing.onnx"), "missing.onnx"),
         (("-m", "model.onnx", "--mode", "thorough"), "'thorough' is not one of"),
         (("-m", "model.onnx", "--no_such_flag"), "No such option"),
-        (("-m", "model.onnx", "--pattern_cache", "none.yaml"), "cannot read none.yaml"),
+        (("-m", "model.onnx", "--pattern_cache", "none.yaml"), "cannot read pattern cache none.yaml"),
         (("-m", "model.onnx", "--node_filter_list", "none.txt"), "cannot read --node-filter-list none.txt"),
     ],
 )
@@ -218,7 +225,7 @@ def test_regions_can_be_looked_at(module: str, model: Path, capfd: pytest.Captur
 def test_nothing_imports_the_programs_that_show_regions(module: str, model: Path) -> None:
     code = f"""
 import runpy, sys
-import qdqtune.autotune.__main__, qdqtune.autotune.workflows
+import qdqtune.autotune.command, qdqtune.autotune.workflows
 sys.argv = ["{module}", "--model", {str(model)!r}, "--json"]
 runpy.run_module("qdqtune.autotune.{module}", run_name="__main__")"""
     command = [sys.executable, "-W", "error::RuntimeWarning", "-c", code]
@@ -238,3 +245,65 @@ def test_as_a_program(model: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert onnx.load(tmp_path / "autotuner_output" / "optimized_final.onnx").graph.node
+
+
+def test_names_that_quantize_and_subgraph_mode_gave_to_flags(
+    run: Run, asked: list[dict[str, Any]], model: Path
+) -> None:
+    flags = "--autotune=quick --workflow subgraph --quantize_mode fp8 --high_precision_dtype fp16 --strongly_typed"
+    run("-m", model, *flags.split(), "--calibration_data_path", "x.npz", "--quantizable_ops", "MatMul,Add")
+    (given,) = asked
+    assert [given[n] for n in ("effort", "mode", "quant_type", "precision", "calibration_data")] == [
+        "quick", "subgraph", "fp8", "fp16", "x.npz"
+    ]  # fmt: skip
+    assert {n.name for n in load(model).nodes if n.op in ("MatMul", "Add")} == set(given["node_filter"])
+    code, _, errors = run("-m", model, "--quantizable_ops", "Conv")
+    assert (code, "the model has no Conv" in errors) == (2, True)
+
+
+def test_logs_appear_while_the_run_goes_on(tmp_path: Path, workers: Workers) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "trial_003.log").write_text("built")
+    pattern = group(conv_net(), discovery.find(conv_net()))[0]
+    state = State(1, 2, 1.0, Placement(), 0.0, None, replayed=False)
+    for number, digest in ((2, ""), (3, pattern.digest)):
+        trial = Trial(number, Proposal("", Placement(), pattern=digest), Placement(), Failure("build", ""))
+        RegionLogs(tmp_path, [pattern]).trial(trial, "failed", state)
+    (found,) = (tmp_path / "logs").glob("region_*")
+    assert found.name == f"region_{pattern.instances[0].id}_scheme_0.log"
+
+
+def test_verbose_shows_the_log(run: Run, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run("-m", model, "-o", "out", "--builds", 6, "-v")
+    assert "candidate 1 of region" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("pattern_cache", "pattern_schemes: []\n", "is a file of ModelOpt's autotuner"),
+        ("state_file", "baseline_latency_ms: 3.0\n", "is a state file of ModelOpt's autotuner"),
+    ],
+)
+def test_a_dry_run_checks_the_files_that_it_is_given(
+    run: Run, model: Path, name: str, content: str, words: str
+) -> None:
+    Path("given.yaml").write_text(content)
+    code, _, errors = run("-m", model, f"--{name}", "given.yaml", "--dry-run")
+    assert code == 2
+    assert words in errors.splitlines()[-1]
+
+
+def test_presets_fill_what_was_not_given() -> None:
+    args = get_parser().parse_args(["--onnx_path", "m.onnx", "--mode", "quick", "-s", "7", "--plugins", "a", "b"])
+    apply_mode_presets(args)
+    assert (args.num_schemes, args.warmup_runs, args.timing_runs) == (7, 10, 50)
+    assert (args.plugin_libraries, args.output_dir) == (["a", "b"], "./autotuner_output")
+
+
+def test_ctrl_c_while_it_is_imported_is_quiet(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)")
+    command = [sys.executable, "-m", "qdqtune.autotune", "-m", "model.onnx"]
+    path = {**environment(), "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=path, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (130, "")

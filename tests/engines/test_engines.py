@@ -338,3 +338,23 @@ def test_fake_dequantizes_as_onnxruntime_does(opset: int, tmp_path: Path) -> Non
     assert set(outputs) == set(names)
     for name in names:
         np.testing.assert_array_equal(outputs[name], expected[name], strict=True)
+
+
+@pytest.mark.parametrize(("ir_version", "opset", "what"), [(999, 17, "IR version 999"), (10, 999, "opset 999")])
+def test_onnx_runtime_refuses_a_later_onnx_in_a_sentence(
+    tmp_path: Path, ir_version: int, opset: int, what: str
+) -> None:
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("Relu", ["x"], ["y"])],
+        "g",
+        *([onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2])] for name in "xy"),
+    )
+    opsets = [onnx.helper.make_opsetid("", opset)]
+    path = tmp_path / "new.onnx"
+    path.write_bytes(onnx.helper.make_model(graph, ir_version=ir_version, opset_imports=opsets).SerializeToString())
+    with pytest.raises(EngineFailure) as refusal:
+        open_engine(EngineSpec("onnxruntime")).build(path, tmp_path / "log")
+    assert re.fullmatch(
+        rf"the model has {what}, and ONNX Runtime [\d.]+ reads up to \d+: export it for that one, or install .+",
+        str(refusal.value),
+    )

@@ -4,30 +4,87 @@ Only here is there a benchmark that all functions share, an infinite latency tha
 must be called in a certain order.
 """
 
-from qdqtune.autotune.autotuner import QDQAutotuner
-from qdqtune.autotune.autotuner_base import QDQAutotunerBase
-from qdqtune.autotune.benchmark import TensorRTPyBenchmark, TrtExecBenchmark
-from qdqtune.autotune.division import CombinedRegionSearch
-from qdqtune.autotune.errors import AutotunerError, AutotunerNotInitializedError, InvalidSchemeError
-from qdqtune.autotune.insertion_points import (
-    ChildRegionInputInsertionPoint,
-    ChildRegionOutputInsertionPoint,
-    NodeInputInsertionPoint,
-    ResolvedInsertionPoint,
-)
-from qdqtune.autotune.pattern_cache import PatternCache, PatternSchemes
-from qdqtune.autotune.region_pattern import RegionPattern
-from qdqtune.autotune.regions import Region, RegionType
-from qdqtune.autotune.schemes import Config, InsertionScheme
-from qdqtune.autotune.utils import MODE_PRESETS, StoreWithExplicitFlag, get_node_filter_list
+from __future__ import annotations
 
-RegionOutputInsertionPoint = ChildRegionOutputInsertionPoint
-"""By its earlier name."""
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qdqtune.autotune.autotuner import QDQAutotuner as QDQAutotuner
+    from qdqtune.autotune.autotuner_base import QDQAutotunerBase as QDQAutotunerBase
+    from qdqtune.autotune.benchmark import TensorRTPyBenchmark as TensorRTPyBenchmark
+    from qdqtune.autotune.benchmark import TrtExecBenchmark as TrtExecBenchmark
+    from qdqtune.autotune.division import CombinedRegionSearch as CombinedRegionSearch
+    from qdqtune.autotune.errors import AutotunerError as AutotunerError
+    from qdqtune.autotune.errors import AutotunerNotInitializedError as AutotunerNotInitializedError
+    from qdqtune.autotune.errors import InvalidSchemeError as InvalidSchemeError
+    from qdqtune.autotune.insertion_points import ChildRegionInputInsertionPoint as ChildRegionInputInsertionPoint
+    from qdqtune.autotune.insertion_points import ChildRegionOutputInsertionPoint as ChildRegionOutputInsertionPoint
+    from qdqtune.autotune.insertion_points import ChildRegionOutputInsertionPoint as RegionOutputInsertionPoint
+    from qdqtune.autotune.insertion_points import NodeInputInsertionPoint as NodeInputInsertionPoint
+    from qdqtune.autotune.insertion_points import ResolvedInsertionPoint as ResolvedInsertionPoint
+    from qdqtune.autotune.pattern_cache import PatternCache as PatternCache
+    from qdqtune.autotune.pattern_cache import PatternSchemes as PatternSchemes
+    from qdqtune.autotune.region_pattern import RegionPattern as RegionPattern
+    from qdqtune.autotune.regions import Region as Region
+    from qdqtune.autotune.regions import RegionType as RegionType
+    from qdqtune.autotune.schemes import Config as Config
+    from qdqtune.autotune.schemes import InsertionScheme as InsertionScheme
+    from qdqtune.autotune.utils import MODE_PRESETS as MODE_PRESETS
+    from qdqtune.autotune.utils import StoreWithExplicitFlag as StoreWithExplicitFlag
+    from qdqtune.autotune.utils import get_node_filter_list as get_node_filter_list
+
+_NAMES = {
+    "autotuner": "QDQAutotuner",
+    "autotuner_base": "QDQAutotunerBase",
+    "benchmark": "TensorRTPyBenchmark TrtExecBenchmark",
+    "division": "CombinedRegionSearch",
+    "errors": "AutotunerError AutotunerNotInitializedError InvalidSchemeError",
+    "insertion_points": "ChildRegionInputInsertionPoint ChildRegionOutputInsertionPoint NodeInputInsertionPoint "
+    "ResolvedInsertionPoint",
+    "pattern_cache": "PatternCache PatternSchemes",
+    "region_pattern": "RegionPattern",
+    "regions": "Region RegionType",
+    "schemes": "Config InsertionScheme",
+    "utils": "MODE_PRESETS StoreWithExplicitFlag get_node_filter_list",
+}
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+"""Public names by module: each is imported when somebody asks for it, as in the package above."""
 
 __all__ = [
-    "MODE_PRESETS", "AutotunerError", "AutotunerNotInitializedError", "ChildRegionInputInsertionPoint",
-    "ChildRegionOutputInsertionPoint", "CombinedRegionSearch", "Config", "InsertionScheme", "InvalidSchemeError",
-    "NodeInputInsertionPoint", "PatternCache", "PatternSchemes", "QDQAutotuner", "QDQAutotunerBase", "Region",
-    "RegionOutputInsertionPoint", "RegionPattern", "RegionType", "ResolvedInsertionPoint", "StoreWithExplicitFlag",
-    "TensorRTPyBenchmark", "TrtExecBenchmark", "get_node_filter_list",
-]  # fmt: skip
+    "MODE_PRESETS",
+    "AutotunerError",
+    "AutotunerNotInitializedError",
+    "ChildRegionInputInsertionPoint",
+    "ChildRegionOutputInsertionPoint",
+    "CombinedRegionSearch",
+    "Config",
+    "InsertionScheme",
+    "InvalidSchemeError",
+    "NodeInputInsertionPoint",
+    "PatternCache",
+    "PatternSchemes",
+    "QDQAutotuner",
+    "QDQAutotunerBase",
+    "Region",
+    "RegionOutputInsertionPoint",
+    "RegionPattern",
+    "RegionType",
+    "ResolvedInsertionPoint",
+    "StoreWithExplicitFlag",
+    "TensorRTPyBenchmark",
+    "TrtExecBenchmark",
+    "get_node_filter_list",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "RegionOutputInsertionPoint":  # an earlier name
+        return __getattr__("ChildRegionOutputInsertionPoint")
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

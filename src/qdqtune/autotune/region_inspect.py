@@ -23,7 +23,7 @@ def inspect_region_search(
 
 def main() -> None:
     """The program."""
-    from qdqtune.autotune.__main__ import inspect
+    from qdqtune.autotune.command import inspect
 
     inspect("region_inspect")
 

@@ -5,6 +5,6 @@ from qdqtune.autotune.division import CombinedRegionSearch, RegionPartitioner, R
 __all__ = ["CombinedRegionSearch", "RegionPartitioner", "RegionSearchBase", "TopDownRegionBuilder"]
 
 if __name__ == "__main__":
-    from qdqtune.autotune.__main__ import inspect
+    from qdqtune.autotune.command import inspect
 
     inspect("region_search")

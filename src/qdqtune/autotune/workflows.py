@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 from pathlib import Path
 from types import MappingProxyType
@@ -14,6 +15,7 @@ import onnx
 
 from qdqtune.autotune.autotuner import QDQAutotuner
 from qdqtune.autotune.benchmark import Benchmark, benchmark_onnx_model, init_benchmark_instance, instance
+from qdqtune.autotune.errors import AutotunerError
 from qdqtune.autotune.pattern_cache import PatternCache
 from qdqtune.autotune.schemes import Config
 from qdqtune.cli import progress
@@ -23,18 +25,20 @@ from qdqtune.placement.reading import is_quantized, strip_pairs
 from qdqtune.search import region as search
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
-from qdqtune.tuning.folder import REGION_MODELS
+from qdqtune.tuning.folder import LOGS, REGION_MODELS
 from qdqtune.tuning.loop import tune
+from qdqtune.tuning.observer import Several, Silent, State
 from qdqtune.tuning.settings import EFFORTS, Settings
-from qdqtune.tuning.store import read_records
-from qdqtune.types import QuantType
+from qdqtune.types import QuantType, Trial
+
+log = logging.getLogger("qdqtune.autotune")
 
 __all__ = ["Benchmark", "benchmark_onnx_model", "init_benchmark_instance", "region_pattern_autotuning_workflow"]
 
 
 def region_pattern_autotuning_workflow(
-    model_path: str | Path,
-    output_dir: str | Path = "autotuner_output",
+    model_or_path: str | Path | onnx.ModelProto | None = None,
+    output_dir: str | Path | None = None,
     num_schemes_per_region: int | None = None,
     pattern_cache_file: str | Path | None = None,
     state_file: str | Path | None = None,
@@ -43,9 +47,15 @@ def region_pattern_autotuning_workflow(
     qdq_baseline_model: str | Path | None = None,
     node_filter_list: Sequence[str] | None = None,
     verbose: bool = False,
+    model_transform: Callable[[onnx.ModelProto], onnx.ModelProto] | None = None,
     calibration_data: str | None = None,
+    *,
+    model_path: str | Path | None = None,
 ) -> QDQAutotuner:
     """Tune a model on the engine of the benchmark, as `qdqtune.tuning.loop.tune` does, into `output_dir`.
+
+    The model is a file, by either of two names, or an ONNX model, which is written beside that folder.
+    `model_transform` changes it before anything is measured: every candidate comes from what it gives.
 
     Every pattern gets `num_schemes_per_region` schemes; by default the whole search has the builds of
     `--effort default`. The same call goes on where an interrupted one was. Gives an autotuner that holds the result.
@@ -53,12 +63,13 @@ def region_pattern_autotuning_workflow(
     Raises:
         QdqtuneError: see `qdqtune.tuning.loop.tune`; AutotunerError before `init_benchmark_instance`.
     """
-    benchmark, path, usual = instance(), Path(model_path), EFFORTS["default"]
+    benchmark, usual, output = instance(), EFFORTS["default"], Path(output_dir or "autotuner_output")
+    path = _model_file(model_or_path if model_path is None else model_path, output, model_transform)
     tuned, schemes = patterns_of(path), num_schemes_per_region
     data = calibration_data or benchmark.calibration_data
     settings = Settings(
         model=path,
-        output_dir=Path(output_dir),
+        output_dir=output,
         engine=benchmark.spec,
         mode="region",
         quant_type=quant_type,
@@ -76,9 +87,10 @@ def region_pattern_autotuning_workflow(
         state_file=_path(state_file),
         qdq_baseline=_path(qdq_baseline_model),
     )
+    logs = RegionLogs(output, tuned)
     with progress.shown(verbose=verbose) as observer:
-        result = tune(settings, observer)
-    name_logs(settings.output_dir, settings.state, tuned)
+        result = tune(settings, Several((observer, logs)))
+    logs.finish()
     cache = PatternCache.load(settings.state.with_name(f"{settings.state.stem}_pattern_cache.yaml"))
     autotuner = QDQAutotuner(onnx.load(path))
     config = Config(default_quant_type=quant_type, default_dq_dtype=default_dq_dtype, calibration_data=data)
@@ -107,22 +119,58 @@ def builds_for(schemes: int, tuned: Sequence[Pattern]) -> int:
     return 16 + ceil(1.2 * schemes * len(tuned))
 
 
-def name_logs(folder: Path, state: Path, tuned: Sequence[Pattern]) -> None:
-    """Give the logs of a run the names that users of regions look for, beside their own: of region and scheme."""
-    if not state.exists():
-        return
-    (folder / REGION_MODELS).mkdir(exist_ok=True)
-    region_of = {pattern.digest: pattern.instances[0].id for pattern in tuned}
-    tried = {r["key"]: region_of.get(r["pattern"]) for r in read_records(state) if r["key"].startswith("trial:")}
-    counts: Counter[int] = Counter()
-    names = {"final.log": "final_0_optimized_final.log"}
-    for number, region in enumerate(tried.values(), 1):
+class RegionLogs(Silent):
+    """Gives the logs of a run the names that users of regions look for, beside their own: of region and scheme.
+
+    Each has its name as soon as its candidate was measured.
+    """
+
+    def __init__(self, folder: Path, tuned: Sequence[Pattern]) -> None:
+        self._folder = folder
+        self._region_of = {pattern.digest: pattern.instances[0].id for pattern in tuned}
+        self._counts: Counter[int] = Counter()
+
+    def trial(self, trial: Trial, outcome: str, state: State) -> None:
+        """See `Observer`."""
+        region = self._region_of.get(trial.proposal.pattern)
+        log.debug("candidate %d of region %s: %s, %s", trial.number, region, trial.proposal.origin, outcome)
         if region is not None:
-            names[f"region_{region}_scheme_{counts[region]}.log"] = f"trial_{number:03}.log"
-            counts[region] += 1
-    for name, own in names.items():
-        if (folder / "logs" / own).exists():
-            shutil.copyfile(folder / "logs" / own, folder / "logs" / name)
+            self._name(f"trial_{trial.number:03}.log", f"region_{region}_scheme_{self._counts[region]}.log")
+            self._counts[region] += 1
+
+    def finish(self) -> None:
+        """The run has ended: its last log, and the folder of region models, which may be empty."""
+        self._name("final_0_optimized_final.log", "final.log")
+        if (self._folder / LOGS).is_dir():
+            (self._folder / REGION_MODELS).mkdir(exist_ok=True)
+
+    def _name(self, own: str, name: str) -> None:
+        if (self._folder / LOGS / own).exists():
+            shutil.copyfile(self._folder / LOGS / own, self._folder / LOGS / name)
+
+
+def _model_file(
+    model: str | Path | onnx.ModelProto | None,
+    folder: Path,
+    transform: Callable[[onnx.ModelProto], onnx.ModelProto] | None,
+) -> Path:
+    """Where the model lies. One in memory, or a changed one, is written beside the output folder, since that is for
+    outputs: the same bytes leave the file as it is, so that a run can go on.
+
+    Raises:
+        AutotunerError: no model was given.
+    """
+    if model is None:
+        raise AutotunerError("give the model: a path, or an onnx.ModelProto")
+    if isinstance(model, str | Path) and transform is None:
+        return Path(model)
+    proto = model if isinstance(model, onnx.ModelProto) else onnx.load(model)
+    content = (transform(proto) if transform else proto).SerializeToString(deterministic=True)
+    path = folder.with_name(f"{folder.name}_model.onnx")
+    if not path.exists() or path.read_bytes() != content:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return path
 
 
 def _path(given: str | Path | None) -> Path | None:

@@ -22,6 +22,7 @@ from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.folder import FINAL, REPORT
 from qdqtune.tuning.front import pick
 from qdqtune.tuning.loop import tune
+from qdqtune.tuning.observer import Observer, Several
 from qdqtune.tuning.result import Result
 from qdqtune.tuning.settings import EFFORTS, FRONT_BUILDS, Settings, looks_until
 
@@ -141,8 +142,10 @@ def tune_command(**given: Any) -> int:
     return run(given)
 
 
-def run(given: options.Given) -> int:
+def run(given: options.Given, listener: Observer | None = None) -> int:
     """Do what `qdqtune tune` does, told the values of its options by parameter. Gives the exit code.
+
+    `listener` hears of the run besides who sits in front of it.
 
     Raises:
         QdqtuneError: see `qdqtune.tuning.loop.tune`.
@@ -160,7 +163,7 @@ def run(given: options.Given) -> int:
                 else:
                     print(report.estimate_lines(expected))
                 return 0
-            result = tune(settings, observer)
+            result = tune(settings, observer if listener is None else Several((observer, listener)))
     except KeyboardInterrupt:
         without = " without --restart" if settings.restart else ""
         say(f"interrupted: what was measured is kept; the same command{without} goes on from there")

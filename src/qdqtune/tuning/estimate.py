@@ -7,13 +7,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from qdqtune.calibration.calibrate import candidate_tensors
+from qdqtune.calibration.matching import from_file
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.engines.runner import Runner, time_limit
 from qdqtune.errors import BaselineFailed
 from qdqtune.placement.possible import possible_edges
+from qdqtune.search.regions.cache import read_cache
 from qdqtune.tuning.folder import LOGS, OutputFolder
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.settings import Settings
+from qdqtune.tuning.store import read_records
+from qdqtune.tuning.subgraphs import groups
 from qdqtune.tuning.subject import Subject, open_subject
 from qdqtune.types import Failure
 
@@ -43,6 +47,7 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     ):
         observer.stage(f"reading {settings.model.name}")
         subject = open_subject(settings, runner)
+        _check_files(settings, subject)
         runner.feed(subject.feed)
         observer.stage("measuring the float model")
         handle = runner.load(settings.model, "estimate")
@@ -59,6 +64,22 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     proof = 4 * (2 * handle.build_seconds + 4 * slot * settings.proof[0])
     seconds = trials * per_trial * 1.3 + proof  # a third of the candidates takes longer to decide, or is checked again
     return Estimate(subject.region_count, len(subject.patterns), trials + 1, latency, seconds, subject.notes)
+
+
+def _check_files(settings: Settings, subject: Subject) -> None:
+    """Read the files that a run would read later.
+
+    Raises:
+        InputError: one is missing, damaged, or of another model.
+    """
+    if settings.pattern_cache is not None:
+        read_cache(settings.pattern_cache)
+    if settings.graph_json is not None:
+        groups.from_file(subject.shaped, settings.graph_json)
+    if settings.calibration_cache is not None:
+        from_file(settings.calibration_cache, subject.shaped, settings.model)
+    if settings.state.exists() and not settings.restart:
+        read_records(settings.state)
 
 
 def _has_candidates(subject: Subject) -> bool:

@@ -147,7 +147,9 @@ class Store:
 
     def _read(self, fingerprint: Mapping[str, Any]) -> None:
         self._file.seek(0)
-        *lines, torn = self._file.read().split(b"\n")  # behind the last line break: nothing, or half a record
+        *lines, torn = _ours(self._file.read(), self.path).split(
+            b"\n"
+        )  # behind the last line break: nothing, or half a record
         records = [_parsed(line, self.path, number) for number, line in enumerate(lines, 1)]
         if not records:
             if not torn.startswith(HEAD[: len(torn)]):
@@ -198,8 +200,22 @@ def read_records(path: Path) -> list[Record]:
     Raises:
         BadState: the file is damaged.
     """
-    *lines, _torn = path.read_bytes().split(b"\n")
+    *lines, _torn = _ours(path.read_bytes(), path).split(b"\n")
     return [_parsed(line, path, number) for number, line in enumerate(lines, 1)]
+
+
+def _ours(content: bytes, path: Path) -> bytes:
+    """The content of a state file.
+
+    Raises:
+        BadState: it is one of ModelOpt's autotuner.
+    """
+    if content.startswith(b"baseline_latency_ms:"):
+        raise BadState(
+            f"{path} is a state file of ModelOpt's autotuner, whose latencies and regions are others: choose another "
+            "--output-dir, and give the model that it has made as --qdq-baseline"
+        )
+    return content
 
 
 def _line(record: Record) -> bytes:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,7 +21,7 @@ from onnxruntime import InferenceSession as Session
 from qdqtune.engines import cpu, formats, output_to, translated
 from qdqtune.engines.coverage import read_model
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
-from qdqtune.errors import BadOption, EngineUnavailable
+from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.graph.files import PROTOBUF_LIMIT
 from qdqtune.types import Array, Layer, NumericFormat, QType, QuantType, Tensors
 
@@ -34,6 +35,12 @@ BLOCK = 4
 
 VENDOR = "ONNX Runtime", re.compile(r"^\[ONNXRuntimeError\] : \d+ : ")
 """Its name, and what precedes its messages."""
+
+TOO_NEW = {
+    r"Unsupported model IR version: (\d+), max supported IR version: (\d+)": "IR version",
+    r"Opset (\d+) is under development .* is till opset (\d+)": "opset",
+}
+"""How it refuses a model from a later ONNX than it knows, and what it is that is too new."""
 
 INPUT_FOLDER = "session.model_external_initializers_file_folder_path"
 KEEP_PAIRS = "session.disable_quant_qdq"
@@ -96,7 +103,7 @@ class OnnxRuntime:
             EngineFailure: ONNX Runtime refuses the model.
             EngineUnavailable: the provider does not start on this machine.
         """
-        with output_to(log), translated(*VENDOR):
+        with output_to(log), translated(*VENDOR), _too_new():
             session = self.session(model)
         # A provider whose driver is missing makes ONNX Runtime warn and use the CPU.
         if self.provider not in session.get_providers():
@@ -214,6 +221,25 @@ class OnnxRuntimeModel:
     def close(self) -> None:
         """Drop the session."""
         del self._session
+
+
+@contextmanager
+def _too_new() -> Iterator[None]:
+    """The refusal of a model from a later ONNX than the library knows, in a sentence.
+
+    Raises:
+        EngineFailure: it is one.
+    """
+    try:
+        yield
+    except Exception as error:  # as in `translated`
+        for form, what in TOO_NEW.items():
+            if found := re.search(form, str(error), re.DOTALL):
+                raise EngineFailure(
+                    f"the model has {what} {found[1]}, and ONNX Runtime {ort.__version__} reads up to {found[2]}: "
+                    "export it for that one, or install a later onnxruntime"
+                ) from error
+        raise
 
 
 def _nbytes(model: Path) -> int:
