@@ -49,6 +49,10 @@ class Workers:
     """Called before each build, to look on, or to refuse it with what the engine says."""
     slower: Callable[[Build], float] = lambda _: 1.0
     """How many times longer inferences of a build take."""
+    spend: Callable[[float], None] = lambda _: None
+    """Told how many seconds inferences would take, so that a clock of the test's can move: those that are not timed
+    `untimed` each."""
+    untimed: float = 0.0
     drift: float = 1.0
     """How many times longer all inferences take from now on."""
     started: int = 0
@@ -127,13 +131,17 @@ class WatchedModel:
     factor: float
 
     def run(self, inputs: Tensors) -> dict[str, Any]:
+        self.workers.spend(self.workers.untimed)
         return self.built.run(inputs)
 
     def time(self, inputs: Tensors, runs: int) -> float:
         self.workers.runs.append(runs)
-        return self.workers.drift * self.factor * self.built.time(inputs, runs)
+        took = self.workers.drift * self.factor * self.built.time(inputs, runs)
+        self.workers.spend(runs * took)
+        return took
 
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
+        self.workers.spend(runs * self.workers.untimed)
         return self.built.layers(inputs, runs)
 
     def save(self, path: Path) -> None:

@@ -405,3 +405,9 @@ def test_engine_seconds_count_the_waiting(tmp_path: Path, files: SimpleNamespace
             loaded(runner, path)
         time.sleep(0.2)
         assert 0.2 <= runner.engine_seconds <= time.monotonic() - start - 0.2
+
+
+def test_a_worker_that_printed_nothing_leaves_no_log(tmp_path: Path) -> None:
+    with Runner(EngineSpec("fake"), log_dir=tmp_path / "logs") as runner:
+        runner.describe()
+    assert not list((tmp_path / "logs").iterdir())

@@ -12,8 +12,8 @@ import pytest
 from qdqtune.engines import EngineSpec
 from qdqtune.measurement.timing import Plan, Ratio
 from qdqtune.tuning import advice
-from qdqtune.tuning.loop import Budget
-from qdqtune.tuning.run import Run
+from qdqtune.tuning.bench import Bench
+from qdqtune.tuning.budget import Budget
 from qdqtune.tuning.settings import Settings
 from qdqtune.types import Edge, Measurement, Placement, Proposal, Trial
 
@@ -59,19 +59,20 @@ def test_the_best_candidate_of_none_that_is_faster_is_named() -> None:
 
 
 def budget(seconds: float | None, latency: float, build: float = 1.0) -> Budget:
-    bench = SimpleNamespace(float_seconds=latency, float_build_seconds=build)
+    first = build + 4 * max(latency, 0.02) * 12
+    bench = SimpleNamespace(float_seconds=latency, float_build_seconds=build, trial_seconds=first)
     settings = Settings(Path("m"), time_budget=seconds)
-    return Budget.of(cast(Run, SimpleNamespace(settings=settings, bench=bench)), time.monotonic())
+    return Budget.of(settings, cast(Bench, bench), None if seconds is None else time.monotonic() + seconds)
 
 
 def test_a_time_budget_has_room_for_one_more_candidate_and_the_proof() -> None:
     assert budget(None, 0.5).deadline is None
     ample = budget(3600, 0.001)
     assert ample.proof == Settings(Path("m")).proof
-    assert ample.seconds_left == pytest.approx(3600 - (1 + 0.08 * 12) - 2 * (2 + 0.08 * 24), abs=1)
+    assert ample.seconds_left == pytest.approx(3600 - (1 + 0.08 * 12) - 2 * (2 + 0.08 * 24 + 0.008), abs=1)
     tight = budget(120, 0.5)
     assert tight.proof == (12,)
-    assert tight.seconds_left == pytest.approx(120 - (1 + 2 * 12) - 2 * (2 + 2 * 12), abs=1)
+    assert tight.seconds_left == pytest.approx(120 - (1 + 2 * 12) - 2 * (2 + 2 * 12 + 4), abs=1)
     assert not tight.is_spent([])
     assert tight.excuse is None
     spent = budget(60, 0.5)

@@ -70,6 +70,11 @@ def observe(
                 yield Seen(number, tensor, outputs.pop(name))
 
 
+def passes(model: Model, tensors: Sequence[str], samples: Iterable[Sample]) -> int:
+    """How often `observe` goes through the samples to show all of these tensors."""
+    return sum(1 for _ in _batches(model, tensors, samples, MEMORY))
+
+
 def values_on(model: Model, tensors: Sequence[str], sample: Sample) -> dict[str, Array]:
     """The values that some tensors take on one sample, in the types that they have.
 

@@ -85,12 +85,15 @@ class WorkerProcess:
         return answer
 
     def kill(self) -> None:
-        """End the process, and what it has started."""
+        """End the process, and what it has started. It leaves no log where it has printed nothing."""
         self._channel.close()
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # gone in between
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+        with contextlib.suppress(OSError):
+            if self._log.stat().st_size == 0:
+                self._log.unlink()
         self._scratch.close()
 
     def exit_reason(self) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.prepare import Prepared
@@ -38,11 +39,16 @@ OVERHEAD = 1e6
 
 
 def fitted(
-    prepared: Prepared, how: Calibration, numbers: NumericFormat, placed: Callable[[Ranges], Placement]
+    prepared: Prepared,
+    how: Calibration,
+    numbers: NumericFormat,
+    placed: Callable[[Ranges], Placement],
+    is_late: Callable[[], bool] = lambda: False,
 ) -> Ranges:
     """Ranges by `how`, and bias corrections where these bring the outputs closer to the float model's.
 
     `placed` gives the placement that the numbers are for, of the ranges: partial ones of it take their part of them.
+    Nothing further is tried once it `is_late`.
 
     Raises:
         BadData: no sample.
@@ -53,14 +59,14 @@ def fitted(
     seen = next((ranges for ranges in found if ranges.method == "minmax"), None)
     candidates = [with_known_ranges(model, ranges, numbers, seen or ranges) for ranges in found]
     placement = placed(candidates[0])
-    if not placement.edges or (len(candidates) == 1 and not how.bias_correction):
+    if not placement.edges or (len(candidates) == 1 and not how.bias_correction) or is_late():
         return candidates[0]
     budget = _Budget(model, len(candidates), how.bias_correction)
     samples = prepared.calibration.spread(budget.samples)
     blocks = _blocks(model, placement, budget.blocks(len(samples)))
     try:
         with judging(model, placement, numbers, candidates[0], samples) as judge:
-            return _best(judge, candidates, blocks, how.bias_correction)
+            return _best(judge, candidates, blocks, how.bias_correction, is_late)
     except CannotJudgeError:
         return candidates[0]
 
@@ -101,17 +107,25 @@ class _Fit:
     ranges: Ranges
 
 
-def _best(judge: Judge, candidates: Sequence[Ranges], blocks: Sequence[Sequence[str]], bias_correction: bool) -> Ranges:
-    """The best of: each candidate, and the mixture of them; each with and without corrected biases."""
+def _best(
+    judge: Judge,
+    candidates: Sequence[Ranges],
+    blocks: Sequence[Sequence[str]],
+    bias_correction: bool,
+    is_late: Callable[[], bool],
+) -> Ranges:
+    """The best of: each candidate, and the mixture of them; each with and without corrected biases. Of those that there
+    was time for."""
     if not judge.can_tell:
         return candidates[0]
-    tried = [_Fit(judge.outcome(ranges).db(), ranges) for ranges in candidates]
+    in_time = takewhile(lambda ranges: ranges is candidates[0] or not is_late(), candidates)
+    tried = [_Fit(judge.outcome(ranges).db(), ranges) for ranges in in_time]
     best = max(tried, key=lambda fit: fit.db)
-    mixed = _mixed(judge, best.ranges, candidates, blocks)
+    mixed = _mixed(judge, best.ranges, candidates, [] if is_late() else blocks, is_late)
     if mixed is not best.ranges:
         tried.append(_Fit(judge.outcome(mixed).db(), mixed))
         best = tried[-1] if tried[-1].db > best.db + BETTER_DB else best
-    if bias_correction and judge.layers:
+    if bias_correction and judge.layers and not is_late():
         corrected = max((_corrected(judge, fit.ranges) for fit in tried), key=lambda fit: fit.db)
         best = corrected if corrected.db > best.db else best
     return best.ranges
@@ -123,7 +137,13 @@ def _corrected(judge: Judge, ranges: Ranges) -> _Fit:
     return _Fit(judge.outcome(ranges, moves).db(), replace(ranges, shifts=judge.shifts(moves)))
 
 
-def _mixed(judge: Judge, start: Ranges, candidates: Sequence[Ranges], blocks: Sequence[Sequence[str]]) -> Ranges:
+def _mixed(
+    judge: Judge,
+    start: Ranges,
+    candidates: Sequence[Ranges],
+    blocks: Sequence[Sequence[str]],
+    is_late: Callable[[], bool],
+) -> Ranges:
     """From one of several, for each block of neighbouring tensors the one that the outputs gain most by.
 
     Blocks come in graph order, and each is tried with what those before it have been given. The placement's pairs
@@ -135,7 +155,7 @@ def _mixed(judge: Judge, start: Ranges, candidates: Sequence[Ranges], blocks: Se
     for block in blocks:
         for other in candidates:
             changed = {t: other.activations[t] for t in block if t in other.activations}
-            if reached is None or all(best.activations[t] == found for t, found in changed.items()):
+            if reached is None or is_late() or all(best.activations[t] == found for t, found in changed.items()):
                 continue
             tried = replace(best, activations={**best.activations, **changed}, method="auto")
             outcome = judge.outcome(tried, at_most=FEWER)

@@ -8,9 +8,9 @@ was not halved share its noise. Who asks for the loudest values only has each me
 from __future__ import annotations
 
 import heapq
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -83,7 +83,7 @@ def sensitivities(
             return Failure("output", "outputs of the float model are NaN or infinite")
 
         def is_late() -> bool:
-            return deadline is not None and monotonic() > deadline
+            return deadline is not None and time.monotonic() > deadline
 
         def noise(start: int, stop: int) -> float:
             nonlocal asked

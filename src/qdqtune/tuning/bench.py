@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
-from time import monotonic
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from qdqtune.errors import BaselineFailed, EngineFailure
 from qdqtune.measurement.accuracy import accuracy, is_finite
 from qdqtune.measurement.limits import Limits
 from qdqtune.measurement.metric import Evaluation, evaluate
-from qdqtune.measurement.pairing import fresh_pair, rounds_of
+from qdqtune.measurement.pairing import fresh_pair, rounds_of, start_inferences
 from qdqtune.measurement.timing import Plan, Ratio, compare, judge
 from qdqtune.tuning.candidates import Candidates
 from qdqtune.tuning.store import (
@@ -78,7 +78,7 @@ class Bench:
     def __init__(self, runner: Runner, candidates: Candidates, store: Store, conditions: Conditions) -> None:
         self._runner, self._candidates, self._store, self._conditions = runner, candidates, store, conditions
         self.deadline: float | None = None
-        """Past this time of `time.monotonic` comparisons decide at the next look."""
+        """By this time of `time.monotonic` comparisons decide with what they have."""
 
     @property
     def float_build_seconds(self) -> float:
@@ -97,6 +97,18 @@ class Bench:
             BaselineFailed: the engine cannot build or run the float model.
         """
         return self._float_run.seconds
+
+    @property
+    def trial_seconds(self) -> float:
+        """What one candidate takes at the least, if it is as fast as the float model: its build, its outputs, the first
+        look of its comparison, and its layers.
+
+        Raises:
+            BaselineFailed: the engine cannot build or run the float model.
+        """
+        seconds, plan = self.float_seconds, self._conditions.plan
+        inferences = len(self._conditions.samples) + profiled_runs(seconds) + start_inferences(plan)
+        return self.float_build_seconds + inferences * seconds + 4 * max(seconds, plan.slot_seconds) * plan.looks[0]
 
     def measure(self, number: int, proposal: Proposal, against: Placement) -> tuple[Trial, bool]:
         """Time a candidate against another placement; and whether the result was in the store.
@@ -244,7 +256,8 @@ class Bench:
         if not is_finite(outputs):
             return Trial(number, proposal, against, Failure("output", "the outputs hold NaN or infinite values"))
         rounds = rounds_of(self._runner, opponent, candidate, conditions.plan, conditions.seed)
-        result = compare(rounds, conditions.plan, decided=lambda r: _settled(r) or self._is_late)
+        begun = time.monotonic()
+        result = compare(rounds, conditions.plan, decided=lambda r: _settled(r) or self._is_late(begun))
         if isinstance(result, Failure):
             return Trial(number, proposal, against, result)
         runs = profiled_runs(float(np.median(result.b)))
@@ -254,9 +267,10 @@ class Bench:
         report = () if isinstance(layers, Failure) else layers
         return Trial(number, proposal, against, result, accuracy=accuracy(reference, outputs), layers=report)
 
-    @property
-    def _is_late(self) -> bool:
-        return self.deadline is not None and monotonic() > self.deadline
+    def _is_late(self, begun: float) -> bool:
+        """Whether the next look of a comparison would end too late: it takes about as long as all before it."""
+        now = time.monotonic()
+        return self.deadline is not None and now + (now - begun) > self.deadline
 
     def _won(self, trial: Trial) -> bool:
         """Whether a trial is a win as far as it was measured."""

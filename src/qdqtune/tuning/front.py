@@ -19,7 +19,7 @@ from qdqtune.graph.outputs import appearing
 from qdqtune.graph.stamps import content
 from qdqtune.measurement.pairing import rounds_of
 from qdqtune.measurement.timing import Ratio, compare
-from qdqtune.search.front import POINTS, Point, spread, undominated
+from qdqtune.search.front import Point, spread, undominated
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT, PLACEMENT, SUMMARY, alone
 from qdqtune.tuning.forms import POINT, ListOf, fits
 from qdqtune.tuning.proof import Confirmed, Proof, copy_model, insist, known, prove
@@ -87,7 +87,7 @@ def prove_front(history: Sequence[Trial], run: Run) -> Front:
         OutputError: a file cannot be written.
     """
     folder = run.output.clear(FRONT)
-    points = _named(spread(undominated(history, run.settings.plan), POINTS))
+    points = _named(spread(undominated(history, run.settings.plan), run.budget.points))
     with writing(folder):
         folder.mkdir(exist_ok=True)
     run.candidates.write_whole(Placement(), run.settings.output_dir / BASELINE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from time import monotonic
+import time
 
 from qdqtune.calibration.scales import Quantization, Ranges
 from qdqtune.graph.model import Model
@@ -31,7 +31,7 @@ def foresee(run: Run) -> Noise | None:
     """
     subject, limits = run.subject, run.limits
     is_front = run.settings.front
-    if not limits.are_set and not is_front:
+    if run.budget.is_late or (not limits.are_set and not is_front):
         return None
     if limits.max_drop is None and not is_front:
         run.observer.stage("foretelling what rounding does to the outputs")
@@ -44,7 +44,9 @@ def foresee(run: Run) -> Noise | None:
     if record is None:
         run.observer.stage("measuring what rounding each tensor does to the outputs")
         values = each_value(subject.shaped, subject.ranges, subject.numbers, subject.possible)
-        latest = None if run.bench.deadline is None else monotonic() + SHARE * (run.bench.deadline - monotonic())
+        latest = (
+            None if run.bench.deadline is None else time.monotonic() + SHARE * (run.bench.deadline - time.monotonic())
+        )
         alone = sensitivities(
             subject.shaped, values, subject.accuracy, floor=floor, listener=run.observer, deadline=latest
         )
@@ -64,6 +66,8 @@ def foretold(run: Run, placement: Placement) -> Accuracy | None:
     """How far the outputs of a placement will be from the float model's, asked once; None where nothing can be said."""
     key = f"foretold:{placement.digest}"
     record = run.store.get(key)
+    if record is None and run.budget.is_late:
+        return None
     if record is None:
         accuracy = run.simulation.accuracy(placement)
         record = run.store.put(key, pack_result(accuracy) if isinstance(accuracy, Failure) else pack_accuracy(accuracy))

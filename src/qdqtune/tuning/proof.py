@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -83,7 +84,8 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
     """Write the files that may ship, and pair them as they lie on disk.
 
     The search's favourite is flattered by its luck. Where it does not prove itself, the one before it gets a chance.
-    In the end the float model as we write it meets the user's file, and is not to be slower either.
+    In the end the float model as we write it meets the user's file, and is not to be slower either, unless there is no
+    time for that.
 
     Raises:
         BaselineFailed: the engine fails on a finished file.
@@ -96,12 +98,17 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
     pairs_hold = settings.from_qdq and not any(t.proposal.origin == "imported" and t.holds is False for t in history)
     notes: dict[str, None] = {}
     builds = 0
+    met, is_short = None, not history and settings.time_budget is not None
     finalists = FINALISTS if settings.time_budget is None else 1
     for placement in (*accepted[:finalists], Placement()):
+        begun = time.monotonic()
+        if not placement.edges and is_short:
+            break
         run.candidates.write_whole(placement, final)
         met = _meet(placement, run)
         builds += met.builds
         notes |= {met.note: None} if met.note else {}
+        is_short = run.budget.lacks(time.monotonic() - begun)
         is_faster = met.to_float.verdict == "faster"
         if pairs_hold and met.to_given is not None:
             is_faster = is_faster and met.to_given.verdict == "faster"
@@ -114,10 +121,12 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
         if placement.edges:
             edges = f"a candidate of {len(placement)} edges"
             notes[f"{edges} did not prove faster on fresh builds: {advice.unproven(met.to_float)}"] = None
-    is_given = pairs_hold if settings.from_qdq else met.to_given is not None and met.to_given.verdict == "slower"
+    is_slower = met is not None and met.to_given is not None and met.to_given.verdict == "slower"
+    is_given = pairs_hold if settings.from_qdq else is_slower
     copy_model(settings.model if is_given else baseline, folder / FINAL)
     kept = "given" if is_given else "baseline"
-    return Proof(kept, Placement(), None, None, met.float_seconds, met.float_seconds, tuple(notes), builds)
+    float_seconds = run.bench.float_seconds if met is None else met.float_seconds
+    return Proof(kept, Placement(), None, None, float_seconds, float_seconds, tuple(notes), builds)
 
 
 def _unproven(run: Run) -> Path:
@@ -169,12 +178,13 @@ def known(store: Store, key: str, files: Record) -> Record | None:
 
 def _fresh(run: Run, a: Path, b: Path, number: int) -> Measurement | Failure:
     """The rounds of one of the two pairs of builds."""
-    seed = run.settings.seed + number
-    return fresh_pair(run.runner, a, b, run.settings.proof_plan, seed, f"final_{number}", _is_decided)
+    seed, begun = run.settings.seed + number, time.monotonic()
 
+    def is_decided(measured: Ratio) -> bool:
+        """Each look takes about as long as all before it; the second pair is to have the time of the first."""
+        return measured.verdict != "undecided" or run.budget.lacks((2 - number) * (time.monotonic() - begun))
 
-def _is_decided(measured: Ratio) -> bool:
-    return measured.verdict != "undecided"
+    return fresh_pair(run.runner, a, b, run.settings.proof_plan, seed, f"final_{number}", is_decided)
 
 
 def insist(ask: Callable[[], Measurement | Failure]) -> Measurement | Failure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from qdqtune.measurement.metric import Evaluation, load_evaluation
 from qdqtune.measurement.simulation import Simulation
 from qdqtune.placement.insertion import Inserter
 from qdqtune.tuning.bench import Bench, Conditions
+from qdqtune.tuning.budget import Budget
 from qdqtune.tuning.candidates import Candidates
 from qdqtune.tuning.folder import LOGS, OutputFolder
 from qdqtune.tuning.observer import Observer
@@ -33,7 +35,7 @@ DROP = 0.01
 @dataclass(frozen=True)
 class Ready:
     """What was asked for, before anything is measured: nothing of it has run. `given` are the user's model files as
-    they were when the run began."""
+    they were when the run began; it has to end when `time.monotonic` is at `ends`, None without a time budget."""
 
     settings: Settings
     output: OutputFolder
@@ -43,6 +45,7 @@ class Ready:
     runner: Runner
     store: Store
     observer: Observer
+    ends: float | None
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Run(Ready):
     bench: Bench
     simulation: Simulation
     limits: Limits
+    budget: Budget
 
 
 @contextmanager
@@ -62,6 +66,7 @@ def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
     Raises:
         QdqtuneError: see `errors`.
     """
+    ends = None if settings.time_budget is None else time.monotonic() + settings.time_budget
     with ExitStack() as stack:
         stack.enter_context(time_limit(settings.time_limit))
         output = stack.enter_context(OutputFolder(settings))
@@ -75,7 +80,7 @@ def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
         subject = open_subject(settings, runner)
         signed = fingerprint(settings, subject, runner.describe())
         store = stack.enter_context(Store(settings.state, signed, restart=settings.restart, given=given))
-        yield Ready(settings, output, given, evaluation, subject, runner, store, observer)
+        yield Ready(settings, output, given, evaluation, subject, runner, store, observer, ends)
 
 
 @contextmanager
@@ -89,7 +94,7 @@ def open_run(ready: Ready) -> Iterator[Run]:
     settings, runner, store, observer = ready.settings, ready.runner, ready.store, ready.observer
     store.check_candidates()
     with ExitStack() as stack:
-        subject = calibrated(ready.subject, settings, store, observer)
+        subject = calibrated(ready.subject, settings, store, observer, ready.ends)
         runner.feed(subject.feed)
         inserter = Inserter(subject.model, subject.ranges, subject.numbers)
         with writing(f"to {ready.output.path}"):
@@ -101,19 +106,23 @@ def open_run(ready: Ready) -> Iterator[Run]:
         bench = Bench(runner, candidates, store, conditions)
         simulation = stack.enter_context(Simulation(inserter, subject.accuracy))
         observer.stage("measuring the float model")
-        limits = _limits(settings, bench, observer)
-        measuring = {"candidates": candidates, "bench": bench, "simulation": simulation, "limits": limits}
-        yield Run(**{**vars(ready), "subject": subject, **measuring})
+        budget = Budget.of(settings, bench, ready.ends)
+        bench.deadline = budget.deadline
+        limits = _limits(settings, bench, budget, observer)
+        settings = replace(settings, proof=budget.proof)
+        known = {**vars(ready), "settings": settings, "subject": subject, "candidates": candidates, "bench": bench}
+        yield Run(**known, simulation=simulation, limits=limits, budget=budget)
 
 
-def _limits(settings: Settings, bench: Bench, observer: Observer) -> Limits:
+def _limits(settings: Settings, bench: Bench, budget: Budget, observer: Observer) -> Limits:
     """The limits on accuracy, with the metric of the float model."""
     holds_floats = any(a.dtype.kind == "f" for a in bench.reference()[0].values())
     if isinstance(settings.min_sqnr, float) and not holds_floats:
         raise BadOption("--min-sqnr is about float outputs, and the model has none: use --min-agreement or --evaluate")
     limits = settings.limits if holds_floats else replace(settings.limits, min_sqnr=None)
-    _insist_on_repeatability(limits, bench)
-    if settings.evaluate is None:
+    if not budget.is_late:
+        _insist_on_repeatability(limits, bench)
+    if settings.evaluate is None or budget.is_late:
         return limits
     observer.stage(f"evaluating the float model with {settings.evaluate}")
     before = bench.metric(Placement())

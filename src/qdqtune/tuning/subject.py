@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
@@ -15,8 +14,6 @@ import numpy as np
 import onnx
 
 from qdqtune.calibration.matching import from_file
-from qdqtune.calibration.methods import Calibration
-from qdqtune.calibration.observe import outputs_on
 from qdqtune.calibration.prepare import Data, HoldOut, Prepared, prepare
 from qdqtune.calibration.samples import Samples, input_specs
 from qdqtune.calibration.scales import Ranges
@@ -35,6 +32,7 @@ from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import Reading, is_quantized, read_placement, strip_pairs
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
+from qdqtune.tuning.budget import affordable
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.obstacles import hidden_work, insist_on_device
 from qdqtune.tuning.settings import Settings
@@ -51,12 +49,6 @@ LEAST_JUDGED = 8
 JUDGED_WORK = 5e10
 """Multiplications of the inferences on which a candidate's outputs are compared, where `LEAST_JUDGED` take less: a few
 seconds on a core."""
-
-INFERENCES = 16 * 48
-"""That comparing ways to calibrate takes, all in all: samples times what is tried."""
-
-FITTING_SHARE = 0.25
-"""Of a time budget, what these may take."""
 
 DTYPES = {"float16": "FLOAT16", "float32": "FLOAT", "bfloat16": "BFLOAT16"}
 
@@ -209,8 +201,11 @@ def _told_apart(numbers: NumericFormat) -> str:
     return ", ".join(f"{name} {v.value if isinstance(v, QType) else v}" for name, v in values.items())
 
 
-def calibrated(subject: Subject, settings: Settings, store: Store, observer: Observer) -> Subject:
-    """The subject with ranges: from the store if an earlier run has found them, else by one pass over the samples."""
+def calibrated(
+    subject: Subject, settings: Settings, store: Store, observer: Observer, ends: float | None = None
+) -> Subject:
+    """The subject with ranges: from the store if an earlier run has found them, else by one pass over the samples, of
+    which there are fewer where the run has to end soon."""
     record = store.get("ranges")
     if settings.calibration_cache is not None:
         matched = from_file(settings.calibration_cache, subject.shaped, settings.model)
@@ -218,9 +213,10 @@ def calibrated(subject: Subject, settings: Settings, store: Store, observer: Obs
         record = record or store.put("ranges", pack_ranges(matched.ranges))
     if record is None:
         observer.stage(f"calibrating on {subject.prepared.samples.origin}")
-        prepared = replace(subject.prepared, calibration=_counted(subject.prepared.calibration, observer))
-        how = _affordable(subject, settings, observer)
-        found = fitted(prepared, how, subject.numbers, partial(_ruled, subject, settings))
+        given = affordable(subject.prepared, settings.calibration, ends, observer)
+        prepared = replace(given.prepared, calibration=_counted(given.prepared.calibration, observer))
+        placed = partial(_ruled, subject, settings)
+        found = fitted(prepared, given.how, subject.numbers, placed, is_late=given.is_late)
         record = store.put("ranges", pack_ranges(found))
     ranges = unpack_ranges(record)
     if subject.imported is not None and settings.from_qdq:
@@ -232,20 +228,6 @@ def calibrated(subject: Subject, settings: Settings, store: Store, observer: Obs
     if not possible:
         raise BadModel(f"{settings.model} has no tensor that could be quantized")
     return replace(subject, ranges=ranges, possible=possible)
-
-
-def _affordable(subject: Subject, settings: Settings, observer: Observer) -> Calibration:
-    """How ranges are found: as asked for, or by one method where a time budget has no room to compare several."""
-    how = settings.calibration
-    if settings.time_budget is None or how.method != "auto":
-        return how
-    begun = time.monotonic()
-    for _ in outputs_on(subject.shaped, subject.prepared.calibration.first(2)):
-        took, begun = time.monotonic() - begun, time.monotonic()
-    if INFERENCES * took <= FITTING_SHARE * settings.time_budget:
-        return how
-    observer.note("--time-budget has no room to compare ways to calibrate: ranges by mse, without bias correction")
-    return Calibration("mse", how.percentile)
 
 
 def _counted(samples: Samples, observer: Observer) -> Samples:

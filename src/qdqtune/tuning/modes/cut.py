@@ -54,7 +54,9 @@ def prepare(run: Run) -> Cut:
 
 
 def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
-    """The search that prices units from layer times; None if the engine tells none."""
+    """The search that prices units from layer times; None if the engine tells none, or no time is left to ask it."""
+    if run.budget.is_late:
+        return None
     subject, layers = run.subject, run.bench.float_layers()
     if not any(layer.time_ms for layer in layers):
         return None

@@ -68,7 +68,9 @@ def profile(run: Run) -> Profiled:
         QdqtuneError: the --graph-json is of no use, a file cannot be written, or the engine cannot run the float model.
     """
     settings, subject, observer = run.settings, run.subject, run.observer
-    deadline = None if settings.time_budget is None else time.monotonic() + PATIENCE * settings.time_budget
+    deadline = run.budget.deadline
+    if deadline is not None and settings.time_budget is not None:
+        deadline = min(deadline, time.monotonic() + PATIENCE * settings.time_budget)
     observer.stage("grouping as the engine fuses")
     layers = run.bench.float_layers()
     timed = any(layer.time_ms for layer in layers)

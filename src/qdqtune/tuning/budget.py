@@ -1,0 +1,161 @@
+"""Time: what a run may spend of it, phase by phase, so that a time budget bounds the whole."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from qdqtune.calibration.calibrate import candidate_tensors
+from qdqtune.calibration.methods import Calibration
+from qdqtune.calibration.observe import outputs_on, passes
+from qdqtune.calibration.prepare import Prepared
+from qdqtune.measurement.pairing import start_inferences
+from qdqtune.search.front import POINTS
+from qdqtune.tuning.bench import Bench
+from qdqtune.tuning.observer import Observer
+from qdqtune.tuning.settings import Settings
+from qdqtune.types import Sample, Trial
+
+PROOF_SHARE = 0.3
+"""Of a time budget, what the proof may take."""
+
+FRONT_SHARE = 0.5
+"""The same where the proof is of a front, which is all that the search is for."""
+
+LEAST_ROUNDS = 12
+"""Rounds without which a comparison decides nothing."""
+
+FITTING_SHARE = 0.25
+"""Of the time that is left when calibration begins, what it may take."""
+
+INFERENCES = 16 * 48
+"""That comparing ways to calibrate takes, all in all: samples times what is tried."""
+
+SHOWN = 2.0
+"""Inferences that take as long as one which shows the values of a batch of tensors, and counting these."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a search may spend: builds, of which one candidate may take `each`; and time, None without a limit.
+
+    `deadline` is when it has to end, by `time.monotonic`, so that one more candidate and the proof have theirs until
+    the run `ends`. `proof` is when the proof looks, `points` how many points a front may have.
+    """
+
+    builds: int
+    each: int
+    deadline: float | None
+    proof: tuple[int, ...]
+    ends: float | None = None
+    points: int = POINTS
+
+    @staticmethod
+    def of(settings: Settings, bench: Bench, ends: float | None) -> Budget:
+        """The budget of a run that has to end at that time, and whose search begins now."""
+        if settings.time_budget is None or ends is None:
+            return Budget(settings.search_builds, settings.trial_builds, None, settings.proof)
+        each_round = 4 * max(bench.float_seconds, settings.plan.slot_seconds)
+        share, files = PROOF_SHARE, 1
+        if settings.front:
+            least = 2 * (bench.float_build_seconds + LEAST_ROUNDS * each_round)
+            share, files = FRONT_SHARE, max(2, min(POINTS, int(FRONT_SHARE * settings.time_budget / least)))
+        most = int(share * settings.time_budget / (2 * files * each_round))
+        proof = tuple(n for n in settings.proof if n <= most) or (max(LEAST_ROUNDS, min(most, settings.proof[0])),)
+        rounds = each_round * proof[0] + start_inferences(settings.plan) * bench.float_seconds
+        meeting = (1 + files) * bench.float_build_seconds + files * rounds
+        reserve = bench.trial_seconds + 2 * meeting
+        return Budget(settings.search_builds, settings.trial_builds, ends - reserve, proof, ends, files)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds until the search has to end."""
+        return None if self.deadline is None else self.deadline - time.monotonic()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether nothing may begin any more but the proof of what was found."""
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+    @property
+    def excuse(self) -> str | None:
+        """Why nothing was tried, if that is for want of time."""
+        if not self.is_late or self.ends is None or self.deadline is None:
+            return None
+        needed = f"{self.ends - self.deadline:.0f} s beside reading the model and calibration"
+        return f"--time-budget had no room for a candidate: one and its proof take some {needed}; give more"
+
+    def lacks(self, seconds: float) -> bool:
+        """Whether what takes so many seconds would end too late."""
+        return self.ends is not None and time.monotonic() + seconds > self.ends
+
+    def is_spent(self, trials: Sequence[Trial]) -> bool:
+        """Whether no further candidate may be tried."""
+        return builds_of(trials) + self.each > self.builds or self.is_late
+
+
+def builds_of(trials: Sequence[Trial]) -> int:
+    """What trials have spent."""
+    return sum(t.builds for t in trials)
+
+
+@dataclass(frozen=True)
+class Calibrating:
+    """How ranges are found, and on what; comparing ways to find them ends where it `is_late`."""
+
+    prepared: Prepared
+    how: Calibration
+    is_late: Callable[[], bool]
+
+
+def affordable(prepared: Prepared, how: Calibration, ends: float | None, observer: Observer) -> Calibrating:
+    """Calibration as it was asked for; or by one method where a run that has to end has no room to compare several, and
+    on fewer samples where it has none for a pass over all."""
+    if ends is None:
+        return Calibrating(prepared, how, lambda: False)
+    seconds, begun = pace(prepared), time.monotonic()
+    left = max(0.0, FITTING_SHARE * (ends - begun))
+    share = 0.5
+    if how.method == "auto" and INFERENCES * seconds > left:
+        observer.note("--time-budget has no room to compare ways to calibrate: ranges by mse, without bias correction")
+        how, share = Calibration("mse", how.percentile), 1.0
+    most = max(1, int(share * left / max(seconds * _inferences(prepared, how), 1e-9)))
+
+    def produce() -> Iterator[Sample]:
+        for number, sample in enumerate(prepared.calibration):
+            if number == most:
+                tell()
+                return
+            yield sample
+
+    told: list[str] = []
+
+    def tell() -> None:
+        if not told:
+            told.append(f"--time-budget has no room for all calibration samples: {most} of them")
+            observer.note(told[0])
+
+    limited = replace(prepared.calibration, produce=produce)
+    return Calibrating(replace(prepared, calibration=limited), how, lambda: time.monotonic() > begun + left)
+
+
+def pace(prepared: Prepared) -> float:
+    """Seconds that an inference of the float model takes where it is calibrated.
+
+    Raises:
+        BadModel: ONNX Runtime cannot run the model.
+    """
+    begun = time.monotonic()
+    for _ in outputs_on(prepared.shaped, prepared.calibration.first(2)):
+        took, begun = time.monotonic() - begun, time.monotonic()
+    return took
+
+
+def _inferences(prepared: Prepared, how: Calibration) -> float:
+    """Inferences that take as long as calibrating on one sample: each pass runs what its tensors need, half of the
+    model on average."""
+    model = prepared.shaped
+    if how.method == "minmax":
+        return SHOWN
+    return SHOWN * (1 + passes(model, candidate_tensors(model), prepared.calibration)) / 2

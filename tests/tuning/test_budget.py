@@ -1,0 +1,107 @@
+"""A time budget bounds the whole run, whatever an inference takes. The clock is the test's: inferences move it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from models import feeds
+from qdqtune.calibration.methods import CLOSEST
+from qdqtune.tuning.loop import tune
+from qdqtune.tuning.observer import Silent
+from qdqtune.tuning.result import Result
+from runs import cost, mixed, settings, write
+from workers import Workers
+
+SAMPLES = 40
+
+
+class Clock:
+    """Seconds that inferences have taken."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def spend(self, seconds: float) -> None:
+        """Go on."""
+        self.now += seconds
+
+
+class Notes(Silent):
+    """What was said at once."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def note(self, text: str) -> None:
+        """See `Observer`."""
+        self.said.append(text)
+
+
+@pytest.fixture
+def clock(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    """In place of the real one; inferences move it, on whichever engine."""
+    clock = Clock()
+    workers.spend = clock.spend
+    with monkeypatch.context() as patch:
+        patch.setattr("time.monotonic", lambda: clock.now)
+        yield clock
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model with more samples than a slow calibration has time for."""
+    path = write(mixed(), tmp_path)
+    samples = feeds(mixed(), SAMPLES)
+    np.savez(path.with_suffix(".npz"), **{name: np.stack([s[name] for s in samples]) for name in samples[0]})
+    return path
+
+
+def slow_run(model: Path, workers: Workers, each: float, budget: float, **more: Any) -> tuple[Result, Notes]:
+    """A run, of cut mode unless told otherwise, whose float model takes `each` seconds an inference."""
+    workers.drift, workers.untimed, notes = each / cost(model), each, Notes()
+    usual: dict[str, Any] = {"mode": "cut", "builds": 12, "calibration": CLOSEST, "accuracy_samples": 8}
+    return tune(settings(model, **usual | more, time_budget=budget), notes), notes
+
+
+@pytest.mark.parametrize("each", [0.01, 0.2, 1.0, 3.8])
+@pytest.mark.parametrize("budget", [120.0, 1200.0])
+def test_a_time_budget_bounds_the_whole_run(
+    model: Path, clock: Clock, workers: Workers, each: float, budget: float
+) -> None:
+    result, _ = slow_run(model, workers, each, budget)
+    assert clock.now - 1000.0 <= budget
+    assert bool(result.history) == (budget / each >= 300)
+
+
+@pytest.mark.parametrize("more", [{"min_sqnr": 45.0}, {"mode": "region"}, {"front": True, "builds": 20}])
+@pytest.mark.parametrize("budget", [60.0, 150.0, 600.0])
+def test_it_does_so_for_noise_and_other_searches(
+    model: Path, clock: Clock, workers: Workers, budget: float, more: dict[str, Any]
+) -> None:
+    result, _ = slow_run(model, workers, 0.2, budget, **more)
+    assert clock.now - 1000.0 <= budget
+    assert result.history or budget == 60.0
+
+
+@pytest.mark.usefixtures("clock")
+def test_nothing_is_paired_where_nothing_was_tried(model: Path, workers: Workers) -> None:
+    result, notes = slow_run(model, workers, 3.8, 120.0)
+    assert (result.shipped, result.history, result.summary["proof_builds"]) == ("baseline", (), 0)
+    assert result.summary["baseline_ms"] == pytest.approx(3800, rel=0.01)
+    assert any(note.startswith("--time-budget had no room for a candidate: one and its proof") for note in result.notes)
+    assert any("no room to compare ways to calibrate" in note for note in notes.said)
+    assert len([note for note in notes.said if "no room for all calibration samples" in note]) == 1
+    shipped = onnx.load(model.parent / "out" / "optimized_final.onnx")
+    assert {node.op_type for node in shipped.graph.node}.isdisjoint({"QuantizeLinear", "DequantizeLinear"})
+
+
+@pytest.mark.usefixtures("clock")
+def test_all_samples_are_seen_where_there_is_time(model: Path, workers: Workers) -> None:
+    _, notes = slow_run(model, workers, 0.01, 1200.0)
+    assert notes.said == []
