@@ -204,6 +204,11 @@ def instance() -> Benchmark:
     return _instance
 
 
+def current() -> Benchmark | None:
+    """The benchmark, if there is one."""
+    return _instance
+
+
 def instance_or_default() -> Benchmark:
     """The benchmark, made with defaults where there is none: for what needs to know the engine but times nothing."""
     return _instance or init_benchmark_instance()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from typing import Any, NoReturn
 import click
 
 from qdqtune.autotune.benchmark import default_engine, rounds_for
+from qdqtune.autotune.graphs import nodes_of
 from qdqtune.autotune.workflows import RegionLogs, builds_for, patterns_of
 from qdqtune.cli import main as cli
 from qdqtune.cli import tune
@@ -21,7 +21,6 @@ from qdqtune.cli.inspect import inspect_command
 from qdqtune.cli.options import FILE, PRECISION, QUANT_TYPES, Given, Limit, flag, option, repeated
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.shapes import usual_shapes
-from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
 from qdqtune.tuning.folder import SUMMARY
 from qdqtune.tuning.settings import EFFORTS
@@ -124,7 +123,7 @@ def run(**given: Any) -> int:
     given.pop("strongly_typed")
     operators = {name for names in given.pop("quantizable_ops") for name in names.replace(",", " ").split()}
     if operators:
-        given["node_filter"] = (*given["node_filter"], *_named_nodes(given["model"], operators))
+        given["node_filter"] = (*given["node_filter"], *nodes_of(load(given["model"]), operators))
     if given["mode"] == "subgraph":
         code = tune.run(_for_engine(given))
     else:
@@ -153,18 +152,6 @@ def _tell_results(summary: Path, *, as_machine: bool) -> None:
         f"Results: {before:.3f} ms -> {after:.3f} ms ({speedup})",
     ):
         click.echo(line, err=as_machine)
-
-
-def _named_nodes(model: Path, operators: set[str]) -> list[str]:
-    """The nodes of some operators, as wildcards that mean just them.
-
-    Raises:
-        BadOption: the model has none.
-    """
-    names = [node.name for node in load(model).nodes if node.op in operators]
-    if not names:
-        raise BadOption(f"--quantizable-ops: the model has no {', '.join(sorted(operators))}")
-    return [re.sub(r"([*?[])", r"[\1]", name) for name in names]
 
 
 def _log_to_stderr(*, verbose: bool) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any, Protocol, cast, runtime_checkable
 
 import onnx
 
 from qdqtune.autotune.errors import AutotunerError
+from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load_proto
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import COMMUTATIVE
@@ -91,3 +93,20 @@ def _inputs(graph: GraphLike | onnx.GraphProto) -> list[list[str]]:
 def get_symmetric_ops() -> set[str]:
     """Operators whose inputs may change places."""
     return set(COMMUTATIVE)
+
+
+def escaped(name: str) -> str:
+    """The wildcard that means just one name."""
+    return re.sub(r"([*?[])", r"[\1]", name)
+
+
+def nodes_of(model: Model, operators: Collection[str]) -> list[str]:
+    """The nodes of some operators, as wildcards.
+
+    Raises:
+        BadOption: the model has none.
+    """
+    names = [escaped(node.name) for node in model.nodes if node.op in operators]
+    if not names:
+        raise BadOption(f"the model has no {', '.join(sorted(operators))}")
+    return names

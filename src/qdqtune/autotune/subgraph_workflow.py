@@ -1,0 +1,58 @@
+"""Subgraph mode from a script."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from qdqtune.autotune.benchmark import TrtExecBenchmark, current
+from qdqtune.autotune.graphs import nodes_of
+from qdqtune.graph.loading import load
+from qdqtune.library.api import tune
+from qdqtune.library.inputs import SamplesLike
+from qdqtune.tuning.folder import FINAL
+from qdqtune.types import QuantType
+
+
+def subgraph_autotuning_workflow(
+    model_path: str | Path,
+    output_dir: str | Path,
+    graph_json_path: str | Path | None = None,
+    quant_type: QuantType = "int8",
+    plugin_libraries: Sequence[str] | None = None,
+    schemes_per_group: int = 5,
+    strongly_typed: bool = True,
+    extra_trtexec_args: Sequence[str] | None = None,
+    incremental_validation: bool = True,
+    quantizable_ops: Collection[str] | None = None,
+    calibration_data: SamplesLike | None = None,
+    calibration_method: Literal["max", "entropy", "minmax", "percentile", "mse", "auto"] = "auto",
+    high_precision_dtype: Literal["fp32", "fp16"] | None = None,
+) -> str:
+    """Tune a model by its fusion groups, as `qdqtune tune --mode subgraph` does. Gives the path of the final model.
+
+    It runs on the engine of `init_benchmark_instance`, or on trtexec where there is none. Each group has four schemes,
+    whatever `schemes_per_group` says; engines of TensorRT 10 and later are strongly typed in any case.
+
+    Raises:
+        QdqtuneError: see `qdqtune.tune`.
+    """
+    benchmark = current() or TrtExecBenchmark(None, 5, 20, plugin_libraries, extra_trtexec_args)
+    path, more = Path(model_path), dict[str, Any](plan=benchmark.search_plan)
+    if high_precision_dtype is not None:
+        more["precision"] = high_precision_dtype
+    result = tune(
+        path,
+        mode="subgraph",
+        engine=benchmark.spec,
+        output_dir=Path(output_dir),
+        graph_json=graph_json_path,
+        quant_type=quant_type,
+        incremental_validation=incremental_validation,
+        node_filter=nodes_of(load(path), quantizable_ops) if quantizable_ops else (),
+        calibration_data=calibration_data,
+        calibration_method="minmax" if calibration_method == "max" else calibration_method,
+        **more,
+    )
+    return str(result.folder / FINAL)

@@ -1,0 +1,137 @@
+"""Quantization and subgraph mode from scripts, under ModelOpt's names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from models import conv_net
+from qdqtune.autotune import benchmark, quantization
+from qdqtune.autotune.errors import AutotunerError
+from qdqtune.autotune.fusion_grouping import create_fusion_groups, generate_graph_json, parse_graph_json
+from qdqtune.autotune.quantization import quantize
+from qdqtune.autotune.subgraph_extractor import extract_subgraph, extract_subgraph_by_nodes
+from qdqtune.autotune.subgraph_workflow import subgraph_autotuning_workflow
+from qdqtune.autotune.tensorrt_utils import Benchmark, TrtExecBenchmark
+from qdqtune.engines import EngineSpec
+from qdqtune.errors import BadOption
+from qdqtune.graph.loading import load
+from qdqtune.placement.reading import read_placement, strip_pairs
+from runs import cost, mixed, write
+from trtexec_stand_in import stand_in
+from workers import Workers
+
+
+def quantized(path: Path) -> set[str]:
+    """The nodes that read a pair."""
+    model = load(path)
+    return {e.node for e in read_placement(strip_pairs(model), model).placement}
+
+
+class Reader:
+    """As ONNX Runtime's quantizer reads samples."""
+
+    def __init__(self, samples: list[Mapping[str, Any]]) -> None:
+        self.samples = iter(samples)
+
+    def get_next(self) -> Mapping[str, Any] | None:
+        return next(self.samples, None)
+
+
+def test_quantize_by_its_keywords(tmp_path: Path) -> None:
+    path, data = write(mixed(), tmp_path), np.load(tmp_path / "model.npz")
+    samples = {name: data[name] for name in data.files}
+    how: dict[str, Any] = {"calibration_method": "max", "engine": "onnxruntime", "high_precision_dtype": "fp32"}
+    quantize(str(path), "int8", samples, **how, nodes_to_exclude=["sec.*", "nothing"], log_level="INFO")
+    names = quantized(tmp_path / "model.quant.onnx")
+    assert "first" in names
+    assert "second" not in names
+    reader = Reader([{name: value[:1] for name, value in samples.items()} for _ in range(3)])
+    quantize(path, calibration_data_reader=reader, output_path=tmp_path / "q.onnx", nodes_to_quantize=["second"], **how)
+    assert "first" not in quantized(tmp_path / "q.onnx")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"quantize_mode": "int4"}, "quantize_mode is int8 or fp8, not 'int4'"),
+        ({"dq_only": True, "block_size": None}, "quantize has no dq_only here"),
+        ({"nodes_to_exclude": ["("]}, "is no regular expression"),
+        ({"nodes_to_quantize": ["nothing"]}, "no node matches"),
+        ({"calibration_shapes": "x=3"}, "is no shape"),
+        ({"autotune": "quick", "nodes_to_exclude": ["x"]}, "a search takes node_filter_list"),
+    ],
+)
+def test_what_quantize_cannot_do_is_said(tmp_path: Path, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadOption, match=words):
+        quantize(write(mixed(), tmp_path), **given)
+
+
+def test_quantize_goes_on_to_a_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[dict[str, Any]]()
+
+    def tune(model: Path, **given: Any) -> None:
+        asked.append(given)
+        given["output_dir"].mkdir()
+        onnx.save(onnx.load(model), given["output_dir"] / "optimized_final.onnx")
+
+    monkeypatch.setattr(quantization.api, "tune", tune)
+    path = write(mixed(), tmp_path)
+    more: dict[str, Any] = {"autotune_num_schemes_per_region": 3, "autotune_state_file": None}
+    quantize(path, autotune="quick", engine="fake", calibration_shapes="x:1x2x64x64", **more)
+    (given,) = asked
+    assert (given["effort"], given["engine"], given["schemes_per_region"]) == ("quick", "fake", 3)
+    assert given["input_shape"] == {"x": (1, 2, 64, 64)}
+    assert "state_file" not in given
+    assert onnx.load(tmp_path / "model.quant.onnx").graph.node
+
+
+def test_parts_of_a_graph_are_models() -> None:
+    net = conv_net()
+    first, second = net.nodes[:2]
+    part = onnx.load_from_string(extract_subgraph_by_nodes(net, [first.name, second.name]))
+    assert [n.name for n in part.graph.node] == [first.name, second.name]
+    same = onnx.load_from_string(extract_subgraph(net.to_proto(), [first.inputs[0]], [second.outputs[0]]))
+    assert [n.name for n in same.graph.node] == [first.name, second.name]
+    for broken in (lambda: extract_subgraph(net, ["no"], []), lambda: extract_subgraph_by_nodes(net, ["no"])):
+        with pytest.raises(AutotunerError, match="the graph has no"):
+            broken()
+
+
+def test_groups_are_what_a_graph_json_mentions(tmp_path: Path) -> None:
+    net = conv_net()
+    first, second = net.nodes[:2]
+    metadata = f"[ONNX Layer: {first.name}]\x1e[ONNX Layer: {second.name}]"
+    layers = [{"Name": "fused", "LayerType": "CaskConvolution", "Inputs": [], "Outputs": [], "Metadata": metadata}]
+    (tmp_path / "graph.json").write_text(json.dumps({"Layers": layers}))
+    (group,) = create_fusion_groups(parse_graph_json(tmp_path / "graph.json"), net)
+    assert (group.trt_layer_name, group.onnx_node_names) == ("fused", [first.name, second.name])
+    assert (group.has_quantizable_op, group.input_tensors) == (True, [first.inputs[0]])
+    assert group.output_tensors == list(second.outputs)
+    assert create_fusion_groups(parse_graph_json(tmp_path / "graph.json"), net, {"Sin"})[0].quantizable_node_names == []
+
+
+def test_trtexec_leaves_its_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: Workers) -> None:
+    path = write(mixed(), tmp_path)
+    stand_in(tmp_path, "10.16")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    made = generate_graph_json(str(path), tmp_path / "out")
+    assert made == str(tmp_path / "out" / "model.fp16.graph.json")
+    groups = create_fusion_groups(parse_graph_json(made), load(path))
+    assert {name for group in groups for name in group.onnx_node_names} >= {"first", "second"}
+    assert (tmp_path / "out" / "model.fp16.build.log").exists()
+
+
+def test_subgraph_mode_from_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: Workers) -> None:
+    path = write(mixed(), tmp_path)
+    monkeypatch.setattr(benchmark, "_instance", Benchmark(EngineSpec("fake")))
+    final = subgraph_autotuning_workflow(path, tmp_path / "out", quantizable_ops={"MatMul"}, calibration_method="max")
+    assert cost(Path(final)) < cost(path)
+    assert (tmp_path / "out" / "autotune_cache.json").exists()
+    assert issubclass(TrtExecBenchmark, Benchmark)
