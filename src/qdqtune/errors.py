@@ -95,10 +95,15 @@ def parsed_json(text: str, **how: Any) -> Any:
     """What a JSON text says; `how` are arguments of `json.loads`.
 
     Raises:
-        ValueError: whatever is wrong with it, nesting without end and numbers of thousands of digits among it.
+        ValueError: whatever is wrong with it, nesting without end, numbers of thousands of digits and words for
+            numbers that JSON has not (NaN, Infinity) among it.
     """
+
+    def refused(word: str) -> None:
+        raise ValueError(f"{word} is no number of JSON's")
+
     try:
-        return json.loads(text, **how)
+        return json.loads(text, **{"parse_constant": refused} | how)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 

@@ -13,6 +13,7 @@ from models import build, normal
 from qdqtune.commands.evidence import explain
 from qdqtune.commands.explain import Explained, evidence_of, explain_run
 from qdqtune.commands.explanation import Explanation
+from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption, BadState
 from qdqtune.placement.files import Recorded, write_placement
 from qdqtune.search.cut import CutSearch
@@ -103,7 +104,7 @@ def test_nothing_faster_is_told_of_the_float_model(tmp_path: Path) -> None:
 
 
 def test_a_search_without_layers_tells_what_candidates_took(tmp_path: Path) -> None:
-    explained = run(tmp_path, mode="region")
+    explained = run(tmp_path, mode="region", engine=EngineSpec("fake", {"hide_times": True}))
     rows = by_name(explained)
     assert all(row.margin_ms is None and "no layer times" in row.unknown for row in explained.rows)
     assert rows["second"].quantized
@@ -111,6 +112,15 @@ def test_a_search_without_layers_tells_what_candidates_took(tmp_path: Path) -> N
     assert rows["softmax"].why == "slower"
     assert "of its opponent's time" in rows["softmax"].reason
     assert explained.tallies[0].ms is None
+
+
+def test_a_region_search_knows_the_layers_of_float_and_of_what_ships(tmp_path: Path) -> None:
+    rows = by_name(run(tmp_path, mode="region"))
+    assert (rows["second"].why, rows["second"].measured) == ("faster", True)
+    assert rows["second"].margin_ms is not None
+    assert rows["third"].why == "slower"
+    assert "a guess: no build ran it so" in rows["third"].reason
+    assert "of its opponent's time" in rows["third"].reason
 
 
 def test_subgraph_mode_adds_what_it_found_alone(tmp_path: Path) -> None:

@@ -111,3 +111,11 @@ def test_what_one_of_two_shapes_lacks_counts_as_zeros() -> None:
 def test_an_output_without_values_has_lost_nothing() -> None:
     empty = [{"y": np.zeros((0, 4), np.float32)}]
     assert accuracy(empty, empty).sqnr_db is None
+
+
+def test_ratios_are_finite_numbers_whatever_the_outputs() -> None:
+    silence, loud = [{"y": np.zeros((1, 4), np.float32)}], [{"y": np.full((1, 4), 3e38, np.float32)}]
+    for reference, outputs in ((silence, loud), (loud, silence)):
+        found = accuracy(reference, outputs).sqnr_db
+        assert found is not None
+        assert np.isfinite(found)

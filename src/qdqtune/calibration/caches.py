@@ -183,7 +183,7 @@ def _of_ends(low: float, high: float) -> Value:
 
 
 def _json(text: str) -> tuple[str, list[tuple[str, Value]]]:
-    content = parsed_json(text, object_pairs_hook=_once)
+    content = parsed_json(text, object_pairs_hook=_once, parse_constant=float)
     if not isinstance(content, dict):
         raise ValueError("it is JSON of something else")
     if isinstance(scales := content.get("tensor_scales"), dict):  # largest values, by TAO's writer of caches

@@ -33,6 +33,8 @@ class Calibration:
             raise ValueError("percentile lies in (50, 100]")
         if self.method not in get_args(Method):
             raise ValueError(f"no calibration method is called {self.method!r}")
+        if not isinstance(self.bias_correction, bool):  # files give what they like
+            raise ValueError(f"bias_correction is true or false, not {self.bias_correction!r}")
 
     def chosen(self, ranges: Ranges) -> Calibration:
         """How `ranges` were found in the end, so that it can be repeated."""

@@ -62,7 +62,8 @@ def take_external(proto: onnx.ModelProto, folder: Path) -> dict[str, Constant]:
 def places(proto: onnx.ModelProto) -> list[str]:
     """The files of a model's external data, as it names them; those of bodies and attributes among them."""
     tensors = (t for found in (proto.graph.initializer, _inner_tensors(proto)) for t in found)
-    return sorted({e.value for t in tensors for e in t.external_data if e.key == "location"})
+    named = {e.value for t in tensors for e in t.external_data if e.key == "location"}
+    return sorted(name for name in named if isinstance(name, str))  # what is no text, whoever loads the model refuses
 
 
 def settle(graph: onnx.GraphProto, large: MutableMapping[str, Constant]) -> None:

@@ -109,7 +109,9 @@ class _Power:
 
 
 def _db(signal: float, noise: float) -> float:
-    return float(10 * np.log10(max(signal, np.finfo(np.float64).tiny) / noise))
+    """The ratio in dB; a finite number also where there is no signal, or the noise is beyond all numbers."""
+    least = np.finfo(np.float64).tiny
+    return float(10 * np.log10(max(signal / noise, least)))
 
 
 def _top1(reference: Outputs, outputs: Outputs) -> float | None:

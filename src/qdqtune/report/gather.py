@@ -299,8 +299,9 @@ def _circumstances(run: Finished) -> Iterator[Fact]:
     yield Fact("mode", summary["mode"])
     if run.told.get("calibration"):
         yield Fact("calibration", run.told["calibration"])
-    held = "kept apart from calibration" if summary["accuracy_held_out"] else "which calibration saw as well"
-    yield Fact("outputs judged on", f"{summary['accuracy_samples']} samples, {held}")
+    if (judging := summary.get("accuracy_samples")) is not None:
+        held = "kept apart from calibration" if summary.get("accuracy_held_out") else "which calibration saw as well"
+        yield Fact("outputs judged on", f"{judging} samples, {held}")
     for name, version in summary["versions"].items():
         yield Fact(name, str(version))
 

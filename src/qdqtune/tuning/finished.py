@@ -14,6 +14,8 @@ from qdqtune.measurement.timing import Plan
 from qdqtune.placement.files import read_placement_file
 from qdqtune.tuning.bench import trial_of
 from qdqtune.tuning.folder import PLACEMENT, RUN, SUMMARY
+from qdqtune.tuning.forms import DIARY, fits
+from qdqtune.tuning.forms import SUMMARY as SUMMARY_FORM
 from qdqtune.tuning.settings import STATE
 from qdqtune.tuning.store import Record, read_records, unpack_layers, unpack_placement, unpack_result
 from qdqtune.types import Layer, Measurement, Placement, Trial
@@ -49,6 +51,9 @@ def read_run(folder: Path) -> Finished:
     summary, told = _json(folder / SUMMARY), _json(folder / RUN)
     if not summary:
         raise BadOption(f"{folder} holds no finished run: run tune first")
+    for name, content, form in ((SUMMARY, summary, SUMMARY_FORM), (RUN, told, DIARY)):
+        if not fits(content, form):
+            raise BadOption(f"{folder / name} is not what a run has written: tune again, or restore it")
     state = Path(summary.get("state_file") or folder / STATE)
     if not state.is_file():
         raise BadOption(f"{folder} has lost its state file {state}, which holds what was measured")

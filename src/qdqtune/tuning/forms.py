@@ -69,6 +69,42 @@ POINT: Form = {
 }
 """A row of the front in summary.json."""
 
+SUMMARY: Form = {
+    **dict.fromkeys(("model", "mode"), str),
+    "shipped": OneOf(("tuned", "baseline", "given")),
+    **dict.fromkeys(("baseline_ms", "final_ms", "ratio", "seconds"), float),
+    **dict.fromkeys(("ratio_low", "ratio_high", "output_sqnr_db"), MAYBE_NUMBER),
+    **dict.fromkeys(("builds", "trials", "pairs", "seed"), int),
+    **{f"{name}?": MAYBE_NUMBER for name in ("metric_before", "metric_after", "min_sqnr_db", "min_agreement")},
+    "engine": MapOf(str),
+    "versions": MapOf(str),
+    "state_file?": OneOf((str, None)),
+    "constraint_met?": OneOf((bool, None)),
+    "front?": OneOf((ListOf(POINT), None)),
+    "fastest_without_limits?": OneOf(({"ratio": float, "sqnr_db": MAYBE_NUMBER}, None)),
+    "accuracy_samples?": int,
+    "accuracy_held_out?": bool,
+}
+"""What is read of summary.json."""
+
+DIARY: Form = {
+    **dict.fromkeys(("begun?", "calibration?"), str),
+    **dict.fromkeys(("command?", "notes?"), ListOf(str)),
+    "settings?": MapOf(object),
+    "machine?": {"cores": int, "load": ListOf(MAYBE_NUMBER), "system": str},
+    "plan?": {"looks": ListOf(int), "proof": ListOf(int), "error": float, "slot_seconds": float, "warmup": int},
+    "stages?": ListOf((str, float)),
+    "trials?": ListOf(
+        {
+            **dict.fromkeys(("key", "origin"), str),
+            **dict.fromkeys(("predicted?", "metric?", "seconds?"), MAYBE_NUMBER),
+            **dict.fromkeys(("accepted?", "replayed?"), bool),
+            "holds?": OneOf((bool, None)),
+        }
+    ),
+}
+"""What is read of run.json, which early versions did not write."""
+
 FORMS: Mapping[str, Form] = {
     "run": {"version": int, "candidates?": int, "fingerprint": MapOf(object)},
     "ranges": {

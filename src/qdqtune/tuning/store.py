@@ -14,7 +14,7 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -301,7 +301,8 @@ def pack_accuracy(accuracy: Accuracy) -> Record:
 
 def unpack_accuracy(record: Record) -> Accuracy:
     """The accuracy of `pack_accuracy`; an early record knows the SQNR alone."""
-    return Accuracy(**record["accuracy"]) if record.get("accuracy") else Accuracy(record["sqnr_db"])
+    known = record.get("accuracy") or {"sqnr_db": record["sqnr_db"]}
+    return Accuracy(**{f.name: known[f.name] for f in fields(Accuracy) if f.name in known})
 
 
 def pack_result(result: Measurement | Failure) -> Record:
