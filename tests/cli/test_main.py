@@ -8,7 +8,6 @@ import json
 import os
 import pty
 import re
-import resource
 import shutil
 import signal
 import struct
@@ -38,7 +37,7 @@ from qdqtune.engines.formats import numeric_format
 from qdqtune.errors import BadModel
 from qdqtune.tuning.settings import EFFORTS, Settings
 from qdqtune.types import Edge, Placement
-from runs import environment, hopeless, mixed, write
+from runs import environment, hopeless, mixed, room_for, write
 from workers import in_process
 
 COMMANDS: dict[str, Command] = {name: later.command for name, later in main.app.commands.items()}
@@ -922,22 +921,19 @@ def test_on_a_terminal_a_picture_follows_the_run(model, tmp_path):
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_full_disk_is_one_line_and_code_2(again, tuned, tmp_path):
+def test_a_full_disk_is_one_line_and_code_2(again, tuned, tmp_path, call):
     """A limit on the size of files does to a write what a full disk does: here to calibration, then to a candidate."""
-
-    def limited() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-
     out = tmp_path / "out"
     if again:  # the ranges are in the state file
         out.mkdir()
         shutil.copy(tuned.parent / "out" / "autotuner_state.yaml", out)
-    process = started("tune", tuned, *QUICK, "--calibration-data", tuned.with_suffix(".npz"), "-o", out, "-q",
-                      stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=limited)  # fmt: skip
-    printed, err = process.communicate()
-    assert (process.returncode, printed) == (2, b"")
+    with room_for(50_000):
+        code, printed, err = call(
+            "tune", tuned, *QUICK, "--calibration-data", tuned.with_suffix(".npz"), "-o", out, "-q"
+        )
+    assert (code, printed) == (2, "")
     where = re.escape(str(out)) if again else ".*observed"
-    assert re.fullmatch(rf"error: cannot write {where}\S*: File too large\n", err.decode())
+    assert re.fullmatch(rf"error: cannot write {where}\S*: File too large\n", err)
 
 
 def test_a_reader_that_has_gone_is_no_error(tuned):
