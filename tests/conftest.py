@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
 import signal
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,8 +23,13 @@ Call = Callable[..., tuple[int, str, str]]
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background: so would what the tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+if sys.dont_write_bytecode:  # or each of the many processes that tests start compiles all that it imports
+    bytecode = tempfile.mkdtemp(prefix="bytecode-of-tests-")
+    atexit.register(shutil.rmtree, bytecode, ignore_errors=True)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ["PYTHONPYCACHEPREFIX"] = bytecode
 
-settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("unhurried", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")  # how long an example takes says nothing where many processes share the cores
 
 

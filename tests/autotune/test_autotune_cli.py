@@ -244,8 +244,8 @@ def test_looking_at_what_is_no_model_is_one_line(capfd: pytest.CaptureFixture[st
 
 
 def test_as_a_program(model: Path, tmp_path: Path) -> None:
-    quick = ["--engine", "fake", "--builds", "6", "--calibration-method", "minmax", "--no-bias-correction", "--no-report"]
-    command = [sys.executable, "-m", "qdqtune.autotune", "--onnx_path", str(model), *quick]
+    quick = ["--builds", "6", "--calibration-method", "minmax", "--no-bias-correction", "--no-report"]
+    command = [sys.executable, "-m", "qdqtune.autotune", "--onnx_path", str(model), "--engine", "fake", *quick]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert onnx.load(tmp_path / "autotuner_output" / "optimized_final.onnx").graph.node

@@ -64,7 +64,7 @@ def test_one_kill_at_any_build_changes_nothing(model: Path, workers: Workers, mo
     expected = run(model, mode, "whole")
     builds = len(workers.builds)
     assert builds > 8
-    for number in range(builds):
+    for number in range(0, builds, 1 if builds < 16 else 2):
         workers.builds.clear()
         workers.refused = raising(EOFError(), at(number))
         found = run(model, mode, f"killed_{number}")

@@ -70,7 +70,7 @@ def report(
 
 
 def trimmed_mean(times: Sequence[float]) -> float:
-    """The mean without the `TAIL` at either end. That of scipy.stats takes two seconds to import in every process."""
+    """The mean without the `TAIL` at either end. That of scipy.stats takes a second to import, in every process."""
     cut = int(TAIL * len(times))
     return float(np.mean(np.sort(times)[cut : len(times) - cut]))
 
