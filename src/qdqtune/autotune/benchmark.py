@@ -17,7 +17,7 @@ from qdqtune.calibration.prepare import Data, Prepared, prepare
 from qdqtune.commands.doctor import NEEDS, engine_state
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.engines.shapes import usual_shapes
+from qdqtune.engines.shapes import Span, spans, usual_shapes, with_spans
 from qdqtune.errors import BadModel, EngineUnavailable
 from qdqtune.graph.loading import load, read
 from qdqtune.graph.model import Model
@@ -66,6 +66,22 @@ class Benchmark:
         self._first: Handle | None = None
         self._first_ms = 0.0
         self._number = 0
+
+    def set_shapes(
+        self, input_name: str, min_shape: Sequence[int], opt_shape: Sequence[int], max_shape: Sequence[int]
+    ) -> None:
+        """Build for these sizes of an input from now on; the model that others are compared with is forgotten.
+
+        Raises:
+            AutotunerError: the sizes do not rise.
+        """
+        span = Span(tuple(min_shape), tuple(opt_shape), tuple(max_shape))
+        lengths = {len(size) for size in span}
+        if len(lengths) > 1 or any(not low <= usual <= high for low, usual, high in zip(*span, strict=True)):
+            raise AutotunerError(f"{input_name}: smallest, usual and largest sizes must rise, not {span}")
+        self.spec = with_spans(self.spec, spans(self.spec) | {input_name: span})
+        self._runner.close()
+        self._runner, self._first = Runner(self.spec, time_limit_s=600, log_dir=self._folder.path), None
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
         """How the engine wants its numbers."""
