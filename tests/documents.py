@@ -89,6 +89,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(FakeModel, "run", run)
     monkeypatch.setattr("qdqtune.measurement.fitting.WORK", 0)
+    monkeypatch.setattr("qdqtune.measurement.sensitivity.SAMPLES", 1)
 
 
 def run_command(command: str, *, on_gpu: bool = False, builds: int | None = None) -> None:
@@ -122,7 +123,9 @@ def _run_ours(arguments: list[str], code: int, *, on_gpu: bool, builds: int | No
         return
     fake = on_gpu or not named or arguments[0] in TIMING
     quick = ["--engine", "fake"] if fake and arguments[0] not in WITHOUT_ENGINE else []
-    quick += ["--builds", str(builds)] if builds and arguments[0] == "tune" else []
+    if arguments[0] == "tune":
+        quick += ["--builds", str(builds)] if builds else []
+        quick += [] if "--calibration-samples" in arguments else ["--calibration-samples", "2"]
     _ends(lambda: main.main([*arguments, *quick]), code, shlex.join(arguments))
 
 
