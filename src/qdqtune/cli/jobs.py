@@ -1,4 +1,5 @@
-"""`qdqtune run`: the jobs of a YAML file, one after the other; one that fails does not end the others."""
+"""Several models, of a YAML file (`qdqtune run`) or of a command line, one after the other; one that fails does not end
+the others."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from qdqtune.cli import options
 from qdqtune.cli.grouped import command, is_quiet, is_verbose
 from qdqtune.cli.options import FILE
 from qdqtune.cli.output import print_json, say, show
-from qdqtune.cli.words import speed
+from qdqtune.cli.words import duration, speed
 from qdqtune.errors import BadOption, reading
 
 WORST = (0, 3, 4)
@@ -81,11 +82,16 @@ def run_command(file: Path, as_machine: bool) -> int:
     \b
     qdqtune run jobs.yaml --json
     """
-    done = [_ran(job) for job in read_jobs(file)]
+    return run_jobs(read_jobs(file), as_machine=as_machine)
+
+
+def run_jobs(jobs: Sequence[Job], *, as_machine: bool) -> int:
+    """Tune one model after the other, each in a process of its own, and print a table. Gives the worst exit code."""
+    done = [_ran(job) for job in jobs]
     if as_machine:
         print_json(done)
     else:
-        show(_table(done))
+        show(_estimates(done) if all("patterns" in row for row in done) else _table(done))
     codes: list[int] = [row["exit_code"] for row in done]
     return max(codes, key=lambda code: WORST.index(code) if code in WORST else len(WORST) + code)
 
@@ -98,7 +104,21 @@ def _ran(job: Job) -> dict[str, Any]:
     if done.returncode == 130:
         raise KeyboardInterrupt
     summary = json.loads(done.stdout) if done.stdout.startswith("{") else {}
-    return {"model": job.model, "exit_code": done.returncode, **{name: summary.get(name) for name in FACTS}}
+    is_estimate = "--dry-run" in job.arguments and done.returncode == 0
+    facts = summary if is_estimate else {name: summary.get(name) for name in FACTS}
+    return {"model": job.model, "exit_code": done.returncode, **facts}
+
+
+def _estimates(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """What runs would do."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("model", overflow="fold")
+    for column in ("builds", "latency, ms", "about"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        cells = (row["model"], str(row["builds"]), f"{row['latency'] * 1e3:.3f}", duration(row["seconds"]))
+        table.add_row(*map(Text, cells))
+    return table
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -107,6 +127,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     for column in ("ships", "baseline, ms", "final, ms", "speedup", "SQNR, dB", "exit code"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
+        row = {**dict.fromkeys(FACTS), **row}
         times = ["" if row[name] is None else f"{row[name]:.3f}" for name in ("baseline_ms", "final_ms")]
         gain = "" if row["ratio"] is None else speed(row["ratio"])
         noise = "" if row["output_sqnr_db"] is None else f"{row['output_sqnr_db']:.1f}"

@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from qdqtune.cli import options, progress, report
+from qdqtune.cli import many, options, progress, report
 from qdqtune.cli.grouped import command
 from qdqtune.cli.options import FILE, flag, option
 from qdqtune.cli.output import print_json, say, say_notes, show
@@ -30,7 +30,7 @@ NO_IMPROVEMENT = 3
 """The exit code where nothing faster was found."""
 
 OPTIONS = (
-    options.MODEL,
+    many.MODELS,
     option(
         "-o --output-dir",
         "Where everything goes. The same folder again resumes.",
@@ -136,9 +136,11 @@ def tune_command(**given: Any) -> int:
 
     \b
     qdqtune tune model.onnx --calibration-data samples.npz -o out
-    qdqtune tune model.onnx --effort quick --input-shape image:1x3x224x224
+    qdqtune tune a.onnx b.onnx models/ -o out --time-budget 10m
     """
     options.check_cache(given)
+    if isinstance(given["model"], tuple):
+        return many.tune_all(given["model"], given)
     return run(given)
 
 

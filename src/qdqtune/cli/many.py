@@ -1,0 +1,93 @@
+"""`qdqtune tune` of several models: a job for each, with the options that all of them were given."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import click
+
+from qdqtune.cli import options
+from qdqtune.cli.jobs import Job, run_jobs
+from qdqtune.errors import BadOption
+
+OWN = ("output_dir", "as_machine")
+"""Options, by parameter, that a job does not get as they were typed."""
+
+SINGLE = {
+    "pick": "--pick",
+    "state_file": "--state-file",
+    "qdq_baseline": "--qdq-baseline",
+    "graph_json": "--graph-json",
+}
+"""Options that name something of one model."""
+
+
+def _one_or_many(_: click.Context, __: click.Parameter, given: tuple[Path, ...]) -> Path | tuple[Path, ...]:
+    """One file is what it is; folders of models and several files are many models."""
+    return given[0] if len(given) == 1 and not any(given[0].glob("*.onnx")) else given
+
+
+MODELS = click.Argument(["model"], type=options.FILE, nargs=-1, metavar="MODEL", required=True, callback=_one_or_many)
+
+
+def tune_all(given: Sequence[Path], chosen: options.Given) -> int:
+    """Tune each model into a folder of its own, as the command line at work says. Gives the worst exit code.
+
+    Raises:
+        BadOption: an option is for one model, or a folder holds none.
+    """
+    if wrong := next((name for parameter, name in SINGLE.items() if chosen[parameter] is not None), None):
+        raise BadOption(f"{wrong} is for one model: name that alone")
+    models = tuple(dict.fromkeys(_models(given)))
+    arguments = _typed()
+    folders = named(models)
+    jobs = [Job(str(m), ("--output-dir", str(chosen["output_dir"] / folders[m]), *arguments)) for m in models]
+    return run_jobs(jobs, as_machine=chosen["as_machine"])
+
+
+def _models(given: Sequence[Path]) -> Iterator[Path]:
+    """The files as given, and those that lie in folders, by name."""
+    for path in given:
+        if not path.is_dir():
+            yield path
+            continue
+        found = sorted(path.glob("*.onnx"))
+        if not found:
+            raise BadOption(f"{path} holds no .onnx file")
+        yield from found
+
+
+def named(models: Sequence[Path]) -> dict[Path, str]:
+    """A folder's name for each model: the name of its file, with that of its parent folder where several have the same,
+    and a number where these are the same too."""
+    stems = Counter(model.stem for model in models)
+    found: dict[Path, str] = {}
+    for model in models:
+        stem = name = model.stem if stems[model.stem] == 1 else f"{model.absolute().parent.name}_{model.stem}"
+        number = 1
+        while name in found.values():
+            number += 1
+            name = f"{stem}-{number}"
+        found[model] = name
+    return found
+
+
+def _typed() -> tuple[str, ...]:
+    """The options of the command line at work, as typed, but for `OWN`."""
+    context = click.get_current_context()
+    typed = list(options.command_line())
+    parser = context.command.make_parser(context)
+    values, _, order = parser.parse_args(typed[typed.index(str(context.command.name)) + 1 :])
+    arguments: list[str] = []
+    for option in dict.fromkeys(order):
+        if not isinstance(option, click.Option) or option.name is None or option.name in OWN:
+            continue
+        value = values[option.name]
+        if option.is_flag:
+            arguments.append(option.opts[0] if value else option.secondary_opts[0])
+            continue
+        for one in value if option.multiple else [value]:
+            arguments += [option.opts[0], str(one)]
+    return tuple(arguments)
