@@ -332,7 +332,7 @@ def test_another_thread_ends_a_call_and_what_was_measured_is_kept(model: Path) -
 def test_a_wait_for_the_engine_ends_when_it_is_cancelled(model: Path) -> None:
     cancel = threading.Event()
     threading.Timer(0.5, cancel.set).start()
-    hanging = qdqtune.EngineSpec("fake", {"faults": {"hang": "*"}})
+    hanging = qdqtune.EngineSpec("fake", {"build_seconds": 600.0})  # whose builds take longer than anybody waits
     with pytest.raises(qdqtune.Cancelled):
         qdqtune.layers(model, engine=hanging, cancel=cancel)
 
