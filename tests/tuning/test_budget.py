@@ -12,6 +12,7 @@ import pytest
 
 from models import feeds
 from qdqtune.calibration.methods import CLOSEST
+from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.result import Result
@@ -99,6 +100,16 @@ def test_nothing_is_paired_where_nothing_was_tried(model: Path, workers: Workers
     assert len([note for note in notes.said if "no room for all calibration samples" in note]) == 1
     shipped = onnx.load(model.parent / "out" / "optimized_final.onnx")
     assert {node.op_type for node in shipped.graph.node}.isdisjoint({"QuantizeLinear", "DequantizeLinear"})
+
+
+@pytest.mark.parametrize("each", [0.01, 0.2, 3.8])
+def test_the_estimate_covers_the_whole_run(model: Path, clock: Clock, workers: Workers, each: float) -> None:
+    usual: dict[str, Any] = {"mode": "cut", "builds": 12, "accuracy_samples": 8}
+    workers.drift, workers.untimed = each / cost(model), each
+    expected = estimate(settings(model, **usual, output_dir=model.parent / "dry"))
+    begun = clock.now
+    tune(settings(model, **usual))
+    assert 0.5 < expected.seconds / (clock.now - begun) < 2  # candidates of this model take a third of its time
 
 
 @pytest.mark.usefixtures("clock")

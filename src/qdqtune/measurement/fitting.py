@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-from qdqtune.calibration.methods import Calibration
+from qdqtune.calibration.methods import AUTO, Calibration
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.graph.model import Model
@@ -71,6 +71,17 @@ def fitted(
         return candidates[0]
 
 
+def inferences(model: Model, how: Calibration, samples: int) -> int:
+    """How many inferences of the model with its pairs `fitted` takes at most after it has seen that many samples."""
+    methods = len(AUTO) if how.method == "auto" else 1
+    if methods == 1 and not how.bias_correction:
+        return 0
+    budget = _Budget(model, methods, how.bias_correction)
+    samples = max(1, min(samples, budget.samples))
+    mixing = budget.blocks(samples) * (methods - 1) * min(samples, FEWER)
+    return samples * budget.runs + mixing
+
+
 @dataclass(frozen=True)
 class _Budget:
     """What `WORK` allows: half of it for so many methods as they are, the rest for mixtures of them."""
@@ -84,18 +95,18 @@ class _Budget:
         return WORK / sum(work(self.model, node) + OVERHEAD for node in self.model.nodes)
 
     @property
-    def _runs(self) -> int:
+    def runs(self) -> int:
         """Float model, methods, their mixture, and two for each of them with biases."""
         return 2 + self.methods + 2 * (self.methods + 1) * self.bias_correction
 
     @property
     def samples(self) -> int:
         """On how many samples numbers are judged."""
-        return min(max(int(self._inferences / (2 * self._runs)), LEAST), SAMPLES)
+        return min(max(int(self._inferences / (2 * self.runs)), LEAST), SAMPLES)
 
     def blocks(self, samples: int) -> int:
         """How many parts of the graph are tried, with so many samples at hand."""
-        left = (self._inferences - samples * self._runs) / min(samples, FEWER)
+        left = (self._inferences - samples * self.runs) / min(samples, FEWER)
         return max(0, min(BLOCKS, int(left / (self.methods - 1)))) if self.methods > 1 else 0
 
 

@@ -10,6 +10,7 @@ from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.observe import outputs_on, passes
 from qdqtune.calibration.prepare import Prepared
+from qdqtune.measurement.fitting import inferences
 from qdqtune.measurement.pairing import start_inferences
 from qdqtune.search.front import POINTS
 from qdqtune.tuning.bench import Bench
@@ -35,6 +36,12 @@ INFERENCES = 16 * 48
 SHOWN = 2.0
 """Inferences that take as long as one which shows the values of a batch of tensors, and counting these."""
 
+PAIRED = 2.0
+"""Inferences that take as long as one with pairs that nothing fuses."""
+
+FITTED_BUILDS = 3
+"""Builds that judging numbers takes: without pairs, with them, and with what biases miss."""
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -50,13 +57,16 @@ class Budget:
     proof: tuple[int, ...]
     ends: float | None = None
     points: int = POINTS
+    proof_seconds: float = 0.0
+    """What the proof takes where its first look decides."""
 
     @staticmethod
     def of(settings: Settings, bench: Bench, ends: float | None) -> Budget:
         """The budget of a run that has to end at that time, and whose search begins now."""
-        if settings.time_budget is None or ends is None:
-            return Budget(settings.search_builds, settings.trial_builds, None, settings.proof)
         each_round = 4 * max(bench.float_seconds, settings.plan.slot_seconds)
+        if settings.time_budget is None or ends is None:
+            takes = 2 * (2 * bench.float_build_seconds + each_round * settings.proof[0])
+            return Budget(settings.search_builds, settings.trial_builds, None, settings.proof, proof_seconds=takes)
         share, files = PROOF_SHARE, 1
         if settings.front:
             least = 2 * (bench.float_build_seconds + LEAST_ROUNDS * each_round)
@@ -66,7 +76,7 @@ class Budget:
         rounds = each_round * proof[0] + start_inferences(settings.plan) * bench.float_seconds
         meeting = (1 + files) * bench.float_build_seconds + files * rounds
         reserve = bench.trial_seconds + 2 * meeting
-        return Budget(settings.search_builds, settings.trial_builds, ends - reserve, proof, ends, files)
+        return Budget(settings.search_builds, settings.trial_builds, ends - reserve, proof, ends, files, 2 * meeting)
 
     @property
     def seconds_left(self) -> float | None:
@@ -114,7 +124,7 @@ def affordable(prepared: Prepared, how: Calibration, ends: float | None, observe
     on fewer samples where it has none for a pass over all."""
     if ends is None:
         return Calibrating(prepared, how, lambda: False)
-    seconds, begun = pace(prepared), time.monotonic()
+    (_, seconds), begun = pace(prepared), time.monotonic()
     left = max(0.0, FITTING_SHARE * (ends - begun))
     share = 0.5
     if how.method == "auto" and INFERENCES * seconds > left:
@@ -140,16 +150,25 @@ def affordable(prepared: Prepared, how: Calibration, ends: float | None, observe
     return Calibrating(replace(prepared, calibration=limited), how, lambda: time.monotonic() > begun + left)
 
 
-def pace(prepared: Prepared) -> float:
-    """Seconds that an inference of the float model takes where it is calibrated.
+def pace(prepared: Prepared) -> tuple[float, float]:
+    """Seconds until the float model has run where it is calibrated, and those that a further inference takes.
 
     Raises:
         BadModel: ONNX Runtime cannot run the model.
     """
-    begun = time.monotonic()
+    begun, took = time.monotonic(), []
     for _ in outputs_on(prepared.shaped, prepared.calibration.first(2)):
-        took, begun = time.monotonic() - begun, time.monotonic()
-    return took
+        took.append(time.monotonic() - begun)
+        begun = time.monotonic()
+    return took[0], took[-1]
+
+
+def calibration_seconds(prepared: Prepared, how: Calibration, start: float, each: float) -> float:
+    """What calibration takes where `pace` is such, fitting included."""
+    count = sum(1 for _ in prepared.calibration)
+    steps = inferences(prepared.shaped, how, count)
+    fitting = steps * PAIRED * each + (FITTED_BUILDS * start if steps else 0.0)
+    return 2 * start + count * _inferences(prepared, how) * each + fitting
 
 
 def _inferences(prepared: Prepared, how: Calibration) -> float:

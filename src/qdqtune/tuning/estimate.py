@@ -1,4 +1,4 @@
-"""What a run would do, from one build of the float model."""
+"""What a run would do, from one build of the float model and two of its inferences where it is calibrated."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from qdqtune.calibration.matching import from_file
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.engines.runner import Runner, time_limit
 from qdqtune.errors import BaselineFailed
+from qdqtune.measurement.pairing import start_inferences
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search.regions.cache import read_cache
+from qdqtune.tuning.bench import profiled_runs
+from qdqtune.tuning.budget import PAIRED, calibration_seconds, pace
 from qdqtune.tuning.folder import LOGS, OutputFolder
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.settings import Settings
@@ -20,6 +23,9 @@ from qdqtune.tuning.store import read_records
 from qdqtune.tuning.subgraphs import groups
 from qdqtune.tuning.subject import Subject, open_subject
 from qdqtune.types import Failure
+
+NOISE_INFERENCES = 50
+"""That finding the noise of single tensors takes: up to 256 where not all pairs hold the limits, else none."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +62,25 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
         measured = runner.rounds(handle, handle, 2, seed=0, first_round=0, slot_seconds=0.0, warmup=1)
         if isinstance(measured, Failure):
             raise BaselineFailed(f"the engine cannot run the float model: {measured.reason}")
+        observer.stage("timing what calibration takes")
+        start, each = pace(subject.prepared)
     latency = float(np.median(measured.a))
     slot = max(latency, settings.plan.slot_seconds)
     schemes = len(subject.patterns) * settings.config.schemes_per_region
     trials = min(settings.search_builds, schemes + 5) if _has_candidates(subject) else 0
-    per_trial = handle.build_seconds + 4 * slot * (settings.plan.looks[0] + settings.plan.warmup)
-    proof = 4 * (2 * handle.build_seconds + 4 * slot * settings.proof[0])
-    seconds = trials * per_trial * 1.3 + proof  # a third of the candidates takes longer to decide, or is checked again
+    build, judged = handle.build_seconds, len(subject.accuracy)
+    calibrating = 0.0
+    if settings.calibration_cache is None:
+        calibrating = calibration_seconds(subject.prepared, settings.calibration, start, each)
+    inferences = judged + profiled_runs(latency) + start_inferences(settings.plan)
+    per_trial = build + latency * inferences + 4 * slot * settings.plan.looks[0]
+    proof = 2 * (2 * build + 4 * slot * settings.proof[0]) if trials else 0.0
+    float_model = start + build + latency * (2 * judged + profiled_runs(latency))
+    foretelling = 2 * start + each * judged * (1 + PAIRED) + NOISE_INFERENCES * each if settings.limits.are_set else 0.0
+    # Some comparisons take longer to decide; in return candidates are faster, and fewer than there may be.
+    seconds = calibrating + float_model + foretelling + trials * per_trial + proof
+    if settings.time_budget is not None:
+        seconds = min(seconds, settings.time_budget)
     return Estimate(subject.region_count, len(subject.patterns), trials + 1, latency, seconds, subject.notes)
 
 

@@ -119,7 +119,7 @@ def accepted(trials: Sequence[Trial], plan: Plan) -> list[Trial]:
 def _state(trials: Sequence[Trial], plan: Plan, budget: Budget, seconds: float, replayed: bool) -> State:
     best, builds, left = best_of(trials), builds_of(trials), budget.seconds_left
     pace = seconds / builds * (budget.builds - builds)
-    expected = pace if left is None else min(pace, left)
+    expected = (pace if left is None else max(0.0, min(pace, left))) + budget.proof_seconds
     floats, last = ratios_to_float(trials, plan), trials[-1]
     own, against = judge(last, plan), floats[last.against]
     ratio = None if own is None else own.scaled(against)
