@@ -50,6 +50,7 @@ def test_an_engine_that_is_absent_leaves_it_to_the_checker(
     tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "openvino", None)
+    monkeypatch.delitem(sys.modules, "qdqtune.engines.openvino.engine", raising=False)  # which may have it already
     save(mixed(), tmp_path / "m.onnx")
     check_loads(tmp_path / "m.onnx", "openvino")
     (tmp_path / "m.onnx").write_bytes(b"no model")
