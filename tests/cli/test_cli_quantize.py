@@ -239,7 +239,7 @@ def test_outputs_that_are_not_finite_are_told_and_json_stays_valid(by: str, call
     assert code == 0
     assert (found["finite"], found["output_sqnr_db"], found["output_cosine"]) == (False, None, None)
     assert f"note: outputs of the {by} model are NaN or infinite" in err
-    assert "output SQNR unknown, on 1 held-out samples" in call("quantize", path, *RUN, path.with_suffix(".npz"))[1]
+    assert "output SQNR unknown, on 1 held-out sample\n" in call("quantize", path, *RUN, path.with_suffix(".npz"))[1]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

@@ -436,7 +436,7 @@ def damage_model(kind: str, path: Path) -> None:
 
 BAD_MODELS = {
     "missing": "cannot read the model: No such file or directory",
-    "folder": "cannot read the model: Is a directory",
+    "folder": "is a folder: name an ONNX file",
     "empty": "not an ONNX file",
     "truncated": "not an ONNX file",
     "text": "not an ONNX file",

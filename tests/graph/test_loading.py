@@ -515,7 +515,7 @@ def test_files_that_are_no_models(file: Path, content: bytes | None, message: st
 
 
 def test_a_folder_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(BadModel, match="directory"):
+    with pytest.raises(BadModel, match="is a folder"):
         load(tmp_path)
 
 

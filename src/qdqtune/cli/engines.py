@@ -147,7 +147,8 @@ def check_command(
             with time_limit(given["time_limit"]):
                 lost = lost_by_pairs(graph, samples)
             if lost is not None and (warning := concern(lost)):
-                say_notes([warning])
+                made_up = "on random inputs, which tell little (give --calibration-data): "
+                say_notes([warning if given["calibration_data"] else made_up + warning])
     fails = not measured and any(finding.fails for finding in findings)
     engine = "tensorrt" if graph_json else given["engine"]
     if html is not None:

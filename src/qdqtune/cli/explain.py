@@ -61,7 +61,7 @@ def by_reason(explained: Explained) -> Iterator[str]:
 
 
 def _row(row: Tally, words: int) -> str:
-    decision = "8 bits" if row.quantized else "float"
+    decision = "8 bits" if row.quantized and row.why != "no kernel" else "float"
     times = f"{_number(row.ms):>9}  {_number(row.other_ms):>9}"
     return f"{row.nodes:6}  {decision:7}  {times}  {IN_WORDS[row.why]:{words}}  {row.example}"
 

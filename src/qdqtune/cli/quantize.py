@@ -173,7 +173,7 @@ def _lines(request: Request, done: Quantized) -> Iterator[str]:
     if not done.judged:
         yield "not compared with the float model: give --calibration-data for that"
         return
-    where = "held-out samples" if done.is_held_out else "samples"
+    where = ("held-out sample" if done.is_held_out else "sample") + "s" * (done.judged != 1)
     angle = "" if done.cosine is None else f", cosine {done.cosine:.6f}"
     ratio = _db(done.sqnr_db) if done.is_finite else "unknown"
     yield f"output SQNR {ratio}{angle}, on {done.judged} {where}"

@@ -120,8 +120,9 @@ class Evidence:
 def headline(evidence: Evidence) -> str:
     """What shipped, and where it comes from: one sentence."""
     if not evidence.placement.edges:
-        tried = f"of {len(evidence.history)} candidates none" if evidence.history else "no candidate"
-        return f"the float model ships: {tried} was proven faster within the limits"
+        if not evidence.history:
+            return "the float model ships: there was nothing to try"
+        return f"the float model ships: of {len(evidence.history)} candidates none was proven faster within the limits"
     trial, ratios = evidence.trial, ratios_to_float(evidence.history, evidence.plan)
     share = f", {ratios[evidence.placement]:.3f} of the time of float in the search" if trial else ""
     text = f"what ships is {evidence.origin}{share}"
@@ -203,7 +204,7 @@ class _Reasons:
             verdict.unknown,
         )
         if verdict.quantized and (why := self._evidence.in_float.get(node.name)):
-            told = f"it has pairs, but the engine runs it in float: {why}"
+            told = why
             if row.ms is not None and row.other_ms is not None:
                 told += f"; it takes {_ms(row.ms)} with the pairs and their conversions, {_ms(row.other_ms)} without"
             return replace(row, why="no kernel", reason=told)

@@ -169,6 +169,8 @@ def read(path: Path) -> ModelProto:
         if path.stat().st_size >= 2**31:
             raise BadModel(f"{path}: not an ONNX file: those have less than 2 GB (with weights as external data)")
         proto.ParseFromString(path.read_bytes())
+    except IsADirectoryError as error:
+        raise BadModel(f"{path} is a folder: name an ONNX file") from error
     except OSError as error:
         raise BadModel(f"{path}: cannot read the model: {error.strerror or error}") from error
     except DecodeError as error:

@@ -88,6 +88,8 @@ def verdict(run: Finished) -> Verdict:
     if summary.get("constraint_met") is False:
         meaning = f"Faster candidates were found, but none keeps the outputs close enough. {FINAL} is {kept}."
         return Verdict(f"Nothing faster is exact enough for {name}", meaning, False)
+    if not summary["trials"]:
+        return Verdict(f"Nothing to try in {name}", f"No pair was tried in this run. {FINAL} is {kept}.", False)
     meaning = f"No candidate proved faster than the float model beyond the noise of measuring. {FINAL} is {kept}."
     return Verdict(f"Nothing faster was found for {name}", meaning, False)
 
@@ -191,7 +193,8 @@ def _facts(run: Finished) -> Iterator[Fact]:
     elif (without := summary.get("fastest_without_limits")) is not None:
         ends = "equal outputs" if without["sqnr_db"] is None else f"{without['sqnr_db']:.1f} dB"
         yield Fact("fastest without limits", f"{1 / without['ratio']:.2f}×", f"as fast as float, at {ends}")
-    yield Fact("candidates", str(summary["trials"]), f"{summary['builds']} builds in {duration(summary['seconds'])}")
+    builds = f"{summary['builds']} build{'s' * (summary['builds'] != 1)}"
+    yield Fact("candidates", str(summary["trials"]), f"{builds} in {duration(summary['seconds'])}")
 
 
 def duration(seconds: float) -> str:

@@ -286,7 +286,7 @@
   const times = (c) => [
     [paired ? "in float" : "time", c.before === null ? null : ms(c.before)],
     [data.tuned || "tuned", paired && c.after !== null ? ms(total(c)) : null],
-    ["of this conversions", paired && c.conversion >= 0.0005 ? ms(c.conversion) : null],
+    ["of which conversions", paired && c.conversion >= 0.0005 ? ms(c.conversion) : null],
     [gain(c) < 0 ? "lost" : "saved", gain(c) === null ? null : ms(Math.abs(gain(c)))],
     ["rounded alone", c.error === null ? null : c.error >= 200 ? "no error" : `${c.error.toFixed(1)} dB`],
   ];
