@@ -17,6 +17,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption, BadState
 from qdqtune.placement.files import Recorded, write_placement
 from qdqtune.search.cut import CutSearch
+from qdqtune.tuning.finished import read_left
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
 from runs import hopeless, mixed, settings, write
@@ -59,7 +60,7 @@ def test_prices_decide_and_are_told(tuned: tuple[Path, Result]) -> None:
 
 def test_prices_are_those_of_what_shipped(tuned: tuple[Path, Result]) -> None:
     folder, result = tuned
-    explained, evidence = explain_run(folder), evidence_of(folder)
+    explained, evidence = explain_run(folder), evidence_of(read_left(folder))
     assert evidence.costs is not None
     units = {row.unit: row for row in explained.rows}.values()
     float_ms = sum(layer.time_ms or 0.0 for layer in evidence.float_layers)
@@ -151,7 +152,7 @@ def test_where_no_pair_can_stand_the_reason_is_the_tensors(tmp_path: Path) -> No
 
 
 def test_a_pick_of_another_placement_needs_no_new_prices(tuned: tuple[Path, Result]) -> None:
-    evidence = evidence_of(tuned[0])
+    evidence = evidence_of(read_left(tuned[0]))
     search = CutSearch(evidence.model, evidence.possible, evidence.float_layers, plan=evidence.plan)
     assert {t.placement for t in evidence.history} == {t.placement for t in tuned[1].history}
     told = [t.proposal.predicted is None for t in evidence.history]

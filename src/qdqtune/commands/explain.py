@@ -6,7 +6,6 @@ model did); builds, ranges and noise are in the state file, so that runs of earl
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -17,20 +16,19 @@ from qdqtune.commands.evidence import Alone, Evidence, explain, headline
 from qdqtune.commands.explanation import Explanation, Tally, tally
 from qdqtune.commands.reasons import Reasons, is_float
 from qdqtune.engines.formats import FORMATS, numeric_format
-from qdqtune.errors import BadOption, BadState, parsed_json, reading
+from qdqtune.errors import BadOption, BadState
 from qdqtune.graph.loading import load, with_input_shapes
 from qdqtune.graph.model import Model
 from qdqtune.measurement.limits import Limits
-from qdqtune.measurement.timing import Plan
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import read_placement
 from qdqtune.search.costs.noise import Noise
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.tuning.bench import trial_of
-from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT, SUMMARY
-from qdqtune.tuning.settings import STATE
-from qdqtune.tuning.store import Record, read_records, unpack_layers, unpack_ranges
+from qdqtune.tuning.finished import Left, read_left
+from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT
+from qdqtune.tuning.store import Record, unpack_layers, unpack_ranges
 from qdqtune.tuning.subject import edges_within, filtered
 from qdqtune.types import Edge, Placement, Trial
 
@@ -79,20 +77,17 @@ def explain_run(folder: Path, state: Path | None = None) -> Explained:
         BadOption: the folder holds no finished run.
         BadState: its state file is damaged, or missing.
     """
-    evidence = evidence_of(folder, state)
+    evidence = evidence_of(read_left(folder, state))
     return Explained(folder, headline(evidence), explain(evidence))
 
 
-def evidence_of(folder: Path, state: Path | None = None) -> Evidence:
+def evidence_of(left: Left) -> Evidence:
     """What a finished run has left, without running anything.
 
     Raises:
-        BadOption: the folder holds no finished run.
-        BadState: its state file is damaged, or missing.
+        BadState: its state file ends too early.
     """
-    summary = _summary(folder)
-    head, records = _records(folder, state or Path(summary.get("state_file") or folder / STATE))
-    fingerprint: Mapping[str, Any] = head["fingerprint"]
+    folder, summary, fingerprint, records = left.folder, left.summary, left.fingerprint, left.records
     recorded = read_placement_file(folder / PLACEMENT)
     shapes = {name: tuple(sizes) for name, sizes in fingerprint.get("input shapes", {}).items()}
     shaped = with_input_shapes(load(folder / BASELINE), shapes)
@@ -103,7 +98,7 @@ def evidence_of(folder: Path, state: Path | None = None) -> Evidence:
     seen = placement.edges.union(*(t.placement.edges for t in history))
     able = possible_edges(shaped, unpack_ranges(_only(records, "ranges", folder))) | seen
     possible = able & _chosen(shaped, fingerprint) | seen
-    limits = _limits(summary)
+    limits = left.limits
     layers = next((unpack_layers(r["layers"]) for r in records if r["key"] == "layers"), ())
     noise = next((r for r in records if r["key"].startswith("noise:")), None)
     evidence = Evidence(
@@ -116,33 +111,11 @@ def evidence_of(folder: Path, state: Path | None = None) -> Evidence:
         float_layers=layers,
         history=tuple(_judged(history, limits, records)),
         limits=limits,
-        plan=_plan(fingerprint["rounds"]),
+        plan=left.plan,
         noise=None if noise is None else Noise(shaped, noise["alone"], limits.max_noise),
         alone=dict(_alone(summary.get("groups", ()))),
     )
     return _with_engine(evidence, folder / FINAL, recorded.engine)
-
-
-def _summary(folder: Path) -> dict[str, Any]:
-    try:
-        summary: dict[str, Any] = parsed_json((folder / SUMMARY).read_text(encoding="utf-8"))
-        known = summary["shipped"] in ("tuned", "baseline", "given")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        hint = "run qdqtune tune to its end" if folder.is_dir() else "there is no such folder"
-        raise BadOption(f"{folder} holds no finished run: {hint}") from error
-    if not known:
-        raise BadOption(f"{folder / SUMMARY} is not of this version")
-    return summary
-
-
-def _records(folder: Path, state: Path) -> tuple[Record, list[Record]]:
-    if not state.is_file():
-        raise BadState(f"{folder} is explained by its state file, and {state} is not there: name it with --state-file")
-    with reading(state, BadState):
-        head, *records = read_records(state) or [{}]
-    if head.get("key") != "run":
-        raise BadState(f"{state} is no state file: name that of {folder} with --state-file")
-    return head, records
 
 
 def _only(records: Sequence[Record], key: str, folder: Path) -> Record:
@@ -173,19 +146,6 @@ def _judged(history: Sequence[Trial], limits: Limits, records: Sequence[Record])
             yield replace(trial, holds=True if limits.max_drop is None else None)
         else:
             yield replace(trial, metric=metric, holds=limits.is_good_enough(metric))
-
-
-def _plan(text: str) -> Plan:
-    """The plan that a fingerprint tells as it prints itself."""
-    call = ast.parse(text, mode="eval").body
-    values = {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg} if isinstance(call, ast.Call) else {}
-    return Plan(**values)
-
-
-def _limits(summary: Mapping[str, Any]) -> Limits:
-    return Limits(
-        summary.get("min_sqnr_db"), summary.get("max_drop"), summary.get("metric_before"), summary.get("min_agreement")
-    )
 
 
 def _chosen(model: Model, fingerprint: Mapping[str, Any]) -> frozenset[Edge]:

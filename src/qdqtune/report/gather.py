@@ -42,7 +42,7 @@ def report_of_run(folder: Path) -> Report:
     run = read_run(folder)
     if not (folder / BASELINE).is_file():
         raise BadOption(f"{folder} has lost {BASELINE}, which holds the graph: run the same tune command again")
-    evidence = evidence_of(folder)
+    evidence = evidence_of(run.left)
     drawn = _map(run, evidence.model, {row.node: row.reason for row in explain(evidence)})
     return Report(
         title=Path(run.summary["model"]).name,

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import re
+import ast
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from qdqtune.errors import BadOption, parsed_json, reading
+from qdqtune.errors import BadOption, BadState, parsed_json, reading
 from qdqtune.measurement.limits import Limits, wins
 from qdqtune.measurement.timing import Plan
 from qdqtune.placement.files import read_placement_file
 from qdqtune.tuning.bench import trial_of
 from qdqtune.tuning.folder import PLACEMENT, RUN, SUMMARY
-from qdqtune.tuning.forms import DIARY, fits
+from qdqtune.tuning.forms import DIARY, SHIPPED, fits
 from qdqtune.tuning.forms import SUMMARY as SUMMARY_FORM
 from qdqtune.tuning.settings import STATE
 from qdqtune.tuning.store import Record, read_records, unpack_layers, unpack_placement, unpack_result
@@ -22,13 +22,62 @@ from qdqtune.types import Layer, Measurement, Placement, Trial
 
 
 @dataclass(frozen=True)
-class Finished:
-    """A run that has ended. `told` is run.json, empty for runs of versions that wrote none."""
+class Left:
+    """What a finished run has left: its summary, and what its state file holds."""
 
     folder: Path
     summary: Mapping[str, Any]
-    told: Mapping[str, Any]
     fingerprint: Mapping[str, Any]
+    records: tuple[Record, ...]
+
+    @property
+    def limits(self) -> Limits:
+        """What candidates had to hold."""
+        told = self.summary
+        return Limits(
+            told.get("min_sqnr_db"), told.get("max_drop"), told.get("metric_before"), told.get("min_agreement")
+        )
+
+    @property
+    def plan(self) -> Plan:
+        """How candidates were judged: the fingerprint holds the plan as it prints itself."""
+        try:
+            call = ast.parse(self.fingerprint["rounds"], mode="eval").body
+            keywords = call.keywords if isinstance(call, ast.Call) else []
+            return Plan(**{k.arg: ast.literal_eval(k.value) for k in keywords if k.arg})
+        except (KeyError, SyntaxError, TypeError, ValueError) as error:
+            raise BadState(f"the state file of {self.folder} does not say how candidates were judged") from error
+
+
+def read_left(folder: Path, state: Path | None = None) -> Left:
+    """Read the summary and the state file, which `state` names where it lies elsewhere.
+
+    Raises:
+        BadOption: the folder holds no finished run.
+        BadState: its state file is damaged, or missing.
+    """
+    summary = _json(folder / SUMMARY)
+    if not summary:
+        hint = "run qdqtune tune to its end" if folder.is_dir() else "there is no such folder"
+        raise BadOption(f"{folder} holds no finished run: {hint}")
+    if not fits(summary, SHIPPED):
+        raise BadOption(f"{folder / SUMMARY} is not of this version")
+    state = state or Path(summary.get("state_file") or folder / STATE)
+    if not state.is_file():
+        raise BadState(f"{folder} is explained by its state file, and {state} is not there: name it with --state-file")
+    with reading(state, BadState):
+        head, *records = read_records(state) or [{}]
+    if head.get("key") != "run":
+        raise BadState(f"{state} is no state file: name that of {folder} with --state-file")
+    return Left(folder, summary, head["fingerprint"], tuple(records))
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that has ended. `told` is run.json, empty for runs of versions that wrote none."""
+
+    left: Left
+    told: Mapping[str, Any]
     plan: Plan
     proof_plan: Plan
     history: tuple[Trial, ...]
@@ -40,6 +89,16 @@ class Finished:
     alone: Mapping[str, float]
     """What rounding each tensor alone does: power of the error over that of the output. Empty if it was not asked."""
 
+    @property
+    def folder(self) -> Path:
+        """Where it lies."""
+        return self.left.folder
+
+    @property
+    def summary(self) -> Mapping[str, Any]:
+        """Its summary.json."""
+        return self.left.summary
+
 
 def read_run(folder: Path) -> Finished:
     """Read a finished run.
@@ -48,30 +107,24 @@ def read_run(folder: Path) -> Finished:
         BadOption: the folder holds none.
         BadState: its state file is damaged.
     """
-    summary, told = _json(folder / SUMMARY), _json(folder / RUN)
-    if not summary:
-        raise BadOption(f"{folder} holds no finished run: run tune first")
-    for name, content, form in ((SUMMARY, summary, SUMMARY_FORM), (RUN, told, DIARY)):
+    left, told = read_left(folder), _json(folder / RUN)
+    for name, content, form in ((SUMMARY, left.summary, SUMMARY_FORM), (RUN, told, DIARY)):
         if not fits(content, form):
             raise BadOption(f"{folder / name} is not what a run has written: tune again, or restore it")
-    state = Path(summary.get("state_file") or folder / STATE)
-    if not state.is_file():
-        raise BadOption(f"{folder} has lost its state file {state}, which holds what was measured")
-    head, *rest = read_records(state)
-    records = {record["key"]: record for record in rest}
-    plan, proof_plan = _plans(told, head["fingerprint"])
-    final = read_placement_file(folder / PLACEMENT).placement if summary["shipped"] == "tuned" else Placement()
-    history = tuple(_history(records, told, final, plan, summary))
+    records = {record["key"]: record for record in left.records}
+    plan = left.plan
+    proven = replace(plan, looks=tuple(told["plan"]["proof"])) if "plan" in told else plan
+    shipped = left.summary["shipped"] == "tuned"
+    final = read_placement_file(folder / PLACEMENT).placement if shipped else Placement()
+    history = tuple(_history(records, told, final, plan, left.limits))
     return Finished(
-        folder,
-        summary,
+        left,
         told,
-        head["fingerprint"],
         plan,
-        proof_plan,
+        proven,
         history,
         final,
-        tuple(_proof(records, final, summary)),
+        tuple(_proof(records, final, left.summary)),
         unpack_layers(records.get("layers", {}).get("layers", [])),
         _final_layers(records, history, final),
         next((dict(r["alone"]) for key, r in records.items() if key.startswith("noise:") and "failure" not in r), {}),
@@ -94,26 +147,14 @@ def _json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _plans(told: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> tuple[Plan, Plan]:
-    """How candidates and the proof were judged. Versions that wrote no diary used the usual error."""
-    if "plan" in told:
-        how = told["plan"]
-        plan = Plan(tuple(how["looks"]), how["error"], how["slot_seconds"], how["warmup"])
-        return plan, replace(plan, looks=tuple(how["proof"]))
-    looks = re.search(r"looks=\(([\d, ]+)\)", str(fingerprint.get("rounds", "")))
-    plan = Plan(tuple(int(n) for n in re.findall(r"\d+", looks[1]))) if looks else Plan()
-    return plan, plan
-
-
 def _history(
-    records: Mapping[str, Record], told: Mapping[str, Any], final: Placement, plan: Plan, summary: Mapping[str, Any]
+    records: Mapping[str, Record], told: Mapping[str, Any], final: Placement, plan: Plan, limits: Limits
 ) -> Iterator[Trial]:
     rows = told.get("trials") or [{"key": key} for key in records if key.startswith("trial:")]
     rows = [row for row in rows if row["key"] in records]
     known = {p.digest: p for row in rows if (p := unpack_placement(records[row["key"]]["placement"]))}
     known[Placement().digest] = Placement()
     followed = {records[row["key"]]["against"] for row in rows} | {final.digest}
-    limits = Limits(summary.get("min_sqnr_db"), None, None, summary.get("min_agreement"))
     for number, row in enumerate(rows, 1):
         record = records[row["key"]]
         if record["against"] not in known:

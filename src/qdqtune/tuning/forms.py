@@ -69,9 +69,11 @@ POINT: Form = {
 }
 """A row of the front in summary.json."""
 
+SHIPPED: Mapping[str, Form] = {"shipped": OneOf(("tuned", "baseline", "given"))}
+
 SUMMARY: Form = {
     **dict.fromkeys(("model", "mode"), str),
-    "shipped": OneOf(("tuned", "baseline", "given")),
+    **SHIPPED,
     **dict.fromkeys(("baseline_ms", "final_ms", "ratio", "seconds"), float),
     **dict.fromkeys(("ratio_low", "ratio_high", "output_sqnr_db"), MAYBE_NUMBER),
     **dict.fromkeys(("builds", "trials", "pairs", "seed"), int),
