@@ -33,6 +33,30 @@ def test_it_tells_what_the_file_does(net: type[object]) -> None:
         assert simulation.accuracy(Placement()).sqnr_db is None  # type: ignore[union-attr]
 
 
+BETWEEN = """net (float[1,4,8,8] x) => (float[1,4,8,8] y) {
+    [first] a = Conv<pads=[1,1,1,1]>(x, w0)
+    [pool] b = MaxPool<kernel_shape=[3,3], pads=[1,1,1,1]>(a)
+    [second] c = Conv(b, w1)
+    [relu] y = Relu(c)
+}"""
+
+
+def test_weights_that_onnx_runtime_rounds_by_itself_count_where_it_is_meant() -> None:
+    first, second = normal(4, 4, 3, 3), normal(4, 4, 1, 1, seed=1)
+    first[0], second[0, 0] = 0, 50  # one large weight, of a channel that is always zero
+    model = build(BETWEEN, {"w0": first, "w1": second})
+    samples, known = feeds(model), ranges(model)
+    placement = Placement.of(e for e in possible_edges(model, known) if e.tensor in "ay")  # in front of MaxPool, behind
+    inserter = Inserter(model, known, PLAIN)
+    fused = accuracy(run(model, samples), run(inserter.insert(placement), samples, fused=True))
+    with Simulation(inserter, samples, "onnxruntime") as meant, Simulation(inserter, samples) as unmeant:
+        found, literal = meant.accuracy(placement), unmeant.accuracy(placement)
+    assert isinstance(found, Accuracy)
+    assert isinstance(literal, Accuracy)
+    assert found.sqnr_db == pytest.approx(fused.sqnr_db, abs=0.5)
+    assert literal.sqnr_db > found.sqnr_db + 3
+
+
 def test_what_onnx_runtime_does_not_run_is_a_failure() -> None:
     model = build("net (float[2,4] x) => (float[2,4] y) { h = MatMul(x, w) y = custom.Knows(h) }", {"w": normal(4, 4)})
     with Simulation(Inserter(model, ranges(conv_net()), PLAIN), [{}]) as simulation:

@@ -84,15 +84,16 @@ def met_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Candidates of the search that no other one beat in both latency and accuracy."""
     cells = [
         (
+            row.get("name", ""),  # which the summaries of earlier versions lack
             row["origin"],
             speed(row["ratio"]),
             _db(row["sqnr_db"]),
             str(row["pairs"]),
-            "" if row["holds_limits"] else "below the limits",
+            "ships" if row.get("shipped") else "" if row["holds_limits"] else "below the limits",
         )
         for row in rows
     ]
-    table = _table(("candidate", "speedup", "SQNR, dB", "tensors", ""), cells)
+    table = _table(("candidate", "from", "speedup", "SQNR, dB", "tensors", ""), cells)
     table.caption = "what no other candidate beat in both, as the search measured it; --front proves such points"
     return table
 

@@ -113,7 +113,7 @@ def apply(
         save(finished(inserter.insert(placed), precision or usual), fresh)
     if prepared is None:
         return Applied(placed, lost, False, None, matched, notes)
-    with Simulation(inserter, prepared.judging.first(JUDGED)) as simulation:
+    with Simulation(inserter, prepared.judging.first(JUDGED), engine or recorded.engine) as simulation:
         accuracy = simulation.accuracy(placed)
     known_accuracy = accuracy if isinstance(accuracy, Accuracy) else None
     return Applied(placed, lost, prepared.samples.is_random, known_accuracy, matched, notes)

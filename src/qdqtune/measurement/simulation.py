@@ -3,6 +3,9 @@ the file, no pair fused away.
 
 Engines round where the file says so, and what they fuse they compute at least as exactly, so their outputs differ from
 these far less than from the float model's. A search asks here before it spends a build.
+
+ONNX Runtime itself does more: where a pair stands in front of a convolution (or of a MaxPool and the like there) and
+one behind it, it rounds its weights as well, per tensor. What is meant for it runs after these rewrites of the graph.
 """
 
 from __future__ import annotations
@@ -31,10 +34,11 @@ class _Opened(NamedTuple):
 
 
 class Simulation:
-    """Placements of one model on some samples. A context manager; ONNX Runtime starts when somebody asks."""
+    """Placements of one model on some samples, for one `engine`. A context manager; ONNX Runtime starts when somebody
+    asks."""
 
-    def __init__(self, inserter: Inserter, samples: Sequence[Sample]) -> None:
-        self._inserter, self._samples = inserter, samples
+    def __init__(self, inserter: Inserter, samples: Sequence[Sample], engine: str = "") -> None:
+        self._inserter, self._samples, self._engine = inserter, samples, engine
         self._stack = ExitStack()
         self._opened: _Opened | None = None
         self._reference: list[dict[str, Array]] | Failure | None = None
@@ -75,7 +79,9 @@ class Simulation:
         if self._opened is None:
             folder = self._stack.enter_context(temporary_folder())
             constants = self._stack.enter_context(ConstantFile(folder / "constants.bin"))
-            spec = EngineSpec("onnxruntime", {"threads": cores(), "fuse": False})
+            spec = EngineSpec(
+                "onnxruntime", {"threads": cores(), "fuse": False, "rewrite": self._engine == "onnxruntime"}
+            )
             runner = self._stack.enter_context(Runner(spec, log_dir=folder))
             self._opened = _Opened(runner, constants, folder)
         return self._opened

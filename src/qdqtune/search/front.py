@@ -73,6 +73,19 @@ def spread(points: Sequence[Point], count: int) -> tuple[Point, ...]:
     return tuple(points[i] for i in sorted(chosen))
 
 
+def named(points: Sequence[Point]) -> dict[str, Point]:
+    """The points by name, after their SQNR: 24db, or 24db-2 where that is taken."""
+    found: dict[str, Point] = {}
+    for point in points:
+        stem = "exact" if point.trial.sqnr_db is None else f"{point.trial.sqnr_db:.0f}db"
+        name, number = stem, 1
+        while name in found:
+            number += 1
+            name = f"{stem}-{number}"
+        found[name] = point
+    return found
+
+
 @dataclass(frozen=True)
 class FrontSearch:
     """See the module. `by_cut` knows the noise of every value; `builds` is what search and proof may spend together."""

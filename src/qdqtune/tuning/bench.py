@@ -140,7 +140,7 @@ class Bench:
             trial = replace(trial, check=self._checked(trial))
         if record is None or unchecked:
             self._store.put(key, _record(trial))
-        if not self._won(trial):
+        if not self._may_be_taken(trial):
             self._candidates.drop(proposal.placement)
         return trial, record is not None and not unchecked
 
@@ -271,6 +271,12 @@ class Bench:
         """Whether the next look of a comparison would end too late: it takes about as long as all before it."""
         now = time.monotonic()
         return self.deadline is not None and now + (now - begun) > self.deadline
+
+    def _may_be_taken(self, trial: Trial) -> bool:
+        """Whether its build is kept until the batch is judged: a win, or what is no slower and may be more exact."""
+        measured = judge(trial, self._conditions.plan)
+        is_even = measured is not None and measured.verdict == "undecided" and measured.median <= 1
+        return self._won(trial) or (is_even and self._conditions.limits.is_exact_enough(trial.accuracy))
 
     def _won(self, trial: Trial) -> bool:
         """Whether a trial is a win as far as it was measured."""

@@ -19,7 +19,7 @@ from qdqtune.graph.outputs import appearing
 from qdqtune.graph.stamps import content
 from qdqtune.measurement.pairing import rounds_of
 from qdqtune.measurement.timing import Ratio, compare
-from qdqtune.search.front import Point, spread, undominated
+from qdqtune.search.front import Point, named, spread, undominated
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT, PLACEMENT, SUMMARY, alone
 from qdqtune.tuning.forms import POINT, ListOf, fits
 from qdqtune.tuning.proof import Confirmed, Proof, copy_model, insist, known, prove
@@ -87,7 +87,7 @@ def prove_front(history: Sequence[Trial], run: Run) -> Front:
         OutputError: a file cannot be written.
     """
     folder = run.output.clear(FRONT)
-    points = _named(spread(undominated(history, run.settings.plan), run.budget.points))
+    points = named(spread(undominated(history, run.settings.plan), run.budget.points))
     with writing(folder):
         folder.mkdir(exist_ok=True)
     run.candidates.write_whole(Placement(), run.settings.output_dir / BASELINE)
@@ -170,19 +170,6 @@ def _as_shipped(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> di
         "constraint_met": row["holds_limits"],
         "front": [{**other, "shipped": other["name"] == row["name"]} for other in rows],
     }
-
-
-def _named(points: Sequence[Point]) -> dict[str, Point]:
-    """The points by names of files, after their SQNR: 24db, or 24db-2 where that is taken."""
-    named: dict[str, Point] = {}
-    for point in points:
-        stem = "exact" if point.trial.sqnr_db is None else f"{point.trial.sqnr_db:.0f}db"
-        name, number = stem, 1
-        while name in named:
-            number += 1
-            name = f"{stem}-{number}"
-        named[name] = point
-    return named
 
 
 def _key(point: Point, number: int) -> str:

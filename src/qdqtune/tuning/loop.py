@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from qdqtune.measurement.accuracy import concern
-from qdqtune.measurement.limits import outcome, wins
+from qdqtune.measurement.limits import outcome
 from qdqtune.measurement.timing import Plan, judge, overlap
 from qdqtune.search import Strategy, best_of, ratios_to_float
 from qdqtune.tuning import advice
@@ -89,28 +89,35 @@ def search(strategy: Strategy, run: Run, observer: Observer, budget: Budget) -> 
     history: list[Trial] = []
     while not budget.is_spent(history) and (batch := strategy.propose(history)):
         against = best_of(history)
+        best = next((t for t in reversed(history) if t.accepted), None)
         trials: list[Trial] = []
         for proposal in batch:
             if budget.is_spent([*history, *trials]):
                 break
             trial, replayed = run.bench.measure(len(history) + len(trials) + 1, proposal, against)
             trials.append(run.limits.judged(trial, trials, plan, run.bench.metric))
-            known = [*history, *accepted(trials, plan)]
+            known = [*history, *accepted(trials, plan, best)]
             state = _state(known, plan, budget, time.monotonic() - started, replayed)
             observer.trial(trials[-1], outcome(trials[-1], plan), state)
-        history += accepted(trials, plan)
+        history += accepted(trials, plan, best)
         run.candidates.keep_only(best_of(history))
     return history
 
 
-def accepted(trials: Sequence[Trial], plan: Plan) -> list[Trial]:
+def accepted(trials: Sequence[Trial], plan: Plan, best: Trial | None = None) -> list[Trial]:
     """The trials of one batch, the fastest of those that won marked as accepted; the most accurate of those that
-    cannot be told apart from it."""
-    won = [(ratio, t) for t in trials if wins(t, plan) and (ratio := judge(t, plan))]
-    if not won:
+    cannot be told apart from it. Where none won against the `best` so far, one that is more accurate, and not slower as
+    far as the rounds can tell."""
+    judged = [(ratio, t) for t in trials if t.holds is True and (ratio := judge(t, plan))]
+    alike = [(ratio, t) for ratio, t in judged if ratio.verdict == "faster"]
+    if alike:
+        fastest, _ = min(alike, key=lambda pair: (pair[0].median, -pair[1].number))
+        alike = [(r, t) for r, t in alike if r.median <= ALIKE * fastest.median and overlap(r, fastest)]
+    elif best is not None:
+        even = [(r, t) for r, t in judged if r.verdict == "undecided" and r.median <= 1]
+        alike = [(r, t) for r, t in even if round(t.exactness) > round(best.exactness)]
+    if not alike:
         return list(trials)
-    fastest, _ = min(won, key=lambda pair: (pair[0].median, -pair[1].number))
-    alike = [(ratio, t) for ratio, t in won if ratio.median <= ALIKE * fastest.median and overlap(ratio, fastest)]
     # Whole dB: less is no reason to prefer one to another.
     _, chosen = min(alike, key=lambda pair: (-round(pair[1].exactness), pair[0].median, -pair[1].number))
     return [replace(t, accepted=t is chosen) for t in trials]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from qdqtune.graph.outputs import appearing
+from qdqtune.measurement.timing import Plan
 from qdqtune.placement import files
 from qdqtune.search import ratios_to_float
-from qdqtune.search.front import Point, spread, undominated
+from qdqtune.search.front import Point, named, spread, undominated
 from qdqtune.search.regions import cache
 from qdqtune.tuning.folder import PLACEMENT, pattern_cache_of
 from qdqtune.tuning.proof import Proof
@@ -100,7 +101,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "output_sqnr_db": None if accuracy is None else accuracy.sqnr_db,
         "output_accuracy": None if accuracy is None else asdict(accuracy),
         "fastest_without_limits": _fastest(history, proof, run),
-        "met": [_met(point) for point in spread(undominated(history, settings.plan), MET)],
+        "met": list(_met(history, proof, settings.plan)),
         "accuracy_samples": len(subject.accuracy),
         "accuracy_held_out": subject.held_out,
         "seed": settings.seed,
@@ -115,17 +116,25 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
     return summary | run.limits.summary(history, settings.plan, after)
 
 
-def _met(point: Point) -> dict[str, Any]:
-    """A candidate that nothing else beat in both latency and accuracy, as the search has measured it."""
-    accuracy = point.trial.accuracy
-    return {
-        "origin": point.trial.proposal.origin,
-        "ratio": point.ratio,
-        "sqnr_db": point.trial.sqnr_db,
-        "agreement": None if accuracy is None else accuracy.agreement,
-        "pairs": len({e.tensor for e in point.trial.placement}),
-        "holds_limits": point.trial.holds is not False,
-    }
+def _met(history: Sequence[Trial], proof: Proof, plan: Plan) -> Iterator[dict[str, Any]]:
+    """Candidates that nothing else beat in both latency and accuracy, as the search has measured them; and what ships,
+    which of those that cannot be told apart need not be the one that looked best."""
+    unbeaten = undominated(history, plan)
+    ratios = ratios_to_float(history, plan)
+    shipped = [Point(ratios[t.placement], t) for t in history if t.placement == proof.placement][-1:]
+    points = (p for p in spread(unbeaten, MET) if p.trial.placement != proof.placement)
+    for name, point in named(sorted([*points, *shipped], key=lambda p: p.ratio)).items():
+        accuracy = point.trial.accuracy
+        yield {
+            "name": name,
+            "origin": point.trial.proposal.origin,
+            "ratio": point.ratio,
+            "sqnr_db": point.trial.sqnr_db,
+            "agreement": None if accuracy is None else accuracy.agreement,
+            "pairs": len({e.tensor for e in point.trial.placement}),
+            "holds_limits": point.trial.holds is not False,
+            "shipped": point.trial.placement == proof.placement,
+        }
 
 
 def _fastest(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, float | None] | None:

@@ -104,7 +104,7 @@ def open_run(ready: Ready) -> Iterator[Run]:
             settings.plan, subject.accuracy, settings.seed, settings.limits, ready.evaluation, settings.checks_wins
         )
         bench = Bench(runner, candidates, store, conditions)
-        simulation = stack.enter_context(Simulation(inserter, subject.accuracy))
+        simulation = stack.enter_context(Simulation(inserter, subject.accuracy, settings.engine.name))
         observer.stage("measuring the float model")
         budget = Budget.of(settings, bench, ready.ends)
         bench.deadline = budget.deadline

@@ -47,11 +47,14 @@ KEEP_PAIRS = "session.disable_quant_qdq"
 EXTERNAL = "session.optimized_model_external_initializers_file_name"
 
 
-def create(threads: int = 1, provider: str = CPU, fuse: bool = True, fuse_pairs: bool = True) -> OnnxRuntime:
+def create(
+    threads: int = 1, provider: str = CPU, fuse: bool = True, fuse_pairs: bool = True, rewrite: bool = False
+) -> OnnxRuntime:
     """The engine with `threads` threads per operator on one execution provider.
 
     Without `fuse` every operator runs by itself, exactly as the file has it: the arithmetic of pairs, not its speed.
-    Without `fuse_pairs` only pairs do.
+    With `rewrite` it runs as the graph stands after ONNX Runtime's own rewrites, which move pairs and round weights
+    between them, before anything is fused. Without `fuse_pairs` only pairs run by themselves.
 
     Raises:
         BadOption: `threads` is not positive.
@@ -62,17 +65,19 @@ def create(threads: int = 1, provider: str = CPU, fuse: bool = True, fuse_pairs:
     available = ort.get_available_providers()
     if provider not in available:
         raise EngineUnavailable(f"ONNX Runtime here has no provider {provider!r}; it has {', '.join(available)}")
-    return OnnxRuntime(threads, provider, fuse, fuse_pairs)
+    return OnnxRuntime(threads, provider, fuse, fuse_pairs, rewrite)
 
 
 @dataclass(frozen=True)
 class OnnxRuntime:
-    """Sessions with all graph optimizations (without `fuse` with none), one operator after the other."""
+    """Sessions with all graph optimizations (without `fuse` with none, or those that `rewrite`), one operator after the
+    other."""
 
     threads: int
     provider: str
     fuse: bool = True
     fuse_pairs: bool = True
+    rewrite: bool = False
 
     def describe(self) -> dict[str, str]:
         """Version, CPU, and the instruction sets that decide which integer kernels run."""
@@ -83,7 +88,7 @@ class OnnxRuntime:
             "threads": str(self.threads),
             "device": cpu.model_name(),
             "isa": cpu.instruction_sets(),
-            **({} if self.fuse else {"fuse": "no"}),
+            **({} if self.fuse else {"fuse": "after rewrites" if self.rewrite else "no"}),
             **({} if self.fuse_pairs else {"fuse_pairs": "no"}),
         }
 
@@ -117,7 +122,8 @@ class OnnxRuntime:
         options.inter_op_num_threads = 1
         options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
         levels = ort.GraphOptimizationLevel
-        options.graph_optimization_level = levels.ORT_ENABLE_ALL if self.fuse else levels.ORT_DISABLE_ALL
+        least = levels.ORT_ENABLE_BASIC if self.rewrite else levels.ORT_DISABLE_ALL
+        options.graph_optimization_level = levels.ORT_ENABLE_ALL if self.fuse else least
         options.log_severity_level = WARNING
         options.enable_mem_pattern = self.fuse  # a plan of memory takes a time that grows with the square of the graph
         if not self.fuse_pairs:
