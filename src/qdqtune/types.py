@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -29,37 +30,122 @@ class Edge:
         return f"{self.tensor} -> " + (f"{self.node}[{self.index}]" if self.node else f"output {self.index}")
 
 
+STORAGE = re.compile(r"w(?P<bits>[48])(b(?P<block>\d+))?(?P<asymmetric>a)?")
+"""How a storage is written: w8, w8b128, w4b32, w4b32a."""
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """How a weight is kept where it alone is quantized: integers of 4 or 8 bits, which the kernel turns into floats.
+
+    One scale serves `block` weights that are summed into one output, or without `block` all of an output channel.
+    Integers are signed around zero, or if not `symmetric` unsigned with a zero point for each scale.
+    """
+
+    bits: int
+    block: int | None = None
+    symmetric: bool = True
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8):
+            raise ValueError("weights are stored in 4 or 8 bits")
+        if self.block is None and self.bits == 4:
+            raise ValueError("weights of 4 bits come in blocks")
+        if self.block is not None and (self.block < 16 or self.block & (self.block - 1)):
+            raise ValueError("blocks hold 16, 32, 64 or another power of two")
+
+    @property
+    def name(self) -> str:
+        """As users write it: w8, w8b128, w4b32, w4b32a (asymmetric)."""
+        return f"w{self.bits}{f'b{self.block}' if self.block else ''}{'' if self.symmetric else 'a'}"
+
+    @property
+    def family(self) -> str:
+        """What it has in common with others of as many bits: w8 or w4."""
+        return f"w{self.bits}"
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """Of integers, and of a float32 scale with a zero point for each block."""
+        own = self.bits / 8
+        return own + (0.0 if self.block is None else (4 + (0 if self.symmetric else own)) / self.block)
+
+    @property
+    def opset(self) -> int:
+        """The opset that it needs at least: blocks and 4 bits 21."""
+        return 13 if self.block is None else 21
+
+    @staticmethod
+    def named(name: str) -> Storage:
+        """The storage of that name.
+
+        Raises:
+            ValueError: there is none.
+        """
+        match = STORAGE.fullmatch(name)
+        if match is None:
+            raise ValueError(f"{name!r} names no way to store weights: write w8, w8b128, w4b32 or w4b32a")
+        block = match["block"] and int(match["block"])
+        return Storage(int(match["bits"]), block or None, match["asymmetric"] is None)
+
+
 @dataclass(frozen=True)
 class Placement:
-    """The edges that carry a Q/DQ pair. Activations and constants alike; an int32 bias follows from the other two."""
+    """The edges that carry a Q/DQ pair, activations and constants alike; an int32 bias follows from the other two.
+
+    `compressed` are uses of weights that are stored in fewer bits while what they meet stays in float. They carry no
+    pair, and no edge is in both.
+    """
 
     edges: frozenset[Edge] = frozenset()
+    compressed: frozenset[tuple[Edge, Storage]] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.compressed:
+            uses = [edge for edge, _ in self.compressed]
+            if len(set(uses)) < len(uses) or not self.edges.isdisjoint(uses):
+                raise ValueError("a weight is stored in one way, or carries a pair")
 
     def __contains__(self, edge: object) -> bool:
         return edge in self.edges
 
     def __iter__(self) -> Iterator[Edge]:
-        return iter(sorted(self.edges, key=lambda e: (e.tensor, e.node, e.index)))  # edges compare slowly
+        return iter(sorted(self.edges, key=_order))  # edges compare slowly
 
     def __len__(self) -> int:
         return len(self.edges)
 
+    def __bool__(self) -> bool:
+        return bool(self.edges or self.compressed)
+
     def __or__(self, other: Placement) -> Placement:
-        return Placement(self.edges | other.edges)
+        edges = self.edges | other.edges
+        kept = {e: s for e, s in (*other.compressed, *self.compressed) if e not in edges}
+        return Placement(edges, frozenset(kept.items()))
 
     def __sub__(self, other: Placement) -> Placement:
-        return Placement(self.edges - other.edges)
+        return Placement(self.edges - other.edges, self.compressed - other.compressed)
 
     @staticmethod
-    def of(edges: Iterable[Edge]) -> Placement:
+    def of(edges: Iterable[Edge], compressed: Iterable[tuple[Edge, Storage]] = ()) -> Placement:
         """A placement of any iterable of edges."""
-        return Placement(frozenset(edges))
+        return Placement(frozenset(edges), frozenset(compressed))
+
+    @property
+    def storages(self) -> dict[Edge, Storage]:
+        """The storage of each use of a weight that has one, in the order of `__iter__`."""
+        return dict(sorted(self.compressed, key=lambda pair: _order(pair[0])))
 
     @property
     def digest(self) -> str:
         """16 hex digits that are equal exactly for equal placements."""
-        text = "\n".join(f"{e.tensor}\t{e.node}\t{e.index}" for e in self)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        lines = [f"{e.tensor}\t{e.node}\t{e.index}" for e in self]
+        lines += [f"{e.tensor}\t{e.node}\t{e.index}\t{s.name}" for e, s in self.storages.items()]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _order(edge: Edge) -> tuple[str, str, int]:
+    return edge.tensor, edge.node, edge.index
 
 
 class QType(Enum):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from conftest import Call
-from models import build, conv_net
+from models import build, conv_net, normal
 from qdqtune.calibration.methods import Calibration
 from qdqtune.cli.quantize import quantize_command
 from qdqtune.commands.quantize import Request, Selection
@@ -107,6 +107,24 @@ def test_choices_and_metric_reach_it(call: Call, model: Path, tmp_path: Path, mo
     assert not {"w3_scale", "w4_scale"} & done.constants.keys()
 
 
+def test_weights_alone_are_stored_as_asked_and_the_words_say_how_many(call: Call, tmp_path: Path) -> None:
+    weights = {"w0": normal(64, 64), "w1": normal(64, 48), "w2": normal(48, 16)}
+    net = "net (float[N,64] x) => (float[N,16] y) { [a] h = MatMul(x, w0) [b] i = MatMul(h, w1) [c] y = MatMul(i, w2) }"
+    path, target = write(build(net, weights), tmp_path), tmp_path / "w4.onnx"
+    code, out, _ = call("quantize", path, "--weight-only", "w4", "--nodes-to-exclude", "c", "-o", target)
+    assert code == 0
+    assert f"{target}: weights stored in fewer bits: 2 as w4b32; " in out
+    assert {e.node: s.name for e, s in read_placement(load(path), load(target)).placement.compressed} == {
+        "a": "w4b32",
+        "b": "w4b32",
+    }
+    code, _, err = call("quantize", path, "--weight-only", "w3", "-o", target)
+    assert code == 2
+    assert "no kernels for weights stored as 'w3'; it has w4, w8, w4b32" in err
+    code, _, err = call("quantize", path, "--weight-only", "w8", "--report", "-o", target)
+    assert code == 2
+
+
 QUANTIZE: dict[str, tuple[Sequence[str], Callable[[Request], object], object]] = {
     "--output": (["x.onnx"], lambda r: r.output, Path("x.onnx")),
     "--quant-type": (["fp8"], lambda r: r.quant_type, "fp8"),
@@ -127,6 +145,7 @@ QUANTIZE: dict[str, tuple[Sequence[str], Callable[[Request], object], object]] =
     "--rewrites": (["off"], lambda r: r.rewrites, "off"),
     "--calibration-cache": (["c.cache"], lambda r: r.calibration_cache, Path("c.cache")),
     "--placement-like": (["implicit"], lambda r: r.placement_like, "implicit"),
+    "--weight-only": (["w4"], lambda r: r.weight_only, "w4"),
     "--fix-input": (["sr=16000"], lambda r: r.fix_inputs, {"sr": 16000}),
     "--evaluate": (["metric:score"], lambda r: r.evaluate, "metric:score"),
     "--report": ([], lambda r: r.report, True),

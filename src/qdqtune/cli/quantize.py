@@ -53,6 +53,13 @@ OPTIONS = (
         click.Choice(["rules", "implicit"]),
         default="rules",
     ),
+    option(
+        "--weight-only",
+        "Quantize weights of products and tables alone, activations stay in float: w4 or w8, or exactly w4b32, w4b128a "
+        "(blocks of 128, asymmetric) and the like. Language models gain where they read more weights than they "
+        "multiply.",
+        metavar="STORAGE",
+    ),
     options.REWRITES,
     options.FIX_INPUT,
     options.TIME_LIMIT,
@@ -154,6 +161,7 @@ def as_json(request: Request, done: Quantized) -> dict[str, object]:
         "engine": request.engine,
         "quant_type": request.quant_type,
         "edges": len(done.placed.placement),
+        **({"weight_only": dict(done.placed.counts)} if request.weight_only else {}),
         "rules": dict(done.placed.counts),
         "output_sqnr_db": done.sqnr_db,
         "output_cosine": done.cosine,
@@ -168,8 +176,13 @@ def as_json(request: Request, done: Quantized) -> dict[str, object]:
 
 
 def _lines(request: Request, done: Quantized) -> Iterator[str]:
-    numbers = f"{request.quant_type.upper()} as {request.engine} wants it"
-    yield f"{done.output}: {len(done.placed.placement)} edges carry a pair ({numbers})"
+    if request.weight_only is None:
+        numbers = f"{request.quant_type.upper()} as {request.engine} wants it"
+        yield f"{done.output}: {len(done.placed.placement)} edges carry a pair ({numbers})"
+    else:
+        kinds = ", ".join(f"{count} as {name}" for name, count in done.placed.counts)
+        size = done.output.stat().st_size / request.model.stat().st_size
+        yield f"{done.output}: weights stored in fewer bits: {kinds}; {size:.0%} of the file's size"
     if not done.judged:
         yield "not compared with the float model: give --calibration-data for that"
         return

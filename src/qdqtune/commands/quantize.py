@@ -6,9 +6,11 @@ seen, where there are enough of them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -22,7 +24,7 @@ from qdqtune.commands.worst_tensors import Damage, damages
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.acceptance import accepted
 from qdqtune.engines.cpu import cores
-from qdqtune.engines.formats import numeric_format, usual_precision
+from qdqtune.engines.formats import numeric_format, storages_like, usual_precision, wanted_storage
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadModel, BadOption, EngineFailure
 from qdqtune.graph.files import data_of, save
@@ -36,10 +38,10 @@ from qdqtune.measurement.accuracy import accuracy, concern, cosine, is_finite
 from qdqtune.measurement.fitting import fitted
 from qdqtune.measurement.half_precision import by_ranges, finished, in_half
 from qdqtune.measurement.metric import Evaluation, evaluate, load_evaluation
-from qdqtune.placement import engine_rules, implicit
+from qdqtune.placement import engine_rules, implicit, rules
 from qdqtune.placement.engine_rules import Placed
 from qdqtune.placement.insertion import insert
-from qdqtune.placement.possible import possible_edges
+from qdqtune.placement.possible import possible_edges, storable_edges
 from qdqtune.placement.reading import is_quantized
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.types import Edge, Failure, NumericFormat, QuantType, Sample
@@ -92,7 +94,8 @@ class Request:
     `precision` is that of what carries no pair; None is as the engine is usually used, where that holds.
     `calibration_cache` is a file of ranges that another tool has written, in place of calibration (see
     `calibration.caches`). `placement_like` "implicit" puts pairs where TensorRT's implicit quantization had its scales.
-    `per_channel` None is as the engine wants it. `evaluate` is the `module:callable` of a metric (see `evaluating`).
+    `per_channel` None is as the engine wants it. `weight_only` is a storage, w4 or w8: weights alone are quantized.
+    `evaluate` is the `module:callable` of a metric (see `evaluating`).
     """
 
     model: Path
@@ -110,6 +113,7 @@ class Request:
     fix_inputs: Mapping[str, float | int | str] = field(default_factory=dict)
     input_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     evaluate: str | None = None
+    weight_only: str | None = None
     report: bool = False
     rewrites: Rewriting = "auto"
     seed: int = 0
@@ -167,6 +171,8 @@ def quantize(request: Request, observer: Observer | None = None) -> Quantized:
     graph = load_for(request.model, precision, request.fix_inputs, numbers.opset, fold=made.folded)
     if present := _quantized_parts(graph):
         raise BadModel(f"{request.model} already has {present}: give the float model")
+    if request.weight_only is not None:
+        _check_weight_only(request)
     request.selection.allowed(graph, frozenset())  # refuses names that fit nothing, before the work begins
     prepared = _prepared(request, graph)
     notes: tuple[str, ...] = ()
@@ -180,17 +186,19 @@ def quantize(request: Request, observer: Observer | None = None) -> Quantized:
     matched = None if request.calibration_cache is None else from_file(request.calibration_cache, graph, request.model)
 
     def placed_by_rules(ranges: Ranges) -> Placed:
+        if request.weight_only is not None:
+            return _weights_only(request, shaped, request.weight_only)
         possible = request.selection.allowed(shaped, possible_edges(shaped, ranges))
         if request.placement_like == "implicit":
             return implicit.place(shaped, possible, request.quant_type)
         return engine_rules.place(shaped, possible, request.engine, request.quant_type)
 
     ranges = Ranges({}) if matched is None else matched.ranges
-    if matched is None and prepared is not None:
+    if matched is None and prepared is not None and request.weight_only is None:
         observer.stage(f"calibrating on {prepared.samples.origin}")
         ranges = fitted(prepared, request.calibration, numbers, lambda found: placed_by_rules(found).placement)
     placed = placed_by_rules(ranges)
-    if not placed.placement.edges:
+    if not placed.placement:
         chosen = " among the nodes that you chose" if request.selection != Selection() else ""
         what = f"the rules of {request.engine} find nothing to quantize in {request.model}{chosen}"
         raise BadModel(what + _keepers(placed))
@@ -210,6 +218,23 @@ def quantize(request: Request, observer: Observer | None = None) -> Quantized:
     return replace(done, output=request.output, notes=(*notes, *matches, *done.notes), matched=matched)
 
 
+def _check_weight_only(request: Request) -> None:
+    """Refuse a storage that the engine has no kernels for, and options that are about pairs."""
+    assert request.weight_only is not None
+    wanted_storage(request.engine, request.weight_only)
+    if request.report:
+        raise BadOption("--report is about pairs, of which --weight-only places none")
+    if request.calibration_cache is not None or request.placement_like == "implicit":
+        raise BadOption("--weight-only takes no scales of activations, and places no pairs: leave the other option out")
+
+
+def _weights_only(request: Request, model: Model, wanted: str) -> Placed:
+    """Every weight among the chosen nodes as `wanted` says, by the operators that read them."""
+    edges = request.selection.allowed(model, storable_edges(model))
+    placement = rules.weights_only(model, edges, partial(storages_like, request.engine, wanted))
+    return Placed(placement, tuple(Counter(s.name for s in placement.storages.values()).items()))
+
+
 def _prepared(request: Request, model: Model) -> Prepared | None:
     """The model and its samples; None where it is not run. Ranges from a file leave all samples to be judged by."""
     if not request.is_fed:
@@ -226,7 +251,8 @@ def _compared(
         done = _judged(request, written, placed, prepared.judging.first(JUDGED), metric, folder)
     notes = [*done.notes]
     if prepared.samples.is_random:
-        come = "scales and SQNR come" if request.calibration_cache is None else "the SQNR comes"
+        brings_none = request.calibration_cache is not None or request.weight_only is not None
+        come = "the SQNR comes" if brings_none else "scales and SQNR come"
         notes.append(f"no --calibration-data: {come} from random inputs")
     elif not prepared.is_held_out and request.calibration_cache is None:
         notes.append(f"fewer than {HELD_OUT} samples: the SQNR is that of the calibration data")

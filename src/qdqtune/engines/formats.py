@@ -8,7 +8,7 @@ from typing import Literal
 
 from qdqtune.engines import MODULES, cpu
 from qdqtune.errors import BadOption
-from qdqtune.types import NumericFormat, QType, QuantType
+from qdqtune.types import NumericFormat, QType, QuantType, Storage
 
 # Observed with ONNX Runtime 1.31: between a DQ and a Q of one scale it runs exactly these on 8-bit values (Resize when
 # it is nearest). Pad, SpaceToDepth and GatherND stay in float whatever their scales are; Concat and the average pools
@@ -120,3 +120,52 @@ FORMATS: Mapping[str, Callable[[QuantType], NumericFormat]] = MappingProxyType({
     "fake": fake, "onnxruntime": onnxruntime, "openvino": openvino,
     "tensorrt": tensorrt, "tensorrt-rtx": tensorrt, "trtexec": tensorrt,
 })  # fmt: skip
+
+
+PRODUCTS = frozenset({"Gemm", "MatMul"})
+
+
+def storages(engine: str, operator: str = "MatMul") -> tuple[Storage, ...]:
+    """The ways to store weights for which an engine has kernels of an operator, the usual ones first.
+
+    Observed. ONNX Runtime 1.31 makes MatMulNBits of blocks of 16 to 256 of a product's inputs, in 4 and 8 bits (a scale
+    for all of a channel becomes blocks of 32 with that scale), and of nothing else; it computes on 8-bit activations
+    then. OpenVINO 2026.4 takes the integers into FullyConnected. TensorRT documents blocks of 64 and 128 of signed 4
+    bits; weights of 8 bits alone it accepts, and makes floats of when it builds. A Gather of integers is ours.
+    """
+    names = STORAGES.get(engine, {})
+    return tuple(Storage.named(name) for name in names.get(operator, ()))
+
+
+def storages_like(engine: str, wanted: str, operator: str = "MatMul") -> tuple[Storage, ...]:
+    """Those of `storages` that a name means, the nearest first: w8 and w4 mean all of so many bits, others themselves.
+
+    A table of Gather has 8 bits where 4 are asked for.
+    """
+    known = storages(engine, operator)
+    exact = [s for s in known if s.name == wanted]
+    alike = [s for s in known if wanted == s.family or operator == "Gather"]
+    return tuple(dict.fromkeys((*exact, *alike)))
+
+
+def wanted_storage(engine: str, wanted: str) -> str:
+    """The name of a storage or of a family that an engine has for products.
+
+    Raises:
+        BadOption: it has none.
+    """
+    if not storages_like(engine, wanted):
+        known = ", ".join(dict.fromkeys((*(s.family for s in storages(engine)), *(s.name for s in storages(engine)))))
+        raise BadOption(f"{engine} has no kernels for weights stored as {wanted!r}; it has {known or 'none'}")
+    return wanted
+
+
+_ON_CPU = "w4b32", "w4b128", "w4b32a", "w4b128a", "w8", "w8b32", "w8b128"
+
+STORAGES: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType({
+    "fake": dict.fromkeys(PRODUCTS, ("w4b32", "w8")),
+    "onnxruntime": {**dict.fromkeys(PRODUCTS, _ON_CPU), "Gather": ("w8",)},
+    "openvino": dict.fromkeys(PRODUCTS, _ON_CPU),
+    **dict.fromkeys(HALVES, dict.fromkeys(PRODUCTS, ("w4b64", "w4b128"))),
+})  # fmt: skip
+"""By engine and operator, names of storages."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import numpy as np
 import onnx
 
 from qdqtune.errors import writing
@@ -61,8 +60,8 @@ class ConstantFile:
         if constant.key not in self._spans:
             offset = -(-self._file.tell() // self.ALIGN) * self.ALIGN
             self._file.seek(offset)
-            data = np.ascontiguousarray(constant.array())
-            self._file.write(data.reshape(-1).view(np.uint8).data)
+            data = constant.data()
+            self._file.write(data)
             self._spans[constant.key] = (offset, data.nbytes)
         return self._spans[constant.key]
 

@@ -82,6 +82,19 @@ def _ready(proto: ModelProto, folder: Path, fix_inputs: Mapping[str, float | int
     return Model(infer(proto, large), large)
 
 
+def with_opset(model: Model, opset: int) -> Model:
+    """`model` with its opset raised to `opset`, if it is lower.
+
+    Raises:
+        BadModel: it cannot be raised.
+    """
+    if model.opset >= opset:
+        return model
+    large = dict(model.large)
+    proto = _with_opset(_copy(model.proto), large, opset)
+    return Model(infer(proto, large), large)
+
+
 def _open_negative_sizes(graph: onnx.GraphProto) -> None:
     """Make open sizes of negative ones, in place: exporters write -1, and ONNX Runtime takes it so."""
     for value in (*graph.input, *graph.value_info, *graph.output):

@@ -26,6 +26,9 @@ LARGE = 1024
 GRAPH = -1
 """Node index that stands for the graph itself, as the user of its outputs."""
 
+HALF_BYTES = frozenset({onnx.TensorProto.INT4, onnx.TensorProto.UINT4})
+"""Types of which two values share a byte."""
+
 FLOATS = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16})
 
 
@@ -88,12 +91,24 @@ class Constant:
 
     @property
     def nbytes(self) -> int:
-        """Size of the values."""
-        return math.prod(self.shape) * onnx.helper.tensor_dtype_to_np_dtype(self.dtype).itemsize
+        """Size of the values as files hold them."""
+        count = math.prod(self.shape)
+        if self.dtype in HALF_BYTES:
+            return (count + 1) // 2
+        return count * onnx.helper.tensor_dtype_to_np_dtype(self.dtype).itemsize
 
     def array(self) -> Array:
         """The values. Read only."""
         return self.read()
+
+    def data(self) -> memoryview:
+        """The bytes of the values as files hold them: two values of 4 bits in a byte, the first in its lower half."""
+        values = _bytes(self.array())
+        if self.dtype not in HALF_BYTES:
+            return values
+        halves = np.frombuffer(values, np.uint8) & 0x0F
+        halves = np.append(halves, np.zeros(len(halves) % 2, np.uint8))
+        return (halves[::2] | halves[1::2] << 4).data
 
     @staticmethod
     def of(array: Array, key: str | None = None) -> Constant:

@@ -15,7 +15,8 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.operators import is_float
 from qdqtune.graph.outputs import appearing
 from qdqtune.graph.rewriting import Rewrites
-from qdqtune.types import Edge, Placement, QuantType
+from qdqtune.placement.possible import unstorable, weight_at
+from qdqtune.types import Edge, Placement, QuantType, Storage
 
 VERSION = 1
 
@@ -38,7 +39,7 @@ class Recorded:
 
 
 def write_placement(path: Path, recorded: Recorded, model: str) -> None:
-    """Write placement.yaml: every edge with a pair, by the names of the ONNX file.
+    """Write placement.yaml: every edge with a pair, and every weight that alone is quantized, by the names of the file.
 
     Raises:
         OutputError: the file cannot be written.
@@ -46,6 +47,10 @@ def write_placement(path: Path, recorded: Recorded, model: str) -> None:
     edges = [
         {"tensor": e.tensor} | ({"output": e.index} if e.is_graph_output else {"node": e.node, "input": e.index})
         for e in recorded.placement
+    ]
+    compressed = [
+        {"tensor": e.tensor, "node": e.node, "input": e.index, "storage": storage.name}
+        for e, storage in recorded.placement.storages.items()
     ]
     write_yaml(
         path,
@@ -58,6 +63,7 @@ def write_placement(path: Path, recorded: Recorded, model: str) -> None:
             "calibration": asdict(recorded.calibration),
             "rewrites": asdict(recorded.rewrites),
             "edges": edges,
+            **({"weights": compressed} if compressed else {}),
         },
     )
 
@@ -73,8 +79,11 @@ def read_placement_file(path: Path) -> Recorded:
         edges = [
             Edge(e["tensor"], e.get("node", ""), e["output"] if "output" in e else e["input"]) for e in content["edges"]
         ]
+        stored = [
+            (Edge(e["tensor"], e["node"], e["input"]), Storage.named(e["storage"])) for e in content.get("weights", [])
+        ]
         recorded = Recorded(
-            Placement.of(filter(_is_named, edges)),
+            Placement.of(filter(_is_named, edges), (pair for pair in stored if _is_named(pair[0]))),
             content["quant_type"],
             content["engine"],
             dict(content.get("fix_inputs") or {}),
@@ -84,6 +93,7 @@ def read_placement_file(path: Path) -> Recorded:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise BadOption(f"{path} is no placement file: {error!r} is missing or wrong") from error
     fixed = all(isinstance(k, str) and isinstance(v, float | int | str) for k, v in recorded.fix_inputs.items())
+    edges += [edge for edge, _ in stored]
     if not all(map(_is_named, edges)) or recorded.quant_type not in QUANT_TYPES or not fixed:
         raise BadOption(f"{path} is no placement file: an edge, the quant_type or a fixed input is none")
     if not isinstance(recorded.engine, str):
@@ -98,13 +108,20 @@ def _is_named(edge: Edge) -> bool:
 
 
 def existing(model: Model, placement: Placement, possible: frozenset[Edge]) -> tuple[Placement, tuple[Edge, ...]]:
-    """The edges of a placement that `model` has too, and those that it lacks or that cannot carry a pair there.
+    """The edges of a placement that `model` has too, and those that it lacks or that cannot carry a pair there, or
+    store a weight as it says.
 
     A cast between float types, which one of two precisions has and the other has not, leaves an edge what it is.
     """
-    same = {edge: _behind_casts(model, edge) for edge in placement}
-    known = {edge: here for edge, here in same.items() if here in possible}
-    return Placement.of(known.values()), tuple(e for e in placement if e not in known)
+    same = {edge: _behind_casts(model, edge) for edge in (*placement, *placement.storages)}
+    known = {edge: same[edge] for edge in placement if same[edge] in possible}
+    stored = {
+        same[edge]: storage
+        for edge, storage in placement.storages.items()
+        if (weight := weight_at(model, same[edge])) is not None and unstorable(weight, storage) is None
+    }
+    lost = (e for e in same if e not in known and same[e] not in stored)
+    return Placement.of(known.values(), stored.items()), tuple(lost)
 
 
 def _behind_casts(model: Model, edge: Edge) -> Edge:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import onnx
@@ -20,9 +21,12 @@ from qdqtune.calibration import scales
 from qdqtune.calibration.scales import Quantization, Range, Ranges
 from qdqtune.errors import BadModel
 from qdqtune.graph.folding import names_in
-from qdqtune.graph.model import GRAPH, LARGE, Constant, Model, Node, rebuild
+from qdqtune.graph.loading import with_opset
+from qdqtune.graph.model import GRAPH, Constant, Model, Node, rebuild
 from qdqtune.graph.operators import CLAMPS, COMPUTE
 from qdqtune.placement.bias_correction import layer_at
+from qdqtune.placement.compression import BLOCKS, Compressor
+from qdqtune.placement.draft import Draft, Parameters, converter
 from qdqtune.placement.possible import refusal, unscaled, weight_role
 from qdqtune.placement.shared_scales import Member, common_ranges
 from qdqtune.types import Array, Edge, NumericFormat, Placement, QType
@@ -68,14 +72,6 @@ class _Shifted:
 
 
 @dataclass(frozen=True)
-class _Parameters:
-    """Names of the initializers that Q and DQ read: scale and zero point."""
-
-    scale: str
-    zero_point: str
-
-
-@dataclass(frozen=True)
 class _Decision:
     """What insertion will do: the quantization of each activation, and of each constant in each role."""
 
@@ -84,31 +80,6 @@ class _Decision:
     biases: Mapping[int, _Bias]
     shifted: Mapping[int, _Shifted]
     dropped: frozenset[int]
-
-
-@dataclass
-class _Draft:
-    """The new graph while it is written."""
-
-    nodes: list[onnx.NodeProto] = field(default_factory=list)
-    constants: dict[str, Constant] = field(default_factory=dict)
-    made: dict[tuple[object, ...], str] = field(default_factory=dict)
-    names: set[str] = field(default_factory=set)
-
-    def constant(self, wanted: str, values: Array) -> str:
-        """A constant in memory under a free name near `wanted`."""
-        name, array = self.unique(wanted), np.asarray(values)
-        # Large ones are shared between candidates by key, and candidates differ under one name: the content decides.
-        self.constants[name] = Constant.of(array, key=name if array.nbytes < LARGE else None)
-        return name
-
-    def unique(self, wanted: str) -> str:
-        """`wanted`, or `wanted_2` and so on if a tensor or node has that name already."""
-        name, n = wanted, 2
-        while name in self.names:
-            name, n = f"{wanted}_{n}", n + 1
-        self.names.add(name)
-        return name
 
 
 class Inserter:
@@ -122,11 +93,19 @@ class Inserter:
         self._forms: dict[tuple[object, ...], Constant] = {}
         self._problems: dict[Edge, str | None] = {}
         self._names = names_in(model.proto.graph) | set(model.index_of)
+        self._compressor = Compressor(model)
 
     def insert(self, placement: Placement) -> Model:
         """See `insert`."""
+        if self._model.opset < self._compressor.opset(placement):
+            return self._raised.insert(placement)
         by_tensor = self._checked(placement)
         return self._write(self._decide(placement, by_tensor), placement)
+
+    @cached_property
+    def _raised(self) -> Inserter:
+        """The same for a model of the opset that blocks need."""
+        return Inserter(with_opset(self._model, BLOCKS), self._ranges, self._format)
 
     def _checked(self, placement: Placement) -> dict[str, list[Edge]]:
         """The edges by tensor, each known to exist and to be able to carry a pair."""
@@ -135,6 +114,9 @@ class Inserter:
             if edge_problem := self._problem(edge):
                 raise ValueError(f"no pair can stand on {edge}: {edge_problem}")
             by_tensor.setdefault(edge.tensor, []).append(edge)
+        for edge, storage in placement.compressed:
+            if (problem := self._compressor.problem(edge, storage)) is not None:
+                raise ValueError(f"{storage.name} cannot be the storage of {edge}: {problem}")
         if placement.edges and model.opset < self._needed_opset(by_tensor):
             raise ValueError(f"the model has opset {model.opset}, its pairs need {self._needed_opset(by_tensor)}")
         return by_tensor
@@ -298,12 +280,13 @@ class Inserter:
 
     def _write(self, decision: _Decision, placement: Placement) -> Model:
         model = self._model
-        draft = _Draft(names=set(self._names))
+        draft = Draft(names=set(self._names))
         renamed = {model.nodes[i].inputs[0]: model.nodes[i].outputs[0] for i in decision.dropped}
         paired = {e.tensor: e for e in placement if e.is_graph_output}
         raw = {tensor: draft.unique(tensor + RAW_OUTPUT) for tensor in paired}
+        storages, superfluous = placement.storages, self._compressor.superfluous(placement)
         for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
-            if node.index in decision.dropped:
+            if node.index in decision.dropped or node.index in superfluous:
                 continue
             copy = onnx.NodeProto()
             copy.CopyFrom(proto)
@@ -320,15 +303,18 @@ class Inserter:
                 copy.input[slot] = self._bias(draft, node, slot, decision)
             for i, tensor in enumerate(node.outputs):
                 copy.output[i] = raw.get(tensor, renamed.get(tensor, tensor))
-            draft.nodes.append(copy)
+            stored = (e for i, t in enumerate(node.inputs) if storages and (e := Edge(t, node.name, i)) in storages)
+            behind = [n for e in stored for n in self._compressor.write(draft, copy, e, storages[e])]
+            draft.nodes += [copy, *behind]
         for edge in paired.values():
             self._dequantized(draft, decision, edge, raw)
         result = rebuild(model, draft.nodes, draft.constants)
-        if placement.edges:
-            result.proto.ir_version = max(result.proto.ir_version, 9 if model.opset >= 19 else 7)
+        if placement:
+            oldest = 10 if model.opset >= 21 and placement.compressed else 9 if model.opset >= 19 else 7
+            result.proto.ir_version = max(result.proto.ir_version, oldest)
         return result
 
-    def _dequantized(self, draft: _Draft, decision: _Decision, edge: Edge, raw: Mapping[str, str]) -> str:
+    def _dequantized(self, draft: Draft, decision: _Decision, edge: Edge, raw: Mapping[str, str]) -> str:
         """Name of the DQ output that stands for `edge`; its nodes are written on first use.
 
         Behind a graph output the DQ takes the output's name, and the float tensor its name in `raw`.
@@ -342,8 +328,8 @@ class Inserter:
             parameters = self._parameters(draft, tensor, decision.activations[tensor])
             quantized = draft.unique(f"{tensor}_QuantizeLinear_Output")
             draft.made[key] = tensor if tensor in raw else draft.unique(f"{tensor}_DequantizeLinear_Output")
-            _converter("QuantizeLinear", draft, tensor, raw.get(tensor, tensor), parameters, quantized)
-            _converter("DequantizeLinear", draft, tensor, quantized, parameters, draft.made[key])
+            converter("QuantizeLinear", draft, tensor, raw.get(tensor, tensor), parameters, quantized)
+            converter("DequantizeLinear", draft, tensor, quantized, parameters, draft.made[key])
         return draft.made[key]
 
     def _ranked(self, edge: Edge, constant: Constant) -> Constant:
@@ -357,7 +343,7 @@ class Inserter:
             return constant
         return Constant(f"{constant.key}:vector", constant.dtype, (1,), lambda: constant.array().reshape(1))
 
-    def _constant(self, draft: _Draft, tensor: str, constant: Constant, quantization: Quantization) -> str:
+    def _constant(self, draft: Draft, tensor: str, constant: Constant, quantization: Quantization) -> str:
         key = (constant.key, quantization.qtype, quantization.axis, quantization.scale.tobytes(), tensor)
         if key not in draft.made:
             name = draft.unique(f"{tensor}_quantized")
@@ -369,12 +355,12 @@ class Inserter:
             if self._format.float_weights:
                 source = draft.unique(f"{tensor}_float")
                 draft.constants[source] = constant
-                _converter("QuantizeLinear", draft, tensor, source, parameters, name, quantization.axis)
+                converter("QuantizeLinear", draft, tensor, source, parameters, name, quantization.axis)
             draft.made[key] = draft.unique(f"{tensor}_DequantizeLinear_Output")
-            _converter("DequantizeLinear", draft, tensor, name, parameters, draft.made[key], quantization.axis)
+            converter("DequantizeLinear", draft, tensor, name, parameters, draft.made[key], quantization.axis)
         return draft.made[key]
 
-    def _bias(self, draft: _Draft, node: Node, slot: int, decision: _Decision) -> str:
+    def _bias(self, draft: Draft, node: Node, slot: int, decision: _Decision) -> str:
         """Name of the tensor that stands for a node's bias: a DQ of integers, or a corrected one in float."""
         tensor = (node.inputs[slot] if len(node.inputs) > slot else "") or f"{node.outputs[0]}_bias"
         bias = decision.biases.get(node.index)
@@ -382,15 +368,15 @@ class Inserter:
             return draft.constant(f"{tensor}_corrected", decision.shifted[node.index].values)
         name = draft.constant(f"{tensor}_quantized", bias.values)
         dtype = _numpy(self._dtype(node.inputs[1]))
-        parameters = _Parameters(
+        parameters = Parameters(
             draft.constant(f"{name}_scale", bias.scale.astype(dtype)),
             draft.constant(f"{name}_zero_point", np.zeros(bias.scale.shape, np.int32)),
         )
         output = draft.unique(f"{tensor}_DequantizeLinear_Output")
-        _converter("DequantizeLinear", draft, tensor, name, parameters, output, 0 if bias.scale.ndim else None)
+        converter("DequantizeLinear", draft, tensor, name, parameters, output, 0 if bias.scale.ndim else None)
         return output
 
-    def _parameters(self, draft: _Draft, tensor: str, quantization: Quantization) -> _Parameters:
+    def _parameters(self, draft: Draft, tensor: str, quantization: Quantization) -> Parameters:
         """Scale and zero point as initializers; the scale has the tensor's own float type."""
         dtype = _numpy(self._dtype(tensor))
         if self._format.float_weights and dtype == np.float16:
@@ -400,17 +386,7 @@ class Inserter:
             )
         values = quantization.scale.astype(dtype)
         zeros = np.full(quantization.scale.shape, quantization.zero_point, scales.NUMPY_TYPE[quantization.qtype])
-        return _Parameters(draft.constant(f"{tensor}_scale", values), draft.constant(f"{tensor}_zero_point", zeros))
-
-
-def _converter(
-    op: str, draft: _Draft, tensor: str, source: str, parameters: _Parameters, output: str, axis: int | None = None
-) -> None:
-    inputs = [source, parameters.scale, parameters.zero_point]
-    node = helper.make_node(op, inputs, [output], draft.unique(f"{tensor}_{op}"))
-    if axis is not None:
-        node.attribute.append(helper.make_attribute("axis", axis))
-    draft.nodes.append(node)
+        return Parameters(draft.constant(f"{tensor}_scale", values), draft.constant(f"{tensor}_zero_point", zeros))
 
 
 def _clamp_bounds(model: Model, node: Node) -> tuple[float, float] | None:

@@ -1,7 +1,8 @@
 """Where a Q/DQ pair may stand, and as what: said here for everybody who asks.
 
 Region search asks of its points, `possible_edges` for the rules and the searches, insertion before it writes. What the
-structure of a graph says (`refusal`) is one function; the rest is numbers (`unscaled`): a pair needs a scale.
+structure of a graph says (`refusal`) is one function; the rest is numbers (`unscaled`): a pair needs a scale. Weights
+that alone are quantized (`types.Storage`) stand elsewhere, and carry no pair: `weight_at` and `unstorable` say where.
 """
 
 from __future__ import annotations
@@ -9,15 +10,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import onnx
 
 from qdqtune.calibration.scales import Ranges
-from qdqtune.graph.model import GRAPH, Model, Node
+from qdqtune.graph.model import GRAPH, Constant, Model, Node
 from qdqtune.graph.operators import ARITHMETIC, COMPUTE, is_float, takes_data
-from qdqtune.types import Edge, Placement
+from qdqtune.types import Array, Edge, Placement, Storage
 
 TAKES_CONSTANTS = ARITHMETIC | {"Concat"}
 """Operators of which a constant operand is like an activation: engines have integer kernels that read both in 8 bits.
 A table of Gather is another one."""
+
+STORING = frozenset({"Gather", "Gemm", "MatMul"})
+"""Operators of which a weight may be stored in fewer bits while all else stays float."""
+
+STORED_FROM = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16})
+"""Types of the weights that may."""
 
 
 def refusal(model: Model, tensor: str, node: int, slot: int) -> str | None:
@@ -123,6 +131,72 @@ def weight_role(model: Model, edge: Edge) -> WeightRole | None:
     return None
 
 
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """A matrix that a kernel may read in fewer bits. `constant` is [in, out], or if `transposed` [out, in]: the weights
+    of one output, or the numbers of one row of a table, lie along `in`."""
+
+    node: Node
+    constant: Constant
+    transposed: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[in, out]."""
+        rows, columns = self.constant.shape
+        return (columns, rows) if self.transposed else (rows, columns)
+
+    def array(self) -> Array:
+        """The values as [in, out]."""
+        return self.constant.array().T if self.transposed else self.constant.array()
+
+
+def weight_at(model: Model, edge: Edge) -> Weight | None:
+    """The matrix that a product reads there, or a Gather as the table of its rows; None where there is none.
+
+    A product may read it through a Transpose, as heads do that share the table of their embedding.
+    """
+    node = model.nodes[model.index_of[edge.node]] if edge.node in model.index_of else None
+    if node is None or node.domain or edge.index >= len(node.inputs) or node.inputs[edge.index] != edge.tensor:
+        return None
+    tensor, turned = edge.tensor, False
+    if tensor in model.producers and node.op != "Gather":
+        maker = model.nodes[model.producers[tensor]]
+        if maker.op == "Transpose" and not maker.domain and list(maker.attributes.get("perm", (1, 0))) == [1, 0]:
+            tensor, turned = maker.inputs[0], True
+    constant = model.constants.get(tensor)
+    if constant is None or len(constant.shape) != 2 or constant.dtype not in STORED_FROM:
+        return None
+    match node.op, edge.index:
+        case "MatMul", 1:
+            return Weight(node, constant, turned)
+        case "Gemm", 1 if all(node.attributes.get(a, 1.0) == 1.0 for a in ("alpha", "beta")):
+            return (
+                None
+                if node.attributes.get("transA", 0)
+                else Weight(node, constant, turned != bool(node.attributes.get("transB", 0)))
+            )
+        case "Gather", 0 if node.attributes.get("axis", 0) == 0:
+            return Weight(node, constant, True)
+    return None
+
+
+def unstorable(weight: Weight, storage: Storage) -> str | None:
+    """Why a weight cannot have a storage, by its shape and operator; None if it can. What pays, engines say."""
+    if storage.block is not None and weight.shape[0] % storage.block:
+        return f"its {weight.shape[0]} inputs are no multiple of the {storage.block} of a block"
+    if weight.node.op == "Gather" and (storage.bits == 4 or not storage.symmetric):
+        return "Gather takes tables of signed 8 bits, and none of 4"
+    return None
+
+
+def storable_edges(model: Model) -> frozenset[Edge]:
+    """Every use of a weight that may be stored in fewer bits: its values are finite."""
+    found = ((Edge(t, n.name, slot), t) for n in model.nodes if n.op in STORING for slot, t in enumerate(n.inputs))
+    weights = ((edge, w) for edge, _ in found if (w := weight_at(model, edge)) is not None)
+    return frozenset(edge for edge, w in weights if np.isfinite(w.constant.array()).all())
+
+
 def compute_edges(model: Model, node: Node, possible: frozenset[Edge]) -> frozenset[Edge]:
     """Activation and weight of a compute node together, or nothing: one alone runs in float and costs a conversion."""
     both = frozenset(Edge(t, node.name, i) for i, t in enumerate(node.inputs[:2]))
@@ -137,4 +211,4 @@ def consistent(model: Model, placement: Placement) -> Placement:
             both = [Edge(t, node.name, i) for i, t in enumerate(node.inputs[:2])]
             if len(present := [e for e in both if e in placement]) == 1:
                 lonely.update(present)
-    return Placement(placement.edges - lonely) if lonely else placement
+    return Placement(placement.edges - lonely, placement.compressed) if lonely else placement

@@ -16,8 +16,9 @@ from qdqtune.graph.loading import infer
 from qdqtune.graph.model import FLOATS, GRAPH, Constant, Model, Node, rebuild
 from qdqtune.graph.operators import KEEPS_SIGN, LOWER_BOUNDS, QDQ
 from qdqtune.placement.insertion import RAW_OUTPUT
-from qdqtune.placement.possible import weight_role
-from qdqtune.types import Array, Edge, Placement
+from qdqtune.placement.possible import STORING, weight_at, weight_role
+from qdqtune.placement.stored import Table, storage_in, tables_of, with_tables, without_blocks
+from qdqtune.types import Array, Edge, Placement, Storage
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Pair:
     dq: Node
     is_constant: bool
     is_bias: bool
+    block: int | None = None
 
     @property
     def range(self) -> Range:
@@ -69,10 +71,12 @@ def read_placement(float_model: Model, qdq_model: Model) -> Reading:
     """The edges of `float_model` on which `qdq_model` has pairs.
 
     Nodes are matched by name, then by the name of an output tensor; the edge is the float node's own input. Pairs of
-    int32 biases follow from the others and are left out.
+    int32 biases follow from the others and are left out. A weight without a pair on what it meets, in blocks or of 4
+    bits is compressed.
     """
     twins = twins_of(float_model, qdq_model)
     edges: set[Edge] = set()
+    stored: dict[Edge, Storage] = {}
     activations: dict[str, Range] = {}
     weights: dict[str, tuple[float, ...]] = {}
     unmatched: list[str] = []
@@ -84,12 +88,35 @@ def read_placement(float_model: Model, qdq_model: Model) -> Reading:
             if edge is None:
                 unmatched.append(pair.dq.name)
                 continue
+            if _is_alone(qdq_model, pair, use.node) and weight_at(float_model, edge) is not None:
+                if (storage := storage_in(pair.zero_point, pair.block)) is not None:
+                    stored[edge] = storage
+                else:
+                    unmatched.append(pair.dq.name)
+                continue
             edges.add(edge)
             if edge.tensor in float_model.constants and weight_role(float_model, edge) is not None:
                 weights[edge.tensor] = tuple(float(s) for s in pair.scale.reshape(-1))
             else:
                 activations[edge.tensor] = pair.range
-    return Reading(Placement(frozenset(edges)), Ranges(activations, weights), tuple(unmatched))
+    stored |= {edge: table.storage for table in tables_of(qdq_model) if (edge := _of_table(float_model, table, twins))}
+    return Reading(Placement.of(edges, stored.items()), Ranges(activations, weights), tuple(unmatched))
+
+
+def _is_alone(model: Model, pair: Pair, node: int) -> bool:
+    """Whether a weight is quantized and what it meets is not, as no pair is written: in blocks, in 4 bits, or in 8 bits
+    without a zero point."""
+    if not pair.is_constant or node == GRAPH or model.nodes[node].op not in STORING:
+        return False
+    is_ours = pair.block is not None or pair.zero_point.dtype.name.endswith("int4") or len(pair.dq.inputs) < 3
+    maker = model.producers.get(model.nodes[node].inputs[0])
+    return is_ours and (maker is None or model.nodes[maker].op != "DequantizeLinear")
+
+
+def _of_table(float_model: Model, table: Table, twins: Mapping[int, Node]) -> Edge | None:
+    twin = twins.get(table.gather.index)
+    edge = None if twin is None else Edge(twin.inputs[0], twin.name, 0)
+    return edge if edge is not None and weight_at(float_model, edge) is not None else None
 
 
 def strip_pairs(model: Model) -> Model:
@@ -98,6 +125,7 @@ def strip_pairs(model: Model) -> Model:
     Quantized constants become float ones. Where a pair clamped at zero and its producer may go below (a Relu that a
     quantizer had dropped), the clamp comes back as a Relu, or as a Clip where the range ends at 6.
     """
+    model = with_tables(model)
     pairs = {p.dq.outputs[0]: p for p in pairs_of(model)}
     bounds = _lower_bounds(model, pairs)
     added: dict[str, Constant] = {}
@@ -175,7 +203,10 @@ def pairs_of(model: Model) -> Iterator[Pair]:
             yield Pair(source, values, zero, axis, node, source in model.constants, False)
         elif constant is not None:
             zero = _zero_point(model, node, helper.tensor_dtype_to_np_dtype(constant.dtype))
-            yield Pair(node.inputs[0], values, zero, axis, node, True, constant.dtype == TensorProto.INT32)
+            is_bias = constant.dtype == TensorProto.INT32
+            yield Pair(
+                node.inputs[0], values, zero, axis, node, True, is_bias, node.attributes.get("block_size") or None
+            )
 
 
 def _zero_point(model: Model, node: Node, default: np.dtype[np.generic]) -> Array:
@@ -211,9 +242,9 @@ def counterpart(
         return None
     tensor = twin.inputs[slot]
     info = float_model.tensors.get(tensor)
-    if (tensor in float_model.constants) != pair.is_constant or (info is not None and not info.is_float):
-        return None
-    return Edge(tensor, twin.name, slot)
+    edge = Edge(tensor, twin.name, slot)
+    is_fixed = tensor in float_model.constants or (pair.is_constant and weight_at(float_model, edge) is not None)
+    return edge if is_fixed == pair.is_constant and (info is None or info.is_float) else None
 
 
 def _dequantized(model: Model, pair: Pair) -> Constant:
@@ -225,6 +256,8 @@ def _dequantized(model: Model, pair: Pair) -> Constant:
 
     def read() -> Array:
         quantized = constant.array().astype(np.float32)
+        if pair.block is not None:
+            return without_blocks(quantized, pair.scale, pair.zero_point, pair.axis, pair.block).astype(dtype)
         shape = [-1 if i == pair.axis % max(quantized.ndim, 1) else 1 for i in range(quantized.ndim)]
         scale, zero = (a.astype(np.float32).reshape(shape if a.size > 1 else ()) for a in (pair.scale, pair.zero_point))
         return np.asarray((quantized - zero) * scale).astype(dtype)

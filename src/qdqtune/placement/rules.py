@@ -5,13 +5,13 @@ A rule says where pairs stand in general; which of them pays on an engine is for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from qdqtune.graph.model import GRAPH, Model
 from qdqtune.graph.operators import CLAMPS, COMPUTE, FUSED_BEHIND, INTEGER_KERNELS, MOVERS, is_float, takes_data
-from qdqtune.placement.possible import compute_edges, consistent
-from qdqtune.types import Edge, Placement
+from qdqtune.placement.possible import compute_edges, consistent, unstorable, weight_at
+from qdqtune.types import Edge, Placement, Storage
 
 STATIC = COMPUTE | INTEGER_KERNELS | {
     "InstanceNormalization", "LayerNormalization", "LeakyRelu", "Pad", "Sigmoid", "Softmax",
@@ -112,6 +112,17 @@ RULES: tuple[Rule, ...] = (
     Rule("static", "what ONNX Runtime's quantize_static does", static),
     Rule("everything", "all that can be quantized", everything),
 )
+
+
+def weights_only(model: Model, edges: Iterable[Edge], choose: Callable[[str], Sequence[Storage]]) -> Placement:
+    """Every weight in the first storage that it can have of those that are chosen for its operator."""
+    stored = {}
+    for edge in edges:
+        weight = weight_at(model, edge)
+        able = () if weight is None else (s for s in choose(weight.node.op) if unstorable(weight, s) is None)
+        if (storage := next(iter(able), None)) is not None:
+            stored[edge] = storage
+    return Placement.of((), stored.items())
 
 
 def placements(model: Model, possible: frozenset[Edge]) -> Mapping[str, Placement]:

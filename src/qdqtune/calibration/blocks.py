@@ -1,0 +1,131 @@
+"""Weights alone become integers: scales of blocks by least squared error, and nothing of graphs.
+
+A block is `Storage.block` weights that are summed into one output; its scale and zero point are those with which the
+integers come closest to the weights. Largest values alone would give steps that few large weights widen for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from qdqtune.types import Array, Storage
+
+SHRINKS = (1.0, 0.93, 0.86, 0.78, 0.68)
+"""Shares of the range of a block that 4 bits are tried on: what lies beyond saturates, which pays where few are large.
+In 8 bits the whole range is as good as any."""
+
+CHUNK = 2**22
+"""Weights that are worked on at a time: the search needs several times their memory."""
+
+NUMPY_TYPE = {(4, True): ml_dtypes.int4, (4, False): ml_dtypes.uint4, (8, True): np.int8, (8, False): np.uint8}
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A weight [in, out] as integers of that shape, and what they mean: (integer - zero point) * scale.
+
+    `scale` is [in / block, out], or [out] where one serves a whole channel; `zero_point` has its shape, and is None
+    where integers are signed.
+    """
+
+    integers: Array
+    scale: Array
+    zero_point: Array | None = None
+
+    def values(self) -> Array:
+        """The float32 weights that they stand for."""
+        repeats = len(self.integers) // len(self.scale) if self.scale.ndim == 2 else 1
+
+        def spread(numbers: Array) -> Array:
+            return np.repeat(numbers, repeats, axis=0) if numbers.ndim == 2 else numbers
+
+        shifted = self.integers.astype(np.float32)
+        if self.zero_point is not None:
+            shifted = shifted - spread(self.zero_point.astype(np.float32))
+        return np.asarray(shifted * spread(self.scale.astype(np.float32)))
+
+
+def ends(storage: Storage) -> tuple[int, int]:
+    """The smallest and the largest integer. Signed ones of 8 bits leave out -128, as pairs do."""
+    if not storage.symmetric:
+        return 0, 2**storage.bits - 1
+    high: int = 2 ** (storage.bits - 1) - 1
+    return (-high - 1 if storage.bits == 4 else -high), high
+
+
+def store(weight: Array, storage: Storage) -> Stored:
+    """A weight [in, out] of float32 or float16 in a storage; scales have its type. The block divides `in`."""
+    rows, columns = weight.shape
+    block = storage.block or rows
+    wide = max(1, CHUNK // rows)
+    parts = [
+        _closest(np.asarray(weight[:, first : first + wide], np.float32).reshape(rows // block, block, -1), storage)
+        for first in range(0, columns, wide)
+    ]
+    scale = np.concatenate([scale for scale, _ in parts], axis=1)
+    scale = held(scale, weight.dtype)
+    zero = None if storage.symmetric else np.concatenate([zero for _, zero in parts], axis=1)
+    integers = rounded(weight, scale, zero, storage)
+    kind = NUMPY_TYPE[storage.bits, storage.symmetric]
+    if storage.block is None:
+        scale, zero = scale[0], None if zero is None else zero[0]
+    return Stored(integers.astype(kind), scale, None if zero is None else zero.astype(kind))
+
+
+def held(scale: Array, dtype: np.dtype[np.generic]) -> Array:
+    """Scales as `dtype` holds them, no less than its smallest normal number; 1 where all weights are zero."""
+    smallest = float(ml_dtypes.finfo(dtype).smallest_normal)  # type: ignore[no-untyped-call]
+    return np.where(scale == 0, 1.0, np.maximum(scale, smallest)).astype(dtype)
+
+
+def rounded(weight: Array, scale: Array, zero: Array | None, storage: Storage) -> Array:
+    """The nearest integers of a weight [in, out], as int8 or uint8; `scale` is [in / block, out]."""
+    low, high = ends(storage)
+    block = len(weight) // len(scale)
+    result = np.empty(weight.shape, np.int8 if storage.symmetric else np.uint8)
+    for number in range(len(scale)):
+        rows = slice(number * block, (number + 1) * block)
+        steps = np.rint(np.asarray(weight[rows], np.float32) / scale[number].astype(np.float32))
+        result[rows] = np.clip(steps if zero is None else steps + zero[number], low, high)
+    return result
+
+
+def _closest(weight: Array, storage: Storage) -> tuple[Array, Array]:
+    """Scale and zero point [blocks, out] of the least squared error over a weight [blocks, block, out]."""
+    low, high = ends(storage)
+    least: Array | None = None
+    best = zero = np.zeros(())
+    for scale, centre in _tried(weight, storage):
+        shifted = np.clip(np.rint(weight / scale) + centre, low, high) - centre
+        if storage.bits == 4:  # the scale that fits these integers best
+            power = np.square(shifted).sum(axis=1, keepdims=True)
+            fitting = (shifted * weight).sum(axis=1, keepdims=True) / np.where(power == 0, 1, power)
+            scale = np.where(fitting > 0, fitting, scale)
+            shifted = np.clip(np.rint(weight / scale) + centre, low, high) - centre
+        error = np.square(shifted * scale - weight).sum(axis=1, keepdims=True)
+        if least is None:
+            least, best, zero = error, scale, centre
+        better = error < least
+        least, best, zero = (np.where(better, a, b) for a, b in ((error, least), (scale, best), (centre, zero)))
+    return best[:, 0], zero[:, 0]
+
+
+def _tried(weight: Array, storage: Storage) -> Iterator[tuple[Array, Array]]:
+    """Scales and zero points [blocks, 1, out] to choose from; a scale is 1 where all weights are zero."""
+    low, high = ends(storage)
+    shares = SHRINKS if storage.bits == 4 else SHRINKS[:1]
+    if storage.symmetric:
+        top = np.abs(weight).max(axis=1, keepdims=True)
+        for share in shares:
+            yield np.where(top == 0, 1, top * share / high), np.zeros((1, 1, 1), np.float32)
+        return
+    bottom = np.minimum(weight.min(axis=1, keepdims=True), 0)
+    top = np.maximum(weight.max(axis=1, keepdims=True), 0)
+    for share in shares:
+        span = (top - bottom) * share / high
+        scale = np.where(span == 0, 1, span)
+        yield scale, np.clip(np.rint(-bottom * share / scale), low, high)

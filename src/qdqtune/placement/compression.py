@@ -1,0 +1,138 @@
+"""Weights that alone are quantized, as standard ONNX: integers behind a DequantizeLinear that the kernel draws in.
+
+A product reads its matrix as [in, out], which is how kernels of ONNX Runtime, OpenVINO and TensorRT take it: a Gemm
+that has it the other way round gets it so, and a Transpose of a constant goes. A Gather picks rows of integers and of
+scales, and what it picked becomes floats: no engine that is known draws a DequantizeLinear in front of it in.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property, partial
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from qdqtune.calibration import blocks
+from qdqtune.calibration.blocks import Stored
+from qdqtune.graph.model import Constant, Model
+from qdqtune.placement.draft import Draft
+from qdqtune.placement.possible import Weight, storable_edges, unstorable, weight_at
+from qdqtune.types import Array, Edge, Placement, Storage
+
+BLOCKS = 21
+"""The opset of blocks, and of 4 bits."""
+
+ONNX_TYPE = {
+    (4, True): TensorProto.INT4,
+    (4, False): TensorProto.UINT4,
+    (8, True): TensorProto.INT8,
+    (8, False): TensorProto.UINT8,
+}
+"""By bits, and whether they are symmetric."""
+
+
+class Compressor:
+    """Stored weights of one model, written into candidates; remembers the scales, which most candidates share."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._scales: dict[str, tuple[Array, Array | None]] = {}
+        self._latest: tuple[str, Stored] | None = None
+
+    @cached_property
+    def _able(self) -> frozenset[Edge]:
+        return storable_edges(self._model)
+
+    def problem(self, edge: Edge, storage: Storage) -> str | None:
+        """Why a weight cannot be stored so there; None if it can."""
+        weight = weight_at(self._model, edge)
+        if weight is None or edge not in self._able:
+            return "no product and no Gather reads a matrix of finite weights there"
+        return unstorable(weight, storage)
+
+    def opset(self, placement: Placement) -> int:
+        """The opset that the stored weights of a placement need at least; 0 for none."""
+        return max((self._opset(e, s) for e, s in placement.compressed), default=0)
+
+    def _opset(self, edge: Edge, storage: Storage) -> int:
+        weight = weight_at(self._model, edge)
+        if weight is None or weight.node.op == "Gather":
+            return BLOCKS
+        return max(storage.opset, 13 if weight.constant.dtype == TensorProto.FLOAT else 19)
+
+    def superfluous(self, placement: Placement) -> frozenset[int]:
+        """Transposes of constants that only stored weights have read."""
+        model, stored = self._model, {edge for edge, _ in placement.compressed}
+        found = set()
+        for tensor in {e.tensor for e in stored} & model.producers.keys():
+            uses = model.uses(tensor)
+            if all(u.node >= 0 and Edge(tensor, model.nodes[u.node].name, u.slot) in stored for u in uses):
+                found.add(model.producers[tensor])
+        return frozenset(found)
+
+    def write(self, draft: Draft, node: onnx.NodeProto, edge: Edge, storage: Storage) -> tuple[onnx.NodeProto, ...]:
+        """Make `node` read a stored weight in place of the one at `edge`; the nodes that have to stand behind it."""
+        weight = weight_at(self._model, edge)
+        assert weight is not None  # as `problem` has said
+        names = self._constants(draft, edge.tensor, weight, storage)
+        if weight.node.op == "Gather":
+            return self._picked(draft, node, names, storage.block or weight.shape[0])
+        node.input[edge.index] = self._dequantized(draft, edge.tensor, names, storage)
+        kept = [a for a in node.attribute if a.name != "transB"]
+        del node.attribute[:]
+        node.attribute.extend(kept)
+        return ()
+
+    def _dequantized(self, draft: Draft, tensor: str, names: tuple[str, ...], storage: Storage) -> str:
+        key = ("stored", names)
+        if key not in draft.made:
+            draft.made[key] = draft.unique(f"{tensor}_DequantizeLinear_Output")
+            name = draft.unique(f"{tensor}_DequantizeLinear")
+            axis = 1 if storage.block is None else 0
+            back = helper.make_node("DequantizeLinear", list(names), [draft.made[key]], name, axis=axis)
+            if storage.block is not None:
+                back.attribute.append(helper.make_attribute("block_size", storage.block))
+            draft.nodes.append(back)
+        return draft.made[key]
+
+    def _picked(
+        self, draft: Draft, node: onnx.NodeProto, names: tuple[str, ...], block: int
+    ) -> tuple[onnx.NodeProto, ...]:
+        """A Gather of integers, one of their scales, and what makes floats of both."""
+        result = node.output[0]
+        rows, scales = draft.unique(f"{result}_quantized"), draft.unique(f"{result}_scale")
+        node.input[0], node.output[0] = names[0], rows
+        own = draft.unique(f"{node.name}_scale"), draft.unique(f"{result}_DequantizeLinear")
+        return (
+            helper.make_node("Gather", [names[1], node.input[1]], [scales], own[0], axis=0),
+            helper.make_node("DequantizeLinear", [rows, scales], [result], own[1], axis=-1, block_size=block),
+        )
+
+    def _constants(self, draft: Draft, tensor: str, weight: Weight, storage: Storage) -> tuple[str, ...]:
+        """Names of the integers, the scales and, where it is asymmetric, the zero points, as their node reads them."""
+        source, is_table = weight.constant, weight.node.op == "Gather"
+        key = f"{source.key}:{storage.name}:{weight.transposed:d}{is_table:d}"
+        if ("constants", tensor, key) not in draft.made:
+            integers = ONNX_TYPE[storage.bits, storage.symmetric]
+            rows, columns = weight.shape
+            scaled = (rows // (storage.block or rows), columns) if storage.block or is_table else (columns,)
+            parts = [("quantized", integers, (rows, columns)), ("scale", source.dtype, scaled)]
+            parts += [] if storage.symmetric else [("zero_point", integers, scaled)]
+            names = []
+            for number, (what, dtype, shape) in enumerate(parts):
+                names.append(draft.unique(f"{tensor}_{what}"))
+                read = partial(self._part, number, key, weight, storage, shape)
+                draft.constants[names[-1]] = Constant(f"{key}:{what}", dtype, shape[::-1] if is_table else shape, read)
+            draft.made["constants", tensor, key] = "\n".join(names)
+        return tuple(draft.made["constants", tensor, key].split("\n"))
+
+    def _part(self, number: int, key: str, weight: Weight, storage: Storage, shape: tuple[int, ...]) -> Array:
+        """Integers, scales or zero points of a weight, in this order; the three are read one after the other."""
+        if number == 0 or key not in self._scales:
+            if self._latest is None or self._latest[0] != key:
+                self._latest = key, blocks.store(weight.array(), storage)
+            self._scales[key] = self._latest[1].scale, self._latest[1].zero_point
+        found = self._latest[1].integers if number == 0 and self._latest else self._scales[key][number - 1]
+        assert found is not None  # a symmetric storage has no third part
+        return np.ascontiguousarray(found.reshape(shape).T if weight.node.op == "Gather" else found.reshape(shape))

@@ -1,0 +1,134 @@
+"""Weights that alone are quantized: written as standard ONNX, run by ONNX Runtime, and read back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+from models import Arrays, build, normal
+from qdqtune.calibration.scales import Ranges
+from qdqtune.engines.formats import numeric_format, storages_like
+from qdqtune.graph.files import ConstantFile, save
+from qdqtune.graph.loading import load
+from qdqtune.graph.model import Model
+from qdqtune.placement.files import Recorded, existing, read_placement_file, write_placement
+from qdqtune.placement.insertion import Inserter
+from qdqtune.placement.possible import storable_edges
+from qdqtune.placement.reading import read_placement, strip_pairs
+from qdqtune.placement.rules import weights_only
+from qdqtune.types import Edge, Placement, Storage
+
+NET = """net (int64[1,3] ids) => (float[1,3,40] logits) {
+    [pick] x = Gather(table, ids)
+    [between] t = Tanh(x)
+    [up] u = MatMul(t, up_weight)
+    [flat] f = Reshape(u, rows)
+    [down] d = Gemm <transB=1> (f, down_weight, bias)
+    [back] b = Reshape(d, shape)
+    [turn] head_weight = Transpose <perm=[1,0]> (table)
+    [head] logits = MatMul(b, head_weight)
+}"""
+WEIGHTS = {Edge("table", "pick", 0), Edge("up_weight", "up", 1), Edge("down_weight", "down", 1),
+           Edge("head_weight", "head", 1)}  # fmt: skip
+
+
+def net(opset: int = 18) -> Model:
+    """A table that embedding and head share, and two products."""
+    constants = {"table": normal(40, 32), "up_weight": normal(32, 32, scale=0.2, seed=1),
+                 "down_weight": normal(32, 32, scale=0.2, seed=2), "bias": normal(32, seed=3),
+                 "rows": np.array([3, 32]), "shape": np.array([1, 3, 32])}  # fmt: skip
+    return build(NET, constants, opset)
+
+
+def inserter(model: Model) -> Inserter:
+    return Inserter(model, Ranges({}), numeric_format("onnxruntime", "int8"))
+
+
+def placed(model: Model, wanted: str) -> Placement:
+    return weights_only(model, storable_edges(model), lambda op: storages_like("onnxruntime", wanted, op))
+
+
+def opened(path: Path, optimized: Path | None = None) -> tuple[onnxruntime.InferenceSession, Arrays]:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
+    if optimized is not None:
+        options.optimized_model_filepath = str(optimized)
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return session, dict(zip(["logits"], session.run(None, {"ids": np.array([[1, 39, 7]])}), strict=True))
+
+
+def test_every_weight_that_a_product_or_a_table_reads_may_be_stored() -> None:
+    assert storable_edges(net()) == WEIGHTS
+
+
+@pytest.mark.parametrize("wanted", ["w8", "w8b32", "w4b32", "w4b32a"])
+def test_onnx_runtime_runs_them_in_its_kernels_and_they_are_read_back(wanted: str, tmp_path: Path) -> None:
+    model = net()
+    placement = placed(model, wanted)
+    storages = placement.storages
+    assert storages.keys() == WEIGHTS
+    assert {s.name for e, s in storages.items() if e.node != "pick"} == {wanted}
+    save(model, tmp_path / "float.onnx")
+    save(inserter(model).insert(placement), tmp_path / "stored.onnx")
+    onnx.checker.check_model(str(tmp_path / "stored.onnx"), full_check=True)
+    _, floats = opened(tmp_path / "float.onnx")
+    _, outputs = opened(tmp_path / "stored.onnx", tmp_path / "optimized.onnx")
+    error, power = (np.square(v).sum() for v in (outputs["logits"] - floats["logits"], floats["logits"]))
+    assert error < power * (1e-1 if wanted.startswith("w4") else 1e-3)
+    ran = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
+    assert ran.count("MatMulNBits") == 3
+    assert "Transpose" not in ran
+    loaded = load(tmp_path / "stored.onnx")
+    assert read_placement(model, loaded).placement == placement
+    stripped = strip_pairs(loaded)
+    assert not any(node.op.endswith("quantizeLinear") for node in stripped.nodes)
+    again = read_placement(stripped, loaded).placement
+    assert {(e.node, s.name) for e, s in again.compressed} == {(e.node, s.name) for e, s in placement.compressed}
+    save(stripped, tmp_path / "stripped.onnx")
+    _, back = opened(tmp_path / "stripped.onnx")
+    assert np.square(back["logits"] - floats["logits"]).sum() < power * (1e-1 if wanted.startswith("w4") else 1e-3)
+
+
+def test_candidates_share_their_integers_by_reference(tmp_path: Path) -> None:
+    model = net(21)
+    placement = placed(model, "w4b32")
+    make = inserter(model)
+    save(make.insert(placement), tmp_path / "whole.onnx")
+    with ConstantFile(tmp_path / "constants.bin") as constants:
+        constants.save(make.insert(placement), tmp_path / "small.onnx")
+        constants.save(make.insert(Placement()), tmp_path / "floats.onnx")
+    _, whole = opened(tmp_path / "whole.onnx")
+    _, small = opened(tmp_path / "small.onnx")
+    assert np.array_equal(whole["logits"], small["logits"])
+    assert make.insert(Placement()).opset == 21
+
+
+def test_what_cannot_be_stored_so_is_refused() -> None:
+    model, make = net(), inserter(net())
+    with pytest.raises(ValueError, match="no multiple of the 64"):
+        make.insert(Placement.of((), [(Edge("up_weight", "up", 1), Storage(4, 64))]))
+    with pytest.raises(ValueError, match="Gather takes tables"):
+        make.insert(Placement.of((), [(Edge("table", "pick", 0), Storage(4, 32))]))
+    with pytest.raises(ValueError, match="no product"):
+        make.insert(Placement.of((), [(Edge("bias", "down", 2), Storage(8))]))
+    with pytest.raises(ValueError, match="in one way"):
+        Placement.of([Edge("up_weight", "up", 1)], [(Edge("up_weight", "up", 1), Storage(8))])
+    assert model.opset == 18
+
+
+def test_a_placement_file_holds_them_and_one_without_is_as_it_was(tmp_path: Path) -> None:
+    model, path = net(), tmp_path / "placement.yaml"
+    placement = placed(model, "w4b32a")
+    write_placement(path, Recorded(placement, "int8", "onnxruntime", {}), "net.onnx")
+    assert "{tensor: up_weight, node: up, input: 1, storage: w4b32a}" in path.read_text()
+    assert read_placement_file(path).placement == placement
+    assert existing(model, placement, frozenset()) == (placement, ())
+    other = Placement.of((), [(Edge("nothing", "up", 1), Storage(8))])
+    assert existing(model, other, frozenset()) == (Placement(), (Edge("nothing", "up", 1),))
+    write_placement(path, Recorded(Placement.of([Edge("x", "up", 0)]), "int8", "onnxruntime", {}), "net.onnx")
+    assert "weights" not in path.read_text()
+    assert Placement.of([Edge("x", "up", 0)]).digest == "57be96cd787cd543"
