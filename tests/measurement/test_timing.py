@@ -16,7 +16,7 @@ from scipy.stats import binom
 from models import build, normal
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.worker import Session
-from qdqtune.measurement.timing import Plan, Ratio, compare, envelope, judge, ratio
+from qdqtune.measurement.timing import Plan, Ratio, compare, compare_pairs, envelope, judge, least_rounds, ratio
 from qdqtune.types import Failure, Measurement, Placement, Proposal, Trial
 
 Array = npt.NDArray[Any]
@@ -274,6 +274,56 @@ def test_a_failure_is_passed_on(fail_at: int, asked: int) -> None:
 
 
 # Several builds
+
+
+PROOF = Plan((12, 24, 48, 96))
+
+
+def of_pairs(found: list[Measurement] | Failure, plan: Plan) -> str:
+    assert isinstance(found, list)
+    return envelope([ratio(m, plan) for m in found]).verdict
+
+
+@pytest.mark.parametrize("kind", NOISES)
+def test_two_pairs_of_builds_win_by_luck_no_more_often_than_one(kind: str) -> None:
+    """At 10 %, so that some do: the pairs are in turns, and either stops when it is decided."""
+    plan, count = Plan((10, 20, 40), error=0.1), 1500
+    sides = [simulated(count, **NOISES[kind], seed=seed) for seed in (6, 7)]
+    pairs = [[source(*rows) for rows in zip(*side, strict=True)] for side in sides]
+    found = [of_pairs(compare_pairs(pair, plan), plan) for pair in zip(*pairs, strict=True)]
+    for side in ("faster", "slower"):
+        assert plausible(found.count(side), count, plan.error**2)
+
+
+def test_pairs_of_builds_are_in_turns_and_stop_when_they_are_decided() -> None:
+    soon, later = Source(0.9), Source(1.1, 0.9, change=2)
+    found = compare_pairs([soon, later], PROOF)
+    assert of_pairs(found, PROOF) == "faster"
+    assert (soon.asked, later.asked) == ([(0, 12)], [(0, 12), (12, 12)])
+
+
+@pytest.mark.parametrize(("first", "second", "rounds"), [(0.9, 1.1, 12), (1.001, 0.999, 12), (1.0, 1.0, 12)])
+def test_rounds_that_can_change_nothing_are_not_taken(first: float, second: float, rounds: int) -> None:
+    """Pairs that disagree for good, and files between which there is no difference worth having."""
+    sources = [Source(first), Source(second)]
+    found = compare_pairs(sources, PROOF)
+    assert of_pairs(found, PROOF) == "undecided"
+    assert [source.asked for source in sources] == [[(0, rounds)]] * 2
+
+
+def test_pairs_end_in_time_and_fail_together() -> None:
+    sources = [Source(0.9, 1.1, change=6), Source(0.9, 1.1, change=6)]
+    assert isinstance(compare_pairs(sources, PROOF, is_late=lambda: True), list)
+    assert [source.asked for source in sources] == [[(0, 12)]] * 2
+    assert compare_pairs([Source(0.9), Source(0.9, fail_at=0)], PROOF) == Failure("crash", "gone")
+
+
+@pytest.mark.parametrize(("error", "looks", "rounds"), [(0.001, 1, 10), (0.001, 4, 12), (0.0005, 4, 13), (0.4, 1, 2)])
+def test_the_least_rounds_that_can_decide(error: float, looks: int, rounds: int) -> None:
+    assert least_rounds(error, looks) == rounds
+    plan = Plan(tuple(range(rounds, rounds + looks)), error)
+    assert ratio(measured(np.full(rounds, 0.9)), plan).verdict == "faster"
+    assert ratio(measured(np.full(rounds - 1, 0.9)), plan).verdict == "undecided"
 
 
 def test_an_envelope_is_as_wide_as_all_its_ratios() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.measurement.timing import Plan, Ratio, Rounds, compare
+from qdqtune.measurement.timing import Plan, Ratio, Rounds, compare, compare_pairs
 from qdqtune.types import Failure, Measurement
 
 
@@ -44,3 +45,28 @@ def fresh_pair(
     runner.unload(first)
     runner.unload(second)
     return result
+
+
+def fresh_pairs(
+    runner: Runner,
+    a: Path,
+    b: Path,
+    plan: Plan,
+    seeds: Sequence[int],
+    log_names: Sequence[str],
+    is_late: Callable[[], bool] = lambda: False,
+) -> list[Measurement] | Failure:
+    """Several builds of both files side by side, each pair with a seed and a name, compared in turns until all are
+    decided: see `timing.compare_pairs`."""
+    with ExitStack() as stack:
+        pairs = []
+        for seed, log_name in zip(seeds, log_names, strict=True):
+            handles = []
+            for file in (a, b):
+                handle = runner.load(file, f"{log_name}_{file.stem}", fresh=True)
+                if isinstance(handle, Failure):
+                    return handle
+                stack.callback(runner.unload, handle)
+                handles.append(handle)
+            pairs.append(rounds_of(runner, handles[0], handles[1], plan, seed))
+        return compare_pairs(pairs, plan, is_late=is_late)

@@ -5,15 +5,20 @@ In every round a seeded coin says which model goes first, so for two equal model
 even odds whatever the noise looks like. The interval for the median ratio therefore comes from ranks alone (the sign
 test turned round), assumes no distribution, and is exact.
 
-Looking early and often would break a fixed interval. Looks happen at preset rounds only, and each look spends its
-share of the error, so that the whole comparison keeps `Plan.error`.
+Looking early and often would break a fixed interval. Looks happen at preset rounds only, and each look spends an equal
+share of the error, whatever the looks before it have seen, so that the whole comparison keeps `Plan.error` (by
+Bonferroni's inequality; the shape of the boundary is Pocock's, Biometrika 64, 1977: as much evidence at the first look
+as at the last, which ends clear cases early). The intervals of all looks hold together (repeated confidence intervals:
+Jennison and Turnbull, JRSS B 51, 1989), so that the last one may be shown wherever a comparison has stopped, for
+whatever reason: stopping where nothing is decided can only lose a win.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import count
 from math import comb
 from typing import Literal
 
@@ -43,6 +48,16 @@ class Plan:
             raise ValueError("error lies in (0, 0.5)")
 
 
+def least_rounds(error: float, looks: int) -> int:
+    """The least number of rounds that can decide at one of so many looks: those of a fair coin that always falls on the
+    same side are as rare as the share of the error."""
+    return next(n for n in count(1) if 0.5**n <= error / looks)
+
+
+CLOSE = 0.005
+"""Whose ratio is within this of 1 differs by nothing that anybody would notice."""
+
+
 @dataclass(frozen=True)
 class Ratio:
     """Median of b/a with the interval that holds the true median except with `Plan.error` on either side.
@@ -60,6 +75,11 @@ class Ratio:
         if self.high is not None and self.high < 1:
             return "faster"
         return "slower" if self.low is not None and self.low > 1 else "undecided"
+
+    @property
+    def is_close(self) -> bool:
+        """Whether the interval lies so close around 1 that more rounds could find nothing worth having."""
+        return self.low is not None and self.high is not None and 1 - CLOSE <= self.low <= self.high <= 1 + CLOSE
 
     @property
     def speedup(self) -> str:
@@ -144,3 +164,31 @@ def compare(rounds: Rounds, plan: Plan, *, decided: Callable[[Ratio], bool] | No
             break
     assert total is not None  # a plan has at least one look
     return total
+
+
+def compare_pairs(
+    pairs: Sequence[Rounds], plan: Plan, *, is_late: Callable[[], bool] = lambda: False
+) -> list[Measurement] | Failure:
+    """Several pairs of builds of the same two models in turns, look by look, each until it is decided.
+
+    All end together where more rounds change nothing: where two disagree, or no difference is worth having, or it
+    `is_late`.
+    """
+    totals: dict[int, Measurement] = {}
+    for look in plan.looks:
+        for number, rounds in enumerate(pairs):
+            known = totals.get(number)
+            if known is not None and ratio(known, plan).verdict != "undecided":
+                continue
+            first = 0 if known is None else len(known.a)
+            part = rounds(first, look - first)
+            if isinstance(part, Failure):
+                return part
+            totals[number] = part if known is None else Measurement(known.a + part.a, known.b + part.b)
+        found = [ratio(total, plan) for total in totals.values()]
+        verdicts = {r.verdict for r in found}
+        if verdicts in ({"faster"}, {"slower"}) or verdicts >= {"faster", "slower"} or envelope(found).is_close:
+            break
+        if is_late():
+            break
+    return [totals[number] for number in range(len(pairs))]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from qdqtune.graph.files import data_of
 from qdqtune.graph.loading import files_of, load, read
 from qdqtune.graph.outputs import appearing, exchange
 from qdqtune.graph.stamps import content
-from qdqtune.measurement.pairing import fresh_pair
+from qdqtune.measurement.pairing import fresh_pairs
 from qdqtune.measurement.timing import Plan, Ratio, envelope, ratio
 from qdqtune.tuning import advice
 from qdqtune.tuning.folder import BASELINE, FINAL
@@ -29,6 +29,14 @@ from qdqtune.types import Failure, Measurement, Placement, Trial
 
 FINALISTS = 2
 """Placements that may try to prove themselves."""
+
+PAIRS = 2
+"""Pairs of builds that a comparison of the proof takes."""
+
+SIDE_BY_SIDE = 512 * 2**20
+"""Bytes of two model files of which two builds each are held at once; larger ones meet one pair after the other."""
+
+T = TypeVar("T")
 
 TRIES = 3
 """How often a comparison is tried that was killed, too slow or short of room: what ships must not hang on that."""
@@ -156,18 +164,23 @@ def confirm(key: str, a: Path, b: Path, run: Run) -> Confirmed | Failure:
 
     What was measured of files that held anything else does not count.
     """
-    measured, files = [], {"files": [content(files_of(a)), content(files_of(b))]}
-    for number in range(2):
-        run.observer.progress(number, 2)
-        record = known(run.store, f"{key}:{number}", files)
-        if record is None:
-            result = insist(partial(_fresh, run, a, b, number))
-            record = run.store.put(f"{key}:{number}", pack_result(result) | files)
-        result = unpack_result(record)
-        if isinstance(result, Failure):
-            return result
-        measured.append(result)
-    return Confirmed.of(measured, run.settings.proof_plan)
+    files: Record = {"files": [content(files_of(a)), content(files_of(b))]}
+    records = {number: known(run.store, f"{key}:{number}", files) for number in range(PAIRS)}
+    measured = {number: unpack_result(record) for number, record in records.items() if record is not None}
+    missing = [number for number, record in records.items() if record is None]
+    weight = sum(file.stat().st_size for model in (a, b) for file in files_of(model))
+    turns = ([missing] if weight <= SIDE_BY_SIDE else [[number] for number in missing]) if missing else []
+    for done, numbers in enumerate(turns):
+        if any(isinstance(result, Failure) for result in measured.values()):
+            break
+        run.observer.progress(done, len(turns))
+        results = insist(partial(_fresh, run, a, b, numbers, len(turns) - done))
+        told: Sequence[Measurement | Failure] = [results] if isinstance(results, Failure) else results
+        for number, result in zip(numbers, told, strict=False):
+            measured[number] = unpack_result(run.store.put(f"{key}:{number}", pack_result(result) | files))
+    failed = next((result for result in measured.values() if isinstance(result, Failure)), None)
+    whole = [result for _, result in sorted(measured.items()) if isinstance(result, Measurement)]
+    return failed or Confirmed.of(whole, run.settings.proof_plan)
 
 
 def known(store: Store, key: str, files: Record) -> Record | None:
@@ -176,18 +189,19 @@ def known(store: Store, key: str, files: Record) -> Record | None:
     return record if record is not None and record.get("files", files["files"]) == files["files"] else None
 
 
-def _fresh(run: Run, a: Path, b: Path, number: int) -> Measurement | Failure:
-    """The rounds of one of the two pairs of builds."""
-    seed, begun = run.settings.seed + number, time.monotonic()
+def _fresh(run: Run, a: Path, b: Path, numbers: Sequence[int], turns: int) -> list[Measurement] | Failure:
+    """The rounds of pairs of builds, in the first of so many turns that have to have room in the time that is left."""
+    settings, begun = run.settings, time.monotonic()
+    seeds, names = [settings.seed + number for number in numbers], [f"final_{number}" for number in numbers]
 
-    def is_decided(measured: Ratio) -> bool:
-        """Each look takes about as long as all before it; the second pair is to have the time of the first."""
-        return measured.verdict != "undecided" or run.budget.lacks((2 - number) * (time.monotonic() - begun))
+    def is_late() -> bool:
+        """Each look takes about as long as all before it; later turns are to have the time of this one."""
+        return run.budget.lacks(turns * (time.monotonic() - begun))
 
-    return fresh_pair(run.runner, a, b, run.settings.proof_plan, seed, f"final_{number}", is_decided)
+    return fresh_pairs(run.runner, a, b, settings.proof_plan, seeds, names, is_late)
 
 
-def insist(ask: Callable[[], Measurement | Failure]) -> Measurement | Failure:
+def insist(ask: Callable[[], T | Failure]) -> T | Failure:
     """What is asked for, tried again where the failure is transient."""
     result = ask()
     for _ in range(TRIES - 1):

@@ -47,9 +47,9 @@ class Effort:
 
 EFFORTS: Mapping[str, Effort] = MappingProxyType(
     {
-        "quick": Effort(4, {"region": 24, "cut": 8, "subgraph": 4}, (12, 20), (16, 32)),
-        "default": Effort(50, {"region": 52, "cut": 12, "subgraph": 7}, (12, 20, 32, 48), (24, 48, 96)),
-        "extensive": Effort(200, {"region": 400, "cut": 30, "subgraph": 24}, (12, 24, 48, 96), (48, 96, 192)),
+        "quick": Effort(4, {"region": 24, "cut": 8, "subgraph": 4}, (12, 20), (12, 16, 32)),
+        "default": Effort(50, {"region": 52, "cut": 12, "subgraph": 7}, (12, 20, 32, 48), (12, 24, 48, 96)),
+        "extensive": Effort(200, {"region": 400, "cut": 30, "subgraph": 24}, (12, 24, 48, 96), (13, 24, 48, 96, 192)),
     }
 )
 
