@@ -300,13 +300,11 @@ def test_the_proof_takes_all_rounds_on_two_fresh_builds_of_each_file(opened: Ope
 def test_the_whole_file_computes_what_the_candidate_did(opened: Open, tmp_path: Path) -> None:
     setup = opened()
     placement = setup.placements[0]
-    setup.candidates.write_linked(placement, tmp_path / "linked" / "model.onnx")
     setup.candidates.write_whole(placement, tmp_path / "whole.onnx")
-    linked, whole = tmp_path / "linked" / "model.onnx", tmp_path / "whole.onnx"
-    assert linked.stat().st_size < whole.stat().st_size
-    assert onnx.load(linked, load_external_data=False).graph.node == onnx.load(whole).graph.node
-    setup.candidates.__exit__()  # the links outlive the bench, and only then are they single
-    loaded = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(linked).graph.initializer}
+    small, whole = setup.candidates.file(placement), tmp_path / "whole.onnx"
+    assert small.stat().st_size < whole.stat().st_size
+    assert onnx.load(small, load_external_data=False).graph.node == onnx.load(whole).graph.node
+    loaded = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(small).graph.initializer}
     expected = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(whole).graph.initializer}
     assert loaded.keys() == expected.keys()
     assert all(np.array_equal(loaded[name], expected[name]) for name in loaded)
@@ -336,7 +334,7 @@ def test_a_place_that_cannot_be_written_is_an_output_error(opened: Open, tmp_pat
     (tmp_path / "file").touch()
     setup = opened()
     with pytest.raises(OutputError, match="cannot write"):
-        setup.candidates.write_linked(FLOAT, tmp_path / "file" / "model.onnx")
+        setup.candidates.write_whole(FLOAT, tmp_path / "file" / "model.onnx")
     with pytest.raises(OutputError, match="cannot write"):
         Candidates(cast(Runner, setup.runner), cast(Inserter, None), tmp_path / "file" / "x")
 

@@ -97,6 +97,16 @@ class TestAnImprovement:
             assert is_quantized(load(path))
         assert list(out(model, "region_models").glob("*.onnx"))
 
+    def test_models_of_regions_are_there_as_soon_as_they_won(self, model: Path) -> None:
+        seen = list[int]()
+
+        class Watcher(Silent):
+            def trial(self, trial: Trial, outcome: str, state: State) -> None:
+                seen.append(len(list(out(model, "region_models").glob("*.onnx"))))
+
+        tune(settings(model), Watcher())
+        assert seen[0] == 0 < seen[-1]
+
     def test_the_summary_has_every_key_and_agrees_with_the_files(self, model: Path, result: Result) -> None:
         summary = json.loads(out(model, "summary.json").read_text())
         assert summary.keys() >= SUMMARY

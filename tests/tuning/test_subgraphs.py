@@ -20,10 +20,11 @@ from conftest import Call
 from models import build, feeds, normal, run
 from qdqtune.cli import report
 from qdqtune.engines import EngineSpec
-from qdqtune.errors import BadOption
+from qdqtune.errors import BadOption, BadState
 from qdqtune.graph.loading import load
 from qdqtune.measurement.timing import Plan
 from qdqtune.tuning.loop import tune
+from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.result import Result
 from runs import cost, environment, hopeless, mixed, settings, write
 from trtexec_stand_in import calls, stand_in
@@ -35,8 +36,16 @@ ONCE = Plan((1,), error=0.4, slot_seconds=0.0, warmup=0)
 pytestmark = pytest.mark.usefixtures("workers")
 
 
-def subgraph_run(folder: Path, **changes: Any) -> Result:
-    return tune(settings(write(mixed(), folder), **{"mode": "subgraph", "builds": 8} | changes))
+class Heard(Silent):
+    def __init__(self) -> None:
+        self.notes = list[str]()
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def subgraph_run(folder: Path, observer: Observer | None = None, **changes: Any) -> Result:
+    return tune(settings(write(mixed(), folder), **{"mode": "subgraph", "builds": 8} | changes), observer)
 
 
 def test_it_finds_what_cut_mode_finds_and_writes_its_files(tmp_path: Path) -> None:
@@ -94,6 +103,24 @@ def test_a_run_that_is_repeated_measures_nothing(tmp_path: Path, workers: Worker
     assert again.history == first.history
     assert again.recorded.rows == first.recorded.rows
     assert (tmp_path / "out" / "subgraphs" / "group_001.onnx").exists()
+
+
+def test_a_run_goes_on_from_the_file_of_progress_alone(tmp_path: Path, workers: Workers) -> None:
+    first = subgraph_run(tmp_path)
+    before, out = len(workers.builds), tmp_path / "out"
+    kept = (out / "autotune_cache.json").read_text()
+    for path in sorted(out.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    (out / "autotune_cache.json").write_text(kept)
+    heard = Heard()
+    again = subgraph_run(tmp_path, observer=heard)
+    assert not any(build.path.name.startswith("group_") for build in workers.builds[before:])
+    assert again.history == first.history
+    assert any("is gone: this run goes on from" in note for note in heard.notes)
+    (out / "autotuner_state.yaml").unlink()
+    (out / "autotune_cache.json").write_text(kept.replace('"crc', '"crd', 5))
+    with pytest.raises(BadState, match="is damaged"):
+        subgraph_run(tmp_path)
 
 
 def test_a_killed_run_goes_on_without_asking_twice(tmp_path: Path, call: Call) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import onnx
@@ -38,7 +37,7 @@ class ConstantFile:
     """One file of constants that many small model files in the same folder refer to.
 
     Each distinct content is written once, when the first model needs it. ONNX Runtime refuses references that leave
-    the model's folder, so models in another folder need `link_into` first.
+    the model's folder.
     """
 
     ALIGN = 4096  # engines map the file: pages must not be shared between tensors
@@ -47,7 +46,7 @@ class ConstantFile:
         self.path = path
         self._spans: dict[str, tuple[int, int]] = {}
         with writing(path):
-            path.unlink(missing_ok=True)  # an earlier file may be linked elsewhere: do not cut it short there
+            path.unlink(missing_ok=True)  # an engine may still have an earlier one mapped: do not cut it short there
             self._file = path.open("wb")
 
     def __enter__(self) -> ConstantFile:
@@ -84,19 +83,3 @@ class ConstantFile:
                     tensor.external_data.add(key=key, value=str(value))
             self._file.flush()
             path.write_bytes(candidate.SerializeToString())
-
-    def link_into(self, folder: Path) -> None:
-        """Hard-link this file into `folder`, so that model files there can refer to it (a copy across file systems).
-
-        Raises:
-            OutputError: the link cannot be made.
-        """
-        target = folder / self.path.name
-        with writing(target):
-            if target.exists() and target.samefile(self.path):
-                return
-            target.unlink(missing_ok=True)
-            try:
-                target.hardlink_to(self.path)
-            except OSError:
-                shutil.copyfile(self.path, target)

@@ -10,7 +10,6 @@ from typing import Self
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import writing
 from qdqtune.graph.files import ConstantFile, save
-from qdqtune.graph.outputs import appearing
 from qdqtune.placement.insertion import Inserter
 from qdqtune.tuning.folder import CONSTANTS
 from qdqtune.types import Failure, Placement
@@ -73,19 +72,6 @@ class Candidates:
         """Unload every placement but this one."""
         for other in [p for p in self._loaded if p != placement]:
             self.drop(other)
-
-    def write_linked(self, placement: Placement, path: Path) -> None:
-        """Write a placement as a small file in another folder, its constants linked there.
-
-        Raises:
-            OutputError: a file cannot be written.
-        """
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            candidate = self.file(placement)
-            self._constants.link_into(path.parent)
-            with appearing(path) as fresh:
-                shutil.copyfile(candidate, fresh)
 
     def write_whole(self, placement: Placement, path: Path) -> None:
         """Write a placement as a self-contained file.

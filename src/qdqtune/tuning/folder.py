@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import IO, Self
 
 from qdqtune.calibration.samples import files_named
-from qdqtune.errors import BadOption, BadState, reading, writing
+from qdqtune.errors import BadOption, BadState, parsed_json, reading, writing
 from qdqtune.graph.files import data_of
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.outputs import Inputs, overwritten, remove_left
 from qdqtune.tuning.settings import STATE, Settings
+from qdqtune.tuning.store import HEAD as STATE_HEAD
 from qdqtune.tuning.store import is_state
 
 LIST = ".qdqtune"
@@ -63,8 +64,10 @@ class OutputFolder:
         self._ours = self._listed()
         names = [*_files(settings), f"{LOGS}/"]
         self._refuse_inputs(settings, names)
-        # Where there is no list yet, a state file stands for a folder that an earlier version has written.
-        is_older = not self._list.exists() and is_state(self.path / STATE)
+        # Where there is no list, a state file, or a copy of one, stands for a folder that a run has written.
+        is_older = not self._list.exists() and (
+            is_state(self.path / STATE) or bool(lines_of_state(self.path / PROGRESS))
+        )
         if not is_older:
             self._refuse_others(settings, names)
         with writing(f"to {self.path}"):
@@ -154,6 +157,34 @@ class OutputFolder:
         if (found := next((name for name in files if (self.path / name).exists()), None)) is not None:
             what = f"{self.path / found} is not of qdqtune's making, and would be overwritten"
             raise BadOption(f"{what}: choose another --output-dir, or move it")
+
+
+def lines_of_state(progress: Path) -> list[str]:
+    """The lines of a state file that a file of progress holds; none where it is no such file of this version."""
+    try:
+        lines = parsed_json(progress.read_text(encoding="utf-8"))["state"]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return []
+    is_ours = isinstance(lines, list) and all(isinstance(line, str) for line in lines)
+    return lines if is_ours and lines and lines[0].encode().startswith(STATE_HEAD) else []
+
+
+def restored_state(settings: Settings) -> str | None:
+    """Make the state file of the file of progress, where that is all that is left of a run in subgraph mode.
+
+    Gives what to tell the user; None where there was nothing to do.
+
+    Raises:
+        OutputError: the state file cannot be written.
+    """
+    path = settings.output_dir / PROGRESS
+    if settings.mode != "subgraph" or settings.restart or settings.state.exists():
+        return None
+    if not (lines := lines_of_state(path)):
+        return None
+    with writing(settings.state):
+        settings.state.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return f"{settings.state} is gone: this run goes on from {path}; --restart starts over"
 
 
 def _taken(folder: Path) -> IO[bytes]:

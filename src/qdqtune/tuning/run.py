@@ -19,7 +19,7 @@ from qdqtune.placement.insertion import Inserter
 from qdqtune.tuning.bench import Bench, Conditions
 from qdqtune.tuning.budget import Budget
 from qdqtune.tuning.candidates import Candidates
-from qdqtune.tuning.folder import LOGS, OutputFolder
+from qdqtune.tuning.folder import LOGS, OutputFolder, restored_state
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import Store, began_without
@@ -74,6 +74,8 @@ def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
         logs = output.path / LOGS
         runner = stack.enter_context(Runner(settings.engine, log_dir=logs))
         observer.stage(f"reading {settings.model.name}")
+        if (told := restored_state(settings)) is not None:
+            observer.note(told)
         if not settings.restart and began_without(settings.state, "rewrites"):
             settings = replace(settings, rewrites="off")  # so that what was measured then serves
         given = Stamps.of([*files_of(settings.model), *(files_of(b) if (b := settings.qdq_baseline) else [])])

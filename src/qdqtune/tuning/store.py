@@ -110,6 +110,11 @@ class Store:
         """All records in the order in which they were written."""
         yield from self._found.values()
 
+    def lines(self) -> list[str]:
+        """The whole records of the file as it stands, its head first, a line each."""
+        self._file.seek(0)
+        return self._file.read().decode().split("\n")[:-1]
+
     @property
     def is_complete(self) -> bool:
         """Whether everything is written: no transient failure is among what is known."""

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from qdqtune.errors import writing
+from qdqtune.graph.files import ConstantFile
+from qdqtune.graph.outputs import appearing
+from qdqtune.placement.insertion import Inserter
 from qdqtune.search import Seeded, Strategy
 from qdqtune.search.costs.guess import guesses
 from qdqtune.search.region import RegionSearch
@@ -13,9 +17,52 @@ from qdqtune.tuning.folder import CONSTANTS, REGION_MODELS
 from qdqtune.tuning.modes.cut import cut_search
 from qdqtune.tuning.modes.mode import Recorded
 from qdqtune.tuning.noise import foresee
-from qdqtune.tuning.observer import Observer
+from qdqtune.tuning.observer import Observer, Silent, State
 from qdqtune.tuning.run import Run
 from qdqtune.types import Placement, Trial
+
+
+class RegionModels(Silent):
+    """Keeps the best model of each region: the whole model with the placement as it was when that region last won.
+
+    They share a file of constants of their own, so that they can be looked at while the search goes on.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._output, subject = run.output, run.subject
+        self._folder = run.output.clear(REGION_MODELS)
+        self._inserter = Inserter(subject.model, subject.ranges, subject.numbers)
+        regions = ((pattern.digest, pattern.instances[0]) for pattern in subject.patterns)
+        self._names = {digest: f"region_{region.id}_level_{region.level}.onnx" for digest, region in regions}
+        self._written: dict[str, Placement] = {}
+        self._constants: ConstantFile | None = None
+
+    def trial(self, trial: Trial, outcome: str, state: State) -> None:
+        """See `Observer`."""
+        if state.best == trial.placement and (name := self._names.get(trial.proposal.pattern)):
+            self._write(name, trial.placement)
+
+    def finish(self, history: Sequence[Trial]) -> None:
+        """Leave those whose placement was accepted: in a batch several can win, and one is taken."""
+        won = {self._names.get(t.proposal.pattern, ""): t.placement for t in history if t.accepted}
+        for name, placement in won.items():
+            if name and self._written.get(name) != placement:
+                self._write(name, placement)
+        for name in self._written.keys() - won.keys():
+            with writing(self._folder / name):
+                (self._folder / name).unlink()
+        if self._constants is not None:
+            self._constants.__exit__()
+
+    def _write(self, name: str, placement: Placement) -> None:
+        path = self._output.claim(self._folder / name)
+        if self._constants is None:
+            with writing(self._folder):
+                self._folder.mkdir(exist_ok=True)
+            self._constants = ConstantFile(self._output.claim(self._folder / CONSTANTS))
+        with appearing(path) as fresh:
+            self._constants.save(self._inserter.insert(placement), fresh)
+        self._written[name] = placement
 
 
 @dataclass(frozen=True)
@@ -23,22 +70,16 @@ class Region:
     """See `Mode`."""
 
     strategy: Strategy
-    run: Run
-    observers: tuple[Observer, ...] = ()
+    models: RegionModels
+
+    @property
+    def observers(self) -> tuple[Observer, ...]:
+        """What writes the models of regions."""
+        return (self.models,)
 
     def record(self, history: Sequence[Trial], _: Placement) -> Recorded:
-        """Keep the best model of each region: the whole model with the placement as it was when that region last won.
-
-        This comes after the search: their constants are links, and ONNX's checker refuses a file with several of them.
-        """
-        output = self.run.output
-        folder = output.clear(REGION_MODELS)
-        regions = {p.digest: p.instances[0] for p in self.run.subject.patterns}
-        wins = {t.proposal.pattern: t.placement for t in history if t.accepted and t.proposal.pattern}
-        for pattern, placement in wins.items():
-            name = f"region_{regions[pattern].id}_level_{regions[pattern].level}.onnx"
-            output.claim(folder / CONSTANTS)
-            self.run.candidates.write_linked(placement, output.claim(folder / name))
+        """All is in the models."""
+        self.models.finish(history)
         return Recorded()
 
 
@@ -58,4 +99,4 @@ def prepare(run: Run) -> Region:
         within=guesses(subject.shaped, subject.possible, noise),
     )
     by_cut = cut_search(run, noise) if settings.seed_builds > 0 else None
-    return Region(by_region if by_cut is None else Seeded(by_cut, by_region, settings.seed_builds), run)
+    return Region(by_region if by_cut is None else Seeded(by_cut, by_region, settings.seed_builds), RegionModels(run))

@@ -79,7 +79,7 @@ def profile(run: Run) -> Profiled:
     times = _float_times(parts, layers)
     resolved = resolve(subject.model, subject.shaped, subject.feed, shapes.spans(settings.engine))
     kinds, why = _kinds(parts, grouped, resolved, times)
-    progress = CacheFile(settings.output_dir, parts, kinds)
+    progress = CacheFile(settings.output_dir, parts, kinds, run.store)
     with Profiler(run, parts, resolved, timed=timed) as profiler:
         by_kind = profiler.all(kinds, observer, progress.timed, deadline)
     profiles = {u.number: passing(parts, u, times[u.number]) for u in parts.units}

@@ -1,4 +1,8 @@
-"""Progress of a subgraph run as a file to read, for people and scripts. A run goes on from its state file instead."""
+"""Progress of a subgraph run as a file to read, for people and scripts.
+
+A run goes on from its state file. The lines of that are in here as well: where they are all that is left of an earlier
+run, they become the state file again (`restored_state`).
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from qdqtune.search.costs.units import Partition
 from qdqtune.tuning.folder import PROGRESS
 from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.records import write_json
+from qdqtune.tuning.store import Store
 from qdqtune.tuning.subgraphs.profiler import GroupKind
 from qdqtune.types import Trial
 
@@ -21,8 +26,8 @@ class CacheFile(Silent):
     Every method raises OutputError if the file cannot be written.
     """
 
-    def __init__(self, folder: Path, parts: Partition, kinds: Sequence[GroupKind]) -> None:
-        self._path = folder / PROGRESS
+    def __init__(self, folder: Path, parts: Partition, kinds: Sequence[GroupKind], store: Store) -> None:
+        self._path, self._store = folder / PROGRESS, store
         self._left = len(kinds)
         names = {u.number: [parts.model.nodes[n].name for n in u.nodes] for kind in kinds for u in kind.units}
         self._groups: dict[int, dict[str, Any]] = {
@@ -49,4 +54,4 @@ class CacheFile(Silent):
     def _write(self) -> None:
         phase = "timing groups alone" if self._left else "validating on the whole model"
         content = {"phase": phase, "profiling": list(self._groups.values()), "validation": self._validation}
-        write_json(self._path, content)
+        write_json(self._path, content | {"state": self._store.lines()})
