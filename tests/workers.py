@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from qdqtune.engines import Built, Engine, EngineSpec, open_engine
+from qdqtune.engines.devices import ANYWHERE, Device
 from qdqtune.engines.tensorrt import trtexec
 from qdqtune.engines.worker import Session
 from qdqtune.errors import EngineFailure, QdqtuneError
@@ -57,12 +58,15 @@ class Workers:
     """How many times longer all inferences take from now on."""
     started: int = 0
     builds: list[Build] = field(default_factory=list)
+    devices: list[Device] = field(default_factory=list)
+    """Where each was started."""
     runs: list[int] = field(default_factory=list)
     """Inferences of each timing."""
 
-    def __call__(self, log: Path) -> InProcess:
+    def __call__(self, log: Path, device: Device = ANYWHERE) -> InProcess:
         log.touch()
         self.started += 1
+        self.devices.append(device)
         return InProcess(self)
 
 

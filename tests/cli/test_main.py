@@ -79,6 +79,8 @@ TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
     "--precision": (["fp16"], lambda s: s.precision, "fp16"),
     "--engine": (["fake"], lambda s: s.engine, EngineSpec("fake")),
     "--threads": (["3"], lambda s: s.engine.options.get("threads"), 3),
+    "--workers": (["3"], lambda s: s.workers, 3),
+    "--cores-per-worker": (["2"], lambda s: s.cores_per_worker, 2),
     "--provider": (["CUDA"], lambda s: s.engine.options.get("provider"), "CUDA"),
     "--target": (["sm89"], lambda s: s.engine.options.get("target"), "sm89"),
     "--min-shapes": (["a:1x2"], lambda s: s.engine.options.get("min_shapes"), {"a": [1, 2]}),

@@ -15,6 +15,7 @@ import onnx
 import pytest
 
 from models import feeds, ranges
+from qdqtune.engines.crew import Crew
 from qdqtune.engines.fake import create
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BaselineFailed, EngineFailure, OutputError
@@ -22,11 +23,12 @@ from qdqtune.measurement.timing import Plan, judge, ratio
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
-from qdqtune.tuning.bench import Bench, Conditions, job_key, profiled_runs
+from qdqtune.tuning.bench import Bench, job_key
 from qdqtune.tuning.candidates import Candidates
 from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.proof import Confirmed, confirm
 from qdqtune.tuning.run import Run
+from qdqtune.tuning.station import Conditions, Station, profiled_runs
 from qdqtune.tuning.store import Store
 from qdqtune.types import Edge, Failure, Measurement, Placement, Proposal
 from runs import mixed, room_for
@@ -92,7 +94,7 @@ class Setup:
         return cast(Run, SimpleNamespace(settings=told, store=self.store, runner=self.runner, observer=Silent()))
 
     def measure(self, number: int, candidate: Placement, against: Placement = FLOAT) -> Any:
-        return self.bench.measure(number, Proposal("test", candidate), against)
+        return next(self.bench.measured(number, [Proposal("test", candidate)], against))
 
 
 Open = Callable[..., Setup]
@@ -112,8 +114,9 @@ def opened(tmp_path: Path) -> Iterator[Open]:
             store = stack.enter_context(Store(tmp_path / "state.yaml", {"model": "m"}))
             inserter = Inserter(model, ranges(model), create().numeric_format("int8"))
             engine = cast(Runner, runner)
-            candidates = stack.enter_context(Candidates(engine, inserter, tmp_path / "candidates"))
-            bench = Bench(engine, candidates, store, Conditions(Plan(slot_seconds=0.0), SAMPLES, seed=7))
+            candidates = stack.enter_context(Candidates(inserter, tmp_path / "candidates"))
+            station = Station(engine, candidates, Conditions(Plan(slot_seconds=0.0), SAMPLES, seed=7))
+            bench = Bench(Crew([station]), store, Conditions(Plan(slot_seconds=0.0), SAMPLES, seed=7))
             return Setup(tmp_path, runner, candidates, store, bench, placements)
 
         yield make
@@ -162,7 +165,7 @@ def test_a_win_is_repeated_on_second_builds_of_both_and_kept_loaded(opened: Open
     assert trial.builds == 3
     assert [p.stem for p in setup.runner.builds] == [FLOAT.digest, winner.digest, FLOAT.digest, winner.digest]
     assert {h.path.stem for h in setup.runner.present} == {FLOAT.digest, winner.digest}
-    setup.candidates.keep_only(winner)
+    setup.bench.keep_only(winner)
     assert {h.path.stem for h in setup.runner.present} == {winner.digest}
     before = len(setup.runner.builds)
     setup.measure(2, setup.placements[1], winner)
@@ -319,7 +322,7 @@ def test_the_folder_is_its_own_and_gone_at_the_end(opened: Open, tmp_path: Path)
     mine.parent.mkdir()
     mine.touch()
     with pytest.raises(OutputError, match="File exists"):
-        Candidates(cast(Runner, setup.runner), cast(Inserter, None), mine.parent)
+        Candidates(cast(Inserter, None), mine.parent)
     assert mine.exists()
 
 
@@ -336,7 +339,7 @@ def test_a_place_that_cannot_be_written_is_an_output_error(opened: Open, tmp_pat
     with pytest.raises(OutputError, match="cannot write"):
         setup.candidates.write_whole(FLOAT, tmp_path / "file" / "model.onnx")
     with pytest.raises(OutputError, match="cannot write"):
-        Candidates(cast(Runner, setup.runner), cast(Inserter, None), tmp_path / "file" / "x")
+        Candidates(cast(Inserter, None), tmp_path / "file" / "x")
 
 
 def test_records_are_plain_json(opened: Open, tmp_path: Path) -> None:

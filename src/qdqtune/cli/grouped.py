@@ -22,8 +22,8 @@ GROUPS = {
         "excluded_nodes", "excluded_op_types", "allowed",
     ),
     "Data": ("calibration_data", "calibration_samples", "calibration_cache"),
-    "Accuracy": ("min_sqnr", "evaluate", "max_drop", "calibration_method"),
-    "Engine": ("engine", "threads", "runs"),
+    "Accuracy": ("min_sqnr", "evaluate", "calibration_method"),
+    "Engine": ("engine", "threads", "workers", "runs"),
 }  # fmt: skip
 """The options that `--help` explains, by parameter, in the order in which it shows them. The rest it only names."""
 
@@ -34,11 +34,11 @@ RARE = {
         "regions", "node_filter", "tune_args", "state_file", "seed",
     ),
     "Model": ("qdq_baseline", "default_dq_dtype", "per_channel", "placement_like", "rewrites", "fold"),
-    "Accuracy": ("min_agreement", "bias_correction", "percentile"),
+    "Accuracy": ("max_drop", "min_agreement", "bias_correction", "percentile"),
     "Engine": (
-        "provider", "target", "time_limit", "min_shapes", "opt_shapes", "max_shapes", "timing_cache",
-        "plugin_libraries", "workspace_mb", "builder_level", "trtexec", "trtexec_args", "engine_options", "graph_json",
-        "profile_json",
+        "cores_per_worker", "provider", "target", "time_limit", "min_shapes", "opt_shapes", "max_shapes",
+        "timing_cache", "plugin_libraries", "workspace_mb", "builder_level", "trtexec", "trtexec_args",
+        "engine_options", "graph_json", "profile_json",
     ),
 }  # fmt: skip
 
@@ -74,10 +74,10 @@ SHORT = {
     "calibration_cache": "scales from a file in place of data",
     "min_sqnr": "least signal to error at the outputs",
     "evaluate": "your own metric, higher is better",
-    "max_drop": "how far that metric may fall",
     "calibration_method": "how ranges are found",
     "engine": "what to build and time on",
     "threads": "of the engine on a CPU",
+    "workers": "devices that measure side by side",
     "runs": "inferences to time",
 }
 """What `--help` says of them in a few words; of the others the first sentence of what `--help-all` says."""

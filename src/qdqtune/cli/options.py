@@ -211,6 +211,17 @@ ENGINE = (
 )
 """Which engine, and how it runs."""
 
+WORKERS = (
+    option(
+        "--workers",
+        "Devices that measure side by side, each a GPU or cores of its own. Several models: one device a model.",
+        click.IntRange(1),
+        default=1,
+    ),
+    option("--cores-per-worker", "Cores of each worker, which no other uses.  [default: --threads]", click.IntRange(1)),
+)
+"""How many measure at a time, and on what."""
+
 DATA = (
     option(
         "--calibration-data",

@@ -71,6 +71,7 @@ OPTIONS = (
     ),
     options.PRECISION,
     *options.ENGINE,
+    *options.WORKERS,
     *options.DATA,
     *options.RANGES,
     options.CACHE,

@@ -8,13 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from qdqtune.engines.devices import ANYWHERE, Device, leased, pinned
 from qdqtune.graph.outputs import Scratch
 
 SCRATCH = "worker-"
@@ -26,10 +27,15 @@ LOOK_SECONDS = 0.1
 _look: ContextVar[Callable[[], None] | None] = ContextVar("look", default=None)
 
 
+def look() -> Callable[[], None] | None:
+    """What is called while this thread awaits an answer, if anything is."""
+    return _look.get()
+
+
 @contextlib.contextmanager
-def looking(look: Callable[[], None]) -> Iterator[None]:
-    """Call `look` again and again while this thread awaits an answer; what it raises ends the worker and the wait."""
-    token = _look.set(look)
+def looking(at: Callable[[], None]) -> Iterator[None]:
+    """Call `at` again and again while this thread awaits an answer; what it raises ends the worker and the wait."""
+    token = _look.set(at)
     try:
         yield
     finally:
@@ -39,13 +45,23 @@ def looking(look: Callable[[], None]) -> Iterator[None]:
 class WorkerProcess:
     """The child process and the socket to it. The child ends when this end of the socket closes.
 
-    What it writes to the folder of temporary files is gone with it.
+    It runs on `device`, and holds it until it has really ended. What it writes to the folder of temporary files is gone
+    with it.
     """
 
     PROGRAM = "qdqtune.engines.worker"
     """The module that answers."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, device: Device = ANYWHERE) -> None:
+        """Start it.
+
+        Raises:
+            EngineUnavailable: another process has the device.
+        """
+        with leased(device) as held, pinned(device.cores):
+            self._launch(log, held, device.environment)
+
+    def _launch(self, log: Path, held: Sequence[int], told: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair()
         self._log = log
         self._scratch = Scratch(log.parent, SCRATCH)
@@ -58,12 +74,13 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *held],
                 process_group=0,
                 env=os.environ
                 | {
                     "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
                     "TMPDIR": str(self._scratch.path),
+                    **told,
                 },
             )
         self._channel: Connection[Any, Any] = Connection(ours.detach())
@@ -76,11 +93,11 @@ class WorkerProcess:
     def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
         """`Worker.request`."""
         self._channel.send((name, arguments))
-        look, deadline = _look.get(), monotonic() + limit
-        while not self._channel.poll(limit if look is None else LOOK_SECONDS):
-            if look is None or monotonic() >= deadline:
+        looks, deadline = look(), monotonic() + limit
+        while not self._channel.poll(limit if looks is None else LOOK_SECONDS):
+            if looks is None or monotonic() >= deadline:
                 raise TimeoutError
-            look()
+            looks()
         answer: tuple[bool, Any] = self._channel.recv()
         return answer
 

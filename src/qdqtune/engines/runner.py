@@ -15,6 +15,7 @@ from typing import Any, Protocol, Self, TypeVar
 import numpy as np
 
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.devices import ANYWHERE, Device
 from qdqtune.engines.process import WorkerProcess
 from qdqtune.errors import EngineFailure, EngineUnavailable, QdqtuneError, writing
 from qdqtune.graph.outputs import temporary_folder
@@ -65,8 +66,8 @@ class Worker(Protocol):
         """What it has printed outside of builds."""
 
 
-StartWorker = Callable[[Path], Worker]
-"""Starts a worker that prints to the end of the file given."""
+StartWorker = Callable[[Path, Device], Worker]
+"""Starts a worker on a device; it prints to the end of the file given."""
 
 start_worker: StartWorker = WorkerProcess
 """How runners that are not told otherwise start theirs."""
@@ -114,11 +115,17 @@ class Runner:
 
     `time_limit_s`, by default that of `time_limit`, holds for each build, each inference of `outputs`, and each probe.
     Rounds may take that, and `SLACK` times what the probe makes us expect in addition. `start` gives another worker
-    than a process.
+    than a process, on `device`.
     """
 
     def __init__(
-        self, spec: EngineSpec, *, log_dir: Path, time_limit_s: float | None = None, start: StartWorker | None = None
+        self,
+        spec: EngineSpec,
+        *,
+        log_dir: Path,
+        time_limit_s: float | None = None,
+        start: StartWorker | None = None,
+        device: Device = ANYWHERE,
     ) -> None:
         self.engine_seconds = 0.0
         """Wall time that callers have spent waiting for the engine."""
@@ -126,6 +133,8 @@ class Runner:
         self._limit = _limit.get() if time_limit_s is None else time_limit_s
         self._log_dir = log_dir
         self._start_worker = start or start_worker
+        self.device = device
+        self._own_log = log_dir / f"{device.name or 'worker'}.log"
         self._worker: Worker | None = None
         self._inputs: Tensors | None = None
         self._numbers = itertools.count()
@@ -310,7 +319,7 @@ class Runner:
         if self._worker is not None and self._worker.alive:
             return self._worker
         self.close()
-        worker = self._worker = self._start_worker(self._log_dir / "worker.log")
+        worker = self._worker = self._start_worker(self._own_log, self.device)
         limit = max(self._limit, START_SECONDS)
         spec = EngineSpec(self._spec.name, dict(self._spec.options))
         try:

@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, islice
+from itertools import chain
 
 from qdqtune.graph.model import Model
 from qdqtune.measurement.timing import Plan, judge
@@ -54,7 +54,8 @@ that where builds disagree about the prices."""
 @dataclass(frozen=True)
 class CutSearch:
     """See the module. `float_layers` is the report of the float build; `seeds` are placements to price besides, and
-    `spares` those to price when the prices lead no further."""
+    `spares` those to price when the prices lead no further. `width` is how many to propose at a time: behind the
+    optimum what is close to the best so far, so that each build prices other units."""
 
     model: Model
     possible: frozenset[Edge]
@@ -63,14 +64,20 @@ class CutSearch:
     plan: Plan = field(default_factory=Plan)
     noise: Noise | None = None
     spares: Mapping[str, Placement] = field(default_factory=dict)
+    width: int = 1
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """See `Strategy`. The first batch prices every unit: as the engine fuses, apart, and as the seeds have it."""
         if first := self.first(history):
             return first
         tried = {t.placement for t in history} | {Placement()}
-        rest = (p for p in self._later(self.costs(history), history) if p.placement not in tried)
-        return tuple(islice(rest, 1))
+        fresh: dict[Placement, Proposal] = {}
+        for proposal in self._later(self.costs(history), history):
+            if proposal.placement not in tried:
+                fresh.setdefault(proposal.placement, proposal)
+            if len(fresh) == self.width:
+                break
+        return tuple(fresh.values())
 
     def first(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """What prices every unit and was not tried yet."""

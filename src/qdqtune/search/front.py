@@ -39,6 +39,9 @@ LOUD = 100.0
 DECADE = 0.5
 """Share of the float model's time that counts as much as a factor of ten in noise: how far apart two points are."""
 
+EACH = 3
+"""Builds that a point more takes: its own, and two of the proof."""
+
 
 @dataclass(frozen=True)
 class Point:
@@ -96,10 +99,11 @@ class FrontSearch:
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """See `Strategy`. The first batch is that of the cut; then the optimum that is foretold to hold the limits, and
-        then one point after the other."""
+        then one point after the other, or as many as the cut's `width` far from each other."""
         if first := self.by_cut.first(history):
             return first
-        if 2 + sum(t.builds for t in history) + self._proof(history) > self.builds:
+        left = self.builds - 2 - sum(t.builds for t in history) - self._proof(history)
+        if left < 0:
             return ()
         costs = self.by_cut.costs(history)
         tried = {t.placement for t in history} | {Placement()}
@@ -108,16 +112,16 @@ class FrontSearch:
             proposal = self.by_cut.proposal("cut", costs, cut_holding(costs, self.noise, bound))
             if proposal.placement not in tried:
                 return (proposal,)
-        fresh = [d for d in self._path(costs) if costs.partition.placement(d) not in tried]
-        if not fresh:
-            return ()
-        known = np.array([self._point(costs, decision_of(costs, p), p) for p in tried])
-
-        def distance(decision: Decision) -> float:
-            point = self._point(costs, decision, costs.partition.placement(decision))
-            return float(np.abs(known - point).max(axis=1).min())
-
-        return (self.by_cut.proposal("front", costs, max(fresh, key=distance)),)
+        placed = {costs.partition.placement(d): d for d in self._path(costs)}
+        fresh = {p: self._point(costs, d, p) for p, d in placed.items() if p not in tried}
+        known = [self._point(costs, decision_of(costs, p), p) for p in tried]
+        chosen: list[Decision] = []
+        while fresh and len(chosen) < min(self.by_cut.width, 1 + left // EACH):
+            points = np.array(known)
+            farthest = max(fresh, key=lambda p: float(np.abs(points - fresh[p]).max(axis=1).min()))
+            known.append(fresh.pop(farthest))
+            chosen.append(placed[farthest])
+        return tuple(self.by_cut.proposal("front", costs, decision) for decision in chosen)
 
     def _proof(self, history: Sequence[Trial]) -> int:
         """Builds of the proof if one point more is found: two of the user's file, and two of each point."""

@@ -22,14 +22,15 @@ from qdqtune.types import Edge, Placement, Proposal, Trial
 
 @dataclass(frozen=True)
 class GroupedSearch:
-    """See the module. `seeds` are the placements to begin with."""
+    """See the module. `seeds` are the placements to begin with, and `width` is how many to propose at a time."""
 
     model: Model
     possible: frozenset[Edge]
     seeds: Mapping[str, Placement]
+    width: int = 1
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
-        """See `Strategy`. The seeds in one batch, then one group of units at a time."""
+        """See `Strategy`. The seeds in one batch, then `width` groups of units at a time."""
         tried = {t.placement for t in history} | {Placement()}
         seeds = dict.fromkeys(p for p in self.seeds.values() if p not in tried)
         if seeds:
@@ -37,14 +38,17 @@ class GroupedSearch:
             return tuple(Proposal(names[p], p) for p in seeds)
         best = best_of(history)
         asked = {t.proposal.origin: t.against == best for t in history}
+        fresh: dict[Placement, Proposal] = {}
         for again in (False, True):
             for group in self._groups():
                 origin = self._name(group)
                 if again == (origin in asked) and not asked.get(origin):
                     placement = self._flipped(best, group)
                     if placement not in tried:
-                        return (Proposal(origin, placement),)
-        return ()
+                        fresh.setdefault(placement, Proposal(origin, placement))
+                if len(fresh) == self.width:
+                    return tuple(fresh.values())
+        return tuple(fresh.values())
 
     @cached_property
     def units(self) -> Partition:

@@ -59,7 +59,8 @@ class RegionSearch:
     """See the module. `seeds` are whole-model placements by name, in the order in which they are tried.
 
     `cached` holds schemes of earlier runs by pattern digest, fastest first. Where accuracy is limited, `noise` is what
-    is known about it, and `within` gives a placement for a sum of noise.
+    is known about it, and `within` gives a placement for a sum of noise. `width` is how many to propose at a time,
+    where that is more than `BATCH`.
     """
 
     model: Model
@@ -72,6 +73,7 @@ class RegionSearch:
     seed: int = 0
     noise: Noise | None = None
     within: Callable[[float], Placement] = lambda _: Placement()
+    width: int = BATCH
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """See `Strategy`."""
@@ -80,7 +82,7 @@ class RegionSearch:
         for trial in history:
             spent[trial.proposal.pattern] = spent.get(trial.proposal.pattern, 0) + 1
         fresh = self._fresh(self._ideas(history), tried, spent)
-        return tuple(islice(fresh, BATCH))
+        return tuple(islice(fresh, max(BATCH, self.width)))
 
     def variations(
         self, pattern: Pattern, best: Placement, parents: Sequence[Placement], number: int
@@ -152,7 +154,7 @@ class RegionSearch:
 
     def _together(self, history: Sequence[Trial], best: Placement) -> Iterator[Proposal]:
         """Pattern changes that beat an earlier best without being taken, on top of the present best."""
-        for trial in reversed(history[-2 * BATCH :]):
+        for trial in reversed(history[-2 * max(BATCH, self.width) :]):
             ratio = judge(trial, self.plan)
             if trial.proposal.pattern and not trial.accepted and ratio is not None and ratio.verdict == "faster":
                 if trial.holds is False:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from math import ceil
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property, partial
 
-import numpy as np
-
+from qdqtune.engines.crew import Crew
 from qdqtune.engines.runner import Runner
-from qdqtune.errors import BaselineFailed, EngineFailure
+from qdqtune.errors import BaselineFailed
 from qdqtune.measurement.accuracy import accuracy, is_finite
-from qdqtune.measurement.limits import Limits
-from qdqtune.measurement.metric import Evaluation, evaluate
-from qdqtune.measurement.pairing import fresh_pair, rounds_of, start_inferences
-from qdqtune.measurement.timing import Plan, Ratio, compare, judge
-from qdqtune.tuning.candidates import Candidates
+from qdqtune.measurement.metric import evaluate
+from qdqtune.measurement.pairing import start_inferences
+from qdqtune.tuning.candidates import Loaded
+from qdqtune.tuning.station import Conditions, Job, Station, profiled_runs
 from qdqtune.tuning.store import (
     Record,
     Store,
@@ -31,36 +28,10 @@ from qdqtune.tuning.store import (
     unpack_placement,
     unpack_result,
 )
-from qdqtune.types import Accuracy, Array, Failure, Layer, Measurement, Placement, Proposal, Sample, Trial
-
-FUTILE = 0.997
-"""A candidate whose median ratio is no better than this at a look is not worth more rounds."""
-
-
-PROFILED = (12, 400)
-"""The least and the most inferences behind a layer report."""
-
-PROFILED_SECONDS = 0.05
-"""How long they are to take in all, where that is within these numbers: short layers need many."""
-
+from qdqtune.types import Accuracy, Array, Failure, Layer, Placement, Proposal, Trial
 
 FORETOLD = frozenset({"cut", "front", "polish"})
 """Origins of candidates whose ratio prices have predicted: records of earlier versions do not hold what it was."""
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """How candidates are measured: in which rounds, on which samples, and by which metric of the user's.
-
-    `limits` say which wins are worth a check, `check_wins` whether any is.
-    """
-
-    plan: Plan
-    samples: Sequence[Sample]
-    seed: int
-    limits: Limits = field(default_factory=Limits)
-    evaluation: Evaluation | None = None
-    check_wins: bool = True
 
 
 @dataclass(frozen=True)
@@ -75,8 +46,8 @@ class _FloatRun:
 class Bench:
     """Measures placements of one model against each other. Its answers may be asked for in any order."""
 
-    def __init__(self, runner: Runner, candidates: Candidates, store: Store, conditions: Conditions) -> None:
-        self._runner, self._candidates, self._store, self._conditions = runner, candidates, store, conditions
+    def __init__(self, crew: Crew[Station], store: Store, conditions: Conditions) -> None:
+        self._crew, self._store, self._conditions = crew, store, conditions
         self.deadline: float | None = None
         """By this time of `time.monotonic` comparisons decide with what they have."""
 
@@ -110,39 +81,66 @@ class Bench:
         inferences = len(self._conditions.samples) + profiled_runs(seconds) + start_inferences(plan)
         return self.float_build_seconds + inferences * seconds + 4 * max(seconds, plan.slot_seconds) * plan.looks[0]
 
-    def measure(self, number: int, proposal: Proposal, against: Placement) -> tuple[Trial, bool]:
-        """Time a candidate against another placement; and whether the result was in the store.
+    def measured(self, number: int, proposals: Sequence[Proposal], against: Placement) -> Generator[tuple[Trial, bool]]:
+        """Time candidates against another placement, side by side where there are several devices; and whether each
+        result was in the store. They come in the order of the proposals, `number` is that of the first.
 
-        A win is repeated at once on another build of both files: one build may be fast by the luck of its memory
-        layout, and stays so in every round. A win that misses the limit on SQNR is repeated only when another run
-        allows more, and one of a search that learns from layers never: it makes too few candidates for luck.
+        What is measured is written as it comes. Closing the iterator ends what is under way.
 
         Raises:
             BaselineFailed: the engine cannot run the float model.
             EngineFailure: the engine refuses the other placement, which it has built before.
         """
-        key = job_key("trial", proposal.placement, against)
-        record = self._store.get(key)
-        if (
-            record is not None
-            and proposal.wants_layers
-            and record.get("layers") is None
-            and "samples" in record["result"]
-        ):
-            record = None  # measured by a search that did not ask for them
-        trial = (
-            self._measured(number, proposal, against)
-            if record is None
-            else remembered(number, proposal, against, record)
-        )
-        unchecked = self._needs_check(trial)
-        if unchecked:
-            trial = replace(trial, check=self._checked(trial))
-        if record is None or unchecked:
-            self._store.put(key, _record(trial))
-        if not self._may_be_taken(trial):
-            self._candidates.drop(proposal.placement)
-        return trial, record is not None and not unchecked
+        done: dict[int, tuple[Trial, bool]] = {}
+        jobs: list[Job] = []
+        for place, proposal in enumerate(proposals):
+            known = self._known(number + place, proposal, against)
+            if known is not None and not self._conditions.needs_check(known):
+                done[place] = known, True
+            else:
+                jobs.append(Job(number + place, proposal, against, known))
+        with closing(self._answers(jobs)) as answers:
+            fresh = iter(list(answers)) if self._is_gathered else answers
+            for place in range(len(proposals)):
+                while place not in done:
+                    trial = next(fresh)
+                    done[trial.number - number] = trial, False
+                yield done.pop(place)
+
+    @property
+    def _is_gathered(self) -> bool:
+        """Whether a batch is measured to its end before anybody hears of it: the user's metric asks the first device
+        about each of its trials."""
+        return len(self._crew) > 1 and self._conditions.evaluation is not None
+
+    def _answers(self, jobs: Sequence[Job]) -> Generator[Trial]:
+        """What the engine says of each job, as it comes."""
+        if not jobs:
+            return
+        reference = self.reference()
+        ask = [partial(_trial, job=job, reference=reference, deadline=self.deadline) for job in jobs]
+        with closing(self._crew.answers(ask)) as answers:
+            for _, trial in answers:
+                self._store.put(job_key("trial", trial.placement, trial.against), _record(trial))
+                yield trial
+
+    def _known(self, number: int, proposal: Proposal, against: Placement) -> Trial | None:
+        """What an earlier run has measured of a candidate."""
+        record = self._store.get(job_key("trial", proposal.placement, against))
+        if record is None or (proposal.wants_layers and record.get("layers") is None and "samples" in record["result"]):
+            return None  # or it was measured by a search that did not ask for layers
+        return remembered(number, proposal, against, record)
+
+    def keep_only(self, placement: Placement) -> None:
+        """Free all builds on all devices but those of this placement."""
+        for station in self._crew:
+            station.loaded.keep_only(placement)
+
+    def stand_alone(self) -> None:
+        """End all workers but the first, so that nothing runs beside what it measures."""
+        for station in self._crew:
+            if station is not self._crew.first:
+                station.runner.close()
 
     def metric(self, placement: Placement) -> float | Failure:
         """The user's metric of a placement, on the engine.
@@ -155,7 +153,7 @@ class Bench:
         key = f"metric:{evaluation.digest}:{placement.digest}"
         record = self._store.get(key)
         if record is None:
-            handle = self._candidates.load(placement, f"metric_{placement.digest}")
+            handle = self._loaded.load(placement, f"metric_{placement.digest}")
             value = handle if isinstance(handle, Failure) else evaluate(evaluation, self._runner, handle)
             record = self._store.put(key, pack_result(value) if isinstance(value, Failure) else {"value": value})
         if "failure" not in record:
@@ -172,7 +170,7 @@ class Bench:
         record = self._store.get("layers")
         if record is None:
             runs = profiled_runs(self._float_run.seconds)
-            handle = self._candidates.load(Placement(), "baseline")
+            handle = self._loaded.load(Placement(), "baseline")
             layers = handle if isinstance(handle, Failure) else self._runner.layers(handle, runs)
             told = (
                 {"layers": [], **pack_result(layers)}
@@ -197,7 +195,7 @@ class Bench:
         record = self._store.get(key)
         if record is None:
             runs = profiled_runs(self._float_run.seconds)
-            handle = self._candidates.load(placement, "final_layers")
+            handle = self._loaded.load(placement, "final_layers")
             layers = handle if isinstance(handle, Failure) else self._runner.layers(handle, runs)
             told = pack_result(layers) if isinstance(layers, Failure) else {"layers": pack_layers(layers)}
             record = self._store.put(key, told)
@@ -220,16 +218,24 @@ class Bench:
         record = self._store.get("repeated")
         if record is None:
             first = self.reference()
-            handle = self._candidates.load(Placement(), "baseline")
+            handle = self._loaded.load(Placement(), "baseline")
             again = handle if isinstance(handle, Failure) else self._runner.outputs(handle, self._conditions.samples)
             if isinstance(again, Failure):
                 raise BaselineFailed(f"the engine cannot run the float model again: {again.reason}")
             record = self._store.put("repeated", pack_accuracy(accuracy(first, again)))
         return unpack_accuracy(record)
 
+    @property
+    def _runner(self) -> Runner:
+        return self._crew.first.runner
+
+    @property
+    def _loaded(self) -> Loaded:
+        return self._crew.first.loaded
+
     @cached_property
     def _float_run(self) -> _FloatRun:
-        handle = self._candidates.load(Placement(), "baseline")
+        handle = self._loaded.load(Placement(), "baseline")
         if isinstance(handle, Failure):
             raise BaselineFailed(f"the engine cannot run the float model: {handle.reason}")
         outputs = self._runner.outputs(handle, self._conditions.samples)
@@ -242,57 +248,9 @@ class Bench:
             raise BaselineFailed("the float model's outputs hold NaN or infinite values on the calibration data")
         return _FloatRun(outputs, timed.a[0], handle.build_seconds)
 
-    def _measured(self, number: int, proposal: Proposal, against: Placement) -> Trial:
-        reference, conditions = self.reference(), self._conditions
-        opponent = self._candidates.load(against, "best")
-        if isinstance(opponent, Failure):  # it was built before, so the candidate is not to blame
-            raise EngineFailure(f"the engine does not build the best model so far again: {opponent.reason}")
-        candidate = self._candidates.load(proposal.placement, f"trial_{number:03}")
-        if isinstance(candidate, Failure):
-            return Trial(number, proposal, against, candidate)
-        outputs = self._runner.outputs(candidate, conditions.samples)
-        if isinstance(outputs, Failure):
-            return Trial(number, proposal, against, outputs)
-        if not is_finite(outputs):
-            return Trial(number, proposal, against, Failure("output", "the outputs hold NaN or infinite values"))
-        rounds = rounds_of(self._runner, opponent, candidate, conditions.plan, conditions.seed)
-        begun = time.monotonic()
-        result = compare(rounds, conditions.plan, decided=lambda r: _settled(r) or self._is_late(begun))
-        if isinstance(result, Failure):
-            return Trial(number, proposal, against, result)
-        runs = profiled_runs(float(np.median(result.b)))
-        layers = self._runner.layers(candidate, runs) if proposal.wants_layers else None
-        if isinstance(layers, Failure) and layers.is_transient:
-            return Trial(number, proposal, against, layers)
-        report = () if isinstance(layers, Failure) else layers
-        return Trial(number, proposal, against, result, accuracy=accuracy(reference, outputs), layers=report)
 
-    def _is_late(self, begun: float) -> bool:
-        """Whether the next look of a comparison would end too late: it takes about as long as all before it."""
-        now = time.monotonic()
-        return self.deadline is not None and now + (now - begun) > self.deadline
-
-    def _may_be_taken(self, trial: Trial) -> bool:
-        """Whether its build is kept until the batch is judged: a win, or what is no slower and may be more exact."""
-        measured = judge(trial, self._conditions.plan)
-        is_even = measured is not None and measured.verdict == "undecided" and measured.median <= 1
-        return self._won(trial) or (is_even and self._conditions.limits.is_exact_enough(trial.accuracy))
-
-    def _won(self, trial: Trial) -> bool:
-        """Whether a trial is a win as far as it was measured."""
-        conditions = self._conditions
-        measured = judge(trial, conditions.plan)
-        is_faster = measured is not None and measured.verdict == "faster"
-        return is_faster and conditions.limits.is_exact_enough(trial.accuracy)
-
-    def _needs_check(self, trial: Trial) -> bool:
-        is_one_of_many = self._conditions.check_wins and not trial.proposal.wants_layers
-        return is_one_of_many and trial.check is None and self._won(trial)
-
-    def _checked(self, trial: Trial) -> Measurement | Failure:
-        files = self._candidates.file(trial.against), self._candidates.file(trial.placement)
-        plan, seed = self._conditions.plan, self._conditions.seed + 1
-        return fresh_pair(self._runner, *files, plan, seed, f"trial_{trial.number:03}", _settled)
+def _trial(station: Station, job: Job, reference: Sequence[dict[str, Array]], deadline: float | None) -> Trial:
+    return station.trial(job, reference, deadline)
 
 
 def _record(trial: Trial) -> Record:
@@ -327,16 +285,6 @@ def trial_of(number: int, record: Record, against: Placement) -> Trial:
     return remembered(number, proposal, against, record)
 
 
-def profiled_runs(seconds: float) -> int:
-    """Inferences for a layer report of a model that takes so many seconds each."""
-    least, most = PROFILED
-    return most if seconds * most <= PROFILED_SECONDS else max(least, ceil(PROFILED_SECONDS / seconds))
-
-
 def job_key(job: str, placement: Placement, against: Placement) -> str:
     """The name of a job: a hash of its content, so that jobs may run in any order and be found again."""
     return job + ":" + hashlib.sha256(f"{placement.digest}:{against.digest}".encode()).hexdigest()[:16]
-
-
-def _settled(measured: Ratio) -> bool:
-    return measured.verdict != "undecided" or measured.median > FUTILE

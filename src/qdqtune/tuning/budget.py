@@ -104,6 +104,11 @@ class Budget:
         """Whether no further candidate may be tried."""
         return builds_of(trials) + self.each > self.builds or self.is_late
 
+    def room(self, trials: Sequence[Trial]) -> int:
+        """How many candidates may follow, if each takes no more than one build: more are not begun, lest what they
+        take is measured in vain."""
+        return self.builds - self.each - builds_of(trials) + 1
+
 
 def builds_of(trials: Sequence[Trial]) -> int:
     """What trials have spent."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 from typing import Self
 
 from qdqtune.engines.runner import Handle, Runner
@@ -16,23 +18,24 @@ from qdqtune.types import Failure, Placement
 
 
 class Candidates:
-    """Files and builds of one model's placements, each made once and as it is asked for.
+    """Files of one model's placements, each written once and as it is asked for, by any of several threads.
 
     A context manager: it makes the folder of the files, and deletes it at the end.
     """
 
-    def __init__(self, runner: Runner, inserter: Inserter, folder: Path) -> None:
+    def __init__(self, inserter: Inserter, folder: Path) -> None:
         """Make the folder, which must not be there.
 
         Raises:
             OutputError: it cannot be made.
         """
         self.folder = folder
-        self._runner, self._inserter = runner, inserter
+        self._inserter = inserter
         with writing(folder):
             folder.mkdir(parents=True)
         self._constants = ConstantFile(folder / CONSTANTS)
-        self._loaded: dict[Placement, Handle] = {}
+        self._lock = Lock()
+        self._used: Counter[Placement] = Counter()
 
     def __enter__(self) -> Self:
         return self
@@ -49,29 +52,23 @@ class Candidates:
             OutputError: it cannot be written.
         """
         path = self.folder / f"{placement.digest}.onnx"
-        if not path.exists():
-            self._constants.save(self._inserter.insert(placement), path)
+        with self._lock:
+            if not path.exists():
+                self._constants.save(self._inserter.insert(placement), path)
         return path
 
-    def load(self, placement: Placement, log_name: str) -> Handle | Failure:
-        """The build of a placement, made now if there is none; what the engine prints then goes to that log."""
-        if placement not in self._loaded:
-            handle = self._runner.load(self.file(placement), log_name)
-            if isinstance(handle, Failure):
-                return handle
-            self._loaded[placement] = handle
-        return self._loaded[placement]
+    def keep(self, placement: Placement) -> Path:
+        """The file of a placement, which stays until it was dropped as often as it was kept."""
+        with self._lock:
+            self._used[placement] += 1
+        return self.file(placement)
 
     def drop(self, placement: Placement) -> None:
-        """Unload a placement and delete its file, if it is loaded."""
-        if placement in self._loaded:
-            self._runner.unload(self._loaded.pop(placement))
-            self.file(placement).unlink(missing_ok=True)
-
-    def keep_only(self, placement: Placement) -> None:
-        """Unload every placement but this one."""
-        for other in [p for p in self._loaded if p != placement]:
-            self.drop(other)
+        """Delete the file, unless it is kept for another."""
+        with self._lock:
+            self._used[placement] -= 1
+            if self._used[placement] <= 0:
+                (self.folder / f"{placement.digest}.onnx").unlink(missing_ok=True)
 
     def write_whole(self, placement: Placement, path: Path) -> None:
         """Write a placement as a self-contained file.
@@ -80,3 +77,37 @@ class Candidates:
             OutputError: it cannot be written.
         """
         save(self._inserter.insert(placement), path)
+
+
+class Loaded:
+    """Builds of one model's placements on one device, each made once and as it is asked for."""
+
+    def __init__(self, runner: Runner, candidates: Candidates) -> None:
+        self._candidates = candidates
+        self._runner = runner
+        self._loaded: dict[Placement, Handle] = {}
+
+    def load(self, placement: Placement, log_name: str) -> Handle | Failure:
+        """The build of a placement, made now if there is none; what the engine prints then goes to that log.
+
+        Raises:
+            OutputError: its file cannot be written.
+        """
+        if placement not in self._loaded:
+            handle = self._runner.load(self._candidates.keep(placement), log_name)
+            if isinstance(handle, Failure):
+                self._candidates.drop(placement)
+                return handle
+            self._loaded[placement] = handle
+        return self._loaded[placement]
+
+    def drop(self, placement: Placement) -> None:
+        """Unload a placement and delete its file, if it is loaded."""
+        if placement in self._loaded:
+            self._runner.unload(self._loaded.pop(placement))
+            self._candidates.drop(placement)
+
+    def keep_only(self, placement: Placement) -> None:
+        """Unload every placement but this one."""
+        for other in [p for p in self._loaded if p != placement]:
+            self.drop(other)

@@ -14,11 +14,11 @@ from qdqtune.errors import BaselineFailed
 from qdqtune.measurement.pairing import start_inferences
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search.regions.cache import read_cache
-from qdqtune.tuning.bench import profiled_runs
 from qdqtune.tuning.budget import PAIRED, calibration_seconds, pace
 from qdqtune.tuning.folder import LOGS, OutputFolder
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.settings import Settings
+from qdqtune.tuning.station import profiled_runs
 from qdqtune.tuning.store import read_records
 from qdqtune.tuning.subgraphs import groups
 from qdqtune.tuning.subject import Subject, open_subject

@@ -130,6 +130,7 @@ FORMS: Mapping[str, Form] = {
     "metric": OneOf(({"value": float}, FAILED, {"failure": str})),
     "layers": OneOf(({"layers": LAYERS}, FAILED)),
     "repeated": OneOf((ACCURACY, FAILED)),
+    "batch": {"width": int},
     "noise": {"alone": MapOf(float)},
     "foretold": OneOf((ACCURACY, FAILED)),
     "given": PROVEN,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 
 from qdqtune.measurement.accuracy import concern
@@ -60,6 +61,7 @@ def _finished(run: Run, started: float, diary: Diary) -> Result:
     mode = MODES[settings.mode](run)
     run.observer.stage("searching")
     history = search(mode.strategy, run, Several((*mode.observers, run.observer)), budget)
+    run.bench.stand_alone()
     if history or settings.time_budget is None:
         run.observer.stage("proving the result on fresh builds")
     front = prove_front(history, run) if settings.front else None
@@ -88,19 +90,19 @@ def search(strategy: Strategy, run: Run, observer: Observer, budget: Budget) -> 
     plan, started = run.settings.plan, time.monotonic()
     history: list[Trial] = []
     while not budget.is_spent(history) and (batch := strategy.propose(history)):
-        against = best_of(history)
         best = next((t for t in reversed(history) if t.accepted), None)
         trials: list[Trial] = []
-        for proposal in batch:
-            if budget.is_spent([*history, *trials]):
-                break
-            trial, replayed = run.bench.measure(len(history) + len(trials) + 1, proposal, against)
-            trials.append(run.limits.judged(trial, trials, plan, run.bench.metric))
-            known = [*history, *accepted(trials, plan, best)]
-            state = _state(known, plan, budget, time.monotonic() - started, replayed)
-            observer.trial(trials[-1], outcome(trials[-1], plan), state)
+        batch = batch[: budget.room(history)]
+        with closing(run.bench.measured(len(history) + 1, batch, best_of(history))) as measured:
+            for trial, replayed in measured:
+                trials.append(run.limits.judged(trial, trials, plan, run.bench.metric))
+                known = [*history, *accepted(trials, plan, best)]
+                state = _state(known, plan, budget, time.monotonic() - started, replayed)
+                observer.trial(trials[-1], outcome(trials[-1], plan), state)
+                if budget.is_spent([*history, *trials]):
+                    break
         history += accepted(trials, plan, best)
-        run.candidates.keep_only(best_of(history))
+        run.bench.keep_only(best_of(history))
     return history
 
 

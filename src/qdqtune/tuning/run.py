@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
+from qdqtune.engines.crew import Crew, check_alike
+from qdqtune.engines.devices import ANYWHERE, Device, allot
 from qdqtune.engines.runner import Runner, time_limit
 from qdqtune.errors import BadOption, BaselineFailed, writing
 from qdqtune.graph.loading import files_of
@@ -16,17 +18,20 @@ from qdqtune.measurement.limits import Limits
 from qdqtune.measurement.metric import Evaluation, load_evaluation
 from qdqtune.measurement.simulation import Simulation
 from qdqtune.placement.insertion import Inserter
-from qdqtune.tuning.bench import Bench, Conditions
+from qdqtune.tuning.bench import Bench
 from qdqtune.tuning.budget import Budget
 from qdqtune.tuning.candidates import Candidates
 from qdqtune.tuning.folder import LOGS, OutputFolder, restored_state
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.settings import Settings
+from qdqtune.tuning.station import Conditions, Station
 from qdqtune.tuning.store import Store, began_without
 from qdqtune.tuning.subject import Subject, calibrated, fingerprint, open_subject
 from qdqtune.types import Failure, Placement
 
 CANDIDATES = "candidates"
+BATCH = "batch"
+"""The record of how many candidates are proposed at a time; without it, that is one."""
 
 DROP = 0.01
 """How far the user's metric may fall where nothing else is said, as a share of the float model's."""
@@ -35,7 +40,8 @@ DROP = 0.01
 @dataclass(frozen=True)
 class Ready:
     """What was asked for, before anything is measured: nothing of it has run. `given` are the user's model files as
-    they were when the run began; it has to end when `time.monotonic` is at `ends`, None without a time budget."""
+    they were when the run began; it has to end when `time.monotonic` is at `ends`, None without a time budget. `others`
+    measure beside `runner`, each on a device of its own."""
 
     settings: Settings
     output: OutputFolder
@@ -46,17 +52,20 @@ class Ready:
     store: Store
     observer: Observer
     ends: float | None
+    others: tuple[Runner, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Run(Ready):
-    """The model calibrated, and what measures it. `limits` know the metric of the float model."""
+    """The model calibrated, and what measures it. `limits` know the metric of the float model; `width` is how many
+    candidates a search proposes at a time, so that all devices are busy."""
 
     candidates: Candidates
     bench: Bench
     simulation: Simulation
     limits: Limits
     budget: Budget
+    width: int = 1
 
 
 @contextmanager
@@ -72,7 +81,8 @@ def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
         output = stack.enter_context(OutputFolder(settings))
         evaluation = None if settings.evaluate is None else load_evaluation(settings.evaluate)
         logs = output.path / LOGS
-        runner = stack.enter_context(Runner(settings.engine, log_dir=logs))
+        devices = devices_of(settings)
+        runner, *others = [stack.enter_context(Runner(settings.engine, log_dir=logs, device=d)) for d in devices]
         observer.stage(f"reading {settings.model.name}")
         if (told := restored_state(settings)) is not None:
             observer.note(told)
@@ -82,7 +92,7 @@ def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
         subject = open_subject(settings, runner)
         signed = fingerprint(settings, subject, runner.describe())
         store = stack.enter_context(Store(settings.state, signed, restart=settings.restart, given=given))
-        yield Ready(settings, output, given, evaluation, subject, runner, store, observer, ends)
+        yield Ready(settings, output, given, evaluation, subject, runner, store, observer, ends, tuple(others))
 
 
 @contextmanager
@@ -97,15 +107,20 @@ def open_run(ready: Ready) -> Iterator[Run]:
     store.check_candidates()
     with ExitStack() as stack:
         subject = calibrated(ready.subject, settings, store, observer, ready.ends)
-        runner.feed(subject.feed)
+        if ready.others:
+            observer.stage(f"starting {1 + len(ready.others)} workers")
+            check_alike([runner, *ready.others])
+        for one in (runner, *ready.others):
+            one.feed(subject.feed)
         inserter = Inserter(subject.model, subject.ranges, subject.numbers)
         with writing(f"to {ready.output.path}"):
             scratch = stack.enter_context(Scratch(ready.output.path))
-        candidates = stack.enter_context(Candidates(runner, inserter, scratch / CANDIDATES))
+        candidates = stack.enter_context(Candidates(inserter, scratch / CANDIDATES))
         conditions = Conditions(
             settings.plan, subject.accuracy, settings.seed, settings.limits, ready.evaluation, settings.checks_wins
         )
-        bench = Bench(runner, candidates, store, conditions)
+        stations = [Station(r, candidates, conditions, n) for n, r in enumerate((runner, *ready.others))]
+        bench = Bench(Crew(stations, observer.note), store, conditions)
         simulation = stack.enter_context(Simulation(inserter, subject.accuracy, settings.engine.name))
         observer.stage("measuring the float model")
         budget = Budget.of(settings, bench, ready.ends)
@@ -113,7 +128,28 @@ def open_run(ready: Ready) -> Iterator[Run]:
         limits = _limits(settings, bench, budget, observer)
         settings = replace(settings, proof=budget.proof)
         known = {**vars(ready), "settings": settings, "subject": subject, "candidates": candidates, "bench": bench}
-        yield Run(**known, simulation=simulation, limits=limits, budget=budget)
+        yield Run(**known, simulation=simulation, limits=limits, budget=budget, width=_width(ready))
+
+
+def devices_of(settings: Settings) -> tuple[Device, ...]:
+    """What a run measures on. One worker that is told no cores shares the machine, as ever.
+
+    Raises:
+        BadOption: this machine has no room for so many.
+    """
+    if settings.workers == 1 and settings.cores_per_worker is None:
+        return (ANYWHERE,)
+    return allot(settings.engine, settings.workers, settings.cores_per_worker)
+
+
+def _width(ready: Ready) -> int:
+    """How many candidates a search proposes at a time: as many as there were workers when it began, so that it goes on
+    as it began whatever number there is now."""
+    store, workers = ready.store, ready.settings.workers
+    record = store.get(BATCH)
+    if record is None and workers > 1 and not any(r["key"].startswith("trial:") for r in store.records()):
+        record = store.put(BATCH, {"width": workers})
+    return 1 if record is None else int(record["width"])
 
 
 def _limits(settings: Settings, bench: Bench, budget: Budget, observer: Observer) -> Limits:

@@ -74,6 +74,8 @@ class Settings:
     `calibration_cache` is a file of ranges that another tool has written, in place of calibration.
     `command` is what was typed, for the record alone.
     `accuracy_samples` is the most samples that outputs are compared on.
+    `workers` measure side by side, each on so many cores of its own as `cores_per_worker` says, or as its engine has
+    threads. They are no part of what was measured: a run goes on with any number of them.
     """
 
     model: Path
@@ -112,6 +114,8 @@ class Settings:
     cut_seed: bool = True
     front: bool = False
     restart: bool = False
+    workers: int = 1
+    cores_per_worker: int | None = None
     command: tuple[str, ...] = field(default=(), compare=False)
     rewrites: Rewriting = "auto"
 

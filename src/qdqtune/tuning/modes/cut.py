@@ -50,7 +50,7 @@ def prepare(run: Run) -> Cut:
     suggestions = subject.suggestions()
     if noise is not None:
         suggestions[QUIETER] = guesses(subject.shaped, subject.possible, noise)(noise.levels(())[0])
-    return Cut(GroupedSearch(subject.shaped, subject.possible, suggestions), None)
+    return Cut(GroupedSearch(subject.shaped, subject.possible, suggestions, run.width), None)
 
 
 def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
@@ -62,4 +62,4 @@ def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
         return None
     first = subject.foremost()
     spares = {name: p for name, p in subject.suggestions().items() if name not in first}
-    return CutSearch(subject.shaped, subject.possible, layers, first, run.settings.plan, noise, spares)
+    return CutSearch(subject.shaped, subject.possible, layers, first, run.settings.plan, noise, spares, run.width)

@@ -1,0 +1,184 @@
+"""Devices: what one worker owns, and how the cores and GPUs of this host are divided among several."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from qdqtune.engines import EngineSpec
+from qdqtune.errors import BadOption, EngineUnavailable
+
+LEASE_SECONDS = 30.0
+"""How long a worker waits for a device whose last owner is still ending: a GPU's memory is freed late."""
+
+NVIDIA_SMI_SECONDS = 30.0
+GPU_ENGINES = frozenset({"tensorrt", "tensorrt-rtx", "trtexec"})
+CPU_PROVIDER = "CPUExecutionProvider"
+TOPOLOGY = Path("/sys/devices/system/cpu")
+
+
+@dataclass(frozen=True)
+class Device:
+    """Cores that no other worker uses, and a GPU by its number, or none. Without cores nothing is pinned."""
+
+    name: str = ""
+    cores: tuple[int, ...] = ()
+    gpu: str = ""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What tells a process which GPU is its own."""
+        return {"CUDA_VISIBLE_DEVICES": self.gpu} if self.gpu else {}
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """All that can be owned once, by name."""
+        return (*(f"core-{core}" for core in self.cores), *([f"gpu-{self.gpu}"] if self.gpu else ()))
+
+
+ANYWHERE = Device()
+"""A worker that shares the machine with everybody, as the only one of a run does."""
+
+
+@contextlib.contextmanager
+def pinned(cores: Sequence[int]) -> Iterator[None]:
+    """What this thread starts meanwhile runs on these cores only; nothing is pinned without cores, or where the system
+    cannot."""
+    if not cores or sys.platform != "linux":
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, set(cores))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@contextlib.contextmanager
+def leased(device: Device, seconds: float = LEASE_SECONDS) -> Iterator[list[int]]:
+    """Own a device: gives descriptors that hold it, and a process that inherits them goes on to hold it until it ends,
+    however that comes about. They are sockets by names that no file system has, so that nothing is left of them.
+
+    Raises:
+        EngineUnavailable: another process still has it after so many seconds.
+    """
+    held: list[socket.socket] = []
+    until = time.monotonic() + seconds
+    try:
+        for part in device.parts if sys.platform == "linux" else ():
+            while (taken := _taken(part)) is None:
+                if time.monotonic() > until:
+                    raise EngineUnavailable(f"{part.replace('-', ' ')} is in use by another run of qdqtune")
+                time.sleep(0.05)
+            held.append(taken)
+        yield [one.fileno() for one in held]
+    finally:
+        for one in held:
+            one.close()
+
+
+def _taken(part: str) -> socket.socket | None:
+    """What holds a part of this host; None if another has it."""
+    lease = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        lease.bind(f"\0qdqtune-{part}")
+    except OSError:
+        lease.close()
+        return None
+    return lease
+
+
+def is_free(part: str) -> bool:
+    """Whether no worker of any run on this host has it now."""
+    if sys.platform != "linux":
+        return True
+    taken = _taken(part)
+    if taken is not None:
+        taken.close()
+    return taken is not None
+
+
+def needs_gpu(spec: EngineSpec) -> bool:
+    """Whether an engine runs on a GPU, so that each worker wants one of its own."""
+    provider = str(spec.options.get("provider") or CPU_PROVIDER)
+    return (spec.name in GPU_ENGINES and not spec.options.get("target")) or provider != CPU_PROVIDER
+
+
+def cores_for(spec: EngineSpec, given: int | None) -> int:
+    """How many cores a worker gets: as many as the engine has threads, unless more are given.
+
+    Raises:
+        BadOption: fewer are given.
+    """
+    threads = spec.options.get("threads")
+    least = threads if isinstance(threads, int) and threads > 0 else 1
+    if given is not None and given < least:
+        raise BadOption(
+            f"--cores-per-worker {given} is too few for --threads {least}: threads would wait for each other"
+        )
+    return given or least
+
+
+def allot(spec: EngineSpec, workers: int, cores_each: int | None = None) -> tuple[Device, ...]:
+    """Devices of this host for so many workers, none of which shares a core or a GPU with another; physical cores are
+    divided only where there are too few of them.
+
+    Raises:
+        BadOption: there are too few cores or GPUs.
+    """
+    each = cores_for(spec, cores_each)
+    gpus = gpus_here() if needs_gpu(spec) else ("",) * workers
+    if len(gpus) < workers:
+        raise BadOption(f"--workers {workers} wants a GPU each, and this host has {len(gpus)} for us")
+    free = [[core for core in cores if is_free(f"core-{core}")] for cores in physical_cores()]
+    count, wanted = sum(map(len, free)), workers * each
+    if count < wanted:
+        is_alone = count == sum(map(len, physical_cores()))
+        others = "" if is_alone else ", the others being in use by other runs of qdqtune"
+        raise BadOption(
+            f"--workers {workers} of {each} core{'s' if each > 1 else ''} each want {wanted} cores, and there are "
+            f"{count}{others}: give fewer workers, or fewer --cores-per-worker"
+        )
+    whole = [cores for cores in free if cores]
+    order = [cores[0] for cores in whole] if len(whole) >= wanted else [core for cores in whole for core in cores]
+    places = [tuple(order[n * each : (n + 1) * each]) for n in range(workers)]
+    return tuple(Device(f"worker-{n + 1}", places[n], gpus[n]) for n in range(workers))
+
+
+def physical_cores() -> list[list[int]]:
+    """The logical cores that this process may use, those of one physical core together, near ones in a row."""
+    if not hasattr(os, "sched_getaffinity"):
+        return [[core] for core in range(os.cpu_count() or 1)]
+    cores: dict[tuple[int, int], list[int]] = {}
+    for number in sorted(os.sched_getaffinity(0)):
+        place = TOPOLOGY / f"cpu{number}" / "topology"
+        try:
+            key = (int((place / "physical_package_id").read_text()), int((place / "core_id").read_text()))
+        except (OSError, ValueError):
+            key = (0, number)
+        cores.setdefault(key, []).append(number)
+    return [cores[key] for key in sorted(cores)]
+
+
+def gpus_here() -> tuple[str, ...]:
+    """The GPUs that this process may use, as CUDA numbers them."""
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return tuple(name for name in visible.split(",") if name and name != "-1")
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ()
+    try:
+        asked = [program, "--query-gpu=index", "--format=csv,noheader"]
+        done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=NVIDIA_SMI_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return tuple(line.strip() for line in done.stdout.splitlines() if line.strip().isdigit())

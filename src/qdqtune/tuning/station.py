@@ -1,0 +1,148 @@
+"""A station: one device with its engine, where candidates are measured against what was built on the same device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil
+
+import numpy as np
+
+from qdqtune.engines.runner import Runner
+from qdqtune.errors import EngineFailure
+from qdqtune.measurement.accuracy import accuracy, is_finite
+from qdqtune.measurement.limits import Limits
+from qdqtune.measurement.metric import Evaluation
+from qdqtune.measurement.pairing import fresh_pair, rounds_of
+from qdqtune.measurement.timing import Plan, Ratio, compare, judge
+from qdqtune.tuning.candidates import Candidates, Loaded
+from qdqtune.types import Array, Failure, Measurement, Placement, Proposal, Sample, Trial
+
+FUTILE = 0.997
+"""A candidate whose median ratio is no better than this at a look is not worth more rounds."""
+
+PROFILED = (12, 400)
+"""The least and the most inferences behind a layer report."""
+
+PROFILED_SECONDS = 0.05
+"""How long they are to take in all, where that is within these numbers: short layers need many."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """How candidates are measured: in which rounds, on which samples, and by which metric of the user's.
+
+    `limits` say which wins are worth a check, `check_wins` whether any is.
+    """
+
+    plan: Plan
+    samples: Sequence[Sample]
+    seed: int
+    limits: Limits = field(default_factory=Limits)
+    evaluation: Evaluation | None = None
+    check_wins: bool = True
+
+    def won(self, trial: Trial) -> bool:
+        """Whether a trial is a win as far as it was measured."""
+        measured = judge(trial, self.plan)
+        is_faster = measured is not None and measured.verdict == "faster"
+        return is_faster and self.limits.is_exact_enough(trial.accuracy)
+
+    def may_be_taken(self, trial: Trial) -> bool:
+        """Whether its build is kept until the batch is judged: a win, or what is no slower and may be more exact."""
+        measured = judge(trial, self.plan)
+        is_even = measured is not None and measured.verdict == "undecided" and measured.median <= 1
+        return self.won(trial) or (is_even and self.limits.is_exact_enough(trial.accuracy))
+
+    def needs_check(self, trial: Trial) -> bool:
+        """Whether a win is to be repeated on second builds.
+
+        A win that misses the limit on SQNR is repeated only when another run allows more, and one of a search that
+        learns from layers never: it makes too few candidates for luck.
+        """
+        is_one_of_many = self.check_wins and not trial.proposal.wants_layers
+        return is_one_of_many and trial.check is None and self.won(trial)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One candidate, and what it meets; `known` is what an earlier run has measured of it, which lacks a check."""
+
+    number: int
+    proposal: Proposal
+    against: Placement
+    known: Trial | None = None
+
+
+class Station:
+    """Measures on one device. Only ratios of what was built here leave it, as pairs of samples."""
+
+    def __init__(self, runner: Runner, candidates: Candidates, conditions: Conditions, number: int = 0) -> None:
+        self.runner = runner
+        self.loaded = Loaded(runner, candidates)
+        self._log_name = f"best-{number + 1}" if number else "best"
+        self._candidates, self._conditions = candidates, conditions
+
+    def trial(self, job: Job, reference: Sequence[dict[str, Array]], deadline: float | None) -> Trial:
+        """Time a candidate; `reference` is what the float model gives, and by `deadline`, a time of `time.monotonic`,
+        comparisons decide with what they have.
+
+        A win is repeated at once on another build of both files: one build may be fast by the luck of its memory
+        layout, and stays so in every round.
+
+        Raises:
+            EngineFailure: the engine refuses the other placement, which it has built before.
+        """
+        trial = job.known or self._measured(job, reference, deadline)
+        if self._conditions.needs_check(trial):
+            trial = replace(trial, check=self._checked(trial))
+        if not self._conditions.may_be_taken(trial):
+            self.loaded.drop(trial.placement)
+        return trial
+
+    def _measured(self, job: Job, reference: Sequence[dict[str, Array]], deadline: float | None) -> Trial:
+        conditions, told = self._conditions, (job.number, job.proposal, job.against)
+        opponent = self.loaded.load(job.against, self._log_name)
+        if isinstance(opponent, Failure):  # it was built before, so the candidate is not to blame
+            raise EngineFailure(f"the engine does not build the best model so far again: {opponent.reason}")
+        candidate = self.loaded.load(job.proposal.placement, f"trial_{job.number:03}")
+        if isinstance(candidate, Failure):
+            return Trial(*told, candidate)
+        outputs = self.runner.outputs(candidate, conditions.samples)
+        if isinstance(outputs, Failure):
+            return Trial(*told, outputs)
+        if not is_finite(outputs):
+            return Trial(*told, Failure("output", "the outputs hold NaN or infinite values"))
+        rounds = rounds_of(self.runner, opponent, candidate, conditions.plan, conditions.seed)
+        begun = time.monotonic()
+        result = compare(rounds, conditions.plan, decided=lambda r: _settled(r) or _is_late(begun, deadline))
+        if isinstance(result, Failure):
+            return Trial(*told, result)
+        runs = profiled_runs(float(np.median(result.b)))
+        layers = self.runner.layers(candidate, runs) if job.proposal.wants_layers else None
+        if isinstance(layers, Failure) and layers.is_transient:
+            return Trial(*told, layers)
+        report = () if isinstance(layers, Failure) else layers
+        return Trial(*told, result, accuracy=accuracy(reference, outputs), layers=report)
+
+    def _checked(self, trial: Trial) -> Measurement | Failure:
+        files = self._candidates.file(trial.against), self._candidates.file(trial.placement)
+        plan, seed = self._conditions.plan, self._conditions.seed + 1
+        return fresh_pair(self.runner, *files, plan, seed, f"trial_{trial.number:03}", _settled)
+
+
+def profiled_runs(seconds: float) -> int:
+    """Inferences for a layer report of a model that takes so many seconds each."""
+    least, most = PROFILED
+    return most if seconds * most <= PROFILED_SECONDS else max(least, ceil(PROFILED_SECONDS / seconds))
+
+
+def _is_late(begun: float, deadline: float | None) -> bool:
+    """Whether the next look of a comparison would end too late: it takes about as long as all before it."""
+    now = time.monotonic()
+    return deadline is not None and now + (now - begun) > deadline
+
+
+def _settled(measured: Ratio) -> bool:
+    return measured.verdict != "undecided" or measured.median > FUTILE
