@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from qdqtune.measurement.timing import Plan
-from qdqtune.tuning.loop import accepted, tune
+from qdqtune.tuning.accepting import accepted
+from qdqtune.tuning.loop import tune
 from qdqtune.types import Accuracy, Edge, Measurement, Placement, Proposal, Trial
 from runs import mixed, settings, write
 

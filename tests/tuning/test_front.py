@@ -44,6 +44,28 @@ def test_each_point_is_a_proven_file_that_no_other_beats(model: Path, workers: W
     assert built == result.summary["builds"] + result.summary["proof_builds"] <= 25
 
 
+def test_what_no_search_has_built_is_a_point_like_any_other(model: Path) -> None:
+    result = tune(settings(model, mode="cut", front=True, builds=25, min_sqnr=None))
+    (fresh,) = (t for t in result.history if t.proposal.origin == "front")
+    row = result.summary["front"][-1]  # more exact than all that the search for speed looks at
+    assert row["sqnr_db"] == fresh.sqnr_db > max(r["sqnr_db"] for r in result.summary["front"][:-1])
+    assert row["ratio"] == pytest.approx(fresh.proposal.predicted, rel=0.1)
+    assert any(note.startswith("the front has 3 points: ") for note in result.notes)
+
+
+def test_a_run_that_was_cut_off_goes_on_to_the_same_front(model: Path, workers: Workers) -> None:
+    first = tune(settings(model, mode="cut", front=True, builds=25))
+    state = model.parent / "out" / "autotuner_state.yaml"
+    lines = state.read_text().splitlines(keepends=True)
+    points = [i for i, line in enumerate(lines) if '"key": "front:' in line]
+    state.write_text("".join(lines[: points[len(points) // 2]]))
+    built = len(workers.builds)
+    again = tune(settings(model, mode="cut", front=True, builds=25))
+    assert again.summary["front"] == first.summary["front"]
+    assert again.history == first.history
+    assert sum(b.engine == "fake" for b in workers.builds[built:]) < first.summary["proof_builds"] + 3
+
+
 def test_what_ships_is_the_fastest_that_holds_the_limits(model: Path) -> None:
     free = tune(settings(model, mode="cut", front=True, builds=25, min_sqnr=None))
     fastest, second, *_ = free.summary["front"]

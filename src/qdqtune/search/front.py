@@ -1,28 +1,40 @@
 """Front search: placements that trade latency for accuracy, from the fastest to the most exact.
 
-When the first builds of a cut search have priced every unit, a price on noise gives one placement each: the optimum of
-time plus price times noise, which no other placement beats in both as far as prices and sums of noise are right. Of
-these the one is built next that lies farthest from all that was built, so that the builds spread over the front.
+The search itself is that of the cut, so that what it finds is there as well. Then a price on noise gives one placement
+each: the optimum of time plus price times noise, which no other placement beats in both as far as prices and sums of
+noise are right. Where two neighbours of these lie far apart, parts of what tells them apart lie between. They are
+offered without a build of their own: the proof, which builds every point anyway, shows where they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from qdqtune.measurement.timing import Plan
 from qdqtune.search import ratios_to_float
 from qdqtune.search.costs.noise import Noise
-from qdqtune.search.costs.optimum import cut, cut_holding, decision_of
+from qdqtune.search.costs.optimum import cut, other
 from qdqtune.search.costs.prices import Costs
 from qdqtune.search.costs.units import Decision
 from qdqtune.search.cut import CutSearch
-from qdqtune.types import Placement, Proposal, Trial
+from qdqtune.types import EQUAL_DB, Placement, Proposal, Trial
 
 POINTS = 8
 """The most points of a front that are proven."""
+
+ENOUGH = 6
+"""How many points a front is to have."""
+
+SPARE = 2
+"""Builds that are kept for points in place of those that do not prove themselves."""
+
+LEAST_SEARCHED = 6
+"""Builds that the search has in any case: the float model's, those that price every unit, and the optimum."""
 
 PRICES = np.logspace(-3, 8, 45)
 """Prices on noise, as multiples of the one at which the noise of the fastest placement costs as much as its time."""
@@ -39,8 +51,61 @@ LOUD = 100.0
 DECADE = 0.5
 """Share of the float model's time that counts as much as a factor of ten in noise: how far apart two points are."""
 
-EACH = 3
-"""Builds that a point more takes: its own, and two of the proof."""
+APART = (0.05, 2.0)
+"""Two points are one apart if their times differ by this share, and their SQNR by so many dB: less of either, and luck
+decides whether one beats the other."""
+
+NEAR = 0.25
+"""Points nearer to each other than this share of `APART` are one point."""
+
+PARTS = 6
+"""Into how many parts what tells two neighbours apart is divided."""
+
+OFFERED = 16
+"""How many placements are simulated to be offered."""
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where a placement lies, or is foretold to lie: its share of the float model's time, and its SQNR in dB."""
+
+    ratio: float
+    db: float
+
+    def apart(self, other: Spot) -> float:
+        """How far two are from each other: as far as the nearer of both counts."""
+        share, db = APART
+        times = abs(np.log(self.ratio / other.ratio)) / share
+        return float(min(times, abs(min(self.db, LOUD) - min(other.db, LOUD)) / db))
+
+    def beats(self, other: Spot) -> bool:
+        """Whether it is at least as good in both, and better in one."""
+        return self != other and self.ratio <= other.ratio and self.db >= other.db
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A placement that no build has seen, and where it is foretold to lie."""
+
+    placement: Placement
+    spot: Spot
+
+
+class Placed(Protocol):
+    """What lies somewhere."""
+
+    @property
+    def spot(self) -> Spot:
+        """Where."""
+
+
+Somewhere = TypeVar("Somewhere", bound=Placed)
+
+
+def farthest(offers: Iterable[Somewhere], taken: Sequence[Spot]) -> Somewhere | None:
+    """The one that is farthest from all that is taken; None if each is as good as one of these."""
+    found = max(offers, key=lambda o: min((o.spot.apart(t) for t in taken), default=np.inf), default=None)
+    return found if found is not None and all(found.spot.apart(t) >= NEAR for t in taken) else None
 
 
 @dataclass(frozen=True)
@@ -50,10 +115,14 @@ class Point:
     ratio: float
     trial: Trial
 
+    @property
+    def spot(self) -> Spot:
+        """Where it was measured."""
+        return Spot(self.ratio, self.trial.exactness)
+
     def beats(self, other: Point) -> bool:
         """Whether it is at least as good in both, and better in one."""
-        mine, theirs = (self.ratio, -self.trial.exactness), (other.ratio, -other.trial.exactness)
-        return mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
+        return self.spot.beats(other.spot)
 
 
 def undominated(history: Sequence[Trial], plan: Plan) -> tuple[Point, ...]:
@@ -98,51 +167,63 @@ class FrontSearch:
     builds: int
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
-        """See `Strategy`. The first batch is that of the cut; then the optimum that is foretold to hold the limits, and
-        then one point after the other, or as many as the cut's `width` far from each other."""
-        if first := self.by_cut.first(history):
-            return first
-        left = self.builds - 2 - sum(t.builds for t in history) - self._proof(history)
-        if left < 0:
-            return ()
-        costs = self.by_cut.costs(history)
-        tried = {t.placement for t in history} | {Placement()}
-        bound = self.noise.bound(history)
-        if bound is not None and not any(t.proposal.origin == "cut" for t in history):
-            proposal = self.by_cut.proposal("cut", costs, cut_holding(costs, self.noise, bound))
-            if proposal.placement not in tried:
-                return (proposal,)
-        placed = {costs.partition.placement(d): d for d in self._path(costs)}
-        fresh = {p: self._point(costs, d, p) for p, d in placed.items() if p not in tried}
-        known = [self._point(costs, decision_of(costs, p), p) for p in tried]
-        chosen: list[Decision] = []
-        while fresh and len(chosen) < min(self.by_cut.width, 1 + left // EACH):
-            points = np.array(known)
-            farthest = max(fresh, key=lambda p: float(np.abs(points - fresh[p]).max(axis=1).min()))
-            known.append(fresh.pop(farthest))
-            chosen.append(placed[farthest])
-        return tuple(self.by_cut.proposal("front", costs, decision) for decision in chosen)
+        """See `Strategy`: what the cut proposes, until the builds are left that the proof of the points takes."""
+        proof = 2 + 2 * (ENOUGH if self.builds < 2 * (2 + 2 * POINTS) else POINTS) + SPARE
+        most = max(LEAST_SEARCHED, self.builds - proof)
+        left = most - 1 - sum(t.builds for t in history)
+        return self.by_cut.propose(history)[: max(0, left)]
 
-    def _proof(self, history: Sequence[Trial]) -> int:
-        """Builds of the proof if one point more is found: two of the user's file, and two of each point."""
-        return 2 + 2 * min(POINTS, len(undominated(history, self.by_cut.plan)) + 1)
+    def offers(self, history: Sequence[Trial]) -> tuple[Offer, ...]:
+        """What may be points of the front and was not built, the fastest first."""
+        tried = {t.placement for t in history} | {Placement()}
+        costs = self.by_cut.costs(history)
+        summed = (o for o in self._summed(costs) if o.placement not in tried)
+        chosen = list[Offer]()
+        best = unbeaten(summed)
+        while len(chosen) < OFFERED and (found := farthest(best, [o.spot for o in chosen])) is not None:
+            chosen.append(found)
+        simulated = (replace(o, spot=Spot(o.spot.ratio, _db(self.noise.brought(o.placement)))) for o in chosen)
+        least = -np.inf if self.noise.limit is None else _db(BEYOND * self.noise.limit)
+        return unbeaten(o for o in simulated if o.spot.db >= least)
+
+    def _summed(self, costs: Costs) -> Iterator[Offer]:
+        """What is worth a build, its noise as the sum of what values bring alone."""
+        known = dict.fromkeys((*(path := tuple(self._path(costs))), *between(costs, path)))
+        for decision in known:
+            placement = costs.partition.placement(decision)
+            ratio = costs.total(decision) / costs.float_ms
+            if placement.edges and ratio <= GAIN:
+                yield Offer(placement, Spot(ratio, _db(self.noise.predicted(placement))))
 
     def _path(self, costs: Costs) -> Iterator[Decision]:
-        """The optima of rising prices on noise while they are worth a build: none that is far beyond a limit, since the
-        first builds show what lies there."""
-        fastest = cut(costs)
+        """The optima of rising prices on noise, the float model at their end."""
+        yield (fastest := cut(costs))
         loudest = self.noise.predicted(costs.partition.placement(fastest))
-        most = np.inf if self.noise.limit is None else BEYOND * self.noise.limit
-        if loudest <= most:
-            yield fastest
         for price in PRICES * costs.total(fastest) / loudest if loudest > 0 else ():
             decision = cut(costs, self.noise, float(price))
-            if costs.total(decision) > GAIN * self.by_cut.float_ms or not decision.quantized:
+            yield decision
+            if not decision.quantized:
                 return
-            if self.noise.predicted(costs.partition.placement(decision)) <= most:
-                yield decision
 
-    def _point(self, costs: Costs, decision: Decision, placement: Placement) -> tuple[float, float]:
-        """Where a placement lies: its share of the float model's time, and its noise in decades."""
-        noise = self.noise.predicted(placement)
-        return costs.total(decision) / self.by_cut.float_ms / DECADE, float(np.log10(max(noise, 1e-9)))
+
+def between(costs: Costs, path: Sequence[Decision]) -> Iterator[Decision]:
+    """Between neighbours of a path: the units that only the first of both runs in 8 bits are divided in the order of
+    the graph, and stretches of these parts stay so."""
+    for first, second in pairwise(path):
+        units = sorted(first.quantized - second.quantized)
+        ends = sorted({round(i * len(units) / PARTS) for i in range(PARTS + 1)})
+        for start, stop in combinations(ends, 2):
+            if stop - start < len(units):
+                yield other(costs.partition, first, [*units[:start], *units[stop:]])
+
+
+def unbeaten(offers: Iterable[Offer]) -> tuple[Offer, ...]:
+    """Those that no other one is foretold to beat, the fastest first."""
+    known = tuple(offers)
+    kept = (o for o in known if not any(other.spot.beats(o.spot) for other in known))
+    return tuple(sorted(kept, key=lambda o: o.spot.ratio))
+
+
+def _db(noise: float) -> float:
+    """Relative noise as an SQNR."""
+    return float(-10 * np.log10(noise)) if noise > 0 else EQUAL_DB

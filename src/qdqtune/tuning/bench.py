@@ -142,6 +142,12 @@ class Bench:
             if station is not self._crew.first:
                 station.runner.close()
 
+    def keep(self, trial: Trial) -> None:
+        """Remember a trial that was measured elsewhere."""
+        key = job_key("trial", trial.placement, trial.against)
+        if self._store.get(key) is None:
+            self._store.put(key, _record(trial))
+
     def metric(self, placement: Placement) -> float | Failure:
         """The user's metric of a placement, on the engine.
 

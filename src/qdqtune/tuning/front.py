@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from qdqtune.engines.acceptance import check_loads
-from qdqtune.engines.runner import Handle
-from qdqtune.errors import BadOption, BaselineFailed, parsed_json, writing
+from qdqtune.errors import BadOption, parsed_json, writing
 from qdqtune.graph.files import data_of
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.outputs import appearing
 from qdqtune.graph.stamps import content
-from qdqtune.measurement.pairing import rounds_of
-from qdqtune.measurement.timing import Ratio, compare
-from qdqtune.search.front import Point, named, spread, undominated
+from qdqtune.measurement.timing import Ratio, overlap
+from qdqtune.search.front import ENOUGH, Offer, Point, named
+from qdqtune.tuning.accepting import ALIKE
+from qdqtune.tuning.candidacy import Candidacy, Entry, move_model
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT, PLACEMENT, SUMMARY, alone
 from qdqtune.tuning.forms import POINT, ListOf, fits
-from qdqtune.tuning.proof import Confirmed, Proof, copy_model, insist, known, prove
+from qdqtune.tuning.proof import PAIRS, Confirmed, Proof, copy_model, prove
 from qdqtune.tuning.records import write_json, write_placement_of
 from qdqtune.tuning.run import Run
-from qdqtune.tuning.store import Record, pack_result, unpack_result
 from qdqtune.types import Failure, Measurement, Placement, Trial
 
 
@@ -68,51 +65,67 @@ class Proven:
 
 @dataclass(frozen=True)
 class Front:
-    """What ships, and the points that nothing else beats, the fastest first."""
+    """What ships, and the points that nothing else beats, the fastest first; and the trials of what no search had
+    built."""
 
     proof: Proof
     points: tuple[Proven, ...]
+    trials: tuple[Trial, ...] = ()
 
     def rows(self) -> list[dict[str, Any]]:
         """What summary.json holds of the points."""
         return [point.row(self.proof.placement) for point in self.points]
 
 
-def prove_front(history: Sequence[Trial], run: Run) -> Front:
+def prove_front(history: Sequence[Trial], run: Run, offers: Sequence[Offer] = ()) -> Front:
     """Write a file for each point of the front and pair it with the user's own. The fastest that holds the limits
-    ships; where none does, the usual proof decides. Points that do not prove faster, or that others beat, go.
+    ships, of those that cannot be told apart the most exact; where none does, the usual proof decides. Points that do
+    not prove faster, or that others beat, go.
 
     Raises:
         BaselineFailed: the engine fails on a finished file.
         OutputError: a file cannot be written.
     """
     folder = run.output.clear(FRONT)
-    points = named(spread(undominated(history, run.settings.plan), run.budget.points))
     with writing(folder):
         folder.mkdir(exist_ok=True)
     run.candidates.write_whole(Placement(), run.settings.output_dir / BASELINE)
-    for name, point in points.items():
-        file = run.output.claim(folder / f"{name}.onnx")
-        run.output.claim(data_of(file))
-        run.candidates.write_whole(point.trial.placement, file)
-    held = _pair(points, run)
-    proven = [p for name, point in points.items() if (p := _proven(name, point, held[name], run)) is not None]
+    candidacy = Candidacy(history, run, offers)
+    met = candidacy.met()
+    proven = [p for entry in met if (p := _proven(entry, run)) is not None]
     kept = [p for p in proven if p.ratio.verdict == "faster" and not any(_beats(o, p) for o in proven)]
-    for name in points.keys() - {p.name for p in kept}:
-        for file in (folder / f"{name}.onnx", data_of(folder / f"{name}.onnx")):
-            file.unlink(missing_ok=True)
     kept.sort(key=lambda p: p.ratio.median)
-    for winner in kept:
-        write_placement_of(winner.trial.placement, run.output.claim(folder / f"{winner.name}.yaml"), run)
-    builds = 2 * len(points) + 2 if points else 0
+    kept = _settled(kept, candidacy.written, run)
+    trials, builds = candidacy.trials, candidacy.builds - len(candidacy.trials)
+    notes = () if len(kept) >= ENOUGH else (candidacy.excuse(len(kept)),)
     if not (holding := [p for p in kept if p.holds]):
-        usual = prove(history, run)
-        return Front(replace(usual, builds=usual.builds + builds), tuple(kept))
-    best = holding[0]
+        tried = {entry.trial.placement for entry in candidacy.entries}
+        usual = prove([t for t in history if t.placement not in tried], run)
+        proof = replace(usual, builds=usual.builds + builds, notes=(*usual.notes, *notes))
+        return Front(proof, tuple(kept), trials)
+    even = [
+        p for p in holding if p.ratio.median <= ALIKE * holding[0].ratio.median and overlap(p.ratio, holding[0].ratio)
+    ]
+    best = max(even, key=lambda p: (round(p.trial.exactness), -p.ratio.median))
     run.given.check()
     copy_model(folder / f"{best.name}.onnx", run.settings.output_dir / FINAL)
-    proof = Proof("tuned", best.trial.placement, best.ratio, None, best.float_seconds, best.seconds, (), builds)
-    return Front(proof, tuple(kept))
+    proof = Proof("tuned", best.trial.placement, best.ratio, None, best.float_seconds, best.seconds, notes, builds)
+    return Front(proof, tuple(kept), trials)
+
+
+def _settled(kept: Sequence[Proven], written: Mapping[Placement, Path], run: Run) -> list[Proven]:
+    """The points under their names, each with its placement beside it; the files of all others are deleted."""
+    names = named([Point(p.ratio.median, p.trial) for p in kept])
+    settled = []
+    for (name, point), proven in zip(names.items(), kept, strict=True):
+        file = run.output.claim(written[point.trial.placement].with_name(f"{name}.onnx"))
+        move_model(written[point.trial.placement], file, run, point.trial.placement)
+        write_placement_of(point.trial.placement, run.output.claim(file.with_suffix(".yaml")), run)
+        settled.append(replace(proven, name=name, content=content(files_of(file))))
+    for file in written.values():
+        for part in (file, data_of(file)):
+            part.unlink(missing_ok=True)
+    return settled
 
 
 def pick(folder: Path, name: str) -> Mapping[str, Any]:
@@ -172,62 +185,19 @@ def _as_shipped(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> di
     }
 
 
-def _key(point: Point, number: int) -> str:
-    return f"front:{point.trial.placement.digest}:{number}"
-
-
-def _pair(points: Mapping[str, Point], run: Run) -> dict[str, str]:
-    """Measure each point twice: both builds of the user's file meet a fresh build of each point's. Gives what the files
-    of the points hold, which is recorded."""
-    given, folder = content(files_of(run.settings.model)), run.settings.output_dir / FRONT
-    held = {name: content(files_of(folder / f"{name}.onnx")) for name in points}
-    files: dict[str, Record] = {name: {"files": [given, text]} for name, text in held.items()}
-    for number in range(2):
-        missing = [(n, p) for n, p in points.items() if known(run.store, _key(p, number), files[n]) is None]
-        if missing:
-            with _opponent(run, number) as opponent:
-                for name, point in missing:
-                    result = insist(partial(_meet, opponent, name, number, run))
-                    run.store.put(_key(point, number), pack_result(result) | files[name])
-    return held
-
-
-@contextmanager
-def _opponent(run: Run, number: int) -> Iterator[Handle]:
-    """A fresh build of the user's file; of the float model as we write it where the engine does not run that."""
-    handle = run.runner.load(run.settings.model, f"front_{number}_given", fresh=True)
-    if isinstance(handle, Failure) and not handle.is_transient:
-        handle = run.runner.load(run.settings.output_dir / BASELINE, f"front_{number}_baseline", fresh=True)
-    if isinstance(handle, Failure):
-        raise BaselineFailed(f"the engine does not build the float model again: {handle.reason}")
-    yield handle
-    run.runner.unload(handle)
-
-
-def _meet(opponent: Handle, name: str, number: int, run: Run) -> Measurement | Failure:
-    file, plan = run.settings.output_dir / FRONT / f"{name}.onnx", run.settings.proof_plan
-    handle = run.runner.load(file, f"front_{number}_{name}", fresh=True)
-    if isinstance(handle, Failure):
-        return handle
-    rounds = rounds_of(run.runner, opponent, handle, plan, run.settings.seed + number)
-    result = compare(rounds, plan)
-    run.runner.unload(handle)
-    return result
-
-
-def _proven(name: str, point: Point, held: str, run: Run) -> Proven | None:
+def _proven(entry: Entry, run: Run) -> Proven | None:
     """A point with its measurements; None if the engine failed on its file."""
-    records = [run.store.get(_key(point, number)) for number in range(2)]
-    parts = [r for record in records if record and isinstance(r := unpack_result(record), Measurement)]
-    if len(parts) < 2:
+    parts = [m for m in entry.measured if isinstance(m, Measurement)]
+    if len(parts) < PAIRS:
         return None
-    metric = run.bench.metric(point.trial.placement) if run.settings.evaluate else None
-    holds = run.limits.is_exact_enough(point.trial.accuracy)
+    trial = entry.trial
+    metric = run.bench.metric(trial.placement) if run.settings.evaluate else None
+    holds = run.limits.is_exact_enough(trial.accuracy)
     if metric is not None:
         holds = holds and not isinstance(metric, Failure) and run.limits.is_good_enough(metric)
     met = Confirmed.of(parts, run.settings.proof_plan)
     value = None if isinstance(metric, Failure) else metric
-    return Proven(name, point.trial, met.ratio, met.a_seconds, met.b_seconds, value, holds, held)
+    return Proven("", trial, met.ratio, met.a_seconds, met.b_seconds, value, holds, "")
 
 
 def _beats(a: Proven, b: Proven) -> bool:

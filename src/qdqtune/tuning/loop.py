@@ -5,18 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
 
 from qdqtune.measurement.accuracy import concern
 from qdqtune.measurement.limits import outcome
-from qdqtune.measurement.timing import Plan, judge, overlap
+from qdqtune.measurement.timing import Plan, judge
 from qdqtune.search import Strategy, best_of, ratios_to_float
+from qdqtune.search.front import FrontSearch
 from qdqtune.tuning import advice
+from qdqtune.tuning.accepting import accepted
 from qdqtune.tuning.answer import recalled, remember
 from qdqtune.tuning.budget import Budget, builds_of
 from qdqtune.tuning.diary import Diary
 from qdqtune.tuning.folder import RUN, SUMMARY
-from qdqtune.tuning.front import prove_front
+from qdqtune.tuning.front import Front, prove_front
 from qdqtune.tuning.modes.table import MODES
 from qdqtune.tuning.observer import Observer, Several, Silent, State
 from qdqtune.tuning.proof import prove
@@ -25,9 +26,6 @@ from qdqtune.tuning.result import Result
 from qdqtune.tuning.run import Run, open_run, prepared
 from qdqtune.tuning.settings import Settings
 from qdqtune.types import Trial
-
-ALIKE = 1.01
-"""Medians within this factor, whose intervals overlap, cannot be told apart."""
 
 
 def tune(settings: Settings, observer: Observer | None = None) -> Result:
@@ -64,8 +62,9 @@ def _finished(run: Run, started: float, diary: Diary) -> Result:
     run.bench.stand_alone()
     if history or settings.time_budget is None:
         run.observer.stage("proving the result on fresh builds")
-    front = prove_front(history, run) if settings.front else None
+    front = _front(history, mode.strategy, run) if settings.front else None
     proof = front.proof if front else prove(history, run)
+    history = [*history, *front.trials] if front else history
     write_records(history, proof, run)
     summary = summary_of(history, proof, run) | ({"front": front.rows()} if front else {})
     recorded = mode.record(history, proof.placement)
@@ -83,6 +82,11 @@ def _finished(run: Run, started: float, diary: Diary) -> Result:
     for name, content in {SUMMARY: summary, RUN: told, **recorded.files}.items():
         write_json(settings.output_dir / name, content)
     return Result(proof.shipped, proof.placement, proof.ratio, summary, tuple(history), notes, recorded)
+
+
+def _front(history: Sequence[Trial], strategy: Strategy, run: Run) -> Front:
+    offers = strategy.offers(history) if isinstance(strategy, FrontSearch) and history else ()
+    return prove_front(history, run, offers)
 
 
 def search(strategy: Strategy, run: Run, observer: Observer, budget: Budget) -> list[Trial]:
@@ -104,25 +108,6 @@ def search(strategy: Strategy, run: Run, observer: Observer, budget: Budget) -> 
         history += accepted(trials, plan, best)
         run.bench.keep_only(best_of(history))
     return history
-
-
-def accepted(trials: Sequence[Trial], plan: Plan, best: Trial | None = None) -> list[Trial]:
-    """The trials of one batch, the fastest of those that won marked as accepted; the most accurate of those that
-    cannot be told apart from it. Where none won against the `best` so far, one that is more accurate, and not slower as
-    far as the rounds can tell."""
-    judged = [(ratio, t) for t in trials if t.holds is True and (ratio := judge(t, plan))]
-    alike = [(ratio, t) for ratio, t in judged if ratio.verdict == "faster"]
-    if alike:
-        fastest, _ = min(alike, key=lambda pair: (pair[0].median, -pair[1].number))
-        alike = [(r, t) for r, t in alike if r.median <= ALIKE * fastest.median and overlap(r, fastest)]
-    elif best is not None:
-        even = [(r, t) for r, t in judged if r.verdict == "undecided" and r.median <= 1]
-        alike = [(r, t) for r, t in even if round(t.exactness) > round(best.exactness)]
-    if not alike:
-        return list(trials)
-    # Whole dB: less is no reason to prefer one to another.
-    _, chosen = min(alike, key=lambda pair: (-round(pair[1].exactness), pair[0].median, -pair[1].number))
-    return [replace(t, accepted=t is chosen) for t in trials]
 
 
 def _state(trials: Sequence[Trial], plan: Plan, budget: Budget, seconds: float, replayed: bool) -> State:
