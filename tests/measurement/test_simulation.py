@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from models import PLAIN, attention, build, conv_net, feeds, normal, ranges, run
@@ -55,6 +56,21 @@ def test_weights_that_onnx_runtime_rounds_by_itself_count_where_it_is_meant() ->
     assert isinstance(literal, Accuracy)
     assert found.sqnr_db == pytest.approx(fused.sqnr_db, abs=0.5)
     assert literal.sqnr_db > found.sqnr_db + 3
+
+
+def test_a_softmax_in_integers_is_foretold_where_it_is_meant() -> None:
+    net = "net (float[256,2] x) => (float[256,2] y) { [squash] h = Softmax(x) [twice] y = Mul(h, two) }"
+    model = build(net, {"two": np.float32(2)})
+    samples, known = feeds(model), ranges(model)
+    placement = Placement.of(e for e in possible_edges(model, known) if e.tensor in "xh")
+    inserter = Inserter(model, known, PLAIN)
+    fused = accuracy(run(model, samples), run(inserter.insert(placement), samples, fused=True))
+    with Simulation(inserter, samples, "onnxruntime") as meant, Simulation(inserter, samples) as unmeant:
+        found, literal = meant.accuracy(placement), unmeant.accuracy(placement)
+    assert isinstance(found, Accuracy)
+    assert isinstance(literal, Accuracy)
+    assert found.sqnr_db == pytest.approx(fused.sqnr_db, abs=0.01)
+    assert literal.sqnr_db > fused.sqnr_db + 0.2
 
 
 def test_what_onnx_runtime_does_not_run_is_a_failure() -> None:
