@@ -40,7 +40,10 @@ from qdqtune.types import Placement, Proposal
 SHARES = (0.0, 0.03, 0.07, 0.15, 0.3, 0.5)
 """Shares of the tensors that the usual way leaves in float."""
 
-COLUMNS = ("model", "before", "at 20 dB", "dB", "builds", "s", "front", "builds", "s", "usual beaten", "foretold, dB")
+COLUMNS = (
+    "model", "before", "at 20 dB", "dB", "builds", "s", "front", "points", "builds", "s", "usual beaten",
+    "foretold, dB",
+)  # fmt: skip
 
 
 def tuned(entry: zoo.Entry, folder: Path, source: Path | None, *options: str) -> dict[str, Any]:
@@ -62,11 +65,13 @@ def usual(run: Run) -> list[tuple[float, float]]:
     noise = Noise(run.subject.shaped, alone)
     whole = rules.placements(run.subject.shaped, run.subject.possible)["static"]
     loudest = sorted({e.tensor for e in whole}, key=lambda t: -alone.get(noise.value(t), 0.0))
-    points = []
-    for number, share in enumerate(SHARES):
+    proposals = []
+    for share in SHARES:
         left_out = set(loudest[: int(share * len(loudest))])
-        placement = consistent(run.subject.shaped, Placement.of(e for e in whole if e.tensor not in left_out))
-        trial, _ = run.bench.measure(1000 + number, Proposal("usual", placement), Placement())
+        edges = Placement.of(e for e in whole if e.tensor not in left_out)
+        proposals.append(Proposal("usual", consistent(run.subject.shaped, edges)))
+    points = []
+    for trial, _ in run.bench.measured(1000, proposals, Placement()):
         ratio = judge(trial, run.settings.plan)
         if ratio is not None and trial.sqnr_db is not None:
             points.append((ratio.median, trial.sqnr_db))
@@ -110,8 +115,9 @@ def row(entry: zoo.Entry, folder: Path, before: Path | None) -> list[str]:
     exact = "exact" if floor["output_sqnr_db"] is None else f"{floor['output_sqnr_db']:.1f}"
     return [
         *cells, exact, f"{floor['builds']}+{floor['proof_builds']}", f"{floor['seconds']:.0f}",
-        ", ".join(f"{r['ratio']:.2f} at {r['name']}" for r in rows), f"{front['builds']}+{front['proof_builds']}",
-        f"{front['seconds']:.0f}", f"{beaten} of {sum(ratio < 1 for ratio, _ in beside)}",
+        ", ".join(f"{r['ratio']:.2f} at {r['name']}" for r in rows), str(len(rows)),
+        f"{front['builds']}+{front['proof_builds']}", f"{front['seconds']:.0f}",
+        f"{beaten} of {sum(ratio < 1 for ratio, _ in beside)}",
         f"{np.quantile(missed, 0.9):.2f}, {max(missed):.2f} of {len(missed)}" if missed else "",
     ]  # fmt: skip
 
