@@ -259,6 +259,23 @@ def test_attention(length: int | str, head: int | str, int8: bool, fp8: bool) ->
     assert placed(model, quant_type="fp8").placement.edges == (both | behind if fp8 else behind)
 
 
+def test_attention_whose_head_size_is_computed() -> None:
+    """As in Swin: shapes come from a Concat that no inference sees through; the weights behind tell the heads."""
+    model = build(
+        """net (float[1,49,96] x, int64[1] size) => (float[A,B,C] y) {
+        [fq] q1 = MatMul(x, wq) [fk] k1 = MatMul(x, wk) [fv] v1 = MatMul(x, wv)
+        [sizes] shape = Concat <axis=0> (front, size)
+        [rq] q2 = Reshape(q1, shape) [rk] k2 = Reshape(k1, shape) [rv] v2 = Reshape(v1, shape)
+        [tq] q = Transpose <perm=[0,2,1,3]> (q2) [tk] k = Transpose <perm=[0,2,3,1]> (k2)
+        [tv] v = Transpose <perm=[0,2,1,3]> (v2)
+        [scores] s = MatMul(q, k) [softmax] p = Softmax(s) [context] o = MatMul(p, v)
+        [turn] t = Transpose <perm=[0,2,1,3]> (o) [merge] r = Reshape(t, flat) [end] y = MatMul(r, wo)}""",
+        {name: normal(96, 96) for name in ("wq", "wk", "wv", "wo")}
+        | {"front": np.array([1, 49, 3]), "flat": np.array([1, 49, 96])},
+    )
+    assert edges("q scores 0", "k scores 1", "p context 0", "v context 1") <= placed(model).placement.edges
+
+
 def test_int8_attention_that_ends_at_an_output_stays_in_float() -> None:
     """No pair may stand behind its second product, without which the kernel is not fused."""
     model = attention_of(64, 32, ATTENTION.replace("[end] y = MatMul(o, w)", "").replace("o = ", "y = "))

@@ -159,10 +159,24 @@ class Scene:
             users = {u.index: u for e in self.readers(node.outputs[0]) if (u := self.user(e)) is not None}
             context = next((u for u in users.values() if u.op == "MatMul"), None)
             if scores is not None and context is not None:
-                keys = self.sizes(scores.inputs[1])[-2:]
-                head, sequence = keys if len(keys) == 2 else (None, None)
+                sequence = next(iter(self.sizes(scores.inputs[1])[-1:]), None)
+                head = self._head_size(scores, context)
                 blocks.append(Attention(scores.index, node.index, context.index, sequence, head))
         return tuple(blocks)
+
+    def _head_size(self, scores: Node, context: Node) -> int | None:
+        """The last size of queries and values. Where shapes are computed on the way it may be open: then the rows of
+        the weights that read all heads side by side, shared out among them."""
+        queries, keys, values = (self.sizes(t) for t in (*scores.inputs[:2], context.inputs[1]))
+        if known := [size for size in (*keys[-2:-1], *queries[-1:], *values[-1:]) if size is not None]:
+            return known[0]
+        heads = next(iter(self.sizes(scores.outputs[0])[-3:-2]), None)
+        for edge in self.readers(context.outputs[0]):
+            node = self.user(edge)
+            weights = None if node is None or node.op != "MatMul" else self.model.constants.get(node.inputs[1])
+            if heads and weights is not None and edge.tensor != context.outputs[0] and len(weights.shape) == 2:
+                return None if weights.shape[0] % heads else weights.shape[0] // heads
+        return None
 
     def _scores(self, tensor: str) -> Node | None:
         """The product of two activations that a Softmax normalizes, with scale, mask and copies between."""
