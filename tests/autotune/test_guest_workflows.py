@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import onnx
 import pytest
 
 from models import conv_net
-from qdqtune.autotune import benchmark, quantization
+from qdqtune.autotune import benchmark, quantization, quantize_command
 from qdqtune.autotune.errors import AutotunerError
 from qdqtune.autotune.fusion_grouping import create_fusion_groups, generate_graph_json, parse_graph_json
 from qdqtune.autotune.quantization import quantize
@@ -90,6 +90,43 @@ def test_quantize_goes_on_to_a_search(tmp_path: Path, monkeypatch: pytest.Monkey
     assert given["input_shape"] == {"x": (1, 2, 64, 64)}
     assert "state_file" not in given
     assert onnx.load(tmp_path / "model.quant.onnx").graph.node
+
+
+def program(*arguments: object, work: Callable[..., None] = quantize) -> int:
+    """Run the program of quantization; its exit code."""
+    with pytest.raises(SystemExit) as end:
+        quantize_command.main(work, [*map(str, arguments)])
+    assert isinstance(end.value.code, int)
+    return end.value.code
+
+
+def test_the_program_takes_the_flags_of_its_like(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    asked = list[dict[str, Any]]()
+
+    def work(_: Path, **given: Any) -> None:
+        asked.append(given)
+
+    path, nodes = tmp_path / "m.onnx", tmp_path / "nodes.txt"
+    nodes.write_text("a*\n")
+    lists = ("--nodes_to_exclude", "a.*", "b", "--simplify", "--calibration_eps", "cpu")
+    assert program("--onnx_path", path, *lists, work=work) == 0
+    assert asked[0]["nodes_to_exclude"] == ["a.*", "b"]
+    assert (asked[0]["simplify"], asked[0]["output_path"]) == (True, tmp_path / "m.quant.onnx")
+    assert not {"autotune", "dq_only", "opset", "autotune_output_dir"} & asked[0].keys()
+    search = ("--autotune", "--autotune_node_filter_list", nodes, "--output_path", "q")
+    assert program(f"--onnx_path={path}", *search, work=work) == 0
+    assert (asked[1]["autotune"], asked[1]["autotune_node_filter_list"]) == ("default", ["a*"])
+    assert asked[1]["autotune_output_dir"] == Path("q.autotune")
+    assert "q is the quantized model" in capfd.readouterr().out
+
+
+def test_the_program_quantizes_and_says_what_it_cannot(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = write(mixed(), tmp_path)
+    how = ("--high_precision_dtype", "fp32", "--calibration_data_path", path.with_suffix(".npz"))
+    assert program("--onnx_path", path, *how, "--calibration_method=max") == 0
+    assert "first" in quantized(tmp_path / "model.quant.onnx")
+    assert program("--onnx_path", path, "--dq_only") == 2
+    assert "quantize has no dq_only here" in capfd.readouterr().err
 
 
 def test_parts_of_a_graph_are_models() -> None:

@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -135,11 +135,11 @@ def run(**given: Any) -> int:
         code = tune.run(_for_engine(given), logs)
         logs.finish()
     if code in (0, tune.NO_IMPROVEMENT) and not given["dry_run"]:
-        _tell_results(given["output_dir"] / SUMMARY, as_machine=given["as_machine"])
+        tell_results(given["output_dir"] / SUMMARY, as_machine=given["as_machine"])
     return 0 if code == tune.NO_IMPROVEMENT else code
 
 
-def _tell_results(summary: Path, *, as_machine: bool) -> None:
+def tell_results(summary: Path, *, as_machine: bool = False) -> None:
     """The lines that scripts look for: on standard error where standard output is for a machine."""
     if not summary.exists():
         return
@@ -190,23 +190,24 @@ def _like(ours: click.Command, own: Sequence[click.Parameter], **changed: Any) -
 command = _like(tune.tune_command, OWN, callback=run, help=run.__doc__)
 
 
-def _spread(arguments: Sequence[str]) -> Iterator[str]:
-    """One flag for each value, where one flag had several: --plugins a.so b.so."""
-    flag, number = "", 0
-    for argument in arguments:
+def spread(arguments: Sequence[str] | None, several: Collection[str]) -> list[str]:
+    """The arguments (by default those of the program) with one flag for each value where a flag that takes several had
+    them: --plugins a.so b.so."""
+    made, flag, number = list[str](), "", 0
+    for argument in sys.argv[1:] if arguments is None else arguments:
         if argument.startswith("-"):
             flag, number = argument.replace("_", "-"), 0
-        elif flag in ("--plugin-libraries", "--plugins"):
+        elif flag in several:
             number += 1
             if number > 1:
-                yield flag
-        yield argument
+                made.append(flag)
+        made.append(argument)
+    return made
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command and exit, as `qdqtune.cli.main.main` does, but for code 3."""
-    given = sys.argv[1:] if arguments is None else arguments
-    cli.main([*_spread(given)], command, "python -m qdqtune.autotune")
+    cli.main(spread(arguments, ("--plugin-libraries", "--plugins")), command, "python -m qdqtune.autotune")
 
 
 def inspect(program: str, arguments: Sequence[str] | None = None) -> NoReturn:

@@ -70,39 +70,51 @@ def quantize(
     output = Path(output_path) if output_path is not None else path.with_suffix(".quant.onnx")
     if quantize_mode not in ("int8", "fp8"):
         raise BadOption(f"quantize_mode is int8 or fp8, not {quantize_mode!r}")
-    search = _searched(others)
-    data = calibration_data if calibration_data_reader is None else _read(calibration_data_reader)
-    given: dict[str, Any] = {"quant_type": quantize_mode, "calibration_data": data}
-    given |= (
-        {}
-        if calibration_method is None
-        else {"calibration_method": METHODS.get(calibration_method, calibration_method)}
+    search, shapes = _searched(others), calibration_shapes or override_shapes
+    given = _told(
+        quant_type=quantize_mode,
+        calibration_data=calibration_data if calibration_data_reader is None else _read(calibration_data_reader),
+        calibration_method=METHODS.get(calibration_method or "", calibration_method),
+        calibration_cache=calibration_cache_path,
+        precision=high_precision_dtype,
+        input_shape=_shapes(shapes) if shapes else None,
     )
-    given |= {} if calibration_cache_path is None else {"calibration_cache": calibration_cache_path}
-    given |= {} if high_precision_dtype is None else {"precision": high_precision_dtype}
-    if shapes := calibration_shapes or override_shapes:
-        given["input_shape"] = _shapes(shapes)
+    chosen = _told(
+        nodes_to_quantize=nodes_to_quantize,
+        nodes_to_exclude=nodes_to_exclude,
+        op_types_to_quantize=op_types_to_quantize,
+        op_types_to_exclude=op_types_to_exclude,
+    )
     if autotune:
-        chosen = {"nodes": nodes_to_quantize, "op_types": op_types_to_quantize, "excluded": nodes_to_exclude}
-        if unknown := [name for name, value in {**chosen, "excluded ops": op_types_to_exclude}.items() if value]:
-            raise BadOption(f"a search takes node_filter_list, not a choice of {', '.join(unknown)}")
+        if chosen:
+            raise BadOption(f"a search takes node_filter_list, not a choice of {', '.join(chosen)}")
+        here = engine or ("trtexec" if search.pop("use_trtexec", False) else default_engine()[0])
         folder = Path(autotune_output_dir or output.with_suffix(".autotune"))
         effort = "default" if autotune is True else autotune
-        here = engine or ("trtexec" if search.pop("use_trtexec", False) else default_engine()[0])
         api.tune(path, engine=here, mode="region", effort=effort, output_dir=folder, **given, **search)
         _copy(folder / FINAL, output)
-        return
-    names = [node.name for node in load(path).nodes]
-    lists: dict[str, Sequence[str] | None] = {
-        "nodes_to_quantize": _matching(names, nodes_to_quantize),
-        "nodes_to_exclude": _matching(names, nodes_to_exclude),
-        "op_types_to_quantize": op_types_to_quantize,
-        "op_types_to_exclude": op_types_to_exclude,
-    }
-    if nodes_to_quantize and not lists["nodes_to_quantize"]:
-        raise BadOption(f"no node matches nodes_to_quantize {nodes_to_quantize!r}")
-    given |= {name: list(values) for name, values in lists.items() if values}
-    api.quantize(path, output, engine=engine or "tensorrt", **given)
+    else:
+        done = api.quantize(path, output, engine=engine or "tensorrt", **given, **_as_wildcards(path, chosen))
+        if done.sqnr_db is not None:
+            log.info("output SQNR %.1f dB, on %d samples", done.sqnr_db, done.judged)
+
+
+def _told(**values: Any) -> dict[str, Any]:
+    """What was said at all: None and an empty choice are not."""
+    return {name: value for name, value in values.items() if value is not None and value != []}
+
+
+def _as_wildcards(model: Path, chosen: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """The choice of nodes and operators as `qdqtune.quantize` takes it.
+
+    Raises:
+        BadOption: no node is meant to carry a pair.
+    """
+    names = [node.name for node in load(model).nodes]
+    made = {name: _matching(names, v) if name.startswith("nodes") else list(v) for name, v in chosen.items()}
+    if made.get("nodes_to_quantize") == []:
+        raise BadOption(f"no node matches nodes_to_quantize {chosen['nodes_to_quantize']!r}")
+    return made
 
 
 OPTIONS = {
@@ -121,9 +133,12 @@ OPTIONS = {
 
 IDLE = frozenset({
     "autotune_verbose", "calibration_eps", "keep_intermediate_files", "log_file", "log_level", "simplify",
-    "trust_remote_code", "use_external_data_format",
+    "trt_rtx_backend", "trust_calibration_data", "trust_remote_code", "use_external_data_format",
 })  # fmt: skip
 """Keywords whose value does not change what is written here."""
+
+USUAL: Mapping[str, Any] = {"mha_accumulation_dtype": "fp16", "passes": ["concat_elimination"]}
+"""Keywords that are told where they have another value than by default."""
 
 
 def _searched(others: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,8 +147,8 @@ def _searched(others: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         BadOption: a keyword has a value, and no counterpart.
     """
-    unknown = [name for name, value in others.items() if value and name not in IDLE and name not in OPTIONS]
-    if unknown:
+    known = {*IDLE, *OPTIONS}
+    if unknown := [n for n, value in others.items() if value and n not in known and value != USUAL.get(n)]:
         raise BadOption(f"quantize has no {', '.join(sorted(unknown))} here: see docs/migration.md")
     return {OPTIONS[name]: value for name, value in others.items() if name in OPTIONS and value is not None}
 
@@ -183,3 +198,9 @@ def _copy(model: Path, target: Path) -> None:
         shutil.copyfile(model, target)
     else:
         save(load(model), target)
+
+
+if __name__ == "__main__":
+    from qdqtune.autotune.quantize_command import main
+
+    main(quantize)
