@@ -1,12 +1,12 @@
-"""Several models, of a YAML file (`qdqtune run`) or of a command line, one after the other; one that fails does not end
-the others."""
+"""Several models, of a YAML file (`qdqtune run`) or of a command line, one after the other or one on each of several
+devices; one that fails does not end the others."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,14 @@ from rich.table import Table
 from rich.text import Text
 
 from qdqtune.cli import options
+from qdqtune.cli.fleet import run_all
 from qdqtune.cli.grouped import command, is_quiet, is_verbose
 from qdqtune.cli.options import FILE
 from qdqtune.cli.output import print_json, say, show
+from qdqtune.cli.streams import INTERRUPTED
 from qdqtune.cli.words import duration, speed
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.devices import ANYWHERE, Device, cores_for, devices_for, needs_gpu
 from qdqtune.errors import BadOption, reading
 
 WORST = (0, 3, 4)
@@ -71,23 +75,30 @@ def _job(given: Mapping[str, Any]) -> Job:
     return Job(str(given["model"]), tuple(arguments))
 
 
-@command("run", [click.Argument(["file"], type=FILE), options.JSON_FOR_TABLE])
-def run_command(file: Path, as_machine: bool) -> int:
+@command("run", [click.Argument(["file"], type=FILE), *options.WORKERS, options.JSON_FOR_TABLE])
+def run_command(file: Path, workers: int, cores_per_worker: int | None, as_machine: bool) -> int:
     """Tune the models that a YAML file names, and say at the end what became of each.
 
     `jobs` is a list of options of tune by name, with a `model` each; `defaults` are options for all of them. A job that
     fails does not end the others, and the same command goes on where it was stopped. The exit code is that of the worst
-    job.
+    job. With --workers, so many models are tuned at a time, each on a GPU or cores of its own.
 
     \b
     qdqtune run jobs.yaml --json
+    qdqtune run jobs.yaml --workers 4 --cores-per-worker 2
     """
-    return run_jobs(read_jobs(file), as_machine=as_machine)
+    jobs = read_jobs(file)
+    return run_jobs(jobs, _devices(jobs, workers, cores_per_worker), as_machine=as_machine)
 
 
-def run_jobs(jobs: Sequence[Job], *, as_machine: bool) -> int:
-    """Tune one model after the other, each in a process of its own, and print a table. Gives the worst exit code."""
-    done = [_ran(job) for job in jobs]
+def run_jobs(jobs: Sequence[Job], devices: Sequence[Device] = (ANYWHERE,), *, as_machine: bool) -> int:
+    """Tune models, each in a process of its own, one on each device at a time, and print a table. Gives the worst exit
+    code.
+
+    Raises:
+        KeyboardInterrupt: this process was interrupted, or a job.
+    """
+    done = [_ran(job) for job in jobs] if len(devices) == 1 else _side_by_side(jobs, devices)
     if as_machine:
         print_json(done)
     else:
@@ -96,17 +107,52 @@ def run_jobs(jobs: Sequence[Job], *, as_machine: bool) -> int:
     return max(codes, key=lambda code: WORST.index(code) if code in WORST else len(WORST) + code)
 
 
+def _asked(job: Job) -> list[str]:
+    how = ["-q"] if is_quiet() else ["-v"] if is_verbose() else []
+    return ["tune", job.model, *job.arguments, "--json", *how]
+
+
 def _ran(job: Job) -> dict[str, Any]:
     say(f"{job.model}:")
-    how = ["-q"] if is_quiet() else ["-v"] if is_verbose() else []
-    asked = [sys.executable, "-m", "qdqtune", "tune", job.model, *job.arguments, "--json", *how]
+    asked = [sys.executable, "-m", "qdqtune", *_asked(job)]
     done = subprocess.run(asked, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode == 130:
+    if done.returncode == INTERRUPTED:
         raise KeyboardInterrupt
-    summary = json.loads(done.stdout) if done.stdout.startswith("{") else {}
-    is_estimate = "--dry-run" in job.arguments and done.returncode == 0
+    return _row(job, done.returncode, done.stdout)
+
+
+def _side_by_side(jobs: Sequence[Job], devices: Sequence[Device]) -> list[dict[str, Any]]:
+    ended = run_all([(Path(job.model).name, _asked(job)) for job in jobs], devices[: len(jobs)])
+    return [_row(job, one.code, one.output) for job, one in zip(jobs, ended, strict=True)]
+
+
+def _row(job: Job, code: int, output: str) -> dict[str, Any]:
+    summary = json.loads(output) if output.startswith("{") else {}
+    is_estimate = "--dry-run" in job.arguments and code == 0
     facts = summary if is_estimate else {name: summary.get(name) for name in FACTS}
-    return {"model": job.model, "exit_code": done.returncode, **facts}
+    return {"model": job.model, "exit_code": code, **facts}
+
+
+def _devices(jobs: Sequence[Job], workers: int, cores_each: int | None) -> tuple[Device, ...]:
+    """A device for each of so many workers; they have the cores that the job with the most threads wants."""
+    specs = [EngineSpec(_value(job, "--engine") or "onnxruntime", dict(_told(job))) for job in jobs]
+    widest = max(specs, key=lambda spec: (needs_gpu(spec), cores_for(spec, None)))
+    return devices_for(widest, workers, cores_each)
+
+
+def _told(job: Job) -> Iterator[tuple[str, Any]]:
+    """What says whether a job runs on a GPU, and on how many cores."""
+    if (threads := _value(job, "--threads")) is not None and threads.isdigit():
+        yield "threads", int(threads)
+    for name in ("provider", "target"):
+        if (value := _value(job, f"--{name}")) is not None:
+            yield name, value
+
+
+def _value(job: Job, flag: str) -> str | None:
+    """What an option of a job was given last."""
+    pairs = zip(job.arguments, job.arguments[1:], strict=False)
+    return next((value for name, value in reversed(list(pairs)) if name == flag), None)
 
 
 def _estimates(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -12,7 +12,7 @@ import click
 from click.shell_completion import shell_complete
 
 from qdqtune.cli.output import say, say_error, say_exception
-from qdqtune.cli.streams import INTERRUPTED, Interrupts, guarded, lost_output
+from qdqtune.cli.streams import INTERRUPTED, Interrupts, end_with_parent, guarded, lost_output
 from qdqtune.errors import QdqtuneError
 from qdqtune.version import __version__
 
@@ -37,6 +37,7 @@ def main(
     given = list(sys.argv[1:] if arguments is None else arguments)
     if (asked := os.environ.get(COMPLETING)) and command is None:
         sys.exit(shell_complete(app, {}, name, COMPLETING, asked))
+    end_with_parent()
     with guarded(), Interrupts() as interrupts:
         try:
             code = _run(command or app, name, given, interrupts)

@@ -10,9 +10,10 @@ import click
 
 from qdqtune.cli import options
 from qdqtune.cli.jobs import Job, run_jobs
+from qdqtune.engines.devices import devices_for
 from qdqtune.errors import BadOption
 
-OWN = ("output_dir", "as_machine")
+OWN = ("output_dir", "as_machine", "workers", "cores_per_worker")
 """Options, by parameter, that a job does not get as they were typed."""
 
 SINGLE = {
@@ -33,7 +34,8 @@ MODELS = click.Argument(["model"], type=options.FILE, nargs=-1, metavar="MODEL",
 
 
 def tune_all(given: Sequence[Path], chosen: options.Given) -> int:
-    """Tune each model into a folder of its own, as the command line at work says. Gives the worst exit code.
+    """Tune each model into a folder of its own, as the command line at work says, one model on each device at a time.
+    Gives the worst exit code.
 
     Raises:
         BadOption: an option is for one model, or a folder holds none.
@@ -44,7 +46,8 @@ def tune_all(given: Sequence[Path], chosen: options.Given) -> int:
     arguments = _typed()
     folders = named(models)
     jobs = [Job(str(m), ("--output-dir", str(chosen["output_dir"] / folders[m]), *arguments)) for m in models]
-    return run_jobs(jobs, as_machine=chosen["as_machine"])
+    devices = devices_for(options.engine(chosen), chosen["workers"], chosen["cores_per_worker"])
+    return run_jobs(jobs, devices, as_machine=chosen["as_machine"])
 
 
 def _models(given: Sequence[Path]) -> Iterator[Path]:

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,6 +21,12 @@ from typing import TextIO
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells have it."""
+
+PARENT = "QDQTUNE_PARENT"
+"""The variable by which a process that runs one of several models is told the pipe that its parent holds."""
+
+ENDING_SECONDS = 30.0
+"""How long such a process may take to put everything away when its parent is gone."""
 
 DRAWN = str.maketrans({"─": "-", "━": "-", "│": "|", "├": "|", "└": "`", "█": "#", "…": "~", "·": "."})
 """What our tables and trees are drawn with, for terminals that have ASCII only."""
@@ -191,3 +198,18 @@ class Interrupts:
             os._exit(INTERRUPTED)
         self.happened = True
         raise KeyboardInterrupt
+
+
+def end_with_parent() -> None:
+    """Interrupt this process when the one is gone that runs it as one of several, and end it if that does not help."""
+    pipe = os.environ.pop(PARENT, "")
+    if pipe.isdigit():
+        threading.Thread(target=_await_end, args=(int(pipe),), daemon=True).start()
+
+
+def _await_end(pipe: int) -> None:
+    with suppress(OSError):
+        os.read(pipe, 1)  # nobody ever writes: it ends when the parent does
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(ENDING_SECONDS)
+    os._exit(INTERRUPTED)

@@ -47,6 +47,7 @@ class _Work(Generic[S, T]):
 
     ask: Sequence[Callable[[S], T]]
     waiting: list[_Job]
+    is_patient: bool
     changed: threading.Condition = field(default_factory=threading.Condition)
     answers: SimpleQueue[tuple[_Job, T | BaseException]] = field(default_factory=SimpleQueue)
     lost: list[tuple[S, EngineUnavailable]] = field(default_factory=list)
@@ -69,7 +70,7 @@ class _Work(Generic[S, T]):
         return None
 
     def _overdue(self) -> _Job | None:
-        if self.longest is None:
+        if self.longest is None or self.is_patient:
             return None
         limit = max(LEAST_PATIENCE, PATIENCE * self.longest)
         slow = (job for job in self.jobs if job.at_work == 1 and not job.is_done and job.begun is not None)
@@ -101,12 +102,16 @@ class _Work(Generic[S, T]):
 
 
 class Crew(Generic[S]):
-    """Stations, none of which is used by two threads at once. `told` hears, in the caller's thread, of one that is
-    lost."""
+    """Stations, none of which is used by two threads at once.
 
-    def __init__(self, stations: Sequence[S], told: Callable[[str], None] = lambda _: None) -> None:
+    `told` hears, in the caller's thread, of one that is lost. Who `is_patient` has no job done by two that takes long.
+    """
+
+    def __init__(
+        self, stations: Sequence[S], told: Callable[[str], None] = lambda _: None, *, is_patient: bool = False
+    ) -> None:
         self._stations = list(stations)
-        self._told = told
+        self._told, self._is_patient = told, is_patient
 
     @property
     def first(self) -> S:
@@ -133,7 +138,7 @@ class Crew(Generic[S]):
             for number, job in enumerate(ask):
                 yield number, job(self.first)
             return
-        work: _Work[S, T] = _Work(ask, [_Job(number) for number in range(len(ask))])
+        work: _Work[S, T] = _Work(ask, [_Job(n) for n in range(len(ask))], self._is_patient)
         threads = [
             threading.Thread(target=copy_context().run, args=(_serve, station, work, look()), daemon=True)
             for station in self._stations

@@ -154,6 +154,15 @@ def allot(spec: EngineSpec, workers: int, cores_each: int | None = None) -> tupl
     return tuple(Device(f"worker-{n + 1}", places[n], gpus[n]) for n in range(workers))
 
 
+def devices_for(spec: EngineSpec, workers: int, cores_each: int | None = None) -> tuple[Device, ...]:
+    """`allot`; but one worker that is told no cores shares the machine, as ever.
+
+    Raises:
+        BadOption: there are too few cores or GPUs.
+    """
+    return (ANYWHERE,) if workers == 1 and cores_each is None else allot(spec, workers, cores_each)
+
+
 def physical_cores() -> list[list[int]]:
     """The logical cores that this process may use, those of one physical core together, near ones in a row."""
     if not hasattr(os, "sched_getaffinity"):

@@ -16,10 +16,7 @@ from time import monotonic
 from typing import Any
 
 from qdqtune.engines.devices import ANYWHERE, Device, leased, pinned
-from qdqtune.graph.outputs import Scratch
-
-SCRATCH = "worker-"
-"""How the names of folders for temporary files begin."""
+from qdqtune.graph.outputs import WORKERS, Scratch
 
 LOOK_SECONDS = 0.1
 """How often the parent looks up while it waits, if it is told to."""
@@ -64,7 +61,7 @@ class WorkerProcess:
     def _launch(self, log: Path, held: Sequence[int], told: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair()
         self._log = log
-        self._scratch = Scratch(log.parent, SCRATCH)
+        self._scratch = Scratch(log.parent, WORKERS)
         with theirs, log.open("ab") as output:
             self._log_start = output.tell()
             # A process group of its own: Ctrl-C in a terminal reaches the parent only, and one kill reaches whatever

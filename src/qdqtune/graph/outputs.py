@@ -26,6 +26,9 @@ SCRATCH = ".qdqtune-"
 TEMPORARY = "qdqtune-"
 """The same where the system has its temporary files."""
 
+WORKERS = "worker-"
+"""The same for those of engine processes, beside their logs."""
+
 MARK = "temporary-files-of-qdqtune"
 """The file in such a folder that says whose it is: a folder without it is somebody else's, whatever its name."""
 

@@ -17,11 +17,12 @@ QUIETER = "a quieter machine, or more rounds (--effort extensive --restart), wou
 
 
 def busy(engine: EngineSpec) -> str | None:
-    """What to do where other processes want the cores that this run needs: their number in the last minute."""
+    """What to do where other processes want the cores that this run needs: their number in the last minute, on the
+    whole machine, of which this run may have a part for itself."""
     threads = engine.options.get("threads", 1)
     if engine.name == "fake":
         return None
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = os.cpu_count() or 1
     load = os.getloadavg()[0]
     if load + threads <= cores + 0.5:
         return None

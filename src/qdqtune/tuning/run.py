@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from qdqtune.engines.crew import Crew, check_alike
-from qdqtune.engines.devices import ANYWHERE, Device, allot
+from qdqtune.engines.devices import devices_for
 from qdqtune.engines.runner import Runner, time_limit
 from qdqtune.errors import BadOption, BaselineFailed, writing
 from qdqtune.graph.loading import files_of
@@ -81,7 +81,7 @@ def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
         output = stack.enter_context(OutputFolder(settings))
         evaluation = None if settings.evaluate is None else load_evaluation(settings.evaluate)
         logs = output.path / LOGS
-        devices = devices_of(settings)
+        devices = devices_for(settings.engine, settings.workers, settings.cores_per_worker)
         runner, *others = [stack.enter_context(Runner(settings.engine, log_dir=logs, device=d)) for d in devices]
         observer.stage(f"reading {settings.model.name}")
         if (told := restored_state(settings)) is not None:
@@ -129,17 +129,6 @@ def open_run(ready: Ready) -> Iterator[Run]:
         settings = replace(settings, proof=budget.proof)
         known = {**vars(ready), "settings": settings, "subject": subject, "candidates": candidates, "bench": bench}
         yield Run(**known, simulation=simulation, limits=limits, budget=budget, width=_width(ready))
-
-
-def devices_of(settings: Settings) -> tuple[Device, ...]:
-    """What a run measures on. One worker that is told no cores shares the machine, as ever.
-
-    Raises:
-        BadOption: this machine has no room for so many.
-    """
-    if settings.workers == 1 and settings.cores_per_worker is None:
-        return (ANYWHERE,)
-    return allot(settings.engine, settings.workers, settings.cores_per_worker)
 
 
 def _width(ready: Ready) -> int:

@@ -1,0 +1,153 @@
+"""Several models at a time, and what is left when any of the processes is ended."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from conftest import Call
+from qdqtune.cli import fleet
+from qdqtune.cli.fleet import Row
+from qdqtune.engines import devices
+from qdqtune.engines.devices import ANYWHERE, Device
+from runs import environment, hopeless, mixed, write
+
+QUICK = ["--engine", "fake", "--calibration-method", "minmax", "--no-bias-correction", "--no-report"]
+NEEDS_TWO = pytest.mark.skipif(len(devices.physical_cores()) < 2, reason="two workers want two cores")
+
+
+@pytest.fixture
+def cores() -> Iterator[None]:
+    """The cores of this machine, which no other test takes meanwhile."""
+    with (Path(__file__).parent / "test_fleet.py").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    write(mixed(), folder, "fast")
+    write(hopeless(), folder, "slow")
+    return folder
+
+
+def until(what: Callable[[], object], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.02)
+
+
+def family(folder: Path) -> list[int]:
+    """The processes of qdqtune that work on what lies in this folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            told = (path / "cmdline").read_bytes() + (path / "environ").read_bytes()
+        except OSError:
+            continue
+        if os.fsencode(folder) in told and int(path.name) != os.getpid():
+            found.append(int(path.name))
+    return found
+
+
+def left(folder: Path) -> list[Path]:
+    return [*folder.rglob(".qdqtune-*"), *folder.rglob("worker-*/"), *folder.rglob("*.onnx.data")]
+
+
+def begin(arguments: Sequence[object], out: Path) -> subprocess.Popen[bytes]:
+    """A command at work: it has measured something."""
+    told = environment() | {"TMPDIR": str(out.parent)}
+    slow = ["--engine-option", "build_seconds=0.2"]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "qdqtune", "tune", *map(str, arguments), "-o", str(out), *QUICK, *slow],
+        env=told, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    until(lambda: any(b'"trial:' in state.read_bytes() for state in out.rglob("autotuner_state.yaml")) or run.poll())
+    assert run.poll() is None
+    assert left(out)
+    return run
+
+
+@NEEDS_TWO
+@pytest.mark.usefixtures("cores")
+def test_nothing_is_left_of_a_fleet_that_is_killed(models: Path, tmp_path: Path) -> None:
+    asked = [models / "fast.onnx", models / "slow.onnx", "--workers", 2, "--builds", 60, "--mode", "region"]
+    run = begin(asked, tmp_path / "out")
+    assert len(family(tmp_path)) >= 5  # the fleet, two drivers, and an engine of each
+    run.kill()
+    run.wait()
+    until(lambda: not family(tmp_path))
+    assert not left(tmp_path)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("qdqtune-")]
+
+
+@NEEDS_TWO
+@pytest.mark.usefixtures("cores")
+@pytest.mark.parametrize("who", ["Ctrl-C", "driver", "worker"])
+def test_nothing_is_left_of_workers_side_by_side(models: Path, tmp_path: Path, who: str) -> None:
+    out = tmp_path / "out"
+    run = begin([models / "fast.onnx", "--workers", 2, "--builds", 12, "--mode", "region"], out)
+    told = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in family(tmp_path)}
+    engines = [pid for pid, words in told.items() if b"qdqtune.engines.worker" in words]
+    assert len(engines) >= 2
+    if who == "worker":
+        os.kill(engines[0], signal.SIGKILL)
+    else:
+        run.send_signal(signal.SIGINT if who == "Ctrl-C" else signal.SIGKILL)
+    assert run.wait() == {"Ctrl-C": 130, "driver": -signal.SIGKILL, "worker": 0}[who]
+    until(lambda: not family(tmp_path))
+    assert not left(tmp_path)
+    until(lambda: all(devices.is_free(f"core-{cores[0]}") for cores in devices.physical_cores()))
+
+
+def test_models_are_shared_out_and_told_in_their_order(
+    call: Call, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    met: list[tuple[str, tuple[int, ...]]] = []
+    both = threading.Barrier(2)
+
+    def run(asked: Sequence[str], row: Row, board: fleet.Board, device: Device) -> fleet.Ended:
+        both.wait(timeout=60)
+        met.append((Path(asked[1]).name, device.cores))
+        board.hear(row, "   7   7/12 builds  best 1.64x  cut: 1.64x [1.48x, 1.69x], faster than float")
+        return fleet.Ended(0, json.dumps({"shipped": "tuned", "ratio": 0.5}))
+
+    monkeypatch.setattr(fleet, "_run", run)
+    monkeypatch.setattr(devices, "physical_cores", lambda: [[core] for core in range(8)])
+    monkeypatch.setattr(devices, "is_free", lambda _: True)
+    asked = ["tune", models, "-o", tmp_path / "out", *QUICK, "--workers", 4, "--cores-per-worker", 2]
+    code, out, err = call(*asked, "--json")
+    assert code == 0
+    assert [Path(row["model"]).name for row in json.loads(out)] == ["fast.onnx", "slow.onnx"]
+    assert sorted(met) in ([("fast.onnx", a), ("slow.onnx", b)] for a, b in (((0, 1), (2, 3)), ((2, 3), (0, 1))))
+    assert "slow.onnx: 7   7/12 builds" in err
+    jobs = tmp_path / "jobs.yaml"
+    jobs.write_text(f"jobs: [{{model: {models}/fast.onnx, threads: 3}}, {{model: {models}/slow.onnx}}]")
+    met.clear()
+    assert call("run", jobs, "--workers", 2)[0] == 0
+    assert {len(cores) for _, cores in met} == {3}
+    code, _, err = call("run", jobs, "--workers", 4)
+    assert (code, "--workers 4 of 3 cores each want 12 cores" in err) == (2, True)
+
+
+def test_a_row_knows_what_its_model_does() -> None:
+    row = Row("a.onnx")
+    assert (row.now, row.seconds) == ("waiting", "")
+    row.take("measuring the float model")
+    assert row.now == "measuring the float model"
+    row.take("  12  13/52 builds  best 1.64x  polish: failed: no")
+    assert (row.builds, row.best, row.now) == ("13/52", "1.64x", "polish: failed: no")
+    assert ANYWHERE.parts == ()
