@@ -361,6 +361,7 @@ time.sleep(600)
     with Runner(EngineSpec("fake"), time_limit_s=60, log_dir=tmp_path / "logs") as runner:
         runner.describe()
         assert left in scratch(tmp_path / "logs")  # its run still lives
+    os.kill(worker, signal.SIGKILL)  # or it would remove what its parent leaves
     parent.kill()
     parent.communicate()
     assert gone(worker)
