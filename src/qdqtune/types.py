@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -126,12 +127,17 @@ class Placement:
     def __sub__(self, other: Placement) -> Placement:
         return Placement(self.edges - other.edges, self.compressed - other.compressed)
 
+    def paired(self, edges: Iterable[Edge]) -> Placement:
+        """The same with pairs on these edges instead; weights among them have no other storage any more."""
+        fresh = frozenset(edges)
+        return Placement(fresh, frozenset(pair for pair in self.compressed if pair[0] not in fresh))
+
     @staticmethod
     def of(edges: Iterable[Edge], compressed: Iterable[tuple[Edge, Storage]] = ()) -> Placement:
         """A placement of any iterable of edges."""
         return Placement(frozenset(edges), frozenset(compressed))
 
-    @property
+    @cached_property
     def storages(self) -> dict[Edge, Storage]:
         """The storage of each use of a weight that has one, in the order of `__iter__`."""
         return dict(sorted(self.compressed, key=lambda pair: _order(pair[0])))

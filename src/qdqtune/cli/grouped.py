@@ -18,7 +18,8 @@ GROUPS = {
     ),
     "Search": ("mode", "effort", "builds", "time_budget", "front", "pick", "is_seed", "jobs"),
     "Model": (
-        "placement", "quant_type", "precision", "fix_inputs", "input_shapes", "from_qdq", "nodes", "op_types",
+        "placement", "quant_type", "weight_only", "precision", "fix_inputs", "input_shapes", "from_qdq", "nodes",
+        "op_types",
         "excluded_nodes", "excluded_op_types", "allowed",
     ),
     "Data": ("calibration_data", "calibration_samples", "calibration_cache"),
@@ -33,7 +34,7 @@ RARE = {
         "pattern_cache",
         "regions", "node_filter", "tune_args", "state_file", "seed",
     ),
-    "Model": ("qdq_baseline", "default_dq_dtype", "per_channel", "placement_like", "rewrites", "fold"),
+    "Model": ("formats", "qdq_baseline", "default_dq_dtype", "per_channel", "placement_like", "rewrites", "fold"),
     "Accuracy": ("max_drop", "min_agreement", "bias_correction", "percentile"),
     "Engine": (
         "cores_per_worker", "provider", "target", "time_limit", "min_shapes", "opt_shapes", "max_shapes",
@@ -60,6 +61,7 @@ SHORT = {
     "pick": "ship another point of the front",
     "is_seed": "go on with a search from this placement",
     "quant_type": "numbers of the pairs",
+    "weight_only": "activations stay in float: w4, w8, w4b32",
     "precision": "of what stays in float; fp16 for GPUs",
     "fix_inputs": "make an input constant, fold its If",
     "input_shapes": "sizes of dynamic inputs for measuring",

@@ -84,6 +84,11 @@ def seconds(_: click.Context, __: click.Parameter, value: str | None) -> float |
     return duration
 
 
+def names(_: click.Context, __: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+    """The words of a list with commas."""
+    return None if value is None else tuple(word for part in value.split(",") if (word := part.strip()))
+
+
 def shapes(_: click.Context, __: click.Parameter, values: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """Shapes by input name, of NAME:1x3x224x224; NAME: is a scalar."""
     shape_of = {}

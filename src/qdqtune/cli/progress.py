@@ -101,7 +101,7 @@ class Live:
         self._heard = time.monotonic()
         self._state, self._searching = state, True
         self._last = f"{name(trial)}: {told(trial, outcome, state)}"
-        if state.best.edges and state.best == trial.placement:
+        if state.best and state.best == trial.placement:
             self._best = f" ({name(trial)})"
         if outcome in ("faster", "failed"):
             self._console.print(line(trial, outcome, state), highlight=False, markup=False)
@@ -189,7 +189,7 @@ def told(trial: Trial, outcome: str, state: State) -> str:
 
 
 def _verdict(trial: Trial, outcome: str, state: State) -> str:
-    rival = "float" if not trial.against.edges else f"the best's {speed(state.against_ratio)}"
+    rival = "float" if not trial.against else f"the best's {speed(state.against_ratio)}"
     match outcome:
         case "slower":
             return f"slower than {rival}"

@@ -69,6 +69,13 @@ OPTIONS = (
         options.QUANT_TYPES,
         default="int8",
     ),
+    option(
+        "--formats",
+        "What may be used, by commas: int8 (or fp8) for pairs, w8 and w4 for weights alone, or exactly w4b32, w8b128.  "
+        "[default: all that the engine has]",
+        callback=options.names,
+        metavar="NAMES",
+    ),
     options.PRECISION,
     *options.ENGINE,
     *options.WORKERS,

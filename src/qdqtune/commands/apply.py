@@ -104,7 +104,7 @@ def apply(
     if matched is None and prepared is not None:
         ranges = fitted(prepared, calibration or recorded.calibration, numbers, lambda found: known(found)[0])
     placed, lost = known(ranges)
-    if recorded.placement.edges and not placed.edges:
+    if recorded.placement and not placed:
         raise BadModel(
             f"{model} has none of the {len(recorded.placement)} edges of {placement}: is it the same network?"
         )

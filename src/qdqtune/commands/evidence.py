@@ -96,7 +96,7 @@ class Evidence:
     @cached_property
     def layers(self) -> Mapping[str, Layer]:
         """What the shipped build ran, by node; empty if nobody knows."""
-        told = self.trial.layers if self.trial else self.float_layers if not self.placement.edges else ()
+        told = self.trial.layers if self.trial else self.float_layers if not self.placement else ()
         return {name: layer for layer in told or () for name in layer.nodes}
 
     @cached_property
@@ -119,7 +119,7 @@ class Evidence:
 
 def headline(evidence: Evidence) -> str:
     """What shipped, and where it comes from: one sentence."""
-    if not evidence.placement.edges:
+    if not evidence.placement:
         if not evidence.history:
             return "the float model ships: there was nothing to try"
         return f"the float model ships: of {len(evidence.history)} candidates none was proven faster within the limits"
@@ -321,7 +321,7 @@ class _Reasons:
             return replace(tried, reason=f"{tried.reason}; {told}")
         if self._is_close(verdict):
             return replace(verdict, why="close", reason=f"{told}: too little to tell them apart")
-        if not self._evidence.placement.edges:
+        if not self._evidence.placement:
             return replace(verdict, why="unproven", reason=told)
         trial = self._evidence.trial
         if tried.why == "slower" or trial is None or trial.proposal.origin in FORETOLD:

@@ -163,7 +163,6 @@ def wanted_storage(engine: str, wanted: str) -> str:
 _ON_CPU = "w4b32", "w4b128", "w4b32a", "w4b128a", "w8", "w8b32", "w8b128"
 
 STORAGES: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType({
-    "fake": dict.fromkeys(PRODUCTS, ("w4b32", "w8")),
     "onnxruntime": {**dict.fromkeys(PRODUCTS, _ON_CPU), "Gather": ("w8",)},
     "openvino": dict.fromkeys(PRODUCTS, _ON_CPU),
     **dict.fromkeys(HALVES, dict.fromkeys(PRODUCTS, ("w4b64", "w4b128"))),

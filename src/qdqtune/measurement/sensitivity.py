@@ -18,13 +18,25 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from qdqtune.calibration import scales
+from qdqtune.calibration.blocks import Stored, store
 from qdqtune.calibration.observe import running
 from qdqtune.calibration.scales import Quantization, Range, Ranges
+from qdqtune.graph.loading import with_opset
 from qdqtune.graph.model import Model
 from qdqtune.measurement.accuracy import accuracy, is_finite
+from qdqtune.placement.compression import BLOCKS
 from qdqtune.placement.insertion import ONNX_TYPE
-from qdqtune.placement.possible import weight_role
-from qdqtune.types import Array, Deaf, Edge, Failure, Listener, NumericFormat, Sample
+from qdqtune.placement.possible import weight_at, weight_role
+from qdqtune.types import Array, Deaf, Edge, Failure, Listener, NumericFormat, Sample, Storage
+
+
+@dataclass(frozen=True, eq=False)
+class StoredWeight:
+    """A weight that alone is quantized: its numbers as [in, out], and whether its user reads them the other way."""
+
+    stored: Stored
+    turned: bool
+
 
 MEASUREMENTS = 256
 """Blocks that are measured at most, whatever the size of the model."""
@@ -49,7 +61,7 @@ class _Switched:
 
 def sensitivities(
     model: Model,
-    pairs: Mapping[Edge, Quantization],
+    pairs: Mapping[Edge, Quantization | StoredWeight],
     samples: Sequence[Sample],
     *,
     floor: float = 0.0,
@@ -64,6 +76,8 @@ def sensitivities(
     are measured one by one, on as many samples as that leaves; among more, the blocks are halved until so many stand
     alone. A failure if ONNX Runtime does not run the model with switches, or the float model's outputs are not finite.
     """
+    if not pairs:
+        return {}
     switched = _switched(model, pairs)
     count = len(switched.values)
     measurements = min(2 * count, MEASUREMENTS) if loudest is None else min(count, INFERENCES)
@@ -129,7 +143,9 @@ def _shares(
     return shares
 
 
-def _switched(model: Model, pairs: Mapping[Edge, Quantization]) -> _Switched:
+def _switched(model: Model, pairs: Mapping[Edge, Quantization | StoredWeight]) -> _Switched:
+    if any(isinstance(how, StoredWeight) for how in pairs.values()):
+        model = with_opset(model, BLOCKS)
     proto = onnx.ModelProto()
     proto.CopyFrom(model.proto)
     del proto.graph.node[:]
@@ -171,10 +187,53 @@ def _switch(number: int) -> str:
     return f"__switch_{number}"
 
 
-def _add_switch(graph: onnx.GraphProto, model: Model, number: int, tensor: str, how: Quantization) -> str:
-    """Append the If of one switch, which rounds in float32 whatever the tensor's type; the name of what comes out."""
+def stored_weight(model: Model, edge: Edge, storage: Storage) -> StoredWeight:
+    """A weight as `placement.compression` would store it."""
+    weight = weight_at(model, edge)
+    assert weight is not None  # only weights have storages
+    return StoredWeight(store(weight.array(), storage), weight.transposed != (edge.tensor in model.producers))
+
+
+def _add_switch(
+    graph: onnx.GraphProto, model: Model, number: int, tensor: str, how: Quantization | StoredWeight
+) -> str:
+    """Append the If of one switch; the name of what comes out."""
     switch = _switch(number)
     graph.input.append(helper.make_tensor_value_info(switch, TensorProto.BOOL, []))
+    dtype = model.tensors[tensor].dtype
+    if isinstance(how, StoredWeight):
+        rounding = _from_stored(graph, switch, how)
+    else:
+        rounding = _rounded(graph, switch, tensor, dtype, how)
+    passing = [helper.make_node("Identity", [tensor], [f"{switch}_same"], f"{switch}_same")]
+    branches: dict[str, Any] = {
+        name: helper.make_graph(
+            nodes, f"{switch}_{name}", [], [helper.make_tensor_value_info(nodes[-1].output[0], dtype, None)]
+        )
+        for name, nodes in (("then_branch", rounding), ("else_branch", passing))
+    }
+    graph.node.append(helper.make_node("If", [switch], [f"{switch}_out"], f"{switch}_if", **branches))
+    return f"{switch}_out"
+
+
+def _from_stored(graph: onnx.GraphProto, switch: str, weight: StoredWeight) -> list[onnx.NodeProto]:
+    """The nodes that make floats of a stored weight."""
+    parts = {"quantized": weight.stored.integers, "scale": weight.stored.scale, "zero": weight.stored.zero_point}
+    known = {f"{switch}_{name}": array for name, array in parts.items() if array is not None}
+    graph.initializer.extend(numpy_helper.from_array(np.ascontiguousarray(a), name) for name, a in known.items())
+    is_blocked = weight.stored.scale.ndim == 2
+    result, turned = f"{switch}_floats", f"{switch}_turned"
+    nodes = [helper.make_node("DequantizeLinear", list(known), [result], result, axis=0 if is_blocked else 1)]
+    if is_blocked:
+        block = len(weight.stored.integers) // len(weight.stored.scale)
+        nodes[0].attribute.append(helper.make_attribute("block_size", block))
+    if weight.turned:
+        nodes.append(helper.make_node("Transpose", [result], [turned], turned, perm=[1, 0]))
+    return nodes
+
+
+def _rounded(graph: onnx.GraphProto, switch: str, tensor: str, dtype: int, how: Quantization) -> list[onnx.NodeProto]:
+    """The nodes of a pair, which rounds in float32 whatever the tensor's type."""
     zeros = np.full(how.scale.shape, how.zero_point, scales.NUMPY_TYPE[how.qtype])
     graph.initializer.append(numpy_helper.from_array(how.scale, f"{switch}_scale"))
     graph.initializer.append(
@@ -182,7 +241,6 @@ def _add_switch(graph: onnx.GraphProto, model: Model, number: int, tensor: str, 
             name=f"{switch}_zero", dims=zeros.shape, raw_data=zeros.tobytes(), data_type=ONNX_TYPE[how.qtype]
         )
     )
-    dtype = model.tensors[tensor].dtype
     rounding: list[onnx.NodeProto] = []
     value = tensor
 
@@ -199,12 +257,4 @@ def _add_switch(graph: onnx.GraphProto, model: Model, number: int, tensor: str, 
         node(op, f"{switch}_scale", f"{switch}_zero", **axis)
     if dtype != TensorProto.FLOAT:
         node("Cast", to=dtype)
-    passing = [helper.make_node("Identity", [tensor], [f"{switch}_same"], f"{switch}_same")]
-    branches: dict[str, Any] = {
-        name: helper.make_graph(
-            nodes, f"{switch}_{name}", [], [helper.make_tensor_value_info(nodes[-1].output[0], dtype, None)]
-        )
-        for name, nodes in (("then_branch", rounding), ("else_branch", passing))
-    }
-    graph.node.append(helper.make_node("If", [switch], [f"{switch}_out"], f"{switch}_if", **branches))
-    return f"{switch}_out"
+    return rounding

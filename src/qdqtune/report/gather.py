@@ -97,7 +97,7 @@ def verdict(run: Finished) -> Verdict:
 def _shown(run: Finished) -> tuple[Placement, str]:
     """The placement beside the float model, and what it is called: what ships, or else the fastest candidate whose
     layers are known."""
-    if run.final.edges:
+    if run.final:
         return run.final, "tuned"
     ratios = ratios_to_float(run.history, run.plan)
     known = [t for t in run.history if t.layers and t.placement in ratios]
@@ -111,12 +111,12 @@ def _map(run: Finished, model: Model, whys: Mapping[str, str]) -> Map:
     shown, name = _shown(run)
     grouped = from_layers(model, run.float_layers, "") if run.float_layers else by_rules(model, everywhere(model))
     known: dict[Placement, Sequence[Layer]] = {t.placement: t.layers for t in run.history if t.layers}
-    if run.final.edges:
+    if run.final:
         known[run.final] = run.final_layers
     float_ms = sum(layer.time_ms or 0.0 for layer in run.float_layers)
     ratios = {run.final: run.summary["ratio"]} | ratios_to_float(run.history, run.plan)
     before = _ran(model, Placement(), run.float_layers, 1.0, float_ms)
-    after = _ran(model, shown, known.get(shown, ()), ratios.get(shown, 1.0), float_ms) if shown.edges else None
+    after = _ran(model, shown, known.get(shown, ()), ratios.get(shown, 1.0), float_ms) if shown else None
     error_db = {tensor: _db(noise) for tensor, noise in run.alone.items()}
     return draw(model, grouped.groups, frozenset(grouped.folded), before, after, error_db, whys, name)
 
@@ -175,7 +175,7 @@ def _bars_lead(drawn: Map, run: Finished) -> str:
     told += f"{run.summary['baseline_ms']:.4g} ms were measured without."
     if not drawn.tuned:
         return told
-    what = "the tuned model" if run.final.edges else f"{drawn.tuned}, the fastest that was tried, which does not ship"
+    what = "the tuned model" if run.final else f"{drawn.tuned}, the fastest that was tried, which does not ship"
     return f"{told} Conversions between 8 bits and float take {spent:.3g} ms of {what}."
 
 

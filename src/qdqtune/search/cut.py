@@ -23,6 +23,9 @@ Where accuracy is limited, a price lambda on noise comes on top:
 
 The lowest price at which the optimum keeps within the noise that the limits allow is found by bisection. How much the
 sum may be is learned from the builds (`strategies.noise`).
+
+Where an engine has kernels for weights that alone are quantized, c0_u is the least of u's float time and of its times
+with the weights so stored, and with lambda each has its noise on top: no neighbour sees it, so the cut stays exact.
 """
 
 from __future__ import annotations
@@ -39,7 +42,17 @@ from qdqtune.search.costs.attribution import Times, attribute, group_cost, inner
 from qdqtune.search.costs.noise import Noise
 from qdqtune.search.costs.optimum import cut, cut_holding, cut_within, decision_of, everything, flip, margins
 from qdqtune.search.costs.prices import Costs, learn
-from qdqtune.search.costs.units import Decision, Group, fusion_groups, inner_edges, kind_of, partition, split
+from qdqtune.search.costs.units import (
+    Decision,
+    Group,
+    Ways,
+    by_bits,
+    fusion_groups,
+    inner_edges,
+    kind_of,
+    partition,
+    split,
+)
 from qdqtune.types import Edge, Layer, Placement, Proposal, Trial
 
 POLISH = 3
@@ -55,7 +68,8 @@ that where builds disagree about the prices."""
 class CutSearch:
     """See the module. `float_layers` is the report of the float build; `seeds` are placements to price besides, and
     `spares` those to price when the prices lead no further. `width` is how many to propose at a time: behind the
-    optimum what is close to the best so far, so that each build prices other units."""
+    optimum what is close to the best so far, so that each build prices other units. `ways` are the storages
+    that weights may have."""
 
     model: Model
     possible: frozenset[Edge]
@@ -65,6 +79,7 @@ class CutSearch:
     noise: Noise | None = None
     spares: Mapping[str, Placement] = field(default_factory=dict)
     width: int = 1
+    ways: Ways = field(default_factory=dict)
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """See `Strategy`. The first batch prices every unit: as the engine fuses, apart, and as the seeds have it."""
@@ -101,7 +116,7 @@ class CutSearch:
         for name, groups in (("fused units", self.groups), ("single nodes", [])):
             parts = partition(self.model, self.possible, groups)
             whole[name] = parts.placement(everything(parts))
-        return tuple(_named(whole | dict(self.seeds)))
+        return tuple(_named(whole | dict(self.seeds) | by_bits(self.ways)))
 
     def _later(self, costs: Costs, history: Sequence[Trial]) -> Iterator[Proposal]:
         """The optimum of what is known (if it was built already, the prices are at a fixed point), what is near to the
@@ -145,7 +160,7 @@ class CutSearch:
         kinds = [kind for _, kind in sorted(ranked)]
         groups = [kinds[i : i + POLISH] for i in range(0, len(kinds), POLISH)]
         for group in (*groups, *([kind] for kind in kinds)):
-            other = flip(costs.partition, base, group)
+            other = flip(costs, base, group)
             predicted = ratio + (costs.total(other) - costs.total(base)) / self.float_ms
             yield Proposal("polish", costs.partition.placement(other), predicted=predicted, wants_layers=True)
 
@@ -164,7 +179,7 @@ class CutSearch:
         rising = (*guesses, *(b for b in others if b.placement not in first))
         ordered = (floats, *sorted(rising, key=lambda build: build.placement == shipped))
         times = [attribute(self.model, build, self.float_ms) for build in ordered]
-        parts = partition(self.model, self.possible, list(self._units(times, shipped)))
+        parts = partition(self.model, self.possible, list(self._units(times, shipped)), self.ways)
         return learn(parts, times)
 
     def _units(self, times: Sequence[Times], shipped: Placement | None) -> Iterator[Group]:

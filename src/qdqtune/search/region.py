@@ -108,7 +108,7 @@ class RegionSearch:
 
     def _ideas(self, history: Sequence[Trial]) -> Iterator[Proposal]:
         offered = {"pattern cache": self._recalled(), **self.seeds}
-        suggestions = {name: c for name, p in offered.items() if (c := consistent(self.model, p)).edges}
+        suggestions = {name: c for name, p in offered.items() if (c := consistent(self.model, p))}
         waiting = [name for name, p in suggestions.items() if not any(t.placement == p for t in history)]
         for name in waiting:
             yield Proposal(name, suggestions[name])
@@ -178,11 +178,11 @@ class RegionSearch:
         for name, edges in offers:
             for pattern in ordered:
                 domain = domains[pattern.digest]
-                yield Proposal(name, Placement((best.edges - domain) | (edges & domain)), pattern.digest)
+                yield Proposal(name, best.paired((best.edges - domain) | (edges & domain)), pattern.digest)
         for pattern in ordered:
             for scheme in self.cached.get(pattern.digest, ()):
                 edges = (best.edges - domains[pattern.digest]) | self._edges(pattern, scheme.points)
-                yield Proposal("cached", Placement(edges), pattern.digest)
+                yield Proposal("cached", best.paired(edges), pattern.digest)
 
     def _mutations(self, best: Placement, number: int) -> Iterator[Proposal]:
         """Random flips of a few insertion points of one pattern, in every instance; the rng knows the trial number."""
@@ -199,7 +199,7 @@ class RegionSearch:
             for point in flipped:
                 own = self._edges(pattern, [point])
                 edges = edges - own if own <= edges else edges | own
-            yield Proposal("mutated", Placement.of(edges), pattern.digest)
+            yield Proposal("mutated", best.paired(edges), pattern.digest)
 
     def _edges(self, pattern: Pattern, points: Sequence[Point] | frozenset[Point]) -> frozenset[Edge]:
         """What some insertion points of a pattern mean, over all instances."""

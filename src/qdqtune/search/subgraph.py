@@ -115,7 +115,7 @@ class SubgraphSearch:
                 continue
             placement = self.mixed(base, batch)
             known = answers.get(placement)
-            if known is None and placement != base and placement.edges:
+            if known is None and placement != base and placement:
                 yield Proposal(self._name(batch), placement, wants_layers=True)
                 return
             if known is not None and history[known].accepted and history[known].against == base:

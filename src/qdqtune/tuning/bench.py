@@ -192,7 +192,7 @@ class Bench:
         Raises:
             BaselineFailed: the engine cannot build or run the float model.
         """
-        if not placement.edges:
+        if not placement:
             return self.float_layers() or None
         packed, key = pack_placement(placement), f"layers:{placement.digest}"
         records = (record for record in self._store.records() if record.get("placement") == packed)

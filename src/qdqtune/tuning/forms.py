@@ -37,7 +37,7 @@ Form = type | None | str | tuple["Form", ...] | Mapping[str, "Form"] | ListOf | 
 it may be missing; others may be there), or one of the above."""
 
 MAYBE_NUMBER = OneOf((float, None))
-EDGES = ListOf((str, str, int))
+EDGES = ListOf(OneOf(((str, str, int), (str, str, int, str))))
 KIND = OneOf(get_args(LayerKind))
 LAYERS = ListOf((str, ListOf(str), str, MAYBE_NUMBER, KIND))
 STAGE = OneOf(get_args(get_type_hints(Failure)["stage"]))

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
+import numpy as np
+
+from qdqtune.calibration.blocks import store
 from qdqtune.calibration.scales import Quantization, Ranges
 from qdqtune.graph.model import Model
-from qdqtune.measurement.sensitivity import quantization, sensitivities
+from qdqtune.measurement.sensitivity import quantization, sensitivities, stored_weight
+from qdqtune.placement.possible import weight_at
 from qdqtune.search.costs.noise import Noise
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.store import Record, pack_accuracy, pack_result, unpack_accuracy
-from qdqtune.types import Accuracy, Edge, Failure, NumericFormat, Placement
+from qdqtune.types import Accuracy, Edge, Failure, NumericFormat, Placement, Storage
 
 NOTHING = 0.01
 """Share of the noise that a limit allows, below which a block is not worth dividing."""
@@ -18,6 +23,11 @@ NOTHING = 0.01
 
 SHARE = 0.25
 """Of the time that is left, what finding the noise of single tensors may take."""
+
+SAMPLED = 64
+"""Outputs of a weight that tell how much a storage takes from it."""
+
+TINY = 1e-12
 
 FINE = 1e-7
 """Relative noise (70 dB) down to which a front tells tensors apart."""
@@ -29,14 +39,14 @@ def foresee(run: Run) -> Noise | None:
 
     Where ONNX Runtime does not run the model with switches, all values count the same, and the builds tell the rest.
     """
-    subject, limits = run.subject, run.limits
+    subject, limits, loudest = run.subject, run.limits, _loudest(run)
     is_front = run.settings.front
     if run.budget.is_late or (not limits.are_set and not is_front):
         return None
     if limits.max_drop is None and not is_front:
         run.observer.stage("foretelling what rounding does to the outputs")
-        fullest = foretold(run, Placement(subject.possible))
-        if fullest is not None and limits.is_exact_enough(fullest):
+        fullest = [foretold(run, p) for p in (Placement(subject.possible), Placement.of((), loudest.items())) if p]
+        if all(f is not None and limits.is_exact_enough(f) for f in fullest):
             return None
     floor = FINE if is_front else NOTHING * limits.max_noise if limits.max_noise is not None else 0.0
     key = f"noise:{floor:.3g}"
@@ -59,7 +69,49 @@ def foresee(run: Run) -> Noise | None:
         accuracy = foretold(run, placement)
         return None if accuracy is None else accuracy.noise
 
-    return Noise(subject.shaped, record["alone"], limits.max_noise, brought)
+    return Noise(subject.shaped, record["alone"], limits.max_noise, brought, _of_weights(run, loudest, floor))
+
+
+def _loudest(run: Run) -> dict[Edge, Storage]:
+    """The storage of each weight that keeps least of it."""
+    return {edge: min(shares, key=lambda s: (s.bytes_per_weight, s.name)) for edge, shares in run.ways.items()}
+
+
+def _of_weights(run: Run, loudest: Mapping[Edge, Storage], floor: float) -> dict[tuple[str, str], float]:
+    """What weights that alone are quantized do to the outputs, by tensor and name of the storage: measured in the one
+    that keeps least, and in the others as much less as the weights themselves lose less."""
+    model, key = run.subject.shaped, f"noise of weights:{floor:.3g}"
+    if not loudest:
+        return {}
+    record = run.store.get(key)
+    if record is None:
+        run.observer.stage("measuring what storing each weight in fewer bits does to the outputs")
+        weights = {edge: stored_weight(model, edge, storage) for edge, storage in loudest.items()}
+        alone = sensitivities(model, weights, run.subject.accuracy, floor=floor, listener=run.observer)
+        failed: Record = pack_result(alone) if isinstance(alone, Failure) else {}
+        if isinstance(alone, Failure):
+            alone = {edge.tensor: lost(model, edge, storage) for edge, storage in loudest.items()}
+        stored = [
+            [
+                edge.tensor,
+                storage.name,
+                alone[edge.tensor] * lost(model, edge, storage) / lost(model, edge, loudest[edge]),
+            ]
+            for edge, shares in run.ways.items()
+            for storage in shares
+        ]
+        record = run.store.put(key, {"stored": stored, **failed})
+    return {(tensor, name): noise for tensor, name, noise in record["stored"]}
+
+
+def lost(model: Model, edge: Edge, storage: Storage) -> float:
+    """The power of what a storage takes from a weight over that of the weight, by some of its outputs."""
+    weight = weight_at(model, edge)
+    assert weight is not None  # only weights have storages
+    values = np.asarray(weight.array(), np.float32)
+    values = values[:, :: max(1, values.shape[1] // SAMPLED)]
+    power = float(np.square(values).sum())
+    return max(float(np.square(store(values, storage).values() - values).sum()) / max(power, TINY), TINY)
 
 
 def foretold(run: Run, placement: Placement) -> Accuracy | None:

@@ -110,7 +110,7 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
     finalists = FINALISTS if settings.time_budget is None else 1
     for placement in (*accepted[:finalists], Placement()):
         begun = time.monotonic()
-        if not placement.edges and is_short:
+        if not placement and is_short:
             break
         run.candidates.write_whole(placement, final)
         met = _meet(placement, run)
@@ -121,12 +121,12 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
         if pairs_hold and met.to_given is not None:
             is_faster = is_faster and met.to_given.verdict == "faster"
         run.given.check()
-        if placement.edges and is_faster:
+        if placement and is_faster:
             _move(final, folder / FINAL)
             to_given = met.to_given if settings.from_qdq else None
             seconds = met.float_seconds, met.seconds
             return Proof("tuned", placement, met.to_float, to_given, *seconds, tuple(notes), builds)
-        if placement.edges:
+        if placement:
             edges = f"a candidate of {len(placement)} edges"
             notes[f"{edges} did not prove faster on fresh builds: {advice.unproven(met.to_float)}"] = None
     is_slower = met is not None and met.to_given is not None and met.to_given.verdict == "slower"

@@ -112,7 +112,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
             settings.engine.name: description.get("version", ""),
         },
     }
-    after = run.bench.metric(final) if settings.evaluate and final.edges else run.limits.before
+    after = run.bench.metric(final) if settings.evaluate and final else run.limits.before
     return summary | run.limits.summary(history, settings.plan, after)
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from qdqtune.engines.crew import Crew, check_alike
 from qdqtune.engines.devices import devices_for
@@ -18,6 +19,7 @@ from qdqtune.measurement.limits import Limits
 from qdqtune.measurement.metric import Evaluation, load_evaluation
 from qdqtune.measurement.simulation import Simulation
 from qdqtune.placement.insertion import Inserter
+from qdqtune.search.costs.units import Ways
 from qdqtune.tuning.bench import Bench
 from qdqtune.tuning.budget import Budget
 from qdqtune.tuning.candidates import Candidates
@@ -25,6 +27,7 @@ from qdqtune.tuning.folder import LOGS, OutputFolder, restored_state
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.station import Conditions, Station
+from qdqtune.tuning.storages import ways
 from qdqtune.tuning.store import Store, began_without
 from qdqtune.tuning.subject import Subject, calibrated, fingerprint, open_subject
 from qdqtune.types import Failure, Placement
@@ -67,6 +70,13 @@ class Run(Ready):
     budget: Budget
     width: int = 1
 
+    @cached_property
+    def ways(self) -> Ways:
+        """The storages that weights may have; the engine is asked of them the first time."""
+        if self.budget.is_late:
+            return {}
+        return ways(self.subject, self.settings, self.runner, self.store, self.bench.float_layers)
+
 
 @contextmanager
 def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
@@ -88,6 +98,8 @@ def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
             observer.note(told)
         if not settings.restart and began_without(settings.state, "rewrites"):
             settings = replace(settings, rewrites="off")  # so that what was measured then serves
+        if not settings.restart and settings.formats is None and began_without(settings.state, "formats"):
+            settings = replace(settings, formats=(settings.quant_type,))
         given = Stamps.of([*files_of(settings.model), *(files_of(b) if (b := settings.qdq_baseline) else [])])
         subject = open_subject(settings, runner)
         signed = fingerprint(settings, subject, runner.describe())

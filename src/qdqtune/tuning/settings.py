@@ -10,6 +10,7 @@ from typing import Literal
 
 from qdqtune.calibration.methods import CLOSEST, Calibration
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.formats import wanted_storage
 from qdqtune.engines.runner import TIME_LIMIT
 from qdqtune.errors import BadOption
 from qdqtune.graph.float16 import Precision
@@ -73,6 +74,8 @@ class Settings:
     `precision` is that of what carries no pair; None is as the engine is usually used, where the outputs hold that.
     `calibration_cache` is a file of ranges that another tool has written, in place of calibration.
     `command` is what was typed, for the record alone.
+    `formats` are what the search may use: the `quant_type` for pairs, and storages (w8, w4, w4b32) of weights alone;
+    None is all that the engine has.
     `accuracy_samples` is the most samples that outputs are compared on.
     `workers` measure side by side, each on so many cores of its own as `cores_per_worker` says, or as its engine has
     threads. They are no part of what was measured: a run goes on with any number of them.
@@ -118,6 +121,7 @@ class Settings:
     cores_per_worker: int | None = None
     command: tuple[str, ...] = field(default=(), compare=False)
     rewrites: Rewriting = "auto"
+    formats: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         least = 1 + self.trial_builds
@@ -139,10 +143,21 @@ class Settings:
             raise BadOption("--front is for --mode cut and float models")
         if self.front and self.builds < FRONT_LEAST:
             raise BadOption(f"--builds {self.builds} has no room for a front: give at least {FRONT_LEAST}")
+        if self.formats is not None:
+            if not self.formats:
+                raise BadOption("--formats names nothing: leave it out for all that the engine has")
+            for name in self.formats:
+                if name != self.quant_type:
+                    wanted_storage(self.engine.name, name)
         if self.graph_json is not None and self.mode != "subgraph":
             raise BadOption("--graph-json is for --mode subgraph")
         if self.pattern_cache is not None and self.mode != "region":
             raise BadOption("--pattern-cache is for --mode region")
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether the search may place pairs."""
+        return self.formats is None or self.quant_type in self.formats
 
     @property
     def limits(self) -> Limits:

@@ -22,7 +22,7 @@ from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadState, OutputError, writing
 from qdqtune.graph.stamps import NOTHING, Stamps
 from qdqtune.tuning.forms import is_whole
-from qdqtune.types import TRANSIENT, Accuracy, Edge, Failure, Layer, Measurement, Placement
+from qdqtune.types import TRANSIENT, Accuracy, Edge, Failure, Layer, Measurement, Placement, Storage
 
 VERSION = 1
 CANDIDATES = 1
@@ -30,7 +30,7 @@ CANDIDATES = 1
 so that no run mixes two kinds. A test holds what they are."""
 
 RECORD = b'- {"key": "'
-EARLIER = {"rewrites": "off"}
+EARLIER = {"rewrites": "off", "formats": "pairs"}
 """What was so in every run whose fingerprint does not say it."""
 
 HEAD = RECORD + b'run", '
@@ -259,13 +259,15 @@ def _shown(value: Any) -> str:
 
 
 def pack_placement(placement: Placement) -> list[list[Any]]:
-    """A placement as JSON values."""
-    return [[e.tensor, e.node, e.index] for e in placement]
+    """A placement as JSON values: edges with a pair, then weights with the name of their storage behind."""
+    weights = ([e.tensor, e.node, e.index, storage.name] for e, storage in placement.storages.items())
+    return [*([e.tensor, e.node, e.index] for e in placement), *weights]
 
 
 def unpack_placement(values: list[list[Any]]) -> Placement:
     """The placement of `pack_placement`."""
-    return Placement.of(Edge(*value) for value in values)
+    stored = [(Edge(*value[:3]), Storage.named(value[3])) for value in values if len(value) > 3]
+    return Placement.of((Edge(*value) for value in values if len(value) == 3), stored)
 
 
 def pack_ranges(ranges: Ranges) -> Record:

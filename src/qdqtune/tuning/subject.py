@@ -170,6 +170,7 @@ def fingerprint(settings: Settings, subject: Subject, engine: Mapping[str, str])
         "graph JSON": _digest("--graph-json", settings.graph_json),
         "quant type": settings.quant_type,
         "rewrites": settings.rewrites,
+        "formats": _formats(settings),
         "seed": settings.seed,
         "regions": settings.regions,
         "node filter": list(settings.node_filter),
@@ -184,6 +185,11 @@ def fingerprint(settings: Settings, subject: Subject, engine: Mapping[str, str])
         + (f", {len(subject.accuracy)} of them held out)" if subject.held_out else ")"),
         "calibration cache": _digest("--calibration-cache", settings.calibration_cache),
     }
+
+
+def _formats(settings: Settings) -> str:
+    names = ("pairs" if name == settings.quant_type else name for name in settings.formats or ("all",))
+    return ",".join(names)
 
 
 def _digest(option: str, path: Path | None) -> str | None:
@@ -225,7 +231,9 @@ def calibrated(
     possible = possible_edges(subject.shaped, ranges)
     if settings.node_filter:
         possible &= edges_within(subject.patterns)
-    if not possible:
+    if not settings.has_pairs:
+        possible = frozenset()
+    elif not possible:
         raise BadModel(f"{settings.model} has no tensor that could be quantized")
     return replace(subject, ranges=ranges, possible=possible)
 
@@ -283,7 +291,7 @@ def _baseline(settings: Settings, model: Model, precision: Precision, kept: Coll
     if precision != "fp32":
         baseline = converted(load(settings.qdq_baseline, min_opset=OPSET), precision, kept)
     reading = read_placement(model, baseline)
-    if not reading.placement.edges:
+    if not reading.placement:
         raise BadModel(
             f"{settings.qdq_baseline} has no Q/DQ pair that fits {settings.model}: "
             "give a quantized version of it, or leave --qdq-baseline out"

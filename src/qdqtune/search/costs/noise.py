@@ -14,7 +14,7 @@ from math import inf, log
 
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import REARRANGES
-from qdqtune.types import Placement, Trial
+from qdqtune.types import Edge, Placement, Storage, Trial
 
 RESERVE = 0.8
 """Share of what is allowed that a search uses up at first: what just fails is worth nothing."""
@@ -44,13 +44,15 @@ class Noise:
     `alone` is the relative noise that quantizing a value brings to the worst output; values are known by the first
     tensor that holds them, `aliases` knows the others. `limit` is the most noise that the output SQNR allows; None if
     only the user's metric counts, and then trials tell how much noise it takes. `foretold` gives the noise of a whole
-    placement without a build, None where it cannot.
+    placement without a build, None where it cannot. `stored` is what weights alone bring, by tensor and name of the
+    storage.
     """
 
     model: Model
     alone: Mapping[str, float]
     limit: float | None = None
     foretold: Callable[[Placement], float | None] | None = field(default=None, compare=False)
+    stored: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     def value(self, tensor: str) -> str:
         """The first tensor that holds the values of this one."""
@@ -67,7 +69,12 @@ class Noise:
 
     def predicted(self, placement: Placement) -> float:
         """Noise of a placement as the sum of what its values bring alone, not scaled by what builds have shown."""
-        return sum(self.alone.get(value, 0.0) for value in {self.value(e.tensor) for e in placement.edges})
+        rounded = sum(self.alone.get(value, 0.0) for value in {self.value(e.tensor) for e in placement.edges})
+        return rounded + sum(self.of_weight(edge, storage) for edge, storage in placement.compressed)
+
+    def of_weight(self, edge: Edge, storage: Storage) -> float:
+        """What a weight brings that alone is quantized."""
+        return self.stored.get((edge.tensor, storage.name), 0.0)
 
     def brought(self, placement: Placement) -> float:
         """Noise of a placement as it is foretold, else as `predicted`."""

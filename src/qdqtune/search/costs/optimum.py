@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from qdqtune.search.costs.mincut import Problem, solve
 from qdqtune.search.costs.noise import Noise
 from qdqtune.search.costs.prices import Costs, is_stored, state
 from qdqtune.search.costs.units import Decision, Partition, Unit
-from qdqtune.types import Placement
+from qdqtune.types import Placement, Storage
 
 BISECTIONS = 20
 
@@ -71,18 +72,24 @@ class Formulation:
     problem: Problem
     runs: Sequence[int]
     stored: Mapping[str, int]
+    ways: Mapping[int, Storage]
 
     def decision(self, answers: Sequence[bool]) -> Decision:
         """What an assignment says of units and tensors."""
-        quantized = (unit for unit, number in enumerate(self.runs) if answers[number])
-        return Decision.of(quantized, (tensor for tensor, number in self.stored.items() if answers[number]))
+        quantized = frozenset(unit for unit, number in enumerate(self.runs) if answers[number])
+        stored = (tensor for tensor, number in self.stored.items() if answers[number])
+        return Decision.of(quantized, stored, ((u, s) for u, s in self.ways.items() if u not in quantized))
 
 
 def formulate(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> Formulation:
-    """`Costs.total`, and a price on noise, as a minimum cut."""
+    """`Costs.total`, and a price on noise, as a minimum cut: a unit in float takes the least of its ways to be so."""
     parts, problem = costs.partition, Problem()
     priced = list(zip(parts.units, costs.prices, strict=True))
-    runs = [problem.decision(p.as_float, p.as_quantized if u.inputs else np.inf) for u, p in priced]
+    floats = [costs.way(u.number, _charge(parts, u, noise, price, costs.float_ms)) for u in parts.units]
+    runs = [
+        problem.decision(ms, p.as_quantized if u.inputs else np.inf)
+        for (u, p), (ms, _) in zip(priced, floats, strict=True)
+    ]
     disturbed = [problem.decision() for _ in parts.units]
     for amid, run, own in zip(disturbed, runs, costs.prices, strict=True):
         problem.charge(amid, run, own.disturbed)
@@ -116,7 +123,18 @@ def formulate(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> F
                 problem.charge(runs[user], kept, costs.prices[user].behind_float)
     if noise is not None and price > 0:
         _charge_noise(problem, rounding, noise, price, costs.float_ms)
-    return Formulation(problem, runs, stored)
+    return Formulation(problem, runs, stored, {n: s for n, (_, s) in enumerate(floats) if s is not None})
+
+
+def _charge(parts: Partition, unit: Unit, noise: Noise | None, price: float, most: float) -> Callable[[Storage], float]:
+    """What the noise of a unit's weights costs in each storage."""
+
+    def charge(storage: Storage) -> float:
+        if noise is None or price <= 0:
+            return 0.0
+        return sum(min(price * noise.of_weight(e, storage), most) for e in parts.compressible(unit))
+
+    return charge
 
 
 def _charge_noise(
@@ -154,6 +172,7 @@ def nearest(parts: Partition, placement: Placement) -> Decision:
     A unit without weights that reads such tensors and hands floats over counts as a float one behind DQs.
     """
     stored = frozenset(t for t in parts.edges if t in parts.producer and is_stored(t, parts, placement))
+    ways = ((u.number, way) for u in parts.units if (way := parts.way(u, placement)) is not None)
 
     def runs(unit: Unit) -> bool:
         how = state(unit, parts, placement)
@@ -161,7 +180,7 @@ def nearest(parts: Partition, placement: Placement) -> Decision:
             return bool(unit.weights) or any(e.tensor not in stored for e in unit.inputs)
         return how in ("quantized", "mixed")
 
-    return Decision.of((unit.number for unit in parts.units if runs(unit)), stored)
+    return Decision.of((unit.number for unit in parts.units if runs(unit)), stored, ways)
 
 
 def margins(costs: Costs, decision: Decision) -> dict[str, float]:
@@ -186,17 +205,31 @@ def margin(costs: Costs, decision: Decision, unit: Unit) -> float:
     def cost(decided: Decision) -> float:
         return sum(costs.of_unit(u, decided) for u in units) + sum(costs.of_tensor(t, decided) for t in tensors)
 
-    return cost(other(parts, decision, [unit.number])) - cost(decision)
+    return cost(other(parts, decision, [unit.number], usual_ways(costs, [unit.number]))) - cost(decision)
 
 
-def flip(parts: Partition, decision: Decision, kinds: Collection[str]) -> Decision:
+def usual_ways(costs: Costs, units: Iterable[int]) -> dict[int, Storage]:
+    """The cheapest storages of the weights of some units in float; none for those that are cheapest with floats."""
+    return {number: way for number in units if (way := costs.way(number)[1]) is not None}
+
+
+def flip(costs: Costs, decision: Decision, kinds: Collection[str]) -> Decision:
     """The decision with all units of some kinds the other way."""
-    return other(parts, decision, [u.number for u in parts.units if u.kind in kinds and u.inputs])
+    units = [u.number for u in costs.partition.units if u.kind in kinds and u.inputs]
+    return other(costs.partition, decision, units, usual_ways(costs, units))
 
 
-def other(parts: Partition, decision: Decision, units: Collection[int]) -> Decision:
-    """A decision with some units the other way: what units store that become quantized, and all else as it was."""
+def other(
+    parts: Partition,
+    decision: Decision,
+    units: Collection[int],
+    ways: Mapping[int, Storage] = MappingProxyType({}),
+) -> Decision:
+    """A decision with some units the other way: what units store that become quantized, and all else as it was; those
+    that become float have their weights as in `ways`."""
     changed = decision.quantized ^ frozenset(units)
     fresh = {t for n in units if n in changed for t in parts.units[n].outputs if t in parts.edges}
     lost = {t for n in units if n not in changed for t in parts.units[n].outputs}
-    return Decision(changed, (decision.stored | fresh) - lost)
+    kept = {n: way for n, way in decision.ways if n not in changed}
+    kept |= {n: ways[n] for n in units if n not in changed and n in ways}
+    return Decision.of(changed, (decision.stored | fresh) - lost, kept.items())

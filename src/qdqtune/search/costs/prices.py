@@ -8,6 +8,7 @@ Every build prices every unit at once, in the state that its placement puts the 
     handing    pairs on all inputs, not on all uses of its outputs        c1 + o
     mixed      anything else: says nothing about the unit
 
+A float unit whose weights are stored in fewer bits has a price for each storage in place of c0: no neighbour sees it.
 g says that pairs disturb a float unit: they part what the engine would fuse, or an engine moves a Q in front of
 operators that hand values on and runs those in a poor way. A quantized unit may cost e more behind float units than
 behind quantized ones, since engines lay 8-bit tensors out in another way than floats. A Q that runs by itself behind a
@@ -18,7 +19,7 @@ guessed low, so that it is tried: prices of equal units are shared, conversions 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -29,7 +30,7 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.operators import elements
 from qdqtune.search.costs.attribution import Times
 from qdqtune.search.costs.units import Decision, Partition, Unit
-from qdqtune.types import Placement
+from qdqtune.types import Placement, Storage
 
 State = Literal["float", "fed", "handing", "mixed", "quantized"]
 Behind = Literal["quantized", "both", "float"]
@@ -76,7 +77,8 @@ def is_stored(tensor: str, partition: Partition, placement: Placement) -> bool:
     return state(producer, partition, placement) == "quantized" and all(e in placement for e in partition.edges[tensor])
 
 
-Sample = tuple[str, State, Behind]
+Sample = tuple[str, str, Behind]
+"""Kind of unit, its state or the name of the storage of its weights, and what it reads."""
 
 
 @dataclass
@@ -106,6 +108,8 @@ class Price:
     handing: float = 0.0
     """Extra of a quantized unit for each output that is not stored quantized."""
     seen: bool = False
+    stored: Mapping[Storage, float] = field(default_factory=dict)
+    """As a float unit whose weights are stored so, in place of `as_float`."""
 
 
 @dataclass(frozen=True)
@@ -139,10 +143,18 @@ class Costs:
             amid_pairs = any(t in decision.stored for t in entering) or any(
                 self._is_read(t, decision) for t in unit.outputs
             )
-            return price.as_float + (price.disturbed if amid_pairs else 0.0)
+            way = decision.way.get(unit.number)
+            plain = price.as_float if way is None else price.stored.get(way, price.as_float)
+            return plain + (price.disturbed if amid_pairs else 0.0)
         leaving = sum(t not in decision.stored for t in unit.outputs if t in self.partition.edges)
         extra = price.behind_float * sum(t not in decision.stored for t in entering)
         return price.as_quantized + extra + price.handing * leaving
+
+    def way(self, unit: int, charge: Callable[[Storage], float] = lambda _: 0.0) -> tuple[float, Storage | None]:
+        """The least ms of a unit in float, and how its weights are stored then; `charge` is what a storage adds."""
+        price = self.prices[unit]
+        ways = [(price.as_float, None), *((ms + charge(s), s) for s, ms in price.stored.items())]
+        return min(ways, key=lambda way: way[0])
 
     def of_tensor(self, tensor: str, decision: Decision) -> float:
         """The predicted ms of the conversions of one tensor."""
@@ -200,7 +212,12 @@ def _take(samples: _Samples, partition: Partition, times: Times, floats: Times) 
                 spent += sum(times.quantize.get(t, 0.0) for t in unit.outputs)
         given = any(e in times.placement for t in unit.outputs for e in partition.reading.get(t, ()))
         before = _spent(unit, partition, floats)
-        if how == "fed" or (how == "float" and given and spent > UNEQUAL * before):
+        if (way := partition.way(unit, times.placement)) is not None:
+            # A DQ of weights that no kernel drew in runs for the unit alone.
+            spent += sum(times.dequantize.get(e.tensor, 0.0) for e in partition.compressible(unit))
+            if how == "float":
+                fresh.setdefault((unit.kind, way.name, "float"), []).append(spent)
+        elif how == "fed" or (how == "float" and given and spent > UNEQUAL * before):
             more.setdefault(unit.kind, []).append(spent - before)
         elif how != "mixed":
             fresh.setdefault((unit.kind, how, behind(unit, partition, times.placement)), []).append(spent)
@@ -267,6 +284,7 @@ def _priced(partition: Partition, samples: _Samples) -> Costs:
         return float(np.median(sampled)) if sampled else None
 
     dequantize = {t: conversion(t, samples.dequantize) for t in partition.edges}
+    corrections = _corrections(partition, samples)
     prices = []
     for unit in partition.units:
         c0 = price(unit, "float", "float", "quantized") or 0.0
@@ -282,12 +300,40 @@ def _priced(partition: Partition, samples: _Samples) -> Costs:
         g = samples.disturbed.get(unit.kind, 0.0)
         if handed is not None and not unit.weights and entering:  # the same build as a float unit behind DQs
             g = max(g, handed - c0 - sum(dequantize[t] for t in entering))
-        prices.append(Price(c0, c1, g, e1, o, seen=known is not None))
+        stored = _stored(partition, unit, c0, samples, corrections)
+        prices.append(Price(c0, c1, g, e1, o, seen=known is not None, stored=stored))
     quantize = {t: conversion(t, samples.quantize) for t in partition.edges}
     doubt: dict[str, float] = {}
     for (kind, _, _), medians in samples.medians.items():
         doubt[kind] = doubt.get(kind, 0.0) + max(medians) - min(medians)
     return Costs(partition, tuple(prices), quantize, dequantize, samples.per_consumer, doubt)
+
+
+def _corrections(partition: Partition, samples: _Samples) -> Mapping[int, float]:
+    """By bits, what units that store their weights so have taken over what their products alone had promised."""
+    sums: dict[int, list[float]] = {}
+    for unit in {u.kind: u for u in partition.units if partition.compressible(u)}.values():
+        floats = samples.units.get((unit.kind, "float", "float"), [])
+        for storage in partition.storages(unit):
+            seen = samples.units.get((unit.kind, storage.name, "float"))
+            if seen and floats:
+                own = sums.setdefault(storage.bits, [0.0, 0.0])
+                own[0] += float(np.median(seen))
+                own[1] += float(np.median(floats)) * partition.share(unit, storage)
+    return {bits: real / promised for bits, (real, promised) in sums.items() if promised > 0}
+
+
+def _stored(
+    partition: Partition, unit: Unit, as_float: float, samples: _Samples, corrections: Mapping[int, float]
+) -> dict[Storage, float]:
+    """The ms of a float unit by how its weights are stored: measured, or as its products take alone, corrected by what
+    builds have shown of others with as many bits."""
+    found = {}
+    for storage in partition.storages(unit):
+        seen = samples.units.get((unit.kind, storage.name, "float"))
+        guess = as_float * partition.share(unit, storage) * corrections.get(storage.bits, 1.0)
+        found[storage] = float(np.median(seen)) if seen else guess
+    return found
 
 
 def _line(sizes: Iterable[tuple[float, float]]) -> tuple[float, float]:

@@ -7,13 +7,20 @@ yes or no; whether a tensor that it writes is stored quantized is another: some 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 
 from qdqtune.graph.model import GRAPH, Model
 from qdqtune.graph.operators import COMPUTE
 from qdqtune.placement import rules
-from qdqtune.types import Edge, Layer, Placement
+from qdqtune.types import Edge, Layer, Placement, Storage
+
+Ways = Mapping[Edge, Mapping[Storage, float]]
+"""Uses of weights, the storages that each may have, and the share of the float time that its product takes alone so."""
+
+NEAR = 1.1
+"""Storages that take up to this factor longer than the fastest are as good: the one that keeps more of the weights."""
 
 Group = tuple[str, ...]
 """Names of nodes that an engine runs together, in graph order."""
@@ -39,24 +46,32 @@ class Unit:
 
 @dataclass(frozen=True)
 class Decision:
-    """Which units run quantized, by number, and which tensors stay in 8 bits."""
+    """Which units run quantized, by number, which tensors stay in 8 bits, and how float units store their weights."""
 
     quantized: frozenset[int] = frozenset()
     stored: frozenset[str] = frozenset()
+    ways: frozenset[tuple[int, Storage]] = frozenset()
 
     @staticmethod
-    def of(quantized: Iterable[int], stored: Iterable[str] = ()) -> Decision:
+    def of(quantized: Iterable[int], stored: Iterable[str] = (), ways: Iterable[tuple[int, Storage]] = ()) -> Decision:
         """The decision for some units and tensors."""
-        return Decision(frozenset(quantized), frozenset(stored))
+        return Decision(frozenset(quantized), frozenset(stored), frozenset(ways))
+
+    @cached_property
+    def way(self) -> Mapping[int, Storage]:
+        """The storage of a unit's weights, by its number; those that keep floats are absent."""
+        return dict(self.ways)
 
 
 @dataclass(frozen=True)
 class Partition:
-    """All units of a model. Only `possible` edges ever carry a pair."""
+    """All units of a model. Only `possible` edges ever carry a pair, and `ways` are the storages that weights may have:
+    a unit that runs in float has them all in one, which no other unit sees."""
 
     model: Model
     possible: frozenset[Edge]
     units: tuple[Unit, ...]
+    ways: Ways = field(default_factory=dict)
 
     @cached_property
     def owner(self) -> Mapping[str, int]:
@@ -89,6 +104,34 @@ class Partition:
         return {t: tuple(es) for t, es in by_tensor.items()}
 
     @cached_property
+    def _compressible(self) -> Mapping[int, tuple[Edge, ...]]:
+        found: dict[int, list[Edge]] = {}
+        for edge in sorted(self.ways):
+            found.setdefault(self.owner[edge.node], []).append(edge)
+        return {number: tuple(edges) for number, edges in found.items()}
+
+    def compressible(self, unit: Unit) -> tuple[Edge, ...]:
+        """The weights of a unit that may be stored in fewer bits."""
+        return self._compressible.get(unit.number, ())
+
+    def storages(self, unit: Unit) -> tuple[Storage, ...]:
+        """The storages that all these weights of a unit may have."""
+        first, *others = [self.ways[e] for e in self.compressible(unit)] or [{}]
+        return tuple(s for s in first if all(s in other for other in others))
+
+    def share(self, unit: Unit, storage: Storage) -> float:
+        """What a unit's products take so, alone, as a share of their float time."""
+        shares = [self.ways[e].get(storage, 1.0) for e in self.compressible(unit)]
+        return sum(shares) / len(shares)
+
+    def way(self, unit: Unit, placement: Placement) -> Storage | None:
+        """The storage of a unit's weights in a placement, if it is one for all of them."""
+        if not placement.compressed:
+            return None
+        found = {placement.storages.get(e) for e in self.compressible(unit)}
+        return found.pop() if len(found) == 1 else None
+
+    @cached_property
     def _storable(self) -> tuple[tuple[str, ...], ...]:
         return tuple(tuple(dict.fromkeys(e.tensor for e in u.inputs if e.tensor in self.producer)) for u in self.units)
 
@@ -101,14 +144,17 @@ class Partition:
         return tuple(dict.fromkeys(None if e.is_graph_output else self.owner[e.node] for e in self.edges[tensor]))
 
     def placement(self, decision: Decision) -> Placement:
-        """The pairs that a decision means: a stored tensor has them on all its edges, any other only where a quantized
-        unit reads it."""
+        """What a decision means: a stored tensor has pairs on all its edges, any other only where a quantized unit
+        reads it; a float unit has its weights as its way says."""
         edges = {e for n in decision.quantized for e in (*self.units[n].inputs, *self.units[n].weights)}
         edges.update(e for t in decision.stored for e in self.edges.get(t, ()))
-        return Placement.of(edges)
+        floats = ((self.units[n], s) for n, s in decision.ways if n not in decision.quantized)
+        return Placement.of(edges, ((e, s) for unit, s in floats for e in self.compressible(unit)))
 
 
-def partition(model: Model, possible: frozenset[Edge], groups: Iterable[Collection[str]]) -> Partition:
+def partition(
+    model: Model, possible: frozenset[Edge], groups: Iterable[Collection[str]], ways: Ways = MappingProxyType({})
+) -> Partition:
     """Units of the given groups of node names; every node that is in none is a unit of its own."""
     taken: set[int] = set()
     sets: list[tuple[int, ...]] = []
@@ -121,7 +167,7 @@ def partition(model: Model, possible: frozenset[Edge], groups: Iterable[Collecti
     for edge in sorted(possible):
         by_node.setdefault(edge.node, []).append(edge)
     units = tuple(_unit(model, by_node, number, nodes) for number, nodes in enumerate(sorted(sets)))
-    return Partition(model, possible, units)
+    return Partition(model, possible, units, ways)
 
 
 def fusion_groups(model: Model, layers: Sequence[Layer]) -> list[Group]:
@@ -196,3 +242,18 @@ def usual_groups(model: Model, possible: frozenset[Edge]) -> list[list[str]]:
         group.append(edge.node)
         group_of[edge.node] = group
     return list({id(group): group for group in group_of.values()}.values())
+
+
+def by_bits(ways: Ways) -> dict[str, Placement]:
+    """Every weight in 4 bits, and every one in 8, as far as they may be: in the storage that is the fastest alone, or
+    keeps more of the weights and takes hardly longer."""
+    seeds = {}
+    for bits in sorted({s.bits for shares in ways.values() for s in shares}):
+        stored = {}
+        for edge, shares in ways.items():
+            able = {s: share for s, share in shares.items() if s.bits == bits}
+            near = [s for s, share in able.items() if share <= NEAR * min(able.values())]
+            if near:
+                stored[edge] = max(near, key=lambda s: s.bytes_per_weight)
+        seeds[f"weights in {bits} bits"] = Placement.of((), stored.items())
+    return seeds

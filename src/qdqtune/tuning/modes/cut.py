@@ -9,6 +9,7 @@ from qdqtune.search import Strategy
 from qdqtune.search.costs.explanation import explain, record
 from qdqtune.search.costs.guess import guesses
 from qdqtune.search.costs.noise import Noise
+from qdqtune.search.costs.units import by_bits
 from qdqtune.search.cut import CutSearch
 from qdqtune.search.front import FrontSearch
 from qdqtune.search.latency import GroupedSearch
@@ -50,7 +51,8 @@ def prepare(run: Run) -> Cut:
     suggestions = subject.suggestions()
     if noise is not None:
         suggestions[QUIETER] = guesses(subject.shaped, subject.possible, noise)(noise.levels(())[0])
-    return Cut(GroupedSearch(subject.shaped, subject.possible, suggestions, run.width), None)
+    seeds = suggestions | by_bits(run.ways)
+    return Cut(GroupedSearch(subject.shaped, subject.possible, seeds, run.width), None)
 
 
 def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
@@ -62,4 +64,6 @@ def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
         return None
     first = subject.foremost()
     spares = {name: p for name, p in subject.suggestions().items() if name not in first}
-    return CutSearch(subject.shaped, subject.possible, layers, first, run.settings.plan, noise, spares, run.width)
+    return CutSearch(
+        subject.shaped, subject.possible, layers, first, run.settings.plan, noise, spares, run.width, run.ways
+    )

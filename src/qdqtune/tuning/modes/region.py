@@ -11,6 +11,7 @@ from qdqtune.graph.outputs import appearing
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search import Seeded, Strategy
 from qdqtune.search.costs.guess import guesses
+from qdqtune.search.costs.units import by_bits
 from qdqtune.search.region import RegionSearch
 from qdqtune.search.regions import cache
 from qdqtune.tuning.folder import CONSTANTS, REGION_MODELS
@@ -90,7 +91,7 @@ def prepare(run: Run) -> Region:
         model=subject.shaped,
         patterns=subject.patterns,
         possible=subject.possible,
-        seeds=subject.suggestions(),
+        seeds=subject.suggestions() | by_bits(run.ways),
         cached=cache.read_cache(settings.pattern_cache) if settings.pattern_cache else {},
         config=settings.config,
         plan=settings.plan,

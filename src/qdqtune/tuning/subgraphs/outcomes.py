@@ -60,7 +60,7 @@ def outcomes(profiled: Profiled, history: Sequence[Trial], final: Placement) -> 
             scheme=chosen.scheme if chosen else None,
             float_ms=profile.float_ms,
             quantized_ms=chosen.ms if chosen else None,
-            gain_in_model=saved[unit.number] if saved and final.edges else None,
+            gain_in_model=saved[unit.number] if saved and final else None,
             kept=kept,
             why=_why(unit.number, profiled, profile, final, kept=kept),
         )
@@ -80,7 +80,7 @@ def _why(number: int, profiled: Profiled, profile: Profile, final: Placement, *,
         scheme, reason = next(iter(profile.failures.items()))
         return f"scheme {scheme} fails: {reason}" if scheme else reason
     if accepted:
-        return "slower in the model" if final.edges else "model not faster"
+        return "slower in the model" if final else "model not faster"
     best = profile.best
     return "slower alone" if best is None or best.ms >= profile.float_ms else "conversions cost more"
 

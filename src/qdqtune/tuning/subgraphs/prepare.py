@@ -18,7 +18,7 @@ from qdqtune.graph.operators import work
 from qdqtune.graph.outputs import appearing
 from qdqtune.search.costs.attribution import Priced, attribute
 from qdqtune.search.costs.profiles import passing, select, signature
-from qdqtune.search.costs.units import Partition, Unit, partition
+from qdqtune.search.costs.units import Partition, Unit, by_bits, partition
 from qdqtune.search.subgraph import SubgraphSearch
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import Settings
@@ -87,7 +87,7 @@ def profile(run: Run) -> Profiled:
     # Some kernels are slow alone and fast between others: they are found in a placement of the whole model only.
     search = SubgraphSearch(
         select(parts, profiles),
-        subject.foremost(),
+        subject.foremost() | by_bits(run.ways),
         layers if timed else (),
         settings.plan,
         settings.incremental_validation,

@@ -1,0 +1,207 @@
+"""Which weights may be stored in fewer bits, and what that gains: asked of the engine once, in one small model.
+
+Formats that an engine declares are tried on products of the sizes that the model has: whether a kernel draws the
+DequantizeLinear in, and how long it takes beside the float product. What takes longer there is not searched for: a
+decode step of a language model has much to gain, a convolutional network with one small product nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from onnx import helper
+
+from qdqtune.calibration.scales import Ranges
+from qdqtune.engines.formats import storages, storages_like
+from qdqtune.engines.runner import Runner
+from qdqtune.errors import writing
+from qdqtune.graph.files import save
+from qdqtune.graph.model import Constant, Model
+from qdqtune.graph.operators import elements
+from qdqtune.graph.outputs import temporary_folder
+from qdqtune.placement.insertion import Inserter
+from qdqtune.placement.possible import Weight, storable_edges, unstorable, weight_at
+from qdqtune.search.costs.attribution import Priced, attribute
+from qdqtune.search.costs.units import Ways
+from qdqtune.tuning.settings import Settings
+from qdqtune.tuning.store import Store
+from qdqtune.tuning.subject import Subject
+from qdqtune.types import Edge, Failure, Layer, NumericFormat, Placement, Storage
+
+LEAST_BYTES = 2**20
+"""Weights of fewer bytes in all stay in a cache: reading less of them gains nothing."""
+
+LEAST_SHARE = 0.1
+"""Of the float model's time: products that take less are not worth builds of their own."""
+
+PAYS = 1.05
+"""Share of the time of the float product that a storage may take to be searched for: a product alone finds its weights
+in a cache, which flatters floats."""
+
+MOST_KINDS = 6
+"""Sizes of products that are tried, those that take most time."""
+
+MOST_WEIGHTS = 2**22
+"""Of one product that is tried: a larger one is tried with fewer outputs."""
+
+RUNS = 24
+
+UNTIMED = 0.5
+"""What a storage is presumed to take where the engine tells no times."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A product: rows of the activation, inputs and outputs of the weight, and its type (onnx.TensorProto.*)."""
+
+    rows: int
+    inputs: int
+    outputs: int
+    dtype: int
+
+    @property
+    def key(self) -> str:
+        """It in records."""
+        return f"{self.rows}x{self.inputs}x{self.outputs} {self.dtype}"
+
+
+def ways(
+    subject: Subject, settings: Settings, runner: Runner, store: Store, float_layers: Callable[[], Sequence[Layer]]
+) -> Ways:
+    """The storages that each weight may have and the share of its float time that it takes alone; none where the user
+    wants none, the engine has none, or the model has nothing to gain."""
+    wanted = wanted_storages(settings)
+    weights = {e: w for e in storable_edges(subject.shaped) if (w := weight_at(subject.shaped, e)) is not None}
+    weights = {e: w for e, w in weights.items() if w.node.op != "Gather" and _is_chosen(subject, settings, e)}
+    if not wanted or sum(w.constant.nbytes for w in weights.values()) < LEAST_BYTES:
+        return {}
+    spent = _spent(subject.shaped, float_layers(), weights)
+    if sum(spent.values()) < LEAST_SHARE:
+        return {}
+    sizes = {edge: _size(subject.shaped, weight) for edge, weight in weights.items()}
+    totals: dict[Size, float] = {}
+    for edge, size in sizes.items():
+        totals[size] = totals.get(size, 0.0) + spent[edge]
+    kinds = sorted(totals, key=lambda size: (-totals[size], size.key))[:MOST_KINDS]
+    record = store.get("storages")
+    if record is None:
+        record = store.put("storages", {"shares": _probed(kinds, wanted, subject.numbers, runner)})
+        runner.feed(subject.feed)
+    shares: Mapping[str, Mapping[str, float]] = record["shares"]
+    found = {}
+    for edge, size in sizes.items():
+        near = shares.get(size.key) or shares.get(_nearest(size, kinds).key, {})
+        able = [s for s in wanted if near.get(s.name, PAYS) < PAYS and unstorable(weights[edge], s) is None]
+        if able:
+            found[edge] = {s: near[s.name] for s in able}
+    return found
+
+
+def wanted_storages(settings: Settings) -> tuple[Storage, ...]:
+    """What the engine declares of what the user wants."""
+    engine = settings.engine.name
+    if settings.engine.options.get("provider", "CPUExecutionProvider") != "CPUExecutionProvider":
+        return ()
+    if settings.formats is None:
+        return storages(engine)
+    return tuple(dict.fromkeys(s for name in settings.formats for s in storages_like(engine, name)))
+
+
+def _is_chosen(subject: Subject, settings: Settings, edge: Edge) -> bool:
+    return not settings.node_filter or any(e.node == edge.node for e in subject.possible)
+
+
+def _spent(model: Model, layers: Sequence[Layer], weights: Mapping[Edge, Weight]) -> dict[Edge, float]:
+    """The share of the float model's time that each product takes; of its weights' bytes where no times are told."""
+    total = sum(layer.time_ms or 0.0 for layer in layers)
+    if not total:
+        every = sum(w.constant.nbytes for w in weights.values())
+        return {edge: w.constant.nbytes / every for edge, w in weights.items()}
+    nodes = attribute(model, Priced(Placement(), tuple(layers)), total).nodes
+    return {edge: nodes.get(edge.node, 0.0) / total for edge in weights}
+
+
+def _size(model: Model, weight: Weight) -> Size:
+    inputs, outputs = weight.shape
+    rows = max(1, int(elements(model, weight.node.outputs[0])) // outputs)
+    return Size(rows, inputs, outputs, weight.constant.dtype)
+
+
+def _nearest(size: Size, kinds: Sequence[Size]) -> Size:
+    """That of the sizes that is the most alike: in rows first."""
+
+    def distance(other: Size) -> tuple[float, float]:
+        work = size.inputs * size.outputs / (other.inputs * other.outputs)
+        return abs(float(np.log(size.rows / other.rows))), abs(float(np.log(work)))
+
+    return min(kinds, key=distance)
+
+
+def _probed(
+    kinds: Sequence[Size], wanted: Sequence[Storage], numbers: NumericFormat, runner: Runner
+) -> dict[str, dict[str, float]]:
+    """By size of a product, the share of the float product's time that each storage takes; those that the engine
+    refuses, or does not draw into the product, are absent."""
+    return {size.key: dict(_tried(size, wanted, numbers, runner)) for size in kinds}
+
+
+def _tried(
+    size: Size, wanted: Sequence[Storage], numbers: NumericFormat, runner: Runner
+) -> Iterator[tuple[str, float]]:
+    able = [s for s in wanted if s.block is None or size.inputs % s.block == 0]
+    layers = _layers(size, able, numbers, runner)
+    if isinstance(layers, Failure):  # one that the engine refuses spoils all
+        alone = {s: _layers(size, [s], numbers, runner) for s in able} if len(able) > 1 else {}
+        able = [s for s, told in alone.items() if not isinstance(told, Failure)]
+        layers = _layers(size, able, numbers, runner)
+        if isinstance(layers, Failure):
+            return
+    floats = _time(layers, "float")
+    for storage in able:
+        stands_alone = any(
+            layer.kind != "folded" and f"{storage.name}_product" not in layer.nodes
+            for layer in layers
+            if any(node.startswith(f"{storage.name}_weight") for node in layer.nodes)
+        )
+        spent = _time(layers, storage.name)
+        if not stands_alone:
+            yield storage.name, UNTIMED if not floats or spent is None else spent / floats
+
+
+def _time(layers: Sequence[Layer], name: str) -> float | None:
+    times = [layer.time_ms for layer in layers if f"{name}_product" in layer.nodes]
+    known = [ms for ms in times if ms is not None]
+    return sum(known) if known else None
+
+
+def _layers(
+    size: Size, wanted: Sequence[Storage], numbers: NumericFormat, runner: Runner
+) -> tuple[Layer, ...] | Failure:
+    """What the engine runs of one product in float and in each storage, side by side."""
+    model = _side_by_side(size, wanted)
+    stored = [(Edge(f"{s.name}_weight", f"{s.name}_product", 1), s) for s in wanted]
+    dtype = helper.tensor_dtype_to_np_dtype(size.dtype)
+    sample = {"x": np.random.default_rng(0).standard_normal((size.rows, size.inputs)).astype(dtype)}
+    with temporary_folder() as folder, writing(folder):
+        path = folder / "storages.onnx"
+        save(Inserter(model, Ranges({}), numbers).insert(Placement.of((), stored)), path)
+        return runner.report(path, sample, RUNS, f"storages_{size.rows}x{size.inputs}x{size.outputs}")
+
+
+def _side_by_side(size: Size, wanted: Sequence[Storage]) -> Model:
+    columns = max(1, min(size.outputs, MOST_WEIGHTS // size.inputs))
+    dtype = helper.tensor_dtype_to_np_dtype(size.dtype)
+    random, names = np.random.default_rng(1), ["float", *(s.name for s in wanted)]
+    large, nodes, outputs = dict[str, Constant](), [], []
+    for name in names:
+        values = random.standard_normal((size.inputs, columns), np.float32).astype(dtype)
+        large[f"{name}_weight"] = Constant.of(values)
+        result = f"{name}_y"
+        nodes.append(helper.make_node("MatMul", ["x", f"{name}_weight"], [result], f"{name}_product"))
+        outputs.append(helper.make_tensor_value_info(result, size.dtype, [size.rows, columns]))
+    given = [helper.make_tensor_value_info("x", size.dtype, [size.rows, size.inputs])]
+    graph = helper.make_graph(nodes, "storages", given, outputs)
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    return Model(proto, large)

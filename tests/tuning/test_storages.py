@@ -1,0 +1,128 @@
+"""Which weights may be stored in fewer bits: what the engine says of products of the model's sizes, asked once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import yaml
+
+from models import build, normal, ranges
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.formats import numeric_format, storages
+from qdqtune.engines.runner import Runner
+from qdqtune.errors import BadOption
+from qdqtune.graph.model import Model
+from qdqtune.placement.files import read_placement_file
+from qdqtune.placement.possible import possible_edges
+from qdqtune.tuning import storages as asked
+from qdqtune.tuning.loop import tune
+from qdqtune.tuning.settings import Settings
+from qdqtune.tuning.store import Store, pack_placement, unpack_placement
+from qdqtune.tuning.subject import Subject
+from qdqtune.types import Edge, Failure, Layer, Placement, Storage
+from runs import write
+
+SIZE = 512
+
+
+def model(products: int = 2) -> Model:
+    """A decode step in little: products of one row, whose weights no cache holds."""
+    names = ["x", *(f"t{i}" for i in range(products))]
+    nodes = [f"[m{i}] p{i} = MatMul({names[i]}, w{i}) [a{i}] t{i} = Tanh(p{i})" for i in range(products)]
+    text = f"net (float[1,{SIZE}] x) => (float[1,{SIZE}] t{products - 1}) {{ {' '.join(nodes)} }}"
+    return build(text, {f"w{i}": normal(SIZE, SIZE, scale=0.05, seed=i) for i in range(products)})
+
+
+def subject(graph: Model) -> Subject:
+    known = {"shaped": graph, "numbers": numeric_format("onnxruntime", "int8"), "feed": {}}
+    return cast(Subject, SimpleNamespace(**known, possible=possible_edges(graph, ranges(graph))))
+
+
+class Telling:
+    """An engine that reports what it is told of each product."""
+
+    def __init__(self, ms: dict[str, float], apart: Sequence[str] = (), refused: Sequence[str] = ()) -> None:
+        self.ms, self.apart, self.refused, self.asked = ms, apart, refused, 0
+
+    def feed(self, _: Any) -> None:
+        """Nothing."""
+
+    def report(self, path: Path, *_: Any) -> tuple[Layer, ...] | Failure:
+        self.asked += 1
+        names = [n for n in self.ms if f"{n}_product".encode() in path.read_bytes()]
+        if set(names) & set(self.refused):
+            return Failure("build", "no such type")
+        layers = []
+        for name in names:
+            own, dq = f"{name}_product", f"{name}_weight_DequantizeLinear"
+            layers.append(Layer(own, (own,) if name in self.apart else (dq, own), "", self.ms[name], "compute"))
+            layers += [Layer(dq, (dq,), "", 0.1, "quantize")] if name in self.apart else []
+        return tuple(layers)
+
+
+LAYERS = [Layer(name, (name,), "", 1.0, "compute") for name in ("m0", "a0", "m1", "a1")]
+
+
+def ways(tmp_path: Path, telling: Telling, graph: Model, layers: Sequence[Layer] = (), **said: Any) -> Any:
+    settings = Settings(tmp_path / "m.onnx", **said)
+    with Store(tmp_path / "state.yaml", {}) as store:
+        return asked.ways(subject(graph), settings, cast(Runner, telling), store, lambda: layers or LAYERS)
+
+
+def test_what_an_engine_refuses_or_does_not_draw_in_or_is_slow_at_is_not_searched_for(tmp_path: Path) -> None:
+    ms = {"float": 1.0} | {s.name: 0.4 for s in storages("onnxruntime")} | {"w4b128": 1.2}
+    engine = Telling(ms, apart=["w8"], refused=["w4b32a"])
+    found = ways(tmp_path, engine, model())
+    assert found.keys() == {Edge("w0", "m0", 1), Edge("w1", "m1", 1)}
+    assert {s.name for s in found[Edge("w0", "m0", 1)]} == {"w4b32", "w4b128a", "w8b32", "w8b128"}
+    assert found[Edge("w0", "m0", 1)][Storage(4, 32)] == pytest.approx(0.4)
+    count = engine.asked
+    assert ways(tmp_path, engine, model()) == found
+    assert engine.asked == count  # the store remembers
+
+
+def test_models_with_nothing_to_gain_are_asked_nothing(tmp_path: Path) -> None:
+    engine = Telling({"float": 1.0})
+    small = build("net (float[1,64] x) => (float[1,64] y) { [m0] y = MatMul(x, w) }", {"w": normal(64, 64)})
+    assert ways(tmp_path, engine, small) == {}
+    rest = [Layer("rest", ("a0",), "", 100.0, "compute"), *LAYERS]
+    assert ways(tmp_path, engine, model(), rest) == {}
+    assert ways(tmp_path, engine, model(), formats=("int8",)) == {}
+    assert ways(tmp_path, engine, model(), engine=EngineSpec("fake")) == {}
+    assert engine.asked == 0
+
+
+def test_formats_that_the_engine_has_not_are_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match="onnxruntime has no kernels for weights stored as 'w2'; it has w4, w8"):
+        Settings(tmp_path / "m.onnx", formats=("int8", "w2"))
+    with pytest.raises(BadOption, match="names nothing"):
+        Settings(tmp_path / "m.onnx", formats=())
+    assert not Settings(tmp_path / "m.onnx", formats=("w4",)).has_pairs
+
+
+def test_placements_with_stored_weights_survive_the_state_file() -> None:
+    placement = Placement.of([Edge("x", "a", 0)], [(Edge("w", "b", 1), Storage(4, 32, symmetric=False))])
+    packed = pack_placement(placement)
+    assert packed == [["x", "a", 0], ["w", "b", 1, "w4b32a"]]
+    assert unpack_placement(packed) == placement
+
+
+def test_a_run_of_weights_alone_ends_to_end_and_goes_on(tmp_path: Path) -> None:
+    """ONNX Runtime, one thread. Whatever wins, nothing carries a pair, and the same command asks nothing again."""
+    path = write(model(4), tmp_path)
+    settings = Settings(path, tmp_path / "out", formats=("w8", "w4"), builds=6, min_sqnr=15.0, rewrites="off")
+    result = tune(settings)
+    tried = {t.proposal.origin: t for t in result.history}
+    assert "weights in 8 bits" in tried
+    assert all(not t.placement.edges and t.placement.compressed for t in result.history)
+    assert tried["weights in 8 bits"].exactness > 30
+    shipped = read_placement_file(tmp_path / "out" / "placement.yaml").placement
+    assert shipped == result.placement
+    again = tune(settings)
+    assert [t.placement for t in again.history] == [t.placement for t in result.history]
+    head = yaml.safe_load((tmp_path / "out" / "autotuner_state.yaml").read_text())[0]
+    assert head["fingerprint"]["formats"] == "w8,w4"
