@@ -8,7 +8,7 @@ offered without a build of their own: the proof, which builds every point anyway
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from typing import Protocol, TypeVar
@@ -61,6 +61,9 @@ NEAR = 0.25
 PARTS = 6
 """Into how many parts what tells two neighbours apart is divided."""
 
+FLIPPED = 16
+"""How many units are decided the other way in each optimum."""
+
 OFFERED = 16
 """How many placements are simulated to be offered."""
 
@@ -89,6 +92,8 @@ class Offer:
 
     placement: Placement
     spot: Spot
+    is_foretold: bool = False
+    """Whether its noise was simulated, and not summed up."""
 
 
 class Placed(Protocol):
@@ -174,47 +179,76 @@ class FrontSearch:
         return self.by_cut.propose(history)[: max(0, left)]
 
     def offers(self, history: Sequence[Trial]) -> tuple[Offer, ...]:
-        """What may be points of the front and was not built, the fastest first."""
+        """What may be points of the front and was not built, far from each other. Their noise is the sum of what values
+        bring alone, off as it was in the builds so far."""
         tried = {t.placement for t in history} | {Placement()}
-        costs = self.by_cut.costs(history)
-        summed = (o for o in self._summed(costs) if o.placement not in tried)
-        chosen = list[Offer]()
-        best = unbeaten(summed)
+        costs, chosen = self.by_cut.costs(history), list[Offer]()
+        off = [t.exactness - self._summed_db(t.placement) for t in history if t.sqnr_db is not None]
+        best = unbeaten(self._worth(costs, float(np.median(off)) if off else 0.0, tried))
         while len(chosen) < OFFERED and (found := farthest(best, [o.spot for o in chosen])) is not None:
             chosen.append(found)
-        simulated = (replace(o, spot=Spot(o.spot.ratio, _db(self.noise.brought(o.placement)))) for o in chosen)
-        least = -np.inf if self.noise.limit is None else _db(BEYOND * self.noise.limit)
-        return unbeaten(o for o in simulated if o.spot.db >= least)
+        return tuple(chosen)
 
-    def _summed(self, costs: Costs) -> Iterator[Offer]:
-        """What is worth a build, its noise as the sum of what values bring alone."""
-        known = dict.fromkeys((*(path := tuple(self._path(costs))), *between(costs, path)))
-        for decision in known:
-            placement = costs.partition.placement(decision)
-            ratio = costs.total(decision) / costs.float_ms
-            if placement.edges and ratio <= GAIN:
-                yield Offer(placement, Spot(ratio, _db(self.noise.predicted(placement))))
+    def foretold(self, offer: Offer) -> Offer | None:
+        """The offer with its noise as simulated; None if it is too noisy to be of interest."""
+        noise = self.noise.brought(offer.placement)
+        if is_beyond(noise, self.noise.limit):
+            return None
+        return replace(offer, spot=Spot(offer.spot.ratio, _db(noise)), is_foretold=True)
 
-    def _path(self, costs: Costs) -> Iterator[Decision]:
-        """The optima of rising prices on noise, the float model at their end."""
-        yield (fastest := cut(costs))
+    def _worth(self, costs: Costs, off: float, tried: Collection[Placement]) -> Iterator[Offer]:
+        path = self._path(costs)
+        for decision in dict.fromkeys((*path, *between(costs, path), *flipped(costs, path))):
+            placement, ratio = costs.partition.placement(decision), costs.total(decision) / costs.float_ms
+            if placement not in tried and ratio <= GAIN:
+                yield Offer(placement, Spot(ratio, self._summed_db(placement) + off))
+
+    def _summed_db(self, placement: Placement) -> float:
+        return _db(self.noise.predicted(placement))
+
+    def _path(self, costs: Costs) -> tuple[Decision, ...]:
+        """The optima of rising prices on noise, each once, the float model at their end. Between two prices that have
+        the same optimum all others have it, too."""
+        fastest = cut(costs)
         loudest = self.noise.predicted(costs.partition.placement(fastest))
-        for price in PRICES * costs.total(fastest) / loudest if loudest > 0 else ():
-            decision = cut(costs, self.noise, float(price))
-            yield decision
-            if not decision.quantized:
-                return
+        if loudest <= 0:
+            return fastest, Decision()
+        prices = PRICES * costs.total(fastest) / loudest
+
+        def within(low: int, first: Decision, high: int, last: Decision) -> Iterator[Decision]:
+            if first != last and high - low > 1:
+                middle = (low + high) // 2
+                decision = cut(costs, self.noise, float(prices[middle]))
+                yield from within(low, first, middle, decision)
+                yield decision
+                yield from within(middle, decision, high, last)
+
+        return tuple(dict.fromkeys((fastest, *within(-1, fastest, len(prices), Decision()), Decision())))
 
 
 def between(costs: Costs, path: Sequence[Decision]) -> Iterator[Decision]:
-    """Between neighbours of a path: the units that only the first of both runs in 8 bits are divided in the order of
-    the graph, and stretches of these parts stay so."""
-    for first, second in pairwise(path):
+    """Between neighbours of a path, and between each of it and its end: the units that only the first of both runs in 8
+    bits are divided in the order of the graph, and stretches of these parts stay so."""
+    for first, second in (*pairwise(path), *((decision, path[-1]) for decision in path[:-2])):
         units = sorted(first.quantized - second.quantized)
         ends = sorted({round(i * len(units) / PARTS) for i in range(PARTS + 1)})
         for start, stop in combinations(ends, 2):
             if stop - start < len(units):
                 yield other(costs.partition, first, [*units[:start], *units[stop:]])
+
+
+def flipped(costs: Costs, path: Sequence[Decision]) -> Iterator[Decision]:
+    """Each decision of a path with one of the units that take the most time the other way."""
+    parts = costs.partition
+    able = sorted((u.number for u in parts.units if u.inputs), key=lambda n: (-costs.prices[n].as_float, n))[:FLIPPED]
+    for decision in path:
+        for number in able:
+            yield other(parts, decision, [number])
+
+
+def is_beyond(noise: float, limit: float | None) -> bool:
+    """Whether so much noise is too far beyond the limit to be of interest."""
+    return limit is not None and noise > BEYOND * limit
 
 
 def unbeaten(offers: Iterable[Offer]) -> tuple[Offer, ...]:

@@ -21,14 +21,32 @@ from qdqtune.measurement.accuracy import accuracy, is_finite
 from qdqtune.measurement.pairing import rounds_of
 from qdqtune.measurement.timing import compare, ratio
 from qdqtune.search import best_of, ratios_to_float
-from qdqtune.search.front import GAIN, Offer, Point, Spot, farthest, undominated
+from qdqtune.search.front import GAIN, FrontSearch, Offer, Point, Spot, farthest, is_beyond, undominated
 from qdqtune.tuning.budget import builds_of
 from qdqtune.tuning.folder import BASELINE, FRONT
 from qdqtune.tuning.proof import insist, known
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import PROOF_BUILDS
-from qdqtune.tuning.store import Record, pack_accuracy, pack_result, unpack_accuracy, unpack_result
-from qdqtune.types import Accuracy, Failure, Measurement, Placement, Proposal, Trial
+from qdqtune.tuning.station import profiled_runs
+from qdqtune.tuning.store import (
+    Record,
+    pack_accuracy,
+    pack_layers,
+    pack_result,
+    unpack_accuracy,
+    unpack_layers,
+    unpack_result,
+)
+from qdqtune.types import Failure, Measurement, Placement, Proposal, Trial
+
+WORTH = 0.98
+"""What is foretold to take at most this share of the time of all that was met comes first, as a search would go on."""
+
+TRIES = 3
+"""How often."""
+
+SIMULATED = 4
+"""Offers that are simulated at most until the next one is chosen."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +71,16 @@ class Entry:
             return self.thought
         return Spot(ratio(first, run.settings.proof_plan).median, self.trial.exactness)
 
+    def spots(self, run: Run) -> tuple[Spot, ...]:
+        """What nothing else needs to be near to: where it is, and where it was thought to be if it is no point."""
+        return (self.spot(run),) if self.is_faster(run) else (self.spot(run), self.thought)
+
 
 class Candidacy:
     """See the module. `written` are the files of all that were met, `builds` what that took."""
 
-    def __init__(self, history: Sequence[Trial], run: Run, offers: Sequence[Offer]) -> None:
-        self._history, self._run, self._offers = history, run, offers
+    def __init__(self, history: Sequence[Trial], run: Run, search: FrontSearch | None) -> None:
+        self._history, self._run, self._search = history, run, search
         self.entries: list[Entry] = []
         self.written: dict[Placement, Path] = {}
         self.builds = 0
@@ -109,18 +131,44 @@ class Candidacy:
     def _next(self) -> Point | Offer | None:
         """What the search would ship, the fastest that nothing beats, then what is farthest from all that were met."""
         plan, met = self._run.settings.plan, {entry.trial.placement for entry in self.entries}
-        unbeaten, ratios = undominated(self._history, plan), ratios_to_float(self._history, plan)
+        most, ratios = self._run.limits.max_noise, ratios_to_float(self._history, plan)
+        unbeaten = [p for p in undominated(self._history, plan) if not is_beyond(_noise(p.trial), most)]
         best = best_of(self._history)
         first = [Point(ratios[best], t) for t in self._history if t.accepted and t.placement == best]
         waiting = [p for p in (*first, *unbeaten[:1]) if p.trial.placement not in met]
         if waiting:
             return waiting[0]
-        slow = min((e.thought.ratio for e in self.entries if not e.is_faster(self._run)), default=1.0)
-        points = (p for p in unbeaten if p.trial.placement not in met and p.ratio < slow)
-        offers = (o for o in self._offers if o.placement not in met and o.spot.ratio < slow)
-        taken = [entry.spot(self._run) for entry in self.entries]
+        offers = list(self._search.offers([*self._history, *self.trials])) if self._search is not None else []
+        if (faster := self._faster(offers)) is not None:
+            return faster
+        points = [p for p in unbeaten if p.trial.placement not in met]
+        good = [*(p.spot for p in points), *(e.spot(self._run) for e in self._standing())]
         candidates: list[Point | Offer] = [*points, *offers]
-        return farthest(candidates, taken)
+        taken = [spot for entry in self.entries for spot in entry.spots(self._run)]
+        for _ in range(SIMULATED):
+            candidates = [c for c in candidates if isinstance(c, Point) or not any(g.beats(c.spot) for g in good)]
+            found = farthest(candidates, taken)
+            if not isinstance(found, Offer) or found.is_foretold:
+                return found
+            candidates.remove(found)
+            candidates += filter(None, [self._foretold(found)])
+        return farthest([c for c in candidates if isinstance(c, Point) or c.is_foretold], taken)
+
+    def _foretold(self, offer: Offer) -> Offer | None:
+        return None if self._search is None else self._search.foretold(offer)
+
+    def _faster(self, offers: Sequence[Offer]) -> Offer | None:
+        """What holds the limit and is faster than all that was met, as far as prices have learned by now."""
+        limit, tried, least = self._run.limits.min_sqnr, 0, 1.0
+        for entry in self.entries:
+            tried += entry.is_fresh and entry.thought.ratio <= WORTH * least
+            least = min(least, entry.spot(self._run).ratio if entry.is_faster(self._run) else 1.0)
+        able = sorted((o for o in offers if o.spot.ratio <= WORTH * least), key=lambda o: o.spot.ratio)
+        for offer in able[:SIMULATED] if tried < TRIES else ():
+            known = self._foretold(offer)
+            if known is not None and (limit is None or known.spot.db >= limit):
+                return known
+        return None
 
     def _standing(self) -> list[Entry]:
         """Those that prove faster and are not beaten. What the search took stays where a metric decides: what beats it
@@ -139,12 +187,14 @@ class Candidacy:
         self._write(point.placement)
         trial = Trial(number, proposal, Placement(), Failure("run", "not measured yet"))
         result = self._meet(trial, 0, opponent)
-        seen = self._seen(point.placement)
-        if isinstance(seen, Failure) or isinstance(result, Failure):
-            result = seen if isinstance(seen, Failure) else result
-            trial = replace(trial, result=result)
+        seen = self._run.store.get(_seen_key(point.placement)) or {}
+        if "sqnr_db" in seen and isinstance(result, Measurement):
+            known, layers = unpack_accuracy(seen), unpack_layers(seen.get("layers", []))
+            holds = self._run.limits.is_exact_enough(known)
+            trial = replace(trial, result=result, accuracy=known, holds=holds, layers=layers)
         else:
-            trial = replace(trial, result=result, accuracy=seen, holds=self._run.limits.is_exact_enough(seen))
+            result = Failure(**seen["failure"]) if "failure" in seen else result
+            trial = replace(trial, result=result)
         self._run.bench.keep(trial)
         return Entry(trial, point.spot, (result,), is_fresh=True)
 
@@ -173,25 +223,22 @@ class Candidacy:
         if isinstance(handle, Failure):
             return handle
         if unseen:
-            seen = self._looked_at(handle)
-            run.store.put(_seen_key(placement), pack_result(seen) if isinstance(seen, Failure) else pack_accuracy(seen))
+            run.store.put(_seen_key(placement), self._looked_at(handle))
         result = compare(rounds_of(run.runner, opponent.handle, handle, plan, run.settings.seed + number), plan)
         run.runner.unload(handle)
         return result
 
-    def _looked_at(self, handle: Handle) -> Accuracy | Failure:
-        outputs = self._run.runner.outputs(handle, self._run.subject.accuracy)
+    def _looked_at(self, handle: Handle) -> Record:
+        """How exact a build is, and what its layers take, from which prices learn."""
+        runner, bench = self._run.runner, self._run.bench
+        outputs = runner.outputs(handle, self._run.subject.accuracy)
         if isinstance(outputs, Failure):
-            return outputs
+            return pack_result(outputs)
         if not is_finite(outputs):
-            return Failure("output", "the outputs hold NaN or infinite values")
-        return accuracy(self._run.bench.reference(), outputs)
-
-    def _seen(self, placement: Placement) -> Accuracy | Failure:
-        record = self._run.store.get(_seen_key(placement))
-        if record is None:
-            return Failure("build", "the engine does not build its file")
-        return Failure(**record["failure"]) if "failure" in record else unpack_accuracy(record)
+            return pack_result(Failure("output", "the outputs hold NaN or infinite values"))
+        layers = runner.layers(handle, profiled_runs(bench.float_seconds))
+        told = [] if isinstance(layers, Failure) else pack_layers(layers)
+        return pack_accuracy(accuracy(bench.reference(), outputs)) | {"layers": told}
 
 
 class _Opponent:
@@ -230,6 +277,10 @@ class _Opponent:
         settings, runner = self._run.settings, self._run.runner
         for file, name in ((settings.model, "given"), (settings.output_dir / BASELINE, "baseline")):
             yield runner.load(file, f"front_{self._number}_{name}", fresh=True)
+
+
+def _noise(trial: Trial) -> float:
+    return 0.0 if trial.accuracy is None else trial.accuracy.noise
 
 
 def _seen_key(placement: Placement) -> str:

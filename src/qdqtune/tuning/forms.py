@@ -136,7 +136,7 @@ FORMS: Mapping[str, Form] = {
     "given": PROVEN,
     "proof": PROVEN,
     "front": PROVEN,
-    "seen": OneOf((ACCURACY, FAILED)),
+    "seen": OneOf(({**ACCURACY, "layers?": LAYERS}, FAILED)),
     "part": OneOf(({"layers": LAYERS}, FAILED)),
     "part:": {"result": OneOf((RESULT, None)), "layers": LAYERS},
     "finished": {

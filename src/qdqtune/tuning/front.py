@@ -15,7 +15,7 @@ from qdqtune.graph.loading import files_of
 from qdqtune.graph.outputs import appearing
 from qdqtune.graph.stamps import content
 from qdqtune.measurement.timing import Ratio, overlap
-from qdqtune.search.front import ENOUGH, Offer, Point, named
+from qdqtune.search.front import ENOUGH, FrontSearch, Point, named
 from qdqtune.tuning.accepting import ALIKE
 from qdqtune.tuning.candidacy import Candidacy, Entry, move_model
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT, PLACEMENT, SUMMARY, alone
@@ -77,7 +77,7 @@ class Front:
         return [point.row(self.proof.placement) for point in self.points]
 
 
-def prove_front(history: Sequence[Trial], run: Run, offers: Sequence[Offer] = ()) -> Front:
+def prove_front(history: Sequence[Trial], run: Run, search: FrontSearch | None) -> Front:
     """Write a file for each point of the front and pair it with the user's own. The fastest that holds the limits
     ships, of those that cannot be told apart the most exact; where none does, the usual proof decides. Points that do
     not prove faster, or that others beat, go.
@@ -90,7 +90,7 @@ def prove_front(history: Sequence[Trial], run: Run, offers: Sequence[Offer] = ()
     with writing(folder):
         folder.mkdir(exist_ok=True)
     run.candidates.write_whole(Placement(), run.settings.output_dir / BASELINE)
-    candidacy = Candidacy(history, run, offers)
+    candidacy = Candidacy(history, run, search)
     met = candidacy.met()
     proven = [p for entry in met if (p := _proven(entry, run)) is not None]
     kept = [p for p in proven if p.ratio.verdict == "faster" and not any(_beats(o, p) for o in proven)]

@@ -85,8 +85,7 @@ def _finished(run: Run, started: float, diary: Diary) -> Result:
 
 
 def _front(history: Sequence[Trial], strategy: Strategy, run: Run) -> Front:
-    offers = strategy.offers(history) if isinstance(strategy, FrontSearch) and history else ()
-    return prove_front(history, run, offers)
+    return prove_front(history, run, strategy if isinstance(strategy, FrontSearch) and history else None)
 
 
 def search(strategy: Strategy, run: Run, observer: Observer, budget: Budget) -> list[Trial]:
