@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +47,32 @@ from runs import write
 from workers import Workers
 
 TEXT = "net (float[2,8] x) => (float[2,8] y) { [first] h = MatMul(x, w) [act] r = Relu(h) [second] y = Add(r, x) }"
+
+
+def resolved_name(path: str) -> bool:
+    """Whether there is such a name in a module below `qdqtune.autotune`."""
+    module, *names = path.split(".")
+    try:
+        attrgetter(".".join(names))(import_module(f"qdqtune.autotune.{module}"))
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def test_the_table_of_names_is_true() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
+    section = text.partition("## Every public name")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| `")]
+    here, absent = list[str](), list[str]()
+    for prefix, served, different, missing in rows:
+        for names, cells in ((here, served + different), (absent, missing)):
+            names += [f"{prefix.strip().strip('`')}.{name}" for name in re.findall("`([^`]+)`", cells)]
+    assert [name for name in here if not resolved_name(name)] == []
+    assert [name for name in absent if resolved_name(name)] == []
+    assert len({*here, *absent}) == len(here) + len(absent)
+    counts = re.search(r"Of the (\d+) public names.*?(\d+) are in modules", section, re.DOTALL)
+    assert counts is not None
+    assert counts.groups() == (str(len(here) + len(absent)), str(len(here)))
 
 
 def small() -> onnx.ModelProto:

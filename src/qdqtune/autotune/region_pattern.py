@@ -30,7 +30,7 @@ class RegionPattern:
             object.__setattr__(self, "digest", self.get_hash()[:16])
 
     def __str__(self) -> str:
-        return f"RegionPattern({self.get_short_signature()}, {self.size} nodes)"
+        return self.signature
 
     @classmethod
     def of(cls, pattern: patterns.Pattern) -> Self:
