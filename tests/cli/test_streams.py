@@ -23,6 +23,7 @@ from runs import environment
 
 COMMAND = f"{sys.executable} -m qdqtune"
 HOSTILE = "\x1b]0;owned\x07[red]\x9b31m:smile:\u202e"
+BROKEN = HOSTILE + "\nbroken"
 SPELT = "\\x1b]0;ow"
 
 
@@ -69,12 +70,12 @@ def test_a_file_name_that_is_no_text(tmp_path: Path) -> None:
 
 
 def hostile(model: Path) -> Path:
-    """The model with names that are commands to a terminal, markup and emoji."""
+    """The model with names that are commands to a terminal, markup, emoji and a line break."""
     proto = onnx.load(model)
     for node in proto.graph.node:
-        node.name = HOSTILE + node.name
+        node.name = BROKEN + node.name
         for names in (node.input, node.output):
-            names[:] = [HOSTILE + name if name in "abcdefg" else name for name in names]
+            names[:] = [BROKEN + name if name in "abcdefg" else name for name in names]
     onnx.save(proto, model)
     return model
 
@@ -95,6 +96,7 @@ def test_names_cannot_command_a_terminal(call: Call, model: Path, tmp_path: Path
     code, out, err = call(command, *told)
     assert code in (0, 3, 4), err
     assert {c for c in out + err if not c.isprintable()} <= {"\n"}
+    assert not [line for line in (out + err).splitlines() if line.strip().startswith("broken")]
     assert SPELT in out or command == "tune"  # which shows names of nodes where units have prices only
 
 
@@ -116,7 +118,7 @@ def test_a_console_takes_text_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_json_is_as_it_was(call: Call, model: Path) -> None:
     code, out, _ = call("inspect", hostile(model), "--json")
     assert code == 0
-    assert HOSTILE in json.loads(out)["regions"][-1]["nodes"][0]
+    assert BROKEN in json.loads(out)["regions"][-1]["nodes"][0]
 
 
 class Lost(io.StringIO):

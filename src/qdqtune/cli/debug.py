@@ -16,7 +16,8 @@ from rich.text import Text
 from qdqtune.cli import options, progress
 from qdqtune.cli.grouped import command
 from qdqtune.cli.options import FILE, Number, option
-from qdqtune.cli.output import print_json, say_notes, show
+from qdqtune.cli.output import print_json, print_lines, say_notes, show
+from qdqtune.cli.streams import escaped
 from qdqtune.commands.cut_off import WrongPart
 from qdqtune.commands.debug import FLOAT_LIMIT, LIMIT, Diagnosis, Request, Suspect, debug
 from qdqtune.commands.probes import NOT_FINITE
@@ -141,7 +142,7 @@ def _show(file: Path, request: Request, done: Diagnosis) -> None:
     for suspects, title in ((done.guilty, "guilty"), (done.largest, "largest")):
         if suspects:
             show(_table(suspects, title))
-    print("\n".join(_ending(engine, done)))
+    print_lines(_ending(engine, done))
 
 
 def _ending(engine: str, done: Diagnosis) -> Iterator[str]:
@@ -174,8 +175,7 @@ def _table(suspects: Sequence[Suspect], title: str) -> Table:
     grid.add_column("range", no_wrap=True)
     grid.add_column("output SQNR", no_wrap=True)
     for suspect in suspects:
-        names = Text(suspect.tensor)
-        names.append("".join(f"\n  {node}" for node in suspect.nodes))
+        names = Text("\n  ".join(map(escaped, (suspect.tensor, *suspect.nodes))))
         ranges = f"float {_range(suspect.float_range)}\npair  {_range(suspect.quantized_range)}"
         company = f"of {suspect.company} pairs" if suspect.company > 1 else "alone"
         levels = f"with    {_told(suspect.noise)}\nwithout {_told(suspect.without)}\n{company}"

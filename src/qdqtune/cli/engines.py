@@ -18,7 +18,7 @@ from qdqtune.cli import options
 from qdqtune.cli.grouped import command
 from qdqtune.cli.layers import profiled
 from qdqtune.cli.options import FILE, option, repeated
-from qdqtune.cli.output import print_json, say_notes, show
+from qdqtune.cli.output import print_json, print_lines, say_notes, show
 from qdqtune.commands.apply import JUDGED
 from qdqtune.commands.build import FORMATS, build
 from qdqtune.commands.check import Finding, allow, check, excuse, is_measured, lost_by_pairs
@@ -159,7 +159,7 @@ def check_command(
         judged = excuse(findings) if measured else findings
         print_json(_as_json(model, engine, graph, layers, judged) | {"measured": measured})
     else:
-        print("\n".join((*_lines(model, engine, graph, layers, findings), *_advice(findings, measured))))
+        print_lines((*_lines(model, engine, graph, layers, findings), *_advice(findings, measured)))
     return ConstraintUnmet.exit_code if fails else 0
 
 
@@ -263,7 +263,7 @@ def doctor_command(as_machine: bool) -> int:
         print_json(asdict(diagnosis))
     else:
         show(_engines(diagnosis))
-        print("\n".join(_remarks(diagnosis)))
+        print_lines(_remarks(diagnosis))
     return 0 if diagnosis.is_usable else EngineUnavailable.exit_code
 
 

@@ -11,8 +11,7 @@ import click
 from qdqtune.cli import options
 from qdqtune.cli.grouped import command
 from qdqtune.cli.options import FILE, option
-from qdqtune.cli.output import print_json
-from qdqtune.cli.streams import escaped
+from qdqtune.cli.output import print_json, print_lines
 from qdqtune.commands.explain import Explained, explain_run
 from qdqtune.commands.explanation import IN_WORDS, Explanation, Tally
 
@@ -44,7 +43,7 @@ def explain_command(folder: Path, pattern: str | None, state_file: Path | None, 
         print_json(explained.to_dict())
     else:
         lines = by_reason(explained) if pattern is None else by_node(explained.rows)
-        print("\n".join(map(escaped, lines)))
+        print_lines(lines)
 
 
 def by_reason(explained: Explained) -> Iterator[str]:

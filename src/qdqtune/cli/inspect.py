@@ -14,6 +14,7 @@ from qdqtune.cli import options
 from qdqtune.cli.grouped import command
 from qdqtune.cli.options import flag, option
 from qdqtune.cli.output import print_json
+from qdqtune.cli.streams import escaped
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import CONTROL_FLOW, HEAVY, INTEGER_KERNELS, may_be_float
@@ -87,7 +88,7 @@ def render(
         lines += _tree_lines(model, region, pattern_of.get(region), verbose)
     if hidden := summary.regions - len(shown):
         lines += ["", f"Hidden: {_count(hidden, 'region')} without quantizable operators (--include-all-regions)"]
-    return "\n".join([*lines, "", *_histogram(summary), "", *_pattern_lines(patterns)])
+    return "\n".join(map(escaped, (*lines, "", *_histogram(summary), "", *_pattern_lines(patterns))))
 
 
 def as_json(

@@ -16,6 +16,7 @@ from qdqtune.cli import options
 from qdqtune.cli.grouped import command
 from qdqtune.cli.options import FILE, option
 from qdqtune.cli.output import print_json, show, width
+from qdqtune.cli.streams import escaped
 from qdqtune.engines.runner import Runner, unlogged
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption, EngineFailure
@@ -116,7 +117,7 @@ def table(layers: Sequence[Layer], width: int) -> Table:
     for number, layer in enumerate(layers, 1):
         time = "" if layer.time_ms is None else f"{layer.time_ms:.4f}"
         share = "" if layer.time_ms is None or not total else f"{100 * layer.time_ms / total:.1f}"
-        shown, covered = Text(_shortened(layer.name, name)), Text(", ".join(layer.nodes))
+        shown, covered = Text(_shortened(escaped(layer.name), name)), Text(escaped(", ".join(layer.nodes)))
         grid.add_row(str(number), shown, layer.kind, layer.precision, time, share, covered)
     return grid
 

@@ -71,6 +71,11 @@ def show(table: Table) -> None:
         here.print(caption)
 
 
+def print_lines(lines: Iterable[str]) -> None:
+    """A result for people, of lines whose names may hold line breaks: those are spelled out."""
+    print("\n".join(map(escaped, lines)))
+
+
 def print_json(value: object) -> None:
     """A result for machines."""
     print(json.dumps(value, indent=2))

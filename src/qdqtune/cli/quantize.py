@@ -15,7 +15,8 @@ from rich.text import Text
 from qdqtune.cli import options, progress, tune
 from qdqtune.cli.grouped import command
 from qdqtune.cli.options import FILE, flag, option, repeated
-from qdqtune.cli.output import print_json, say_notes, show
+from qdqtune.cli.output import print_json, print_lines, say_notes, show
+from qdqtune.cli.streams import escaped
 from qdqtune.commands.quantize import Quantized, Request, Selection, quantize
 from qdqtune.commands.worst_tensors import to_exclude
 from qdqtune.engines.formats import FORMATS
@@ -122,7 +123,7 @@ def quantize_command(**given: Any) -> int:
         if request.report:
             for table in (rule_counts(done), worst_tensors(done)):
                 show(table)
-        print("\n".join(_lines(request, done)))
+        print_lines(_lines(request, done))
     elif search is None:
         print_json(as_json(request, done))
     return 0 if search is None else tune.run(search)
@@ -222,8 +223,8 @@ def worst_tensors(done: Quantized) -> Table:
     table.add_column("output SQNR", justify="right", no_wrap=True)
     table.add_column("own SQNR", justify="right", no_wrap=True)
     for damage in done.damages:
-        nodes = Text("\n").join(Text(node) for node in damage.nodes)
-        table.add_row(Text(damage.tensor), nodes, _db(damage.output_db), _db(damage.own_db))
+        nodes = "\n".join(map(escaped, damage.nodes))
+        table.add_row(Text(escaped(damage.tensor)), Text(nodes), _db(damage.output_db), _db(damage.own_db))
     return table
 
 

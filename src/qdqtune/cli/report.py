@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qdqtune.cli.progress import failure
+from qdqtune.cli.streams import escaped
 from qdqtune.cli.words import duration, speed
 from qdqtune.commands.compare import Row
 from qdqtune.measurement.timing import Ratio
@@ -204,5 +205,5 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
         left = number == 0 or column == "verdict"
         table.add_column(Text(column), justify="left" if left else "right", overflow="fold", no_wrap=number > 0)
     for row in rows:
-        table.add_row(*map(Text, row))  # names may hold square brackets
+        table.add_row(*(Text(escaped(cell)) for cell in row))  # names may hold anything
     return table
