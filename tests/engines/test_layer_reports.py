@@ -398,7 +398,9 @@ def test_openvino_takes_nodes_of_one_name(engine: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES[1:])
-def test_openvino_saves_an_ir_with_float32_weights(engine: str, tmp_path: Path) -> None:
+def test_openvino_saves_an_ir_with_float32_weights(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     onnx.save(model_of(RESIDUAL, RESIDUAL_WEIGHTS), tmp_path / "m.onnx")
     built = open_engine(EngineSpec(engine)).build(tmp_path / "m.onnx", tmp_path / "log")
     built.save(tmp_path / "s.xml")
@@ -406,3 +408,6 @@ def test_openvino_saves_an_ir_with_float32_weights(engine: str, tmp_path: Path) 
     assert (tmp_path / "s.bin").stat().st_size >= weights
     with pytest.raises(BadOption, match=r"give s\.xml"):
         built.save(tmp_path / "s.ir")
+    monkeypatch.setattr("openvino.save_model", lambda _, path, **__: Path(path).write_text("<net/>"))
+    with pytest.raises(EngineFailure):
+        built.save(tmp_path / "broken.xml")

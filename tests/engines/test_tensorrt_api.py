@@ -21,6 +21,7 @@ from onnx.reference import ReferenceEvaluator
 import qdqtune.engines
 from engine_contract import CONV_WEIGHT, IMAGE, conv_model, model_of, quantized_conv_model
 from qdqtune.engines import EngineSpec, open_engine
+from qdqtune.engines.tensorrt import api
 from qdqtune.engines.tensorrt.cuda import CudaError
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.types import QType
@@ -247,12 +248,16 @@ def test_layers_have_names_nodes_and_median_times(rig: Rig) -> None:
     assert rig.cuda.alive["stream"] == 1
 
 
-def test_the_plan_is_saved(rig: Rig) -> None:
+def test_the_plan_is_saved_and_loaded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     built = rig.build(static(conv_model()))
     built.save(rig.folder / "m.plan")
     assert onnx.load(rig.folder / "m.plan").graph.node[0].name == "conv"
     with pytest.raises(EngineFailure, match="cannot write"):
         built.save(rig.folder / "none" / "m.plan")
+    broken = onnx.helper.make_model(onnx.helper.make_graph([], "unloadable", [], [])).SerializeToString()
+    monkeypatch.setattr(api, "save_plan", lambda _, path: path.write_bytes(broken))
+    with pytest.raises(EngineFailure, match="built for another GPU"):
+        built.save(rig.folder / "m.plan")
 
 
 def test_close_gives_everything_back(rig: Rig) -> None:

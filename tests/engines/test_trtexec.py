@@ -99,7 +99,8 @@ def whole(engine: Engine, tmp_path: Path, quantized: Path) -> None:
     assert all(x.time_ms is not None and x.time_ms > 0 for x in layers)
     built.save(tmp_path / "engine.plan")
     assert (tmp_path / "engine.plan").read_bytes().startswith(b"stand-in plan")
-    assert (tmp_path / "build.log").read_text().count("\n$ ") + 1 == 4
+    assert calls(tmp_path)[-1]["loadEngine"] == str(tmp_path / "engine.plan")
+    assert (tmp_path / "build.log").read_text().count("\n$ ") + 1 == 5
     built.close()
     assert not list(tmp_path.glob("trtexec-*"))
 

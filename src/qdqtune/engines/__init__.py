@@ -70,10 +70,10 @@ class Built(Protocol):
         """
 
     def save(self, path: Path) -> None:
-        """Write the built model in the engine's own format.
+        """Write the built model in the engine's own format, and load what was written, where that can run here.
 
         Raises:
-            EngineFailure: the engine has no such format, or cannot write the file.
+            EngineFailure: the engine has no such format, cannot write the file, or does not load it.
         """
 
     def close(self) -> None:

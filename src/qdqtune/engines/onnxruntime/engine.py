@@ -205,13 +205,13 @@ class OnnxRuntimeModel:
             return onnxruntime_layers.report(model.graph, folder / "optimized.onnx", profile, WARMUP, plain)
 
     def save(self, path: Path) -> None:
-        """Write the optimized model as an ONNX file; beyond 2 GB its constants go to `<name>.data` beside it.
+        """Write the optimized model as an ONNX file; beyond 2 GB its constants go to `<name>.data` beside it. Load it.
 
         It holds the fusions that any machine can use. The last level of optimization chooses layouts for the CPU at
         hand: a session makes that choice again when it opens the file.
 
         Raises:
-            EngineFailure: the file cannot be written.
+            EngineFailure: the file cannot be written, or ONNX Runtime does not load what was.
         """
         entries = {EXTERNAL: f"{path.name}.data"} if _nbytes(self._path) >= PROTOBUF_LIMIT else {}
         level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
@@ -219,6 +219,7 @@ class OnnxRuntimeModel:
             self._engine.session(
                 self._path, entries, optimized_model_filepath=str(path), graph_optimization_level=level
             )
+            self._engine.session(path)
 
     def _taken(self, inputs: Tensors) -> dict[str, Array]:
         """What the model has inputs for: a sample may also serve a file where fewer inputs are constants."""

@@ -153,16 +153,17 @@ class OpenVinoModel:
         return openvino_layers.report(graph, tags, executed, profiles[WARMUP:])
 
     def save(self, path: Path) -> None:
-        """Write an OpenVINO IR: the graph as XML, its constants to a file beside it that ends in .bin.
+        """Write an OpenVINO IR: the graph as XML, its constants to a file beside it that ends in .bin; and compile it.
 
         Raises:
             BadOption: the name does not end in .xml.
-            EngineFailure: a file cannot be written.
+            EngineFailure: a file cannot be written, or OpenVINO does not compile what was.
         """
         if path.suffix != ".xml":
             raise BadOption(f"OpenVINO: an IR is NAME.xml and NAME.bin: give {path.with_suffix('.xml').name}")
         with translated(*VENDOR):
             ov.save_model(self._engine.core.read_model(str(self._path)), str(path), compress_to_fp16=False)
+            self._engine.core.compile_model(str(path), DEVICE, self._engine.configuration())
 
     def close(self) -> None:
         """Drop the compiled model."""

@@ -115,10 +115,15 @@ class TensorRtModel:
         logger = logger_of(trt)
         logger.clear()
         self._runtime = trt.Runtime(logger)
-        self._engine = self._runtime.deserialize_cuda_engine(plan)
-        if self._engine is None:
-            raise EngineFailure(f"TensorRT: {logger.reason('the engine was built, but cannot be loaded here')}")
+        self._engine = self._loaded(plan)
         self._execution = Execution(trt, cuda, self._engine)
+
+    def _loaded(self, plan: Any) -> Any:
+        engine = self._runtime.deserialize_cuda_engine(plan)
+        if engine is None:
+            reason = logger_of(self._trt).reason("the engine was built, but cannot be loaded here")
+            raise EngineFailure(f"TensorRT: {reason}")
+        return engine
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
         """One inference.
@@ -157,12 +162,14 @@ class TensorRtModel:
                 raise EngineFailure(f"TensorRT: {one_line(error)}") from error
 
     def save(self, path: Path) -> None:
-        """Write the plan, for this version of TensorRT and this kind of GPU.
+        """Write the plan, for this version of TensorRT and this kind of GPU, and load the file.
 
         Raises:
-            EngineFailure: the file cannot be written.
+            EngineFailure: the file cannot be written, or TensorRT does not load it.
         """
         save_plan(self._plan, path)
+        with translated(self._cuda):
+            self._loaded(path.read_bytes())
 
     def close(self) -> None:
         """Free host and device memory."""

@@ -36,6 +36,8 @@ BETTER_DEFAULTS = (11, 0)
 PRECISIONS = frozenset({"best", "bf16", "fp16", "fp8", "int4", "int8"})
 SHAPES = frozenset({"maxShapes", "minShapes", "optShapes", "shapes"})
 
+ONCE = ("--iterations=1", "--avgRuns=1", "--warmUp=0")
+
 SUMMARY = re.compile(r"(?<!Total )GPU Compute Time: min = .*?median = ([-+.\deE]+) ms")
 FINAL_SHAPE = re.compile(r"Final shape is (.*?) reported by the output allocator\.\s*")
 OUTPUT = re.compile(r'"name" : "(.*?)"\s*, "dimensions" : "(.*?)"\s*, "values" : \[(.*?)\]\s*\}', re.DOTALL)
@@ -216,7 +218,7 @@ class TrtexecModel:
             EngineFailure: the inputs do not fit, or trtexec fails.
         """
         target = self._file("outputs.json")
-        self._infer(inputs, ["--iterations=1", "--avgRuns=1", "--warmUp=0", f"--exportOutput={target}"])
+        self._infer(inputs, [*ONCE, f"--exportOutput={target}"])
         outputs = dict(_outputs(_read(target)))
         try:
             return {name: outputs[name].astype(dtype) for name, dtype in self._signature.outputs.items()}
@@ -261,15 +263,18 @@ class TrtexecModel:
             raise EngineFailure(f"trtexec: {one_line(error)}") from error
 
     def save(self, path: Path) -> None:
-        """Copy the plan, which is for this TensorRT version and this kind of GPU.
+        """Copy the plan, which is for this TensorRT version and this kind of GPU, and run the copy once.
 
         Raises:
-            EngineFailure: the file cannot be written.
+            EngineFailure: the file cannot be written, or trtexec does not run it.
         """
+        needed, plan = list(self._plans.items())[-1]
         try:
-            shutil.copyfile(list(self._plans.values())[-1], path)
+            shutil.copyfile(plan, path)
         except OSError as error:
             raise EngineFailure(f"cannot write {path}: {error.strerror or error}") from error
+        given = (flag.partition("=")[2] for flag in self._shapes or () if flag_name(flag) == "optShapes")
+        self._started(path, needed or next(given, ""), ONCE)
 
     def close(self) -> None:
         """Delete the plans."""
@@ -293,17 +298,14 @@ class TrtexecModel:
                 array.astype(np.int32 if narrow else array.dtype).tofile(files[name])
             self._fed = inputs
         sizes = _sizes({name: arrays[name].shape for name in self._signature.dynamic})
-        return self._program.run(
-            [
-                f"--loadEngine={plan}",
-                "--duration=0",
-                *(f for f in self._flags if flag_name(f) == "staticPlugins"),
-                "--loadInputs=" + ",".join(f"{name}:{file}" for name, file in files.items()),
-                *([f"--shapes={sizes}"] if sizes else []),
-                *flags,
-            ],
-            self._log,
-        )
+        loaded = "--loadInputs=" + ",".join(f"{name}:{file}" for name, file in files.items())
+        return self._started(plan, sizes, [loaded, *flags])
+
+    def _started(self, plan: Path, sizes: str, flags: Sequence[str]) -> str:
+        """What trtexec prints that loads a plan and runs it."""
+        plugins = (flag for flag in self._flags if flag_name(flag) == "staticPlugins")
+        shapes = [f"--shapes={sizes}"] if sizes else []
+        return self._program.run([f"--loadEngine={plan}", "--duration=0", *plugins, *shapes, *flags], self._log)
 
 
 @dataclass(frozen=True)
