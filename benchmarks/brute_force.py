@@ -21,15 +21,18 @@ from onnx import numpy_helper
 
 from qdqtune.commands.compare import compare_files
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.crew import Crew
 from qdqtune.engines.runner import Runner
+from qdqtune.graph.files import one_constant_file
 from qdqtune.measurement.timing import Plan, judge
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search.costs.units import Decision, Partition, fusion_groups, partition
-from qdqtune.tuning.bench import Bench, Conditions
+from qdqtune.tuning.bench import Bench
 from qdqtune.tuning.candidates import Candidates
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.settings import Settings
+from qdqtune.tuning.station import Conditions, Station
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.subject import calibrated, open_subject
 from qdqtune.types import Placement, Proposal
@@ -115,11 +118,13 @@ def row(name: str, folder: Path) -> list[str]:
             subject = calibrated(subject, settings, store, Silent())
             runner.feed(subject.feed)
             inserter = Inserter(subject.model, subject.ranges, subject.numbers)
-            with Candidates(runner, inserter, folder / "all") as candidates:
+            with one_constant_file(folder) as constants:
+                candidates = Candidates(inserter, constants)
                 conditions = Conditions(SCREENING, subject.accuracy, seed=0, check_wins=False)
-                bench = Bench(runner, candidates, store, conditions)
+                station = Station(runner, candidates, conditions)
+                bench = Bench(Crew([station]), store, conditions)
                 parts = partition(subject.shaped, subject.possible, fusion_groups(subject.shaped, bench.float_layers()))
-                found = ranked(placements(parts), result.placement, bench, candidates)
+                found = ranked(placements(parts), result.placement, bench, station)
                 files = [folder / "out" / "optimized_final.onnx"]
                 for number, placement in enumerate(found[:FINALISTS]):
                     files.append(folder / f"best{number}.onnx")
@@ -137,15 +142,15 @@ def row(name: str, folder: Path) -> list[str]:
     ]
 
 
-def ranked(placements: Iterable[Placement], against: Placement, bench: Bench, files: Candidates) -> list[Placement]:
+def ranked(placements: Iterable[Placement], against: Placement, bench: Bench, station: Station) -> list[Placement]:
     """All that the engine runs, the fastest first."""
     ratios: dict[Placement, float] = {}
     for number, placement in enumerate(placements, 1):
         if placement != against:
-            trial, _ = bench.measure(number, Proposal("all", placement), against)
+            ((trial, _),) = bench.measured(number, [Proposal("all", placement)], against)
             if (judged := judge(trial, SCREENING)) is not None:
                 ratios[placement] = judged.median
-            files.keep_only(against)
+            station.loaded.keep_only(against)
     return sorted(ratios, key=lambda p: ratios[p])
 
 

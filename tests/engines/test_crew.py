@@ -73,9 +73,10 @@ class TestJobs:
         def ask(station: str) -> str:
             raise EngineFailure(f"refused by {station}")
 
+        before = threading.active_count()
         with pytest.raises(EngineFailure, match="refused by"):
             list(Crew(["a", "b"]).answers([ask] * 5))
-        assert threading.active_count() == 1
+        assert threading.active_count() == before
 
     def test_a_slow_station_is_not_waited_for(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: Workers

@@ -16,6 +16,7 @@ from onnx import numpy_helper, parser
 from models import attention
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.engines.coverage import Claim, cover, folded, read_model
+from qdqtune.engines.onnxruntime import engine as onnxruntime_engine
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
 from qdqtune.errors import BadOption, EngineFailure
 from qdqtune.types import Layer
@@ -245,6 +246,20 @@ def test_pairs_are_in_the_integer_layers_that_absorbed_them(engine: str, tmp_pat
     assert by_itself == [("x_q",), ("b_q",)]
     assert {x.precision for x in layers if x.kind == "quantize"} == {"INT8"}
     assert home(layers, "softmax").precision == "FP32"
+
+
+def test_a_large_model_is_profiled_in_the_session_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = quantized_mlp()
+    onnx.save(model, tmp_path / "model.onnx")
+    built = onnxruntime_engine.create().build(tmp_path / "model.onnx", tmp_path / "log")
+    before, small = built.run(inputs), built.layers(inputs, 3)
+    monkeypatch.setattr(onnxruntime_engine, "LARGE", 0)
+    large = built.layers(inputs, 3)
+    assert [(x.name, x.nodes, x.precision) for x in large] == [(x.name, x.nodes, x.precision) for x in small]
+    assert all(x.time_ms for x in large if x.kind == "compute")
+    after = built.run(inputs)
+    assert after.keys() == before.keys()
+    assert all(np.array_equal(after[name], before[name]) for name in after)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

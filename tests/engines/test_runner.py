@@ -21,12 +21,15 @@ from onnx.reference import ReferenceEvaluator
 from engine_contract import IMAGE, conv_model, quantized_conv_model
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
+from qdqtune.engines.room import bounded_memory
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.engines.worker import Session
 from qdqtune.errors import BadOption, EngineUnavailable, OutputError
+from qdqtune.graph.files import nbytes
 from qdqtune.types import Failure, Measurement, NumericFormat, QType
 from runs import environment
 from trtexec_stand_in import stand_in
+from workers import Workers
 
 QUANTIZED = quantized_conv_model(NumericFormat(QType.INT8, QType.INT8, symmetric=True))
 ROUNDS: dict[str, Any] = {"seed": 3, "first_round": 0, "slot_seconds": 0.0, "warmup": 0}
@@ -412,3 +415,46 @@ def test_a_worker_that_printed_nothing_leaves_no_log(tmp_path: Path) -> None:
     with Runner(EngineSpec("fake"), log_dir=tmp_path / "logs") as runner:
         runner.describe()
     assert not list((tmp_path / "logs").iterdir())
+
+
+class TestRoom:
+    """Builds of several runners together take no more room than they are given, or than one request needs."""
+
+    def test_the_one_not_used_for_longest_goes_and_is_made_again(self, files: SimpleNamespace, tmp_path: Path) -> None:
+        workers = Workers()
+        size = nbytes(files.large)
+        with bounded_memory(2 * size), self.runner(tmp_path, workers) as runner:
+            first, second = loaded(runner, files.large), loaded(runner, files.large, fresh=True)
+            assert isinstance(runner.outputs(first, [IMAGE]), list)
+            third = loaded(runner, files.large, fresh=True)
+            assert runner.held == {first.build, third.build}
+            measured(runner.rounds(second, third, 2, **ROUNDS))
+            assert runner.held == {second.build, third.build}
+            assert [build.path.stem for build in workers.builds] == ["large"] * 4
+
+    def test_runners_share_it_and_what_one_request_needs_stays(self, files: SimpleNamespace, tmp_path: Path) -> None:
+        workers = Workers()
+        with (
+            bounded_memory(1.5 * nbytes(files.large)),
+            self.runner(tmp_path, workers) as runner,
+            self.runner(tmp_path / "other", workers) as other,
+        ):
+            a, b = loaded(runner, files.large), loaded(runner, files.large, fresh=True)
+            measured(runner.rounds(a, b, 2, **ROUNDS))
+            assert runner.held == {a.build, b.build}
+            loaded(other, files.large)
+            assert (runner.held, len(other.held)) == (set(), 1)
+            assert isinstance(runner.outputs(a, [IMAGE]), list)
+            assert (runner.held, other.held) == ({a.build}, set())
+
+    def test_without_a_bound_all_stay(self, files: SimpleNamespace, tmp_path: Path) -> None:
+        with self.runner(tmp_path, Workers()) as runner:
+            builds = {loaded(runner, files.large, fresh=True).build for _ in range(4)}
+            assert runner.held == builds
+
+    @staticmethod
+    @contextmanager
+    def runner(folder: Path, workers: Workers) -> Iterator[Runner]:
+        with Runner(EngineSpec("fake"), time_limit_s=60, log_dir=folder / "logs", start=workers) as runner:
+            runner.feed(IMAGE)
+            yield runner

@@ -13,8 +13,9 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, parser
 
+from models import build, normal
 from qdqtune.errors import OutputError
-from qdqtune.graph.files import ConstantFile, save
+from qdqtune.graph.files import ConstantFile, constants_to_share, one_constant_file, save
 from qdqtune.graph.model import GRAPH, Constant, Model, TensorInfo, Use, captured
 
 TEXT = """<ir_version: 8, opset_import: ["": 17]>
@@ -156,6 +157,31 @@ def test_models_share_a_file_of_constants(tmp_path: Path) -> None:
         a, b, c = (run(tmp_path / f"{name}.onnx")[0] for name in "abc")
     np.testing.assert_array_equal(a, b)
     assert (a[0, 0], c[0, 0]) == (3, 7)
+
+
+def test_a_saved_file_is_the_same_model_whoever_reads_it(tmp_path: Path) -> None:
+    model = build("g (float[4,300] x) => (float[4,8] y) { y = MatMul(x, w) }", {"w": normal(300, 8)})
+    save(model, tmp_path / "model.onnx")
+    written = onnx.load(tmp_path / "model.onnx")
+    onnx.checker.check_model(written)
+    assert {t.name for t in written.graph.initializer} == {"w"}
+    again = onnx.ModelProto.FromString(written.SerializeToString())
+    assert again == model.to_proto()
+    assert (tmp_path / "model.onnx").stat().st_size == written.ByteSize()
+
+
+def test_stages_share_one_file_of_constants(tmp_path: Path) -> None:
+    model = build("g (float[4,300] x) => (float[4,8] y) { y = MatMul(x, w) }", {"w": normal(300, 8)})
+    with one_constant_file(tmp_path) as constants, constants_to_share() as shared:
+        assert shared is constants
+        paths = [shared.write(model, "same"), shared.write(model, "same")]
+        assert len({*paths}) == 2
+        assert constants.path.stat().st_size == 300 * 8 * 4
+    with constants_to_share() as own:
+        assert own.path.parent != tmp_path
+    assert not own.path.parent.exists()
+    loaded = [onnx.load(path).graph.initializer[0].raw_data for path in paths]
+    assert loaded[0] == loaded[1] == model.constants["w"].data()
 
 
 def test_spans_are_aligned(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from qdqtune.engines.crew import Crew
 from qdqtune.engines.fake import create
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BaselineFailed, EngineFailure, OutputError
+from qdqtune.graph.files import one_constant_file
+from qdqtune.graph.outputs import Scratch
 from qdqtune.measurement.timing import Plan, judge, ratio
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
@@ -114,7 +116,8 @@ def opened(tmp_path: Path) -> Iterator[Open]:
             store = stack.enter_context(Store(tmp_path / "state.yaml", {"model": "m"}))
             inserter = Inserter(model, ranges(model), create().numeric_format("int8"))
             engine = cast(Runner, runner)
-            candidates = stack.enter_context(Candidates(inserter, tmp_path / "candidates"))
+            folder = stack.enter_context(Scratch(tmp_path))
+            candidates = Candidates(inserter, stack.enter_context(one_constant_file(folder)))
             station = Station(engine, candidates, Conditions(Plan(slot_seconds=0.0), SAMPLES, seed=7))
             bench = Bench(Crew([station]), store, Conditions(Plan(slot_seconds=0.0), SAMPLES, seed=7))
             return Setup(tmp_path, runner, candidates, store, bench, placements)
@@ -185,7 +188,7 @@ def test_a_loser_is_unloaded_and_its_file_deleted(opened: Open) -> None:
     setup = opened(speed=lambda path, _build: 1.0 if path.stem == FLOAT.digest else 1.1)
     setup.measure(1, setup.placements[0])
     assert {h.path.stem for h in setup.runner.present} == {FLOAT.digest}
-    assert [p.stem for p in (setup.folder / "candidates").glob("*.onnx")] == [FLOAT.digest]
+    assert [p.stem for p in setup.candidates.folder.glob("*.onnx")] == [FLOAT.digest]
 
 
 @pytest.mark.parametrize(
@@ -313,24 +316,10 @@ def test_the_whole_file_computes_what_the_candidate_did(opened: Open, tmp_path: 
     assert all(np.array_equal(loaded[name], expected[name]) for name in loaded)
 
 
-def test_the_folder_is_its_own_and_gone_at_the_end(opened: Open, tmp_path: Path) -> None:
+def test_a_full_disk_is_an_output_error(opened: Open) -> None:
     setup = opened()
-    setup.measure(1, setup.placements[0])
-    setup.candidates.__exit__()
-    assert not (tmp_path / "candidates").exists()
-    mine = tmp_path / "mine" / "notes.txt"
-    mine.parent.mkdir()
-    mine.touch()
-    with pytest.raises(OutputError, match="File exists"):
-        Candidates(cast(Inserter, None), mine.parent)
-    assert mine.exists()
-
-
-def test_a_full_disk_is_an_output_error_and_the_folder_still_goes(opened: Open, tmp_path: Path) -> None:
-    setup = opened()
-    with room_for(20_000), pytest.raises(OutputError, match="cannot write"), setup.candidates:
+    with room_for(20_000), pytest.raises(OutputError, match="cannot write"):
         setup.measure(1, setup.placements[-1])
-    assert not (tmp_path / "candidates").exists()
 
 
 def test_a_place_that_cannot_be_written_is_an_output_error(opened: Open, tmp_path: Path) -> None:
@@ -338,8 +327,6 @@ def test_a_place_that_cannot_be_written_is_an_output_error(opened: Open, tmp_pat
     setup = opened()
     with pytest.raises(OutputError, match="cannot write"):
         setup.candidates.write_whole(FLOAT, tmp_path / "file" / "model.onnx")
-    with pytest.raises(OutputError, match="cannot write"):
-        Candidates(cast(Inserter, None), tmp_path / "file" / "x")
 
 
 def test_records_are_plain_json(opened: Open, tmp_path: Path) -> None:

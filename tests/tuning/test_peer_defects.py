@@ -226,8 +226,7 @@ def test_9_a_candidate_costs_as_much_as_the_model_is_large(
     result = tune(settings(path, builds=22))
     nbytes = sum(w.nbytes for w in weights.values())
     assert len(result.history) >= 5
-    whole = 1 if result.improved else 0  # the finished file is proven there
-    assert written["candidates"] - whole * nbytes < nbytes / 10
+    assert written["candidates"] < nbytes / 10
     assert max(sizes) < 1.5 * nbytes + 100_000  # float and 8 bits, once each
 
     gated = []

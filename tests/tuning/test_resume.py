@@ -175,7 +175,7 @@ def test_the_first_failure_of_an_engine_is_remembered_the_state_stays_good(model
     first = tune(settings(model, builds=10))
 
     def dead(build: Build) -> str | None:
-        return "the device is gone" if build.path.parent.name == "candidates" and build.log.stem != "baseline" else None
+        return "the device is gone" if build.is_candidate and build.log.stem != "baseline" else None
 
     workers.refused = dead
     with pytest.raises(EngineFailure, match="the device is gone"):

@@ -18,7 +18,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.cpu import cores
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadData, BadModel
-from qdqtune.graph.files import ConstantFile
+from qdqtune.graph.files import constants_to_share
 from qdqtune.graph.model import Model
 from qdqtune.graph.outputs import temporary_folder
 from qdqtune.types import Array, Failure, Sample
@@ -107,13 +107,13 @@ def outputs_on(model: Model, samples: Iterable[Sample], *, threads: int = 0) -> 
 def running(model: Model, *, threads: int = 0, fuse: bool = True) -> Iterator[Run]:
     """A model in a process of its own. One that cannot be built gives that failure for whatever it is asked."""
     spec = EngineSpec("onnxruntime", {"threads": threads or cores(), "fuse": fuse})
-    with temporary_folder() as folder:
-        path = folder / "observed.onnx"
-        with ConstantFile(folder / "constants.bin") as constants:
-            constants.save(model, path)
-        with Runner(spec, log_dir=folder) as runner:
-            handle = runner.load(path)
+    with temporary_folder() as folder, constants_to_share() as constants, Runner(spec, log_dir=folder) as runner:
+        path = constants.write(model, "observed")
+        handle = runner.load(path)
+        try:
             yield lambda samples: handle if isinstance(handle, Failure) else runner.outputs(handle, samples)
+        finally:
+            path.unlink()
 
 
 def with_outputs(model: Model, nodes: Sequence[onnx.NodeProto], outputs: Iterable[str] | None = None) -> Model:

@@ -27,7 +27,7 @@ from qdqtune.engines.cpu import cores
 from qdqtune.engines.formats import numeric_format, storages_like, usual_precision, wanted_storage
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadModel, BadOption, EngineFailure
-from qdqtune.graph.files import data_of, save
+from qdqtune.graph.files import data_of, one_constant_file, save
 from qdqtune.graph.float16 import Precision, load_for
 from qdqtune.graph.loading import files_of, load, with_input_shapes
 from qdqtune.graph.model import Model
@@ -163,6 +163,11 @@ def quantize(request: Request, observer: Observer | None = None) -> Quantized:
     observer = observer or Silent()
     if request.model.is_file():  # if it is not, reading it says so
         _check_output(request)
+    with temporary_folder() as folder, one_constant_file(folder):
+        return _quantized(request, observer)
+
+
+def _quantized(request: Request, observer: Observer) -> Quantized:
     numbers, made = _numbers(request), Rewrites.of(request.rewrites)
     metric = None if request.evaluate is None else load_evaluation(request.evaluate)
     observer.stage(f"reading {request.model.name}")

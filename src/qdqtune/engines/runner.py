@@ -17,7 +17,9 @@ import numpy as np
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import ANYWHERE, Device
 from qdqtune.engines.process import WorkerProcess
+from qdqtune.engines.room import current_room
 from qdqtune.errors import EngineFailure, EngineUnavailable, QdqtuneError, writing
+from qdqtune.graph.files import nbytes
 from qdqtune.graph.outputs import temporary_folder
 from qdqtune.types import Array, Failure, Layer, Measurement, NumericFormat, QuantType, Tensors
 
@@ -140,6 +142,7 @@ class Runner:
         self._numbers = itertools.count()
         self._logs: dict[Handle, Path] = {}
         self._present: set[int] = set()
+        self._room = current_room()
         self._slots: dict[tuple[frozenset[Handle], float], tuple[int, float]] = {}
         with writing(log_dir):
             log_dir.mkdir(parents=True, exist_ok=True)
@@ -155,7 +158,13 @@ class Runner:
         if self._worker is not None:
             self._worker.kill()
         self._worker = None
-        self._present.clear()
+        for number in list(self._present):
+            self._forget(number)
+
+    @property
+    def held(self) -> frozenset[int]:
+        """Numbers of the builds that the worker holds; others that are loaded are made again when they are asked."""
+        return frozenset(self._present)
 
     def describe(self) -> dict[str, str]:
         """`Engine.describe`.
@@ -207,10 +216,7 @@ class Runner:
         self._logs.pop(handle, None)
         self._slots = {key: slot for key, slot in self._slots.items() if handle not in key[0]}
         if handle.build in self._present:
-            self._present.discard(handle.build)
-            if self._worker is not None and self._worker.alive:
-                with contextlib.suppress(_WorkerLostError):  # then the memory is free as well
-                    self._exchange(self._worker, "unload", (handle.build,), "unloading a model", self._limit)
+            self._free(handle.build)
 
     def outputs(self, handle: Handle, samples: Iterable[Tensors]) -> list[dict[str, Array]] | Failure:
         """The graph outputs for each sample. They may hold NaN: that is the caller's to judge."""
@@ -270,22 +276,44 @@ class Runner:
         )
         return result
 
-    def _build(self, number: int, path: Path, log: Path) -> float | Failure:
+    def _build(self, number: int, path: Path, log: Path, needed: Iterable[int] = ()) -> float | Failure:
+        """Build a file where there is room, `needed` being builds that have to stay."""
+        size = 0
+        if self._room is not None:
+            size = nbytes(path)
+            self._room.make(size, frozenset((id(self), build) for build in needed))
         result: float | Failure = self._try("build", number, path, log, what=f"building {path.name}", log=log)
         if not isinstance(result, Failure):
             self._present.add(number)
+            if self._room is not None:
+                self._room.hold((id(self), number), size, lambda: self._free(number))
         return result
 
+    def _free(self, number: int) -> None:
+        """Take a build out of the worker's memory. It is made again when it is asked something, if it is loaded."""
+        self._forget(number)
+        if self._worker is not None and self._worker.alive:
+            with contextlib.suppress(_WorkerLostError):  # then the memory is free as well
+                self._exchange(self._worker, "unload", (number,), "unloading a model", self._limit)
+
+    def _forget(self, number: int) -> None:
+        self._present.discard(number)
+        if self._room is not None:
+            self._room.leave((id(self), number))
+
     def _ready(self, handles: list[Handle]) -> Failure | None:
-        """Build again what a worker that died has taken with it."""
+        """Build again what a worker that died has taken with it, and what made room for others."""
         self._start()
+        needed = [handle.build for handle in handles]
         for handle in handles:
             if handle not in self._logs:
                 raise ValueError(f"{handle.path} is not loaded")
             if handle.build not in self._present:
-                result = self._build(handle.build, handle.path, self._logs[handle])
+                result = self._build(handle.build, handle.path, self._logs[handle], needed)
                 if isinstance(result, Failure):
                     return result
+            elif self._room is not None:
+                self._room.use((id(self), handle.build))
         return None
 
     def _asked(self, handles: list[Handle], name: str, *arguments: Any, what: str, extra: float = 0.0) -> Any:

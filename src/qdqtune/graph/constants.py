@@ -52,7 +52,8 @@ def take_external(proto: onnx.ModelProto, folder: Path) -> dict[str, Constant]:
             large[tensor.name] = Constant(key, tensor.data_type, shape, read)
         else:
             _embed(tensor, folder)
-    replace(proto.graph.initializer, [t for t in proto.graph.initializer if t.name not in large])
+    if large:  # it copies those that stay
+        replace(proto.graph.initializer, [t for t in proto.graph.initializer if t.name not in large])
     for tensor in _inner_tensors(proto):
         if tensor.data_location == TensorProto.EXTERNAL:
             _embed(tensor, folder)

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from qdqtune.calibration.scales import Ranges
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.cpu import cores
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.graph.files import ConstantFile
+from qdqtune.graph.files import ConstantFile, constants_to_share
 from qdqtune.graph.model import Model
 from qdqtune.graph.outputs import temporary_folder
 from qdqtune.measurement.adjustable import CHANNELS, MOVES, Mode, adjustable, feeds, rounded
@@ -52,11 +51,11 @@ class Judge:
     `layers` that can have one."""
 
     def __init__(
-        self, runner: Runner, folder: Path, constants: ConstantFile, model: Model, placement: Placement,
-        numbers: NumericFormat, ranges: Ranges, samples: Sequence[Sample],
+        self, runner: Runner, constants: ConstantFile, model: Model, placement: Placement, numbers: NumericFormat,
+        ranges: Ranges, samples: Sequence[Sample],
     ) -> None:  # fmt: skip
         self.layers = layers(model, placement)
-        self._runner, self._folder, self._file = runner, folder, constants
+        self._runner, self._file = runner, constants
         self._model, self._placement, self._samples = model, placement, samples
         groups = judged(model)
         self._shown, self._parts = list(chain.from_iterable(groups)), tuple(map(len, groups))
@@ -128,9 +127,7 @@ class Judge:
         activations = {} if is_float else self._activations
         shown = () if mode == "centred" else self._shown
         written = adjustable(self._model, activations, self._constants, paired, shown, self.layers, mode)
-        path = self._folder / f"{mode}.onnx"
-        self._file.save(written, path)
-        handle = self._runner.load(path)
+        handle = self._runner.load(self._file.write(written, mode))
         if isinstance(handle, Failure):
             raise CannotJudgeError(handle.reason)
         return handle
@@ -145,7 +142,7 @@ def judging(
     spec = EngineSpec("onnxruntime", {"threads": cores(), "fuse": written <= MANY, "fuse_pairs": False})
     with (
         temporary_folder() as folder,
-        ConstantFile(folder / "constants.bin") as constants,
+        constants_to_share() as constants,
         Runner(spec, log_dir=folder) as runner,
     ):
-        yield Judge(runner, folder, constants, model, placement, numbers, ranges, samples)
+        yield Judge(runner, constants, model, placement, numbers, ranges, samples)

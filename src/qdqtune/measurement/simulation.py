@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import NamedTuple, Self
 
 import onnx
@@ -21,7 +20,7 @@ import onnx
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.cpu import cores
 from qdqtune.engines.runner import Runner
-from qdqtune.graph.files import ConstantFile
+from qdqtune.graph.files import ConstantFile, constants_to_share
 from qdqtune.graph.model import Model, rebuild
 from qdqtune.graph.outputs import temporary_folder
 from qdqtune.measurement.accuracy import accuracy, is_finite
@@ -36,7 +35,6 @@ class _Opened(NamedTuple):
 
     runner: Runner
     constants: ConstantFile
-    folder: Path
 
 
 class Simulation:
@@ -68,10 +66,10 @@ class Simulation:
         return outputs if isinstance(outputs, Failure) else accuracy(self._reference, outputs)
 
     def _outputs(self, placement: Placement, inserter: Inserter | None = None) -> list[dict[str, Array]] | Failure:
-        runner, constants, folder = self._open()
-        path = folder / f"{placement.digest}.onnx"
+        runner, constants = self._open()
         model = (inserter or self._inserter).insert(placement)
-        constants.save(with_integer_softmax(model) if self._is_engine else model, path)
+        written = with_integer_softmax(model) if self._is_engine else model
+        path = constants.write(written, f"simulated_{placement.digest}")
         handle = runner.load(path)
         if isinstance(handle, Failure):
             return handle
@@ -85,10 +83,10 @@ class Simulation:
     def _open(self) -> _Opened:
         if self._opened is None:
             folder = self._stack.enter_context(temporary_folder())
-            constants = self._stack.enter_context(ConstantFile(folder / "constants.bin"))
+            constants = self._stack.enter_context(constants_to_share())
             spec = EngineSpec("onnxruntime", {"threads": cores(), "fuse": False, "rewrite": self._is_engine})
             runner = self._stack.enter_context(Runner(spec, log_dir=folder))
-            self._opened = _Opened(runner, constants, folder)
+            self._opened = _Opened(runner, constants)
         return self._opened
 
 

@@ -2,48 +2,27 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 from threading import Lock
-from typing import Self
 
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.errors import writing
 from qdqtune.graph.files import ConstantFile, save
 from qdqtune.placement.insertion import Inserter
-from qdqtune.tuning.folder import CONSTANTS
 from qdqtune.types import Failure, Placement
 
 
 class Candidates:
     """Files of one model's placements, each written once and as it is asked for, by any of several threads.
 
-    A context manager: it makes the folder of the files, and deletes it at the end.
+    The files lie beside those of `constants`.
     """
 
-    def __init__(self, inserter: Inserter, folder: Path) -> None:
-        """Make the folder, which must not be there.
-
-        Raises:
-            OutputError: it cannot be made.
-        """
-        self.folder = folder
-        self._inserter = inserter
-        with writing(folder):
-            folder.mkdir(parents=True)
-        self._constants = ConstantFile(folder / CONSTANTS)
+    def __init__(self, inserter: Inserter, constants: ConstantFile) -> None:
+        self.folder = constants.path.parent
+        self._inserter, self._constants = inserter, constants
         self._lock = Lock()
         self._used: Counter[Placement] = Counter()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with suppress(OSError):  # on a full disk closing fails again
-            self._constants.__exit__()
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def file(self, placement: Placement) -> Path:
         """A small file of the placement, which refers to the constants that all candidates share.

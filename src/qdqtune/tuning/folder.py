@@ -14,7 +14,7 @@ from typing import IO, Self
 
 from qdqtune.calibration.samples import files_named
 from qdqtune.errors import BadOption, BadState, parsed_json, reading, writing
-from qdqtune.graph.files import data_of
+from qdqtune.graph.files import CONSTANTS, data_of
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.outputs import Inputs, overwritten, remove_left
 from qdqtune.tuning.settings import STATE, Settings
@@ -35,7 +35,6 @@ PLACEMENT, SUMMARY = "placement.yaml", "summary.json"
 RUN, REPORT = "run.json", "report.html"
 UNITS, PROGRESS = "units.json", "autotune_cache.json"
 REGION_MODELS, PARTS, FRONT = "region_models", "subgraphs", "front"
-CONSTANTS = "constants.bin"
 NAMES = (BASELINE, FINAL, RAW, PLACEMENT, SUMMARY, RUN, REPORT, UNITS, PROGRESS)
 """The files right in the folder, whatever the mode."""
 

@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 from qdqtune.engines.crew import Crew, check_alike
 from qdqtune.engines.devices import devices_for
+from qdqtune.engines.room import bounded_memory
 from qdqtune.engines.runner import Runner, time_limit
 from qdqtune.errors import BadOption, BaselineFailed, writing
+from qdqtune.graph.files import one_constant_file
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.outputs import Scratch
 from qdqtune.graph.stamps import Stamps
@@ -35,6 +38,10 @@ from qdqtune.types import Failure, Placement
 CANDIDATES = "candidates"
 BATCH = "batch"
 """The record of how many candidates are proposed at a time; without it, that is one."""
+
+LARGE, ROOM = 2**30, 1.3
+"""Bytes from which a model is large, and how many times its size engines may then hold: weights of 8 bits take a
+quarter of it."""
 
 DROP = 0.01
 """How far the user's metric may fall where nothing else is said, as a share of the float model's."""
@@ -92,7 +99,13 @@ def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
         evaluation = None if settings.evaluate is None else load_evaluation(settings.evaluate)
         logs = output.path / LOGS
         devices = devices_for(settings.engine, settings.workers, settings.cores_per_worker)
-        runner, *others = [stack.enter_context(Runner(settings.engine, log_dir=logs, device=d)) for d in devices]
+        nbytes = _room(settings.model)
+        stack.enter_context(bounded_memory(nbytes))
+        runner = stack.enter_context(Runner(settings.engine, log_dir=logs, device=devices[0]))
+        others = []
+        for device in devices[1:]:
+            with bounded_memory(nbytes):  # nobody frees what another thread uses
+                others.append(stack.enter_context(Runner(settings.engine, log_dir=logs, device=device)))
         observer.stage(f"reading {settings.model.name}")
         if (told := restored_state(settings)) is not None:
             observer.note(told)
@@ -107,6 +120,12 @@ def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
         yield Ready(settings, output, given, evaluation, subject, runner, store, observer, ends, tuple(others))
 
 
+def _room(model: Path) -> float | None:
+    """Bytes of models that engines may hold together: of a large one the float build and a quantized one."""
+    size = sum(file.stat().st_size for file in files_of(model) if file.is_file())
+    return ROOM * size if size >= LARGE else None
+
+
 @contextmanager
 def open_run(ready: Ready) -> Iterator[Run]:
     """Calibrate the model, and measure it in float.
@@ -118,6 +137,10 @@ def open_run(ready: Ready) -> Iterator[Run]:
     settings, runner, store, observer = ready.settings, ready.runner, ready.store, ready.observer
     store.check_candidates()
     with ExitStack() as stack:
+        with writing(f"to {ready.output.path}"):
+            folder = stack.enter_context(Scratch(ready.output.path)) / CANDIDATES
+            folder.mkdir()
+        constants = stack.enter_context(one_constant_file(folder))
         subject = calibrated(ready.subject, settings, store, observer, ready.ends)
         if ready.others:
             observer.stage(f"starting {1 + len(ready.others)} workers")
@@ -125,9 +148,7 @@ def open_run(ready: Ready) -> Iterator[Run]:
         for one in (runner, *ready.others):
             one.feed(subject.feed)
         inserter = Inserter(subject.model, subject.ranges, subject.numbers)
-        with writing(f"to {ready.output.path}"):
-            scratch = stack.enter_context(Scratch(ready.output.path))
-        candidates = stack.enter_context(Candidates(inserter, scratch / CANDIDATES))
+        candidates = Candidates(inserter, constants)
         conditions = Conditions(
             settings.plan, subject.accuracy, settings.seed, settings.limits, ready.evaluation, settings.checks_wins
         )

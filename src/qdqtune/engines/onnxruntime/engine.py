@@ -7,14 +7,12 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import onnx
 import onnxruntime as ort
 from onnxruntime import InferenceSession as Session
 
@@ -22,13 +20,19 @@ from qdqtune.engines import cpu, formats, output_to, translated
 from qdqtune.engines.coverage import read_model
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
-from qdqtune.graph.files import PROTOBUF_LIMIT
+from qdqtune.graph.files import PROTOBUF_LIMIT, nbytes
 from qdqtune.types import Array, Layer, NumericFormat, QType, QuantType, Tensors
 
 CPU = "CPUExecutionProvider"
 WARNING, ERROR = 2, 3
 WARMUP = 1
 """Inferences that are profiled in vain: the first one allocates."""
+
+LARGE = 2**30
+"""Bytes from which a model is never in memory twice. Such a one is slow, and what the profiler adds does not count."""
+
+NOWHERE = "constants"
+"""The file for the weights of an optimized model that is read for its nodes alone."""
 
 BLOCK = 4
 """Inferences in a row, with the profile and without it in turn: drift meets both alike."""
@@ -182,23 +186,30 @@ class OnnxRuntimeModel:
             EngineFailure: ONNX Runtime cannot run the model on these inputs, or cannot write its optimized graph.
         """
         model, feed = read_model(self._path), self._taken(inputs)
+        is_large = nbytes(self._path) >= LARGE
         with TemporaryDirectory(prefix="qdqtune-") as name:
             folder = Path(name)
+            (folder / NOWHERE).symlink_to("/dev/null")
             with translated(*VENDOR):
+                plain = [self.time(inputs, 1) for _ in range(runs)] if is_large else []
+                if is_large:
+                    del self._session
                 session = self._engine.session(
                     model.SerializeToString(),
-                    {EXTERNAL: "constants", INPUT_FOLDER: str(self._path.parent)},
+                    {EXTERNAL: NOWHERE, INPUT_FOLDER: str(self._path.parent)},
                     optimized_model_filepath=str(folder / "optimized.onnx"),
                     enable_profiling=True,
                     profile_file_prefix=str(folder / "profile"),
                     log_severity_level=ERROR,
                 )
+                if is_large:
+                    self._session = session
                 for _ in range(WARMUP):
                     session.run(self._outputs, feed)
-                plain: list[float] = []
                 for first in range(0, runs, BLOCK):
                     block = min(BLOCK, runs - first)
-                    plain += [self.time(inputs, 1) for _ in range(block)]
+                    if not is_large:
+                        plain += [self.time(inputs, 1) for _ in range(block)]
                     for _ in range(block):
                         session.run(self._outputs, feed)
                 profile = Path(session.end_profiling())
@@ -213,7 +224,7 @@ class OnnxRuntimeModel:
         Raises:
             EngineFailure: the file cannot be written, or ONNX Runtime does not load what was.
         """
-        entries = {EXTERNAL: f"{path.name}.data"} if _nbytes(self._path) >= PROTOBUF_LIMIT else {}
+        entries = {EXTERNAL: f"{path.name}.data"} if nbytes(self._path) >= PROTOBUF_LIMIT else {}
         level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         with translated(*VENDOR):
             self._engine.session(
@@ -247,11 +258,3 @@ def _too_new() -> Iterator[None]:
                     "export it for that one, or install a later onnxruntime"
                 ) from error
         raise
-
-
-def _nbytes(model: Path) -> int:
-    """Size of a model with its external data."""
-    tensors = onnx.load(model, load_external_data=False).graph.initializer
-    outside = (t for t in tensors if t.data_location == onnx.TensorProto.EXTERNAL)
-    sizes = (prod(t.dims) * onnx.helper.tensor_dtype_to_np_dtype(t.data_type).itemsize for t in outside)
-    return model.stat().st_size + sum(sizes)

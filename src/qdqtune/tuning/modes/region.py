@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qdqtune.errors import writing
-from qdqtune.graph.files import ConstantFile
+from qdqtune.graph.files import CONSTANTS, ConstantFile
 from qdqtune.graph.outputs import appearing
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search import Seeded, Strategy
@@ -14,7 +14,7 @@ from qdqtune.search.costs.guess import guesses
 from qdqtune.search.costs.units import by_bits
 from qdqtune.search.region import RegionSearch
 from qdqtune.search.regions import cache
-from qdqtune.tuning.folder import CONSTANTS, REGION_MODELS
+from qdqtune.tuning.folder import REGION_MODELS
 from qdqtune.tuning.modes.cut import cut_search
 from qdqtune.tuning.modes.mode import Recorded
 from qdqtune.tuning.noise import foresee

@@ -9,7 +9,6 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -21,7 +20,7 @@ from qdqtune.calibration.observe import values_on
 from qdqtune.engines import shapes
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadOption, InputError, writing
-from qdqtune.graph.files import ConstantFile
+from qdqtune.graph.files import CONSTANTS, ConstantFile
 from qdqtune.graph.model import Model
 from qdqtune.graph.outputs import appearing
 from qdqtune.measurement.pairing import rounds_of
@@ -29,7 +28,7 @@ from qdqtune.measurement.timing import Plan, compare
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search.costs.profiles import Answer, Profile, profile_of, schemes, signature
 from qdqtune.search.costs.units import Partition, Unit
-from qdqtune.tuning.folder import CONSTANTS, LOGS, PARTS
+from qdqtune.tuning.folder import LOGS, PARTS
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.store import Record, pack_layers, pack_result, unpack_layers, unpack_result
@@ -105,8 +104,7 @@ class Profiler:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):  # on a full disk closing fails again
-            self._constants.__exit__()
+        self._constants.__exit__()
         self.engine_seconds = self._runner.engine_seconds
         self._runner.close()
 
