@@ -1,0 +1,182 @@
+"""Weights in fewer bits and pairs, on models that read more weights than they multiply: what `tune` ships against ONNX
+Runtime's own quantizers (MatMulNBits of 4 and 8 bits, quantize_static), each against float in interleaved rounds.
+
+Cells are the median ratio of time to the float model with its interval, and the output SQNR in dB, on samples that no
+quantizer has seen. Jobs run side by side where there are cores, each pinned to cores of its own. `tune` has to keep the
+SQNR that the int4 quantizer keeps.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.queues import Queue
+from pathlib import Path
+
+import numpy as np
+import zoo
+from quantizers import write_static
+
+from qdqtune.calibration.methods import Calibration
+from qdqtune.calibration.samples import open_samples
+from qdqtune.commands.compare import Row, compare_files
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.formats import numeric_format
+from qdqtune.engines.runner import Runner
+from qdqtune.graph.loading import load
+from qdqtune.measurement.accuracy import FLOOR_DB
+from qdqtune.measurement.timing import Plan
+from qdqtune.placement.files import read_placement_file
+from qdqtune.tuning.loop import tune
+from qdqtune.tuning.settings import Settings
+from qdqtune.types import Sample
+
+SAMPLES, UNSEEN = 8, 4
+"""Samples to calibrate on, and to judge by."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One model at one number of threads."""
+
+    entry: zoo.Entry
+    threads: int
+    engine: str
+    folder: Path
+    seconds: float
+
+
+def samples_of(entry: zoo.Entry, count: int, seed: int) -> list[Sample]:
+    """Samples as `tune` draws them where there are no data."""
+    return open_samples(entry.data, load(entry.path), seed=seed).first(count)
+
+
+def nbits(source: Path, target: Path, bits: int) -> None:
+    """What ONNX Runtime's own quantizer makes of a model: blocks of 32, symmetric, computing on 8-bit activations."""
+    import onnx
+    from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantConfig, MatMulNBitsQuantizer
+
+    logging.disable(logging.INFO)
+    config = DefaultWeightOnlyQuantConfig(block_size=32, is_symmetric=True, accuracy_level=4, bits=bits)
+    quantizer = MatMulNBitsQuantizer(onnx.load(source), algo_config=config)
+    quantizer.process()
+    quantizer.model.save_model_to_file(str(target), False)
+
+
+def peers(entry: zoo.Entry, folder: Path) -> dict[str, Path]:
+    """The files of the other quantizers, written once."""
+    files = {name: folder / f"{entry.name}_{name}.onnx" for name in ("int4", "int8", "static")}
+    for bits in (4, 8):
+        if not files[f"int{bits}"].exists():
+            nbits(entry.path, files[f"int{bits}"], bits)
+    if not files["static"].exists():
+        numbers = numeric_format("onnxruntime", "int8")
+        write_static(load(entry.path), samples_of(entry, SAMPLES, 0), numbers, files["static"])
+    return files
+
+
+def run(job: Job, results: Queue[tuple[Job, dict[str, Row], str]]) -> None:
+    """Tune, and meet the others."""
+    spec, plan = EngineSpec(job.engine, {"threads": job.threads}), Plan((12, 24))
+    judged, files = samples_of(job.entry, UNSEEN, 7), peers(job.entry, job.folder)
+    with Runner(spec, log_dir=job.folder) as runner:
+        rows = compare_files([job.entry.path, *files.values()], runner, judged, plan, builds=1)
+        known = dict(zip(files, rows, strict=True))
+        reached = known["int4"].sqnr_db
+        floor = FLOOR_DB if reached is None else np.ceil(10 * reached) / 10
+        out = job.folder / f"{job.entry.name}_{job.threads}"
+        settings = Settings(
+            job.entry.path, out, spec, calibration_data=job.entry.data, accuracy_samples=SAMPLES, min_sqnr=float(floor),
+            calibration=Calibration("minmax", bias_correction=False), time_budget=job.seconds,
+            fix_inputs=job.entry.fixed,
+        )  # fmt: skip
+        result = tune(settings)
+        known["tune"] = compare_files([job.entry.path, out / "optimized_final.onnx"], runner, judged, plan, builds=1)[0]
+    placement = read_placement_file(out / "placement.yaml").placement
+    kinds = sorted({s.name for s in placement.storages.values()})
+    tensors = len({e.tensor for e in placement})
+    stored = f"{len(placement.compressed)} weights {'/'.join(kinds)}"
+    told = f"{tensors} tensors in pairs, {stored}; {len(result.history)} candidates"
+    results.put((job, known, told))
+
+
+def cell(row: Row) -> str:
+    """Ratio to float and SQNR."""
+    if row.ratio is None:
+        return f"fails: {row.reason[:40]}"
+    accuracy = "exact" if row.sqnr_db is None else f"{row.sqnr_db:.1f} dB"
+    return f"{row.ratio.median:.2f} [{row.ratio.low:.2f}, {row.ratio.high:.2f}] {accuracy}"
+
+
+def scheduled(jobs: Sequence[Job]) -> list[tuple[Job, dict[str, Row], str]]:
+    """Every job as soon as there are cores for its threads and its own work."""
+    free, waiting, running = sorted(os.sched_getaffinity(0)), list(jobs), {}
+    results: Queue[tuple[Job, dict[str, Row], str]] = multiprocessing.Queue()
+    finished = []
+    while waiting or running:
+        for job in list(waiting):
+            wanted = min(job.threads + 1, os.cpu_count() or 1)
+            if len(free) >= wanted:
+                cores, free = free[:wanted], free[wanted:]
+                process = multiprocessing.Process(target=pinned, args=(job, results, cores))
+                process.start()
+                running[process] = cores
+                waiting.remove(job)
+        while not results.empty():
+            finished.append(results.get())
+            print_job(*finished[-1])
+        for process in [p for p in running if not p.is_alive()]:
+            free = sorted(free + running.pop(process))
+        time.sleep(0.2)
+    while not results.empty():
+        finished.append(results.get())
+        print_job(*finished[-1])
+    return finished
+
+
+def pinned(job: Job, results: Queue[tuple[Job, dict[str, Row], str]], cores: Sequence[int]) -> None:
+    """Run a job on its cores."""
+    os.sched_setaffinity(0, cores)
+    run(job, results)
+
+
+def print_job(job: Job, rows: dict[str, Row], told: str) -> None:
+    """A line as soon as it is known."""
+    float_ms = next((r.first_ms for r in rows.values() if r.first_ms is not None), float("nan"))
+    cells = "; ".join(f"{name} {cell(row)}" for name, row in rows.items())
+    print(f"{job.entry.name} at {job.threads}: float {float_ms:.3f} ms; {cells}; {told}", flush=True)
+
+
+def main() -> None:
+    """Print the table."""
+    asked = zoo.parser(__doc__, [])
+    asked.add_argument("--keep", type=Path, required=True, help="folder of runs and files")
+    asked.add_argument("--engine", default="onnxruntime")
+    asked.add_argument("--threads", type=int, nargs="*", default=[1])
+    asked.add_argument("--seconds", type=float, default=600.0, help="time budget of one run of tune")
+    given = asked.parse_args()
+    given.keep.mkdir(parents=True, exist_ok=True)
+    entries = zoo.find(given.models, given.names)
+    for entry in entries:
+        peers(entry, given.keep)
+    jobs = [Job(e, t, given.engine, given.keep, given.seconds) for t in given.threads for e in entries]
+    found = scheduled(jobs)
+    columns = ("model", "threads", "float, ms", "int4", "int8", "W8A8", "tune", "what ships")
+    rows = []
+    for job, known, told in sorted(found, key=lambda f: (f[0].entry.name, f[0].threads)):
+        float_ms = known["tune"].first_ms or float("nan")
+        cells = [cell(known[name]) for name in ("int4", "int8", "static", "tune")]
+        rows.append((job.entry.name, str(job.threads), f"{float_ms:.3f}", *cells, told))
+    print()
+    zoo.print_table(columns, rows)
+    if len(found) < len(jobs):
+        sys.exit(f"{len(jobs) - len(found)} jobs failed")
+
+
+if __name__ == "__main__":
+    main()
