@@ -27,11 +27,10 @@ from qdqtune.calibration.samples import open_samples
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.loading import load
-from qdqtune.measurement.pairing import fresh_pairs
-from qdqtune.measurement.timing import Plan, envelope, ratio
-from qdqtune.tuning.proof import PAIRS
+from qdqtune.measurement.pairing import as_many_pairs_as_needed, fresh_pairs
+from qdqtune.measurement.timing import MORE_PAIRS, Plan, across_builds, ratio
 from qdqtune.tuning.settings import EFFORTS
-from qdqtune.types import Failure
+from qdqtune.types import Failure, Measurement
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,21 @@ class Seen:
     seconds: float
 
 
+@dataclass(frozen=True)
+class _Builds:
+    """Pairs of builds of one file by number, in rounds."""
+
+    runner: Runner
+    file: Path
+    plan: Plan
+    seed: int
+
+    def __call__(self, numbers: Sequence[int]) -> list[Measurement] | Failure:
+        """The rounds of these pairs."""
+        seeds = [self.seed + number for number in numbers]
+        return fresh_pairs(self.runner, self.file, self.file, self.plan, seeds, [f"same_{s}" for s in seeds])
+
+
 def compared(entry: zoo.Entry, setting: Setting, seeds: range, until: float) -> list[Seen]:
     """Comparisons of a file with itself, one for each seed, as long as there is time."""
     model = load(entry.path, fix_inputs=entry.fixed)
@@ -68,14 +82,13 @@ def compared(entry: zoo.Entry, setting: Setting, seeds: range, until: float) -> 
             if time.time() > until:
                 break
             begun = time.monotonic()
-            each = [2 * seed + number for number in range(PAIRS)]
-            found = fresh_pairs(runner, entry.path, entry.path, plan, each, [f"same_{n}" for n in each])
+            found = as_many_pairs_as_needed(_Builds(runner, entry.path, plan, MORE_PAIRS * seed), plan)
             if isinstance(found, Failure):
                 raise SystemExit(f"{entry.name} does not run: {found.reason}")
             logs = [np.log(np.asarray(m.b) / np.asarray(m.a)) for m in found]
             medians = tuple(float(np.median(x)) for x in logs)
             within = float(np.median([1.4826 * np.median(np.abs(x - np.median(x))) for x in logs]))
-            verdict = envelope([ratio(m, plan) for m in found]).verdict
+            verdict = across_builds([ratio(m, plan) for m in found]).verdict
             seen.append(Seen(verdict, medians, within, time.monotonic() - begun))
     return seen
 

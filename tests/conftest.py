@@ -40,6 +40,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=0, metavar="N", help="kill real engines and their drivers N times")
 
 
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results are proven at the threads of the search alone: no test opens all cores."""
+    monkeypatch.setattr("qdqtune.tuning.threads.usual_threads", lambda: 1)
+
+
 @pytest.fixture
 def workers() -> Iterator[Workers]:
     """No processes: every runner works in this one, some times faster, and good for all but crashes and hangs."""

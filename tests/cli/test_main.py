@@ -79,6 +79,7 @@ TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
     "--precision": (["fp16"], lambda s: s.precision, "fp16"),
     "--engine": (["fake"], lambda s: s.engine, EngineSpec("fake")),
     "--threads": (["3"], lambda s: s.engine.options.get("threads"), 3),
+    "--deploy-threads": (["1"], lambda s: s.deploy_threads, (1,)),
     "--workers": (["3"], lambda s: s.workers, 3),
     "--cores-per-worker": (["2"], lambda s: s.cores_per_worker, 2),
     "--provider": (["CUDA"], lambda s: s.engine.options.get("provider"), "CUDA"),
@@ -212,7 +213,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineSpec, float]]:
 def test_options_of_compare_reach_the_measurement(monkeypatch, call, made, tmp_path):
     path = write(mixed(batch=None), tmp_path)
     given = SimpleNamespace()
-    monkeypatch.setattr(files, "compare_files", lambda *a, **k: given.__dict__.update(a=a, **k) or [])
+    monkeypatch.setattr("qdqtune.commands.compare.compare_files", lambda *a, **k: given.__dict__.update(a=a, **k) or [])
     code, _, _ = call("compare", path, path, "--engine", "fake", "--engine_option", "noise=0.1", "--time-limit", "3m",
                       "--input-shape", "x:5x64x64", "--calibration_samples", 2, "--seed", 4,
                       "--timing_runs", 30, "--warmup-runs", 1, "--threads", 2, "--provider", "P")  # fmt: skip
@@ -781,7 +782,8 @@ def test_compare_prints_a_table(call, tuned):
     code, out, err = call("compare", tuned, tuned, final, "--engine", "fake")
     assert code == 0
     assert f"first: {tuned}" in out
-    assert re.search(r"1\.00x \[1\.00x, 1\.00x\] +undecided", out)
+    assert re.search(r"1\.00x \[0\.98x, 1\.02x\] +equal files within 2\.0 %", out)
+    assert "output SQNR over 8 samples" in out
     assert re.search(rf"^ {final} .* \d\.\d\dx \[\d\.\d\dx, \d\.\d\dx\] +faster +[\d.]+ *$", out, re.MULTILINE)
     assert err.splitlines() == [
         "running model.onnx",
@@ -791,13 +793,25 @@ def test_compare_prints_a_table(call, tuned):
     ]
 
 
+def test_compare_tells_each_number_of_threads(call, tuned):
+    final = tuned.parent / "out" / "optimized_final.onnx"
+    at = ("--engine", "fake", "--engine-option", "threads=1", "--deploy-threads", "1,4")
+    code, out, _ = call("compare", tuned, final, *at)
+    assert code == 0
+    assert re.search(rf"{final}, 1 thread .*faster", out)
+    assert re.search(rf"{final}, 4 threads .*faster", out)
+    code, out, _ = call("compare", tuned, final, *at, "--json")
+    assert [row["threads"] for row in json.loads(out)["others"]] == [1, 4]
+    assert call("compare", tuned, final, "--engine", "fake", "--deploy-threads", "1;4")[0] == 2
+
+
 def test_compare_goes_on_behind_a_file_that_the_engine_refuses(call, tuned):
     final = tuned.parent / "out" / "optimized_final.onnx"
     faults = 'faults={"refuse": "*"}'
     code, out, err = call("compare", tuned, final, tuned, "--engine", "fake", "--engine-option", faults)
     assert code == 5
     assert re.search(r" failed ", out)
-    assert re.search(r" undecided ", out)
+    assert re.search(r" equal files within ", out)
     assert err.splitlines()[-1].startswith(f"error: {final} cannot be compared: fake engine: ")
 
 

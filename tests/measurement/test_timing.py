@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,18 @@ from scipy.stats import binom
 from models import build, normal
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.worker import Session
-from qdqtune.measurement.timing import Plan, Ratio, compare, compare_pairs, envelope, judge, least_rounds, ratio
+from qdqtune.measurement.pairing import as_many_pairs_as_needed
+from qdqtune.measurement.timing import (
+    Plan,
+    Ratio,
+    across_builds,
+    compare,
+    compare_pairs,
+    envelope,
+    judge,
+    least_rounds,
+    ratio,
+)
 from qdqtune.types import Failure, Measurement, Placement, Proposal, Trial
 
 Array = npt.NDArray[Any]
@@ -293,6 +305,45 @@ def test_two_pairs_of_builds_win_by_luck_no_more_often_than_one(kind: str) -> No
     found = [of_pairs(compare_pairs(pair, plan), plan) for pair in zip(*pairs, strict=True)]
     for side in ("faster", "slower"):
         assert plausible(found.count(side), count, plan.error**2)
+
+
+def of_builds(rounds: Array, plan: Plan, numbers: Sequence[int]) -> list[Measurement] | Failure:
+    """Pairs of builds by number, of which a row of ratios is known."""
+    return compare_pairs([source(np.ones(rounds.shape[1]), rounds[n]) for n in numbers], plan)
+
+
+def test_builds_that_differ_for_good_win_no_more_often_than_promised() -> None:
+    """Equal files, builds of which differ by 1 % where rounds on them tell 0.1 %: that two agree says little."""
+    plan, count, rng = Plan((12, 24)), 2500, np.random.default_rng(8)
+    naive = {"faster": 0, "slower": 0, "undecided": 0}
+    found = dict.fromkeys(naive, 0)
+    for _ in range(count):
+        speeds = np.exp(0.01 * rng.standard_normal(4))
+        rounds = speeds[:, None] * np.exp(0.001 * rng.standard_normal((4, plan.looks[-1])))
+        pairs = as_many_pairs_as_needed(partial(of_builds, rounds, plan), plan)
+        assert isinstance(pairs, list)
+        ratios = [ratio(m, plan) for m in pairs]
+        naive[envelope(ratios[:2]).verdict] += 1
+        found[across_builds(ratios).verdict] += 1
+    for side in ("faster", "slower"):
+        assert plausible(found[side], count, plan.error)
+        assert naive[side] > 0.15 * count
+
+
+def test_a_small_gain_takes_more_builds_and_a_large_one_two() -> None:
+    asked: list[list[int]] = []
+
+    def builds(value: float) -> str:
+        def measure(numbers: Sequence[int]) -> list[Measurement] | Failure:
+            asked.append(list(numbers))
+            return compare_pairs([Source(value) for _ in numbers], PROOF)
+
+        pairs = as_many_pairs_as_needed(measure, PROOF)
+        assert isinstance(pairs, list)
+        return across_builds([ratio(m, PROOF) for m in pairs]).verdict
+
+    assert [builds(0.9), builds(0.985), builds(0.99), builds(1.1)] == ["faster", "faster", "undecided", "slower"]
+    assert asked == [[0, 1], [0, 1], [2, 3], [0, 1], [2, 3], [0, 1]]
 
 
 def test_pairs_of_builds_are_in_turns_and_stop_when_they_are_decided() -> None:

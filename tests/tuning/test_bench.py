@@ -21,17 +21,18 @@ from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BaselineFailed, EngineFailure, OutputError
 from qdqtune.graph.files import one_constant_file
 from qdqtune.graph.outputs import Scratch
-from qdqtune.measurement.timing import Plan, judge, ratio
+from qdqtune.measurement.timing import LUCK, PAIRS, Plan, judge, ratio
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.tuning.bench import Bench, job_key
 from qdqtune.tuning.candidates import Candidates
+from qdqtune.tuning.meeting import Confirmed, confirm
 from qdqtune.tuning.observer import Silent
-from qdqtune.tuning.proof import Confirmed, confirm
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.station import Conditions, Station, profiled_runs
 from qdqtune.tuning.store import Store
+from qdqtune.tuning.threads import Place
 from qdqtune.types import Edge, Failure, Measurement, Placement, Proposal
 from runs import mixed, room_for
 
@@ -291,15 +292,15 @@ def test_the_proof_takes_all_rounds_on_two_fresh_builds_of_each_file(opened: Ope
     setup = opened(speed=lambda path, build: {"baseline": 1.0, "final": 0.8 if build < 2 else 0.9}.get(path.stem, 1.0))
     for path, placement in zip(files, (FLOAT, setup.placements[0]), strict=True):
         setup.candidates.write_whole(placement, path)
-    proven = confirm("proof:x", *files, setup.run)
+    proven = confirm("proof:x", *files, setup.run, Place(None, setup.run.runner))
     assert isinstance(proven, Confirmed)
-    assert (proven.ratio.low, proven.ratio.high) == (0.8, 0.9)
+    assert (proven.ratio.low, proven.ratio.high) == (0.8 * (1 - LUCK[PAIRS]), 0.9 / (1 - LUCK[PAIRS]))
     assert proven.ratio.median == pytest.approx((0.8 * 0.9) ** 0.5)
     assert (proven.a_seconds, proven.b_seconds) == (1.0, pytest.approx(0.85))
     assert [p.name for p in setup.runner.builds] == ["baseline.onnx", "final.onnx"] * 2
     assert setup.runner.present == set()
     later = opened()
-    assert confirm("proof:x", *files, later.run) == proven
+    assert confirm("proof:x", *files, later.run, Place(None, later.run.runner)) == proven
     assert later.runner.builds == []
 
 

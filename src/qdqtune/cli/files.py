@@ -9,24 +9,31 @@ from typing import Any
 
 import click
 
+from qdqtune.calibration.prepare import prepare
 from qdqtune.cli import options, progress, report
 from qdqtune.cli.grouped import command
 from qdqtune.cli.options import FILE, option
 from qdqtune.cli.output import print_json, say_error, say_notes, show
-from qdqtune.commands.apply import JUDGED, apply
-from qdqtune.commands.compare import comparable, compare_files
+from qdqtune.cli.threads import DEPLOY_THREADS
+from qdqtune.commands.apply import apply
+from qdqtune.commands.compare import comparable, compare_at
+from qdqtune.engines import EngineSpec
 from qdqtune.engines.formats import numeric_format
-from qdqtune.engines.runner import time_limit, unlogged
+from qdqtune.engines.runner import time_limit
+from qdqtune.engines.shapes import check_inputs
 from qdqtune.errors import EngineFailure
+from qdqtune.graph.model import Model
 from qdqtune.measurement.accuracy import concern
 from qdqtune.measurement.timing import Plan
 from qdqtune.placement.files import read_placement_file
 from qdqtune.tuning import advice
-from qdqtune.types import Accuracy
+from qdqtune.tuning.subject import judged
+from qdqtune.types import Sample
 
 COMPARE = (
     click.Argument(["files"], type=FILE, nargs=-1, required=True),
     *options.ENGINE,
+    DEPLOY_THREADS,
     *options.DATA,
     option("--timing-runs", "Rounds per pair of builds.", click.IntRange(12), default=24),
     options.WARMUP_RUNS,
@@ -49,19 +56,20 @@ def compare_command(
     """
     spec, plan = options.engine(given), Plan((timing_runs,), warmup=warmup_runs)
     options.check_page(html, files)
-    samples = options.Data.of(given).first(JUDGED, comparable(files)[0], spec)
+    samples = judging(given, comparable(files)[0], spec)
     if (busy := advice.busy(spec)) is not None:
         say_notes([busy])
-    with progress.shown() as observer, unlogged(spec, time_limit_s=given["time_limit"]) as runner:
-        rows = compare_files(files, runner, samples, plan, seed=given["seed"], observer=observer)
+    counts, seed, limit = given["deploy_threads"], given["seed"], given["time_limit"]
+    with progress.shown() as observer:
+        rows = compare_at(files, spec, counts, samples, plan, seed=seed, time_limit_s=limit, observer=observer)
     if as_machine:
         print_json({"first": str(files[0]), "others": [row.as_json() for row in rows]})
     else:
-        show(report.comparison_table(str(files[0]), rows))
+        show(report.comparison_table(str(files[0]), rows, len(samples)))
     notes = [] if given["calibration_data"] else ["no --calibration-data: latency and SQNR are on random inputs"]
-    warned = [(row, warning) for row in rows if (warning := concern(Accuracy(row.sqnr_db)))]
-    notes += [f"{row.file} against {files[0]}: {warning}" for row, warning in warned]
-    notes += [f"{row.file}: {note}" for row in rows if row.ratio is not None and (note := advice.wide(row.ratio))]
+    warned = {row.file: warning for row in rows if row.accuracy and (warning := concern(row.accuracy))}
+    notes += [f"{file} against {files[0]}: {warning}" for file, warning in warned.items()]
+    notes += [f"{row.name}: {note}" for row in rows if row.ratio is not None and (note := advice.wide(row.ratio))]
     say_notes(notes)
     if html is not None:
         from qdqtune.cli.pages import leave_comparison
@@ -69,8 +77,19 @@ def compare_command(
         leave_comparison(html, files[0], rows, plan, notes)
     refused = [row for row in rows if row.ratio is None]
     for row in refused:
-        say_error(f"{row.file} cannot be compared: {row.reason}")
+        say_error(f"{row.name} cannot be compared: {row.reason}")
     return EngineFailure.exit_code if refused else 0
+
+
+def judging(given: options.Given, model: Model, spec: EngineSpec) -> Sequence[Sample]:
+    """As many of the first samples as a search compares outputs on.
+
+    Raises:
+        BadOption, BadData: see `options.Data.first`.
+    """
+    check_inputs(spec, model)
+    prepared = prepare(model, options.Data.of(given))
+    return prepared.samples.first(judged(prepared.shaped))
 
 
 APPLY = (

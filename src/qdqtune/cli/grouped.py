@@ -37,8 +37,8 @@ RARE = {
     "Model": ("formats", "qdq_baseline", "default_dq_dtype", "per_channel", "placement_like", "rewrites", "fold"),
     "Accuracy": ("max_drop", "min_agreement", "bias_correction", "percentile"),
     "Engine": (
-        "cores_per_worker", "provider", "target", "time_limit", "min_shapes", "opt_shapes", "max_shapes",
-        "timing_cache", "plugin_libraries", "workspace_mb", "builder_level", "trtexec", "trtexec_args",
+        "deploy_threads", "cores_per_worker", "provider", "target", "time_limit", "min_shapes", "opt_shapes",
+        "max_shapes", "timing_cache", "plugin_libraries", "workspace_mb", "builder_level", "trtexec", "trtexec_args",
         "engine_options", "graph_json", "profile_json",
     ),
 }  # fmt: skip
@@ -78,7 +78,7 @@ SHORT = {
     "evaluate": "your own metric, higher is better",
     "calibration_method": "how ranges are found",
     "engine": "what to build and time on",
-    "threads": "of the engine on a CPU",
+    "threads": "of a CPU; holds at a thread a core too",
     "workers": "devices that measure side by side",
     "runs": "inferences to time",
 }

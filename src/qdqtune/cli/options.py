@@ -21,7 +21,7 @@ from click.core import ParameterSource
 
 from qdqtune.calibration import prepare
 from qdqtune.calibration.methods import CLOSEST, Calibration, Method
-from qdqtune.engines import MODULES, EngineSpec
+from qdqtune.engines import MODULES, THREADED, EngineSpec
 from qdqtune.engines.shapes import ENGINES, OPTIONS, check_inputs
 from qdqtune.errors import BadOption, parsed_json
 from qdqtune.graph.float16 import Precision
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 Given = Mapping[str, Any]
 """Values of options by parameter."""
 
-THREAD_ENGINES = frozenset({"onnxruntime", "openvino"})
 MOST_THREADS = max(16, os.cpu_count() or 1)
 """More than the machine has slow it down without end: idle ones wait busily."""
 
@@ -423,7 +422,7 @@ def engine(given: Given) -> EngineSpec:
     for own in OPTIONS:
         if own in chosen:
             chosen[own] = {tensor: list(shape) for tensor, shape in chosen[own].items()}
-    if name in THREAD_ENGINES:
+    if name in THREADED:
         chosen["threads"] = given["threads"]
     if "plugin_libraries" in chosen:
         chosen["plugin_libraries"] = list(chosen["plugin_libraries"])

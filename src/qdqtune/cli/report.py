@@ -34,11 +34,9 @@ CANDIDATE = re.compile(r"\b[0-9a-f]{16}\.onnx\b")
 def result_table(result: Result) -> Table:
     """Latency before and after, speedup with its interval, pairs, output SQNR."""
     summary = result.summary
-    rows = [("latency", f"{summary['baseline_ms']:.3f} ms", f"{summary['final_ms']:.3f} ms")]
-    if result.ratio is not None:
-        rows.append(("speedup [interval]", "1x", result.ratio.speedup))
-        if summary["ratio_to_given"] is not None:
-            rows.append((f"speedup over {Path(summary['model']).name}", "", speed(summary["ratio_to_given"])))
+    rows = _latencies(result)
+    if result.ratio is not None and summary["ratio_to_given"] is not None:
+        rows.append((f"speedup over {Path(summary['model']).name}", "", speed(summary["ratio_to_given"])))
     rows.append(("tensors with a Q/DQ pair", "0", str(summary["pairs"])))
     if result.improved:
         rows.append(("output SQNR against float", "", _accuracy(summary)))
@@ -56,6 +54,24 @@ def result_table(result: Result) -> Table:
     spent = f"{candidates}, builds: {summary['builds']}"
     table.caption = f"{spent}, time: {duration(summary['seconds'])}"
     return table
+
+
+def _latencies(result: Result) -> list[tuple[str, str, str]]:
+    """Latency and speedup, at each number of threads where there are several."""
+    summary, by_threads = result.summary, result.summary.get("by_threads", [])
+    rows = [("latency", f"{summary['baseline_ms']:.3f} ms", f"{summary['final_ms']:.3f} ms")]
+    if result.ratio is None:
+        return rows
+    if len(by_threads) < 2:
+        return [*rows, ("speedup [interval]", "1x", result.ratio.speedup)]
+    rows = []
+    for row in by_threads:
+        ends, plural = Ratio(row["ratio"], row["low"], row["high"]), "s" * (row["threads"] > 1)
+        rows.append(
+            (f"latency, {row['threads']} thread{plural}", f"{row['baseline_ms']:.3f} ms", f"{row['final_ms']:.3f} ms")
+        )
+        rows.append(("  speedup [interval]", "1x", ends.speedup))
+    return rows
 
 
 def _accuracy(summary: Mapping[str, Any]) -> str:
@@ -175,18 +191,19 @@ def result_line(result: Result, final: Path) -> str:
     return f"{outcome}: {final} is {copied}"
 
 
-def comparison_table(first: str, rows: Sequence[Row]) -> Table:
-    """Every file against the first; a file that failed has an empty row."""
+def comparison_table(first: str, rows: Sequence[Row], samples: int) -> Table:
+    """Every file against the first; a file that failed has an empty row. The SQNR is of so many samples."""
     cells = []
     for row in rows:
         if row.ratio is None or row.ms is None or row.first_ms is None:
-            cells.append((row.file, "", "", "", "failed", ""))
+            cells.append((row.name, "", "", "", "failed", ""))
             continue
         sqnr = "" if row.sqnr_db is None else f"{row.sqnr_db:.1f}"
         times = f"{row.first_ms:.3f}", f"{row.ms:.3f}"
-        cells.append((row.file, *times, row.ratio.speedup, row.ratio.verdict, sqnr))
+        cells.append((row.name, *times, row.ratio.speedup, row.words, sqnr))
     table = _table(("file", "first, ms", "ms", "speedup [interval]", "verdict", "SQNR, dB"), cells)
     table.title, table.title_justify = f"first: {escape(first)}", "left"
+    table.caption = f"output SQNR over {samples} sample{'s' * (samples != 1)}"
     return table
 
 

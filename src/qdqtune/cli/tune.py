@@ -14,6 +14,7 @@ from qdqtune.cli.grouped import command
 from qdqtune.cli.options import FILE, flag, option
 from qdqtune.cli.output import print_json, say, say_notes, show
 from qdqtune.cli.streams import INTERRUPTED
+from qdqtune.cli.threads import DEPLOY_THREADS
 from qdqtune.engines.shapes import usual_shapes
 from qdqtune.errors import ConstraintUnmet, QdqtuneError
 from qdqtune.measurement.timing import Plan
@@ -78,6 +79,7 @@ OPTIONS = (
     ),
     options.PRECISION,
     *options.ENGINE,
+    DEPLOY_THREADS,
     *options.WORKERS,
     *options.DATA,
     *options.RANGES,

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from qdqtune.calibration.samples import InputSpec, input_specs
-from qdqtune.engines.runner import Runner
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.runner import Runner, unlogged
 from qdqtune.errors import BadOption, EngineFailure
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
-from qdqtune.measurement.accuracy import sqnr_db
-from qdqtune.measurement.pairing import fresh_pair
-from qdqtune.measurement.timing import Plan, Ratio, Verdict, envelope, ratio
+from qdqtune.graph.stamps import content
+from qdqtune.measurement.accuracy import accuracy
+from qdqtune.measurement.pairing import as_many_pairs_as_needed, fresh_pairs
+from qdqtune.measurement.timing import Plan, Ratio, Verdict, across_builds, ratio
 from qdqtune.tuning.observer import Observer, Silent
-from qdqtune.types import Array, Failure, Measurement, Sample
+from qdqtune.tuning.threads import counts_of
+from qdqtune.types import Accuracy, Array, Failure, Measurement, Sample
+
+OWN = frozenset({"rounds", "is_same"})
+"""Fields of a row that are not for machines."""
 
 
 @dataclass(frozen=True)
 class Row:
     """One file against the first: median latencies in ms, ratio b/a, and output SQNR against the first in dB.
 
-    `reason` says why there is no ratio; `rounds` are those of each pair of builds.
+    `reason` says why there is no ratio; `rounds` are those of each pair of builds. `accuracy` says more of the outputs;
+    `is_same` that both files hold the same. `threads` are those of the engine, where several numbers were asked for.
     """
 
     file: str
@@ -35,6 +42,23 @@ class Row:
     sqnr_db: float | None
     reason: str = ""
     rounds: tuple[Measurement, ...] = ()
+    accuracy: Accuracy | None = None
+    is_same: bool = False
+    threads: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The file, and at how many threads where that was asked for."""
+        return self.file if self.threads is None else f"{self.file}, {self.threads} thread{'s' * (self.threads > 1)}"
+
+    @property
+    def words(self) -> str:
+        """The verdict for people: of files that cannot be told apart, by how much they may differ at most."""
+        if self.ratio is None or self.ratio.verdict != "undecided":
+            return self.verdict or "failed"
+        low, high = self.ratio.low, self.ratio.high
+        within = "" if low is None or high is None else f" within {100 * max(high - 1, 1 - low):.1f} %"
+        return f"{'equal files' if self.is_same else 'no difference seen'}{within}"
 
     @property
     def verdict(self) -> Verdict | None:
@@ -44,7 +68,7 @@ class Row:
     def as_json(self) -> dict[str, Any]:
         """The row for machines."""
         told = asdict(self) | {"verdict": self.verdict}
-        return {name: value for name, value in told.items() if name != "rounds"}
+        return {name: value for name, value in told.items() if name not in OWN}
 
 
 def comparable(files: Sequence[Path]) -> list[Model]:
@@ -70,11 +94,11 @@ def compare_files(
     samples: Sequence[Sample],
     plan: Plan,
     *,
-    builds: int = 2,
+    builds: int | None = None,
     seed: int = 0,
     observer: Observer | None = None,
 ) -> list[Row]:
-    """Pair the first file with each of the others, on `builds` fresh builds of both.
+    """Pair the first file with each of the others, on so many fresh builds of both; by default on as many as needed.
 
     Raises:
         EngineFailure: the engine cannot build or run the first file.
@@ -88,16 +112,55 @@ def compare_files(
     rows = []
     for file in files[1:]:
         observer.stage(f"timing {file.name} against {files[0].name}")
-        results = [
-            fresh_pair(runner, files[0], file, plan, seed + build, f"compare_{build}") for build in range(builds)
-        ]
-        measured = [r for r in results if isinstance(r, Measurement)]
-        failed = [r for r in results if isinstance(r, Failure)]
-        if failed:
-            rows.append(Row(str(file), None, None, None, None, failed[0].reason))
+        pairs = _Pairs(runner, files[0], file, plan, seed)
+        measured = as_many_pairs_as_needed(pairs, plan) if builds is None else pairs(range(builds))
+        if isinstance(measured, Failure):
+            rows.append(Row(str(file), None, None, None, None, measured.reason))
         else:
-            rows.append(_row(file, measured, plan, _accuracy(file, runner, samples, reference)))
+            rows.append(_row(files[0], file, measured, plan, _accuracy(file, runner, samples, reference)))
     return rows
+
+
+def compare_at(
+    files: Sequence[Path],
+    spec: EngineSpec,
+    counts: Sequence[int] | None,
+    samples: Sequence[Sample],
+    plan: Plan,
+    *,
+    seed: int = 0,
+    time_limit_s: float | None = None,
+    observer: Observer | None = None,
+) -> list[Row]:
+    """The rows of `compare_files` on an engine: at each of several numbers of threads, if any are asked for.
+
+    Raises:
+        BadOption: the engine has no threads to be told, or this process has no room for so many.
+        EngineFailure: see `compare_files`.
+    """
+    rows: list[Row] = []
+    for count in (None,) if counts is None else counts_of(spec, counts):
+        at = spec if count is None else replace(spec, options={**spec.options, "threads": count})
+        with unlogged(at, time_limit_s=time_limit_s) as runner:
+            found = compare_files(files, runner, samples, plan, seed=seed, observer=observer)
+        rows += [replace(row, threads=count) for row in found]
+    return rows
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Fresh builds of two files by number, in rounds."""
+
+    runner: Runner
+    first: Path
+    file: Path
+    plan: Plan
+    seed: int
+
+    def __call__(self, numbers: Sequence[int]) -> list[Measurement] | Failure:
+        """The rounds of these pairs."""
+        seeds, names = [self.seed + n for n in numbers], [f"compare_{n}" for n in numbers]
+        return fresh_pairs(self.runner, self.first, self.file, self.plan, seeds, names)
 
 
 def _agree(a: InputSpec, b: InputSpec) -> bool:
@@ -111,11 +174,12 @@ def _listed(specs: Mapping[str, InputSpec]) -> str:
     return ", ".join(map(str, specs.values()))
 
 
-def _row(file: Path, measured: Sequence[Measurement], plan: Plan, sqnr: float | None) -> Row:
-    both = envelope([ratio(m, plan) for m in measured])
+def _row(a: Path, file: Path, measured: Sequence[Measurement], plan: Plan, exact: Accuracy | None) -> Row:
+    both = across_builds([ratio(m, plan) for m in measured])
     first = 1e3 * float(np.median([s for m in measured for s in m.a]))
     other = 1e3 * float(np.median([s for m in measured for s in m.b]))
-    return Row(str(file), first, other, both, sqnr, rounds=tuple(measured))
+    sqnr, is_same = None if exact is None else exact.sqnr_db, content([a]) == content([file])
+    return Row(str(file), first, other, both, sqnr, rounds=tuple(measured), accuracy=exact, is_same=is_same)
 
 
 def _outputs(file: Path, runner: Runner, samples: Sequence[Sample]) -> list[dict[str, Array]] | Failure:
@@ -127,11 +191,13 @@ def _outputs(file: Path, runner: Runner, samples: Sequence[Sample]) -> list[dict
     return outputs
 
 
-def _accuracy(file: Path, runner: Runner, samples: Sequence[Sample], reference: list[dict[str, Array]]) -> float | None:
-    """Output SQNR against the first file, or None where the outputs are equal or do not correspond."""
+def _accuracy(
+    file: Path, runner: Runner, samples: Sequence[Sample], reference: list[dict[str, Array]]
+) -> Accuracy | None:
+    """Outputs against those of the first file, or None where they do not correspond."""
     outputs = _outputs(file, runner, samples)
     if isinstance(outputs, Failure) or outputs[0].keys() != reference[0].keys():
         return None
     if any(o[k].shape != r[k].shape for o, r in zip(outputs, reference, strict=True) for k in r):
         return None
-    return sqnr_db(reference, outputs)
+    return accuracy(reference, outputs)

@@ -101,6 +101,20 @@ class Engine(Protocol):
         """
 
 
+THREADED = frozenset({"onnxruntime", "openvino"})
+"""Engines that compute on threads of the CPU, unless a provider of theirs computes elsewhere."""
+
+CPU_PROVIDER = "CPUExecutionProvider"
+
+
+def threads_of(spec: EngineSpec) -> int | None:
+    """How many threads of the CPU an engine computes on; None where that is not for us to say."""
+    if spec.name not in THREADED:
+        return spec.options.get("threads")
+    is_cpu = (spec.options.get("provider") or CPU_PROVIDER) == CPU_PROVIDER
+    return int(spec.options.get("threads", 1)) if is_cpu else None
+
+
 def open_engine(spec: EngineSpec) -> Engine:
     """The engine that `spec` describes.
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qdqtune.engines import EngineSpec
+from qdqtune.engines import CPU_PROVIDER, EngineSpec
 from qdqtune.errors import BadOption, EngineUnavailable
 
 LEASE_SECONDS = 30.0
@@ -21,7 +21,6 @@ LEASE_SECONDS = 30.0
 
 NVIDIA_SMI_SECONDS = 30.0
 GPU_ENGINES = frozenset({"tensorrt", "tensorrt-rtx", "trtexec"})
-CPU_PROVIDER = "CPUExecutionProvider"
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
 

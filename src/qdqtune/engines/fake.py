@@ -65,6 +65,7 @@ def create(
     build_seconds: float = 0.0,
     faults: Mapping[str, str] | None = None,
     hide_times: bool = False,
+    threads: int = 1,
 ) -> Fake:
     """The engine.
 
@@ -78,33 +79,42 @@ def create(
         faults: `refuse`, `crash`, `hang` (when built) or `nan` (when run) to a pattern of node names: what happens to
             a model that has a Q/DQ pair on an input of such a node.
         hide_times: layer reports have no times, like those of engines that cannot tell.
+        threads: multiply-adds are divided among so many; all else takes as long as on one.
 
     Raises:
         BadOption: an unknown kind of fault, or a negative number.
     """
     if unknown := sorted(set(faults or {}) - set(FAULTS)):
         raise BadOption(f"engine 'fake' knows no fault {unknown[0]!r}; it has {', '.join(FAULTS)}")
-    if min(noise, drift, spikes, build_seconds, seed) < 0:
+    if min(noise, drift, spikes, build_seconds, seed, threads - 1) < 0:
         raise BadOption("engine 'fake' takes no negative numbers")
-    return Fake(_Noise(seed, noise, drift, spikes), asymmetric, build_seconds, dict(faults or {}), hide_times)
+    return Fake(_Noise(seed, noise, drift, spikes), asymmetric, build_seconds, dict(faults or {}), hide_times, threads)
 
 
 class Fake:
     """Builds models for the reference evaluator and the cost model."""
 
     def __init__(
-        self, noise: _Noise, asymmetric: bool, build_seconds: float, faults: Mapping[str, str], hide_times: bool
+        self,
+        noise: _Noise,
+        asymmetric: bool,
+        build_seconds: float,
+        faults: Mapping[str, str],
+        hide_times: bool,
+        threads: int,
     ) -> None:
         self._noise = noise
         self._asymmetric = asymmetric
         self._build_seconds = build_seconds
         self._faults = faults
         self._hide_times = hide_times
+        self._threads = threads
 
     def describe(self) -> dict[str, str]:
         """Name, version of the cost model, and what shapes its answers."""
         numbers = "asymmetric" if self._asymmetric else "symmetric"
-        return {"engine": "fake", "version": "1", "device": "cost model", "threads": "1", "numbers": numbers}
+        threads = str(self._threads)
+        return {"engine": "fake", "version": "1", "device": "cost model", "threads": threads, "numbers": numbers}
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
         """Like TensorRT; int8 like ONNX Runtime's CPU with the option `asymmetric`."""
@@ -129,7 +139,7 @@ class Fake:
                 if len(tensor.raw_data) > SHAPE_BYTES:
                     tensor.ClearField("raw_data")
             fault = self._fault(proto)
-            seconds = latency(proto)  # also a check that the cost model can read it
+            seconds = latency(proto, self._threads)  # also a check that the cost model can read it
         except Exception as error:  # protobuf, the checker and shape inference raise what they like
             with log.open("a") as file:
                 file.write(f"{error}\n")
@@ -142,7 +152,8 @@ class Fake:
             os._exit(70)
         while fault == "hang":
             time.sleep(3600)
-        return FakeModel(model, proto, self._noise, spoiled=fault == "nan", timed=not self._hide_times)
+        costs = _CostModel(proto, self._threads)
+        return FakeModel(model, costs, self._noise, spoiled=fault == "nan", timed=not self._hide_times)
 
     def _fault(self, proto: onnx.ModelProto) -> str | None:
         dequantized = {n.output[0] for n in proto.graph.node if n.op_type == "DequantizeLinear"}
@@ -154,10 +165,10 @@ class Fake:
 class FakeModel:
     """A model with its modelled latency."""
 
-    def __init__(self, path: Path, proto: onnx.ModelProto, noise: _Noise, *, spoiled: bool, timed: bool) -> None:
+    def __init__(self, path: Path, costs: _CostModel, noise: _Noise, *, spoiled: bool, timed: bool) -> None:
         self._path = path
-        self._costs = _CostModel(proto)
-        self._seconds = self._costs.seconds()
+        self._costs = costs
+        self._seconds = costs.seconds()
         self._noise = noise
         self._spoiled = spoiled
         self._timed = timed
@@ -234,13 +245,14 @@ class _Noise:
         return float(exp(self._noise * own + self._drift * self._state) * spike)
 
 
-def latency(model: onnx.ModelProto) -> float:
+def latency(model: onnx.ModelProto, threads: int = 1) -> float:
     """Modelled seconds of one inference (see the module's text). Constants may be external."""
-    return _CostModel(model).seconds()
+    return _CostModel(model, threads).seconds()
 
 
 class _CostModel:
-    def __init__(self, model: onnx.ModelProto) -> None:
+    def __init__(self, model: onnx.ModelProto, threads: int) -> None:
+        self.pace = MULTIPLY_ADDS_PER_SECOND * threads
         graph = onnx.shape_inference.infer_shapes(model).graph
         self.nodes = graph.node
         self.shapes = {t.name: tuple(t.dims) for t in graph.initializer}
@@ -315,7 +327,7 @@ class _CostModel:
             return 0.0
         integer = node.output[0] in self.integer
         if node.op_type in COMPUTE:
-            work = self._multiply_adds(node) / MULTIPLY_ADDS_PER_SECOND * (COMPUTE_FRACTION if integer else 1.0)
+            work = self._multiply_adds(node) / self.pace * (COMPUTE_FRACTION if integer else 1.0)
         else:
             work = prod(self._shape(node.output[0])) / ELEMENTS_PER_SECOND * (MEMORY_FRACTION if integer else 1.0)
         return SECONDS_PER_NODE + work

@@ -133,7 +133,7 @@ class Runner:
         """Wall time that callers have spent waiting for the engine."""
         self._spec = spec
         self._limit = _limit.get() if time_limit_s is None else time_limit_s
-        self._log_dir = log_dir
+        self.log_dir = log_dir
         self._start_worker = start or start_worker
         self.device = device
         self._own_log = log_dir / f"{device.name or 'worker'}.log"
@@ -202,7 +202,7 @@ class Runner:
         if loaded and not fresh:
             return loaded[-1]
         number = next(self._numbers)
-        log = self._log_dir / f"{log_name or f'{path.stem}-{number}'}.log"
+        log = self.log_dir / f"{log_name or f'{path.stem}-{number}'}.log"
         seconds = _twice(lambda: self._build(number, path, log))
         _close(log, path, seconds)
         if isinstance(seconds, Failure):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -25,7 +26,7 @@ from qdqtune.commands import build as build_command
 from qdqtune.commands import quantize as quantize_command
 from qdqtune.commands.check import allow, excuse, is_measured
 from qdqtune.commands.check import check as find
-from qdqtune.commands.compare import comparable, compare_files
+from qdqtune.commands.compare import comparable, compare_at
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.formats import numeric_format
 from qdqtune.engines.runner import time_limit, unlogged
@@ -171,13 +172,13 @@ def compare(
         paths = [model_file(m, folder, f"model_{n}") for n, m in enumerate((first, *others), 1)]
         values, spec = _given(command, paths, engine, given, sample_source(calibration_data, folder))
         plan = Plan((values["timing_runs"],), warmup=values["warmup_runs"])
-        samples = options.Data.of(values).first(apply_command.JUDGED, comparable(paths)[0], spec)
-        with unlogged(spec, time_limit_s=values["time_limit"]) as runner:
-            rows = compare_files(paths, runner, samples, plan, seed=values["seed"], observer=told)
+        samples = files.judging(values, comparable(paths)[0], spec)
+        counts, seed, limit = values["deploy_threads"], values["seed"], values["time_limit"]
+        rows = compare_at(paths, spec, counts, samples, plan, seed=seed, time_limit_s=limit, observer=told)
     notes = ["no calibration_data: latency and SQNR are on random inputs"] if calibration_data is None else []
     tell_notes(notes)
     names = [f"model {n}" if isinstance(m, ModelProto) else str(m) for n, m in enumerate((first, *others), 1)]
-    named = tuple(replace(row, file=name) for row, name in zip(rows, names[1:], strict=True))
+    named = tuple(replace(row, file=name) for row, name in zip(rows, cycle(names[1:]), strict=False))
     return Comparison(names[0], named, tuple(notes))
 
 

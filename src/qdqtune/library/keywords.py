@@ -76,6 +76,7 @@ class RunOptions(EngineOptions, DataOptions, total=False):
 class CompareOptions(RunOptions, total=False):
     """Options of `compare`."""
 
+    deploy_threads: Sequence[int] | None
     timing_runs: int
     warmup_runs: int
 
@@ -162,6 +163,7 @@ class TuneOptions(RunOptions, RangeOptions, total=False):
     state_file: str | Path | None
     report: bool
     restart: bool
+    deploy_threads: Sequence[int] | None
 
 
 NOT_KEYWORDS = frozenset(

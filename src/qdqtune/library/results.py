@@ -162,16 +162,14 @@ class Comparison(Shown):
     def in_words(self) -> str:
         """Each file with its verdict."""
         told = [
-            f"{row.file} {'failed' if row.ratio is None else f'{row.verdict}, {_times(row.ratio)}'}"
-            for row in self.rows
+            f"{row.name} {'failed' if row.ratio is None else f'{row.words}, {_times(row.ratio)}'}" for row in self.rows
         ]
         return f"{'; '.join(told)} (against {self.first})"
 
     def table(self) -> Table:
         """A row for each file."""
         rows = [
-            (r.file, _ms(r.first_ms), _ms(r.ms), _times(r.ratio) if r.ratio else r.reason, str(r.verdict or "failed"))
-            for r in self.rows
+            (r.name, _ms(r.first_ms), _ms(r.ms), _times(r.ratio) if r.ratio else r.reason, r.words) for r in self.rows
         ]
         return ("file", "first, ms", "ms", "speedup", "verdict"), rows
 

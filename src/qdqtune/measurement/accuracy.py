@@ -13,6 +13,9 @@ FLOOR_DB = 20.0
 """Output SQNR below which a model is not to be trusted: an error of a tenth. Classifiers lose nothing that can be
 measured down to here, a point or two of top-1 at 15 dB, and all sense below 10."""
 
+APART_DB = 10.0
+"""A single sample that is worse than all together by more than this stands apart."""
+
 MOST_EQUAL = 0.98
 """Share of the integers in outputs that are to stay as they are."""
 
@@ -27,6 +30,10 @@ def concern(accuracy: Accuracy) -> str | None:
         return f"the output SQNR is {lost:.1f} dB: below {FLOOR_DB:g} dB a model {state} the float model"
     if accuracy.agreement is not None and accuracy.agreement < MOST_EQUAL:
         return f"only {accuracy.agreement:.1%} of the integers in the outputs are those of the float model"
+    lowest = accuracy.lowest_db
+    if lost is not None and lowest is not None and lowest < min(FLOOR_DB / 2, lost - APART_DB):
+        of_all = f"one of {accuracy.samples} samples has an output SQNR of {lowest:.1f} dB, where all together have "
+        return f"{of_all}{lost:.1f} dB: look whether it matters there (its outputs may be nearly zero)"
     return None
 
 

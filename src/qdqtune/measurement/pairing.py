@@ -7,7 +7,17 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.measurement.timing import Plan, Ratio, Rounds, compare, compare_pairs
+from qdqtune.measurement.timing import (
+    MORE_PAIRS,
+    PAIRS,
+    Plan,
+    Ratio,
+    Rounds,
+    compare,
+    compare_pairs,
+    ratio,
+    wants_builds,
+)
 from qdqtune.types import Failure, Measurement
 
 
@@ -70,3 +80,21 @@ def fresh_pairs(
                 handles.append(handle)
             pairs.append(rounds_of(runner, handles[0], handles[1], plan, seed))
         return compare_pairs(pairs, plan, is_late=is_late)
+
+
+def as_many_pairs_as_needed(
+    measure: Callable[[Sequence[int]], list[Measurement] | Failure],
+    plan: Plan,
+    is_late: Callable[[], bool] = lambda: False,
+) -> list[Measurement] | Failure:
+    """What `measure` gives for pairs of builds by number: more of them where two agree on so little that builds may
+    differ by it, unless it `is_late`."""
+    measured: list[Measurement] = []
+    for numbers in (range(PAIRS), range(PAIRS, MORE_PAIRS)):
+        more = measure(numbers)
+        if isinstance(more, Failure):
+            return more
+        measured += more
+        if not wants_builds([ratio(m, plan) for m in measured]) or is_late():
+            break
+    return measured

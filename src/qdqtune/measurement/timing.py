@@ -118,7 +118,7 @@ def _rank(rounds: int, error: float) -> int:
     return rank
 
 
-def envelope(ratios: list[Ratio]) -> Ratio:
+def envelope(ratios: Sequence[Ratio]) -> Ratio:
     """One ratio for several pairs of builds: the mean of the medians, and the widest interval.
 
     Two builds of one file differ for good, by memory layout say, so that each pair of builds has a median of its own.
@@ -127,6 +127,28 @@ def envelope(ratios: list[Ratio]) -> Ratio:
     low = min(x for x in lows if x is not None) if None not in lows else None
     high = max(x for x in highs if x is not None) if None not in highs else None
     return Ratio(float(np.exp(np.mean([np.log(r.median) for r in ratios]))), low, high)
+
+
+PAIRS, MORE_PAIRS = 2, 4
+"""Pairs of builds that a proof takes; and where these agree on so little that builds may differ by it."""
+
+LUCK = {PAIRS: 0.02, MORE_PAIRS: 0.012}
+"""By how much so many pairs of builds all have to agree on more than chance. Where what two builds of one file take for
+good has a standard deviation of 1 %, two fall below 2 %, or four below 1.2 %, less than once in a thousand times. On
+ONNX Runtime it was 0.7 % at most (benchmarks/same.py)."""
+
+
+def across_builds(ratios: Sequence[Ratio]) -> Ratio:
+    """What pairs of builds say of any build of the two files: their envelope, wider by `LUCK`."""
+    both, luck = envelope(ratios), LUCK[MORE_PAIRS if len(ratios) >= MORE_PAIRS else PAIRS]
+    low, high = both.low, both.high
+    return Ratio(both.median, None if low is None else low * (1 - luck), None if high is None else high / (1 - luck))
+
+
+def wants_builds(ratios: Sequence[Ratio]) -> bool:
+    """Whether pairs of builds agree, but on no more than builds may differ by, and more pairs would tell."""
+    agreed = envelope(ratios).verdict
+    return len(ratios) < MORE_PAIRS and agreed != "undecided" and across_builds(ratios).verdict == "undecided"
 
 
 def overlap(a: Ratio, b: Ratio) -> bool:

@@ -184,6 +184,12 @@ def _facts(run: Finished) -> Iterator[Fact]:
     yield Fact("float", f"{summary['baseline_ms']:.4g} ms", "median time of one inference")
     if summary["shipped"] == "tuned":
         yield Fact("tuned", f"{summary['final_ms']:.4g} ms", "median time of one inference")
+        if len(by_threads := summary.get("by_threads", [])) > 1:
+            for row in by_threads:
+                median = 1 / row["ratio"]
+                named = f"at {row['threads']} thread{'s' * (row['threads'] > 1)}"
+                times = f"{row['final_ms']:.4g} ms instead of {row['baseline_ms']:.4g} ms"
+                yield Fact(named, f"{median:.2f}×", f"as fast: {times}, proven on fresh builds there")
         exact = summary["output_sqnr_db"]
         hint = "signal over error at the outputs; 20 dB is an error of a tenth, 30 of a thirtieth"
         yield Fact("output accuracy", "equal" if exact is None else f"{exact:.1f} dB", hint)

@@ -108,7 +108,7 @@ def of_compare(first: str, rows: Sequence[Row], plan: Plan, notes: Sequence[str]
         verdict = Verdict(words[best.ratio.verdict], meaning, best.ratio.verdict == "faster", found, name)
     cells = tuple(
         (
-            row.file,
+            row.name,
             _ms(row.first_ms),
             _ms(row.ms),
             *_speed_cells(row),
@@ -198,7 +198,7 @@ def _speed_cells(row: Row) -> tuple[str, str, str]:
         return "", "", f"failed: {row.reason}"
     found = speed(row.ratio)
     known = found.low is not None and found.high is not None
-    return f"{found.median:.2f}×", f"{found.low:.2f}× to {found.high:.2f}×" if known else "", row.ratio.verdict
+    return f"{found.median:.2f}×", f"{found.low:.2f}× to {found.high:.2f}×" if known else "", row.words
 
 
 def _typed(typed: Sequence[str]) -> tuple[Fact, ...]:

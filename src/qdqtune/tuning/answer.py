@@ -106,6 +106,7 @@ def _key(ready: Ready) -> str:
     """The name of the question: all settings that matter, and what they refer to."""
     settings = ready.settings
     asked = [f"{f.name} {getattr(settings, f.name)!r}" for f in fields(settings) if f.name not in UNASKED]
+    asked += [f"thread_counts {settings.thread_counts}"] if settings.deploy_threads is None else []
     more = (path for path in (settings.qdq_baseline, settings.pattern_cache) if path is not None and path.is_file())
     read = [*files_of(settings.model), *more]
     metric = ready.evaluation.digest if ready.evaluation else ""

@@ -24,7 +24,7 @@ from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.front import GAIN, FrontSearch, Offer, Point, Spot, farthest, is_beyond, undominated
 from qdqtune.tuning.budget import builds_of
 from qdqtune.tuning.folder import BASELINE, FRONT
-from qdqtune.tuning.proof import insist, known
+from qdqtune.tuning.meeting import insist, known
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import PROOF_BUILDS
 from qdqtune.tuning.station import profiled_runs
@@ -210,7 +210,7 @@ class Candidacy:
         run, placement = self._run, trial.placement
         files: Record = {"files": [content(files_of(f)) for f in (run.settings.model, self.written[placement])]}
         key = f"front:{placement.digest}:{number}"
-        record = known(run.store, key, files)
+        record = known(run.store, key, files, run.settings.proof_plan.looks[0])
         unseen = trial.accuracy is None and number == 0 and run.store.get(_seen_key(placement)) is None
         if record is None or unseen:
             result = insist(partial(self._fresh, placement, number, opponent, unseen))

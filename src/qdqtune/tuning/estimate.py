@@ -74,7 +74,8 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
         calibrating = calibration_seconds(subject.prepared, settings.calibration, start, each)
     inferences = judged + profiled_runs(latency) + start_inferences(settings.plan)
     per_trial = build + latency * inferences + 4 * slot * settings.plan.looks[0]
-    proof = 2 * (2 * build + 4 * slot * settings.proof[0]) if trials else 0.0
+    counts = len(settings.thread_counts)
+    proof = counts * 2 * (2 * build + 4 * slot * settings.proof[0]) if trials else 0.0
     float_model = start + build + latency * (2 * judged + profiled_runs(latency))
     foretelling = 2 * start + each * judged * (1 + PAIRED) + NOISE_INFERENCES * each if settings.limits.are_set else 0.0
     # Some comparisons take longer to decide; in return candidates are faster, and fewer than there may be.

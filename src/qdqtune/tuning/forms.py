@@ -60,12 +60,23 @@ ACCURACY: Mapping[str, Form] = {
 PROVEN = OneOf(({**SAMPLES, "files?": (str, str)}, {**FAILED, "files?": (str, str)}))
 PROPOSAL: Form = {"origin": str, "pattern": str, "predicted": MAYBE_NUMBER, "wants_layers": bool}
 
+BY_THREADS = ListOf(
+    {
+        "threads": int,
+        "verdict": OneOf(("faster", "slower", "undecided")),
+        **dict.fromkeys(("ratio", "baseline_ms", "final_ms"), float),
+        **dict.fromkeys(("low", "high"), MAYBE_NUMBER),
+    }
+)
+"""How a result stands at each number of threads."""
+
 POINT: Form = {
     **dict.fromkeys(("ms", "ratio"), float),
     **dict.fromkeys(("low", "high", "sqnr_db", "agreement", "metric"), MAYBE_NUMBER),
     **dict.fromkeys(("name", "content?"), str),
     "pairs": int,
     "holds_limits": bool,
+    "by_threads?": BY_THREADS,
 }
 """A row of the front in summary.json."""
 
@@ -83,6 +94,7 @@ SUMMARY: Form = {
     "state_file?": OneOf((str, None)),
     "constraint_met?": OneOf((bool, None)),
     "front?": OneOf((ListOf(POINT), None)),
+    "by_threads?": BY_THREADS,
     "fastest_without_limits?": OneOf(({"ratio": float, "sqnr_db": MAYBE_NUMBER}, None)),
     "accuracy_samples?": int,
     "accuracy_held_out?": bool,

@@ -8,21 +8,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from qdqtune.engines import threads_of
 from qdqtune.engines.acceptance import check_loads
 from qdqtune.errors import BadOption, parsed_json, writing
 from qdqtune.graph.files import data_of
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.outputs import appearing
 from qdqtune.graph.stamps import content
-from qdqtune.measurement.timing import Ratio, overlap
+from qdqtune.measurement.timing import PAIRS, Ratio, overlap
 from qdqtune.search.front import ENOUGH, FrontSearch, Point, named
 from qdqtune.tuning.accepting import ALIKE
 from qdqtune.tuning.candidacy import Candidacy, Entry, move_model
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT, PLACEMENT, SUMMARY, alone
 from qdqtune.tuning.forms import POINT, ListOf, fits
-from qdqtune.tuning.proof import PAIRS, Confirmed, Proof, copy_model, prove
+from qdqtune.tuning.meeting import Confirmed, confirm
+from qdqtune.tuning.proof import Proof, Standing, copy_model, foremost, is_held, prove, rows_of
 from qdqtune.tuning.records import write_json, write_placement_of
 from qdqtune.tuning.run import Run
+from qdqtune.tuning.threads import places
 from qdqtune.types import Failure, Measurement, Placement, Trial
 
 
@@ -41,6 +44,8 @@ class Proven:
     metric: float | None
     holds: bool
     content: str
+    standings: tuple[Standing, ...] = ()
+    """The same at each number of threads."""
 
     def row(self, shipped: Placement) -> dict[str, Any]:
         """The row of summary.json."""
@@ -60,6 +65,7 @@ class Proven:
             "ms": self.seconds * 1e3,
             "holds_limits": self.holds,
             "shipped": self.trial.placement == shipped,
+            "by_threads": rows_of(self.standings),
         }
 
 
@@ -93,10 +99,11 @@ def prove_front(history: Sequence[Trial], run: Run, search: FrontSearch | None) 
     candidacy = Candidacy(history, run, search)
     met = candidacy.met()
     proven = [p for entry in met if (p := _proven(entry, run)) is not None]
-    kept = [p for p in proven if p.ratio.verdict == "faster" and not any(_beats(o, p) for o in proven)]
+    held, more = _everywhere(proven, candidacy.written, run)
+    kept = [p for p in held if not any(_beats(o, p) for o in held)]
     kept.sort(key=lambda p: p.ratio.median)
     kept = _settled(kept, candidacy.written, run)
-    trials, builds = candidacy.trials, candidacy.builds - len(candidacy.trials)
+    trials, builds = candidacy.trials, candidacy.builds - len(candidacy.trials) + more
     notes = () if len(kept) >= ENOUGH else (candidacy.excuse(len(kept)),)
     if not (holding := [p for p in kept if p.holds]):
         tried = {entry.trial.placement for entry in candidacy.entries}
@@ -109,7 +116,8 @@ def prove_front(history: Sequence[Trial], run: Run, search: FrontSearch | None) 
     best = max(even, key=lambda p: (round(p.trial.exactness), -p.ratio.median))
     run.given.check()
     copy_model(folder / f"{best.name}.onnx", run.settings.output_dir / FINAL)
-    proof = Proof("tuned", best.trial.placement, best.ratio, None, best.float_seconds, best.seconds, notes, builds)
+    seconds = best.float_seconds, best.seconds
+    proof = Proof("tuned", best.trial.placement, best.ratio, None, *seconds, notes, builds, best.standings)
     return Front(proof, tuple(kept), trials)
 
 
@@ -181,6 +189,7 @@ def _as_shipped(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> di
         "output_sqnr_db": row["sqnr_db"],
         "metric_after": row["metric"],
         "constraint_met": row["holds_limits"],
+        "by_threads": row.get("by_threads", []),
         "front": [{**other, "shipped": other["name"] == row["name"]} for other in rows],
     }
 
@@ -197,7 +206,32 @@ def _proven(entry: Entry, run: Run) -> Proven | None:
         holds = holds and not isinstance(metric, Failure) and run.limits.is_good_enough(metric)
     met = Confirmed.of(parts, run.settings.proof_plan)
     value = None if isinstance(metric, Failure) else metric
-    return Proven("", trial, met.ratio, met.a_seconds, met.b_seconds, value, holds, "")
+    standing = Standing(threads_of(run.settings.engine), met.ratio, met.a_seconds, met.b_seconds)
+    return Proven("", trial, met.ratio, met.a_seconds, met.b_seconds, value, holds, "", (standing,))
+
+
+def _everywhere(
+    proven: Sequence[Proven], written: Mapping[Placement, Path], run: Run
+) -> tuple[list[Proven], int]:
+    """The points that hold at every number of threads, and the builds that it took to know."""
+    held, builds, settings = list[Proven](), 0, run.settings
+    with places(settings.engine, settings.thread_counts, run.runner, run.subject.feed) as found:
+        for point in proven:
+            standings = [*point.standings] if any(place.is_home for place in found) else []
+            placement = point.trial.placement
+            for place in found:
+                if place.is_home or any(one.is_slower for one in standings):
+                    continue
+                met = confirm(f"front:{placement.digest}", settings.model, written[placement], run, place)
+                if isinstance(met, Failure):
+                    break
+                builds += met.builds
+                standings.append(Standing(place.threads, met.ratio, met.a_seconds, met.b_seconds))
+            if len(standings) == len(found) and is_held(standings):
+                best = foremost(standings)
+                seconds = {"float_seconds": best.float_seconds, "seconds": best.seconds}
+                held.append(replace(point, ratio=best.ratio, standings=tuple(standings), **seconds))
+    return held, builds
 
 
 def _beats(a: Proven, b: Proven) -> bool:

@@ -39,11 +39,11 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
     """
     started, diary = time.monotonic(), Diary()
     observer = Several((diary, observer or Silent()))
-    if (note := advice.busy(settings.engine)) is not None:
-        observer.note(note)
     with prepared(settings, observer) as ready:
         if (before := recalled(ready)) is not None:
             return before
+        if (note := advice.busy(settings.engine)) is not None:
+            observer.note(note)
         with open_run(ready) as run:
             result = _finished(run, started, diary)
         if settings.time_budget is None:  # else there may be more to find

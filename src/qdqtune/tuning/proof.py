@@ -1,45 +1,81 @@
-"""The proof: the files that may ship meet the user's own on fresh builds, and what is not faster does not ship."""
+"""The proof: the files that may ship meet the user's own on fresh builds, and what is not faster does not ship.
+
+A file has to hold at every number of threads that it is deployed with: it ships if it is slower at none of them, and
+faster at one.
+"""
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self, TypeVar
-
-import numpy as np
+from typing import Any
 
 from qdqtune.errors import BaselineFailed, writing
-from qdqtune.graph.constants import places
+from qdqtune.graph.constants import places as data_places
 from qdqtune.graph.files import data_of
-from qdqtune.graph.loading import files_of, load, read
+from qdqtune.graph.loading import load, read
 from qdqtune.graph.outputs import appearing, exchange
-from qdqtune.graph.stamps import content
-from qdqtune.measurement.pairing import fresh_pairs
-from qdqtune.measurement.timing import Plan, Ratio, envelope, ratio
+from qdqtune.measurement.timing import LUCK, PAIRS, Ratio
+from qdqtune.search import ratios_to_float
 from qdqtune.tuning import advice
 from qdqtune.tuning.folder import BASELINE, FINAL
+from qdqtune.tuning.meeting import Confirmed, confirm
 from qdqtune.tuning.run import Run
-from qdqtune.tuning.settings import PROOF_BUILDS
-from qdqtune.tuning.store import Record, Store, pack_result, unpack_result
-from qdqtune.types import Failure, Measurement, Placement, Trial
+from qdqtune.tuning.threads import SLOWER, Place, places
+from qdqtune.types import Failure, Placement, Trial
 
 FINALISTS = 2
 """Placements that may try to prove themselves."""
 
-PAIRS = 2
-"""Pairs of builds that a comparison of the proof takes."""
+MOST_FINALISTS = 5
+"""The same where those before were faster, but slower at another number of threads."""
 
-SIDE_BY_SIDE = 512 * 2**20
-"""Bytes of two model files of which two builds each are held at once; larger ones meet one pair after the other."""
 
-T = TypeVar("T")
+@dataclass(frozen=True)
+class Standing:
+    """How a file stands to the float model at a number of threads, None where the engine has none; seconds per
+    inference are medians."""
 
-TRIES = 3
-"""How often a comparison is tried that was killed, too slow or short of room: what ships must not hang on that."""
+    threads: int | None
+    ratio: Ratio
+    float_seconds: float
+    seconds: float
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether it is, or seems to be by more than nobody would notice."""
+        return self.ratio.verdict == "slower" or (self.ratio.verdict == "undecided" and self.ratio.median > SLOWER)
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """For machines."""
+        return {
+            "threads": self.threads,
+            "ratio": self.ratio.median,
+            "low": self.ratio.low,
+            "high": self.ratio.high,
+            "verdict": self.ratio.verdict,
+            "baseline_ms": 1e3 * self.float_seconds,
+            "final_ms": 1e3 * self.seconds,
+        }
+
+
+def foremost(standings: Sequence[Standing]) -> Standing:
+    """Where a result is told from: the first place where it is faster, or the first of all."""
+    return next((one for one in standings if one.ratio.verdict == "faster"), standings[0])
+
+
+def rows_of(standings: Sequence[Standing]) -> list[dict[str, Any]]:
+    """What summary.json tells of numbers of threads: nothing of an engine that has none."""
+    return [one.row for one in standings if one.threads is not None]
+
+
+def is_held(standings: Sequence[Standing]) -> bool:
+    """Whether a file is slower nowhere, and faster somewhere."""
+    return not any(one.is_slower for one in standings) and foremost(standings).ratio.verdict == "faster"
 
 
 @dataclass(frozen=True)
@@ -47,7 +83,8 @@ class Proof:
     """What ships ("tuned", "baseline", or "given": a copy of the user's file), and how it compares.
 
     `ratio` is the final file's to the float model, `to_given` that to the user's file where this has pairs already;
-    both None where nothing is proven. Seconds per inference are medians.
+    both None where nothing is proven. Seconds per inference are medians. `standings` tell the same for each number of
+    threads.
     """
 
     shipped: str
@@ -58,83 +95,145 @@ class Proof:
     final_seconds: float
     notes: tuple[str, ...]
     builds: int
-
-
-@dataclass(frozen=True)
-class Confirmed:
-    """File b to file a, and the median seconds per inference of each."""
-
-    ratio: Ratio
-    a_seconds: float
-    b_seconds: float
-
-    @classmethod
-    def of(cls, measured: Sequence[Measurement], plan: Plan) -> Self:
-        """What several pairs of builds say together."""
-        a_seconds = float(np.median([seconds for m in measured for seconds in m.a]))
-        b_seconds = float(np.median([seconds for m in measured for seconds in m.b]))
-        return cls(envelope([ratio(m, plan) for m in measured]), a_seconds, b_seconds)
+    standings: tuple[Standing, ...] = ()
 
 
 @dataclass(frozen=True)
 class _Meeting:
     """A file against the float model and against the user's own file; the latter None if the engine does not run it."""
 
-    to_float: Ratio
+    standing: Standing
     to_given: Ratio | None
-    float_seconds: float
-    seconds: float
     builds: int
     note: str = ""
+
+
+@dataclass
+class _Contest:
+    """What happened so far to placements that tried to prove themselves."""
+
+    run: Run
+    places: Sequence[Place]
+    pairs_hold: bool
+    """Whether the user's file has pairs, and may ship as it is: then it is to be beaten, too."""
+    notes: dict[str, None] = field(default_factory=dict)
+    builds: int = 0
+    seconds: float = 0.0
+    """What the last one took."""
+    vetoed: bool = False
+    """Whether one was faster, but slower at another number of threads."""
+    last: Sequence[_Meeting] = ()
+
+    def tried(self, placement: Placement) -> bool:
+        """Write a placement's file and let it meet the others; whether it ships."""
+        begun = time.monotonic()
+        self.run.candidates.write_whole(placement, _unproven(self.run))
+        self.last = list(self._meetings(placement))
+        self.seconds = time.monotonic() - begun
+        self.run.given.check()
+        standings = [met.standing for met in self.last]
+        if not placement:
+            return False
+        if is_held(standings) and (not self.pairs_hold or self._beats_given()):
+            return True
+        self._explain(placement, standings)
+        return False
+
+    def _meetings(self, placement: Placement) -> Iterator[_Meeting]:
+        """Place by place, until one says no; the float model is no other one at other threads."""
+        for place in self.places if placement else self.places[:1]:
+            met = _meet(placement, self.run, place)
+            self.builds += met.builds
+            self.notes |= {met.note: None} if met.note else {}
+            yield met
+            if met.standing.is_slower:
+                return
+
+    def _beats_given(self) -> bool:
+        known = [met.to_given for met in self.last if met.to_given is not None]
+        return not known or (any(r.verdict == "faster" for r in known) and all(r.verdict != "slower" for r in known))
+
+    def _explain(self, placement: Placement, standings: Sequence[Standing]) -> None:
+        edges, first, end = f"a candidate of {len(placement)} edges", foremost(standings), standings[-1]
+        if first is not end and first.ratio.verdict == "faster" and end.is_slower:
+            self.vetoed = True
+            there, here = f"{end.threads} threads", f"{first.threads} thread{'s' * (first.threads != 1)}"
+            note = f"{edges} is no gain where it may run: {first.ratio.speedup} the speed of float at {here}, but "
+            self.notes[f"{note}{end.ratio.speedup} at {there}"] = None
+            return
+        self.notes[f"{edges} did not prove faster on fresh builds: {advice.unproven(first.ratio)}"] = None
 
 
 def prove(history: Sequence[Trial], run: Run) -> Proof:
     """Write the files that may ship, and pair them as they lie on disk.
 
-    The search's favourite is flattered by its luck. Where it does not prove itself, the one before it gets a chance.
-    In the end the float model as we write it meets the user's file, and is not to be slower either, unless there is no
-    time for that.
+    The search's favourite is flattered by its luck. Where it does not prove itself, the one before it gets a chance;
+    where it is only slower at another number of threads, so do other candidates that were faster than float. In the end
+    the float model as we write it meets the user's file, and is not to be slower either, unless there is no time for
+    that.
 
     Raises:
         BaselineFailed: the engine fails on a finished file.
         OutputError: a file cannot be written.
     """
     settings, folder = run.settings, run.settings.output_dir
-    baseline, final = folder / BASELINE, _unproven(run)
-    run.candidates.write_whole(Placement(), baseline)
-    accepted = [t.placement for t in reversed(history) if t.accepted]
+    run.candidates.write_whole(Placement(), folder / BASELINE)
     pairs_hold = settings.from_qdq and not any(t.proposal.origin == "imported" and t.holds is False for t in history)
-    notes: dict[str, None] = {}
-    builds = 0
-    met, is_short = None, not history and settings.time_budget is not None
-    finalists = FINALISTS if settings.time_budget is None else 1
-    for placement in (*accepted[:finalists], Placement()):
-        begun = time.monotonic()
-        if not placement and is_short:
-            break
-        run.candidates.write_whole(placement, final)
-        met = _meet(placement, run)
-        builds += met.builds
-        notes |= {met.note: None} if met.note else {}
-        is_short = run.budget.lacks(time.monotonic() - begun)
-        is_faster = met.to_float.verdict == "faster"
-        if pairs_hold and met.to_given is not None:
-            is_faster = is_faster and met.to_given.verdict == "faster"
-        run.given.check()
-        if placement and is_faster:
-            _move(final, folder / FINAL)
-            to_given = met.to_given if settings.from_qdq else None
-            seconds = met.float_seconds, met.seconds
-            return Proof("tuned", placement, met.to_float, to_given, *seconds, tuple(notes), builds)
-        if placement:
-            edges = f"a candidate of {len(placement)} edges"
-            notes[f"{edges} did not prove faster on fresh builds: {advice.unproven(met.to_float)}"] = None
+    with places(settings.engine, settings.thread_counts, run.runner, run.subject.feed) as found:
+        contest = _Contest(run, found, pairs_hold)
+        for placement in _finalists(history, contest):
+            if contest.tried(placement):
+                _move(_unproven(run), folder / FINAL)
+                return _proof(placement, contest)
+    met = contest.last[0] if contest.last else None
     is_slower = met is not None and met.to_given is not None and met.to_given.verdict == "slower"
     is_given = pairs_hold if settings.from_qdq else is_slower
-    copy_model(settings.model if is_given else baseline, folder / FINAL)
+    copy_model(settings.model if is_given else folder / BASELINE, folder / FINAL)
     kept = "given" if is_given else "baseline"
-    float_seconds = run.bench.float_seconds if met is None else met.float_seconds
-    return Proof(kept, Placement(), None, None, float_seconds, float_seconds, tuple(notes), builds)
+    seconds = run.bench.float_seconds if met is None else met.standing.float_seconds
+    return Proof(kept, Placement(), None, None, seconds, seconds, tuple(contest.notes), contest.builds)
+
+
+def _proof(placement: Placement, contest: _Contest) -> Proof:
+    """Of what has just proven itself."""
+    best = foremost([met.standing for met in contest.last])
+    given = next(met.to_given for met in contest.last if met.standing is best)
+    standings = tuple(met.standing for met in contest.last)
+    return Proof(
+        "tuned",
+        placement,
+        best.ratio,
+        given if contest.run.settings.from_qdq else None,
+        best.float_seconds,
+        best.seconds,
+        tuple(contest.notes),
+        contest.builds,
+        standings,
+    )
+
+
+def _finalists(history: Sequence[Trial], contest: _Contest) -> Iterator[Placement]:
+    """Those that were accepted, the last one first; behind candidates that only another number of threads has stopped
+    the others that hold the limits and were faster than float by more than builds differ, the fastest first; and the
+    float model. None that there is no time for."""
+    run = contest.run
+    is_bounded = run.settings.time_budget is not None
+    if is_bounded and not history:
+        return
+    accepted = [t.placement for t in reversed(history) if t.accepted]
+    ratios = ratios_to_float(history, run.settings.plan)
+    held = {t.placement: ratios[t.placement] for t in history if t.placement in ratios and t.holds is not False}
+    others = [p for p in sorted(held, key=held.__getitem__) if p and held[p] < 1 - LUCK[PAIRS]]
+    first = accepted[: 1 if is_bounded else FINALISTS]
+    queue = list(dict.fromkeys([*first, *others]))[:MOST_FINALISTS]
+    for number, placement in enumerate(queue):
+        if number >= len(first) and not contest.vetoed:
+            break
+        if number and run.budget.lacks(contest.seconds):
+            return
+        yield placement
+    if not run.budget.lacks(contest.seconds):
+        yield Placement()
 
 
 def _unproven(run: Run) -> Path:
@@ -142,73 +241,25 @@ def _unproven(run: Run) -> Path:
     return run.candidates.folder / FINAL
 
 
-def _meet(placement: Placement, run: Run) -> _Meeting:
+def _meet(placement: Placement, run: Run, place: Place) -> _Meeting:
     """A float file of the user's is the float model: only beside pairs, or where the engine does not run it as it is,
     the baseline that we write takes its place."""
     settings, final = run.settings, _unproven(run)
-    given = confirm(f"given:{placement.digest}", settings.model, final, run)
+    given = confirm(f"given:{placement.digest}", settings.model, final, run, place)
     to_given, note = (None, given.reason) if isinstance(given, Failure) else (given.ratio, "")
     if isinstance(given, Confirmed) and not settings.from_qdq:
-        return _Meeting(given.ratio, given.ratio, given.a_seconds, given.b_seconds, PROOF_BUILDS)
+        return _Meeting(_standing(given, place), given.ratio, given.builds)
     if note:
         note = f"the engine does not run {settings.model.name} as it is, so it was not compared: {note}"
-    beside = confirm(f"proof:{placement.digest}", settings.output_dir / BASELINE, final, run)
+    beside = confirm(f"proof:{placement.digest}", settings.output_dir / BASELINE, final, run, place)
     if isinstance(beside, Failure):
         raise BaselineFailed(f"the engine failed on the finished files: {beside.reason}")
-    builds = PROOF_BUILDS * (1 if note else 2)
-    return _Meeting(beside.ratio, to_given, beside.a_seconds, beside.b_seconds, builds, note)
+    builds = beside.builds + (given.builds if isinstance(given, Confirmed) else 0)
+    return _Meeting(_standing(beside, place), to_given, builds, note)
 
 
-def confirm(key: str, a: Path, b: Path, run: Run) -> Confirmed | Failure:
-    """Two files as they lie on disk, in fresh rounds on two fresh builds of each; kept in the store by `key`.
-
-    What was measured of files that held anything else does not count.
-    """
-    files: Record = {"files": [content(files_of(a)), content(files_of(b))]}
-    records = {number: known(run.store, f"{key}:{number}", files) for number in range(PAIRS)}
-    measured = {number: unpack_result(record) for number, record in records.items() if record is not None}
-    missing = [number for number, record in records.items() if record is None]
-    weight = sum(file.stat().st_size for model in (a, b) for file in files_of(model))
-    turns = ([missing] if weight <= SIDE_BY_SIDE else [[number] for number in missing]) if missing else []
-    for done, numbers in enumerate(turns):
-        if any(isinstance(result, Failure) for result in measured.values()):
-            break
-        run.observer.progress(done, len(turns))
-        results = insist(partial(_fresh, run, a, b, numbers, len(turns) - done))
-        told: Sequence[Measurement | Failure] = [results] if isinstance(results, Failure) else results
-        for number, result in zip(numbers, told, strict=False):
-            measured[number] = unpack_result(run.store.put(f"{key}:{number}", pack_result(result) | files))
-    failed = next((result for result in measured.values() if isinstance(result, Failure)), None)
-    whole = [result for _, result in sorted(measured.items()) if isinstance(result, Measurement)]
-    return failed or Confirmed.of(whole, run.settings.proof_plan)
-
-
-def known(store: Store, key: str, files: Record) -> Record | None:
-    """The record of a comparison of those very files; earlier versions did not record what these held."""
-    record = store.get(key)
-    return record if record is not None and record.get("files", files["files"]) == files["files"] else None
-
-
-def _fresh(run: Run, a: Path, b: Path, numbers: Sequence[int], turns: int) -> list[Measurement] | Failure:
-    """The rounds of pairs of builds, in the first of so many turns that have to have room in the time that is left."""
-    settings, begun = run.settings, time.monotonic()
-    seeds, names = [settings.seed + number for number in numbers], [f"final_{number}" for number in numbers]
-
-    def is_late() -> bool:
-        """Each look takes about as long as all before it; later turns are to have the time of this one."""
-        return run.budget.lacks(turns * (time.monotonic() - begun))
-
-    return fresh_pairs(run.runner, a, b, settings.proof_plan, seeds, names, is_late)
-
-
-def insist(ask: Callable[[], T | Failure]) -> T | Failure:
-    """What is asked for, tried again where the failure is transient."""
-    result = ask()
-    for _ in range(TRIES - 1):
-        if not (isinstance(result, Failure) and result.is_transient):
-            break
-        result = ask()
-    return result
+def _standing(met: Confirmed, place: Place) -> Standing:
+    return Standing(place.threads, met.ratio, met.a_seconds, met.b_seconds)
 
 
 def _move(source: Path, target: Path) -> None:
@@ -226,7 +277,7 @@ def copy_model(source: Path, target: Path) -> None:
         BadModel: it cannot be loaded.
         OutputError: it cannot be written.
     """
-    data = places(read(source))
+    data = data_places(read(source))
     missing = [
         p for p in data if not ((target.parent / p).exists() and (target.parent / p).samefile(source.parent / p))
     ]

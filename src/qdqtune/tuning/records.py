@@ -17,7 +17,7 @@ from qdqtune.search import ratios_to_float
 from qdqtune.search.front import Point, named, spread, undominated
 from qdqtune.search.regions import cache
 from qdqtune.tuning.folder import PLACEMENT, pattern_cache_of
-from qdqtune.tuning.proof import Proof
+from qdqtune.tuning.proof import Proof, rows_of
 from qdqtune.tuning.run import Run
 from qdqtune.types import Placement, Trial
 from qdqtune.version import __version__
@@ -88,6 +88,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "ratio_low": tuned.low if tuned else None,
         "ratio_high": tuned.high if tuned else None,
         "ratio_to_given": proof.to_given.median if tuned and proof.to_given else None,
+        "by_threads": rows_of(proof.standings),
         "builds": 1 + sum(t.builds for t in history),
         "proof_builds": proof.builds,
         "predicted_ratio": predicted,

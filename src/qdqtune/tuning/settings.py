@@ -17,8 +17,9 @@ from qdqtune.graph.float16 import Precision
 from qdqtune.graph.rewriting import Rewrites, Rewriting
 from qdqtune.measurement.accuracy import FLOOR_DB, MOST_EQUAL
 from qdqtune.measurement.limits import Limits
-from qdqtune.measurement.timing import Plan
+from qdqtune.measurement.timing import Plan, least_rounds
 from qdqtune.search.region import Config
+from qdqtune.tuning.threads import counts_of
 from qdqtune.types import QuantType
 
 FRONT_LEAST, FRONT_BUILDS = 12, 25
@@ -77,6 +78,8 @@ class Settings:
     `formats` are what the search may use: the `quant_type` for pairs, and storages (w8, w4, w4b32) of weights alone;
     None is all that the engine has.
     `accuracy_samples` is the most samples that outputs are compared on.
+    `deploy_threads` are the numbers of threads at which a result has to hold; None is that of the search and the one
+    that the engine takes by itself here.
     `workers` measure side by side, each on so many cores of its own as `cores_per_worker` says, or as its engine has
     threads. They are no part of what was measured: a run goes on with any number of them.
     """
@@ -122,6 +125,7 @@ class Settings:
     command: tuple[str, ...] = field(default=(), compare=False)
     rewrites: Rewriting = "auto"
     formats: tuple[str, ...] | None = None
+    deploy_threads: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         least = 1 + self.trial_builds
@@ -149,6 +153,8 @@ class Settings:
             for name in self.formats:
                 if name != self.quant_type:
                     wanted_storage(self.engine.name, name)
+        if self.deploy_threads is not None:
+            counts_of(self.engine, self.deploy_threads)
         if self.graph_json is not None and self.mode != "subgraph":
             raise BadOption("--graph-json is for --mode subgraph")
         if self.pattern_cache is not None and self.mode != "region":
@@ -174,9 +180,17 @@ class Settings:
         return Rewrites.of(self.rewrites) if not self.from_qdq else Rewrites()
 
     @property
+    def thread_counts(self) -> tuple[int | None, ...]:
+        """The numbers of threads at which the result is proven, see `threads.counts_of`."""
+        return counts_of(self.engine, self.deploy_threads)
+
+    @property
     def proof_plan(self) -> Plan:
-        """When the proof looks. Each of its two pairs of builds spends the whole error of a comparison."""
-        return replace(self.plan, looks=self.proof)
+        """When the proof looks: first at the least number of rounds that can decide. Each of its pairs of builds spends
+        the whole error of a comparison, and each number of threads at which a file may win a part of it."""
+        error, rest = self.plan.error / len(self.thread_counts), self.proof[1:]
+        first = max(self.proof[0], least_rounds(error, 1 + len(rest)))
+        return replace(self.plan, looks=(first, *(n for n in rest if n > first)), error=error)
 
     @property
     def checks_wins(self) -> bool:

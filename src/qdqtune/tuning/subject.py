@@ -46,6 +46,9 @@ one, in which every compute operator gives floats."""
 LEAST_JUDGED = 8
 """Fewer held-out samples than this are no judges: scales that differ by 4e-7 have moved one sample by 10 dB."""
 
+MOST_JUDGED = 32
+"""Samples that outputs are compared on where nobody asks for fewer."""
+
 JUDGED_WORK = 5e10
 """Multiplications of the inferences on which a candidate's outputs are compared, where `LEAST_JUDGED` take less: a few
 seconds on a core."""
@@ -144,7 +147,7 @@ def open_subject(settings: Settings, runner: Runner) -> Subject:
     return Subject(
         prepared,
         numbers,
-        tuple(prepared.judging.first(_judged(shaped, most))),
+        tuple(prepared.judging.first(judged(shaped, most))),
         feed,
         chosen,
         len(regions.leaves) + len(regions.composites),
@@ -153,7 +156,7 @@ def open_subject(settings: Settings, runner: Runner) -> Subject:
     )
 
 
-def _judged(model: Model, most: int) -> int:
+def judged(model: Model, most: int = MOST_JUDGED) -> int:
     """How many samples outputs are compared on: few noise powers are a matter of luck, and many take time."""
     affordable = JUDGED_WORK / max(1.0, sum(work(model, node) for node in model.nodes))
     return max(min(LEAST_JUDGED, most), min(most, int(affordable)))

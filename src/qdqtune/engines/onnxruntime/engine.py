@@ -48,6 +48,10 @@ TOO_NEW = {
 
 INPUT_FOLDER = "session.model_external_initializers_file_folder_path"
 KEEP_PAIRS = "session.disable_quant_qdq"
+STOP_SPINNING = "session.force_spinning_stop"
+"""Threads of a session wait busily for some 30 ms after an inference, longer than a slot takes: beside another session
+they would be timed with that one."""
+
 EXTERNAL = "session.optimized_model_external_initializers_file_name"
 
 
@@ -132,6 +136,8 @@ class OnnxRuntime:
         options.enable_mem_pattern = self.fuse  # a plan of memory takes a time that grows with the square of the graph
         if not self.fuse_pairs:
             options.add_session_config_entry(KEEP_PAIRS, "1")
+        if self.threads > 1:
+            options.add_session_config_entry(STOP_SPINNING, "1")
         for name, value in more.items():
             setattr(options, name, value)
         for name, value in entries.items():

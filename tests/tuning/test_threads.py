@@ -1,0 +1,164 @@
+"""A result holds at every number of threads that it is deployed with, or it does not ship."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.fake import latency
+from qdqtune.errors import BadOption
+from qdqtune.measurement.timing import Ratio
+from qdqtune.tuning import threads
+from qdqtune.tuning.front import pick
+from qdqtune.tuning.loop import tune
+from qdqtune.tuning.proof import Standing, foremost, is_held
+from qdqtune.tuning.result import Result
+from qdqtune.tuning.threads import counts_of
+from runs import settings
+from workers import Build, Workers
+
+ONE = EngineSpec("fake", {"threads": 1})
+
+
+def run(model: Path, counts: tuple[int, ...] | None = (1, 4), **changes: Any) -> Result:
+    return tune(settings(model, **{"engine": ONE, "mode": "cut", "builds": 8, "deploy_threads": counts, **changes}))
+
+
+def cost(path: Path, count: int) -> float:
+    return latency(onnx.load(path), count)
+
+
+def is_final(build: Build, count: int) -> bool:
+    """Whether it is one of the file that is to prove itself, at a number of threads that the search did not run at."""
+    return build.path.name == "optimized_final.onnx" and f"_{count}t_" in build.log.stem
+
+
+# What is proven
+
+
+@pytest.mark.usefixtures("workers")
+def test_a_result_is_proven_at_each_number_of_threads(model: Path) -> None:
+    result = run(model, (4, 1))
+    assert result.improved
+    final, rows = model.parent / "out" / "optimized_final.onnx", result.summary["by_threads"]
+    assert [row["threads"] for row in rows] == [1, 4]
+    for row in rows:
+        expected = cost(final, row["threads"]) / cost(model, row["threads"])
+        assert row["ratio"] == pytest.approx(expected)
+        assert row["low"] < expected < row["high"]
+        assert row["verdict"] == "faster"
+        assert row["baseline_ms"] == pytest.approx(1e3 * cost(model, row["threads"]))
+    assert rows[0]["ratio"] < rows[1]["ratio"]
+    assert (result.summary["ratio"], result.summary["proof_builds"]) == (rows[0]["ratio"], 8)
+
+
+def test_what_was_proven_is_not_measured_again_and_another_number_is(model: Path, workers: Workers) -> None:
+    first = run(model)
+    workers.builds.clear()
+    assert run(model).summary["by_threads"] == first.summary["by_threads"]
+    assert not workers.builds
+    more = run(model, (1, 2, 4))
+    assert [row["threads"] for row in more.summary["by_threads"]] == [1, 2, 4]
+    assert {build.log.stem for build in workers.builds if build.path.name == "optimized_final.onnx"} >= {
+        "final_0_2t_optimized_final", "final_1_2t_optimized_final"}  # fmt: skip
+
+
+def test_nothing_ships_that_is_slower_at_a_number_of_threads(model: Path, workers: Workers) -> None:
+    workers.slower = lambda build: 3.0 if is_final(build, 4) else 1.0
+    result = run(model)
+    assert (result.shipped, result.ratio, result.summary["by_threads"]) == ("baseline", None, [])
+    assert any("is no gain where it may run" in note and "at 4 threads" in note for note in result.notes)
+    assert run(model, (1,)).shipped == "tuned"
+
+
+def test_where_the_winner_is_slower_at_a_number_the_next_candidate_is_tried(model: Path, workers: Workers) -> None:
+    seen: list[bytes] = []
+
+    def slower(build: Build) -> float:
+        if not is_final(build, 4):
+            return 1.0
+        content = build.path.read_bytes()
+        seen.extend([content] if content not in seen else [])
+        return 3.0 if content == seen[0] else 1.0
+
+    workers.slower = slower
+    result = run(model)
+    assert result.shipped == "tuned"
+    assert (model.parent / "out" / "optimized_final.onnx").read_bytes() == seen[1]
+    assert [row["verdict"] for row in result.summary["by_threads"]] == ["faster", "faster"]
+    assert any("is no gain where it may run" in note for note in result.notes)
+
+
+def test_points_of_a_front_hold_at_each_number(model: Path, workers: Workers) -> None:
+    result = run(model, front=True, builds=25)
+    rows = result.summary["front"]
+    assert all([at["threads"] for at in row["by_threads"]] == [1, 4] for row in rows)
+    assert result.summary["by_threads"] == next(row for row in rows if row["shipped"])["by_threads"]
+    pick(model.parent / "out", rows[-1]["name"])
+    told = json.loads((model.parent / "out" / "summary.json").read_text())
+    assert told["by_threads"] == rows[-1]["by_threads"]
+
+
+@pytest.mark.usefixtures("workers")
+def test_engines_without_threads_are_asked_nothing(model: Path) -> None:
+    result = run(model, None, engine=EngineSpec("fake"))
+    assert (result.improved, result.summary["by_threads"], result.summary["proof_builds"]) == (True, [], 4)
+
+
+# What counts
+
+
+@pytest.mark.parametrize(
+    ("ends", "held"),
+    [
+        ([(0.5, 0.4, 0.6), (0.9, 0.8, 0.95)], True),
+        ([(0.5, 0.4, 0.6), (1.0, 0.98, 1.02)], True),
+        ([(1.0, 0.98, 1.02), (0.5, 0.4, 0.6)], True),
+        ([(0.5, 0.4, 0.6), (1.06, 1.02, 1.1)], False),
+        ([(0.5, 0.4, 0.6), (1.06, 0.9, 1.2)], False),
+        ([(1.0, 0.98, 1.02), (0.99, 0.97, 1.01)], False),
+    ],
+)
+def test_slower_nowhere_and_faster_somewhere(ends: list[tuple[float, float, float]], held: bool) -> None:
+    standings = [Standing(2**n, Ratio(*e), 1.0, e[0]) for n, e in enumerate(ends)]
+    assert is_held(standings) == held
+    if held:
+        assert foremost(standings).ratio.verdict == "faster"
+
+
+def test_the_error_is_shared_by_the_numbers_at_which_a_file_may_win(model: Path) -> None:
+    one, two = settings(model, engine=ONE), settings(model, engine=ONE, deploy_threads=(1, 2))
+    assert two.proof_plan.error == one.proof_plan.error / 2
+    assert two.proof_plan.looks[0] >= one.proof_plan.looks[0]
+
+
+def test_the_usual_numbers_are_those_of_search_and_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "usual_threads", lambda: 8)
+    monkeypatch.setattr(threads, "cores", lambda: 16)
+    assert counts_of(EngineSpec("onnxruntime"), None) == (1, 8)
+    assert counts_of(EngineSpec("openvino", {"threads": 8}), None) == (8,)
+    assert counts_of(EngineSpec("onnxruntime", {"threads": 4}), (16, 1, 4)) == (4, 1, 16)
+    assert counts_of(EngineSpec("tensorrt"), None) == (None,)
+    gpu = EngineSpec("onnxruntime", {"threads": 1, "provider": "CUDAExecutionProvider"})
+    assert counts_of(gpu, None) == (None,)
+
+
+@pytest.mark.parametrize(
+    ("engine", "asked", "said"),
+    [
+        ("onnxruntime", (1, 17), "--deploy-threads 17: this process may use 16 cores"),
+        ("onnxruntime", (), "such as 1,4,16"),
+        ("tensorrt", (1,), "is about the threads of a CPU"),
+    ],
+)
+def test_numbers_that_nothing_can_be_proven_at(
+    model: Path, monkeypatch: pytest.MonkeyPatch, engine: str, asked: tuple[int, ...], said: str
+) -> None:
+    monkeypatch.setattr(threads, "cores", lambda: 16)
+    with pytest.raises(BadOption, match=said):
+        settings(model, engine=EngineSpec(engine), deploy_threads=asked)
