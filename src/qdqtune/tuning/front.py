@@ -210,9 +210,7 @@ def _proven(entry: Entry, run: Run) -> Proven | None:
     return Proven("", trial, met.ratio, met.a_seconds, met.b_seconds, value, holds, "", (standing,))
 
 
-def _everywhere(
-    proven: Sequence[Proven], written: Mapping[Placement, Path], run: Run
-) -> tuple[list[Proven], int]:
+def _everywhere(proven: Sequence[Proven], written: Mapping[Placement, Path], run: Run) -> tuple[list[Proven], int]:
     """The points that hold at every number of threads, and the builds that it took to know."""
     held, builds, settings = list[Proven](), 0, run.settings
     with places(settings.engine, settings.thread_counts, run.runner, run.subject.feed) as found:
@@ -229,8 +227,8 @@ def _everywhere(
                 standings.append(Standing(place.threads, met.ratio, met.a_seconds, met.b_seconds))
             if len(standings) == len(found) and is_held(standings):
                 best = foremost(standings)
-                seconds = {"float_seconds": best.float_seconds, "seconds": best.seconds}
-                held.append(replace(point, ratio=best.ratio, standings=tuple(standings), **seconds))
+                told = replace(point, ratio=best.ratio, float_seconds=best.float_seconds, seconds=best.seconds)
+                held.append(replace(told, standings=tuple(standings)))
     return held, builds
 
 
