@@ -41,6 +41,9 @@ from qdqtune.types import Failure, Measurement, Sample
 DEFAULT = 0
 """As a number of threads: whatever the engine takes."""
 
+SETTLED = 0.04
+"""Seconds after which the threads of an ONNX Runtime session that nobody asks sleep."""
+
 T = TypeVar("T")
 
 
@@ -72,7 +75,7 @@ def tuned(entry: zoo.Entry, engine: str, at: int, folder: Path, budget: float | 
         entry.path, out, EngineSpec(engine, {"threads": at}), calibration_data=entry.data, calibration_samples=8,
         accuracy_samples=8, calibration=Calibration("minmax", bias_correction=False), fix_inputs=entry.fixed,
         plan=Plan(effort.looks), proof=effort.proof, builds=effort.builds["cut"], time_budget=budget,
-        min_sqnr=None, min_agreement=None,
+        min_sqnr=None, min_agreement=None, deploy_threads=(at,),
     )  # fmt: skip
     begun = time.monotonic()
     try:
@@ -117,7 +120,7 @@ def by_default(one: Tuned, engine: str, sample: Sample, rounds: int) -> tuple[fl
     sides = []
     for number in range(rounds):
         first, second = run if number % 2 else run[::-1]
-        slots = [seconds_of(each, runs) for each in (first, second, second, first)]
+        slots = [slot(each, runs) for each in (first, second, second, first)]
         outer, inner = (slots[0] + slots[3]) / 2, (slots[1] + slots[2]) / 2
         sides.append((outer, inner) if number % 2 else (inner, outer))
     a, b = zip(*sides, strict=True)
@@ -139,6 +142,13 @@ def plain(engine: str, file: Path, sample: Sample) -> Callable[[], Any]:
     session = ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
     inputs = {i.name for i in session.get_inputs()}
     return partial(session.run, None, {name: array for name, array in sample.items() if name in inputs})
+
+
+def slot(run: Callable[[], Any], runs: int) -> float:
+    """Seconds of one inference, once the idle threads of other sessions spin no more and its own are awake."""
+    time.sleep(SETTLED)
+    run()
+    return seconds_of(run, runs)
 
 
 def seconds_of(run: Callable[[], Any], runs: int) -> float:
