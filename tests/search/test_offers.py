@@ -25,7 +25,10 @@ def test_the_one_that_is_far_in_both_comes_next() -> None:
     slow_and_exact, nearly_as_fast, nearly_as_exact = offer(0.8, 40), offer(0.51, 40), offer(0.8, 20.5)
     assert farthest([nearly_as_fast, slow_and_exact, nearly_as_exact], [Spot(0.5, 20)]) is slow_and_exact
     assert farthest([nearly_as_exact], [Spot(0.5, 20)]) is nearly_as_exact
-    assert farthest([offer(0.5, 20 + NEAR)], [Spot(0.5, 20)]) is None
+    near = offer(0.51, 20.2)
+    assert farthest([near], [Spot(0.5, 20)]) is near
+    assert farthest([near], [Spot(0.5, 20)], NEAR) is None
+    assert farthest([offer(0.5, 21)], [Spot(0.5, 20)]) is None
     assert farthest([], []) is None
 
 

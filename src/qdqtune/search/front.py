@@ -55,8 +55,8 @@ APART = (0.05, 2.0)
 """Two points are one apart if their times differ by this share, and their SQNR by so many dB: less of either, and luck
 decides whether one beats the other."""
 
-NEAR = 0.25
-"""Points nearer to each other than this share of `APART` are one point."""
+NEAR, NEAREST = 0.25, 0.03
+"""Points nearer to each other than this share of `APART` are one point; where a front would have too few, this one."""
 
 PARTS = 6
 """Into how many parts what tells two neighbours apart is divided."""
@@ -107,10 +107,10 @@ class Placed(Protocol):
 Somewhere = TypeVar("Somewhere", bound=Placed)
 
 
-def farthest(offers: Iterable[Somewhere], taken: Sequence[Spot]) -> Somewhere | None:
-    """The one that is farthest from all that is taken; None if each is as good as one of these."""
+def farthest(offers: Iterable[Somewhere], taken: Sequence[Spot], near: float = NEAREST) -> Somewhere | None:
+    """The one that is farthest from all that is taken; None if each is `near` to one of these."""
     found = max(offers, key=lambda o: min((o.spot.apart(t) for t in taken), default=np.inf), default=None)
-    return found if found is not None and all(found.spot.apart(t) >= NEAR for t in taken) else None
+    return found if found is not None and all(found.spot.apart(t) >= near for t in taken) else None
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,19 @@ from qdqtune.measurement.accuracy import accuracy, is_finite
 from qdqtune.measurement.pairing import rounds_of
 from qdqtune.measurement.timing import compare, ratio
 from qdqtune.search import best_of, ratios_to_float
-from qdqtune.search.front import GAIN, FrontSearch, Offer, Point, Spot, farthest, is_beyond, undominated
+from qdqtune.search.front import (
+    ENOUGH,
+    GAIN,
+    NEAR,
+    NEAREST,
+    FrontSearch,
+    Offer,
+    Point,
+    Spot,
+    farthest,
+    is_beyond,
+    undominated,
+)
 from qdqtune.tuning.budget import builds_of
 from qdqtune.tuning.folder import BASELINE, FRONT
 from qdqtune.tuning.meeting import insist, known
@@ -141,18 +153,19 @@ class Candidacy:
         offers = list(self._search.offers([*self._history, *self.trials])) if self._search is not None else []
         if (faster := self._faster(offers)) is not None:
             return faster
-        points = [p for p in unbeaten if p.trial.placement not in met]
-        good = [*(p.spot for p in points), *(e.spot(self._run) for e in self._standing())]
+        points, standing = [p for p in unbeaten if p.trial.placement not in met], self._standing()
+        near = NEAR if len(standing) >= ENOUGH else NEAREST
+        good = [*(p.spot for p in points), *(e.spot(self._run) for e in standing)]
         candidates: list[Point | Offer] = [*points, *offers]
         taken = [spot for entry in self.entries for spot in entry.spots(self._run)]
         for _ in range(SIMULATED):
             candidates = [c for c in candidates if isinstance(c, Point) or not any(g.beats(c.spot) for g in good)]
-            found = farthest(candidates, taken)
+            found = farthest(candidates, taken, near)
             if not isinstance(found, Offer) or found.is_foretold:
                 return found
             candidates.remove(found)
             candidates += filter(None, [self._foretold(found)])
-        return farthest([c for c in candidates if isinstance(c, Point) or c.is_foretold], taken)
+        return farthest([c for c in candidates if isinstance(c, Point) or c.is_foretold], taken, near)
 
     def _foretold(self, offer: Offer) -> Offer | None:
         return None if self._search is None else self._search.foretold(offer)
