@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import os
 import shutil
 import signal
@@ -51,6 +52,14 @@ def workers() -> Iterator[Workers]:
     """No processes: every runner works in this one, some times faster, and good for all but crashes and hangs."""
     with in_process() as started:
         yield started
+
+
+@pytest.fixture
+def cores() -> Iterator[None]:
+    """The cores of this machine for workers in processes, which no other test gives to its own meanwhile."""
+    with Path(__file__).open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "src" / "qdqtune"
 MODULES = {".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): p
            for p in sorted(PACKAGE.rglob("*.py"))}  # fmt: skip
 VENDORS = {
-    "onnxruntime", "openvino", "tensorrt", "tensorrt_rtx", "tensorrt_bindings", "tensorrt_rtx_bindings", "torch",
+    "onnxruntime", "openvino", "tensorrt", "tensorrt_rtx", "tensorrt_bindings", "tensorrt_rtx_bindings", "torch", "ray",
 }  # fmt: skip
 GRAPH_TOOLS = {"onnxruntime.transformers"}
 """Parts of vendor packages that rewrite models and run nothing; to be imported where they are used."""

@@ -75,6 +75,7 @@ class InProcess:
     """Answers requests as the worker process does. What crashes or hangs is not for it."""
 
     alive = True
+    place = ""
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from conftest import Call
+from processes import family, until
 from qdqtune.cli import fleet
 from qdqtune.cli.fleet import Row
 from qdqtune.engines import devices
@@ -27,40 +26,12 @@ NEEDS_TWO = pytest.mark.skipif(len(devices.physical_cores()) < 2, reason="two wo
 
 
 @pytest.fixture
-def cores() -> Iterator[None]:
-    """The cores of this machine, which no other test takes meanwhile."""
-    with (Path(__file__).parent / "test_fleet.py").open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-@pytest.fixture
 def models(tmp_path: Path) -> Path:
     folder = tmp_path / "models"
     folder.mkdir()
     write(mixed(), folder, "fast")
     write(hopeless(), folder, "slow")
     return folder
-
-
-def until(what: Callable[[], object], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.02)
-
-
-def family(folder: Path) -> list[int]:
-    """The processes of qdqtune that work on what lies in this folder."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            told = (path / "cmdline").read_bytes() + (path / "environ").read_bytes()
-        except OSError:
-            continue
-        if os.fsencode(folder) in told and int(path.name) != os.getpid():
-            found.append(int(path.name))
-    return found
 
 
 def left(folder: Path) -> list[Path]:

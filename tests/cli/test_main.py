@@ -81,6 +81,7 @@ TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
     "--threads": (["3"], lambda s: s.engine.options.get("threads"), 3),
     "--deploy-threads": (["1"], lambda s: s.deploy_threads, (1,)),
     "--workers": (["3"], lambda s: s.workers, 3),
+    "--ray": (["auto"], lambda s: s.ray, "auto"),
     "--cores-per-worker": (["2"], lambda s: s.cores_per_worker, 2),
     "--provider": (["CUDA"], lambda s: s.engine.options.get("provider"), "CUDA"),
     "--target": (["sm89"], lambda s: s.engine.options.get("target"), "sm89"),

@@ -37,8 +37,9 @@ RARE = {
     "Model": ("formats", "qdq_baseline", "default_dq_dtype", "per_channel", "placement_like", "rewrites", "fold"),
     "Accuracy": ("max_drop", "min_agreement", "bias_correction", "percentile"),
     "Engine": (
-        "deploy_threads", "cores_per_worker", "provider", "target", "time_limit", "min_shapes", "opt_shapes",
-        "max_shapes", "timing_cache", "plugin_libraries", "workspace_mb", "builder_level", "trtexec", "trtexec_args",
+        "deploy_threads", "cores_per_worker", "ray", "provider", "target", "time_limit", "min_shapes",
+        "opt_shapes", "max_shapes", "timing_cache", "plugin_libraries", "workspace_mb", "builder_level", "trtexec",
+        "trtexec_args",
         "engine_options", "graph_json", "profile_json",
     ),
 }  # fmt: skip

@@ -25,7 +25,8 @@ from qdqtune.cli.output import print_json, say, show
 from qdqtune.cli.streams import INTERRUPTED
 from qdqtune.cli.words import duration, speed
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.devices import ANYWHERE, Device, cores_for, devices_for, needs_gpu
+from qdqtune.engines.devices import ANYWHERE, Device, cores_for, needs_gpu
+from qdqtune.engines.places import places_for
 from qdqtune.errors import BadOption, reading
 
 WORST = (0, 3, 4)
@@ -76,7 +77,9 @@ def _job(given: Mapping[str, Any]) -> Job:
 
 
 @command("run", [click.Argument(["file"], type=FILE), *options.WORKERS, options.JSON_FOR_TABLE])
-def run_command(file: Path, workers: int, cores_per_worker: int | None, as_machine: bool) -> int:
+def run_command(
+    file: Path, workers: int | None, cores_per_worker: int | None, ray: str | None, as_machine: bool
+) -> int:
     """Tune the models that a YAML file names, and say at the end what became of each.
 
     `jobs` is a list of options of tune by name, with a `model` each; `defaults` are options for all of them. A job that
@@ -87,17 +90,32 @@ def run_command(file: Path, workers: int, cores_per_worker: int | None, as_machi
     qdqtune run jobs.yaml --json
     qdqtune run jobs.yaml --workers 4 --cores-per-worker 2
     """
-    jobs = read_jobs(file)
-    return run_jobs(jobs, _devices(jobs, workers, cores_per_worker), as_machine=as_machine)
+    return run_jobs(read_jobs(file), Wanted(workers, cores_per_worker, ray), as_machine=as_machine)
 
 
-def run_jobs(jobs: Sequence[Job], devices: Sequence[Device] = (ANYWHERE,), *, as_machine: bool) -> int:
+@dataclass(frozen=True)
+class Wanted:
+    """How many models to tune at a time, on which devices (see `places_for`)."""
+
+    workers: int | None = None
+    cores_each: int | None = None
+    ray: str | None = None
+
+
+def run_jobs(jobs: Sequence[Job], wanted: Wanted, *, as_machine: bool) -> int:
     """Tune models, each in a process of its own, one on each device at a time, and print a table. Gives the worst exit
     code.
 
     Raises:
         KeyboardInterrupt: this process was interrupted, or a job.
     """
+    with places_for(_widest(jobs), wanted.workers, wanted.cores_each, wanted.ray) as places:
+        devices = places.devices
+    if wanted.ray is not None:  # each job takes one device of the cluster, wherever that is
+        own = ("--ray", wanted.ray, "--workers", "1")
+        cores = () if wanted.cores_each is None else ("--cores-per-worker", str(wanted.cores_each))
+        jobs = [Job(job.model, (*job.arguments, *own, *cores)) for job in jobs]
+        devices = (ANYWHERE,) * len(devices)
     done = [_ran(job) for job in jobs] if len(devices) == 1 else _side_by_side(jobs, devices)
     if as_machine:
         print_json(done)
@@ -133,11 +151,10 @@ def _row(job: Job, code: int, output: str) -> dict[str, Any]:
     return {"model": job.model, "exit_code": code, **facts}
 
 
-def _devices(jobs: Sequence[Job], workers: int, cores_each: int | None) -> tuple[Device, ...]:
-    """A device for each of so many workers; they have the cores that the job with the most threads wants."""
+def _widest(jobs: Sequence[Job]) -> EngineSpec:
+    """The engine of the job that wants a GPU, or the most cores: devices are as it needs them."""
     specs = [EngineSpec(_value(job, "--engine") or "onnxruntime", dict(_told(job))) for job in jobs]
-    widest = max(specs, key=lambda spec: (needs_gpu(spec), cores_for(spec, None)))
-    return devices_for(widest, workers, cores_each)
+    return max(specs, key=lambda spec: (needs_gpu(spec), cores_for(spec, None)))
 
 
 def _told(job: Job) -> Iterator[tuple[str, Any]]:

@@ -9,11 +9,10 @@ from pathlib import Path
 import click
 
 from qdqtune.cli import options
-from qdqtune.cli.jobs import Job, run_jobs
-from qdqtune.engines.devices import devices_for
+from qdqtune.cli.jobs import Job, Wanted, run_jobs
 from qdqtune.errors import BadOption
 
-OWN = ("output_dir", "as_machine", "workers", "cores_per_worker")
+OWN = ("output_dir", "as_machine", "workers", "cores_per_worker", "ray")
 """Options, by parameter, that a job does not get as they were typed."""
 
 SINGLE = {
@@ -46,8 +45,8 @@ def tune_all(given: Sequence[Path], chosen: options.Given) -> int:
     arguments = _typed()
     folders = named(models)
     jobs = [Job(str(m), ("--output-dir", str(chosen["output_dir"] / folders[m]), *arguments)) for m in models]
-    devices = devices_for(options.engine(chosen), chosen["workers"], chosen["cores_per_worker"])
-    return run_jobs(jobs, devices, as_machine=chosen["as_machine"])
+    wanted = Wanted(chosen["workers"], chosen["cores_per_worker"], chosen["ray"])
+    return run_jobs(jobs, wanted, as_machine=chosen["as_machine"])
 
 
 def _models(given: Sequence[Path]) -> Iterator[Path]:

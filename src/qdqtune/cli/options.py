@@ -218,11 +218,12 @@ ENGINE = (
 WORKERS = (
     option(
         "--workers",
-        "Devices that measure side by side, each a GPU or cores of its own. Several models: one device a model.",
+        "Devices that measure side by side, each a GPU or cores of its own. Several models: one device a model.  "
+        "[default: 1; with --ray all that there is room for]",
         click.IntRange(1),
-        default=1,
     ),
     option("--cores-per-worker", "Cores of each worker, which no other uses.  [default: --threads]", click.IntRange(1)),
+    option("--ray", "Workers on the Ray cluster at this address (auto: the one that runs here).", metavar="ADDRESS"),
 )
 """How many measure at a time, and on what."""
 

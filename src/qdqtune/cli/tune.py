@@ -243,7 +243,7 @@ def settings_of(given: options.Given) -> Settings:
     spec = options.engine(given)
     return Settings(
         **options.named(Settings, given, but=("engine", "input_shapes")),
-        engine=options.with_timing_cache(spec, given["output_dir"]),
+        engine=spec if given["ray"] else options.with_timing_cache(spec, given["output_dir"]),
         input_shapes=given["input_shapes"] or usual_shapes(spec, given["calibration_data"]),
         calibration=options.calibration(given),
         config=Config(schemes_per_region=given["schemes_per_region"]),

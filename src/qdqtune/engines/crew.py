@@ -214,6 +214,6 @@ def check_alike(runners: Sequence[Runner]) -> None:
     for runner, told in zip(runners[1:], rest, strict=True):
         if wrong := next((name for name in {**first, **told} if first.get(name) != told.get(name)), None):
             raise EngineUnavailable(
-                f"workers are not alike: {runner.device.name} has {wrong} {told.get(wrong)}, {runners[0].device.name} "
+                f"workers are not alike: {runner.place} has {wrong} {told.get(wrong)}, {runners[0].place} "
                 f"has {first.get(wrong)}; latencies compare on equal devices only, so give a run devices of one kind"
             )

@@ -46,6 +46,7 @@ class WorkerProcess:
     with it.
     """
 
+    place = ""
     PROGRAM = "qdqtune.engines.worker"
     """The module that answers."""
 

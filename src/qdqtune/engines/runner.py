@@ -50,6 +50,10 @@ class Worker(Protocol):
     def alive(self) -> bool:
         """Whether it may be asked. One that is not has lost what it held."""
 
+    @property
+    def place(self) -> str:
+        """Where it is, for people; nothing where it is here."""
+
     def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
         """`(True, result)`, or `(False, QdqtuneError)`.
 
@@ -165,6 +169,19 @@ class Runner:
     def held(self) -> frozenset[int]:
         """Numbers of the builds that the worker holds; others that are loaded are made again when they are asked."""
         return frozenset(self._present)
+
+    @property
+    def place(self) -> str:
+        """Its device and where that is, for people."""
+        where = "" if self._worker is None else self._worker.place
+        return " on ".join(filter(None, (self.device.name, where)))
+
+    def beside(self, spec: EngineSpec, log_dir: Path) -> Runner:
+        """Another engine in place of this one, on the same device: this one's worker ends, and starts again when it is
+        asked for something, which should not be before the other one is closed."""
+        if self.device != ANYWHERE:
+            self.close()
+        return Runner(spec, time_limit_s=self._limit, log_dir=log_dir, start=self._start_worker, device=self.device)
 
     def describe(self) -> dict[str, str]:
         """`Engine.describe`.

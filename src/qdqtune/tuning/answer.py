@@ -28,9 +28,8 @@ from qdqtune.tuning.store import Record, Store, pack_placement, unpack_placement
 from qdqtune.tuning.subgraphs.outcomes import GroupOutcome
 from qdqtune.types import Placement, Proposal, Trial
 
-UNASKED = frozenset(
-    {"output_dir", "state_file", "restart", "time_budget", "time_limit", "command", "workers", "cores_per_worker"}
-)
+PLACES = frozenset({"workers", "cores_per_worker", "ray"})
+UNASKED = PLACES | {"output_dir", "state_file", "restart", "time_budget", "time_limit", "command"}
 """Settings that a finished run does not hang on: one that ran out of time is not finished."""
 
 ROWS = (UnitPrice, GroupOutcome)

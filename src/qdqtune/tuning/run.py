@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from qdqtune.engines.crew import Crew, check_alike
-from qdqtune.engines.devices import devices_for
+from qdqtune.engines.places import places_for
 from qdqtune.engines.room import bounded_memory
 from qdqtune.engines.runner import Runner, time_limit
 from qdqtune.errors import BadOption, BaselineFailed, writing
@@ -98,14 +98,17 @@ def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
         output = stack.enter_context(OutputFolder(settings))
         evaluation = None if settings.evaluate is None else load_evaluation(settings.evaluate)
         logs = output.path / LOGS
-        devices = devices_for(settings.engine, settings.workers, settings.cores_per_worker)
+        asked = settings.workers, settings.cores_per_worker, settings.ray
+        places = stack.enter_context(places_for(settings.engine, *asked))
         nbytes = _room(settings.model)
         stack.enter_context(bounded_memory(nbytes))
-        runner = stack.enter_context(Runner(settings.engine, log_dir=logs, device=devices[0]))
+        first, *more = places.devices
+        runner = stack.enter_context(Runner(settings.engine, log_dir=logs, device=first, start=places.start))
         others = []
-        for device in devices[1:]:
+        for device in more:
             with bounded_memory(nbytes):  # nobody frees what another thread uses
-                others.append(stack.enter_context(Runner(settings.engine, log_dir=logs, device=device)))
+                others.append(Runner(settings.engine, log_dir=logs, device=device, start=places.start))
+                stack.enter_context(others[-1])
         observer.stage(f"reading {settings.model.name}")
         if (told := restored_state(settings)) is not None:
             observer.note(told)
@@ -167,7 +170,7 @@ def open_run(ready: Ready) -> Iterator[Run]:
 def _width(ready: Ready) -> int:
     """How many candidates a search proposes at a time: as many as there were workers when it began, so that it goes on
     as it began whatever number there is now."""
-    store, workers = ready.store, ready.settings.workers
+    store, workers = ready.store, 1 + len(ready.others)
     record = store.get(BATCH)
     if record is None and workers > 1 and not any(r["key"].startswith("trial:") for r in store.records()):
         record = store.put(BATCH, {"width": workers})

@@ -81,7 +81,8 @@ class Settings:
     `deploy_threads` are the numbers of threads at which a result has to hold; None is that of the search and the one
     that the engine takes by itself here.
     `workers` measure side by side, each on so many cores of its own as `cores_per_worker` says, or as its engine has
-    threads. They are no part of what was measured: a run goes on with any number of them.
+    threads; on this host, where None is one, or on the Ray cluster at the address `ray`, where None is as many as there
+    is room for. They are no part of what was measured: a run goes on with any number of them.
     """
 
     model: Path
@@ -120,7 +121,8 @@ class Settings:
     cut_seed: bool = True
     front: bool = False
     restart: bool = False
-    workers: int = 1
+    workers: int | None = None
+    ray: str | None = None
     cores_per_worker: int | None = None
     command: tuple[str, ...] = field(default=(), compare=False)
     rewrites: Rewriting = "auto"
@@ -153,6 +155,8 @@ class Settings:
             for name in self.formats:
                 if name != self.quant_type:
                     wanted_storage(self.engine.name, name)
+        if self.deploy_threads is not None and self.ray is not None:
+            raise BadOption("--deploy-threads is about the cores of this host: prove a result there without --ray")
         if self.deploy_threads is not None:
             counts_of(self.engine, self.deploy_threads)
         if self.graph_json is not None and self.mode != "subgraph":
@@ -181,8 +185,9 @@ class Settings:
 
     @property
     def thread_counts(self) -> tuple[int | None, ...]:
-        """The numbers of threads at which the result is proven, see `threads.counts_of`."""
-        return counts_of(self.engine, self.deploy_threads)
+        """The numbers of threads at which the result is proven, see `threads.counts_of`; on a cluster, whose machines
+        are not this one, that of the search."""
+        return counts_of(self.engine, self.deploy_threads)[: None if self.ray is None else 1]
 
     @property
     def proof_plan(self) -> Plan:

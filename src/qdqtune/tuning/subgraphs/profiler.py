@@ -18,7 +18,7 @@ from onnx import helper
 
 from qdqtune.calibration.observe import values_on
 from qdqtune.engines import shapes
-from qdqtune.engines.runner import Handle, Runner
+from qdqtune.engines.runner import Handle
 from qdqtune.errors import BadOption, InputError, writing
 from qdqtune.graph.files import CONSTANTS, ConstantFile
 from qdqtune.graph.model import Model
@@ -98,7 +98,7 @@ class Profiler:
             self._folder.mkdir(exist_ok=True)
         self._constants = ConstantFile(run.output.claim(self._folder / CONSTANTS))
         spec = shapes.with_spans(settings.engine, resolved.spans)
-        self._runner = Runner(spec, time_limit_s=settings.time_limit, log_dir=run.output.path / LOGS / PARTS)
+        self._runner = run.runner.beside(spec, run.output.path / LOGS / PARTS)
 
     def __enter__(self) -> Self:
         return self

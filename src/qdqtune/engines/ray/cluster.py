@@ -1,0 +1,216 @@
+"""A Ray cluster as a place for workers: one actor a device, and the worker that a runner asks in its stead."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.devices import Device, cores_for, needs_gpu
+from qdqtune.engines.process import LOOK_SECONDS, look
+from qdqtune.engines.ray.host import Host, Place, Reply
+from qdqtune.engines.ray.parcels import Sender
+from qdqtune.errors import EngineUnavailable, QdqtuneError, one_line
+from qdqtune.version import __version__
+
+PLACING_SECONDS = 60.0
+"""How long a worker may look for a device that is free."""
+
+CLOSING_SECONDS = 2.0
+
+NETWORK_SECONDS = 60.0
+"""How much later than on its own host an answer may come."""
+
+
+@dataclass
+class Cluster:
+    """A cluster that we are connected to. `start` is the `StartWorker` of runners that work there."""
+
+    spec: EngineSpec
+    cores_each: int
+    sender: Sender = field(default_factory=lambda: Sender(ray.put))
+    started: list[RemoteWorker] = field(default_factory=list)
+
+    def start(self, log: Path, device: Device) -> RemoteWorker:
+        """A worker on any device of the cluster that is free.
+
+        Raises:
+            EngineUnavailable: there is none, or another version of qdqtune is installed there.
+        """
+        gpus = 1 if needs_gpu(self.spec) else 0
+        wants = {"num_cpus": self.cores_each, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
+        actor: Any = ray.remote(Host).options(**wants).remote(self.spec, self.cores_each, ray.get)
+        try:
+            place = _answer(actor.settle.remote(), PLACING_SECONDS, self._check_room)
+        except TimeoutError:
+            _end(actor)
+            wanted = f"{self.cores_each} CPUs" + (" and a GPU" if gpus else "")
+            raise EngineUnavailable(
+                f"the cluster has had no node with {wanted} to spare for {PLACING_SECONDS:.0f} s: give fewer --workers"
+            ) from None
+        except RayError as error:
+            _end(actor)
+            raise EngineUnavailable(f"no worker starts on the cluster: {_reason(error)}") from error
+        if place.version != __version__:
+            _end(actor)
+            raise EngineUnavailable(
+                f"{place.host} has qdqtune {place.version}, and here is {__version__}: install one version everywhere"
+            )
+        worker = RemoteWorker(actor, place, self.sender)
+        self.started.append(worker)
+        return worker
+
+    def _check_room(self) -> None:
+        """Give up at once where nodes that were lost have left no room for another worker.
+
+        Raises:
+            TimeoutError: so it is.
+        """
+        if sum(worker.alive for worker in self.started) >= room(self.spec, self.cores_each):
+            raise TimeoutError
+
+
+class RemoteWorker:
+    """See `runner.Worker`: the engine process of an actor, as if it were here."""
+
+    def __init__(self, actor: Any, place: Place, sender: Sender) -> None:
+        self._actor, self._sender = actor, sender
+        self._reason = self._printed = ""
+        self.alive = True
+        self.place = str(place)
+
+    def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
+        """`Worker.request`."""
+        log = target = None
+        if name == "build":
+            number, path, log = arguments
+            arguments = (number, self._sender.model(path), None)
+        elif name == "save":
+            _, target = arguments
+        elif name == "feed":
+            arguments = (self._sender.arrays(arguments[0]),)
+        elif name == "run":
+            arguments = (arguments[0], self._sender.arrays(arguments[1]))
+        try:
+            reply: Reply = _answer(self._actor.request.remote(name, arguments, limit), limit + NETWORK_SECONDS)
+        except RayError as error:
+            self.alive, self._reason = False, _reason(error)
+            raise EOFError from error
+        if log is not None and reply.text:
+            log.write_text(reply.text)
+        if reply.kind == "ended":
+            self.alive, self._reason = False, reply.text
+            raise EOFError
+        if reply.kind == "timeout":
+            self._printed = reply.text
+            raise TimeoutError
+        if target is not None and reply.good:
+            target.write_bytes(reply.content)
+        return reply.good, reply.result
+
+    def kill(self) -> None:
+        """`Worker.kill`."""
+        if self.alive:
+            self.alive = False
+            _end(self._actor)
+
+    def exit_reason(self) -> str:
+        """`Worker.exit_reason`."""
+        return f"{self._reason or 'no reason given'} on {self.place}"
+
+    def printed(self) -> str:
+        """`Worker.printed`."""
+        return self._printed
+
+
+def _end(actor: Any) -> None:
+    """Have an actor put everything away, if it is not at work, and end it; else its engine process does that."""
+    with contextlib.suppress(RayError):
+        ray.wait([actor.close.remote()], timeout=CLOSING_SECONDS)
+        ray.kill(actor)
+
+
+def _answer(reference: Any, limit: float, check: Callable[[], None] = lambda: None) -> Any:
+    """What an actor answers; while it does not, `check` is called again and again.
+
+    Raises:
+        TimeoutError: nothing in time.
+        RayError: it has died, or failed.
+    """
+    looks, deadline = look(), monotonic() + limit
+    while not ray.wait([reference], timeout=LOOK_SECONDS)[0]:
+        if monotonic() >= deadline:
+            raise TimeoutError
+        if looks is not None:
+            looks()
+        check()
+    return ray.get(reference)
+
+
+def _reason(error: RayError) -> str:
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, QdqtuneError):
+        return one_line(cause)
+    return "its worker or its node was lost" if isinstance(error, RayActorError) else one_line(error)
+
+
+@contextlib.contextmanager
+def connected(address: str) -> Iterator[None]:
+    """Be a driver of the cluster at an address; a connection that is there already is used, and stays.
+
+    Raises:
+        EngineUnavailable: no cluster answers there.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError, RuntimeError, RayError) as error:
+        raise EngineUnavailable(
+            f"no Ray cluster answers at {address}: {one_line(error)}; start one with: ray start --head"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def room(spec: EngineSpec, cores_each: int) -> int:
+    """How many workers have room on the cluster, each with its cores, and its GPU where the engine wants one."""
+    total = 0
+    for node in nodes():
+        has = node["Resources"] if node["Alive"] else {}
+        fit = int(has.get("CPU", 0)) // cores_each
+        total += min(fit, int(has.get("GPU", 0))) if needs_gpu(spec) else fit
+    return total
+
+
+def nodes() -> Sequence[Mapping[str, Any]]:
+    """What Ray says of each node."""
+    told: Sequence[Mapping[str, Any]] = ray.nodes()
+    return told
+
+
+def devices(spec: EngineSpec, workers: int | None, cores_each: int | None) -> tuple[Device, ...]:
+    """Names for so many workers, or for as many as there is room; where each is, Ray decides.
+
+    Raises:
+        EngineUnavailable: there is no room for as many.
+    """
+    each = cores_for(spec, cores_each)
+    fit = room(spec, each)
+    if (workers or 1) > fit:
+        wanted = f"{each} CPUs" + (" and a GPU" if needs_gpu(spec) else "")
+        raise EngineUnavailable(
+            f"the cluster has room for {fit} workers of {wanted} each, not {workers or 1}: see qdqtune doctor --ray"
+        )
+    return tuple(Device(f"worker-{n}") for n in range(1, 1 + (workers or fit)))

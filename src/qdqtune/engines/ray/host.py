@@ -1,0 +1,116 @@
+"""The actor on a host: it owns one device there, and passes requests on to the engine process that runs on it."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.devices import Device, allot
+from qdqtune.engines.process import WorkerProcess
+from qdqtune.engines.ray.parcels import Get, Receiver
+from qdqtune.errors import EngineUnavailable, OutputError
+from qdqtune.graph.outputs import temporary_folder
+from qdqtune.version import __version__
+
+TRIES = 5
+"""How often a place is looked for on a host where others look for one at the same time."""
+
+FILES = "files"
+"""The folder of model files in that of temporary ones."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What became of a request: an answer (good or a QdqtuneError), no answer in time, or the end of the process.
+
+    `text` is what the engine has printed, or why it has ended; `content` that of a file which was asked for.
+    """
+
+    kind: Literal["answer", "timeout", "ended"]
+    good: bool = False
+    result: Any = None
+    text: str = ""
+    content: bytes = b""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker is, for people, and what is installed there."""
+
+    host: str
+    device: Device
+    version: str
+
+    def __str__(self) -> str:
+        cores = f"cores {','.join(map(str, self.device.cores))}" if self.device.cores else ""
+        return " ".join(filter(None, (self.host, cores, self.device.gpu and f"GPU {self.device.gpu}")))
+
+
+class Host:
+    """Answers the requests of one runner on a device of this host. It ends with whoever asked for it, and its engine
+    process with it; that removes the files of both."""
+
+    def __init__(self, spec: EngineSpec, cores_each: int | None, get: Get) -> None:
+        self._asked = spec, cores_each
+        self._scratch = temporary_folder()
+        self._folder = self._scratch.path
+        (self._folder / FILES).mkdir()
+        self._receiver = Receiver(self._folder / FILES, get)
+        self._worker: WorkerProcess | None = None
+
+    def settle(self) -> Place:
+        """Start an engine process on cores and a GPU of this host that nobody else has.
+
+        Raises:
+            QdqtuneError: there are none.
+        """
+        for left in reversed(range(TRIES)):
+            try:
+                (device,) = allot(self._asked[0], 1, self._asked[1])
+                self._worker = WorkerProcess(self._folder / "worker.log", device)
+                return Place(socket.gethostname(), device, __version__)
+            except EngineUnavailable:  # another worker was quicker
+                if not left:
+                    raise
+        raise AssertionError("unreachable")
+
+    def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> Reply:
+        """One request of `worker.Session`. Files come as parcels, and go back as what they hold."""
+        assert self._worker is not None
+        log, wanted = self._folder / "build.log", None
+        try:
+            if name == "build":
+                number, parcel, _ = arguments
+                log.unlink(missing_ok=True)
+                arguments = (number, self._receiver.model(parcel, number), log)
+            elif name == "save":
+                wanted = self._folder / "saved"
+                arguments = (arguments[0], wanted)
+            elif name == "feed":
+                arguments = (self._receiver.arrays(arguments[0]),)
+            elif name == "run":
+                arguments = (arguments[0], self._receiver.arrays(arguments[1]))
+            good, result = self._worker.request(name, arguments, limit)
+        except TimeoutError:
+            text = _text(log) + self._worker.printed()
+            self._worker.kill()
+            return Reply("timeout", text=text)
+        except (EOFError, BrokenPipeError, ConnectionError):
+            return Reply("ended", text=self._worker.exit_reason())
+        except OutputError as error:  # others may have room: this one is lost
+            return Reply("answer", False, EngineUnavailable(f"on {socket.gethostname()}: {error}"))
+        content = wanted.read_bytes() if wanted is not None and wanted.is_file() else b""
+        return Reply("answer", good, result, _text(log) if name == "build" else "", content)
+
+    def close(self) -> None:
+        """End the engine process, and remove all files."""
+        if self._worker is not None:
+            self._worker.kill()
+        self._scratch.close()
+
+
+def _text(log: Path) -> str:
+    return log.read_text(errors="replace") if log.exists() else ""

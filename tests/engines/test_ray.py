@@ -1,0 +1,231 @@
+"""Workers on a real Ray cluster of several nodes, all of them on this machine, and what becomes of a run when actors,
+nodes and drivers die."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from processes import family, until
+from qdqtune.engines import EngineSpec, devices
+from qdqtune.engines.places import places_for
+from qdqtune.engines.ray.host import Host
+from qdqtune.engines.ray.parcels import Receiver, Sender
+from qdqtune.errors import EngineUnavailable, OutputError
+from qdqtune.graph.files import ConstantFile
+from qdqtune.graph.loading import load
+from qdqtune.tuning.loop import tune
+from qdqtune.tuning.observer import Silent, State
+from qdqtune.tuning.settings import Settings
+from qdqtune.types import Trial
+from runs import environment, mixed, room_for, settings, write
+from workers import in_process
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or len(devices.physical_cores()) < 2, reason="two nodes want two cores"
+)
+
+OTHER_VERSION = """
+import qdqtune.engines.fake as fake
+told = fake.Fake.describe
+fake.Fake.describe = lambda self: told(self) | {"version": "2"}
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Two nodes, with room for one worker each; no other test gives these cores to workers meanwhile."""
+    from ray.cluster_utils import Cluster
+
+    quiet = {"num_cpus": 1, "object_store_memory": 80_000_000}
+    with pytest.MonkeyPatch.context() as patch, (Path(__file__).parents[1] / "conftest.py").open() as lock:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        nodes = Cluster(initialize_head=True, head_node_args={**quiet, "include_dashboard": False})
+        yield SimpleNamespace(address=nodes.address, add=lambda **how: nodes.add_node(**{**quiet, **how}),
+                              remove=nodes.remove_node)  # fmt: skip
+        if ray.is_initialized():
+            ray.shutdown()
+        nodes.shutdown()
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[Trial, ...]]:
+    """A model, and what one worker here finds of it."""
+    model = write(mixed(), tmp_path_factory.mktemp("ray"))
+    with in_process():
+        return model, tune(asked(model, "alone")).history
+
+
+def asked(model: Path, name: str, **more: Any) -> Settings:
+    return settings(model, output_dir=model.parent / name, mode="region", builds=14, **more)
+
+
+class At(Silent):
+    """Does something when so many candidates are known."""
+
+    def __init__(self, acts: dict[int, Callable[[], object]]) -> None:
+        self.acts = acts
+
+    def trial(self, trial: Trial, outcome: str, state: State) -> None:
+        self.acts.get(trial.number, lambda: None)()
+
+
+def actors() -> list[int]:
+    """The processes of our actors on all nodes."""
+    return [int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if b"ray::Host" in _read(p)]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def leftovers() -> list[Path]:
+    """Folders of temporary files that no process holds."""
+    found = []
+    for folder in Path("/tmp").glob("qdqtune-*/files"):
+        descriptor = os.open(folder.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            found.append(folder)
+        except OSError:
+            pass
+        finally:
+            os.close(descriptor)
+    return found
+
+
+def test_a_cluster_finds_what_one_worker_finds_and_loses_no_job_with_its_workers(
+    cluster: Any, expected: tuple[Path, tuple[Trial, ...]]
+) -> None:
+    model, history = expected
+    node = cluster.add()
+    faults = At(
+        {1: lambda: os.kill(actors()[0], signal.SIGKILL), 6: lambda: cluster.remove(node, allow_graceful=False)}
+    )
+    assert tune(asked(model, "lost", ray=cluster.address), faults).history == history
+    until(lambda: not actors() and not leftovers())
+
+
+def test_a_node_with_another_engine_version_is_refused_by_name(
+    cluster: Any, expected: tuple[Path, tuple[Trial, ...]], tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(OTHER_VERSION)
+    node = cluster.add(env_vars={"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])})
+    with pytest.raises(EngineUnavailable, match=r"worker-\d on \S+ cores \d has version \d, worker-\d on .* has \d"):
+        tune(asked(expected[0], "unlike", ray=cluster.address, workers=2))
+    cluster.remove(node)
+
+
+def test_a_driver_that_is_killed_leaves_nothing_and_goes_on(
+    cluster: Any, expected: tuple[Path, tuple[Trial, ...]], tmp_path: Path
+) -> None:
+    model, history = expected
+    out = asked(model, "driver").output_dir
+    script = f"""
+import sys
+from pathlib import Path
+from qdqtune.engines import EngineSpec
+from qdqtune.tuning.loop import tune
+sys.path.append({str(Path(__file__).parent)!r})
+from test_ray import asked
+slow = EngineSpec("fake", {{"build_seconds": 0.3}})
+tune(asked(Path({str(model)!r}), "driver", ray={cluster.address!r}, engine=slow))
+"""
+    told = environment() | {"TMPDIR": str(tmp_path)}
+    driver = subprocess.Popen([sys.executable, "-c", script], env=told, stderr=subprocess.DEVNULL)
+    state = out / "autotuner_state.yaml"
+    until(lambda: driver.poll() is not None or (state.exists() and b'"trial:' in state.read_bytes()))
+    assert driver.poll() is None
+    driver.kill()
+    driver.wait()
+    until(lambda: not actors() and not family(tmp_path) and not leftovers())
+    assert tune(asked(model, "driver", ray=cluster.address)).history == history
+
+
+class TestParcels:
+    @pytest.fixture
+    def sent(self, tmp_path: Path) -> tuple[Path, Sender, list[Any]]:
+        """A model with constants in a file beside it, and what was put into the store."""
+        path = tmp_path / "candidate.onnx"
+        with ConstantFile(tmp_path / "constants.bin") as constants:
+            constants.save(load(write(mixed(), tmp_path)), path)
+        store: list[Any] = []
+
+        def put(values: Any) -> int:
+            store.append(values)
+            return len(store) - 1
+
+        return path, Sender(put), store
+
+    def test_a_model_arrives_as_it_was_and_its_constants_travel_once(
+        self, sent: tuple[Path, Sender, list[Any]], tmp_path: Path
+    ) -> None:
+        path, sender, store = sent
+        parcel, again = sender.model(path), sender.model(path)
+        assert again.constants == parcel.constants
+        assert len(store) == len(parcel.constants) > 0
+        asked_for: list[int] = []
+
+        def get(reference: int) -> Any:
+            asked_for.append(reference)
+            return store[reference]
+
+        folder = tmp_path / "host"
+        folder.mkdir()
+        for number in range(2):
+            arrived = Receiver(folder, get).model(parcel, number)
+            want = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer}
+            have = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(arrived).graph.initializer}
+            assert have.keys() == want.keys()
+            assert all(np.array_equal(have[name], want[name]) for name in want)
+        assert sorted(asked_for) == list(range(len(store)))
+
+    def test_arrays_travel_once_by_what_they_hold(self, sent: tuple[Path, Sender, list[Any]]) -> None:
+        _, sender, store = sent
+        large, small = np.arange(100_000.0), np.arange(3)
+        first, second = sender.arrays({"x": large, "n": small}), sender.arrays({"y": large.copy(), "z": large[None]})
+        assert len(store) == 2  # of another shape is another
+        back = Receiver(Path(), lambda reference: store[reference])
+        assert np.array_equal(back.arrays(first)["x"], back.arrays(second)["y"])
+        assert np.array_equal(back.arrays(first)["n"], small)
+
+    def test_a_host_whose_disk_is_full_is_lost_and_says_so(
+        self, sent: tuple[Path, Sender, list[Any]], tmp_path: Path
+    ) -> None:
+        path, sender, store = sent
+        (tmp_path / "files").mkdir()
+        with room_for(1000), pytest.raises(OutputError, match="cannot write"):
+            Receiver(tmp_path / "files", lambda reference: store[reference]).model(sender.model(path), 1)
+        host = Host(EngineSpec("fake"), 1, lambda reference: store[reference])
+        host._worker = SimpleNamespace(kill=lambda: None)  # type: ignore[assignment]
+        with room_for(1000):
+            reply = host.request("build", (1, sender.model(path), None), 60)
+        host.close()
+        assert isinstance(reply.result, EngineUnavailable)
+        assert "cannot write" in str(reply.result)
+
+
+def test_without_a_cluster_or_without_ray_it_is_said_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = EngineSpec("fake")
+    with pytest.raises(EngineUnavailable, match="no Ray cluster answers at"), places_for(fake, 1, 1, "!"):
+        pass
+    monkeypatch.setitem(sys.modules, "qdqtune.engines.ray.cluster", None)
+    monkeypatch.delattr("qdqtune.engines.ray.cluster", raising=False)
+    with pytest.raises(EngineUnavailable, match=r"pip install 'qdqtune\[ray\]'"), places_for(fake, 1, 1, "auto"):
+        pass
