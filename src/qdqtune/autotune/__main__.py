@@ -28,5 +28,9 @@ if __name__ == "__main__":
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     main()
 else:
+    from qdqtune.autotune.utils import DEFAULT_NUM_SCHEMES as DEFAULT_NUM_SCHEMES
+    from qdqtune.autotune.utils import DEFAULT_TIMING_RUNS as DEFAULT_TIMING_RUNS
+    from qdqtune.autotune.utils import DEFAULT_WARMUP_RUNS as DEFAULT_WARMUP_RUNS
+    from qdqtune.autotune.utils import MODE_PRESETS as MODE_PRESETS
     from qdqtune.autotune.utils import apply_mode_presets as apply_mode_presets
     from qdqtune.autotune.utils import get_parser as get_parser

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from qdqtune.autotune.benchmark import TrtExecBenchmark
 from qdqtune.autotune.graphs import GraphLike, as_model
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.tensorrt.report import read_report
-from qdqtune.errors import EngineFailure
+from qdqtune.errors import EngineFailure, parsed_json, reading
 from qdqtune.graph.loading import load
 from qdqtune.graph.operators import COMPUTE
 from qdqtune.tuning.subgraphs.extraction import borders
 from qdqtune.types import Failure, Layer
 
 DEFAULT_QUANTIZABLE_OPS = frozenset({*COMPUTE, "Einsum"})
+
+
+@dataclass
+class TRTLayer:
+    """A layer as a graph.json has it; `onnx_nodes` are those that it mentions."""
+
+    name: str
+    layer_type: str = ""
+    onnx_nodes: list[str] = field(default_factory=list)
+    input_names: list[str] = field(default_factory=list)
+    output_names: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -32,23 +44,32 @@ class FusionGroup:
     quantizable_node_names: list[str] = field(default_factory=list)
 
 
-def parse_graph_json(path: str | Path) -> list[Layer]:
-    """The layers of a graph.json; `name`, and `nodes` as the layer mentions them.
+def parse_graph_json(path: str | Path) -> list[TRTLayer]:
+    """The layers of a graph.json, in their order.
 
     Raises:
         BadOption: it is no such file.
     """
-    return list(read_report(Path(path)))
+    with reading(path):
+        text = Path(path).read_text(encoding="utf-8")
+    layers = read_report(text)
+    details = {row["Name"]: row for row in parsed_json(text)["Layers"] if isinstance(row, dict)}
+    return [_told(layer, details.get(layer.name, {})) for layer in layers]
+
+
+def _told(layer: Layer, row: Mapping[str, Any]) -> TRTLayer:
+    names = ([tensor["Name"] for tensor in row.get(side, ())] for side in ("Inputs", "Outputs"))
+    return TRTLayer(layer.name, row.get("LayerType", ""), list(layer.nodes), *names)
 
 
 def create_fusion_groups(
-    trt_layers: Sequence[Layer], graph: GraphLike, quantizable_ops: Collection[str] | None = None
+    trt_layers: Sequence[TRTLayer], graph: GraphLike, quantizable_ops: Collection[str] | None = None
 ) -> list[FusionGroup]:
     """A group for each layer that mentions nodes of the graph."""
     model, wanted = as_model(graph), set(quantizable_ops or DEFAULT_QUANTIZABLE_OPS)
     groups = []
     for number, layer in enumerate(trt_layers):
-        names = [name for name in dict.fromkeys(layer.nodes) if name in model.index_of]
+        names = [name for name in dict.fromkeys(layer.onnx_nodes) if name in model.index_of]
         if names:
             nodes = [model.index_of[name] for name in names]
             reads, writes = borders(model, nodes)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import onnx
 from onnx.utils import Extractor
 
-from qdqtune.autotune.errors import AutotunerError
+from qdqtune.autotune.errors import NotInGraphError
 from qdqtune.autotune.graphs import GraphLike, Surgeon, as_model, as_proto
 from qdqtune.tuning.subgraphs.extraction import borders
 
@@ -16,12 +16,12 @@ def extract_subgraph(graph: GraphLike, input_tensor_names: Sequence[str], output
     """What lies between some tensors, as the bytes of a model.
 
     Raises:
-        AutotunerError: the graph has no such tensor.
+        NotInGraphError: the graph has no such tensor.
     """
     proto = as_proto(graph) if isinstance(graph, onnx.ModelProto | Surgeon) else graph.to_proto()
     known = {name for node in proto.graph.node for name in (*node.input, *node.output)}
     if lacking := {*input_tensor_names, *output_tensor_names} - known:
-        raise AutotunerError(f"the graph has no tensor {min(lacking)!r}")
+        raise NotInGraphError(f"tensor {min(lacking)!r} is not found in the graph")
     inferred = onnx.shape_inference.infer_shapes(proto)
     found = Extractor(inferred).extract_model([*input_tensor_names], [*output_tensor_names])
     return found.SerializeToString()
@@ -31,10 +31,10 @@ def extract_subgraph_by_nodes(graph: GraphLike, node_names: Sequence[str]) -> by
     """Some nodes, by the tensors that they read from others and others from them, as the bytes of a model.
 
     Raises:
-        AutotunerError: the graph has none of them.
+        NotInGraphError: the graph has none of them.
     """
     model = as_model(graph)
     nodes = [model.index_of[name] for name in node_names if name in model.index_of]
     if not nodes:
-        raise AutotunerError("the graph has none of these nodes")
+        raise NotInGraphError("None of the specified nodes is in the graph")
     return extract_subgraph(model, *borders(model, nodes))

@@ -69,8 +69,8 @@ def get_node_filter_list(node_filter_list_path: str | Path | None) -> list[str] 
 
 
 def apply_mode_presets(args: argparse.Namespace) -> None:
-    """Put the presets of `args.mode` where their own option was not given."""
-    for name, _, dest in COUNTS:
+    """Put the presets of `args.mode` where their own option was not given; nothing for a mode that has none."""
+    for name, _, dest in COUNTS if args.mode in MODE_PRESETS else ():
         if not getattr(args, f"_explicit_{dest}", False):
             setattr(args, dest, MODE_PRESETS[args.mode][name])
 
@@ -84,6 +84,10 @@ def get_parser() -> argparse.ArgumentParser:
     parser.add_argument("--onnx_path", "-m", type=str, required=True, help="ONNX file")
     parser.add_argument("--output_dir", "-o", type=str, default="./autotuner_output", help="where everything goes")
     parser.add_argument("--mode", choices=[*MODE_PRESETS], default="default", help="preset of the three counts")
+    parser.add_argument("--workflow", choices=["region", "subgraph"], default="region", help="how to search")
+    parser.add_argument("--graph_json", help="subgraph: layers that trtexec exported")
+    parser.add_argument("--incremental_validation", action=argparse.BooleanOptionalAction, default=True,
+                        help="subgraph: add groups one by one, as long as the model gains")  # fmt: skip
     for name, flags, dest in COUNTS:
         parser.add_argument(
             f"--{name}",
