@@ -329,3 +329,8 @@ def test_sizes_can_be_told_to_a_benchmark() -> None:
     for wrong in ([8, 8], [1]):
         with pytest.raises(AutotunerError, match="x: smallest, usual and largest sizes must rise"):
             timed.set_shapes("x", wrong, [4, 8], [16, 8])
+
+
+def test_a_leaf_has_no_points_of_children() -> None:
+    for point in (ChildRegionInputInsertionPoint(0, 0), ChildRegionOutputInsertionPoint(0, None, 0)):
+        assert point.resolve(region(0, 1), small()) == set()

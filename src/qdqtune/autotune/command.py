@@ -29,6 +29,14 @@ MODES, TENSORRT = ("region", "subgraph"), ("tensorrt", "trtexec")
 
 MODEL = option("-m --onnx-path --model model", "ONNX file.", FILE, required=True)
 
+AUTOTUNE = option(
+    "--autotune",
+    "Search on the engine, with this preset: --autotune=quick.",
+    click.Choice([*EFFORTS]),
+    is_flag=False,
+    flag_value="default",
+)
+
 OWN = (
     MODEL,
     option(
@@ -45,13 +53,7 @@ OWN = (
         default=["region", "default"],
         show_default=True,
     ),
-    option(
-        "--autotune",
-        "The preset by the name that it has in quantize: --autotune=quick.",
-        click.Choice([*EFFORTS]),
-        is_flag=False,
-        flag_value="default",
-    ),
+    AUTOTUNE,
     option("--workflow", "The first kind of --mode, by another name.", click.Choice(MODES)),
     option("--quant-type --quantize-mode quant_type", "Numbers of the pairs.", QUANT_TYPES, default="int8"),
     option("--precision --high-precision-dtype precision", PRECISION.help, PRECISION.type),

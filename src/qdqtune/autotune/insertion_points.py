@@ -54,11 +54,13 @@ class InsertionPoint(_Plain):
         return cls(**{f.name: getattr(point, f.name) for f in fields(cls)})  # type: ignore[arg-type]
 
     def resolve(self, region: Region, graph: GraphLike) -> set[ResolvedInsertionPoint]:
-        """The uses that the point means in a region.
+        """The uses that the point means in a region; none if it is about a child and there are no children.
 
         Raises:
             InvalidSchemeError: the region's pattern has no such point.
         """
+        if getattr(self, "region_index", None) is not None and not region.children:
+            return set()
         return resolved(as_model(graph), region, Scheme(frozenset((self.core,))))
 
     @classmethod

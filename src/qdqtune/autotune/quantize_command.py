@@ -10,12 +10,11 @@ from typing import Any, NoReturn
 
 import click
 
-from qdqtune.autotune.command import spread, tell_results
+from qdqtune.autotune.command import AUTOTUNE, spread, tell_results
 from qdqtune.autotune.utils import get_node_filter_list
 from qdqtune.cli import main as cli
 from qdqtune.cli.options import FILE, PRECISION, QUANT_TYPES, flag, option, repeated
 from qdqtune.tuning.folder import SUMMARY
-from qdqtune.tuning.settings import EFFORTS
 
 LEVELS = click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"], case_sensitive=False)
 
@@ -38,13 +37,7 @@ FLAGS = (
     option("--engine", "Whose rules and numbers, or what to time on.  [default: tensorrt]", metavar="NAME"),
     option("--log-level", "How much to tell on standard error.", LEVELS, default="INFO"),
     option("--log-file", "Tell it there as well.", FILE),
-    option(
-        "--autotune",
-        "Search on the engine: --autotune=quick.",
-        click.Choice([*EFFORTS]),
-        is_flag=False,
-        flag_value="default",
-    ),
+    AUTOTUNE,
     option("--autotune-output-dir", "Where the search goes on.  [default: OUTPUT_PATH with .autotune]", FILE),
     option(
         "--autotune-schemes-per-region autotune_num_schemes_per_region",
