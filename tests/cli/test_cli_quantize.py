@@ -118,6 +118,12 @@ def test_weights_alone_are_stored_as_asked_and_the_words_say_how_many(call: Call
         "a": "w4b32",
         "b": "w4b32",
     }
+    code, out, _ = call("check", target)
+    assert code == 0
+    assert "0 pairs, 2 weights stored in fewer bits, " in out
+    code, out, _ = call("layers", target, "--json")
+    ran = [(layer["precision"], layer["nodes"][-1]) for layer in json.loads(out)["layers"] if layer["nodes"]]
+    assert ran == [("W4", "a"), ("W4", "b"), ("FP32", "c")]
     code, _, err = call("quantize", path, "--weight-only", "w3", "-o", target)
     assert code == 2
     assert "no kernels for weights stored as 'w3'; it has w4, w8, w4b32" in err

@@ -33,7 +33,8 @@ from qdqtune.graph.loading import load, read
 from qdqtune.graph.model import Model
 from qdqtune.graph.outputs import temporary_folder
 from qdqtune.measurement.accuracy import concern
-from qdqtune.placement.reading import is_quantized
+from qdqtune.placement.reading import is_quantized, stored_alone
+from qdqtune.placement.stored import tables_of
 from qdqtune.types import Layer, NumericFormat, QType, QuantType
 
 ORDER = ("float compute", "standalone pair", "reformat", "boundary")
@@ -222,7 +223,9 @@ def _lines(
     total, spent = _sum(running), _sum(failing)
     share = f", {spent:.3f} of {total:.3f} ms" if total and spent is not None else ""
     low = sum(is_low(layer.precision) for layer in running)
-    ran = f"{_pairs(graph)} pairs, {low} of {len(running)} layers in 8 bits"
+    stored = len(stored_alone(graph)) + len(list(tables_of(graph)))
+    weights = f", {stored} weights stored in fewer bits" if stored else ""
+    ran = f"{_pairs(graph) - stored} pairs{weights}, {low} of {len(running)} layers in 8 bits"
     yield f"{model} on {engine}: {ran}; {len(failing)} findings{share}, {len(findings) - len(failing)} notes"
 
 

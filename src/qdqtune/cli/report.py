@@ -38,6 +38,8 @@ def result_table(result: Result) -> Table:
     if result.ratio is not None and summary["ratio_to_given"] is not None:
         rows.append((f"speedup over {Path(summary['model']).name}", "", speed(summary["ratio_to_given"])))
     rows.append(("tensors with a Q/DQ pair", "0", str(summary["pairs"])))
+    if stored := summary.get("weights"):
+        rows.append(("weights in fewer bits", "0", ", ".join(f"{count} {name}" for name, count in stored.items())))
     if result.improved:
         rows.append(("output SQNR against float", "", _accuracy(summary)))
         if (equal := (summary["output_accuracy"] or {}).get("agreement")) is not None:
@@ -105,7 +107,7 @@ def met_table(rows: Sequence[Mapping[str, Any]]) -> Table:
             row["origin"],
             speed(row["ratio"]),
             _db(row["sqnr_db"]),
-            str(row["pairs"]),
+            str(row["pairs"]) + (f" + {row['weights']} weights" if row.get("weights") else ""),
             "ships" if row.get("shipped") else "" if row["holds_limits"] else "below the limits",
         )
         for row in rows
@@ -142,14 +144,18 @@ def mode_table(result: Result, *, verbose: bool) -> Table | None:
 
 def units_table(units: Sequence[UnitPrice]) -> Table:
     """The dozen units that take the most time in float: what each costs either way, and what was decided."""
-    rows = []
+    rows, has_stored = [], any(unit.stored_ms for unit in units)
     for unit in units[:LARGEST_UNITS]:
         quantized = "" if unit.quantized_ms is None else f"{unit.quantized_ms:.3f}" + ("" if unit.seen else " ?")
         margin = "" if unit.margin_ms is None else f"{unit.margin_ms:+.3f}"
-        decision = "8 bits" if unit.quantized else "float"
+        decision = "8 bits" if unit.quantized else unit.storage or "float"
+        stored = min(unit.stored_ms.values(), default=None)
         name = unit.nodes[0] + (f" and {len(unit.nodes) - 1} more" if len(unit.nodes) > 1 else "")
-        rows.append((name, f"{unit.float_ms:.3f}", quantized, f"{unit.boundary_ms:.3f}", decision, margin))
-    table = _table(("unit", "float, ms", "8 bits, ms", "borders, ms", "runs in", "otherwise, ms"), rows)
+        weights = [] if not has_stored else ["" if stored is None else f"{stored:.3f}"]
+        rows.append((name, f"{unit.float_ms:.3f}", *weights, quantized, f"{unit.boundary_ms:.3f}", decision, margin))
+    weights = ["weights, ms"] if has_stored else []
+    columns = ("unit", "float, ms", *weights, "8 bits, ms", "borders, ms", "runs in", "otherwise, ms")
+    table = _table(columns, rows)
     table.caption = "the largest units; ?: guessed, not measured; otherwise: what the other decision would cost more"
     return table
 

@@ -17,7 +17,8 @@ from qdqtune.graph.model import Model, Node
 from qdqtune.graph.operators import COMPUTE
 from qdqtune.measurement.accuracy import accuracy, is_finite
 from qdqtune.placement.files import read_placement_file
-from qdqtune.placement.reading import read_placement, strip_pairs
+from qdqtune.placement.reading import read_placement, stored_alone, strip_pairs
+from qdqtune.placement.stored import tables_of
 from qdqtune.tuning.folder import BASELINE
 from qdqtune.types import Accuracy, Failure, Layer, NumericFormat, Sample
 
@@ -93,11 +94,18 @@ class _Checker:
         self._float_types = {name for name, info in model.tensors.items() if info.is_float}
         self._layers = layers
         self._reasons = reasons
+        self._stored = stored_alone(model)
+        self._tables = tuple(table.dq.name for table in tables_of(model)) or ("\0",)
         self._computing = [number for number, layer in enumerate(layers) if layer.kind == "compute"]
 
     def finding(self, number: int) -> Finding | None:
         layer = self._layers[number]
+        if layer.name.startswith(self._tables):
+            return None
         nodes = [self._nodes[name] for name in layer.nodes if name in self._nodes]
+        if layer.kind == "quantize" and (alone := [n for n in nodes if n.name in self._stored]):
+            reason = f"the engine does not draw weights of {self._stored[alone[0].name].name} into the product behind"
+            return Finding("standalone pair", layer.name, _names(alone), layer.time_ms, reason)
         pairs = [node for node in nodes if is_conversion(node)]
         others = [node for node in nodes if not is_conversion(node)]
         if layer.kind in ("folded", "unknown"):
@@ -142,6 +150,8 @@ class _Checker:
         Elsewhere float arithmetic in a kernel that reads and writes 8 bits is no loss.
         """
         operands = self._reasons.operands(node)
+        if any(o.dq is not None and o.dq.name in self._stored for o in operands):
+            return False  # its weights alone are meant
         paired = [operand.dq for operand in operands if operand.dq is not None]
         if not paired or not any(output in self._float_types for output in node.outputs):
             return False

@@ -25,10 +25,10 @@ from qdqtune.search import ratios_to_float
 from qdqtune.search.costs.noise import Noise
 from qdqtune.search.costs.optimum import decision_of, margin, nearest, other
 from qdqtune.search.costs.prices import Costs
-from qdqtune.search.costs.units import Decision, Partition, Unit, partition, usual_groups
+from qdqtune.search.costs.units import Decision, Partition, Unit, partition, usual_groups, ways_in
 from qdqtune.search.cut import CLOSE, CutSearch
 from qdqtune.tuning.bench import FORETOLD
-from qdqtune.types import Edge, Failure, Layer, Placement, Trial
+from qdqtune.types import Edge, Failure, Layer, Placement, Storage, Trial
 
 ORIGINS: Mapping[str, str] = {
     "cut": "the cut of the prices",
@@ -104,7 +104,8 @@ class Evidence:
         """Prices of the units of what shipped; None if the engine tells no layer times."""
         if not any(layer.time_ms for layer in self.float_layers):
             return None
-        search = CutSearch(self.model, self.possible, self.float_layers, plan=self.plan)
+        ways = ways_in([self.placement, *(t.placement for t in self.history)])
+        search = CutSearch(self.model, self.possible, self.float_layers, plan=self.plan, ways=ways)
         return search.costs(self.history, self.placement)
 
     @cached_property
@@ -232,6 +233,8 @@ class _Reasons:
         quantized = unit.number in self._decision.quantized
         costs = self._costs
         ms = None if costs is None else self._spent(unit, costs)
+        if (way := self._decision.way.get(unit.number)) is not None and not quantized:
+            return self._stored(unit, way, _Verdict(names, False, "placement", "", ms))
         if not unit.inputs:
             return self._barred(unit, _Verdict(names, False, "unsupported", "", ms))
         if costs is None:
@@ -245,6 +248,15 @@ class _Reasons:
         if any(is_low(layer.precision) for layer in self._layers(unit)):
             return self._in_part(verdict, price.as_float)
         return self._in_float(unit, verdict)
+
+    def _stored(self, unit: Unit, way: Storage, verdict: _Verdict) -> _Verdict:
+        """Of a unit that runs in float, and has its weights in fewer bits."""
+        told = f"its weights alone are stored in {way.bits} bits ({way.name})"
+        if self._costs is None or verdict.ms is None:
+            return replace(verdict, reason=f"{told}, as part of {self._evidence.origin}", unknown=_UNTIMED)
+        as_float = verdict.ms - self._costs.prices[unit.number].stored[way] + self._costs.prices[unit.number].as_float
+        told += f": it takes {_ms(verdict.ms)}, with float weights {_ms(as_float)}"
+        return self._weighed(replace(verdict, other_ms=as_float, measured=True), told)
 
     def _spent(self, unit: Unit, costs: Costs) -> float:
         around = {e.tensor for e in unit.inputs} | {t for t in unit.outputs if t in self.parts.edges}

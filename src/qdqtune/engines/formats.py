@@ -131,7 +131,8 @@ def storages(engine: str, operator: str = "MatMul") -> tuple[Storage, ...]:
     Observed. ONNX Runtime 1.31 makes MatMulNBits of blocks of 16 to 256 of a product's inputs, in 4 and 8 bits (a scale
     for all of a channel becomes blocks of 32 with that scale), and of nothing else; it computes on 8-bit activations
     then. OpenVINO 2026.4 takes the integers into FullyConnected. TensorRT documents blocks of 64 and 128 of signed 4
-    bits; weights of 8 bits alone it accepts, and makes floats of when it builds. A Gather of integers is ours.
+    bits. TensorRT-RTX 1.7 takes blocks of 32 too, and a scale for each channel of 8 bits; blocks of 8 bits get a kernel
+    of their own, and zero points are refused. A Gather of integers is ours.
     """
     names = STORAGES.get(engine, {})
     return tuple(Storage.named(name) for name in names.get(operator, ()))
@@ -165,6 +166,8 @@ _ON_CPU = "w4b32", "w4b128", "w4b32a", "w4b128a", "w8", "w8b32", "w8b128"
 STORAGES: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType({
     "onnxruntime": {**dict.fromkeys(PRODUCTS, _ON_CPU), "Gather": ("w8",)},
     "openvino": dict.fromkeys(PRODUCTS, _ON_CPU),
-    **dict.fromkeys(HALVES, dict.fromkeys(PRODUCTS, ("w4b64", "w4b128"))),
+    "tensorrt": dict.fromkeys(PRODUCTS, ("w4b64", "w4b128")),
+    "tensorrt-rtx": dict.fromkeys(PRODUCTS, ("w4b64", "w4b128", "w4b32", "w8")),
+    "trtexec": dict.fromkeys(PRODUCTS, ("w4b64", "w4b128")),
 })  # fmt: skip
 """By engine and operator, names of storages."""

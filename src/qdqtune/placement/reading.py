@@ -113,6 +113,17 @@ def _is_alone(model: Model, pair: Pair, node: int) -> bool:
     return is_ours and (maker is None or model.nodes[maker].op != "DequantizeLinear")
 
 
+def stored_alone(model: Model) -> dict[str, Storage]:
+    """Names of the DQs of weights that alone are quantized, with their storage."""
+    found: dict[str, Storage] = {}
+    for pair in pairs_of(model):
+        uses = model.uses(pair.dq.outputs[0])
+        if uses and all(_is_alone(model, pair, use.node) for use in uses):
+            storage = storage_in(pair.zero_point, pair.block)
+            found |= {} if storage is None else {pair.dq.name: storage}
+    return found
+
+
 def _of_table(float_model: Model, table: Table, twins: Mapping[int, Node]) -> Edge | None:
     twin = twins.get(table.gather.index)
     edge = None if twin is None else Edge(twin.inputs[0], twin.name, 0)

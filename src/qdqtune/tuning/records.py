@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
@@ -98,6 +99,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "patterns": len(subject.patterns),
         "regions": subject.region_count,
         "pairs": len({e.tensor for e in final}),
+        **({"weights": dict(Counter(s.name for s in final.storages.values()))} if final.compressed else {}),
         "edges": len(final),
         "output_sqnr_db": None if accuracy is None else accuracy.sqnr_db,
         "output_accuracy": None if accuracy is None else asdict(accuracy),
@@ -133,6 +135,7 @@ def _met(history: Sequence[Trial], proof: Proof, plan: Plan) -> Iterator[dict[st
             "sqnr_db": point.trial.sqnr_db,
             "agreement": None if accuracy is None else accuracy.agreement,
             "pairs": len({e.tensor for e in point.trial.placement}),
+            **({"weights": len(point.trial.placement.compressed)} if point.trial.placement.compressed else {}),
             "holds_limits": point.trial.holds is not False,
             "shipped": point.trial.placement == proof.placement,
         }

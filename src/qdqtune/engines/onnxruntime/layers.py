@@ -223,7 +223,10 @@ def _kind(node: onnx.NodeProto, names: Sequence[str]) -> LayerKind:
 
 
 def _precision(node: onnx.NodeProto, event: Mapping[str, Any]) -> str:
-    """INT8 where the data that a kernel reads are 8-bit values, else the type that it writes."""
+    """INT8 where the data that a kernel reads are 8-bit values, W4 or W8 where its weights alone are stored in so many
+    bits, else the type that it writes."""
+    if node.op_type == "MatMulNBits":
+        return f"W{next(a.i for a in node.attribute if a.name == 'bits')}"
     read, written = ([next(iter(t)) for t in event[key]] for key in ("input_type_shape", "output_type_shape"))
     if node.op_type != "DequantizeLinear" and read[:1] in (["int8"], ["uint8"]):
         return "INT8"

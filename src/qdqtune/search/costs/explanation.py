@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from qdqtune.search.costs.optimum import decision_of, margin
 from qdqtune.search.costs.prices import Costs
@@ -32,6 +32,9 @@ class UnitPrice:
     seen: bool
     """Whether its quantized time was measured, not guessed."""
     unpriced: str = ""
+    storage: str = ""
+    """How its weights are stored where they alone are quantized, and what each way would take."""
+    stored_ms: Mapping[str, float] = field(default_factory=dict)
 
 
 def explain(costs: Costs, placement: Placement) -> tuple[UnitPrice, ...]:
@@ -45,8 +48,9 @@ def explain(costs: Costs, placement: Placement) -> tuple[UnitPrice, ...]:
     for unit in parts.units:
         price, able = costs.prices[unit.number], bool(unit.inputs)
         quantized = unit.number in decision.quantized
-        leaving = [t for t in unit.outputs if t in parts.edges]
-        extra = costs.of_unit(unit, decision) - (price.as_quantized if quantized else price.as_float)
+        leaving, way = [t for t in unit.outputs if t in parts.edges], decision.way.get(unit.number)
+        plain = price.as_float if way is None else price.stored[way]
+        extra = costs.of_unit(unit, decision) - (price.as_quantized if quantized else plain)
         around = {*leaving, *(e.tensor for e in unit.inputs)}
         conversions = sum(costs.of_tensor(t, decision) for t in around)
         row = UnitPrice(
@@ -62,6 +66,8 @@ def explain(costs: Costs, placement: Placement) -> tuple[UnitPrice, ...]:
             margin_ms=margin(costs, decision, unit) if able else None,
             seen=price.seen,
             unpriced="" if able else "no pair can stand on its inputs",
+            storage="" if way is None or quantized else way.name,
+            stored_ms={storage.name: ms for storage, ms in price.stored.items()},
         )
         rows.append(row)
     return tuple(sorted(rows, key=lambda r: (-r.float_ms, r.nodes)))
@@ -69,4 +75,5 @@ def explain(costs: Costs, placement: Placement) -> tuple[UnitPrice, ...]:
 
 def record(units: Sequence[UnitPrice]) -> list[Mapping[str, object]]:
     """The rows for a JSON file."""
-    return [asdict(unit) for unit in units]
+    rows = [asdict(unit) for unit in units]
+    return [{k: v for k, v in row.items() if v or k not in ("storage", "stored_ms")} for row in rows]

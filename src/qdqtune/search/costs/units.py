@@ -244,6 +244,15 @@ def usual_groups(model: Model, possible: frozenset[Edge]) -> list[list[str]]:
     return list({id(group): group for group in group_of.values()}.values())
 
 
+def ways_in(placements: Iterable[Placement]) -> Ways:
+    """The storages that weights have in some placements, of which nothing else is known."""
+    found: dict[Edge, dict[Storage, float]] = {}
+    for placement in placements:
+        for edge, storage in placement.storages.items():
+            found.setdefault(edge, {})[storage] = 1.0
+    return found
+
+
 def by_bits(ways: Ways) -> dict[str, Placement]:
     """Every weight in 4 bits, and every one in 8, as far as they may be: in the storage that is the fastest alone, or
     keeps more of the weights and takes hardly longer."""
