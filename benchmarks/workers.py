@@ -1,0 +1,141 @@
+"""What several workers are worth: builds per hour and the final latency by their number, several models at a time, and
+what a request to a worker costs beside what its engine does."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import zoo
+from zoo import Entry
+
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.places import places_for
+from qdqtune.engines.runner import Runner
+from qdqtune.errors import EngineUnavailable
+
+REQUESTS = 300
+QUICK = ("--calibration-method", "minmax", "--no-bias-correction", "--no-report", "--min-sqnr", "none")
+
+
+def qdqtune(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """A command of the tool; exit code 3 is an answer as well."""
+    words = [sys.executable, "-m", "qdqtune", *map(str, arguments)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 3):
+        sys.exit(f"{' '.join(words)}: {done.stderr}")
+    return done
+
+
+def data(entry: Entry) -> tuple[str, ...]:
+    return () if entry.data is None else ("--calibration-data", entry.data)
+
+
+def searched(folder: Path) -> tuple[int, float]:
+    """Builds of a search, and the seconds between its begin and that of the proof."""
+    told = json.loads((folder / "run.json").read_text())
+    begun = dict(reversed([(text.split()[0], seconds) for text, seconds in told["stages"]]))
+    summary = json.loads((folder / "summary.json").read_text())
+    return summary["builds"] - 1, begun["proving"] - begun["searching"]
+
+
+def by_workers(entry: Entry, counts: list[int], kept: Path, given: argparse.Namespace) -> None:
+    """One search a number of workers; then all finals against that of the first, in interleaved rounds."""
+    how = ("--threads", given.cores, "--deploy-threads", given.cores, "--cores-per-worker", given.cores)
+    paces: list[float] = []
+    rows: list[list[str]] = []
+    for count in counts:
+        out = kept / f"{entry.name}_{count}"
+        asked = ("--mode", given.mode, "--builds", given.builds, "--workers", count, *how, *QUICK, *given.tune)
+        qdqtune("tune", entry.path, "-o", out, "-q", *data(entry), *asked)
+        builds, seconds = searched(out)
+        paces.append(builds / seconds)
+        rows.append(
+            [str(count), str(builds), f"{seconds:.1f}", f"{3600 * paces[-1]:.0f}", f"{paces[-1] / paces[0]:.2f}x"]
+        )
+        print(f"{entry.name}, {count} workers: {builds} builds in {seconds:.1f} s", file=sys.stderr, flush=True)
+    finals = [kept / f"{entry.name}_{count}" / "optimized_final.onnx" for count in counts]
+    ratios = [""]
+    if len(finals) > 1:
+        engine = ("--threads", given.cores, "--timing-runs", 24)
+        met = json.loads(qdqtune("compare", *finals, "--json", "-q", *data(entry), *engine).stdout)["others"]
+        ratios += [f"{m['ratio']['median']:.3f} [{m['ratio']['low']:.3f}, {m['ratio']['high']:.3f}]" for m in met]
+    print(f"\n{entry.name}, {given.mode} mode, workers of {given.cores} cores\n")
+    header = ["workers", "builds", "seconds of search", "builds an hour", "pace", "final latency to that of the first"]
+    zoo.print_table(header, [[*row, ratio] for row, ratio in zip(rows, ratios, strict=False)])
+
+
+def fleet(entries: list[Entry], counts: list[int], kept: Path, given: argparse.Namespace) -> None:
+    """All models, so many at a time, each on cores of its own."""
+    rows = []
+    folder = kept / "models"
+    folder.mkdir()
+    for entry in entries:
+        shutil.copy(entry.path, folder / f"{entry.name}.onnx")
+    for count in counts:
+        begun = time.monotonic()
+        asked = ("--mode", given.mode, "--builds", given.builds, "--workers", count, "--cores-per-worker", given.cores)
+        told = ("--threads", given.cores, "--deploy-threads", given.cores, *QUICK, *given.tune)
+        out = qdqtune("tune", folder, "-o", kept / f"fleet_{count}", "-q", "--json", *asked, *told).stdout
+        seconds = time.monotonic() - begun
+        gains = [row["ratio"] for row in json.loads(out)]
+        rows.append([str(count), f"{seconds:.0f}", ", ".join("-" if g is None else f"{g:.2f}" for g in gains)])
+    print(f"\n{len(entries)} models: {', '.join(entry.name for entry in entries)}\n")
+    zoo.print_table(["at a time", "seconds", "final latency to float"], rows)
+
+
+def overhead(ray: str | None) -> None:
+    """Round trips to a worker that has nothing to do."""
+    rows = []
+    for name, address in (("a process here", None), *([("an actor of Ray", ray)] if ray else ())):
+        try:
+            with places_for(EngineSpec("fake"), 1, None, address) as places, tempfile.TemporaryDirectory() as logs:
+                device = places.devices[0]
+                with Runner(EngineSpec("fake"), log_dir=Path(logs), start=places.start, device=device) as runner:
+                    begun = time.perf_counter()
+                    runner.describe()
+                    start = time.perf_counter() - begun
+                    took = []
+                    for _ in range(REQUESTS):
+                        begun = time.perf_counter()
+                        runner.describe()
+                        took.append(time.perf_counter() - begun)
+            rows.append([name, f"{start:.2f}", f"{1e3 * statistics.median(took):.2f}", f"{1e3 * sorted(took)[-3]:.2f}"])
+        except EngineUnavailable as error:
+            print(error, file=sys.stderr)
+    print("\nwhat a request costs beside what the engine does; a candidate takes six to ten\n")
+    zoo.print_table(["worker", "start, s", "median, ms", "the slowest but two, ms"], rows)
+
+
+def main() -> None:
+    parser = zoo.parser(__doc__, ())
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--cores", type=int, default=2)
+    parser.add_argument("--mode", default="region")
+    parser.add_argument("--builds", type=int, default=52)
+    parser.add_argument("--fleet", type=int, nargs="*", default=[], help="several models at a time, by number")
+    parser.add_argument("--ray", help="address of a cluster, for what a request costs there")
+    parser.add_argument("--keep", type=Path, help="folder for the runs")
+    parser.add_argument("--tune", nargs="*", default=[], help="more options of tune, each as one word: --seed=1")
+    given = parser.parse_args()
+    entries = zoo.find(given.models, given.names)
+    zoo.print_machine()
+    with tempfile.TemporaryDirectory() as temporary:
+        kept = given.keep or Path(temporary)
+        kept.mkdir(parents=True, exist_ok=True)
+        overhead(given.ray)
+        for entry in entries if given.workers != [0] else ():
+            by_workers(entry, given.workers, kept, given)
+        if given.fleet:
+            fleet(entries, given.fleet, kept, given)
+
+
+if __name__ == "__main__":
+    main()
