@@ -28,7 +28,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.loading import load
 from qdqtune.measurement.pairing import as_many_pairs_as_needed, fresh_pairs
-from qdqtune.measurement.timing import MORE_PAIRS, Plan, across_builds, ratio
+from qdqtune.measurement.timing import MOST_PAIRS, Plan, across_builds, ratio
 from qdqtune.tuning.settings import EFFORTS
 from qdqtune.types import Failure, Measurement
 
@@ -82,7 +82,7 @@ def compared(entry: zoo.Entry, setting: Setting, seeds: range, until: float) -> 
             if time.time() > until:
                 break
             begun = time.monotonic()
-            found = as_many_pairs_as_needed(_Builds(runner, entry.path, plan, MORE_PAIRS * seed), plan)
+            found = as_many_pairs_as_needed(_Builds(runner, entry.path, plan, MOST_PAIRS * seed), plan)
             if isinstance(found, Failure):
                 raise SystemExit(f"{entry.name} does not run: {found.reason}")
             logs = [np.log(np.asarray(m.b) / np.asarray(m.a)) for m in found]

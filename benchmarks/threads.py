@@ -41,7 +41,7 @@ from qdqtune.types import Failure, Measurement, Sample
 DEFAULT = 0
 """As a number of threads: whatever the engine takes."""
 
-SETTLED = 0.04
+SETTLED = 0.1
 """Seconds after which the threads of an ONNX Runtime session that nobody asks sleep."""
 
 T = TypeVar("T")

@@ -57,8 +57,8 @@ class Row:
         if self.ratio is None or self.ratio.verdict != "undecided":
             return self.verdict or "failed"
         low, high = self.ratio.low, self.ratio.high
-        within = "" if low is None or high is None else f" within {100 * max(high - 1, 1 - low):.1f} %"
-        return f"{'equal files' if self.is_same else 'no difference seen'}{within}"
+        within = "" if low is None or high is None else f" within {100 * max(high - 1, 1 - low):.0f} %"
+        return "equal files" if self.is_same else f"no difference seen{within}"
 
     @property
     def verdict(self) -> Verdict | None:

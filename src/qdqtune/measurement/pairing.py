@@ -7,17 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.measurement.timing import (
-    MORE_PAIRS,
-    PAIRS,
-    Plan,
-    Ratio,
-    Rounds,
-    compare,
-    compare_pairs,
-    ratio,
-    wants_builds,
-)
+from qdqtune.measurement.timing import LUCK, Plan, Ratio, Rounds, compare, compare_pairs, ratio, wants_builds
 from qdqtune.types import Failure, Measurement
 
 
@@ -87,11 +77,11 @@ def as_many_pairs_as_needed(
     plan: Plan,
     is_late: Callable[[], bool] = lambda: False,
 ) -> list[Measurement] | Failure:
-    """What `measure` gives for pairs of builds by number: more of them where two agree on so little that builds may
-    differ by it, unless it `is_late`."""
+    """What `measure` gives for pairs of builds by number: more of them where those so far say that builds matter, if it
+    is not late."""
     measured: list[Measurement] = []
-    for numbers in (range(PAIRS), range(PAIRS, MORE_PAIRS)):
-        more = measure(numbers)
+    for count in sorted(LUCK):
+        more = measure(range(len(measured), count))
         if isinstance(more, Failure):
             return more
         measured += more

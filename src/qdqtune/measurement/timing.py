@@ -129,26 +129,37 @@ def envelope(ratios: Sequence[Ratio]) -> Ratio:
     return Ratio(float(np.exp(np.mean([np.log(r.median) for r in ratios]))), low, high)
 
 
-PAIRS, MORE_PAIRS = 2, 4
-"""Pairs of builds that a proof takes; and where these agree on so little that builds may differ by it."""
+PAIRS, MOST_PAIRS = 2, 8
+"""Pairs of builds that a proof takes, and the most, where these say that builds matter."""
 
-LUCK = {PAIRS: 0.02, MORE_PAIRS: 0.012}
+LUCK = {PAIRS: 0.05, 4: 0.03, MOST_PAIRS: 0.012}
 """By how much so many pairs of builds all have to agree on more than chance. Where what two builds of one file take for
-good has a standard deviation of 1 %, two fall below 2 %, or four below 1.2 %, less than once in a thousand times. On
-ONNX Runtime it was 0.7 % at most (benchmarks/same.py)."""
+good has a standard deviation of 2.5 %, two fall below 5 %, or four below 3 %, or eight below 1.2 %, less than once in a
+thousand times. On ONNX Runtime at one thread it was 0.3 to 2.4 % (benchmarks/same.py), the more the shorter a model."""
 
 
 def across_builds(ratios: Sequence[Ratio]) -> Ratio:
     """What pairs of builds say of any build of the two files: their envelope, wider by `LUCK`."""
-    both, luck = envelope(ratios), LUCK[MORE_PAIRS if len(ratios) >= MORE_PAIRS else PAIRS]
+    both, luck = envelope(ratios), _luck(len(ratios))
     low, high = both.low, both.high
     return Ratio(both.median, None if low is None else low * (1 - luck), None if high is None else high / (1 - luck))
 
 
 def wants_builds(ratios: Sequence[Ratio]) -> bool:
-    """Whether pairs of builds agree, but on no more than builds may differ by, and more pairs would tell."""
-    agreed = envelope(ratios).verdict
-    return len(ratios) < MORE_PAIRS and agreed != "undecided" and across_builds(ratios).verdict == "undecided"
+    """Whether more pairs of builds would tell: these agree, but on no more than builds may differ by; or they differ
+    for good by more than that, and by more than they are away from 1."""
+    if len(ratios) >= MOST_PAIRS:
+        return False
+    agreed, known = envelope(ratios).verdict, across_builds(ratios).verdict
+    first, last = (end(ratios, key=lambda r: r.median) for end in (min, max))
+    spread = last.median - first.median
+    away = max(first.median - 1, 1 - last.median)  # below zero where they lie on both sides
+    is_torn = spread > max(_luck(len(ratios)), away) and not overlap(first, last)
+    return is_torn or agreed != known
+
+
+def _luck(pairs: int) -> float:
+    return LUCK[max((known for known in LUCK if known <= pairs), default=PAIRS)]
 
 
 def overlap(a: Ratio, b: Ratio) -> bool:

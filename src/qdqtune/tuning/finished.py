@@ -10,7 +10,7 @@ from typing import Any
 
 from qdqtune.errors import BadOption, BadState, parsed_json, reading
 from qdqtune.measurement.limits import Limits, wins
-from qdqtune.measurement.timing import MORE_PAIRS, PAIRS, Plan
+from qdqtune.measurement.timing import MOST_PAIRS, PAIRS, Plan
 from qdqtune.placement.files import read_placement_file
 from qdqtune.tuning.bench import trial_of
 from qdqtune.tuning.folder import PLACEMENT, RUN, SUMMARY
@@ -172,7 +172,7 @@ def _proof(records: Mapping[str, Record], final: Placement, summary: Mapping[str
         return
     kinds = ("proof", "given") if summary.get("ratio_to_given") is not None else ("given", "proof", "front")
     for kind in kinds:
-        found = [records.get(f"{kind}:{final.digest}:{number}") for number in range(MORE_PAIRS)]
+        found = [records.get(f"{kind}:{final.digest}:{number}") for number in range(MOST_PAIRS)]
         measured = [m for record in found if record and isinstance(m := unpack_result(record), Measurement)]
         if len(measured) >= PAIRS:
             yield from measured

@@ -14,7 +14,7 @@ import numpy as np
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.stamps import content
 from qdqtune.measurement.pairing import as_many_pairs_as_needed, fresh_pairs
-from qdqtune.measurement.timing import Plan, Ratio, across_builds, ratio
+from qdqtune.measurement.timing import PAIRS, Plan, Ratio, across_builds, ratio
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import PROOF_BUILDS
 from qdqtune.tuning.store import Record, Store, pack_result, unpack_result
@@ -76,7 +76,8 @@ class _Pair:
         measured = {number: unpack_result(record) for number, record in records.items() if record is not None}
         missing = [number for number, record in records.items() if record is None]
         is_small = sum(file.stat().st_size for each in both for file in each) <= SIDE_BY_SIDE
-        turns = [missing[:]] if is_small and missing else [[number] for number in missing]
+        size = PAIRS if is_small else 1
+        turns = [missing[at : at + size] for at in range(0, len(missing), size)]
         for done, turn in enumerate(turns):
             if any(isinstance(result, Failure) for result in measured.values()):
                 break
