@@ -100,8 +100,9 @@ TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
     "--calibration-samples": (["7"], lambda s: s.calibration_samples, 7),
     "--input-shape": (["a:b:1x3x224"], lambda s: s.input_shapes, {"a:b": (1, 3, 224)}),
     "--seed": (["5"], lambda s: s.seed, 5),
-    "--calibration-method": (["percentile"], lambda s: s.calibration, Calibration("percentile", bias_correction=True)),
+    "--calibration-method": (["percentile"], lambda s: s.calibration, Calibration("percentile", 99.99, True, True)),
     "--no-bias-correction": ([], lambda s: s.calibration.bias_correction, False),
+    "--no-equalize": ([], lambda s: s.calibration.equalization, False),
     "--percentile": (["99.5"], lambda s: s.calibration.percentile, 99.5),
     "--rewrites": (["off"], lambda s: s.rewrites, "off"),
     "--formats": (["int8,w4"], lambda s: s.formats, ("int8", "w4")),
@@ -244,7 +245,7 @@ def test_options_of_apply_reach_it(monkeypatch, call, made, tuned, tmp_path):
                           "--precision", "fp16")  # fmt: skip
     assert code == 0
     assert given.a == (tuned, placement, target, numeric_format("onnxruntime", "int8"))
-    assert given.k == {"calibration_data": "d.npz", "calibration": Calibration("percentile", 99, bias_correction=True),
+    assert given.k == {"calibration_data": "d.npz", "calibration": Calibration("percentile", 99, True, True),
                        "input_shapes": {"x": (1, 2)}, "samples": 2, "seed": 3, "precision": "fp16",
                        "rewrites": "auto", "calibration_cache": None, "engine": "onnxruntime"}  # fmt: skip
     assert out == f"{target}: 0 edges carry a Q/DQ pair\n"

@@ -206,6 +206,7 @@ CHANGES: dict[str, Any] = {
     "seed": {"seed": 1},
     "quant type": {"quant_type": "fp8"},
     "rewrites": {"rewrites": "off"},
+    "equalization": {"calibration": Calibration(equalization=True)},
     "engine numbers": {"engine": EngineSpec("fake", {"asymmetric": True})},
     "rounds": {"plan": Plan((12,), slot_seconds=0.0)},
     "regions": {"regions": "topology"},

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadState, OutputError
+from qdqtune.graph.equalization import Factor
 from qdqtune.tuning.store import (
     Store,
     pack_placement,
@@ -249,7 +250,8 @@ def test_placements_survive(edges: frozenset[Edge]) -> None:
 
 @given(st.dictionaries(st.text(), st.tuples(finite, finite).map(sorted)), st.dictionaries(st.text(), st.tuples(finite)))
 def test_ranges_survive_bit_by_bit(ends: dict[str, list[float]], weights: dict[str, tuple[float, ...]]) -> None:
-    ranges = Ranges({t: Range(*e) for t, e in ends.items()}, weights)
+    factors = (Factor(Edge("w", "layer", 1), (2, 1), (-3, 2)),)
+    ranges = Ranges({t: Range(*e) for t, e in ends.items()}, weights, factors=factors)
     again = unpack_ranges(json.loads(json.dumps(pack_ranges(ranges))))
     assert {t: (bits(r.low), bits(r.high)) for t, r in again.activations.items()} == {
         t: (bits(r.low), bits(r.high)) for t, r in ranges.activations.items()

@@ -14,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from qdqtune.graph.equalization import Factor
 from qdqtune.types import Array, NumericFormat, QType
 
 NUMPY_TYPE: Mapping[QType, Any] = MappingProxyType(
@@ -48,7 +49,8 @@ class Ranges:
     For models that came with Q/DQ, also the scales of their weights, and the ranges of their other constants. `shifts`
     are added to the bias of a node where its input and weight carry pairs, by output channel. `method` is the one that
     calibration has used or chosen, auto where it differs by tensor; empty if nobody said. `is_given`: they are
-    the user's own, and no tensor gets a wider one to share its scale with others.
+    the user's own, and no tensor gets a wider one to share its scale with others. `factors` scale constants, so that
+    the channels of activations are alike; ranges are those of the scaled model's activations.
     """
 
     activations: Mapping[str, Range]
@@ -56,6 +58,7 @@ class Ranges:
     shifts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     method: str = ""
     is_given: bool = False
+    factors: tuple[Factor, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

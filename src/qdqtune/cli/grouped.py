@@ -34,7 +34,9 @@ RARE = {
         "pattern_cache",
         "regions", "node_filter", "tune_args", "state_file", "seed",
     ),
-    "Model": ("formats", "qdq_baseline", "default_dq_dtype", "per_channel", "placement_like", "rewrites", "fold"),
+    "Model": (
+        "formats", "qdq_baseline", "default_dq_dtype", "per_channel", "placement_like", "rewrites", "equalize", "fold",
+    ),
     "Accuracy": ("max_drop", "min_agreement", "bias_correction", "percentile"),
     "Engine": (
         "deploy_threads", "cores_per_worker", "ray", "provider", "target", "time_limit", "min_shapes",

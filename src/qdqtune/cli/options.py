@@ -257,14 +257,16 @@ RANGES = (
     option(
         "--bias-correction/--no-bias-correction",
         "Take back in the bias of each quantized layer what quantizing does to the mean of its outputs; kept only if "
-        "the outputs of the calibration samples come closer to the float model's. Costs no latency.",
+        "outputs come closer to the float model's.",
         default=CLOSEST.bias_correction,
     ),
     option(
-        "--percentile",
-        "Share of the values, in %, that method percentile keeps.",
-        Number(50, 100, min_open=True),
-        default=99.99,
+        "--equalize/--no-equalize",
+        "Move what is uneven between channels into the weights behind them, if samples that set no scale gain by it.",
+        default=CLOSEST.equalization,
+    ),
+    option(
+        "--percentile", "Share of values, in %, that percentile keeps.", Number(50, 100, min_open=True), default=99.99
     ),
 )
 """How scales are found."""
@@ -366,7 +368,7 @@ def named(kind: type[DataclassInstance], given: Given, but: Collection[str] = ()
 
 def calibration(given: Given) -> Calibration:
     """How ranges are found, of the options `RANGES`."""
-    return Calibration(given["calibration_method"], given["percentile"], given["bias_correction"])
+    return Calibration(*(given[name] for name in ("calibration_method", "percentile", "bias_correction", "equalize")))
 
 
 def says_how() -> bool:

@@ -27,6 +27,7 @@ from qdqtune.engines.cpu import cores
 from qdqtune.engines.formats import numeric_format, storages_like, usual_precision, wanted_storage
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadModel, BadOption, EngineFailure
+from qdqtune.graph.equalization import scaled
 from qdqtune.graph.files import data_of, one_constant_file, save
 from qdqtune.graph.float16 import Precision, load_for
 from qdqtune.graph.loading import files_of, load, with_input_shapes
@@ -218,7 +219,8 @@ def _quantized(request: Request, observer: Observer) -> Quantized:
             save(finished(quantized, precision), fresh)
     if prepared is not None and request.report:
         observer.stage("measuring what rounding each tensor does to the outputs")
-        done = _reported(done, damages(graph, quantized, placed.placement, prepared.judging.first(JUDGED)))
+        plain = scaled(graph, ranges.factors)  # whose values have the scales of the pairs
+        done = _reported(done, damages(plain, quantized, placed.placement, prepared.judging.first(JUDGED)))
     matches = () if matched is None else matched.notes()
     return replace(done, output=request.output, notes=(*notes, *matches, *done.notes), matched=matched)
 

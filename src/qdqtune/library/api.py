@@ -350,7 +350,7 @@ def _says_how(given: Mapping[str, Any]) -> bool:
     Raises:
         BadOption: scales come from a file as well.
     """
-    names = [name for name in ("calibration_method", "bias_correction", "percentile") if name in given]
+    names = [name for name in ("calibration_method", "bias_correction", "equalize", "percentile") if name in given]
     if names and given.get("calibration_cache") is not None:
         raise BadOption(f"calibration_cache brings the scales: leave {', '.join(names)} out")
     return bool(names)

@@ -66,6 +66,7 @@ class RangeOptions(TypedDict, total=False):
     calibration_cache: str | Path | None
     rewrites: Literal["auto", "off"]
     bias_correction: bool
+    equalize: bool
     percentile: float
 
 

@@ -12,8 +12,10 @@ from itertools import takewhile
 from qdqtune.calibration.methods import AUTO, Calibration
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import Range, Ranges
+from qdqtune.graph.equalization import Factor, scaled, sites
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import work
+from qdqtune.measurement import equalizing
 from qdqtune.measurement.judging import CannotJudgeError, Judge, judging
 from qdqtune.types import NumericFormat, Placement
 
@@ -45,7 +47,8 @@ def fitted(
     placed: Callable[[Ranges], Placement],
     is_late: Callable[[], bool] = lambda: False,
 ) -> Ranges:
-    """Ranges by `how`, and bias corrections where these bring the outputs closer to the float model's.
+    """Ranges by `how`; factors of channels and bias corrections where these bring the outputs closer to the float
+    model's.
 
     `placed` gives the placement that the numbers are for, of the ranges: partial ones of it take their part of them.
     Nothing further is tried once it `is_late`.
@@ -54,6 +57,22 @@ def fitted(
         BadData: no sample.
         BadModel: ONNX Runtime cannot run the model.
     """
+    factors = tuple[Factor, ...]()
+    if how.equalization:
+        most = _Budget(prepared.shaped, 1, how.bias_correction).halves
+        factors = equalizing.paying_factors(prepared, how, numbers, placed, most, is_late)
+        prepared = replace(prepared, shaped=scaled(prepared.shaped, factors))
+    return replace(_fitted(prepared, how, numbers, placed, is_late), factors=factors)
+
+
+def _fitted(
+    prepared: Prepared,
+    how: Calibration,
+    numbers: NumericFormat,
+    placed: Callable[[Ranges], Placement],
+    is_late: Callable[[], bool],
+) -> Ranges:
+    """See `fitted`; channels stay as they are."""
     model = prepared.shaped
     found = prepared.ranges_by_every_method(how, numbers)
     seen = next((ranges for ranges in found if ranges.method == "minmax"), None)
@@ -74,12 +93,13 @@ def fitted(
 def inferences(model: Model, how: Calibration, samples: int) -> int:
     """How many inferences of the model with its pairs `fitted` takes at most after it has seen that many samples."""
     methods = len(AUTO) if how.method == "auto" else 1
-    if methods == 1 and not how.bias_correction:
-        return 0
     budget = _Budget(model, methods, how.bias_correction)
+    halves = equalizing.RUNS * min(samples, budget.halves) if how.equalization and sites(model) else 0
+    if methods == 1 and not how.bias_correction:
+        return halves
     samples = max(1, min(samples, budget.samples))
     mixing = budget.blocks(samples) * (methods - 1) * min(samples, FEWER)
-    return samples * budget.runs + mixing
+    return halves + samples * budget.runs + mixing
 
 
 @dataclass(frozen=True)
@@ -103,6 +123,11 @@ class _Budget:
     def samples(self) -> int:
         """On how many samples numbers are judged."""
         return min(max(int(self._inferences / (2 * self.runs)), LEAST), SAMPLES)
+
+    @property
+    def halves(self) -> int:
+        """How many samples judge whether channels are made alike."""
+        return min(max(int(self._inferences / (4 * equalizing.RUNS)), LEAST), equalizing.SAMPLES)
 
     def blocks(self, samples: int) -> int:
         """How many parts of the graph are tried, with so many samples at hand."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -20,6 +20,7 @@ from onnx import TensorProto, helper
 from qdqtune.calibration import scales
 from qdqtune.calibration.scales import Quantization, Range, Ranges
 from qdqtune.errors import BadModel
+from qdqtune.graph.equalization import scaled
 from qdqtune.graph.folding import names_in
 from qdqtune.graph.loading import with_opset
 from qdqtune.graph.model import GRAPH, Constant, Model, Node, rebuild
@@ -86,17 +87,20 @@ class Inserter:
     """Makes candidates of one model; remembers scales and quantized weights, which most placements share."""
 
     def __init__(self, model: Model, ranges: Ranges, fmt: NumericFormat) -> None:
-        self._model, self._ranges, self._format = model, ranges, fmt
+        self._given, self._model = model, scaled(model, ranges.factors)
+        self._ranges, self._format = ranges, fmt
         self._constants: dict[str, Range] = {}
         self._weights: dict[tuple[str, int | None], Quantization] = {}
         self._activations: dict[tuple[Range, int], Quantization] = {}
         self._forms: dict[tuple[object, ...], Constant] = {}
         self._problems: dict[Edge, str | None] = {}
         self._names = names_in(model.proto.graph) | set(model.index_of)
-        self._compressor = Compressor(model)
+        self._compressor = Compressor(self._model)
 
     def insert(self, placement: Placement) -> Model:
         """See `insert`."""
+        if self._ranges.factors and not placement.edges:
+            return self._unequalized.insert(placement)
         if self._model.opset < self._compressor.opset(placement):
             return self._raised.insert(placement)
         by_tensor = self._checked(placement)
@@ -105,7 +109,12 @@ class Inserter:
     @cached_property
     def _raised(self) -> Inserter:
         """The same for a model of the opset that blocks need."""
-        return Inserter(with_opset(self._model, BLOCKS), self._ranges, self._format)
+        return Inserter(with_opset(self._model, BLOCKS), replace(self._ranges, factors=()), self._format)
+
+    @cached_property
+    def _unequalized(self) -> Inserter:
+        """What writes the user's own model: without pairs, its channels stay as they are."""
+        return Inserter(self._given, replace(self._ranges, factors=()), self._format)
 
     def _checked(self, placement: Placement) -> dict[str, list[Edge]]:
         """The edges by tensor, each known to exist and to be able to carry a pair."""

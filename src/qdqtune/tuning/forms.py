@@ -127,6 +127,7 @@ FORMS: Mapping[str, Form] = {
         "shifts?": MapOf(ListOf(float)),
         "method?": str,
         "is_given?": bool,
+        "factors?": ListOf((str, str, int, ListOf(int), ListOf(int))),
     },
     "trial": {
         "origin": str,

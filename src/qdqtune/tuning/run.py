@@ -116,6 +116,8 @@ def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
             settings = replace(settings, rewrites="off")  # so that what was measured then serves
         if not settings.restart and settings.formats is None and began_without(settings.state, "formats"):
             settings = replace(settings, formats=(settings.quant_type,))
+        if not settings.restart and began_without(settings.state, "equalization"):
+            settings = replace(settings, calibration=replace(settings.calibration, equalization=False))
         given = Stamps.of([*files_of(settings.model), *(files_of(b) if (b := settings.qdq_baseline) else [])])
         subject = open_subject(settings, runner)
         signed = fingerprint(settings, subject, runner.describe())

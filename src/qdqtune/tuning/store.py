@@ -14,12 +14,13 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict, astuple, fields
 from pathlib import Path
 from typing import IO, Any, Self
 
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadState, OutputError, writing
+from qdqtune.graph.equalization import Factor
 from qdqtune.graph.stamps import NOTHING, Stamps
 from qdqtune.tuning.forms import is_whole
 from qdqtune.types import TRANSIENT, Accuracy, Edge, Failure, Layer, Measurement, Placement, Storage
@@ -30,7 +31,7 @@ CANDIDATES = 1
 so that no run mixes two kinds. A test holds what they are."""
 
 RECORD = b'- {"key": "'
-EARLIER = {"rewrites": "off", "formats": "pairs"}
+EARLIER = {"rewrites": "off", "formats": "pairs", "equalization": False}
 """What was so in every run whose fingerprint does not say it."""
 
 HEAD = RECORD + b'run", '
@@ -274,7 +275,9 @@ def pack_ranges(ranges: Ranges) -> Record:
     """Ranges as JSON values."""
     activations = {t: [r.low, r.high] for t, r in ranges.activations.items()}
     vectors = {"weights": dict(ranges.weights), "shifts": dict(ranges.shifts)}
-    given = {"is_given": True} if ranges.is_given else {}
+    given: Record = {"is_given": True} if ranges.is_given else {}
+    if ranges.factors:
+        given["factors"] = [[*astuple(f.edge), list(f.shape), list(f.exponents)] for f in ranges.factors]
     return {"activations": activations, **vectors, "method": ranges.method, **given}
 
 
@@ -288,6 +291,7 @@ def unpack_ranges(record: Record) -> Ranges:
         {n: tuple(s) for n, s in shifts.items()},
         record.get("method", ""),
         record.get("is_given", False),
+        tuple(Factor(Edge(*edge), tuple(shape), tuple(by)) for *edge, shape, by in record.get("factors", [])),
     )
 
 

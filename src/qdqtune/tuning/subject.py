@@ -174,6 +174,7 @@ def fingerprint(settings: Settings, subject: Subject, engine: Mapping[str, str])
         "quant type": settings.quant_type,
         "rewrites": settings.rewrites,
         "formats": _formats(settings),
+        "equalization": how.equalization,
         "seed": settings.seed,
         "regions": settings.regions,
         "node filter": list(settings.node_filter),

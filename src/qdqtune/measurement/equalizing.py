@@ -1,0 +1,104 @@
+"""Whether a placement gains by channels that are made alike: see `calibration.equalizing`.
+
+Where one channel's values set the range of all, values beyond those that calibration saw hardly ever come. Where all
+channels reach its ends, any of them may: so neither factors nor ranges may come from the samples that judge them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from qdqtune.calibration.calibrate import calibrate
+from qdqtune.calibration.equalizing import equalizing
+from qdqtune.calibration.methods import Calibration
+from qdqtune.calibration.prepare import Prepared
+from qdqtune.calibration.scales import Ranges
+from qdqtune.graph.equalization import NORMALIZED_BY_CHANNEL, Factor, Site, scaled, sites
+from qdqtune.graph.model import Model
+from qdqtune.measurement.judging import CannotJudgeError, Outcome, judging
+from qdqtune.types import Edge, NumericFormat, Placement, Sample
+
+SAMPLES = 32
+"""Samples that judge, at most: either half those numbers that the other half has been asked for."""
+
+RUNS = 14
+"""Inferences that one of these takes at most."""
+
+BETTER_DB = 0.1
+"""What factors must gain to be kept."""
+
+
+def paying_factors(
+    prepared: Prepared,
+    how: Calibration,
+    numbers: NumericFormat,
+    placed: Callable[[Ranges], Placement],
+    most: int,
+    is_late: Callable[[], bool],
+) -> tuple[Factor, ...]:
+    """The factors by which the outputs of a placement come closer to the float model's, judged by `most` so many
+    samples. Layers behind normalizations are tried apart from those behind others.
+
+    Raises:
+        BadData: no sample.
+        BadModel: ONNX Runtime cannot run the model.
+    """
+    model, found = prepared.shaped, sites(prepared.shaped)
+    samples = prepared.calibration.spread(min(most, SAMPLES)) if found else []
+    if len(samples) < 2 or is_late():
+        return ()
+    trial = _Trial(model, how, numbers, placed, samples)
+    placement = placed(calibrate(model, samples, numbers=numbers))
+    used = [site for site in found if _has_pair(model, site, placement)]
+    behind = [model.nodes[site.producer].op in NORMALIZED_BY_CHANNEL for site in used]
+    kinds = [[s for s, is_behind in zip(used, behind, strict=True) if is_behind == kind] for kind in (True, False)]
+    try:
+        paying = [site for kind in kinds if kind and not is_late() and trial.gains(kind) for site in kind]
+    except CannotJudgeError:
+        return ()
+    return equalizing(model, paying, prepared.calibration) if paying else ()
+
+
+def _has_pair(model: Model, site: Site, placement: Placement) -> bool:
+    return any(Edge(model.nodes[r].inputs[0], model.nodes[r].name, 0) in placement for r in site.readers)
+
+
+class _Trial:
+    """Either half of some samples judges what the other half says."""
+
+    def __init__(
+        self, model: Model, how: Calibration, numbers: NumericFormat, placed: Callable[[Ranges], Placement],
+        samples: Sequence[Sample],
+    ) -> None:  # fmt: skip
+        self._model, self._how, self._numbers, self._placed = model, how, numbers, placed
+        halves = samples[::2], samples[1::2]
+        self._folds = (halves, halves[::-1])
+        self._plain: dict[int, Outcome] = {}
+
+    def gains(self, found: Sequence[Site]) -> bool:
+        """Whether equal channels at some sites gain: on either half, or it is luck."""
+        before, after = [], []
+        for number, (asked, judges) in enumerate(self._folds):
+            factors = equalizing(self._model, found, asked)
+            if not factors:
+                return False
+            if number not in self._plain:
+                self._plain[number] = self._outcome(self._model, asked, judges)
+            before.append(self._plain[number])
+            after.append(self._outcome(scaled(self._model, factors), asked, judges))
+            if after[-1].db() <= before[-1].db():
+                return False
+        return _together(after).db() > _together(before).db() + BETTER_DB
+
+    def _outcome(self, model: Model, asked: Sequence[Sample], judges: Sequence[Sample]) -> Outcome:
+        """What the ranges of all values that some samples take do to others."""
+        ranges = calibrate(model, asked, numbers=self._numbers)
+        with judging(model, self._placed(ranges), self._numbers, ranges, judges) as judge:
+            return judge.outcome(ranges, judge.moves(ranges) if self._how.bias_correction else None)
+
+
+def _together(outcomes: Sequence[Outcome]) -> Outcome:
+    signal, noise = (np.concatenate([getattr(o, name) for o in outcomes]) for name in ("signal", "noise"))
+    return Outcome(signal, noise, outcomes[0].parts)
