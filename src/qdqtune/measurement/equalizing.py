@@ -12,7 +12,6 @@ import numpy as np
 
 from qdqtune.calibration.calibrate import calibrate
 from qdqtune.calibration.equalizing import equalizing
-from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import Ranges
 from qdqtune.graph.equalization import NORMALIZED_BY_CHANNEL, Factor, Site, scaled, sites
@@ -23,7 +22,7 @@ from qdqtune.types import Edge, NumericFormat, Placement, Sample
 SAMPLES = 32
 """Samples that judge, at most: either half those numbers that the other half has been asked for."""
 
-RUNS = 14
+RUNS = 10
 """Inferences that one of these takes at most."""
 
 BETTER_DB = 0.1
@@ -32,7 +31,6 @@ BETTER_DB = 0.1
 
 def paying_factors(
     prepared: Prepared,
-    how: Calibration,
     numbers: NumericFormat,
     placed: Callable[[Ranges], Placement],
     most: int,
@@ -49,8 +47,8 @@ def paying_factors(
     samples = prepared.calibration.spread(min(most, SAMPLES)) if found else []
     if len(samples) < 2 or is_late():
         return ()
-    trial = _Trial(model, how, numbers, placed, samples)
-    placement = placed(calibrate(model, samples, numbers=numbers))
+    trial = _Trial(model, numbers, placed, samples)
+    placement = placed(trial.ranges(0))
     used = [site for site in found if _has_pair(model, site, placement)]
     behind = [model.nodes[site.producer].op in NORMALIZED_BY_CHANNEL for site in used]
     kinds = [[s for s, is_behind in zip(used, behind, strict=True) if is_behind == kind] for kind in (True, False)]
@@ -69,13 +67,19 @@ class _Trial:
     """Either half of some samples judges what the other half says."""
 
     def __init__(
-        self, model: Model, how: Calibration, numbers: NumericFormat, placed: Callable[[Ranges], Placement],
-        samples: Sequence[Sample],
-    ) -> None:  # fmt: skip
-        self._model, self._how, self._numbers, self._placed = model, how, numbers, placed
+        self, model: Model, numbers: NumericFormat, placed: Callable[[Ranges], Placement], samples: Sequence[Sample]
+    ) -> None:
+        self._model, self._numbers, self._placed = model, numbers, placed
         halves = samples[::2], samples[1::2]
         self._folds = (halves, halves[::-1])
+        self._ranges: dict[int, Ranges] = {}
         self._plain: dict[int, Outcome] = {}
+
+    def ranges(self, fold: int) -> Ranges:
+        """All values that the model, as it is, takes on one half of the samples."""
+        if fold not in self._ranges:
+            self._ranges[fold] = calibrate(self._model, self._folds[fold][0], numbers=self._numbers)
+        return self._ranges[fold]
 
     def gains(self, found: Sequence[Site]) -> bool:
         """Whether equal channels at some sites gain: on either half, or it is luck."""
@@ -85,18 +89,17 @@ class _Trial:
             if not factors:
                 return False
             if number not in self._plain:
-                self._plain[number] = self._outcome(self._model, asked, judges)
+                self._plain[number] = self._outcome(self._model, self.ranges(number), judges)
             before.append(self._plain[number])
-            after.append(self._outcome(scaled(self._model, factors), asked, judges))
+            changed = scaled(self._model, factors)
+            after.append(self._outcome(changed, calibrate(changed, asked, numbers=self._numbers), judges))
             if after[-1].db() <= before[-1].db():
                 return False
         return _together(after).db() > _together(before).db() + BETTER_DB
 
-    def _outcome(self, model: Model, asked: Sequence[Sample], judges: Sequence[Sample]) -> Outcome:
-        """What the ranges of all values that some samples take do to others."""
-        ranges = calibrate(model, asked, numbers=self._numbers)
+    def _outcome(self, model: Model, ranges: Ranges, judges: Sequence[Sample]) -> Outcome:
         with judging(model, self._placed(ranges), self._numbers, ranges, judges) as judge:
-            return judge.outcome(ranges, judge.moves(ranges) if self._how.bias_correction else None)
+            return judge.outcome(ranges)
 
 
 def _together(outcomes: Sequence[Outcome]) -> Outcome:

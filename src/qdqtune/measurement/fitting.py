@@ -60,7 +60,7 @@ def fitted(
     factors = tuple[Factor, ...]()
     if how.equalization:
         most = _Budget(prepared.shaped, 1, how.bias_correction).halves
-        factors = equalizing.paying_factors(prepared, how, numbers, placed, most, is_late)
+        factors = equalizing.paying_factors(prepared, numbers, placed, most, is_late)
         prepared = replace(prepared, shaped=scaled(prepared.shaped, factors))
     return replace(_fitted(prepared, how, numbers, placed, is_late), factors=factors)
 
