@@ -311,3 +311,14 @@ def test_ctrl_c_while_it_is_imported_is_quiet(tmp_path: Path) -> None:
     path = {**environment(), "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=path, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_a_pattern_cache_of_theirs_is_named_before_anything_is_measured(
+    run: Run, model: Path, workers: Workers
+) -> None:
+    theirs = model.with_name("theirs.yaml")
+    theirs.write_text("pattern_schemes:\n- pattern_signature: Conv->Relu\n  pattern_size: 2\n  schemes: []\n")
+    code, _, err = run("-m", model, "--pattern_cache", theirs)
+    assert code == 2
+    assert "theirs.yaml is a file of ModelOpt's autotuner" in err
+    assert not workers.builds

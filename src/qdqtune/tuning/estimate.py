@@ -7,20 +7,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from qdqtune.calibration.calibrate import candidate_tensors
-from qdqtune.calibration.matching import from_file
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.engines.runner import Runner, time_limit
 from qdqtune.errors import BaselineFailed
 from qdqtune.measurement.pairing import start_inferences
 from qdqtune.placement.possible import possible_edges
-from qdqtune.search.regions.cache import read_cache
 from qdqtune.tuning.budget import PAIRED, calibration_seconds, pace
 from qdqtune.tuning.folder import LOGS, OutputFolder
 from qdqtune.tuning.observer import Observer, Silent
+from qdqtune.tuning.obstacles import check_files
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.station import profiled_runs
 from qdqtune.tuning.store import read_records
-from qdqtune.tuning.subgraphs import groups
 from qdqtune.tuning.subject import Subject, open_subject
 from qdqtune.types import Failure
 
@@ -53,7 +51,9 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     ):
         observer.stage(f"reading {settings.model.name}")
         subject = open_subject(settings, runner)
-        _check_files(settings, subject)
+        check_files(settings, subject.shaped)
+        if settings.state.exists() and not settings.restart:
+            read_records(settings.state)  # which a run opens at this point
         runner.feed(subject.feed)
         observer.stage("measuring the float model")
         handle = runner.load(settings.model, "estimate")
@@ -83,22 +83,6 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     if settings.time_budget is not None:
         seconds = min(seconds, settings.time_budget)
     return Estimate(subject.region_count, len(subject.patterns), trials + 1, latency, seconds, subject.notes)
-
-
-def _check_files(settings: Settings, subject: Subject) -> None:
-    """Read the files that a run would read later.
-
-    Raises:
-        InputError: one is missing, damaged, or of another model.
-    """
-    if settings.pattern_cache is not None:
-        read_cache(settings.pattern_cache)
-    if settings.graph_json is not None:
-        groups.from_file(subject.shaped, settings.graph_json)
-    if settings.calibration_cache is not None:
-        from_file(settings.calibration_cache, subject.shaped, settings.model)
-    if settings.state.exists() and not settings.restart:
-        read_records(settings.state)
 
 
 def _has_candidates(subject: Subject) -> bool:

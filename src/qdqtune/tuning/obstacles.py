@@ -7,12 +7,16 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import onnx
 
+from qdqtune.calibration.matching import from_file
 from qdqtune.calibration.samples import Samples, input_specs
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import EngineUnavailable
 from qdqtune.graph.model import Model, bodies
 from qdqtune.graph.operators import COMPUTE, CONTROL_FLOW, HEAVY
+from qdqtune.search.regions.cache import read_cache
+from qdqtune.tuning.settings import Settings
+from qdqtune.tuning.subgraphs import groups
 from qdqtune.types import Array
 
 LOOKED_AT = 256
@@ -106,3 +110,17 @@ def _constants(names: Sequence[str], samples: Samples) -> dict[str, float | int]
             if np.unique(np.append(known, sample[name])).size != 1:
                 changing.add(name)
     return {name: array.flat[0].item() for name, array in found.items() if name not in changing}
+
+
+def check_files(settings: Settings, model: Model) -> None:
+    """Read the files that a run of `model`, shaped as it is measured, reads later.
+
+    Raises:
+        InputError: one is missing, damaged, or of another model.
+    """
+    if settings.pattern_cache is not None:
+        read_cache(settings.pattern_cache)
+    if settings.graph_json is not None:
+        groups.from_file(model, settings.graph_json)
+    if settings.calibration_cache is not None:
+        from_file(settings.calibration_cache, model, settings.model)

@@ -28,6 +28,7 @@ from qdqtune.tuning.budget import Budget
 from qdqtune.tuning.candidates import Candidates
 from qdqtune.tuning.folder import LOGS, OutputFolder, restored_state
 from qdqtune.tuning.observer import Observer
+from qdqtune.tuning.obstacles import check_files
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.station import Conditions, Station
 from qdqtune.tuning.storages import ways
@@ -120,6 +121,7 @@ def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
             settings = replace(settings, calibration=replace(settings.calibration, equalization=False))
         given = Stamps.of([*files_of(settings.model), *(files_of(b) if (b := settings.qdq_baseline) else [])])
         subject = open_subject(settings, runner)
+        check_files(settings, subject.shaped)
         signed = fingerprint(settings, subject, runner.describe())
         store = stack.enter_context(Store(settings.state, signed, restart=settings.restart, given=given))
         yield Ready(settings, output, given, evaluation, subject, runner, store, observer, ends, tuple(others))
