@@ -54,7 +54,7 @@ from qdqtune.types import Failure, Measurement, Placement, Proposal, Trial
 WORTH = 0.98
 """What is foretold to take at most this share of the time of all that was met comes first, as a search would go on."""
 
-TRIES = 3
+TRIES = 2
 """How often."""
 
 SIMULATED = 4
@@ -117,11 +117,16 @@ class Candidacy:
         with _Opponent(self._run, 1) as opponent:
             return [replace(e, measured=(*e.measured, self._meet(e.trial, 1, opponent))) for e in left]
 
-    def excuse(self, count: int) -> str:
-        """Why there are no more points, in a sentence."""
+    def excuse(self, count: int, elsewhere: int) -> str:
+        """Why there are no more points than so many, in a sentence. `elsewhere` are those that failed only at another
+        number of threads."""
         slow = sum(not entry.is_faster(self._run) for entry in self.entries)
-        reasons = {"did not prove faster than float": slow, "lost to others": len(self.entries) - slow - count}
-        lost = " and ".join(f"{number} {what}" for what, number in reasons.items() if number > 0)
+        reasons = {
+            "did not prove faster than float": slow,
+            "are slower at another number of threads (--deploy-threads)": elsewhere,
+            "lost to others or to a second pair of builds": len(self.entries) - slow - elsewhere - count,
+        }
+        lost = ", ".join(f"{number} {what}" for what, number in reasons.items() if number > 0)
         met = f"of {len(self.entries)} candidates that met your model {lost}" if lost else ""
         if self._next() is None:
             rest = f"prices foretell no others that differ and take at most {GAIN:.1%} of the float model's time"
@@ -147,7 +152,8 @@ class Candidacy:
         unbeaten = [p for p in undominated(self._history, plan) if not is_beyond(_noise(p.trial), most)]
         best = best_of(self._history)
         first = [Point(ratios[best], t) for t in self._history if t.accepted and t.placement == best]
-        waiting = [p for p in (*first, *unbeaten[:1]) if p.trial.placement not in met]
+        fastest = [p for p in unbeaten[:1] if all(p.spot.apart(f.spot) >= NEAR for f in first)]
+        waiting = [p for p in (*first, *fastest) if p.trial.placement not in met]
         if waiting:
             return waiting[0]
         offers = list(self._search.offers([*self._history, *self.trials])) if self._search is not None else []

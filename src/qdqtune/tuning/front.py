@@ -104,7 +104,8 @@ def prove_front(history: Sequence[Trial], run: Run, search: FrontSearch | None) 
     kept.sort(key=lambda p: p.ratio.median)
     kept = _settled(kept, candidacy.written, run)
     trials, builds = candidacy.trials, candidacy.builds - len(candidacy.trials) + more
-    notes = () if len(kept) >= ENOUGH else (candidacy.excuse(len(kept)),)
+    elsewhere = sum(p.ratio.verdict == "faster" for p in proven) - len(held)
+    notes = () if len(kept) >= ENOUGH else (candidacy.excuse(len(kept), max(0, elsewhere)),)
     if not (holding := [p for p in kept if p.holds]):
         tried = {entry.trial.placement for entry in candidacy.entries}
         usual = prove([t for t in history if t.placement not in tried], run)
