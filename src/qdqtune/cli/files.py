@@ -28,6 +28,7 @@ from qdqtune.measurement.timing import Plan
 from qdqtune.placement.files import read_placement_file
 from qdqtune.tuning import advice
 from qdqtune.tuning.subject import judged
+from qdqtune.tuning.threads import counts_of
 from qdqtune.types import Sample
 
 COMPARE = (
@@ -57,9 +58,11 @@ def compare_command(
     spec, plan = options.engine(given), Plan((timing_runs,), warmup=warmup_runs)
     options.check_page(html, files)
     samples = judging(given, comparable(files)[0], spec)
+    if (counts := given["deploy_threads"]) is not None:
+        counts_of(spec, counts)
     if (busy := advice.busy(spec)) is not None:
         say_notes([busy])
-    counts, seed, limit = given["deploy_threads"], given["seed"], given["time_limit"]
+    seed, limit = given["seed"], given["time_limit"]
     with progress.shown() as observer:
         rows = compare_at(files, spec, counts, samples, plan, seed=seed, time_limit_s=limit, observer=observer)
     if as_machine:
