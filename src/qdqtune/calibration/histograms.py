@@ -62,9 +62,11 @@ class Histogram:
             self._counts[self.BINS] += flat.size
             return
         exact = flat if self._width > SUBNORMAL else flat.astype(np.float64)
-        index = np.floor(exact * exact.dtype.type(1 / self._width)).astype(np.int64)  # a power of two: no rounding
-        index += self.BINS
-        self._counts += np.bincount(np.clip(index, 0, 2 * self.BINS - 1, out=index), minlength=2 * self.BINS)
+        bins = np.floor(exact * exact.dtype.type(1 / self._width))  # a power of two: no rounding
+        bins += self.BINS
+        found = np.bincount(bins.astype(np.intp), minlength=2 * self.BINS + 1)
+        found[-2] += found[-1]  # the upper end belongs to the last bin
+        self._counts += found[:-1]
 
     def _double(self) -> None:
         merged = self._counts.reshape(-1, 2).sum(axis=1)
