@@ -27,6 +27,7 @@ from qdqtune.calibration.samples import input_specs
 from qdqtune.commands.quantize import Request, quantize
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
+from qdqtune.errors import BadModel
 from qdqtune.graph.float16 import Precision, load_as
 from qdqtune.graph.loading import load
 from qdqtune.types import Failure
@@ -134,8 +135,12 @@ def main() -> None:
     given = zoo.parser(__doc__, ()).parse_args()
     rows = []
     for entry in zoo.find(given.models, given.names):
-        with TemporaryDirectory() as folder:
-            rows.append(row(entry, Path(folder)))
+        try:
+            with TemporaryDirectory() as folder:
+                rows.append(row(entry, Path(folder)))
+        except BadModel as error:  # the rules may find nothing to quantize
+            print(error, flush=True)
+            continue
         print("  ".join(rows[-1]), flush=True)
     zoo.print_table(COLUMNS, rows)
 

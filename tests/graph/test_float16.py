@@ -102,21 +102,25 @@ def test_masks_stay_finite_and_infinities_infinite() -> None:
 
 
 def test_unsafe_operators_stay_in_float32() -> None:
-    """Two of them read one tensor: the Cast in front of both is there once."""
+    """Two of them read one tensor: the Cast in front of both is there once. Max and Min round nothing."""
     text = """net (float[2,4] x) => (float[2,4] y) {
         [first] a = Mul(x, two)
-        [low] b = Min(a, one)
         [high] c = Max(a, one)
-        [last] y = Sub(b, c)
+        [low] d = Min(c, one)
+        [rows] e = CumSum(d, zero)
+        [columns] f = CumSum(d, one_axis)
+        [last] y = Sub(e, f)
     }"""
-    model = build(text, {"two": np.float32(2), "one": np.float32(1)})
+    given = {"two": np.float32(2), "one": np.float32(1), "zero": np.int64(0), "one_axis": np.int64(1)}
+    model = build(text, given)
     half = to_float16(model)
     assert valid(half)
     types = dtypes(half)
     by_name = {n.name: n for n in half.nodes}
-    for name in ("low", "high"):
-        assert {types[t] for t in (*by_name[name].inputs, *by_name[name].outputs)} == {"float32"}
-    assert {types[t] for n in ("first", "last") for t in by_name[n].outputs} == {"float16"}
+    for name in ("rows", "columns"):
+        assert {types[t] for t in (by_name[name].inputs[0], *by_name[name].outputs)} == {"float32"}
+    assert {types[t] for n in ("first", "high", "low", "last") for t in by_name[n].outputs} == {"float16"}
+    assert sum(n.op == "Cast" for n in half.nodes) == 5
     x = normal(2, 4)
     np.testing.assert_allclose(run(half, [{"x": x}])[0]["y"], run(model, [{"x": x}])[0]["y"], atol=5e-3)
 
@@ -169,11 +173,11 @@ def test_an_unsafe_operator_in_a_body_is_refused_in_one_line() -> None:
     text = """net (float[N,4] x, bool flag) => (float[N,4] y) {
         [first] t = MatMul(x, w)
         [branch] y = If(flag) <
-            then_branch = a () => (float[N,4] p) { s = Neg(t)  p = Min(s, t) },
+            then_branch = a () => (float[N,4] p) { s = Neg(t)  p = CumSum(s, axis) },
             else_branch = b () => (float[N,4] q) { q = Neg(t) }>
     }"""
     with pytest.raises(BadModel, match="cannot convert the model to float16") as refusal:
-        to_float16(build(text, {"w": normal(4, 4)}))
+        to_float16(build(text, {"w": normal(4, 4), "axis": np.int64(0)}))
     assert "\n" not in str(refusal.value)
 
 

@@ -36,6 +36,10 @@ OPSET = 19
 
 HALF = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
+CHOICES = frozenset({"Max", "Min"})
+"""Operators of the converter's list that round nothing, since their result is one of their inputs: no casts around
+them are needed, and kernels for half precision are there since opset 12."""
+
 
 def load_as(
     path: Path,
@@ -91,8 +95,8 @@ def converted(model: Model, precision: HalfPrecision, kept: Collection[str] = ()
 def to_float16(model: Model, kept: Collection[str] = ()) -> Model:
     """`model` (opset 19 or later) in float16. Graph inputs and outputs stay float32, with a Cast at each.
 
-    The operators of the converter's own list stay in float32, and so do nodes of other domains, whose kernels nobody
-    knows, and those that are named in `kept`: what passes between such nodes is float32 then.
+    The operators of the converter's own list (but for `CHOICES`) stay in float32, and so do nodes of other domains,
+    whose kernels nobody knows, and those that are named in `kept`: what passes between such nodes is float32 then.
 
     Raises:
         BadModel: the model cannot be converted.
@@ -148,7 +152,7 @@ def rounded_to_float16(values: Array) -> Array:
 def _unsafe() -> frozenset[str]:
     from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST
 
-    return frozenset(DEFAULT_OP_BLOCK_LIST)
+    return frozenset(DEFAULT_OP_BLOCK_LIST) - CHOICES
 
 
 def _join(graph: onnx.GraphProto) -> None:
