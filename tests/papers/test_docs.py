@@ -30,6 +30,9 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 FORMER = {"bf16", "calib", "layerPrecisions", "precisionConstraints"}
 """Options of trtexec up to 10, of which a text says what stands for them now."""
+SCHEDULERS = {"nodes", "ntasks", "ntasks-per-node", "gpus", "gpus-per-node", "cpus-per-task", "exclusive"}
+"""Options of SLURM in the text about clusters; those of Ray are asked for in test_cluster.py."""
+RAY = {"head", "port", "address", "num-gpus", "num-cpus", "block"}
 OPTION = re.compile(r"(?<![\w-])--([a-zA-Z][\w-]*)")
 
 
@@ -123,7 +126,14 @@ def test_every_option_exists(document: Path, tmp_path: Path) -> None:
     scripts = "".join(path.read_text() for path in (ROOT / "examples").rglob("*.py"))
     program = stand_in(tmp_path, "10.16")
     listed = subprocess.run([program, "--help"], capture_output=True, text=True, check=True).stdout
-    known = {"help", "help-all", *FORMER, *OPTION.findall(" ".join(options_of_commands()) + listed + scripts)}
+    known = {
+        "help",
+        "help-all",
+        *FORMER,
+        *SCHEDULERS,
+        *RAY,
+        *OPTION.findall(" ".join(options_of_commands()) + listed + scripts),
+    }
     assert set(OPTION.findall(document.read_text())) <= known
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import onnx
 from rich import box
 from rich.table import Table
@@ -22,6 +23,7 @@ from qdqtune.cli.output import print_json, print_lines, say_notes, show
 from qdqtune.commands.apply import JUDGED
 from qdqtune.commands.build import FORMATS, build
 from qdqtune.commands.check import Finding, allow, check, excuse, is_measured, lost_by_pairs
+from qdqtune.commands.cluster import ClusterState, examine_cluster
 from qdqtune.commands.doctor import Diagnosis, examine
 from qdqtune.commands.reasons import is_low
 from qdqtune.engines import EngineSpec
@@ -254,12 +256,33 @@ def _sum(timed: Sequence[Layer] | Sequence[Finding]) -> float | None:
     return sum(times) if times else None
 
 
-@command("doctor", [options.AS_JSON])
-def doctor_command(as_machine: bool) -> int:
+DOCTOR = (
+    option("--ray", "Look at the devices of the Ray cluster at this address instead.", metavar="ADDRESS"),
+    option("--engine", "The engine to start on each of them.", metavar="NAME", default="onnxruntime"),
+    option("--cores-per-worker", "Cores of each of them.  [default: 1]", click.IntRange(1)),
+    options.AS_JSON,
+)
+
+
+@command("doctor", DOCTOR)
+def doctor_command(ray: str | None, engine: str, cores_per_worker: int | None, as_machine: bool) -> int:
     """Show which engines work on this machine, on what hardware, and what to install for the others.
 
-    Exit code 5 only if none does.
+    Exit code 5 only if none does. With --ray: on which devices of a cluster an engine works, and whether they are
+    alike, so that a run may use them together; exit code 5 if they are not.
+
+    \b
+    qdqtune doctor --ray auto --engine onnxruntime --cores-per-worker 2
     """
+    if ray is not None:
+        with temporary_folder() as folder:
+            found = examine_cluster(EngineSpec(engine), ray, cores_per_worker, folder)
+        if as_machine:
+            print_json(asdict(found))
+        else:
+            show(_cluster(found))
+            print_lines([_verdict(found)])
+        return 0 if found.difference is None else EngineUnavailable.exit_code
     with temporary_folder() as folder:
         diagnosis = examine(folder)
     if as_machine:
@@ -268,6 +291,23 @@ def doctor_command(as_machine: bool) -> int:
         show(_engines(diagnosis))
         print_lines(_remarks(diagnosis))
     return 0 if diagnosis.is_usable else EngineUnavailable.exit_code
+
+
+def _cluster(found: ClusterState) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    names = list(dict.fromkeys(name for told in found.devices.values() for name in told))
+    for column in ("worker", *names):
+        table.add_column(column, overflow="fold")
+    for place, told in found.devices.items():
+        table.add_row(*map(Text, (place, *(told.get(name, "") for name in names))))
+    return table
+
+
+def _verdict(found: ClusterState) -> str:
+    count = len(found.devices)
+    if found.difference is None:
+        return f"{count} device{'s' * (count > 1)}, all alike: a run may use them together"
+    return f"not alike, so that no run may use them together: {found.difference}"
 
 
 def _engines(diagnosis: Diagnosis) -> Table:

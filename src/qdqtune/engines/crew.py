@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, field
@@ -208,12 +208,28 @@ def check_alike(runners: Sequence[Runner]) -> None:
     Raises:
         EngineUnavailable: two differ, or one does not start.
     """
+    if (difference := unlike(runners, described(runners))) is not None:
+        raise EngineUnavailable(
+            f"workers are not alike: {difference}; latencies compare on equal devices only, so give a run devices of "
+            "one kind"
+        )
+
+
+def described(runners: Sequence[Runner]) -> list[Mapping[str, str]]:
+    """What the engines of all runners say of themselves, all of them started at once.
+
+    Raises:
+        EngineUnavailable: one does not start.
+    """
     with ThreadPoolExecutor(len(runners)) as pool:
         asked = [pool.submit(copy_context().run, runner.describe) for runner in runners]
-    first, *rest = [one.result() for one in asked]
-    for runner, told in zip(runners[1:], rest, strict=True):
-        if wrong := next((name for name in {**first, **told} if first.get(name) != told.get(name)), None):
-            raise EngineUnavailable(
-                f"workers are not alike: {runner.place} has {wrong} {told.get(wrong)}, {runners[0].place} "
-                f"has {first.get(wrong)}; latencies compare on equal devices only, so give a run devices of one kind"
-            )
+    return [one.result() for one in asked]
+
+
+def unlike(runners: Sequence[Runner], told: Sequence[Mapping[str, str]]) -> str | None:
+    """The first difference between two devices, in words; None where all are alike."""
+    for runner, other in zip(runners[1:], told[1:], strict=True):
+        for name in {**told[0], **other}:
+            if (mine := other.get(name)) != (theirs := told[0].get(name)):
+                return f"{runner.place} has {name} {mine}, {runners[0].place} has {theirs}"
+    return None

@@ -1,0 +1,57 @@
+"""The commands of docs/cluster.md that want more machines than a test has: their options exist, and fit together."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+import yaml
+
+from documents import ROOT, blocks
+from qdqtune.cli.main import app
+
+TEXT = (ROOT / "docs" / "cluster.md").read_text()
+LINES = [line.partition("  #")[0].strip() for block in blocks(TEXT) for line in block.text.splitlines()]
+LINES += re.findall(r"`((?:qdqtune|ray) [^`]+)`", TEXT)
+
+
+def told(program: str) -> list[list[str]]:
+    """The arguments of each call of a program."""
+    found = [re.search(rf"(?:^|[ ]){program} (?!start --head --port=6379 --block &$)(.*)", line) for line in LINES]
+    return [shlex.split(m[1].removesuffix("&")) for m in found if m and not line_is_path(m[1])]
+
+
+def line_is_path(words: str) -> bool:
+    return words.startswith("/")
+
+
+@pytest.mark.parametrize("words", told("qdqtune"), ids=" ".join)
+def test_commands_of_ours_take_what_they_are_given(words: list[str]) -> None:
+    with app.make_context("qdqtune", list(words)) as group:
+        name, command, rest = app.resolve_command(group, words)
+        assert command is not None
+        assert name in {"tune", "run", "doctor"}
+        with command.make_context(name, list(rest), parent=group) as context:
+            assert context.params
+
+
+def test_commands_of_ray_take_what_they_are_given() -> None:
+    scripts = pytest.importorskip("ray.scripts.scripts")
+    calls = told("ray")
+    assert len(calls) >= 4
+    for words in calls:
+        command: click.Command = {"start": scripts.start, "stop": scripts.stop}[words[0]]
+        command.make_context(words[0], words[1:])
+
+
+def test_the_cluster_of_kubernetes_is_one() -> None:
+    (text,) = (block.text for block in blocks(TEXT) if block.text.startswith("apiVersion"))
+    spec = yaml.safe_load(text)["spec"]
+    assert spec["headGroupSpec"]["template"]["spec"]["containers"]
+    (group,) = spec["workerGroupSpecs"]
+    (worker,) = group["template"]["spec"]["containers"]
+    assert worker["resources"]["limits"] == worker["resources"]["requests"]
+    assert Path("cluster.yaml").name in TEXT
