@@ -218,7 +218,7 @@ def test_the_fake_engines_builds_are_predicted_exactly() -> None:
     inserter = Inserter(model, ranges(model), INT8)
 
     def priced(placement: Placement) -> tuple[Times, float]:
-        found = _CostModel(inserter.insert(placement).to_proto())
+        found = _CostModel(inserter.insert(placement).to_proto(), 1)
         return attribute(model, Priced(placement, found.layers()), 1e3 * found.seconds()), 1e3 * found.seconds()
 
     whole = everything(parts)
@@ -244,6 +244,25 @@ def test_recorded_reports_of_tensorrt_are_attributed(export: str) -> None:
     found = attribute(model, Priced(Placement(), report, 0.5), total)
     spent = sum((*found.nodes.values(), *found.quantize.values(), *found.dequantize.values()))
     assert 0.8 * 0.5 * total < spent <= 0.5 * total * (1 + 1e-9)  # what runs behind the last node has no owner
+
+
+UNLIKE = """net (float[8,64] x) => (float[8,64] y) {
+    [a] t = MatMul(x, w0)
+    [b] u = MatMul(t, w1)
+    [c] y = Softmax(u)
+}"""
+
+
+def test_what_no_build_has_shown_of_a_kind_is_as_in_others_of_its_operators() -> None:
+    parts = parts_of(build(UNLIKE, {"w0": normal(64, 128), "w1": normal(128, 64)}))
+    floats = times(a=10.0, b=20.0, c=3.0)
+    both = times(placed(parts, "ab", "tu"), a=4.0, b=8.0, c=3.0)
+    unknown = learn(parts, [floats, both])
+    assert [unknown.prices[parts.owner[n]].handing for n in "ab"] == [0.0, 0.0]
+    told = learn(parts, [floats, both, times(placed(parts, "a"), a=9.0, b=20.0, c=3.0)])
+    a, b = (told.prices[parts.owner[n]].handing for n in "ab")
+    assert a == pytest.approx(5.0)
+    assert b == pytest.approx(10.0)  # as large a share of its time in float
 
 
 def lookalike(names: list[str]) -> Model:

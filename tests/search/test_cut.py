@@ -89,7 +89,7 @@ class Bench:
         self.float_seconds = self.seconds(Placement())
 
     def costs(self, placement: Placement) -> _CostModel:
-        return _CostModel(self.inserter.insert(placement).to_proto())
+        return _CostModel(self.inserter.insert(placement).to_proto(), 1)
 
     def seconds(self, placement: Placement) -> float:
         return self.costs(placement).seconds()

@@ -14,14 +14,15 @@ operators that hand values on and runs those in a poor way. A quantized unit may
 behind quantized ones, since engines lay 8-bit tensors out in another way than floats. A Q that runs by itself behind a
 float unit is the price q of its tensor, a DQ that runs in front of a float unit its price d. Conversions that run
 although the units on both sides are quantized belong to the unit that did not absorb them. What was never seen is
-guessed low, so that it is tried: prices of equal units are shared, conversions follow a + b * bytes.
+guessed low, so that it is tried: prices of equal units are shared, conversions follow a + b * bytes, and what a unit
+costs more beside floats or pairs is the share of its float time that units of the same operators have shown.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import onnx
@@ -40,6 +41,12 @@ RUNNING: tuple[State, ...] = ("quantized", "handing")
 
 HOPE = 0.25
 """An unseen quantized unit is hoped to take this share of its float time."""
+
+EXTRAS = ("disturbed", "behind_float", "handing")
+"""Fields of a price that are guessed from other kinds of units."""
+
+LOW = 0.25
+"""Which quantile of these is taken, since what is guessed too high is never tried."""
 
 UNEQUAL = 1.5
 """Equal units whose times differ by this factor do not do equal work; less is noise."""
@@ -284,29 +291,63 @@ def _priced(partition: Partition, samples: _Samples) -> Costs:
         return float(np.median(sampled)) if sampled else None
 
     dequantize = {t: conversion(t, samples.dequantize) for t in partition.edges}
-    corrections = _corrections(partition, samples)
-    prices = []
+    corrections, known = _corrections(partition, samples), []
     for unit in partition.units:
         c0 = price(unit, "float", "float", "quantized") or 0.0
-        known = price(unit, "quantized", "quantized", "both", "float")
-        c1 = HOPE * c0 if known is None else known
+        seen = price(unit, "quantized", "quantized", "both", "float")
+        c1 = HOPE * c0 if seen is None else seen
         entering = partition.storable(unit)
         apart = [(price(unit, how, "float"), price(unit, how, "quantized", "both")) for how in RUNNING]
-        more = max((a - b for a, b in apart if a is not None and b is not None), default=0.0)
-        e1 = max(0.0, more) / max(1, len(entering))
+        more = max((a - b for a, b in apart if a is not None and b is not None), default=None)
+        e1 = None if more is None else max(0.0, more) / max(1, len(entering))
         handed = price(unit, "handing", "quantized", "both", "float")
         leaving = sum(t in partition.edges for t in unit.outputs)
-        o = 0.0 if handed is None else max(0.0, handed - c1) / max(1, leaving)
-        g = samples.disturbed.get(unit.kind, 0.0)
+        o = None if handed is None else max(0.0, handed - c1) / max(1, leaving)
+        g = samples.disturbed.get(unit.kind)
         if handed is not None and not unit.weights and entering:  # the same build as a float unit behind DQs
-            g = max(g, handed - c0 - sum(dequantize[t] for t in entering))
+            g = max(g or 0.0, handed - c0 - sum(dequantize[t] for t in entering))
         stored = _stored(partition, unit, c0, samples, corrections)
-        prices.append(Price(c0, c1, g, e1, o, seen=known is not None, stored=stored))
+        known.append(_Known(Price(c0, c1, seen=seen is not None, stored=stored), g, e1, o))
+    prices = _completed(partition, known)
     quantize = {t: conversion(t, samples.quantize) for t in partition.edges}
     doubt: dict[str, float] = {}
     for (kind, _, _), medians in samples.medians.items():
         doubt[kind] = doubt.get(kind, 0.0) + max(medians) - min(medians)
-    return Costs(partition, tuple(prices), quantize, dequantize, samples.per_consumer, doubt)
+    return Costs(partition, prices, quantize, dequantize, samples.per_consumer, doubt)
+
+
+class _Known(NamedTuple):
+    """The price of a unit, and the extras of it that builds have shown; None where none has."""
+
+    price: Price
+    disturbed: float | None
+    behind_float: float | None
+    handing: float | None
+
+
+def _completed(partition: Partition, known: Sequence[_Known]) -> tuple[Price, ...]:
+    """Prices with all their extras. What no build has shown of a kind is what the others of the same operators have
+    shown, as a share of their float time: a kernel that takes no 8 bits, or gives no floats, does so in no shape."""
+    names = [tuple(partition.model.nodes[n].op for n in unit.nodes) for unit in partition.units]
+    shares: dict[tuple[tuple[str, ...], str], dict[str, float]] = {}
+    for unit, operators, one in zip(partition.units, names, known, strict=True):
+        for extra in EXTRAS:
+            ms: float | None = getattr(one, extra)
+            if ms is not None and one.price.as_float > 0:
+                shares.setdefault((operators, extra), {})[unit.kind] = ms / one.price.as_float
+
+    def completed(operators: tuple[str, ...], one: _Known, extra: str) -> float:
+        ms: float | None = getattr(one, extra)
+        if ms is not None:
+            return ms
+        alike = shares.get((operators, extra))
+        return one.price.as_float * float(np.quantile(list(alike.values()), LOW)) if alike else 0.0
+
+    prices = []
+    for operators, one in zip(names, known, strict=True):
+        disturbed, behind_float, handing = (completed(operators, one, extra) for extra in EXTRAS)
+        prices.append(replace(one.price, disturbed=disturbed, behind_float=behind_float, handing=handing))
+    return tuple(prices)
 
 
 def _corrections(partition: Partition, samples: _Samples) -> Mapping[int, float]:
