@@ -162,8 +162,11 @@ def main() -> None:
     given = asked.parse_args()
     given.keep.mkdir(parents=True, exist_ok=True)
     entries = zoo.find(given.models, given.names)
-    for entry in entries:
-        peers(entry, given.keep)
+    making = [multiprocessing.Process(target=peers, args=(entry, given.keep)) for entry in entries]
+    for process in making:
+        process.start()
+    for process in making:
+        process.join()
     jobs = [Job(e, t, given.engine, given.keep, given.seconds) for t in given.threads for e in entries]
     found = scheduled(jobs)
     columns = ("model", "threads", "float, ms", "int4", "int8", "W8A8", "tune", "what ships")

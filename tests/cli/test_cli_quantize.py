@@ -153,6 +153,7 @@ QUANTIZE: dict[str, tuple[Sequence[str], Callable[[Request], object], object]] =
     "--calibration-cache": (["c.cache"], lambda r: r.calibration_cache, Path("c.cache")),
     "--placement-like": (["implicit"], lambda r: r.placement_like, "implicit"),
     "--weight-only": (["w4"], lambda r: r.weight_only, "w4"),
+    "--weight-rounding": (["gptq"], lambda r: r.weight_rounding, "gptq"),
     "--fix-input": (["sr=16000"], lambda r: r.fix_inputs, {"sr": 16000}),
     "--evaluate": (["metric:score"], lambda r: r.evaluate, "metric:score"),
     "--report": ([], lambda r: r.report, True),

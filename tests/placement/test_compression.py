@@ -9,7 +9,8 @@ import onnx
 import onnxruntime
 import pytest
 
-from models import Arrays, build, normal
+from models import Arrays, build, normal, run, sqnr
+from qdqtune.calibration.moments import moments
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines.formats import numeric_format, storages_like
 from qdqtune.graph.files import ConstantFile, save
@@ -132,3 +133,18 @@ def test_a_placement_file_holds_them_and_one_without_is_as_it_was(tmp_path: Path
     write_placement(path, Recorded(Placement.of([Edge("x", "up", 0)]), "int8", "onnxruntime", {}), "net.onnx")
     assert "weights" not in path.read_text()
     assert Placement.of([Edge("x", "up", 0)]).digest == "57be96cd787cd543"
+
+
+def test_rounding_that_accounts_for_what_products_meet_makes_other_files_and_smaller_errors() -> None:
+    model = net()
+    placement = placed(model, "w4b32")
+    random = np.random.default_rng(5)
+    samples = [{"ids": random.integers(0, 40, (1, 3))} for _ in range(30)]
+    met = moments(model, ["t", "f", "b"], samples)
+    assert {name: matrix.shape for name, matrix in met.items()} == dict.fromkeys(("t", "f", "b"), (32, 32))
+    nearest = inserter(model).insert(placement)
+    better = Inserter(model, Ranges({}), numeric_format("onnxruntime", "int8"), met).insert(placement)
+    integers = [{c.key for n, c in m.large.items() if n.endswith("_quantized")} for m in (nearest, better)]
+    assert len(integers[0] & integers[1]) == 1  # the table's rows
+    floats = run(model, samples)
+    assert sqnr(floats, run(better, samples)) > sqnr(floats, run(nearest, samples)) + 1

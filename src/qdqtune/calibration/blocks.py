@@ -18,6 +18,12 @@ SHRINKS = (1.0, 0.93, 0.86, 0.78, 0.68)
 """Shares of the range of a block that 4 bits are tried on: what lies beyond saturates, which pays where few are large.
 In 8 bits the whole range is as good as any."""
 
+DAMPING = 0.01
+"""Share of the mean of a moment's diagonal that is added to it, so that it has an inverse."""
+
+PANEL = 128
+"""Inputs whose errors go to the ones behind them all at once."""
+
 CHUNK = 2**22
 """Weights that are worked on at a time: the search needs several times their memory."""
 
@@ -129,3 +135,33 @@ def _tried(weight: Array, storage: Storage) -> Iterator[tuple[Array, Array]]:
         span = (top - bottom) * share / high
         scale = np.where(span == 0, 1, span)
         yield scale, np.clip(np.rint(-bottom * share / scale), low, high)
+
+
+def compensated(weight: Array, storage: Storage, moment: Array) -> Stored:
+    """A weight [in, out] in a storage, each input rounded so that what is lost is made up for by those behind it.
+
+    `moment` [in, in] is the sum of x x^T over the inputs x that the product meets. One input after the other is
+    rounded, with the scales of `store`; its error goes to the inputs that are left, as the inverse of the moment says:
+    the sum of squared errors of the product's outputs falls, where inputs know of each other (GPTQ, arXiv 2210.17323).
+    """
+    start = store(weight, storage)
+    (rows, columns), (low, high) = weight.shape, ends(storage)
+    block = storage.block or rows
+    scale = start.scale.astype(np.float32).reshape(-1, columns)
+    zero = (
+        np.zeros_like(scale) if start.zero_point is None else start.zero_point.astype(np.float32).reshape(-1, columns)
+    )
+    damped = np.asarray(moment, np.float64).copy()
+    damped[np.diag_indices(rows)] += DAMPING * np.trace(damped) / rows + np.finfo(np.float32).tiny
+    upper = np.linalg.cholesky(np.linalg.inv(damped)).T.astype(np.float32)
+    left, integers = np.array(weight, np.float32), np.empty((rows, columns), np.int16)
+    for first in range(0, rows, PANEL):
+        last = min(first + PANEL, rows)
+        errors = np.empty((last - first, columns), np.float32)
+        for i in range(first, last):
+            own, centre = scale[i // block], zero[i // block]
+            integers[i] = np.clip(np.rint(left[i] / own) + centre, low, high)
+            errors[i - first] = (left[i] - (integers[i] - centre) * own) / upper[i, i]
+            left[i + 1 : last] -= upper[i, i + 1 : last, None] * errors[i - first]
+        left[last:] -= upper[first:last, last:].T @ errors
+    return Stored(integers.astype(start.integers.dtype), start.scale, start.zero_point)

@@ -35,7 +35,8 @@ RARE = {
         "regions", "node_filter", "tune_args", "state_file", "seed",
     ),
     "Model": (
-        "formats", "qdq_baseline", "default_dq_dtype", "per_channel", "placement_like", "rewrites", "equalize", "fold",
+        "formats", "weight_rounding", "qdq_baseline", "default_dq_dtype", "per_channel", "placement_like", "rewrites",
+        "equalize", "fold",
     ),
     "Accuracy": ("max_drop", "min_agreement", "bias_correction", "percentile"),
     "Engine": (

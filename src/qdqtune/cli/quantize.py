@@ -61,6 +61,13 @@ OPTIONS = (
         "multiply.",
         metavar="STORAGE",
     ),
+    option(
+        "--weight-rounding",
+        "With --weight-only: nearest, or gptq, which makes up for the error of each weight in those behind it, as your "
+        "calibration data meet them.",
+        click.Choice(["nearest", "gptq"]),
+        default="nearest",
+    ),
     options.REWRITES,
     options.FIX_INPUT,
     options.TIME_LIMIT,

@@ -16,6 +16,7 @@ from typing import Literal, TypeVar
 
 from qdqtune.calibration.matching import Matched, from_file
 from qdqtune.calibration.methods import CLOSEST, Calibration
+from qdqtune.calibration.moments import moments
 from qdqtune.calibration.observe import MANY
 from qdqtune.calibration.prepare import Data, HoldOut, Prepared, prepare
 from qdqtune.calibration.samples import HELD_OUT, files_named
@@ -41,11 +42,11 @@ from qdqtune.measurement.half_precision import by_ranges, finished, in_half
 from qdqtune.measurement.metric import Evaluation, evaluate, load_evaluation
 from qdqtune.placement import engine_rules, implicit, rules
 from qdqtune.placement.engine_rules import Placed
-from qdqtune.placement.insertion import insert
+from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges, storable_edges
 from qdqtune.placement.reading import is_quantized
 from qdqtune.tuning.observer import Observer, Silent
-from qdqtune.types import Edge, Failure, NumericFormat, QuantType, Sample
+from qdqtune.types import Array, Edge, Failure, NumericFormat, Placement, QuantType, Sample
 
 T = TypeVar("T")
 
@@ -115,6 +116,7 @@ class Request:
     input_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     evaluate: str | None = None
     weight_only: str | None = None
+    weight_rounding: Literal["nearest", "gptq"] = "nearest"
     report: bool = False
     rewrites: Rewriting = "auto"
     seed: int = 0
@@ -208,7 +210,8 @@ def _quantized(request: Request, observer: Observer) -> Quantized:
         chosen = " among the nodes that you chose" if request.selection != Selection() else ""
         what = f"the rules of {request.engine} find nothing to quantize in {request.model}{chosen}"
         raise BadModel(what + _keepers(placed))
-    quantized = insert(graph, placed.placement, ranges, numbers)
+    met = _moments(request, shaped, placed.placement, prepared, observer)
+    quantized = Inserter(graph, ranges, numbers, met).insert(placed.placement)
     done = Quantized(request.output, placed, None, None, 0, False)
     with accepted(request.output, request.engine, is_run=prepared is not None) as fresh:
         save(quantized, fresh)
@@ -229,10 +232,23 @@ def _check_weight_only(request: Request) -> None:
     """Refuse a storage that the engine has no kernels for, and options that are about pairs."""
     assert request.weight_only is not None
     wanted_storage(request.engine, request.weight_only)
+    if request.weight_rounding == "gptq" and request.calibration_data is None:
+        raise BadOption("--weight-rounding gptq makes up for errors on your data: give --calibration-data")
     if request.report:
         raise BadOption("--report is about pairs, of which --weight-only places none")
     if request.calibration_cache is not None or request.placement_like == "implicit":
         raise BadOption("--weight-only takes no scales of activations, and places no pairs: leave the other option out")
+
+
+def _moments(
+    request: Request, model: Model, placement: Placement, prepared: Prepared | None, observer: Observer
+) -> Mapping[str, Array]:
+    """What the products meet whose weights are stored, where rounding is to account for it."""
+    if request.weight_rounding == "nearest" or prepared is None:
+        return {}
+    observer.stage(f"looking at what products meet on {prepared.samples.origin}")
+    nodes = (model.nodes[model.index_of[edge.node]] for edge, _ in placement.compressed)
+    return moments(model, sorted({n.inputs[0] for n in nodes if n.op != "Gather"}), prepared.calibration)
 
 
 def _weights_only(request: Request, model: Model, wanted: str) -> Placed:

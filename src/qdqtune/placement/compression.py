@@ -7,7 +7,9 @@ scales, and what it picked becomes floats: no engine that is known draws a Dequa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property, partial
+from types import MappingProxyType
 
 import numpy as np
 import onnx
@@ -33,10 +35,13 @@ ONNX_TYPE = {
 
 
 class Compressor:
-    """Stored weights of one model, written into candidates; remembers the scales, which most candidates share."""
+    """Stored weights of one model, written into candidates; remembers the scales, which most candidates share.
 
-    def __init__(self, model: Model) -> None:
-        self._model = model
+    `moments` of tensors that products meet, by name, make the rounding of the weights there account for them.
+    """
+
+    def __init__(self, model: Model, moments: Mapping[str, Array] = MappingProxyType({})) -> None:
+        self._model, self._moments = model, moments
         self._scales: dict[str, tuple[Array, Array | None]] = {}
         self._latest: tuple[str, Stored] | None = None
 
@@ -113,6 +118,8 @@ class Compressor:
         """Names of the integers, the scales and, where it is asymmetric, the zero points, as their node reads them."""
         source, is_table = weight.constant, weight.node.op == "Gather"
         key = f"{source.key}:{storage.name}:{weight.transposed:d}{is_table:d}"
+        if not is_table and weight.node.inputs[0] in self._moments:
+            key += f":{weight.node.inputs[0]}"  # whose moment it is rounded for
         if ("constants", tensor, key) not in draft.made:
             integers = ONNX_TYPE[storage.bits, storage.symmetric]
             rows, columns = weight.shape
@@ -127,11 +134,17 @@ class Compressor:
             draft.made["constants", tensor, key] = "\n".join(names)
         return tuple(draft.made["constants", tensor, key].split("\n"))
 
+    def _rounded(self, weight: Weight, storage: Storage) -> Stored:
+        moment = None if weight.node.op == "Gather" else self._moments.get(weight.node.inputs[0])
+        if moment is None:
+            return blocks.store(weight.array(), storage)
+        return blocks.compensated(weight.array(), storage, moment)
+
     def _part(self, number: int, key: str, weight: Weight, storage: Storage, shape: tuple[int, ...]) -> Array:
         """Integers, scales or zero points of a weight, in this order; the three are read one after the other."""
         if number == 0 or key not in self._scales:
             if self._latest is None or self._latest[0] != key:
-                self._latest = key, blocks.store(weight.array(), storage)
+                self._latest = key, self._rounded(weight, storage)
             self._scales[key] = self._latest[1].scale, self._latest[1].zero_point
         found = self._latest[1].integers if number == 0 and self._latest else self._scales[key][number - 1]
         assert found is not None  # a symmetric storage has no third part

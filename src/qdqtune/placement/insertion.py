@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 
 import numpy as np
 import onnx
@@ -84,18 +85,23 @@ class _Decision:
 
 
 class Inserter:
-    """Makes candidates of one model; remembers scales and quantized weights, which most placements share."""
+    """Makes candidates of one model; remembers scales and quantized weights, which most placements share.
 
-    def __init__(self, model: Model, ranges: Ranges, fmt: NumericFormat) -> None:
+    `moments` are what products meet, by tensor, for weights that alone are quantized (see `calibration.moments`).
+    """
+
+    def __init__(
+        self, model: Model, ranges: Ranges, fmt: NumericFormat, moments: Mapping[str, Array] = MappingProxyType({})
+    ) -> None:
         self._given, self._model = model, scaled(model, ranges.factors)
-        self._ranges, self._format = ranges, fmt
+        self._ranges, self._format, self._moments = ranges, fmt, moments
         self._constants: dict[str, Range] = {}
         self._weights: dict[tuple[str, int | None], Quantization] = {}
         self._activations: dict[tuple[Range, int], Quantization] = {}
         self._forms: dict[tuple[object, ...], Constant] = {}
         self._problems: dict[Edge, str | None] = {}
         self._names = names_in(model.proto.graph) | set(model.index_of)
-        self._compressor = Compressor(self._model)
+        self._compressor = Compressor(self._model, moments)
 
     def insert(self, placement: Placement) -> Model:
         """See `insert`."""
@@ -109,12 +115,13 @@ class Inserter:
     @cached_property
     def _raised(self) -> Inserter:
         """The same for a model of the opset that blocks need."""
-        return Inserter(with_opset(self._model, BLOCKS), replace(self._ranges, factors=()), self._format)
+        raised, ranges = with_opset(self._model, BLOCKS), replace(self._ranges, factors=())
+        return Inserter(raised, ranges, self._format, self._moments)
 
     @cached_property
     def _unequalized(self) -> Inserter:
         """What writes the user's own model: without pairs, its channels stay as they are."""
-        return Inserter(self._given, replace(self._ranges, factors=()), self._format)
+        return Inserter(self._given, replace(self._ranges, factors=()), self._format, self._moments)
 
     def _checked(self, placement: Placement) -> dict[str, list[Edge]]:
         """The edges by tensor, each known to exist and to be able to carry a pair."""

@@ -54,11 +54,9 @@ def foresee(run: Run) -> Noise | None:
     if record is None:
         run.observer.stage("measuring what rounding each tensor does to the outputs")
         values = each_value(subject.shaped, subject.ranges, subject.numbers, subject.possible)
-        latest = (
-            None if run.bench.deadline is None else time.monotonic() + SHARE * (run.bench.deadline - time.monotonic())
-        )
+        share = SHARE / 2 if loudest else SHARE
         alone = sensitivities(
-            subject.shaped, values, subject.accuracy, floor=floor, listener=run.observer, deadline=latest
+            subject.shaped, values, subject.accuracy, floor=floor, listener=run.observer, deadline=_latest(run, share)
         )
         failed: Record = pack_result(alone) if isinstance(alone, Failure) else {}
         if isinstance(alone, Failure):
@@ -70,6 +68,12 @@ def foresee(run: Run) -> Noise | None:
         return None if accuracy is None else accuracy.noise
 
     return Noise(subject.shaped, record["alone"], limits.max_noise, brought, _of_weights(run, loudest, floor))
+
+
+def _latest(run: Run, share: float) -> float | None:
+    """When measuring noise has to end that may take a share of the time that is left; None without a time budget."""
+    deadline, now = run.bench.deadline, time.monotonic()
+    return None if deadline is None else now + share * (deadline - now)
 
 
 def _loudest(run: Run) -> dict[Edge, Storage]:
@@ -87,7 +91,8 @@ def _of_weights(run: Run, loudest: Mapping[Edge, Storage], floor: float) -> dict
     if record is None:
         run.observer.stage("measuring what storing each weight in fewer bits does to the outputs")
         weights = {edge: stored_weight(model, edge, storage) for edge, storage in loudest.items()}
-        alone = sensitivities(model, weights, run.subject.accuracy, floor=floor, listener=run.observer)
+        latest = _latest(run, SHARE / 2)
+        alone = sensitivities(model, weights, run.subject.accuracy, floor=floor, listener=run.observer, deadline=latest)
         failed: Record = pack_result(alone) if isinstance(alone, Failure) else {}
         if isinstance(alone, Failure):
             alone = {edge.tensor: lost(model, edge, storage) for edge, storage in loudest.items()}

@@ -73,12 +73,16 @@ class Formulation:
     runs: Sequence[int]
     stored: Mapping[str, int]
     ways: Mapping[int, Storage]
+    parts: Partition
 
     def decision(self, answers: Sequence[bool]) -> Decision:
         """What an assignment says of units and tensors."""
         quantized = frozenset(unit for unit, number in enumerate(self.runs) if answers[number])
         stored = (tensor for tensor, number in self.stored.items() if answers[number])
-        return Decision.of(quantized, stored, ((u, s) for u, s in self.ways.items() if u not in quantized))
+        found = Decision.of(quantized, stored)
+        able = (u for u in self.parts.units if u.number in self.ways and u.number not in quantized)
+        ways = ((u.number, self.ways[u.number]) for u in able if not self.parts.is_fed(u, found))
+        return replace(found, ways=frozenset(ways))
 
 
 def formulate(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> Formulation:
@@ -93,6 +97,9 @@ def formulate(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> F
     disturbed = [problem.decision() for _ in parts.units]
     for amid, run, own in zip(disturbed, runs, costs.prices, strict=True):
         problem.charge(amid, run, own.disturbed)
+    fed = {n: problem.decision() for n, (_, way) in enumerate(floats) if way is not None}
+    for number, plain in fed.items():  # behind a stored tensor its weights stay floats
+        problem.charge(plain, runs[number], costs.prices[number].as_float - floats[number][0])
     stored = {tensor: problem.decision() for tensor in parts.edges}
     rounding = [(run, e.tensor) for run, u in zip(runs, parts.units, strict=True) for e in u.weights]
     for tensor, kept in stored.items():
@@ -120,10 +127,13 @@ def formulate(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> F
                 problem.charge(absorbed, runs[user], np.inf)
             if producer is not None:
                 problem.charge(kept, disturbed[user], np.inf)
+                if user in fed:
+                    problem.charge(kept, fed[user], np.inf)
                 problem.charge(runs[user], kept, costs.prices[user].behind_float)
     if noise is not None and price > 0:
         _charge_noise(problem, rounding, noise, price, costs.float_ms)
-    return Formulation(problem, runs, stored, {n: s for n, (_, s) in enumerate(floats) if s is not None})
+    ways = {number: way for number, (_, way) in enumerate(floats) if way is not None}
+    return Formulation(problem, runs, stored, ways, parts)
 
 
 def _charge(parts: Partition, unit: Unit, noise: Noise | None, price: float, most: float) -> Callable[[Storage], float]:

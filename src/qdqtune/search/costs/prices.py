@@ -150,7 +150,7 @@ class Costs:
             amid_pairs = any(t in decision.stored for t in entering) or any(
                 self._is_read(t, decision) for t in unit.outputs
             )
-            way = decision.way.get(unit.number)
+            way = None if self.partition.is_fed(unit, decision) else decision.way.get(unit.number)
             plain = price.as_float if way is None else price.stored.get(way, price.as_float)
             return plain + (price.disturbed if amid_pairs else 0.0)
         leaving = sum(t not in decision.stored for t in unit.outputs if t in self.partition.edges)

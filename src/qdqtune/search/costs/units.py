@@ -149,7 +149,13 @@ class Partition:
         edges = {e for n in decision.quantized for e in (*self.units[n].inputs, *self.units[n].weights)}
         edges.update(e for t in decision.stored for e in self.edges.get(t, ()))
         floats = ((self.units[n], s) for n, s in decision.ways if n not in decision.quantized)
-        return Placement.of(edges, ((e, s) for unit, s in floats for e in self.compressible(unit)))
+        compressed = ((e, s) for u, s in floats if not self.is_fed(u, decision) for e in self.compressible(u))
+        return Placement.of(edges, compressed)
+
+    def is_fed(self, unit: Unit, decision: Decision) -> bool:
+        """Whether a unit reads a tensor that is stored in 8 bits. If it is a float one, its weights stay floats: behind
+        a DQ engines take stored weights for half of a pair, and no kernel draws them in."""
+        return any(t in decision.stored for t in self.storable(unit))
 
 
 def partition(
