@@ -81,9 +81,10 @@ def kept(file: Path, source: dict[str, str]) -> tuple[int, int]:
     return len(pairs), exact
 
 
-def sources(file: Path, cache: Path, precision: Precision) -> dict[str, str]:
+def sources(entry: zoo.Entry, cache: Path, precision: Precision) -> dict[str, str]:
     """The entry that the scale of each tensor comes from."""
-    model = load_as(file, precision, {}, 13)
+    file = entry.path
+    model = load_as(file, precision, entry.fixed, 13)
     matched = from_file(cache, model, file)
     origin = {name: name for name in matched.exact}
     pending = {name: words.split(", ")[0] for name, words in matched.derived.items()}
@@ -112,20 +113,23 @@ def row(entry: zoo.Entry, folder: Path) -> list[str]:
     cache = folder / "calib.cache"
     tensors = list(dict.fromkeys(names(entry.path)))
     write_cache(cache, tensors)
-    matched = from_file(cache, load(entry.path), entry.path)
+    matched = from_file(cache, load(entry.path, fix_inputs=entry.fixed), entry.path)
     passed = sum(why in (CONSTANT, TENSORRTS) for why in matched.unused.values())
     cells = [entry.name, str(len(tensors)), str(len(matched.exact)), str(len(matched.derived)),
              str(len(matched.lacking)), str(passed), str(len(matched.unused) - passed)]  # fmt: skip
     exact = []
     for precision in PRECISIONS:
         output = folder / f"{precision}.onnx"
-        quantize(Request(entry.path, output, engine="tensorrt-rtx", precision=precision, calibration_cache=cache))
-        pairs, same = kept(output, sources(entry.path, cache, precision))
+        quantize(Request(entry.path, output, engine="tensorrt-rtx", precision=precision, calibration_cache=cache,
+                         fix_inputs=entry.fixed))  # fmt: skip
+        pairs, same = kept(output, sources(entry, cache, precision))
         exact += [str(pairs)] * (not exact) + [str(same)]
     request = Request(entry.path, folder / "implicit.onnx", engine="tensorrt-rtx", precision="fp16",
-                      calibration_cache=cache, placement_like="implicit")  # fmt: skip
+                      calibration_cache=cache, placement_like="implicit", fix_inputs=entry.fixed)  # fmt: skip
     quantize(request)
-    shapes = {spec.name: [size or 1 for size in spec.shape] for spec in input_specs(load(entry.path))}
+    shapes = {
+        spec.name: [size or 1 for size in spec.shape] for spec in input_specs(load(entry.path, fix_inputs=entry.fixed))
+    }
     spec = EngineSpec("tensorrt-rtx", {"target": "sm89", "opt_shapes": shapes})
     with Runner(spec, time_limit_s=600, log_dir=folder / "logs") as runner:
         return [*cells, *exact, *(layers(runner, folder / f"{name}.onnx") for name in ("fp16", "implicit"))]
