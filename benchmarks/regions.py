@@ -1,10 +1,14 @@
-"""CPU time of finding the regions of large graphs and of grouping them to patterns.
+"""CPU time of large graphs: finding regions and grouping them to patterns, one exact cut, and one candidate.
 
 Each graph is of one kind, without weights: what matters is how its nodes are joined. 'index s' is the time in which a
 model makes its index of nodes and tensors, which every later stage shares; 'find s' and 'group s' follow on it. Each
 run starts with a new model; the figures are medians, 'slowest s' is the longest run of find and group together. Goal
 for 10,000 nodes: less than 1 s of find and group together. 'edges s' is the time, once, of all points of all patterns
 with their edges in all instances, which are made when a search asks for them.
+
+'prices s' is dividing the graph into units and learning prices from two builds, whose layer times are drawn here, 'cut
+s' one minimum cut of them, and 'candidate ms' inserting its placement and writing it beside its constants. Goals for
+20,000 nodes: 2 s of find and group, 3 s of prices and cut, 150 ms.
 """
 
 from __future__ import annotations
@@ -14,15 +18,29 @@ import gc
 import itertools
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+import numpy as np
 import onnx
 import zoo
 from onnx import helper
 
+from qdqtune.calibration.scales import Range, Ranges
+from qdqtune.engines import formats
+from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.model import Model
+from qdqtune.placement import rules
+from qdqtune.placement.insertion import Inserter
+from qdqtune.placement.possible import possible_edges
+from qdqtune.search.costs.attribution import Times
+from qdqtune.search.costs.optimum import cut
+from qdqtune.search.costs.prices import learn
+from qdqtune.search.costs.units import partition, usual_groups
 from qdqtune.search.regions import discovery, patterns
+from qdqtune.types import Placement
 
 FLOAT, SHAPE = onnx.TensorProto.FLOAT, (1, 8, 4, 4)
 CONSTANTS: Mapping[str, tuple[int, ...]] = {"weight": (8, 8, 1, 1), "matrix": (4, 4)}
@@ -112,13 +130,22 @@ GRAPHS: Mapping[str, Callable[[Network, int], None]] = {
 }  # fmt: skip
 
 
+COLUMNS = (
+    "graph", "nodes", "index s", "find s", "group s", "find + group s", "slowest s", "edges s", "prices s", "cut s",
+    "candidate ms",
+)  # fmt: skip
+
+
 class Run(NamedTuple):
     """Seconds of CPU of one run."""
 
-    index: float
+    indexed: float
     find: float
     group: float
     edges: float
+    prices: float
+    cut: float
+    candidate: float
 
 
 def run(proto: onnx.ModelProto) -> Run:
@@ -135,7 +162,36 @@ def run(proto: onnx.ModelProto) -> Run:
         for region in pattern.instances:
             _ = pattern.edges[region]
     ticks.append(time.process_time())
-    return Run(*(after - before for before, after in itertools.pairwise(ticks)))
+    indexed, find, group, edges = (after - before for before, after in itertools.pairwise(ticks))
+    return Run(indexed, find, group, edges, *searched(model))
+
+
+def searched(model: Model) -> tuple[float, float, float]:
+    """Seconds of CPU of learning prices, of a cut, and of the candidate that it proposes."""
+    ranges = Ranges({tensor: Range(-1.0, 1.0) for tensor in model.tensors})
+    possible = possible_edges(model, ranges)
+    builds = [times(model, Placement(), 0), times(model, rules.everything(model, possible), 1)]
+    inserter = Inserter(model, ranges, formats.onnxruntime("int8"))
+    with TemporaryDirectory() as folder, ConstantFile(Path(folder) / "constants.bin") as constants:
+        gc.collect()
+        ticks = [time.process_time()]
+        costs = learn(partition(model, possible, usual_groups(model, possible)), builds)
+        ticks.append(time.process_time())
+        placement = costs.partition.placement(cut(costs))
+        ticks.append(time.process_time())
+        constants.save(inserter.insert(placement), Path(folder) / "candidate.onnx")
+        ticks.append(time.process_time())
+    prices, found, candidate = (after - before for before, after in itertools.pairwise(ticks))
+    return prices, found, candidate
+
+
+def times(model: Model, placement: Placement, seed: int) -> Times:
+    """Layer times of a build, drawn."""
+    drawn = np.random.default_rng(seed).exponential(size=(3, len(model.nodes)))
+    nodes = {node.name: float(ms) for node, ms in zip(model.nodes, drawn[0], strict=True)}
+    tensors = {edge.tensor for edge in placement if edge.tensor not in model.constants}
+    quantize, dequantize = (dict(zip(sorted(tensors), map(float, ms), strict=False)) for ms in drawn[1:])
+    return Times(placement, nodes, quantize, dequantize, dict.fromkeys(tensors, 1))
 
 
 def main() -> None:
@@ -146,16 +202,19 @@ def main() -> None:
     given = arguments.parse_args()
     zoo.print_machine()
     rows = []
+    small = Network()
+    GRAPHS["plain"](small, 10)
+    run(small.proto())  # imports what only a cut needs
     for name in given.names:
         net = Network()
         GRAPHS[name](net, given.nodes)
         proto = net.proto()
         taken = [run(proto) for _ in range(given.runs)]
         both = [r.find + r.group for r in taken]
-        index, find, group, edges = (median(column) for column in zip(*taken, strict=True))
-        cells = (index, find, group, median(both), max(both), edges)
-        rows.append([name, str(len(net.nodes)), *(f"{c:.2f}" for c in cells)])
-    zoo.print_table(("graph", "nodes", "index s", "find s", "group s", "find + group s", "slowest s", "edges s"), rows)
+        index, find, group, edges, prices, found, candidate = (median(column) for column in zip(*taken, strict=True))
+        cells = (index, find, group, median(both), max(both), edges, prices, found)
+        rows.append([name, str(len(net.nodes)), *(f"{c:.2f}" for c in cells), f"{1e3 * candidate:.0f}"])
+    zoo.print_table(COLUMNS, rows)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -90,6 +91,10 @@ class Storage:
         return Storage(int(match["bits"]), block or None, match["asymmetric"] is None)
 
 
+EDGE_ORDER = attrgetter("tensor", "node", "index")
+"""How edges are sorted, several times as fast as they compare."""
+
+
 @dataclass(frozen=True)
 class Placement:
     """The edges that carry a Q/DQ pair, activations and constants alike; an int32 bias follows from the other two.
@@ -111,7 +116,7 @@ class Placement:
         return edge in self.edges
 
     def __iter__(self) -> Iterator[Edge]:
-        return iter(sorted(self.edges, key=_order))  # edges compare slowly
+        return iter(sorted(self.edges, key=EDGE_ORDER))
 
     def __len__(self) -> int:
         return len(self.edges)
@@ -140,7 +145,7 @@ class Placement:
     @cached_property
     def storages(self) -> dict[Edge, Storage]:
         """The storage of each use of a weight that has one, in the order of `__iter__`."""
-        return dict(sorted(self.compressed, key=lambda pair: _order(pair[0])))
+        return dict(sorted(self.compressed, key=lambda pair: EDGE_ORDER(pair[0])))
 
     @property
     def digest(self) -> str:
@@ -148,10 +153,6 @@ class Placement:
         lines = [f"{e.tensor}\t{e.node}\t{e.index}" for e in self]
         lines += [f"{e.tensor}\t{e.node}\t{e.index}\t{s.name}" for e, s in self.storages.items()]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
-def _order(edge: Edge) -> tuple[str, str, int]:
-    return edge.tensor, edge.node, edge.index
 
 
 class QType(Enum):

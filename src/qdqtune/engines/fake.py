@@ -251,7 +251,7 @@ def latency(model: onnx.ModelProto, threads: int = 1) -> float:
 
 
 class _CostModel:
-    def __init__(self, model: onnx.ModelProto, threads: int) -> None:
+    def __init__(self, model: onnx.ModelProto, threads: int = 1) -> None:
         self.pace = MULTIPLY_ADDS_PER_SECOND * threads
         graph = onnx.shape_inference.infer_shapes(model).graph
         self.nodes = graph.node

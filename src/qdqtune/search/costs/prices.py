@@ -22,6 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from statistics import median
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -132,7 +134,7 @@ class Costs:
     doubt: Mapping[str, float] = field(default_factory=dict)
     """By kind, how far apart builds that should price a unit of it alike have priced it."""
 
-    @property
+    @cached_property
     def float_ms(self) -> float:
         """The predicted ms of the float model."""
         return sum(price.as_float for price in self.prices)
@@ -229,9 +231,9 @@ def _take(samples: _Samples, partition: Partition, times: Times, floats: Times) 
         elif how != "mixed":
             fresh.setdefault((unit.kind, how, behind(unit, partition, times.placement)), []).append(spent)
     samples.units |= fresh
-    samples.disturbed |= {kind: max(0.0, float(np.median(ms))) for kind, ms in more.items()}
+    samples.disturbed |= {kind: max(0.0, median(ms)) for kind, ms in more.items()}
     for key, ms in fresh.items():
-        samples.medians.setdefault(key, []).append(float(np.median(ms)))
+        samples.medians.setdefault(key, []).append(median(ms))
     samples.per_consumer |= any(n > 1 for n in times.copies.values())
     for op, seen in (("quantize", times.quantize), ("dequantize", times.dequantize)):
         for tensor, spent in seen.items():
@@ -286,9 +288,10 @@ def _priced(partition: Partition, samples: _Samples) -> Costs:
     def conversion(tensor: str, seen: Mapping[str, float]) -> float:
         return seen.get(tensor, fixed + per_byte * _bytes(partition.model, tensor))
 
+    medians = {key: median(sampled) for key, sampled in samples.units.items() if sampled}
+
     def price(unit: Unit, how: State, *where: Behind) -> float | None:
-        sampled = next((f for w in where if (f := samples.units.get((unit.kind, how, w)))), None)
-        return float(np.median(sampled)) if sampled else None
+        return next((medians[key] for w in where if (key := (unit.kind, how, w)) in medians), None)
 
     dequantize = {t: conversion(t, samples.dequantize) for t in partition.edges}
     corrections, known = _corrections(partition, samples), []
@@ -306,13 +309,13 @@ def _priced(partition: Partition, samples: _Samples) -> Costs:
         g = samples.disturbed.get(unit.kind)
         if handed is not None and not unit.weights and entering:  # the same build as a float unit behind DQs
             g = max(g or 0.0, handed - c0 - sum(dequantize[t] for t in entering))
-        stored = _stored(partition, unit, c0, samples, corrections)
+        stored = _stored(partition, unit, c0, medians, corrections)
         known.append(_Known(Price(c0, c1, seen=seen is not None, stored=stored), g, e1, o))
     prices = _completed(partition, known)
     quantize = {t: conversion(t, samples.quantize) for t in partition.edges}
     doubt: dict[str, float] = {}
-    for (kind, _, _), medians in samples.medians.items():
-        doubt[kind] = doubt.get(kind, 0.0) + max(medians) - min(medians)
+    for (kind, _, _), told in samples.medians.items():
+        doubt[kind] = doubt.get(kind, 0.0) + max(told) - min(told)
     return Costs(partition, prices, quantize, dequantize, samples.per_consumer, doubt)
 
 
@@ -336,12 +339,11 @@ def _completed(partition: Partition, known: Sequence[_Known]) -> tuple[Price, ..
             if ms is not None and one.price.as_float > 0:
                 shares.setdefault((operators, extra), {})[unit.kind] = ms / one.price.as_float
 
+    usual = {key: float(np.quantile(list(alike.values()), LOW)) for key, alike in shares.items()}
+
     def completed(operators: tuple[str, ...], one: _Known, extra: str) -> float:
         ms: float | None = getattr(one, extra)
-        if ms is not None:
-            return ms
-        alike = shares.get((operators, extra))
-        return one.price.as_float * float(np.quantile(list(alike.values()), LOW)) if alike else 0.0
+        return one.price.as_float * usual.get((operators, extra), 0.0) if ms is None else ms
 
     prices = []
     for operators, one in zip(names, known, strict=True):
@@ -365,15 +367,14 @@ def _corrections(partition: Partition, samples: _Samples) -> Mapping[int, float]
 
 
 def _stored(
-    partition: Partition, unit: Unit, as_float: float, samples: _Samples, corrections: Mapping[int, float]
+    partition: Partition, unit: Unit, as_float: float, medians: Mapping[Sample, float], corrections: Mapping[int, float]
 ) -> dict[Storage, float]:
     """The ms of a float unit by how its weights are stored: measured, or as its products take alone, corrected by what
     builds have shown of others with as many bits."""
     found = {}
     for storage in partition.storages(unit):
-        seen = samples.units.get((unit.kind, storage.name, "float"))
         guess = as_float * partition.share(unit, storage) * corrections.get(storage.bits, 1.0)
-        found[storage] = float(np.median(seen)) if seen else guess
+        found[storage] = medians.get((unit.kind, storage.name, "float"), guess)
     return found
 
 

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from qdqtune.graph.model import GRAPH, Model
 from qdqtune.graph.operators import COMPUTE
 from qdqtune.placement import rules
-from qdqtune.types import Edge, Layer, Placement, Storage
+from qdqtune.types import EDGE_ORDER, Edge, Layer, Placement, Storage
 
 Ways = Mapping[Edge, Mapping[Storage, float]]
 """Uses of weights, the storages that each may have, and the share of the float time that its product takes alone so."""
@@ -90,8 +90,8 @@ class Partition:
         for unit in self.units:
             for edge in unit.inputs:
                 crossing.setdefault(edge.tensor, []).append(edge)
-        for edge in sorted(self.possible):
-            if edge.is_graph_output and edge.tensor in self.producer:
+        for edge in sorted((e for e in self.possible if e.is_graph_output), key=EDGE_ORDER):
+            if edge.tensor in self.producer:
                 crossing.setdefault(edge.tensor, []).append(edge)
         return {t: tuple(es) for t, es in crossing.items()}
 
@@ -99,14 +99,14 @@ class Partition:
     def reading(self) -> Mapping[str, tuple[Edge, ...]]:
         """Every possible edge of each tensor, constants and graph outputs included."""
         by_tensor: dict[str, list[Edge]] = {}
-        for edge in sorted(self.possible):
+        for edge in sorted(self.possible, key=EDGE_ORDER):
             by_tensor.setdefault(edge.tensor, []).append(edge)
         return {t: tuple(es) for t, es in by_tensor.items()}
 
     @cached_property
     def _compressible(self) -> Mapping[int, tuple[Edge, ...]]:
         found: dict[int, list[Edge]] = {}
-        for edge in sorted(self.ways):
+        for edge in sorted(self.ways, key=EDGE_ORDER):
             found.setdefault(self.owner[edge.node], []).append(edge)
         return {number: tuple(edges) for number, edges in found.items()}
 
@@ -170,7 +170,7 @@ def partition(
         sets += [tuple(inside)] if inside else []
     sets += [(n.index,) for n in model.nodes if n.index not in taken]
     by_node: dict[str, list[Edge]] = {}
-    for edge in sorted(possible):
+    for edge in sorted(possible, key=EDGE_ORDER):
         by_node.setdefault(edge.node, []).append(edge)
     units = tuple(_unit(model, by_node, number, nodes) for number, nodes in enumerate(sorted(sets)))
     return Partition(model, possible, units, ways)
