@@ -9,16 +9,21 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from threading import RLock
 from typing import Self
 
 import numpy as np
 from onnx import helper
 
 from qdqtune.calibration.observe import values_on
-from qdqtune.engines import shapes
-from qdqtune.engines.runner import Handle
+from qdqtune.engines import EngineSpec, shapes
+from qdqtune.engines.crew import Crew
+from qdqtune.engines.room import bounded_memory
+from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadOption, InputError, writing
 from qdqtune.graph.files import CONSTANTS, ConstantFile
 from qdqtune.graph.model import Model
@@ -81,7 +86,8 @@ class _Part:
 
 
 class Profiler:
-    """Builds groups as models of their own and times their schemes, in an engine process of its own.
+    """Builds groups as models of their own and times their schemes, in an engine process of its own on each device of
+    the run: groups side by side where there are several.
 
     A context manager. The models stay in the folder `subgraphs`, with one file for all their weights.
     """
@@ -98,15 +104,18 @@ class Profiler:
             self._folder.mkdir(exist_ok=True)
         self._constants = ConstantFile(run.output.claim(self._folder / CONSTANTS))
         spec = shapes.with_spans(settings.engine, resolved.spans)
-        self._runner = run.runner.beside(spec, run.output.path / LOGS / PARTS)
+        logs = run.output.path / LOGS / PARTS
+        self._crew = Crew(list(_beside(run, spec, logs)), run.observer.note, is_patient=True)
+        self._writing = RLock()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._constants.__exit__()
-        self.engine_seconds = self._runner.engine_seconds
-        self._runner.close()
+        self.engine_seconds = sum(runner.engine_seconds for runner in self._crew)
+        for runner in self._crew:
+            runner.close()
 
     def all(
         self,
@@ -137,15 +146,40 @@ class Profiler:
                 waiting.append(part)
         for batch in self._in_passes(waiting):
             values = self._values(batch)
-            for part in batch:
-                if deadline is not None and time.monotonic() > deadline:
-                    known(part.kind, Profile(part.kind.each_ms, (), {"": "no time was left"}))
-                    continue
-                observer.stage(f"timing group {part.kind.number} of {len(kinds)} alone: {self._name(part.kind)}")
-                self._runner.feed({name: values[name] for name in part.model.inputs})
-                self._measure(part)
-                known(part.kind, self._recorded(part))
+            tell = self._teller(len(kinds), observer)
+            jobs = [partial(self._in_time, part=part, values=values, deadline=deadline, tell=tell) for part in batch]
+            with closing(self._crew.answers(jobs)) as answers:
+                for number, in_time in answers:
+                    kind = batch[number].kind
+                    late = Profile(kind.each_ms, (), {"": "no time was left"})
+                    with self._writing:
+                        known(kind, self._recorded(batch[number]) if in_time else late)
+                    if len(self._crew) > 1:
+                        observer.progress(len(profiles), len(kinds))
         return profiles
+
+    def _teller(self, count: int, observer: Observer) -> Callable[[GroupKind], None]:
+        """What says which group is timed; of several at a time only how many are done."""
+        if len(self._crew) == 1:
+            return lambda kind: observer.stage(f"timing group {kind.number} of {count} alone: {self._name(kind)}")
+        observer.stage(f"timing {count} groups alone, {len(self._crew)} at a time")
+        return lambda _: None
+
+    def _in_time(
+        self,
+        runner: Runner,
+        part: _Part,
+        values: Mapping[str, Array],
+        deadline: float | None,
+        tell: Callable[[GroupKind], None],
+    ) -> bool:
+        """Measure a part on one device, unless it is too late."""
+        if deadline is not None and time.monotonic() > deadline:
+            return False
+        tell(part.kind)
+        runner.feed({name: values[name] for name in part.model.inputs})
+        self._measure(part, runner)
+        return True
 
     def _name(self, kind: GroupKind) -> str:
         nodes = [self._parts.model.nodes[n] for n in kind.first.nodes]
@@ -228,50 +262,68 @@ class Profiler:
         made = [t for t in wanted if t not in fed]
         return fed | (values_on(self._subject.shaped, made, self._subject.feed) if made else {})
 
-    def _measure(self, part: _Part) -> None:
+    def _measure(self, part: _Part, runner: Runner) -> None:
         """Ask the engine for all that the store does not have yet."""
-        self._constants.save(part.model, part.path)
-        handle = self._load(part.path)
+        with self._writing:
+            self._constants.save(part.model, part.path)
+        handle = _loaded(runner, part.path)
         base = self._store.get(part.key)
         if base is None:
-            layers = handle if isinstance(handle, Failure) else self._layers(handle)
+            layers = handle if isinstance(handle, Failure) else self._layers(runner, handle)
             record = pack_result(layers) if isinstance(layers, Failure) else {"layers": pack_layers(layers)}
-            base = self._store.put(part.key, record)
+            base = self._kept(part.key, record)
         if isinstance(handle, Failure):
             return
         inserter = Inserter(part.model, self._subject.ranges, self._subject.numbers)
         for name, key in self._keys(part).items() if "layers" in base else ():
             if self._store.get(key) is None:
                 path = part.path.with_suffix(f".{re.sub(r'[^a-z0-9]+', '_', name)}.onnx")
-                self._constants.save(inserter.insert(part.schemes[name]), self._output.claim(path))
-                self._store.put(key, self._asked(part, name, handle, path, unpack_layers(base["layers"])))
+                with self._writing:
+                    self._constants.save(inserter.insert(part.schemes[name]), self._output.claim(path))
+                self._kept(key, self._asked(runner, part, name, handle, path, unpack_layers(base["layers"])))
                 path.unlink()
-        self._runner.unload(handle)
+        runner.unload(handle)
 
-    def _asked(self, part: _Part, scheme: str, float_form: Handle, path: Path, floats: Sequence[Layer]) -> Record:
+    def _kept(self, key: str, record: Record) -> Record:
+        with self._writing:
+            return self._store.put(key, record)
+
+    def _asked(
+        self, runner: Runner, part: _Part, scheme: str, float_form: Handle, path: Path, floats: Sequence[Layer]
+    ) -> Record:
         """One scheme: its layers, and rounds unless they leave no hope."""
-        handle = self._load(path)
+        handle = _loaded(runner, path)
         if isinstance(handle, Failure):
             return {"result": pack_result(handle), "layers": []}
-        layers = self._layers(handle)
+        layers = self._layers(runner, handle)
         result: Measurement | Failure | None = None
         if isinstance(layers, Failure):
             result, layers = layers, ()
         elif self._is_hopeful(part, Answer(scheme, part.schemes[scheme], None, layers), floats):
-            rounds = rounds_of(self._runner, float_form, handle, ROUNDS, self._seed)
+            rounds = rounds_of(runner, float_form, handle, ROUNDS, self._seed)
             result = compare(rounds, ROUNDS, decided=lambda r: abs(r.median - 1) > CLEAR)
-        self._runner.unload(handle)
+        runner.unload(handle)
         return {"result": None if result is None else pack_result(result), "layers": pack_layers(layers)}
 
     def _is_hopeful(self, part: _Part, answer: Answer, floats: Sequence[Layer]) -> bool:
         known = profile_of(part.model, floats, [answer])
         return not self._timed or any(option.ms < HOPE * known.float_ms for option in known.options)
 
-    def _load(self, path: Path) -> Handle | Failure:
-        try:
-            return self._runner.load(path, path.name.removesuffix(".onnx"))
-        except InputError as error:  # an option that fits the whole model, but not this part of it
-            return Failure("build", str(error))
+    def _layers(self, runner: Runner, handle: Handle) -> tuple[Layer, ...] | Failure:
+        return runner.layers(handle, PROFILED_RUNS) if self._timed else ()
 
-    def _layers(self, handle: Handle) -> tuple[Layer, ...] | Failure:
-        return self._runner.layers(handle, PROFILED_RUNS) if self._timed else ()
+
+def _loaded(runner: Runner, path: Path) -> Handle | Failure:
+    try:
+        return runner.load(path, path.name.removesuffix(".onnx"))
+    except InputError as error:  # an option that fits the whole model, but not this part of it
+        return Failure("build", str(error))
+
+
+def _beside(run: Run, spec: EngineSpec, logs: Path) -> Iterator[Runner]:
+    """An engine process on each device of the run. Groups are small: where there are several, nothing bounds them."""
+    if not run.others:
+        yield run.runner.beside(spec, logs)
+        return
+    with bounded_memory(None):
+        yield from (runner.beside(spec, logs) for runner in (run.runner, *run.others))
