@@ -12,6 +12,7 @@ import pytest
 
 from models import feeds
 from qdqtune.calibration.methods import CLOSEST
+from qdqtune.engines import EngineSpec
 from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent
@@ -80,7 +81,11 @@ def test_a_time_budget_bounds_the_whole_run(
     assert bool(result.history) == (budget / each >= 300)
 
 
-@pytest.mark.parametrize("more", [{"min_sqnr": 45.0}, {"mode": "region"}, {"front": True, "builds": 20}])
+FRONT = {"front": True, "builds": 20}
+THREADS = {"engine": EngineSpec("fake", {"threads": 1}), "deploy_threads": (1, 4)}
+
+
+@pytest.mark.parametrize("more", [{"min_sqnr": 45.0}, {"mode": "region"}, FRONT, THREADS, THREADS | FRONT])
 @pytest.mark.parametrize("budget", [60.0, 150.0, 600.0])
 def test_it_does_so_for_noise_and_other_searches(
     model: Path, clock: Clock, workers: Workers, budget: float, more: dict[str, Any]
