@@ -25,12 +25,14 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import TIME_LIMIT, Runner
 from qdqtune.engines.shapes import check_inputs
 from qdqtune.errors import BadModel
+from qdqtune.graph.equalization import scaled
 from qdqtune.graph.float16 import Precision, kept_in, load_for, to_float16
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.outputs import temporary_folder
 from qdqtune.measurement.bisection import Culprit, Parts, Verdict, culprits
 from qdqtune.placement.grafting import Kind, StandingPair, representable, standing_pairs
+from qdqtune.placement.moved_channels import moved_channels
 from qdqtune.placement.reading import is_quantized, strip_pairs, twins_of
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.types import Sample
@@ -213,6 +215,7 @@ def _models(request: Request) -> tuple[Model, Path, Model | None]:
         plain = to_float16(plain, kept_in(given, plain))
     if is_quantized(plain):
         raise BadModel(f"{request.model} has Q/DQ pairs: give the float model first, or the quantized model alone")
+    plain = scaled(plain, moved_channels(plain, given))
     if plain.inputs != given.inputs and set(plain.inputs) != set(given.inputs):
         raise BadModel(f"{file} takes other inputs than {request.model}")
     return plain, file, given

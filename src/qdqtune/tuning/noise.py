@@ -9,6 +9,7 @@ import numpy as np
 
 from qdqtune.calibration.blocks import store
 from qdqtune.calibration.scales import Quantization, Ranges
+from qdqtune.graph.equalization import scaled
 from qdqtune.graph.model import Model
 from qdqtune.measurement.sensitivity import quantization, sensitivities, stored_weight
 from qdqtune.placement.possible import weight_at
@@ -53,10 +54,11 @@ def foresee(run: Run) -> Noise | None:
     record = run.store.get(key)
     if record is None:
         run.observer.stage("measuring what rounding each tensor does to the outputs")
-        values = each_value(subject.shaped, subject.ranges, subject.numbers, subject.possible)
+        model = scaled(subject.shaped, subject.ranges.factors)  # whose values the ranges are of
+        values = each_value(model, subject.ranges, subject.numbers, subject.possible)
         share = SHARE / 2 if loudest else SHARE
         alone = sensitivities(
-            subject.shaped, values, subject.accuracy, floor=floor, listener=run.observer, deadline=_latest(run, share)
+            model, values, subject.accuracy, floor=floor, listener=run.observer, deadline=_latest(run, share)
         )
         failed: Record = pack_result(alone) if isinstance(alone, Failure) else {}
         if isinstance(alone, Failure):
