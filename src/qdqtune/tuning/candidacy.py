@@ -124,10 +124,11 @@ class Candidacy:
         reasons = {
             "did not prove faster than float": slow,
             "are slower at another number of threads (--deploy-threads)": elsewhere,
-            "lost to others or to a second pair of builds": len(self.entries) - slow - elsewhere - count,
+            "lost to others or on a second pair of builds": len(self.entries) - slow - elsewhere - count,
         }
         lost = ", ".join(f"{number} {what}" for what, number in reasons.items() if number > 0)
-        met = f"of {len(self.entries)} candidates that met your model {lost}" if lost else ""
+        many = f"of {len(self.entries)} candidates that met your model"
+        met = "" if not lost else f"{many} {lost}" if len(self.entries) > 1 else f"the only candidate: {lost}"
         if self._next() is None:
             rest = f"prices foretell no others that differ and take at most {GAIN:.1%} of the float model's time"
         else:
