@@ -124,3 +124,4 @@ def test_of_storages_that_take_as_long_the_one_that_keeps_more_is_built() -> Non
     shares = {Storage(4, 128): 0.30, Storage(4, 32): 0.32, Storage(4, 32, symmetric=False): 0.50}
     (found,) = by_bits({Edge("w0", "a", 1): shares}).values()
     assert found.storages == {Edge("w0", "a", 1): Storage(4, 32)}
+    assert by_bits({Edge("w0", "a", 1): {Storage(8): 0.95}}) == {}

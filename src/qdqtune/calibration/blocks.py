@@ -140,7 +140,7 @@ def _tried(weight: Array, storage: Storage) -> Iterator[tuple[Array, Array]]:
 def compensated(weight: Array, storage: Storage, moment: Array) -> Stored:
     """A weight [in, out] in a storage, each input rounded so that what is lost is made up for by those behind it.
 
-    `moment` [in, in] is the sum of x x^T over the inputs x that the product meets. One input after the other is
+    `moment` [in, in] is the mean of x x^T over the inputs x that the product meets. One input after the other is
     rounded, with the scales of `store`; its error goes to the inputs that are left, as the inverse of the moment says:
     the sum of squared errors of the product's outputs falls, where inputs know of each other (GPTQ, arXiv 2210.17323).
     """

@@ -161,4 +161,6 @@ def apply_command(
         print_json(told | cache)
     else:
         known = "" if done.accuracy is None else f", output SQNR against float {done.accuracy}"
-        print(f"{target}: {len(done.placement)} edges carry a Q/DQ pair{known}")
+        stored = len(done.placement.compressed)
+        weights = f", {stored} weights are stored in fewer bits" if stored else ""
+        print(f"{target}: {len(done.placement)} edges carry a Q/DQ pair{weights}{known}")

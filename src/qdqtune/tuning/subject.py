@@ -93,7 +93,8 @@ class Subject:
         """Whole-model placements to try first: the user's own, then those of the rules."""
         given = {}
         if self.imported is not None:
-            given["imported"] = Placement(self.imported.placement.edges & self.possible)
+            own = self.imported.placement
+            given["imported"] = Placement(own.edges & self.possible, own.compressed)
         ruled = rules.placements(self.shaped, self.possible)
         return given | {name: p for name, p in ruled.items() if p not in given.values()}
 

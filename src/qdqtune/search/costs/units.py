@@ -19,6 +19,9 @@ from qdqtune.types import EDGE_ORDER, Edge, Layer, Placement, Storage
 Ways = Mapping[Edge, Mapping[Storage, float]]
 """Uses of weights, the storages that each may have, and the share of the float time that its product takes alone so."""
 
+WORTH = 0.9
+"""Mean share of the float time of products, alone, below which a build of all weights in so many bits is worth it."""
+
 NEAR = 1.1
 """Storages that take up to this factor longer than the fastest are as good: the one that keeps more of the weights."""
 
@@ -261,14 +264,16 @@ def ways_in(placements: Iterable[Placement]) -> Ways:
 
 def by_bits(ways: Ways) -> dict[str, Placement]:
     """Every weight in 4 bits, and every one in 8, as far as they may be: in the storage that is the fastest alone, or
-    keeps more of the weights and takes hardly longer."""
+    keeps more of the weights and takes hardly longer. Not where products gain little so: a cut may still take some."""
     seeds = {}
     for bits in sorted({s.bits for shares in ways.values() for s in shares}):
-        stored = {}
+        stored, expected = {}, list[float]()
         for edge, shares in ways.items():
             able = {s: share for s, share in shares.items() if s.bits == bits}
             near = [s for s, share in able.items() if share <= NEAR * min(able.values())]
             if near:
                 stored[edge] = max(near, key=lambda s: s.bytes_per_weight)
-        seeds[f"weights in {bits} bits"] = Placement.of((), stored.items())
+                expected.append(able[stored[edge]])
+        if sum(expected) < WORTH * len(expected):
+            seeds[f"weights in {bits} bits"] = Placement.of((), stored.items())
     return seeds
