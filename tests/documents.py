@@ -22,6 +22,7 @@ import pytest
 import yaml
 
 from qdqtune.autotune import command as autotune
+from qdqtune.autotune import quantize_command
 from qdqtune.cli import main
 from qdqtune.engines.fake import FakeModel
 from qdqtune.types import Tensors
@@ -210,7 +211,8 @@ def prepare(folder: Path) -> None:
 
 def options_of_commands() -> Iterator[str]:
     """Every option of every command, those of the other tool's interface with underscores as well."""
-    for command in (*(later.command for later in main.app.commands.values()), autotune.command):
-        for option in command.params:
-            yield from (*option.opts, *option.secondary_opts)
-            yield from ("--" + name[2:].replace("-", "_") for name in option.opts if command is autotune.command)
+    guests = (*autotune.command.params, *quantize_command.FLAGS)
+    ours = (option for later in main.app.commands.values() for option in later.command.params)
+    for option in (*ours, *guests):
+        yield from (*option.opts, *option.secondary_opts)
+    yield from ("--" + name[2:].replace("-", "_") for option in guests for name in option.opts)
