@@ -27,10 +27,17 @@ def test_a_busy_machine_is_told_before_the_run(
     load: float, threads: int, is_busy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(advice.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(advice, "usable_cores", lambda: 2)
     monkeypatch.setattr(advice.os, "getloadavg", lambda: (load, 0.0, 0.0))
     note = advice.busy(EngineSpec("onnxruntime", {"threads": threads}))
     assert (note is not None) == is_busy
     assert note is None or f"({load:.1f} processes want the 2 cores of this machine beside this run)" in note
+
+
+def test_more_threads_than_cores_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "usable_cores", lambda: 2)
+    note = advice.busy(EngineSpec("openvino", {"threads": 4}))
+    assert str(note).startswith("--threads 4 is more than the 2 cores that this process may use")
 
 
 def test_wide_intervals_and_results_that_prove_nothing() -> None:

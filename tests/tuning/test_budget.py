@@ -121,3 +121,15 @@ def test_the_estimate_covers_the_whole_run(model: Path, clock: Clock, workers: W
 def test_all_samples_are_seen_where_there_is_time(model: Path, workers: Workers) -> None:
     _, notes = slow_run(model, workers, 0.01, 1200.0)
     assert notes.said == []
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize(("budget", "rows"), [(60.0, 1), (600.0, 2)])
+def test_a_proof_at_threads_that_nobody_named_leaves_time_for_the_search(
+    model: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch, budget: float, rows: int
+) -> None:
+    monkeypatch.setattr("qdqtune.tuning.settings.counts_of", lambda _, asked: asked or (1, 4))
+    result, notes = slow_run(model, workers, 0.2, budget, engine=THREADS["engine"])
+    assert len(result.summary["by_threads"]) == rows
+    told = any("has no room to prove the result at 4 threads" in note for note in notes.said)
+    assert told == (rows == 1)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.cpu import cores as usable_cores
 from qdqtune.measurement.timing import Plan, Ratio, judge
 from qdqtune.search import ratios_to_float
 from qdqtune.types import Trial
@@ -22,6 +23,9 @@ def busy(engine: EngineSpec) -> str | None:
     threads = engine.options.get("threads", 1)
     if engine.name == "fake":
         return None
+    if isinstance(threads, int) and threads > (own := usable_cores()):
+        whose = f"the {own} core{'s' * (own > 1)} that this process may use"
+        return f"--threads {threads} is more than {whose}: threads wait for each other, and times say little"
     cores = os.cpu_count() or 1
     load = os.getloadavg()[0]
     if load + threads <= cores + 0.5:

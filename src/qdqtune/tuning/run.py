@@ -24,7 +24,7 @@ from qdqtune.measurement.simulation import Simulation
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search.costs.units import Ways
 from qdqtune.tuning.bench import Bench
-from qdqtune.tuning.budget import Budget
+from qdqtune.tuning.budget import FRONT_SHARE, PROOF_SHARE, Budget
 from qdqtune.tuning.candidates import Candidates
 from qdqtune.tuning.folder import LOGS, OutputFolder, restored_state
 from qdqtune.tuning.observer import Observer
@@ -127,6 +127,22 @@ def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
         yield Ready(settings, output, given, evaluation, subject, runner, store, observer, ends, tuple(others))
 
 
+def _affordable_proof(
+    settings: Settings, bench: Bench, ends: float | None, observer: Observer
+) -> tuple[Settings, Budget]:
+    """The budget of what was asked for; where nobody has named numbers of threads, of a proof at those of the search
+    alone if one at the usual number as well would leave too little for the search."""
+    budget, (own, *others) = Budget.of(settings, bench, ends), settings.thread_counts
+    share = FRONT_SHARE if settings.front else PROOF_SHARE
+    is_too_long = settings.time_budget is not None and budget.proof_seconds > share * settings.time_budget
+    if own is None or not others or settings.deploy_threads is not None or not is_too_long:
+        return settings, budget
+    told = f"{others[0]} threads, as many as the engine takes by itself, as well"
+    observer.note(f"--time-budget has no room to prove the result at {told}: ")
+    settings = replace(settings, deploy_threads=(own,))
+    return settings, Budget.of(settings, bench, ends)
+
+
 def _room(model: Path) -> float | None:
     """Bytes of models that engines may hold together: of a large one the float build and a quantized one."""
     size = sum(file.stat().st_size for file in files_of(model) if file.is_file())
@@ -163,7 +179,7 @@ def open_run(ready: Ready) -> Iterator[Run]:
         bench = Bench(Crew(stations, observer.note), store, conditions)
         simulation = stack.enter_context(Simulation(inserter, subject.accuracy, settings.engine.name))
         observer.stage("measuring the float model")
-        budget = Budget.of(settings, bench, ready.ends)
+        settings, budget = _affordable_proof(settings, bench, ready.ends, observer)
         bench.deadline = budget.deadline
         limits = _limits(settings, bench, budget, observer)
         settings = replace(settings, proof=budget.proof)
