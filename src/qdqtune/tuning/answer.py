@@ -19,7 +19,7 @@ from qdqtune.graph.stamps import content
 from qdqtune.measurement.timing import Ratio
 from qdqtune.search.costs.explanation import UnitPrice
 from qdqtune.tuning.bench import job_key, remembered
-from qdqtune.tuning.folder import LOGS, PARTS, REGION_MODELS, REPORT, RUN, SUMMARY, pattern_cache_of
+from qdqtune.tuning.folder import LOGS, PARTS, PROGRESS, REGION_MODELS, REPORT, RUN, SUMMARY, pattern_cache_of
 from qdqtune.tuning.forms import MAYBE_NUMBER, Form, ListOf, OneOf, fits
 from qdqtune.tuning.modes.mode import Recorded
 from qdqtune.tuning.result import Result
@@ -115,7 +115,8 @@ def _key(ready: Ready) -> str:
 def _files(ready: Ready) -> Iterator[tuple[str, str]]:
     """What a run leaves, but for logs and what holds seconds: names, and what the files hold.
 
-    Models that show parts of a run only have to be there: where their constants lie depends on the order of writing.
+    Models that show parts of a run only have to be there: where their constants lie depends on the order of writing. So
+    has the file of progress, which holds the lines of the state that were there when it was last written.
 
     Raises:
         BadModel: one cannot be read.
@@ -123,7 +124,7 @@ def _files(ready: Ready) -> Iterator[tuple[str, str]]:
     for name in sorted(ready.output.ours):
         path, place = ready.output.path / name, Path(name).parts[0]
         if path.is_file() and place not in (SUMMARY, RUN, REPORT, LOGS):
-            yield name, "" if place in (REGION_MODELS, PARTS) else content([path])
+            yield name, "" if place in (REGION_MODELS, PARTS, PROGRESS) else content([path])
     if (patterns := pattern_cache_of(ready.settings.state)).is_file():
         yield "pattern cache", content([patterns])
 
