@@ -138,7 +138,8 @@ def _affordable_proof(
     if own is None or not others or settings.deploy_threads is not None or not is_too_long:
         return settings, budget
     told = f"{others[0]} threads, as many as the engine takes by itself, as well"
-    observer.note(f"--time-budget has no room to prove the result at {told}: ")
+    insisting = f"--deploy-threads {own},{others[0]} would insist"
+    observer.note(f"--time-budget has no room to prove the result at {told}: {insisting}")
     settings = replace(settings, deploy_threads=(own,))
     return settings, Budget.of(settings, bench, ends)
 
