@@ -122,6 +122,8 @@ class QuantizeOptions(DataOptions, RangeOptions, total=False):
     precision: Literal["fp32", "fp16"]
     per_channel: bool | None
     placement_like: str | None
+    weight_only: str | None
+    weight_rounding: Literal["nearest", "gptq"]
     nodes_to_quantize: Names
     op_types_to_quantize: Names
     nodes_to_exclude: Names
@@ -140,6 +142,7 @@ class TuneOptions(RunOptions, RangeOptions, total=False):
     output_dir: str | Path
     mode: Literal["cut", "region", "subgraph"]
     cut_seed: bool
+    formats: str | None
     graph_json: str | Path | None
     incremental_validation: bool
     quant_type: QuantType
