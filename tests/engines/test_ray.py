@@ -53,6 +53,8 @@ def cluster() -> Iterator[Any]:
     quiet = {"num_cpus": 1, "object_store_memory": 80_000_000}
     with pytest.MonkeyPatch.context() as patch, (Path(__file__).parents[1] / "conftest.py").open() as lock:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        for limit in ("RAY_agent_register_timeout_ms", "RAY_raylet_start_wait_time_s"):  # a busy machine starts slowly
+            patch.setenv(limit, "300000")
         fcntl.flock(lock, fcntl.LOCK_EX)
         nodes = Cluster(initialize_head=True, head_node_args={**quiet, "include_dashboard": False})
         yield SimpleNamespace(address=nodes.address, add=lambda **how: nodes.add_node(**{**quiet, **how}),
