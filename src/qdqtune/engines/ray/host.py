@@ -5,18 +5,16 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any, Literal
 
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.devices import Device, allot
+from qdqtune.engines.devices import LEASE_SECONDS, Device, allot
 from qdqtune.engines.process import WorkerProcess
 from qdqtune.engines.ray.parcels import Get, Receiver
-from qdqtune.errors import EngineUnavailable, OutputError
+from qdqtune.errors import BadOption, EngineUnavailable, OutputError
 from qdqtune.graph.outputs import temporary_folder
 from qdqtune.version import __version__
-
-TRIES = 5
-"""How often a place is looked for on a host where others look for one at the same time."""
 
 FILES = "files"
 """The folder of model files in that of temporary ones."""
@@ -67,15 +65,16 @@ class Host:
         Raises:
             QdqtuneError: there are none.
         """
-        for left in reversed(range(TRIES)):
+        end = monotonic() + LEASE_SECONDS
+        while True:
             try:
                 (device,) = allot(self._asked[0], 1, self._asked[1])
                 self._worker = WorkerProcess(self._folder / "worker.log", device)
                 return Place(socket.gethostname(), device, __version__)
-            except EngineUnavailable:  # another worker was quicker
-                if not left:
+            except (BadOption, EngineUnavailable):  # its last owner is still ending, or another worker was quicker
+                if monotonic() > end:
                     raise
-        raise AssertionError("unreachable")
+                sleep(0.1)
 
     def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> Reply:
         """One request of `worker.Session`. Files come as parcels, and go back as what they hold."""
