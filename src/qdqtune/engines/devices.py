@@ -170,7 +170,8 @@ def physical_cores() -> list[list[int]]:
     for number in sorted(os.sched_getaffinity(0)):
         place = TOPOLOGY / f"cpu{number}" / "topology"
         try:
-            key = (int((place / "physical_package_id").read_text()), int((place / "core_id").read_text()))
+            package, core = (int((place / name).read_bytes()) for name in ("physical_package_id", "core_id"))
+            key = (package, core)
         except (OSError, ValueError):
             key = (0, number)
         cores.setdefault(key, []).append(number)

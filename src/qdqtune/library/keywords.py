@@ -168,6 +168,9 @@ class TuneOptions(RunOptions, RangeOptions, total=False):
     report: bool
     restart: bool
     deploy_threads: Sequence[int] | None
+    workers: int | None
+    cores_per_worker: int | None
+    ray: str | None
 
 
 NOT_KEYWORDS = frozenset(
