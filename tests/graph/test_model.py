@@ -15,7 +15,7 @@ from onnx import TensorProto, parser
 
 from models import build, normal
 from qdqtune.errors import OutputError
-from qdqtune.graph.files import ConstantFile, constants_to_share, one_constant_file, save
+from qdqtune.graph.files import ConstantFile, constants_to_share, nbytes, one_constant_file, save
 from qdqtune.graph.model import GRAPH, Constant, Model, TensorInfo, Use, captured
 
 TEXT = """<ir_version: 8, opset_import: ["": 17]>
@@ -182,6 +182,18 @@ def test_stages_share_one_file_of_constants(tmp_path: Path) -> None:
     assert not own.path.parent.exists()
     loaded = [onnx.load(path).graph.initializer[0].raw_data for path in paths]
     assert loaded[0] == loaded[1] == model.constants["w"].data()
+
+
+def test_the_size_of_a_model_counts_its_external_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("g (float[4,300] x) => (float[4,8] y) { y = MatMul(x, w) }", {"w": normal(300, 8)})
+    with ConstantFile(tmp_path / "w.bin") as constants:
+        small = constants.write(model, "small")
+    assert nbytes(small) == small.stat().st_size + 300 * 8 * 4
+    save(model, tmp_path / "whole.onnx")
+    assert nbytes(tmp_path / "whole.onnx") == (tmp_path / "whole.onnx").stat().st_size
+    monkeypatch.setattr("qdqtune.graph.files.SELF_CONTAINED", 10)
+    monkeypatch.setattr(onnx, "load", None)  # a large file is not looked into
+    assert nbytes(tmp_path / "whole.onnx") == (tmp_path / "whole.onnx").stat().st_size
 
 
 def test_spans_are_aligned(tmp_path: Path) -> None:

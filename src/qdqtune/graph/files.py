@@ -19,6 +19,9 @@ from qdqtune.graph.outputs import appearing, temporary_folder
 CONSTANTS = "constants.bin"
 """The usual name of a file that holds the constants of many models."""
 
+SELF_CONTAINED = 2**28
+"""Bytes that no model file has without the constants inside."""
+
 PROTOBUF_LIMIT = 2**31 - 2**20
 """Bytes beyond which a file needs external data."""
 
@@ -78,7 +81,10 @@ def _field(number: int, length: int) -> bytes:
 
 
 def nbytes(model: Path) -> int:
-    """Size of a model file with its external data."""
+    """Size of a model file with its external data. A file that is large itself is taken to hold its constants: to look
+    into it takes twice its size in memory."""
+    if model.stat().st_size >= SELF_CONTAINED:
+        return model.stat().st_size
     tensors = onnx.load(model, load_external_data=False).graph.initializer
     outside = (t for t in tensors if t.data_location == TensorProto.EXTERNAL)
     sizes = (prod(t.dims) * onnx.helper.tensor_dtype_to_np_dtype(t.data_type).itemsize for t in outside)
