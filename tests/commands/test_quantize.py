@@ -204,7 +204,9 @@ def test_few_samples_and_random_ones_are_told(tmp_path: Path) -> None:
     assert not few.is_held_out
     assert few.judged == 4
     assert few.notes == ("fewer than 5 samples: the SQNR is that of the calibration data",)
-    assert "random inputs" in quantize(request(path, calibration_data=None)).notes[0]
+    fed_at_random = quantize(request(path, calibration_data=None))
+    assert "random inputs" in fed_at_random.notes[0]
+    assert not fed_at_random.is_held_out
 
 
 def test_several_inputs_and_integers_and_a_dynamic_batch(tmp_path: Path) -> None:

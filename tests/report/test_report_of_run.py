@@ -32,6 +32,16 @@ def test_the_verdict_comes_first_and_is_that_of_the_summary(finished: Path) -> N
     assert f"{1 / summary['ratio']:.2f} times as fast" in report.verdict.headline
 
 
+def test_threads_are_told_with_what_was_decided_there(finished: Path) -> None:
+    summary = json.loads((finished / "summary.json").read_text())
+    row = {"baseline_ms": 2.0, "final_ms": 1.0, "ratio": 0.5, "low": 0.4, "high": 0.6}
+    rows = [row | {"threads": 1, "verdict": "faster"}, row | {"threads": 4, "verdict": "undecided"}]
+    (finished / "summary.json").write_text(json.dumps(summary | {"by_threads": rows}))
+    told = [fact.hint for fact in report_of_run(finished).facts]
+    assert "as fast: 1 ms instead of 2 ms, faster on fresh builds there" in told
+    assert "as fast: 1 ms instead of 2 ms, undecided on fresh builds there" in told
+
+
 def test_every_node_is_on_the_map_once_and_times_add_up_to_the_latency(finished: Path) -> None:
     summary, drawn = json.loads((finished / "summary.json").read_text()), report_of_run(finished).map
     assert drawn is not None

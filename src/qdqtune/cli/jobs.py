@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,7 +141,10 @@ def _ran(job: Job) -> dict[str, Any]:
 
 
 def _side_by_side(jobs: Sequence[Job], devices: Sequence[Device]) -> list[dict[str, Any]]:
-    ended = run_all([(Path(job.model).name, _asked(job)) for job in jobs], devices[: len(jobs)])
+    files = [Path(job.model) for job in jobs]
+    alike = Counter(file.name for file in files)
+    names = [file.name if alike[file.name] == 1 else f"{file.parent.name}/{file.name}" for file in files]
+    ended = run_all(list(zip(names, map(_asked, jobs), strict=True)), devices[: len(jobs)])
     return [_row(job, one.code, one.output) for job, one in zip(jobs, ended, strict=True)]
 
 

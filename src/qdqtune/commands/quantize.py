@@ -279,7 +279,8 @@ def _compared(
         notes.append(f"no --calibration-data: {come} from random inputs")
     elif not prepared.is_held_out and request.calibration_cache is None:
         notes.append(f"fewer than {HELD_OUT} samples: the SQNR is that of the calibration data")
-    return replace(done, is_held_out=prepared.is_held_out, notes=tuple(notes))
+    is_held_out = prepared.is_held_out and not prepared.samples.is_random
+    return replace(done, is_held_out=is_held_out, notes=tuple(notes))
 
 
 def _reported(done: Quantized, report: Sequence[Damage] | Failure) -> Quantized:

@@ -81,8 +81,9 @@ def verdict(run: Finished) -> Verdict:
     if summary["shipped"] == "tuned":
         found = speed(Ratio(summary["ratio"], summary["ratio_low"], summary["ratio_high"]))
         saved = 1 - summary["ratio"]
-        meaning = f"One inference takes {summary['final_ms']:.4g} ms instead of {summary['baseline_ms']:.4g} ms, "
-        meaning += f"{saved:.0%} less. Measured on the finished files, on fresh builds that the search never saw."
+        meaning = f"Side by side an inference takes {saved:.0%} less time; over all rounds the medians are "
+        meaning += f"{summary['final_ms']:.4g} ms instead of {summary['baseline_ms']:.4g} ms. "
+        meaning += "Measured on the finished files, on fresh builds that the search never saw."
         return Verdict(f"{name} runs {found.median:.2f} times as fast", meaning, True, found, "the float model")
     kept = "your own file" if summary["shipped"] == "given" else "the float model"
     if summary.get("constraint_met") is False:
@@ -189,7 +190,7 @@ def _facts(run: Finished) -> Iterator[Fact]:
                 median = 1 / row["ratio"]
                 named = f"at {row['threads']} thread{'s' * (row['threads'] > 1)}"
                 times = f"{row['final_ms']:.4g} ms instead of {row['baseline_ms']:.4g} ms"
-                yield Fact(named, f"{median:.2f}×", f"as fast: {times}, proven on fresh builds there")
+                yield Fact(named, f"{median:.2f}×", f"as fast: {times}, {row['verdict']} on fresh builds there")
         exact = summary["output_sqnr_db"]
         hint = "signal over error at the outputs; 20 dB is an error of a tenth, 30 of a thirtieth"
         yield Fact("output accuracy", "equal" if exact is None else f"{exact:.1f} dB", hint)

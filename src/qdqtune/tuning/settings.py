@@ -154,7 +154,10 @@ class Settings:
                 raise BadOption("--formats names nothing: leave it out for all that the engine has")
             for name in self.formats:
                 if name != self.quant_type:
-                    wanted_storage(self.engine.name, name)
+                    try:
+                        wanted_storage(self.engine.name, name)
+                    except BadOption as error:
+                        raise BadOption(f"--formats: {error}, and {self.quant_type} for pairs") from error
         if self.deploy_threads is not None and self.ray is not None:
             raise BadOption("--deploy-threads is about the cores of this host: prove a result there without --ray")
         if self.deploy_threads is not None:
