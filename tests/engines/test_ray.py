@@ -46,8 +46,13 @@ fake.Fake.describe = lambda self: told(self) | {"version": "2"}
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """Two nodes, with room for one worker each; no other test gives these cores to workers meanwhile."""
+def cluster(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Two nodes, with room for one worker each; no other test gives these cores to workers meanwhile.
+
+    Only where it is asked for: beside a test on every core Ray's nodes miss their heartbeats, and are given up.
+    """
+    if not request.config.getoption("--cluster"):
+        pytest.skip("a cluster of several nodes: --cluster")
     from ray.cluster_utils import Cluster
 
     quiet = {"num_cpus": 1, "object_store_memory": 80_000_000}
