@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from models import PLAIN, attention, build, conv_net, feeds, normal, ranges, run
+from qdqtune.graph.model import Model
 from qdqtune.measurement.accuracy import accuracy
 from qdqtune.measurement.simulation import Simulation
 from qdqtune.placement import rules
@@ -42,18 +43,24 @@ BETWEEN = """net (float[1,4,8,8] x) => (float[1,4,8,8] y) {
 }"""
 
 
-def test_weights_that_onnx_runtime_rounds_by_itself_count_where_it_is_meant() -> None:
-    first, second = normal(4, 4, 3, 3), normal(4, 4, 1, 1, seed=1)
-    first[0], second[0, 0] = 0, 50  # one large weight, of a channel that is always zero
-    model = build(BETWEEN, {"w0": first, "w1": second})
+def three_ways(model: Model, tensors: str) -> tuple[Accuracy, Accuracy, Accuracy]:
+    """Of a placement on some tensors: as ONNX Runtime runs it, as it is foretold for that, and by the file alone."""
     samples, known = feeds(model), ranges(model)
-    placement = Placement.of(e for e in possible_edges(model, known) if e.tensor in "ay")  # in front of MaxPool, behind
+    placement = Placement.of(e for e in possible_edges(model, known) if e.tensor in tensors)
     inserter = Inserter(model, known, PLAIN)
     fused = accuracy(run(model, samples), run(inserter.insert(placement), samples, fused=True))
     with Simulation(inserter, samples, "onnxruntime") as meant, Simulation(inserter, samples) as unmeant:
         found, literal = meant.accuracy(placement), unmeant.accuracy(placement)
     assert isinstance(found, Accuracy)
     assert isinstance(literal, Accuracy)
+    return fused, found, literal
+
+
+def test_weights_that_onnx_runtime_rounds_by_itself_count_where_it_is_meant() -> None:
+    first, second = normal(4, 4, 3, 3), normal(4, 4, 1, 1, seed=1)
+    first[0], second[0, 0] = 0, 50  # one large weight, of a channel that is always zero
+    model = build(BETWEEN, {"w0": first, "w1": second})
+    fused, found, literal = three_ways(model, "ay")  # in front of MaxPool, behind
     assert found.sqnr_db == pytest.approx(fused.sqnr_db, abs=0.5)
     assert literal.sqnr_db > found.sqnr_db + 3
 
@@ -61,14 +68,7 @@ def test_weights_that_onnx_runtime_rounds_by_itself_count_where_it_is_meant() ->
 def test_a_softmax_in_integers_is_foretold_where_it_is_meant() -> None:
     net = "net (float[256,2] x) => (float[256,2] y) { [squash] h = Softmax(x) [twice] y = Mul(h, two) }"
     model = build(net, {"two": np.float32(2)})
-    samples, known = feeds(model), ranges(model)
-    placement = Placement.of(e for e in possible_edges(model, known) if e.tensor in "xh")
-    inserter = Inserter(model, known, PLAIN)
-    fused = accuracy(run(model, samples), run(inserter.insert(placement), samples, fused=True))
-    with Simulation(inserter, samples, "onnxruntime") as meant, Simulation(inserter, samples) as unmeant:
-        found, literal = meant.accuracy(placement), unmeant.accuracy(placement)
-    assert isinstance(found, Accuracy)
-    assert isinstance(literal, Accuracy)
+    fused, found, literal = three_ways(model, "xh")
     assert found.sqnr_db == pytest.approx(fused.sqnr_db, abs=0.01)
     assert literal.sqnr_db > fused.sqnr_db + 0.2
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from qdqtune.measurement.timing import Plan, judge, overlap
+from qdqtune.measurement.timing import Plan, Ratio, judge, overlap
 from qdqtune.types import Trial
 
 ALIKE = 1.01
 """Medians within this factor, whose intervals overlap, cannot be told apart."""
+
+
+def is_alike(ratio: Ratio, fastest: Ratio) -> bool:
+    """Whether a ratio cannot be told apart from that of the fastest."""
+    return ratio.median <= ALIKE * fastest.median and overlap(ratio, fastest)
 
 
 def accepted(trials: Sequence[Trial], plan: Plan, best: Trial | None = None) -> list[Trial]:
@@ -20,7 +25,7 @@ def accepted(trials: Sequence[Trial], plan: Plan, best: Trial | None = None) -> 
     alike = [(ratio, t) for ratio, t in judged if ratio.verdict == "faster"]
     if alike:
         fastest, _ = min(alike, key=lambda pair: (pair[0].median, -pair[1].number))
-        alike = [(r, t) for r, t in alike if r.median <= ALIKE * fastest.median and overlap(r, fastest)]
+        alike = [(r, t) for r, t in alike if is_alike(r, fastest)]
     elif best is not None:
         even = [(r, t) for r, t in judged if r.verdict == "undecided" and r.median <= 1]
         alike = [(r, t) for r, t in even if round(t.exactness) > round(best.exactness)]

@@ -15,9 +15,9 @@ from qdqtune.graph.files import data_of
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.outputs import appearing
 from qdqtune.graph.stamps import content
-from qdqtune.measurement.timing import PAIRS, Ratio, overlap
+from qdqtune.measurement.timing import PAIRS, Ratio
 from qdqtune.search.front import ENOUGH, FrontSearch, Point, named
-from qdqtune.tuning.accepting import ALIKE
+from qdqtune.tuning.accepting import is_alike
 from qdqtune.tuning.candidacy import Candidacy, Entry, move_model
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT, PLACEMENT, SUMMARY, alone
 from qdqtune.tuning.forms import POINT, ListOf, fits
@@ -111,9 +111,7 @@ def prove_front(history: Sequence[Trial], run: Run, search: FrontSearch | None) 
         usual = prove([t for t in history if t.placement not in tried], run)
         proof = replace(usual, builds=usual.builds + builds, notes=(*usual.notes, *notes))
         return Front(proof, tuple(kept), trials)
-    even = [
-        p for p in holding if p.ratio.median <= ALIKE * holding[0].ratio.median and overlap(p.ratio, holding[0].ratio)
-    ]
+    even = [p for p in holding if is_alike(p.ratio, holding[0].ratio)]
     best = max(even, key=lambda p: (round(p.trial.exactness), -p.ratio.median))
     run.given.check()
     copy_model(folder / f"{best.name}.onnx", run.settings.output_dir / FINAL)

@@ -11,6 +11,7 @@ from typing import Self, TypeVar
 
 import numpy as np
 
+from qdqtune.graph.files import nbytes
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.stamps import content
 from qdqtune.measurement.pairing import as_many_pairs_as_needed, fresh_pairs
@@ -69,13 +70,13 @@ class _Pair:
 
     def builds(self, numbers: Sequence[int]) -> list[Measurement] | Failure:
         """Pairs of builds by number, from the store where it has them: all in turns, but for large files."""
-        both = [files_of(self.a), files_of(self.b)]
-        files: Record = {"files": [content(each) for each in both]}
+        both = self.a, self.b
+        files: Record = {"files": [content(files_of(file)) for file in both]}
         store, least = self.run.store, self.run.settings.proof_plan.looks[0]
         records = {number: known(store, f"{self.key}:{number}", files, least) for number in numbers}
         measured = {number: unpack_result(record) for number, record in records.items() if record is not None}
         missing = [number for number, record in records.items() if record is None]
-        is_small = sum(file.stat().st_size for each in both for file in each) <= SIDE_BY_SIDE
+        is_small = sum(map(nbytes, both)) <= SIDE_BY_SIDE
         size = PAIRS if is_small else 1
         turns = [missing[at : at + size] for at in range(0, len(missing), size)]
         for done, turn in enumerate(turns):
