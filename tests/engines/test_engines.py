@@ -142,6 +142,17 @@ def test_a_missing_provider_names_those_that_exist() -> None:
         open_engine(EngineSpec("onnxruntime", {"provider": "NoSuchExecutionProvider"}))
 
 
+@pytest.mark.parametrize("name", ["onnxruntime", pytest.param("openvino", marks=needs_openvino)])
+def test_an_output_declared_with_another_shape_is_timed(name: str, tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]> net (float[n,4] x) => (float[1,m] y) {
+       d = Shape(x) f = Cast<to = 1>(d) e = Cast<to = 7>(f) y = Reshape(x, e) }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
+    built = open_engine(EngineSpec(name)).build(tmp_path / "m.onnx", tmp_path / "log")
+    inputs = {"x": np.ones((3, 4), np.float32)}
+    assert [built.time(inputs, runs) > 0 for runs in (1, 3)] == [True, True]
+    assert built.run(inputs)["y"].shape == (3, 4)
+
+
 def test_onnxruntime_has_no_fp8() -> None:
     with pytest.raises(BadOption, match="--quant-type int8"):
         open_engine(EngineSpec("onnxruntime")).numeric_format("fp8")
