@@ -18,8 +18,8 @@ from qdqtune.commands.quantize import Request, quantize
 from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
-from qdqtune.graph.rewriting import Rewrites, Rewriting
-from qdqtune.placement.files import Recorded, write_placement
+from qdqtune.graph.rewrites import Rewrites
+from qdqtune.placement.files import Recorded, read_placement_file, write_placement
 
 pytestmark = pytest.mark.usefixtures("workers")
 
@@ -57,7 +57,7 @@ def ops(path: Path) -> Counter[str]:
 
 
 @pytest.mark.parametrize(("said", "left"), [("auto", 0), ("off", 2)])
-def test_quantize_folds_unless_told_otherwise(said: Rewriting, left: int, tmp_path: Path) -> None:
+def test_quantize_folds_unless_told_otherwise(said: str, left: int, tmp_path: Path) -> None:
     request = replace(written(normalized(), tmp_path), rewrites=said)
     done = quantize(request)
     assert ops(request.output)["BatchNormalization"] == left
@@ -83,8 +83,35 @@ def test_apply_folds_retrained_weights_as_the_placement_says(tmp_path: Path) -> 
         assert (same.keys() == expected.constants.keys()) is made.folded
 
 
+def swishing(seed: int = 0) -> Model:
+    """Two products with a HardSwish of four nodes between them."""
+    text = """net (float[N,16] x) => (float[N,8] y) {
+        [first] c = MatMul(x, w) [plus] a = Add(c, three) [clip] b = Clip(a, zero, six) [times] d = Mul(c, b)
+        [sixth] e = Div(d, six) [second] y = MatMul(e, v)
+    }"""
+    numbers = {name: np.float32(value) for name, value in (("zero", 0), ("three", 3), ("six", 6))}
+    return build(text, {"w": normal(16, 32, seed=seed), "v": normal(32, 8, seed=seed), **numbers})
+
+
+def test_named_rewrites_are_made_again_by_apply_and_found_by_debug(tmp_path: Path) -> None:
+    request = replace(written(swishing(), tmp_path), rewrites="hardswish")
+    done = quantize(request)
+    assert ops(request.output)["HardSwish"] == 1
+    assert ops(request.output)["Clip"] == 0
+    recorded = Recorded(done.placed.placement, "int8", "onnxruntime", {}, MINMAX, Rewrites(names=("hardswish",)))
+    write_placement(tmp_path / "placement.yaml", recorded, "model.onnx")
+    assert read_placement_file(tmp_path / "placement.yaml").rewrites == recorded.rewrites
+    retrained, target = written(swishing(seed=7), tmp_path, "retrained"), tmp_path / "applied.onnx"
+    data = request.calibration_data
+    again = apply(retrained.model, tmp_path / "placement.yaml", target, UINT8, calibration_data=data)
+    assert not again.lost
+    assert ops(target)["HardSwish"] == 1
+    looked = debug.debug(debug.Request(request.model, request.output, min_sqnr=60.0, data=Data(data)))
+    assert looked.by_numbers == pytest.approx(looked.noise, rel=0.5)
+
+
 @pytest.mark.parametrize("said", ["auto", "off"])
-def test_debug_takes_the_float_model_as_the_quantizer_has_rewritten_it(said: Rewriting, tmp_path: Path) -> None:
+def test_debug_takes_the_float_model_as_the_quantizer_has_rewritten_it(said: str, tmp_path: Path) -> None:
     request = replace(written(normalized(), tmp_path), rewrites=said)
     quantize(request)
     broken = debug.Request(request.model, request.output, min_sqnr=60.0, data=Data(request.calibration_data))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from models import ranges
 from qdqtune.calibration.methods import Calibration
 from qdqtune.errors import BadOption, OutputError
-from qdqtune.graph.rewriting import Rewrites
+from qdqtune.graph.rewrites import Rewrites
 from qdqtune.measurement.timing import Plan
 from qdqtune.placement.files import Recorded, existing, read_placement_file, write_placement
 from qdqtune.placement.possible import possible_edges

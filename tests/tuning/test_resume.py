@@ -254,8 +254,8 @@ def test_a_run_from_before_rewrites_goes_on_without_them(done: tuple[Path, bytes
     result = tune(settings(model, builds=4))
     (added,) = state.read_bytes().removeprefix(before).splitlines()
     assert added.startswith(b'- {"key": "finished:')
-    assert result.summary["rewrites"] == {"folded": False}
-    assert tune(settings(model, builds=4, restart=True)).summary["rewrites"] == {"folded": True}
+    assert result.summary["rewrites"] == {"folded": False, "names": []}
+    assert tune(settings(model, builds=4, restart=True)).summary["rewrites"] == {"folded": True, "names": []}
 
 
 @pytest.mark.usefixtures("workers")

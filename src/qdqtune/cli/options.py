@@ -28,7 +28,7 @@ from qdqtune.graph.float16 import Precision
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.model import Model
 from qdqtune.graph.outputs import check_output
-from qdqtune.graph.rewriting import Rewriting
+from qdqtune.graph.rewrites import NAMES as REWRITTEN
 from qdqtune.types import Sample
 
 if TYPE_CHECKING:
@@ -281,10 +281,10 @@ CACHE = option(
 
 REWRITES = option(
     "--rewrites",
-    "auto: change the float model first where no output changes and quantizing gains, such as BatchNormalization drawn "
-    "into the convolution in front; apply does what its placement says. off: keep the graph as it is.",
-    click.Choice(get_args(Rewriting)),
+    "auto: change the float model first where no output changes and it pays; apply does what its placement says. off: "
+    f"keep the graph as it is. Or what you name, by commas: {', '.join(REWRITTEN)}.",
     default="auto",
+    metavar="auto|off|NAMES",
 )
 
 LIMITS = (

@@ -18,7 +18,7 @@ from qdqtune.graph.files import data_of, save
 from qdqtune.graph.float16 import Precision, load_for
 from qdqtune.graph.loading import files_of, with_input_shapes
 from qdqtune.graph.outputs import check_output
-from qdqtune.graph.rewriting import Rewrites, Rewriting
+from qdqtune.graph.rewrites import allowed
 from qdqtune.measurement.fitting import fitted
 from qdqtune.measurement.half_precision import by_ranges, finished, in_half
 from qdqtune.measurement.simulation import Simulation
@@ -60,14 +60,14 @@ def apply(
     seed: int = 0,
     precision: Precision | None = "fp32",
     engine: str | None = None,
-    rewrites: Rewriting = "auto",
+    rewrites: str = "auto",
 ) -> Applied:
     """Insert the pairs of a placement file into `model` with freshly calibrated scales, and write it to `output`.
 
     `engine` is whose numbers these are, by default the engine that the placement was found on. What carries no pair has
     `precision`; None stands for that with which the engine is usually used, where it holds.
     Scales are found as the file says, unless `calibration` says otherwise, or those of a `calibration_cache`. The
-    float model is rewritten as the file says, unless `rewrites` are off.
+    float model is rewritten as the file says, unless `rewrites` say otherwise.
 
     Raises:
         InputError: model, placement or data cannot be used, or none of the placement's edges exists in the model.
@@ -79,9 +79,9 @@ def apply(
     for written in (output, data_of(output)):
         check_output(written, read)
     recorded = read_placement_file(placement)
-    made = recorded.rewrites if rewrites == "auto" else Rewrites()
+    made = recorded.rewrites if rewrites == "auto" else allowed(rewrites)
     usual = usual_precision(engine or recorded.engine)
-    graph = load_for(model, precision or usual, recorded.fix_inputs, numbers.opset, fold=made.folded)
+    graph = load_for(model, precision or usual, recorded.fix_inputs, numbers.opset, rewrites=made)
     if is_quantized(graph):
         raise BadModel(f"{model} already has Q/DQ pairs: apply a placement to the float model")
     data = Data(calibration_data, samples, input_shapes or {}, seed)

@@ -30,6 +30,7 @@ from qdqtune.graph.float16 import Precision, kept_in, load_for, to_float16
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.outputs import temporary_folder
+from qdqtune.graph.rewrites import Rewrites, between
 from qdqtune.measurement.bisection import Culprit, Parts, Verdict, culprits
 from qdqtune.placement.grafting import Kind, StandingPair, representable, standing_pairs
 from qdqtune.placement.moved_channels import moved_channels
@@ -205,8 +206,11 @@ def _models(request: Request) -> tuple[Model, Path, Model | None]:
         return strip_pairs(given), file, given
     scales = {given.tensors[n.inputs[1]].dtype for n in given.nodes if n.op == "DequantizeLinear"}
     precision: Precision = "fp16" if TensorProto.FLOAT16 in scales else "fp32"
+    plain = load_for(request.model, precision, request.fix_inputs, given.opset)
+    names = between({n.op for n in plain.nodes}, {n.op for n in given.nodes})
     plain, folded = (
-        load_for(request.model, precision, request.fix_inputs, given.opset, fold=fold) for fold in (False, True)
+        load_for(request.model, precision, request.fix_inputs, given.opset, rewrites=Rewrites(fold, names))
+        for fold in (False, True)
     )
     gone = plain.index_of.keys() - folded.index_of.keys()
     if not gone & {twin.name for twin in twins_of(plain, given).values()}:  # who quantized has folded them, too

@@ -35,7 +35,7 @@ from qdqtune.graph.loading import files_of, load, with_input_shapes
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import INTEGER
 from qdqtune.graph.outputs import check_output, temporary_folder
-from qdqtune.graph.rewriting import Rewrites, Rewriting
+from qdqtune.graph.rewrites import allowed
 from qdqtune.measurement.accuracy import accuracy, concern, cosine, is_finite
 from qdqtune.measurement.fitting import fitted
 from qdqtune.measurement.half_precision import by_ranges, finished, in_half
@@ -118,7 +118,7 @@ class Request:
     weight_only: str | None = None
     weight_rounding: Literal["nearest", "gptq"] = "nearest"
     report: bool = False
-    rewrites: Rewriting = "auto"
+    rewrites: str = "auto"
     seed: int = 0
 
     @property
@@ -171,12 +171,12 @@ def quantize(request: Request, observer: Observer | None = None) -> Quantized:
 
 
 def _quantized(request: Request, observer: Observer) -> Quantized:
-    numbers, made = _numbers(request), Rewrites.of(request.rewrites)
+    numbers, made = _numbers(request), allowed(request.rewrites)
     metric = None if request.evaluate is None else load_evaluation(request.evaluate)
     observer.stage(f"reading {request.model.name}")
     usual = usual_precision(request.engine)
     precision: Precision = request.precision or usual
-    graph = load_for(request.model, precision, request.fix_inputs, numbers.opset, fold=made.folded)
+    graph = load_for(request.model, precision, request.fix_inputs, numbers.opset, rewrites=made)
     if present := _quantized_parts(graph):
         raise BadModel(f"{request.model} already has {present}: give the float model")
     if request.weight_only is not None:

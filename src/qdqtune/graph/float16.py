@@ -23,7 +23,7 @@ from qdqtune.errors import BadModel, one_line
 from qdqtune.graph.constants import replace
 from qdqtune.graph.loading import checked, load
 from qdqtune.graph.model import Constant, Model, bodies, captured
-from qdqtune.graph.rewriting import folded
+from qdqtune.graph.rewrites import Rewrites
 from qdqtune.types import Array
 
 Precision = Literal["fp32", "fp16", "bf16"]
@@ -36,6 +36,8 @@ OPSET = 19
 
 HALF = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
+AS_IT_IS = Rewrites()
+
 CHOICES = frozenset({"Max", "Min"})
 """Operators of the converter's list that round nothing, since their result is one of their inputs: no casts around
 them are needed, and kernels for half precision are there since opset 12."""
@@ -47,17 +49,17 @@ def load_as(
     fix_inputs: Mapping[str, float | int | str],
     min_opset: int,
     *,
-    fold: bool = False,
+    rewrites: Rewrites = AS_IT_IS,
 ) -> Model:
     """`load`, in half precision if `precision` says so, and with the opset that pairs on such tensors need.
 
-    With `fold`, layers take in what scales and shifts their channels: see `folded`.
+    The float model is rewritten before.
 
     Raises:
         BadModel: the file cannot be used, or not be converted.
         BadOption: `fix_inputs` names no input, or a value does not fit.
     """
-    model = load_for(path, precision, fix_inputs, min_opset, fold=fold)
+    model = load_for(path, precision, fix_inputs, min_opset, rewrites=rewrites)
     return model if precision == "fp32" else converted(model, precision)
 
 
@@ -67,14 +69,14 @@ def load_for(
     fix_inputs: Mapping[str, float | int | str],
     min_opset: int,
     *,
-    fold: bool = False,
+    rewrites: Rewrites = AS_IT_IS,
 ) -> Model:
     """`load_as` before anything is converted; raises the same."""
     model = load(path, fix_inputs=fix_inputs, min_opset=min_opset)
     is_half = precision != "fp32" or any(info.dtype in HALF for info in model.tensors.values())
     if model.opset < OPSET and is_half:
         model = load(path, fix_inputs=fix_inputs, min_opset=OPSET)
-    return folded(model) if fold else model
+    return rewrites.of(model)
 
 
 def is_float32(model: Model) -> bool:

@@ -158,7 +158,7 @@ def _fold(proto: onnx.ModelProto, known: set[str]) -> bool:
         inputs = [name for name in node.input if name]
         results = None
         if known.intersection(inputs) and small.keys() >= set(inputs):
-            results = _computed(proto, node, [small[name] for name in dict.fromkeys(inputs)])
+            results = computed(proto, node, [small[name] for name in dict.fromkeys(inputs)])
         if results is None:
             kept.append(node)
             continue
@@ -169,10 +169,10 @@ def _fold(proto: onnx.ModelProto, known: set[str]) -> bool:
     return False
 
 
-def _computed(
-    proto: onnx.ModelProto, node: onnx.NodeProto, inputs: list[onnx.TensorProto]
+def computed(
+    proto: onnx.ModelProto, node: onnx.NodeProto, inputs: list[onnx.TensorProto], most: int = LARGE
 ) -> list[onnx.TensorProto] | None:
-    """The results of a node with constant inputs; None if they are not known to be small, or not to be had here."""
+    """The results of a node with constant inputs; None if one may exceed `most` bytes, or none are to be had here."""
     if node.op_type in RANDOM or any(True for _ in bodies(node)):
         return None
     names = [name for name in node.output if name]
@@ -181,7 +181,7 @@ def _computed(
     try:
         # The size comes first: an Expand of two numbers may ask for more than there is memory.
         shapes = [static_shape(v) for v in onnx.shape_inference.infer_shapes(model, data_prop=True).graph.output]
-        if any(shape is None or np.prod(shape) * 8 > LARGE for shape in shapes):
+        if any(shape is None or np.prod(shape) * 8 > most for shape in shapes):
             return None
         arrays = ReferenceEvaluator(model).run(None, {})
     except FAILURES:

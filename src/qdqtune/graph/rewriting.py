@@ -1,8 +1,8 @@
-"""Rewrites of the float model that change no output beyond rounding, and leave less to quantize.
+"""What scales and shifts channels behind a convolution or a product, drawn into its weights and bias.
 
-What scales and shifts channels behind a convolution or a product is drawn into its weights and bias. Engines do the
-same with float weights, and cannot where these come out of a DequantizeLinear: there a BatchNormalization would run by
-itself, between roundings that need not be.
+No output changes beyond rounding, and less is left to quantize. Engines do the same with float weights, and cannot
+where these come out of a DequantizeLinear: there a BatchNormalization would run by itself, between roundings that need
+not be.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 import onnx
@@ -19,24 +18,6 @@ from qdqtune.graph.folding import Names, names_in
 from qdqtune.graph.model import Constant, Model, Node, rebuild
 from qdqtune.graph.operators import ARITHMETIC, COMPUTE
 from qdqtune.types import Array
-
-Rewriting = Literal["auto", "off"]
-"""What a user says of rewrites: those that help, or none."""
-
-
-@dataclass(frozen=True)
-class Rewrites:
-    """Which rewrites a float model has seen before its pairs were placed. Each is repeated on another model's weights.
-
-    `folded`: layers have taken in what scales and shifts their channels (see `folded`).
-    """
-
-    folded: bool = False
-
-    @staticmethod
-    def of(said: Rewriting) -> Rewrites:
-        """Those that a user allows."""
-        return Rewrites(folded=said == "auto")
 
 
 @dataclass(frozen=True, eq=False)

@@ -64,7 +64,7 @@ class RangeOptions(TypedDict, total=False):
 
     calibration_method: Method
     calibration_cache: str | Path | None
-    rewrites: Literal["auto", "off"]
+    rewrites: str
     bias_correction: bool
     equalize: bool
     percentile: float

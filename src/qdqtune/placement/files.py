@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -14,7 +14,7 @@ from qdqtune.errors import BadOption, reading
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import is_float
 from qdqtune.graph.outputs import appearing
-from qdqtune.graph.rewriting import Rewrites
+from qdqtune.graph.rewrites import Rewrites
 from qdqtune.placement.possible import unstorable, weight_at
 from qdqtune.types import Edge, Placement, QuantType, Storage
 
@@ -61,7 +61,7 @@ def write_placement(path: Path, recorded: Recorded, model: str) -> None:
             "quant_type": recorded.quant_type,
             "fix_inputs": dict(recorded.fix_inputs),
             "calibration": asdict(recorded.calibration),
-            "rewrites": asdict(recorded.rewrites),
+            "rewrites": {"folded": recorded.rewrites.folded, "names": list(recorded.rewrites.names)},
             "edges": edges,
             **({"weights": compressed} if compressed else {}),
         },
@@ -88,7 +88,7 @@ def read_placement_file(path: Path) -> Recorded:
             content["engine"],
             dict(content.get("fix_inputs") or {}),
             Calibration(**content.get("calibration", {})),  # which older files do not have, nor rewrites
-            Rewrites(**content.get("rewrites", {})),
+            _rewrites(**content.get("rewrites", {})),
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise BadOption(f"{path} is no placement file: {error!r} is missing or wrong") from error
@@ -99,6 +99,10 @@ def read_placement_file(path: Path) -> Recorded:
     if not isinstance(recorded.engine, str):
         raise BadOption(f"{path} is no placement file: {recorded.engine!r} is no engine")
     return recorded
+
+
+def _rewrites(folded: bool = False, names: Sequence[str] = ()) -> Rewrites:
+    return Rewrites(folded, tuple(names))
 
 
 def _is_named(edge: Edge) -> bool:

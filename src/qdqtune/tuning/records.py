@@ -65,7 +65,7 @@ def write_placement_of(placement: Placement, path: Path, run: Run) -> None:
     """
     settings = run.settings
     engine, calibration = settings.engine.name, settings.calibration.chosen(run.subject.ranges)
-    rewrites = settings.made_rewrites
+    rewrites = run.subject.rewrites
     recorded = files.Recorded(placement, settings.quant_type, engine, settings.fix_inputs, calibration, rewrites)
     files.write_placement(path, recorded, settings.model.name)
 
@@ -81,7 +81,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "engine": description,
         "mode": settings.mode,
         "state_file": None if settings.state_file is None else str(settings.state.absolute()),
-        "rewrites": asdict(settings.made_rewrites),
+        "rewrites": {"folded": subject.rewrites.folded, "names": list(subject.rewrites.names)},
         "shipped": proof.shipped,
         "baseline_ms": proof.float_seconds * 1e3,
         "final_ms": proof.final_seconds * 1e3,

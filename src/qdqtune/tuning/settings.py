@@ -14,7 +14,7 @@ from qdqtune.engines.formats import wanted_storage
 from qdqtune.engines.runner import TIME_LIMIT
 from qdqtune.errors import BadOption
 from qdqtune.graph.float16 import Precision
-from qdqtune.graph.rewriting import Rewrites, Rewriting
+from qdqtune.graph.rewrites import Rewrites, allowed
 from qdqtune.measurement.accuracy import FLOOR_DB, MOST_EQUAL
 from qdqtune.measurement.limits import Limits
 from qdqtune.measurement.timing import Plan, least_rounds
@@ -125,7 +125,7 @@ class Settings:
     ray: str | None = None
     cores_per_worker: int | None = None
     command: tuple[str, ...] = field(default=(), compare=False)
-    rewrites: Rewriting = "auto"
+    rewrites: str = "auto"
     formats: tuple[str, ...] | None = None
     deploy_threads: tuple[int, ...] | None = None
 
@@ -137,6 +137,7 @@ class Settings:
             raise BadOption(f"--min-sqnr {self.min_sqnr:g} is no ratio in dB: it lies within {-MOST_DB} and {MOST_DB}")
         if self.time_budget is not None and self.time_budget <= 0:
             raise BadOption("--time-budget is above zero")
+        allowed(self.rewrites)
         if self.precision == "bf16":
             raise BadOption("--precision bf16 is for quantize and apply: a search judges outputs in fp16 or fp32")
         if self.from_qdq and self.qdq_baseline:
@@ -184,7 +185,7 @@ class Settings:
     @property
     def made_rewrites(self) -> Rewrites:
         """How the float model is rewritten. Where pairs come with the model, so do their numbers: it stays."""
-        return Rewrites.of(self.rewrites) if not self.from_qdq else Rewrites()
+        return allowed(self.rewrites) if not self.from_qdq else Rewrites()
 
     @property
     def thread_counts(self) -> tuple[int | None, ...]:

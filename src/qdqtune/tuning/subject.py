@@ -25,6 +25,7 @@ from qdqtune.graph.float16 import OPSET, Precision, converted, load_as, load_for
 from qdqtune.graph.loading import load, with_float_type
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import work
+from qdqtune.graph.rewrites import Rewrites
 from qdqtune.measurement.fitting import fitted
 from qdqtune.measurement.half_precision import in_half
 from qdqtune.placement import engine_rules, rules
@@ -73,6 +74,7 @@ class Subject:
     notes: tuple[str, ...] = ()
     ranges: Ranges = field(default_factory=lambda: Ranges({}))
     possible: frozenset[Edge] = frozenset()
+    rewrites: Rewrites = field(default_factory=Rewrites)
 
     @property
     def model(self) -> Model:
@@ -104,7 +106,7 @@ class Subject:
         return {name: given[name] for name in FOREMOST if name in given}
 
 
-def open_subject(settings: Settings, runner: Runner) -> Subject:
+def open_subject(settings: Settings, runner: Runner, rewrites: Rewrites | None = None) -> Subject:
     """Read the model and the calibration data's first sample, find regions and patterns. Nothing is run.
 
     Raises:
@@ -112,11 +114,12 @@ def open_subject(settings: Settings, runner: Runner) -> Subject:
         EngineUnavailable: the engine times nothing here.
     """
     insist_on_device(settings.engine, runner)
+    rewrites = rewrites or settings.made_rewrites
     numbers = runner.numeric_format(settings.quant_type)
     notes: list[str] = []
     usual = _usual_precision(settings, runner)
     wanted: Precision = settings.precision or usual
-    model, imported = _loaded(settings, numbers, wanted)
+    model, imported = _loaded(settings, numbers, wanted, rewrites)
     check_inputs(settings.engine, model)
     data = Data(settings.calibration_data, settings.calibration_samples, settings.input_shapes, settings.seed)
     most = settings.accuracy_samples
@@ -154,6 +157,7 @@ def open_subject(settings: Settings, runner: Runner) -> Subject:
         len(regions.leaves) + len(regions.composites),
         imported,
         tuple(notes),
+        rewrites=rewrites,
     )
 
 
@@ -270,16 +274,18 @@ def _usual_precision(settings: Settings, runner: Runner) -> Precision:
     return usual_precision(settings.engine.name, runner.describe().get("version", ""))
 
 
-def _loaded(settings: Settings, numbers: NumericFormat, precision: Precision) -> tuple[Model, Reading | None]:
+def _loaded(
+    settings: Settings, numbers: NumericFormat, precision: Precision, rewrites: Rewrites
+) -> tuple[Model, Reading | None]:
     """The float model, and the pairs that came with it. One that comes with pairs has its `precision` already."""
-    fold, fixed = settings.made_rewrites.folded, settings.fix_inputs
+    fixed = settings.fix_inputs
     if settings.from_qdq:
-        model = _typed(settings, load_as(settings.model, precision, fixed, numbers.opset, fold=fold))
+        model = _typed(settings, load_as(settings.model, precision, fixed, numbers.opset, rewrites=rewrites))
         if not is_quantized(model):
             raise BadOption(f"{settings.model} has no Q/DQ pairs: leave --from-qdq out")
         stripped = strip_pairs(model)
         return stripped, read_placement(stripped, model)
-    model = _typed(settings, load_for(settings.model, precision, fixed, numbers.opset, fold=fold))
+    model = _typed(settings, load_for(settings.model, precision, fixed, numbers.opset, rewrites=rewrites))
     if is_quantized(model):
         raise BadModel(
             f"{settings.model} already has Q/DQ pairs: give --from-qdq to strip them and search from there, "

@@ -1,0 +1,227 @@
+"""The rewrites by name: the same outputs from other nodes, and only where nobody else sees what lies between."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from models import Arrays, build, feeds, normal, run
+from qdqtune.errors import BadModel, BadOption
+from qdqtune.graph.model import Constant, Model
+from qdqtune.graph.rewrites import REWRITES, Rewrites, allowed, between
+
+
+def net(
+    body: str, constants: Arrays | None = None, shape: str = "float[2,5,8]", more: str = "", opset: int = 19
+) -> Model:
+    """What stands between an input x and a Relu that makes the output from n."""
+    numbers = {
+        **{"half": 0.5, "one": 1.0, "two": 2.0, "three": 3.0, "six": 6.0, "zero": 0.0, "epsilon": 1e-5},
+        **{"root": np.sqrt(2), "rootless": np.sqrt(0.5), "sixth": 1 / 6},
+    }
+    known = {name: np.float32(value) for name, value in numbers.items()} | dict(constants or {})
+    text = f"net ({shape} x) => (float[] y{more}) {{ {body} [last] y = Relu(n) }}"
+    return build(text, known, opset)
+
+
+def same(model: Model, rewritten: Model) -> None:
+    samples = feeds(model, 2)
+    for exact, found in zip(run(model, samples), run(rewritten, samples), strict=True):
+        assert exact.keys() == found.keys()
+        for name, values in exact.items():
+            np.testing.assert_allclose(found[name], values, rtol=2e-5, atol=2e-6)
+
+
+VECTORS = {"gamma": normal(8, seed=1), "beta": normal(8, seed=2), "axes": np.array([-1])}
+SQUARES = (
+    "m = ReduceMean(x, axes) d = Sub(x, m) s = Pow(d, two) v = ReduceMean(s, axes) e = Add(v, epsilon) r = Sqrt(e) "
+)
+ROOT = "s = Mul(x, x) v = ReduceMean(s, axes) e = Add(epsilon, v) r = Sqrt(e) "
+
+MERGED = {
+    "gelu": [
+        "a = Div(x, root) b = Erf(a) c = Add(b, one) d = Mul(x, c) n = Mul(d, half)",
+        "a = Mul(rootless, x) b = Erf(a) c = Add(one, b) d = Mul(half, c) n = Mul(d, x)",
+        "a = Div(x, root) b = Erf(a) c = Add(b, one) d = Div(x, two) n = Mul(d, c)",
+    ],
+    "hardswish": [
+        "a = Add(x, three) b = Clip(a, zero, six) c = Mul(x, b) n = Div(c, six)",
+        "a = Add(x, three) b = Clip(a, zero, six) c = Div(b, six) n = Mul(x, c)",
+        "a = Add(three, x) b = Clip(a, zero, six) c = Mul(b, sixth) n = Mul(c, x)",
+        "a = HardSigmoid <alpha=0.16666667> (x) n = Mul(x, a)",
+    ],
+    "layernorm": [
+        SQUARES + "q = Div(d, r) g = Mul(q, gamma) n = Add(g, beta)",
+        SQUARES.replace("Pow(d, two)", "Mul(d, d)") + "q = Div(d, r) g = Mul(gamma, q) n = Add(beta, g)",
+        SQUARES + "n = Div(d, r)",
+    ],
+    "rmsnorm": [
+        ROOT + "q = Div(x, r) n = Mul(q, gamma)",
+        ROOT.replace("Mul(x, x)", "Pow(x, two)") + "i = Reciprocal(r) q = Mul(x, i) n = Mul(gamma, q)",
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "body"), [(name, body) for name, bodies in MERGED.items() for body in bodies])
+def test_an_operator_of_several_nodes_becomes_one(name: str, body: str) -> None:
+    model = net(body, VECTORS)
+    rewritten = REWRITES[name].apply(model)
+    assert [n.op for n in rewritten.nodes] == [REWRITES[name].makes, "Relu"]
+    assert rewritten.nodes[0].outputs == ("n",)
+    assert rewritten.opset >= {"gelu": 20, "rmsnorm": 23}.get(name, 19)
+    assert "n" in rewritten.tensors
+    same(model, rewritten)
+    assert REWRITES[name].apply(rewritten) is rewritten
+
+
+GELU, SWISH, NORM = MERGED["gelu"][0], MERGED["hardswish"][0], MERGED["layernorm"][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "more"),
+    [
+        ("gelu", GELU, ", float[] c"),
+        ("gelu", GELU.replace("root)", "two)"), ""),
+        ("gelu", GELU.replace("half", "two"), ""),
+        ("gelu", GELU.replace("Mul(x, c)", "Mul(c, c)"), ""),
+        ("gelu", GELU + " k = Neg(b)", ", float[] k"),
+        ("hardswish", SWISH.replace("Clip(a, zero, six)", "Clip(a, one, six)"), ""),
+        ("hardswish", SWISH.replace("three", "two"), ""),
+        ("hardswish", "a = HardSigmoid(x) n = Mul(x, a)", ""),
+        ("hardswish", "z = Neg(x) a = HardSigmoid <alpha=0.16666667> (z) n = Mul(x, a)", ""),
+        ("layernorm", NORM, ", float[] v"),
+        ("layernorm", NORM.replace("axes", "others"), ""),
+        ("layernorm", NORM.replace("ReduceMean(s, axes)", "ReduceMax(s, axes)"), ""),
+        ("rmsnorm", NORM, ""),
+        ("rmsnorm", ROOT + "z = Neg(x) q = Div(z, r) n = Mul(q, gamma)", ""),
+        ("rmsnorm", ROOT + "q = Div(r, x) n = Mul(q, gamma)", ""),
+    ],
+)
+def test_what_somebody_else_reads_or_computes_otherwise_stays(name: str, body: str, more: str) -> None:
+    model = net(body, {**VECTORS, "others": np.array([1])}, more=more)
+    assert REWRITES[name].apply(model) is model
+
+
+def test_what_a_body_reads_stays() -> None:
+    text = f"""net (float[2,8] x, bool t) => (float[] y, float[] z) {{
+        {GELU} y = Relu(n)
+        z = If (t) <then_branch = g1 () => (float[2,8] p) {{ p = Neg(c) }},
+                    else_branch = g2 () => (float[2,8] q) {{ q = Identity(n) }}>
+    }}"""
+    known = {"root": np.float32(np.sqrt(2)), "one": np.float32(1), "half": np.float32(0.5)}
+    inner = build(text, known)
+    assert REWRITES["gelu"].apply(inner) is inner
+    result = build(text.replace("Neg(c)", "Neg(n)"), known)  # which is what the merged node makes
+    rewritten = REWRITES["gelu"].apply(result)
+    assert [n.op for n in rewritten.nodes] == ["Gelu", "Relu", "If"]
+    same(result, rewritten)
+
+
+def test_other_types_and_unknown_shapes_stay() -> None:
+    half = build(
+        f"net (float16[2,8] x) => (float16[] y) {{ {GELU} y = Relu(n) }}",
+        {"root": np.float16(np.sqrt(2)), "one": np.float16(1), "half": np.float16(0.5)},
+    )
+    assert REWRITES["gelu"].apply(half) is half
+    unknown = net(
+        NORM.replace("x", "u").join(["u = Reshape(x, shape) ", ""]), {**VECTORS, "shape": np.array([-1, 5, 8])}
+    )
+    proto = type(unknown.proto)()
+    proto.CopyFrom(unknown.proto)
+    del proto.graph.value_info[:]
+    blind = replace(unknown, proto=proto)
+    assert REWRITES["layernorm"].apply(blind) is blind
+
+
+@pytest.mark.parametrize(
+    ("shape", "count"), [("float[4,8]", 1), ("float[2,5,8]", 3), ("float[N,5,8]", 3), ("float[N,8]", 1)]
+)
+def test_a_product_with_a_bias_becomes_a_gemm(shape: str, count: int) -> None:
+    model = net("[product] p = MatMul(x, w) [sum] n = Add(b, p)", {"w": normal(8, 6), "b": normal(6)}, shape)
+    rewritten = REWRITES["gemm"].apply(model)
+    assert Counter(n.op for n in rewritten.nodes)["Gemm"] == 1
+    assert len(rewritten.nodes) == count + 1
+    assert rewritten.nodes[rewritten.index_of["product"]].op == "Gemm"
+    assert rewritten.tensors["n"] == model.tensors["n"]
+    same(model, rewritten)
+
+
+@pytest.mark.parametrize(
+    ("body", "shape", "more"),
+    [
+        ("p = MatMul(x, w) n = Add(p, wide)", "float[4,8]", ""),
+        ("p = MatMul(x, w) n = Add(p, b)", "float[4,8]", ", float[] p"),
+        ("p = MatMul(x, w) n = Sub(p, b)", "float[4,8]", ""),
+        ("p = MatMul(w2, x) n = Add(p, one)", "float[8,8]", ""),
+        ("p = MatMul(x, w) n = Add(p, b)", "float[N,M,8]", ""),
+    ],
+)
+def test_other_products_stay(body: str, shape: str, more: str) -> None:
+    constants = {"w": normal(8, 6), "b": normal(6), "wide": normal(4, 6), "w2": normal(6, 8)}
+    model = net(body, constants, shape, more)
+    assert REWRITES["gemm"].apply(model) is model
+
+
+def test_what_constants_and_shapes_decide_is_computed() -> None:
+    body = """s = Shape(x) i = Gather(s, last) f = Cast <to=1> (i) r = Sqrt(f) a = Div(x, r)
+        t = Transpose <perm=[1,0]> (w) u = Reshape(t, sizes) n = MatMul(a, u)"""
+    constants = {"w": normal(48, 8), "last": np.array(-1), "sizes": np.array([0, -1])}
+    model = net(body, constants)
+    rewritten = REWRITES["constants"].apply(model)
+    assert [n.op for n in rewritten.nodes] == ["Div", "MatMul", "Relu"]
+    assert rewritten.large.keys() == {"u"}
+    same(model, rewritten)
+    dynamic = net(body, constants, "float[2,5,N]")
+    assert [n.op for n in REWRITES["constants"].apply(dynamic).nodes][:2] == ["Shape", "Gather"]
+
+
+def test_no_large_weight_is_read_to_move_it() -> None:
+    def read() -> np.ndarray:
+        raise AssertionError("read")
+
+    model = net("t = Transpose(w) n = MatMul(x, t)", {"w": normal(64, 8)})
+    held = Constant("w", model.large["w"].dtype, (64, 8), read)
+    rewritten = REWRITES["constants"].apply(replace(model, large={"w": held}))
+    assert rewritten.large["t"].shape == (8, 64)
+
+
+@pytest.mark.parametrize("body", ["k = Sqrt(two) n = Add(x, k)", "k = RandomUniformLike(two) n = Add(x, k)"])
+def test_constant_outputs_and_random_numbers_stay(body: str) -> None:
+    model = net(body, more=", float[] k")
+    assert REWRITES["constants"].apply(model) is model
+
+
+def test_an_opset_is_raised_once() -> None:
+    model = net("n = Neg(x)", opset=17)
+    raised = REWRITES["opset21"].apply(model)
+    assert raised.opset == 21
+    assert REWRITES["opset21"].apply(raised) is raised
+    same(model, raised)
+
+
+def test_rewrites_are_named_made_in_order_and_found_again() -> None:
+    assert allowed("auto") == Rewrites(folded=True)
+    assert allowed("off") == Rewrites()
+    asked = allowed("gelu, fold,hardswish")
+    assert asked == Rewrites(True, ("hardswish", "gelu"))
+    body = "i = Add(x, three) j = Clip(i, zero, six) k = Mul(x, j) h = Div(k, six) "
+    model = net(body + GELU.replace("x", "h"))
+    rewritten = asked.of(model)
+    assert [n.op for n in rewritten.nodes] == ["HardSwish", "Gelu", "Relu"]
+    same(model, rewritten)
+    assert between({n.op for n in model.nodes}, {n.op for n in rewritten.nodes}) == asked.names
+    with pytest.raises(BadOption, match="there is no rewrite best; there are fold, constants"):
+        allowed("gelu,best")
+
+
+def test_an_opset_that_cannot_be_raised_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("failed: no adapter")
+
+    monkeypatch.setattr("onnx.version_converter.convert_version", refuse)
+    model = net(GELU)
+    with pytest.raises(BadModel, match="cannot convert from opset 19 to 20"):
+        REWRITES["gelu"].apply(model)
