@@ -47,7 +47,7 @@ def after(runner: Runner, a: Path, b: Path) -> tuple[list[Measurement], str]:
     measured = as_many_pairs_as_needed(measure, AFTER)
     if isinstance(measured, Failure):
         raise SystemExit(f"{a} does not run: {measured.reason}")
-    return measured, across_builds([ratio(m, AFTER) for m in measured]).verdict
+    return measured, across_builds([ratio(m, AFTER) for m in measured], AFTER).verdict
 
 
 def row(entry: zoo.Entry, runner: Runner, folder: Path) -> list[str]:

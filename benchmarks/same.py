@@ -88,7 +88,7 @@ def compared(entry: zoo.Entry, setting: Setting, seeds: range, until: float) -> 
             logs = [np.log(np.asarray(m.b) / np.asarray(m.a)) for m in found]
             medians = tuple(float(np.median(x)) for x in logs)
             within = float(np.median([1.4826 * np.median(np.abs(x - np.median(x))) for x in logs]))
-            verdict = across_builds([ratio(m, plan) for m in found]).verdict
+            verdict = across_builds([ratio(m, plan) for m in found], plan).verdict
             seen.append(Seen(verdict, medians, within, time.monotonic() - begun))
     return seen
 

@@ -20,8 +20,10 @@ from qdqtune.engines.worker import Session
 from qdqtune.measurement.pairing import as_many_pairs_as_needed
 from qdqtune.measurement.timing import (
     MOST_PAIRS,
+    USUAL,
     Plan,
     Ratio,
+    Spread,
     across_builds,
     compare,
     compare_pairs,
@@ -29,6 +31,7 @@ from qdqtune.measurement.timing import (
     judge,
     least_rounds,
     ratio,
+    spread_of,
 )
 from qdqtune.types import Failure, Measurement, Placement, Proposal, Trial
 
@@ -313,22 +316,52 @@ def of_builds(rounds: Array, plan: Plan, numbers: Sequence[int]) -> list[Measure
     return compare_pairs([source(np.ones(rounds.shape[1]), rounds[n]) for n in numbers], plan)
 
 
-def test_builds_that_differ_for_good_win_no_more_often_than_promised() -> None:
-    """Equal files, builds of which differ by 2.5 % where rounds on them tell 0.1 %: that two agree says little."""
-    plan, count, rng = Plan((12, 24)), 2500, np.random.default_rng(8)
-    naive = {"faster": 0, "slower": 0, "undecided": 0}
-    found = dict.fromkeys(naive, 0)
+def proofs(gain: float, differ: float, count: int, plan: Plan) -> dict[str, int]:
+    """What proofs say of files of which one takes so much of the other's time, where pairs of builds differ for good
+    and rounds on each tell 0.1 %."""
+    found, rng = {"faster": 0, "slower": 0, "undecided": 0}, np.random.default_rng(8)
     for _ in range(count):
-        speeds = np.exp(0.025 * rng.standard_normal(MOST_PAIRS))
+        speeds = gain * np.exp(differ * rng.standard_normal(MOST_PAIRS))
         rounds = speeds[:, None] * np.exp(0.001 * rng.standard_normal((MOST_PAIRS, plan.looks[-1])))
         pairs = as_many_pairs_as_needed(partial(of_builds, rounds, plan), plan)
         assert isinstance(pairs, list)
-        ratios = [ratio(m, plan) for m in pairs]
-        naive[envelope(ratios[:2]).verdict] += 1
-        found[across_builds(ratios).verdict] += 1
-    for side in ("faster", "slower"):
-        assert plausible(found[side], count, plan.error)
-        assert naive[side] > 0.2 * count
+        found[across_builds([ratio(m, plan) for m in pairs], plan).verdict] += 1
+    return found
+
+
+@pytest.mark.parametrize("differ", [0.005, 0.025])
+def test_builds_that_differ_for_good_win_no_more_often_than_promised(differ: float) -> None:
+    """Equal files: that two builds agree says little."""
+    plan, count = Plan((12, 24)), 2000
+    found = proofs(1.0, differ, count, plan)
+    assert all(plausible(found[side], count, plan.error) for side in ("faster", "slower"))
+
+
+def test_a_gain_of_three_percent_is_found_where_builds_differ_by_one() -> None:
+    found = proofs(0.97, 0.01, 200, Plan((12, 24)))
+    assert found["faster"] > 180
+
+
+def test_deviations_seen_elsewhere_narrow_an_interval_or_widen_it() -> None:
+    plan, pairs = Plan((12, 24)), [Ratio(0.95, 0.949, 0.951), Ratio(0.951, 0.95, 0.952)]
+    alone = across_builds(pairs, plan)
+    quiet, wild = (across_builds(pairs, plan, USUAL + Spread(8 * s**2, 8)) for s in (0.003, 0.1))
+    assert alone.verdict == wild.verdict == "undecided"
+    assert quiet.verdict == "faster"
+    assert wild.high is not None and alone.high is not None and wild.high > alone.high
+
+
+def test_what_builds_of_the_users_file_have_for_themselves_is_told_from_the_rest() -> None:
+    """Files that meet the same builds: all deviations count, and none twice."""
+    rng, found = np.random.default_rng(1), list[float]()
+    for _ in range(400):
+        logs = 0.01 * rng.standard_normal((4, 2)) - 0.01 * rng.standard_normal(2)
+        seen = spread_of([[Ratio(float(np.exp(x)), None, None) for x in row] for row in logs])
+        assert seen.free == 4
+        found.append(seen.squares / seen.free)
+    assert np.mean(found) == pytest.approx(2 * 0.01**2, rel=0.1)
+    assert np.std(found) / np.mean(found) == pytest.approx((2 / 4) ** 0.5, rel=0.15)
+    assert spread_of([]) == spread_of([[Ratio(0.9, None, None)]]) == Spread(0.0, 0)
 
 
 def test_a_small_gain_takes_more_builds_and_a_large_one_two() -> None:
@@ -341,7 +374,7 @@ def test_a_small_gain_takes_more_builds_and_a_large_one_two() -> None:
 
         pairs = as_many_pairs_as_needed(measure, PROOF)
         assert isinstance(pairs, list)
-        return across_builds([ratio(m, PROOF) for m in pairs]).verdict
+        return across_builds([ratio(m, PROOF) for m in pairs], PROOF).verdict
 
     assert [builds(0.9), builds(0.96), builds(0.99), builds(1.1)] == ["faster", "faster", "undecided", "slower"]
     two, four, eight = [0, 1], [2, 3], [4, 5, 6, 7]

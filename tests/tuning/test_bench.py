@@ -21,7 +21,7 @@ from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BaselineFailed, EngineFailure, OutputError
 from qdqtune.graph.files import one_constant_file
 from qdqtune.graph.outputs import Scratch
-from qdqtune.measurement.timing import LUCK, PAIRS, Plan, judge, ratio
+from qdqtune.measurement.timing import Plan, Ratio, across_builds, judge, ratio
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
@@ -289,14 +289,15 @@ def test_a_hopeless_candidate_costs_one_look_a_close_one_all(opened: Open) -> No
 
 def test_the_proof_takes_all_rounds_on_two_fresh_builds_of_each_file(opened: Open, tmp_path: Path) -> None:
     files = [tmp_path / "baseline.onnx", tmp_path / "final.onnx"]
-    setup = opened(speed=lambda path, build: {"baseline": 1.0, "final": 0.8 if build < 2 else 0.9}.get(path.stem, 1.0))
+    setup = opened(speed=lambda path, build: {"baseline": 1.0, "final": 0.8 if build < 2 else 0.82}.get(path.stem, 1.0))
     for path, placement in zip(files, (FLOAT, setup.placements[0]), strict=True):
         setup.candidates.write_whole(placement, path)
     proven = confirm("proof:x", *files, setup.run, Place(None, setup.run.runner))
     assert isinstance(proven, Confirmed)
-    assert (proven.ratio.low, proven.ratio.high) == (0.8 * (1 - LUCK[PAIRS]), 0.9 / (1 - LUCK[PAIRS]))
-    assert proven.ratio.median == pytest.approx((0.8 * 0.9) ** 0.5)
-    assert (proven.a_seconds, proven.b_seconds) == (1.0, pytest.approx(0.85))
+    each = [Ratio(r, r, r) for r in (0.8, 0.82)]
+    assert proven.ratio == across_builds(each, setup.run.settings.proof_plan)
+    assert proven.ratio.median == pytest.approx((0.8 * 0.82) ** 0.5)
+    assert (proven.a_seconds, proven.b_seconds) == (1.0, pytest.approx(0.81))
     assert [p.name for p in setup.runner.builds] == ["baseline.onnx", "final.onnx"] * 2
     assert setup.runner.present == set()
     later = opened()

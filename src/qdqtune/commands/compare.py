@@ -175,7 +175,7 @@ def _listed(specs: Mapping[str, InputSpec]) -> str:
 
 
 def _row(a: Path, file: Path, measured: Sequence[Measurement], plan: Plan, exact: Accuracy | None) -> Row:
-    both = across_builds([ratio(m, plan) for m in measured])
+    both = across_builds([ratio(m, plan) for m in measured], plan)
     first = 1e3 * float(np.median([s for m in measured for s in m.a]))
     other = 1e3 * float(np.median([s for m in measured for s in m.b]))
     sqnr, is_same = None if exact is None else exact.sqnr_db, content([a]) == content([file])

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.measurement.timing import LUCK, Plan, Ratio, Rounds, compare, compare_pairs, ratio, wants_builds
+from qdqtune.measurement.timing import BUILD_LOOKS, MOST_PAIRS, Plan, Ratio, Rounds, compare, compare_pairs, ratio, wants_builds
 from qdqtune.types import Failure, Measurement
 
 
@@ -76,15 +76,16 @@ def as_many_pairs_as_needed(
     measure: Callable[[Sequence[int]], list[Measurement] | Failure],
     plan: Plan,
     is_late: Callable[[], bool] = lambda: False,
+    most: int = MOST_PAIRS,
 ) -> list[Measurement] | Failure:
-    """What `measure` gives for pairs of builds by number: more of them where those so far say that builds matter, if it
-    is not late."""
+    """What `measure` gives for pairs of builds by number: more of them, up to `most`, where those so far say that
+    builds matter, if it is not late."""
     measured: list[Measurement] = []
-    for count in sorted(LUCK):
+    for count in (BUILD_LOOKS[0], *(count for count in BUILD_LOOKS[1:] if count <= most)):
         more = measure(range(len(measured), count))
         if isinstance(more, Failure):
             return more
         measured += more
-        if not wants_builds([ratio(m, plan) for m in measured]) or is_late():
+        if not wants_builds([ratio(m, plan) for m in measured], plan) or is_late():
             break
     return measured

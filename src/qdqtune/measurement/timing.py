@@ -23,6 +23,7 @@ from math import comb
 from typing import Literal
 
 import numpy as np
+from scipy.special import stdtrit
 
 from qdqtune.types import Failure, Measurement, Trial
 
@@ -119,10 +120,7 @@ def _rank(rounds: int, error: float) -> int:
 
 
 def envelope(ratios: Sequence[Ratio]) -> Ratio:
-    """One ratio for several pairs of builds: the mean of the medians, and the widest interval.
-
-    Two builds of one file differ for good, by memory layout say, so that each pair of builds has a median of its own.
-    """
+    """One ratio for several that have to agree: the mean of the medians, and the widest interval."""
     lows, highs = [r.low for r in ratios], [r.high for r in ratios]
     low = min(x for x in lows if x is not None) if None not in lows else None
     high = max(x for x in highs if x is not None) if None not in highs else None
@@ -130,36 +128,77 @@ def envelope(ratios: Sequence[Ratio]) -> Ratio:
 
 
 PAIRS, MOST_PAIRS = 2, 8
-"""Pairs of builds that a proof takes, and the most, where these say that builds matter."""
-
-LUCK = {PAIRS: 0.05, 4: 0.03, MOST_PAIRS: 0.012}
-"""By how much so many pairs of builds all have to agree on more than chance. Where what two builds of one file take for
-good has a standard deviation of 2.5 %, two fall below 5 %, or four below 3 %, or eight below 1.2 %, less than once in a
-thousand times. On ONNX Runtime at one thread it was 0.3 to 2.4 % (benchmarks/same.py), the more the shorter a model."""
+BUILD_LOOKS = (PAIRS, 4, MOST_PAIRS)
+"""After how many pairs of builds a proof looks, where those before have not decided it."""
 
 
-def across_builds(ratios: Sequence[Ratio]) -> Ratio:
-    """What pairs of builds say of any build of the two files: their envelope, wider by `LUCK`."""
-    both, luck = envelope(ratios), _luck(len(ratios))
-    low, high = both.low, both.high
-    return Ratio(both.median, None if low is None else low * (1 - luck), None if high is None else high / (1 - luck))
+@dataclass(frozen=True)
+class Spread:
+    """What is known of how much pairs of builds of the same two files differ for good: the sum of squares of what the
+    logarithms of their ratios deviate by, and how many of these deviations are free."""
+
+    squares: float
+    free: int
+
+    def __add__(self, other: Spread) -> Spread:
+        return Spread(self.squares + other.squares, self.free + other.free)
 
 
-def wants_builds(ratios: Sequence[Ratio]) -> bool:
-    """Whether more pairs of builds would tell: these agree, but on no more than builds may differ by; or they differ
-    for good by more than that, and by more than they are away from 1."""
-    if len(ratios) >= MOST_PAIRS:
+USUAL = Spread(3 * 0.015**2, 3)
+"""What is presumed of any model: as if three deviations of 1.5 % had been seen. On ONNX Runtime at one thread the
+standard deviation was 0.3 to 2.4 % (benchmarks/same.py), the more the shorter a model; at eight up to 17 %."""
+
+
+def spread_of(pairs: Sequence[Sequence[Ratio]]) -> Spread:
+    """What several files show that meet one after the other the same builds of the user's: a row for each of them, with
+    as many pairs of builds as there are of the user's.
+
+    All that a build of the user's has for itself shows in a whole column. So columns and what is left of them are
+    counted apart (analysis of variance in two ways, either file with half of the variance of a ratio).
+    """
+    logs = np.log([[r.median for r in row] for row in pairs])
+    if logs.ndim < 2 or logs.shape[1] < 2:
+        return Spread(0.0, 0)
+    files, builds = logs.shape
+    shifts = logs.mean(axis=0) - logs.mean()
+    rest = logs - logs.mean(axis=1, keepdims=True) - shifts
+    squares = 2 * np.sum(rest**2) + 2 * np.sum(shifts**2) * files / (files + 1)
+    return Spread(float(squares), files * (builds - 1))
+
+
+def across_builds(ratios: Sequence[Ratio], plan: Plan, seen: Spread = USUAL) -> Ratio:
+    """What pairs of builds say of any builds of the two files.
+
+    Two builds of one file differ for good, by memory layout say, so that each pair has a median of its own. Their mean
+    is off as Student's t has it, with the deviations that are known from elsewhere (`seen`) besides their own, and by
+    what the rounds leave open. Each of the `BUILD_LOOKS` spends an equal share of the error.
+    """
+    count, logs = len(ratios), np.log([r.median for r in ratios])
+    mean, known = float(np.mean(logs)), seen + Spread(float(np.sum((logs - np.mean(logs)) ** 2)), count - 1)
+    quantile = float(stdtrit(known.free, 1 - plan.error / len(BUILD_LOOKS)))
+    builds = quantile * float(np.sqrt(known.squares / known.free / count))
+    below, above = (_open(ratios, [getattr(r, end) for r in ratios]) for end in ("low", "high"))
+    low = None if below is None else float(np.exp(mean - np.hypot(builds, below)))
+    high = None if above is None else float(np.exp(mean + np.hypot(builds, above)))
+    return Ratio(float(np.exp(mean)), low, high)
+
+
+def _open(ratios: Sequence[Ratio], ends: Sequence[float | None]) -> float | None:
+    """How far the mean of the logarithms of several medians may be off on one side, as far as rounds tell."""
+    off = [np.log(end / r.median) for r, end in zip(ratios, ends, strict=True) if end is not None]
+    return float(np.sqrt(np.sum(np.square(off))) / len(ratios)) if len(off) == len(ratios) else None
+
+
+def wants_builds(ratios: Sequence[Ratio], plan: Plan) -> bool:
+    """Whether more pairs of builds would tell: rounds on these show a difference worth having, which is no more than
+    builds may differ by."""
+    both = across_builds(ratios, plan)
+    if len(ratios) >= MOST_PAIRS or both.verdict != "undecided":
         return False
-    agreed, known = envelope(ratios).verdict, across_builds(ratios).verdict
-    first, last = (end(ratios, key=lambda r: r.median) for end in (min, max))
-    spread = last.median - first.median
-    away = max(first.median - 1, 1 - last.median)  # below zero where they lie on both sides
-    is_torn = spread > max(_luck(len(ratios)), away) and not overlap(first, last)
-    return is_torn or agreed != known
-
-
-def _luck(pairs: int) -> float:
-    return LUCK[max((known for known in LUCK if known <= pairs), default=PAIRS)]
+    ends = [[r.high for r in ratios], [r.low for r in ratios]]
+    far = abs(float(np.log(both.median)))
+    off = _open(ratios, ends[both.median > 1])
+    return off is not None and far > max(off, CLOSE)
 
 
 def overlap(a: Ratio, b: Ratio) -> bool:

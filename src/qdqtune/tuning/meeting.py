@@ -45,7 +45,7 @@ class Confirmed:
         """What several pairs of builds say together."""
         a_seconds = float(np.median([seconds for m in measured for seconds in m.a]))
         b_seconds = float(np.median([seconds for m in measured for seconds in m.b]))
-        return cls(across_builds([ratio(m, plan) for m in measured]), a_seconds, b_seconds, 2 * len(measured))
+        return cls(across_builds([ratio(m, plan) for m in measured], plan), a_seconds, b_seconds, 2 * len(measured))
 
 
 def confirm(key: str, a: Path, b: Path, run: Run, place: Place) -> Confirmed | Failure:

@@ -18,7 +18,7 @@ from qdqtune.graph.constants import places as data_places
 from qdqtune.graph.files import data_of
 from qdqtune.graph.loading import load, read
 from qdqtune.graph.outputs import appearing, exchange
-from qdqtune.measurement.timing import LUCK, PAIRS, Ratio
+from qdqtune.measurement.timing import Ratio
 from qdqtune.search import ratios_to_float
 from qdqtune.tuning import advice
 from qdqtune.tuning.folder import BASELINE, FINAL
@@ -32,6 +32,9 @@ FINALISTS = 2
 
 MOST_FINALISTS = 5
 """The same where those before were faster, but slower at another number of threads."""
+
+CLEAR = 0.95
+"""A share of the float model's time that builds do not differ by."""
 
 
 @dataclass(frozen=True)
@@ -214,8 +217,7 @@ def _proof(placement: Placement, contest: _Contest) -> Proof:
 
 def _finalists(history: Sequence[Trial], contest: _Contest) -> Iterator[Placement]:
     """Those that were accepted, the last one first; behind candidates that only another number of threads has stopped
-    the others that hold the limits and were faster than float by more than builds differ, the fastest first; and the
-    float model. None that there is no time for."""
+    the others that hold the limits and were clearly faster than float, the fastest first; and the float model. None that there is no time for."""
     run = contest.run
     is_bounded = run.settings.time_budget is not None
     if is_bounded and not history:
@@ -223,7 +225,7 @@ def _finalists(history: Sequence[Trial], contest: _Contest) -> Iterator[Placemen
     accepted = [t.placement for t in reversed(history) if t.accepted]
     ratios = ratios_to_float(history, run.settings.plan)
     held = {t.placement: ratios[t.placement] for t in history if t.placement in ratios and t.holds is not False}
-    others = [p for p in sorted(held, key=held.__getitem__) if p and held[p] < 1 - LUCK[PAIRS]]
+    others = [p for p in sorted(held, key=held.__getitem__) if p and held[p] < CLEAR]
     first = accepted[: 1 if is_bounded else FINALISTS]
     queue = list(dict.fromkeys([*first, *others]))[:MOST_FINALISTS]
     for number, placement in enumerate(queue):
