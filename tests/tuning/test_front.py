@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.reading import read_placement
 from qdqtune.tuning.front import pick
 from qdqtune.tuning.loop import tune
-from runs import mixed, settings, write
-from workers import Workers
+from runs import cost, mixed, settings, write
+from workers import Build, Workers
 
 pytestmark = pytest.mark.usefixtures("workers")
 
@@ -111,3 +112,20 @@ def test_what_cannot_be_is_one_line(model: Path, tmp_path: Path) -> None:
         settings(model, mode="region", front=True, builds=30)
     with pytest.raises(BadOption, match="no finished run with a front"):
         pick(tmp_path, "24db")
+
+
+def test_a_front_ships_as_small_a_gain_as_the_same_run_without_it(model: Path, workers: Workers) -> None:
+    """Four or eight pairs of builds tell it, within the builds of the front."""
+    baseline = cost(model)
+
+    def slower(build: Build) -> float:
+        differs = 1 + 0.002 * (-1) ** build.number
+        return differs * (0.97 * baseline / taken if (taken := cost(build.path)) != baseline else 1.0)
+
+    workers.slower = slower
+    usual = tune(settings(model, mode="cut", builds=12))
+    assert usual.shipped == "tuned"
+    front = tune(replace(settings(model, mode="cut", front=True, builds=25), output_dir=model.parent / "front"))
+    assert front.shipped == "tuned"
+    assert front.summary["ratio"] == pytest.approx(usual.summary["ratio"], abs=0.01)
+    assert front.summary["builds"] + front.summary["proof_builds"] <= 25

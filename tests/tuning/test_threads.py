@@ -97,6 +97,9 @@ def test_where_the_winner_is_slower_at_a_number_the_next_candidate_is_tried(mode
 def test_points_of_a_front_hold_at_each_number(model: Path, workers: Workers) -> None:
     result = run(model, front=True, builds=25)
     rows = result.summary["front"]
+    built = sum(build.engine == "fake" for build in workers.builds)
+    assert built == result.summary["builds"] + result.summary["proof_builds"] <= 25
+    assert len(rows) > 2
     assert all([at["threads"] for at in row["by_threads"]] == [1, 4] for row in rows)
     assert result.summary["by_threads"] == next(row for row in rows if row["shipped"])["by_threads"]
     pick(model.parent / "out", rows[-1]["name"])

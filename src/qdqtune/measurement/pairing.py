@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.measurement.timing import BUILD_LOOKS, MOST_PAIRS, Plan, Ratio, Rounds, compare, compare_pairs, ratio, wants_builds
+from qdqtune.measurement.timing import BUILD_LOOKS, Plan, Ratio, Rounds, compare, compare_pairs, ratio, wants_builds
 from qdqtune.types import Failure, Measurement
 
 
@@ -75,17 +75,17 @@ def fresh_pairs(
 def as_many_pairs_as_needed(
     measure: Callable[[Sequence[int]], list[Measurement] | Failure],
     plan: Plan,
-    is_late: Callable[[], bool] = lambda: False,
-    most: int = MOST_PAIRS,
+    is_enough: Callable[[Sequence[Ratio]], bool] = lambda _: False,
 ) -> list[Measurement] | Failure:
-    """What `measure` gives for pairs of builds by number: more of them, up to `most`, where those so far say that
-    builds matter, if it is not late."""
+    """What `measure` gives for pairs of builds by number: more of them where those so far say that builds matter, if
+    they are not enough."""
     measured: list[Measurement] = []
-    for count in (BUILD_LOOKS[0], *(count for count in BUILD_LOOKS[1:] if count <= most)):
+    for count in BUILD_LOOKS:
         more = measure(range(len(measured), count))
         if isinstance(more, Failure):
             return more
         measured += more
-        if not wants_builds([ratio(m, plan) for m in measured], plan) or is_late():
+        ratios = [ratio(m, plan) for m in measured]
+        if not wants_builds(ratios, plan) or is_enough(ratios):
             break
     return measured

@@ -166,6 +166,20 @@ def spread_of(pairs: Sequence[Sequence[Ratio]]) -> Spread:
     return Spread(float(squares), files * (builds - 1))
 
 
+def on_these_builds(ratios: Sequence[Ratio]) -> Ratio:
+    """What pairs of builds say of themselves: the mean of their medians, with what the rounds leave open."""
+    logs = np.log([r.median for r in ratios])
+
+    def end(ends: Sequence[float | None]) -> float | None:
+        known = [e for e in ends if e is not None]
+        if len(known) < len(ends):
+            return None
+        off = np.log(known) - logs
+        return float(np.exp(np.mean(logs) + np.sign(np.sum(off)) * np.sqrt(np.sum(off**2)) / len(logs)))
+
+    return Ratio(float(np.exp(np.mean(logs))), end([r.low for r in ratios]), end([r.high for r in ratios]))
+
+
 def across_builds(ratios: Sequence[Ratio], plan: Plan, seen: Spread = USUAL) -> Ratio:
     """What pairs of builds say of any builds of the two files.
 
@@ -173,32 +187,25 @@ def across_builds(ratios: Sequence[Ratio], plan: Plan, seen: Spread = USUAL) -> 
     is off as Student's t has it, with the deviations that are known from elsewhere (`seen`) besides their own, and by
     what the rounds leave open. Each of the `BUILD_LOOKS` spends an equal share of the error.
     """
-    count, logs = len(ratios), np.log([r.median for r in ratios])
-    mean, known = float(np.mean(logs)), seen + Spread(float(np.sum((logs - np.mean(logs)) ** 2)), count - 1)
+    these, logs = on_these_builds(ratios), np.log([r.median for r in ratios])
+    known = seen + Spread(float(np.sum((logs - np.mean(logs)) ** 2)), len(ratios) - 1)
     quantile = float(stdtrit(known.free, 1 - plan.error / len(BUILD_LOOKS)))
-    builds = quantile * float(np.sqrt(known.squares / known.free / count))
-    below, above = (_open(ratios, [getattr(r, end) for r in ratios]) for end in ("low", "high"))
-    low = None if below is None else float(np.exp(mean - np.hypot(builds, below)))
-    high = None if above is None else float(np.exp(mean + np.hypot(builds, above)))
-    return Ratio(float(np.exp(mean)), low, high)
+    builds = quantile * float(np.sqrt(known.squares / known.free / len(ratios)))
 
+    def wider(end: float | None, side: int) -> float | None:
+        return (
+            None if end is None else these.median * float(np.exp(side * np.hypot(builds, np.log(end / these.median))))
+        )
 
-def _open(ratios: Sequence[Ratio], ends: Sequence[float | None]) -> float | None:
-    """How far the mean of the logarithms of several medians may be off on one side, as far as rounds tell."""
-    off = [np.log(end / r.median) for r, end in zip(ratios, ends, strict=True) if end is not None]
-    return float(np.sqrt(np.sum(np.square(off))) / len(ratios)) if len(off) == len(ratios) else None
+    return Ratio(these.median, wider(these.low, -1), wider(these.high, 1))
 
 
 def wants_builds(ratios: Sequence[Ratio], plan: Plan) -> bool:
     """Whether more pairs of builds would tell: rounds on these show a difference worth having, which is no more than
     builds may differ by."""
-    both = across_builds(ratios, plan)
-    if len(ratios) >= MOST_PAIRS or both.verdict != "undecided":
-        return False
-    ends = [[r.high for r in ratios], [r.low for r in ratios]]
-    far = abs(float(np.log(both.median)))
-    off = _open(ratios, ends[both.median > 1])
-    return off is not None and far > max(off, CLOSE)
+    these = on_these_builds(ratios)
+    is_worth_it = these.verdict != "undecided" and abs(np.log(these.median)) > CLOSE
+    return len(ratios) < MOST_PAIRS and bool(is_worth_it) and across_builds(ratios, plan).verdict == "undecided"
 
 
 def overlap(a: Ratio, b: Ratio) -> bool:

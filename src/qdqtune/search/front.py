@@ -121,6 +121,11 @@ class Point:
     trial: Trial
 
     @property
+    def placement(self) -> Placement:
+        """What was measured."""
+        return self.trial.placement
+
+    @property
     def spot(self) -> Spot:
         """Where it was measured."""
         return Spot(self.ratio, self.trial.exactness)
@@ -165,15 +170,18 @@ def named(points: Sequence[Point]) -> dict[str, Point]:
 
 @dataclass(frozen=True)
 class FrontSearch:
-    """See the module. `by_cut` knows the noise of every value; `builds` is what search and proof may spend together."""
+    """See the module. `by_cut` knows the noise of every value; `builds` is what search and proof may spend together, at
+    so many numbers of threads as `places` says."""
 
     by_cut: CutSearch
     noise: Noise
     builds: int
+    places: int = 1
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """See `Strategy`: what the cut proposes, until the builds are left that the proof of the points takes."""
-        proof = 2 + 2 * (ENOUGH if self.builds < 2 * (2 + 2 * POINTS) else POINTS) + SPARE
+        points = ENOUGH if self.builds < 2 * (2 + 2 * POINTS) else POINTS
+        proof = self.places * 2 * (1 + points) + SPARE
         most = max(LEAST_SEARCHED, self.builds - proof)
         left = most - 1 - sum(t.builds for t in history)
         return self.by_cut.propose(history)[: max(0, left)]

@@ -1,25 +1,24 @@
-"""Who may be a point of the front: what the search has found, and what prices foretell between. One after the other
-meets the user's file on a fresh build of both, the one next that lies farthest from all that were met. What does not
-prove faster there, or is beaten by others, makes room for another; what is left meets a second pair of builds.
+"""Who may be a point of the front: what the search has found, and what prices foretell between.
+
+What the search would ship proves itself first, on as many pairs of builds as without a front. Then one after the other
+meets a build of the user's file, which all have in common, the one next that lies farthest from all that were met. What
+does not seem faster there, or is beaten by others, makes room for another; what is left meets a second build.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+from qdqtune.engines import threads_of
 from qdqtune.engines.runner import Handle
-from qdqtune.errors import BaselineFailed, writing
+from qdqtune.errors import writing
 from qdqtune.graph.files import data_of
-from qdqtune.graph.loading import files_of
-from qdqtune.graph.stamps import content
 from qdqtune.measurement.accuracy import accuracy, is_finite
-from qdqtune.measurement.pairing import rounds_of
-from qdqtune.measurement.timing import compare, ratio
+from qdqtune.measurement.pairing import as_many_pairs_as_needed
+from qdqtune.measurement.timing import PAIRS, Ratio, on_these_builds, ratio
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.front import (
     ENOUGH,
@@ -35,21 +34,18 @@ from qdqtune.search.front import (
     undominated,
 )
 from qdqtune.tuning.budget import builds_of
-from qdqtune.tuning.folder import BASELINE, FRONT
-from qdqtune.tuning.meeting import insist, known
+from qdqtune.tuning.folder import FRONT
+from qdqtune.tuning.meeting import Opponents
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import PROOF_BUILDS
 from qdqtune.tuning.station import profiled_runs
-from qdqtune.tuning.store import (
-    Record,
-    pack_accuracy,
-    pack_layers,
-    pack_result,
-    unpack_accuracy,
-    unpack_layers,
-    unpack_result,
-)
+from qdqtune.tuning.store import Record, pack_accuracy, pack_layers, pack_result, unpack_accuracy, unpack_layers
+from qdqtune.tuning.threads import Place
 from qdqtune.types import Failure, Measurement, Placement, Proposal, Trial
+
+OBVIOUS = 0.7
+"""A point that takes at most this share of the float model's time at one number of threads is expected to need one
+build to be told faster at another."""
 
 WORTH = 0.98
 """What is foretold to take at most this share of the time of all that was met comes first, as a search would go on."""
@@ -71,17 +67,22 @@ class Entry:
     is_fresh: bool
     """Whether no search had built it."""
 
+    def seems(self, run: Run) -> Ratio | None:
+        """What its pairs of builds say of themselves; None if it failed."""
+        parts = [ratio(m, run.settings.proof_plan) for m in self.measured if isinstance(m, Measurement)]
+        return on_these_builds(parts) if len(parts) == len(self.measured) else None
+
     def is_faster(self, run: Run) -> bool:
-        """Whether its first pair of builds proves it faster."""
-        first = self.measured[0]
-        return isinstance(first, Measurement) and ratio(first, run.settings.proof_plan).verdict == "faster"
+        """Whether its builds so far are."""
+        seems = self.seems(run)
+        return seems is not None and seems.verdict == "faster"
 
     def spot(self, run: Run) -> Spot:
-        """Where its first pair of builds shows it."""
-        first = self.measured[0]
-        if isinstance(first, Failure) or self.trial.accuracy is None:
+        """Where they show it."""
+        seems = self.seems(run)
+        if seems is None or self.trial.accuracy is None:
             return self.thought
-        return Spot(ratio(first, run.settings.proof_plan).median, self.trial.exactness)
+        return Spot(seems.median, self.trial.exactness)
 
     def spots(self, run: Run) -> tuple[Spot, ...]:
         """What nothing else needs to be near to: where it is, and where it was thought to be if it is no point."""
@@ -89,13 +90,18 @@ class Entry:
 
 
 class Candidacy:
-    """See the module. `written` are the files of all that were met, `builds` what that took."""
+    """See the module. `written` are the files of all that were met."""
 
     def __init__(self, history: Sequence[Trial], run: Run, search: FrontSearch | None) -> None:
         self._history, self._run, self._search = history, run, search
+        self._opponents = Opponents(run, Place(threads_of(run.settings.engine), run.runner))
         self.entries: list[Entry] = []
         self.written: dict[Placement, Path] = {}
-        self.builds = 0
+
+    @property
+    def builds(self) -> int:
+        """What all meetings took."""
+        return self._opponents.builds
 
     @property
     def trials(self) -> tuple[Trial, ...]:
@@ -103,19 +109,49 @@ class Candidacy:
         return tuple(entry.trial for entry in self.entries if entry.is_fresh)
 
     def met(self) -> list[Entry]:
-        """Those that are left in the end, each with both of its pairs of builds.
+        """Those that are left in the end, each with two pairs of builds or more.
 
         Raises:
             BaselineFailed: the engine does not build the float model again.
             OutputError: a file cannot be written.
         """
-        with _Opponent(self._run, 0) as opponent:
+        with self._opponents:
             while self._has_room() and (point := self._next()) is not None:
-                self.entries.append(self._entry(point, opponent))
-        left = self._standing()
-        self.builds = sum(1 + count for count in (len(self.entries), len(left)) if count)
-        with _Opponent(self._run, 1) as opponent:
-            return [replace(e, measured=(*e.measured, self._meet(e.trial, 1, opponent))) for e in left]
+                self.entries.append(self._usual(self._entry(point)))
+            for number in range(1, PAIRS):
+                for entry in self._standing():
+                    if len(entry.measured) == number:
+                        self._put(self._met_again(entry, number))
+        return [entry for entry in self._standing() if len(entry.measured) >= PAIRS]
+
+    def _usual(self, entry: Entry) -> Entry:
+        """What the search would ship has met as many builds as it needs and there is room for."""
+        plan, begun = self._run.settings.proof_plan, time.monotonic()
+        if entry.trial.placement != best_of(self._history):
+            return entry
+
+        def measure(numbers: Sequence[int]) -> list[Measurement] | Failure:
+            nonlocal entry
+            for number in numbers:
+                entry = self._met_again(entry, number) if number else entry
+            failed = next((m for m in entry.measured if isinstance(m, Failure)), None)
+            return failed or [m for m in entry.measured[numbers[0] :] if isinstance(m, Measurement)]
+
+        def is_enough(ratios: Sequence[Ratio]) -> bool:
+            is_late = self._run.budget.lacks(time.monotonic() - begun)
+            return is_late or self._left - self._elsewhere(1, PAIRS) < 2 * len(ratios)  # the next look takes as many
+
+        as_many_pairs_as_needed(measure, plan, is_enough)
+        return entry
+
+    def _met_again(self, entry: Entry, number: int) -> Entry:
+        result = self._opponents.meet(number, entry.trial.placement, self.written[entry.trial.placement])
+        return replace(entry, measured=(*entry.measured, result))
+
+    def _put(self, entry: Entry) -> None:
+        """In place of what is known of it."""
+        same = [e.trial.placement for e in self.entries].index(entry.trial.placement)
+        self.entries[same] = entry
 
     def excuse(self, count: int, elsewhere: int) -> str:
         """Why there are no more points than so many, in a sentence. `elsewhere` are those that failed only at another
@@ -138,13 +174,24 @@ class Candidacy:
     def _has_room(self) -> bool:
         """Whether one more can be met on two builds beside what is to come."""
         settings, standing = self._run.settings, self._standing()
-        most = settings.builds - 1 - builds_of(self._history)
+        waiting = [entry for entry in standing if len(entry.measured) < PAIRS]
         holds = any(self._run.limits.is_exact_enough(entry.trial.accuracy) for entry in standing)
         least = 0 if holds or not self.entries else PROOF_BUILDS  # the usual proof, where no point can ship
-        needed = (1 + len(self.entries)) + 1 + (1 + len(standing)) + 1 + least
-        limit = self._run.budget.points
+        opened = sum(not self._opponents.is_open(number) for number in range(PAIRS))
+        clear = sum(entry.spot(self._run).ratio < OBVIOUS for entry in standing)
+        elsewhere = self._elsewhere(clear, 1) + self._elsewhere(len(standing) + 1 - clear, PAIRS)
+        needed = opened + 1 + len(waiting) + 1 + elsewhere + least
         met = len(standing) if settings.time_budget is None else len(self.entries)
-        return needed <= most and met < limit
+        return needed <= self._left and met < self._run.budget.points
+
+    @property
+    def _left(self) -> int:
+        """Builds that search and meetings have left."""
+        return self._run.settings.builds - 1 - builds_of(self._history) - self._opponents.builds
+
+    def _elsewhere(self, count: int, pairs: int) -> int:
+        """Builds that so many points take at other numbers of threads, with those of the user's file that they meet."""
+        return (len(self._run.settings.thread_counts) - 1) * (count + bool(count)) * pairs
 
     def _next(self) -> Point | Offer | None:
         """What the search would ship, the fastest that nothing beats, then what is farthest from all that were met."""
@@ -197,56 +244,40 @@ class Candidacy:
         stays = best_of(self._history) if self._run.limits.max_drop is not None else None
         return [e for e, s in faster if e.trial.placement == stays or not any(o.beats(s) for _, o in faster)]
 
-    def _entry(self, point: Point | Offer, opponent: _Opponent) -> Entry:
+    def _entry(self, point: Point | Offer) -> Entry:
         """Write the file of a point, and let it meet the user's once."""
+        file = self._write(point.placement)
         if isinstance(point, Point):
-            self._write(point.trial.placement)
-            return Entry(point.trial, point.spot, (self._meet(point.trial, 0, opponent),), is_fresh=False)
+            return Entry(point.trial, point.spot, (self._opponents.meet(0, point.placement, file),), is_fresh=False)
         proposal = Proposal("front", point.placement, predicted=point.spot.ratio)
         number = len(self._history) + len(self.trials) + 1
-        self._write(point.placement)
         trial = Trial(number, proposal, Placement(), Failure("run", "not measured yet"))
-        result = self._meet(trial, 0, opponent)
-        seen = self._run.store.get(_seen_key(point.placement)) or {}
-        if "sqnr_db" in seen and isinstance(result, Measurement):
-            known, layers = unpack_accuracy(seen), unpack_layers(seen.get("layers", []))
-            holds = self._run.limits.is_exact_enough(known)
-            trial = replace(trial, result=result, accuracy=known, holds=holds, layers=layers)
+        seen, store = _seen_key(point.placement), self._run.store
+
+        def look(handle: Handle) -> None:
+            store.put(seen, self._looked_at(handle))
+
+        result, known = (
+            self._opponents.meet(0, point.placement, file, None if store.get(seen) else look),
+            store.get(seen) or {},
+        )
+        if "sqnr_db" in known and isinstance(result, Measurement):
+            exact, layers = unpack_accuracy(known), unpack_layers(known.get("layers", []))
+            holds = self._run.limits.is_exact_enough(exact)
+            trial = replace(trial, result=result, accuracy=exact, holds=holds, layers=layers)
         else:
-            result = Failure(**seen["failure"]) if "failure" in seen else result
+            result = Failure(**known["failure"]) if "failure" in known else result
             trial = replace(trial, result=result)
         self._run.bench.keep(trial)
         return Entry(trial, point.spot, (result,), is_fresh=True)
 
-    def _write(self, placement: Placement) -> None:
+    def _write(self, placement: Placement) -> Path:
         """A file of its own, under a name that says nothing yet."""
         file = self._run.output.claim(self._run.settings.output_dir / FRONT / f"{placement.digest}.onnx")
         self._run.output.claim(data_of(file))
         self._run.candidates.write_whole(placement, file)
         self.written[placement] = file
-
-    def _meet(self, trial: Trial, number: int, opponent: _Opponent) -> Measurement | Failure:
-        """The rounds of one pair of fresh builds, from the store where it has them."""
-        run, placement = self._run, trial.placement
-        files: Record = {"files": [content(files_of(f)) for f in (run.settings.model, self.written[placement])]}
-        key = f"front:{placement.digest}:{number}"
-        record = known(run.store, key, files, run.settings.proof_plan.looks[0])
-        unseen = trial.accuracy is None and number == 0 and run.store.get(_seen_key(placement)) is None
-        if record is None or unseen:
-            result = insist(partial(self._fresh, placement, number, opponent, unseen))
-            record = run.store.put(key, pack_result(result) | files)
-        return unpack_result(record)
-
-    def _fresh(self, placement: Placement, number: int, opponent: _Opponent, unseen: bool) -> Measurement | Failure:
-        run, plan = self._run, self._run.settings.proof_plan
-        handle = run.runner.load(self.written[placement], f"front_{number}_{placement.digest}", fresh=True)
-        if isinstance(handle, Failure):
-            return handle
-        if unseen:
-            run.store.put(_seen_key(placement), self._looked_at(handle))
-        result = compare(rounds_of(run.runner, opponent.handle, handle, plan, run.settings.seed + number), plan)
-        run.runner.unload(handle)
-        return result
+        return file
 
     def _looked_at(self, handle: Handle) -> Record:
         """How exact a build is, and what its layers take, from which prices learn."""
@@ -259,44 +290,6 @@ class Candidacy:
         layers = runner.layers(handle, profiled_runs(bench.float_seconds))
         told = [] if isinstance(layers, Failure) else pack_layers(layers)
         return pack_accuracy(accuracy(bench.reference(), outputs)) | {"layers": told}
-
-
-class _Opponent:
-    """A fresh build of the user's file, made when somebody needs it; of the float model as we write it where the engine
-    does not run that. A context manager."""
-
-    def __init__(self, run: Run, number: int) -> None:
-        self._run, self._number = run, number
-        self._handle: Handle | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        if self._handle is not None:
-            self._run.runner.unload(self._handle)
-
-    @property
-    def handle(self) -> Handle:
-        """The build.
-
-        Raises:
-            BaselineFailed: the engine does not build the float model again.
-        """
-        for found in self._tries() if self._handle is None else ():
-            if not isinstance(found, Failure):
-                self._handle = found
-                break
-            if found.is_transient:
-                raise BaselineFailed(f"the engine does not build the float model again: {found.reason}")
-        if self._handle is None:
-            raise BaselineFailed("the engine does not build the float model again")
-        return self._handle
-
-    def _tries(self) -> Iterator[Handle | Failure]:
-        settings, runner = self._run.settings, self._run.runner
-        for file, name in ((settings.model, "given"), (settings.output_dir / BASELINE, "baseline")):
-            yield runner.load(file, f"front_{self._number}_{name}", fresh=True)
 
 
 def _noise(trial: Trial) -> float:

@@ -15,13 +15,14 @@ from qdqtune.graph.files import data_of
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.outputs import appearing
 from qdqtune.graph.stamps import content
-from qdqtune.measurement.timing import PAIRS, Ratio
+from qdqtune.measurement.timing import PAIRS, USUAL, Ratio, ratio, spread_of
 from qdqtune.search.front import ENOUGH, FrontSearch, Point, named
 from qdqtune.tuning.accepting import is_alike
+from qdqtune.tuning.budget import builds_of
 from qdqtune.tuning.candidacy import Candidacy, Entry, move_model
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT, PLACEMENT, SUMMARY, alone
 from qdqtune.tuning.forms import POINT, ListOf, fits
-from qdqtune.tuning.meeting import Confirmed, confirm
+from qdqtune.tuning.meeting import Confirmed, Opponents
 from qdqtune.tuning.proof import Proof, Standing, copy_model, foremost, is_held, prove, rows_of
 from qdqtune.tuning.records import write_json, write_placement_of
 from qdqtune.tuning.run import Run
@@ -97,8 +98,7 @@ def prove_front(history: Sequence[Trial], run: Run, search: FrontSearch | None) 
         folder.mkdir(exist_ok=True)
     run.candidates.write_whole(Placement(), run.settings.output_dir / BASELINE)
     candidacy = Candidacy(history, run, search)
-    met = candidacy.met()
-    proven = [p for entry in met if (p := _proven(entry, run)) is not None]
+    proven = _proven(candidacy.met(), run)
     held, more = _everywhere(proven, candidacy.written, run)
     kept = [p for p in held if not any(_beats(o, p) for o in held)]
     kept.sort(key=lambda p: p.ratio.median)
@@ -108,7 +108,8 @@ def prove_front(history: Sequence[Trial], run: Run, search: FrontSearch | None) 
     notes = () if len(kept) >= ENOUGH else (candidacy.excuse(len(kept), max(0, elsewhere)),)
     if not (holding := [p for p in kept if p.holds]):
         tried = {entry.trial.placement for entry in candidacy.entries}
-        usual = prove([t for t in history if t.placement not in tried], run)
+        room = run.settings.builds - 1 - builds_of(history) - builds - len(trials)
+        usual = prove([t for t in history if t.placement not in tried], run, room)
         proof = replace(usual, builds=usual.builds + builds, notes=(*usual.notes, *notes))
         return Front(proof, tuple(kept), trials)
     even = [p for p in holding if is_alike(p.ratio, holding[0].ratio)]
@@ -193,42 +194,68 @@ def _as_shipped(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> di
     }
 
 
-def _proven(entry: Entry, run: Run) -> Proven | None:
-    """A point with its measurements; None if the engine failed on its file."""
-    parts = [m for m in entry.measured if isinstance(m, Measurement)]
-    if len(parts) < PAIRS:
-        return None
-    trial = entry.trial
-    metric = run.bench.metric(trial.placement) if run.settings.evaluate else None
-    holds = run.limits.is_exact_enough(trial.accuracy)
-    if metric is not None:
-        holds = holds and not isinstance(metric, Failure) and run.limits.is_good_enough(metric)
-    met = Confirmed.of(parts, run.settings.proof_plan)
-    value = None if isinstance(metric, Failure) else metric
-    standing = Standing(threads_of(run.settings.engine), met.ratio, met.a_seconds, met.b_seconds)
-    return Proven("", trial, met.ratio, met.a_seconds, met.b_seconds, value, holds, "", (standing,))
+def _proven(entries: Sequence[Entry], run: Run) -> list[Proven]:
+    """Points with their measurements, but for those on whose files the engine failed."""
+    found = []
+    for entry, met in zip(entries, _confirmed([entry.measured for entry in entries], run), strict=True):
+        if met is None:
+            continue
+        trial = entry.trial
+        metric = run.bench.metric(trial.placement) if run.settings.evaluate else None
+        holds = run.limits.is_exact_enough(trial.accuracy)
+        if metric is not None:
+            holds = holds and not isinstance(metric, Failure) and run.limits.is_good_enough(metric)
+        value = None if isinstance(metric, Failure) else metric
+        standing = Standing(threads_of(run.settings.engine), met.ratio, met.a_seconds, met.b_seconds)
+        found.append(Proven("", trial, met.ratio, met.a_seconds, met.b_seconds, value, holds, "", (standing,)))
+    return found
+
+
+def _confirmed(measured: Sequence[Sequence[Measurement | Failure]], run: Run) -> list[Confirmed | None]:
+    """What all pairs of builds of several files say of each, None where one failed. All have met the same builds of the
+    user's file, and together they show how much builds differ."""
+    plan = run.settings.proof_plan
+    parts = [[m for m in row if isinstance(m, Measurement)] for row in measured]
+    rows = [[ratio(m, plan) for m in row[:PAIRS]] for row in parts]
+    found = list[Confirmed | None]()
+    for at, (row, known) in enumerate(zip(parts, measured, strict=True)):
+        others = [other for number, other in enumerate(rows) if number != at and len(other) == PAIRS]
+        is_whole = 0 < len(row) == len(known)
+        found.append(Confirmed.of(row, plan, USUAL + spread_of(others)) if is_whole else None)
+    return found
 
 
 def _everywhere(proven: Sequence[Proven], written: Mapping[Placement, Path], run: Run) -> tuple[list[Proven], int]:
-    """The points that hold at every number of threads, and the builds that it took to know."""
-    held, builds, settings = list[Proven](), 0, run.settings
+    """The points that hold at every number of threads, and the builds that it took to know: a second one of what the
+    first does not tell faster."""
+    settings = run.settings
+    left = {p.trial.placement: p for p in proven}
+    builds = 0
     with places(settings.engine, settings.thread_counts, run.runner, run.subject.feed) as found:
-        for point in proven:
-            standings = [*point.standings] if any(place.is_home for place in found) else []
-            placement = point.trial.placement
-            for place in found:
-                if place.is_home or any(one.is_slower for one in standings):
-                    continue
-                met = confirm(f"front:{placement.digest}", settings.model, written[placement], run, place)
-                if isinstance(met, Failure):
-                    break
-                builds += met.builds
-                standings.append(Standing(place.threads, met.ratio, met.a_seconds, met.b_seconds))
-            if len(standings) == len(found) and is_held(standings):
-                best = foremost(standings)
-                told = replace(point, ratio=best.ratio, float_seconds=best.float_seconds, seconds=best.seconds)
-                held.append(replace(told, standings=tuple(standings)))
-    return held, builds
+        if not any(place.is_home for place in found):
+            left = {placement: replace(point, standings=()) for placement, point in left.items()}
+        for place in (place for place in found if not place.is_home):
+            measured: dict[Placement, list[Measurement | Failure]] = {placement: [] for placement in left}
+            with Opponents(run, place) as opponents:
+                for number in range(PAIRS):
+                    known = dict(zip(measured, _confirmed(list(measured.values()), run), strict=True))
+                    for placement, met in known.items():
+                        if number == 0 or (met is not None and met.ratio.verdict == "undecided"):
+                            measured[placement].append(opponents.meet(number, placement, written[placement]))
+                builds += opponents.builds
+            for placement, met in zip(measured, _confirmed(list(measured.values()), run), strict=True):
+                point = left.pop(placement)
+                if met is not None:
+                    standing = Standing(place.threads, met.ratio, met.a_seconds, met.b_seconds)
+                    if not standing.is_slower:
+                        left[placement] = replace(point, standings=(*point.standings, standing))
+    return [_told(point) for point in left.values() if is_held(point.standings)], builds
+
+
+def _told(point: Proven) -> Proven:
+    """A point with its ratio from where it is foremost."""
+    best = foremost(point.standings)
+    return replace(point, ratio=best.ratio, float_seconds=best.float_seconds, seconds=best.seconds)
 
 
 def _beats(a: Proven, b: Proven) -> bool:

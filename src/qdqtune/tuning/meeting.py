@@ -7,20 +7,35 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Self, TypeVar
 
 import numpy as np
 
+from qdqtune.engines.runner import Handle
+from qdqtune.errors import BaselineFailed
 from qdqtune.graph.files import nbytes
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.stamps import content
-from qdqtune.measurement.pairing import as_many_pairs_as_needed, fresh_pairs
-from qdqtune.measurement.timing import PAIRS, Plan, Ratio, across_builds, ratio
+from qdqtune.measurement.pairing import as_many_pairs_as_needed, fresh_pairs, rounds_of
+from qdqtune.measurement.timing import (
+    MOST_PAIRS,
+    PAIRS,
+    USUAL,
+    Plan,
+    Ratio,
+    Spread,
+    across_builds,
+    compare,
+    on_these_builds,
+    ratio,
+)
+from qdqtune.tuning.folder import BASELINE
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import PROOF_BUILDS
 from qdqtune.tuning.store import Record, Store, pack_result, unpack_result
 from qdqtune.tuning.threads import Place
-from qdqtune.types import Failure, Measurement
+from qdqtune.types import Failure, Measurement, Placement
 
 SIDE_BY_SIDE = 512 * 2**20
 """Bytes of two model files of which two builds each are held at once; larger ones meet one pair after the other."""
@@ -41,20 +56,29 @@ class Confirmed:
     builds: int = PROOF_BUILDS
 
     @classmethod
-    def of(cls, measured: Sequence[Measurement], plan: Plan) -> Self:
-        """What several pairs of builds say together."""
+    def of(cls, measured: Sequence[Measurement], plan: Plan, seen: Spread = USUAL) -> Self:
+        """What several pairs of builds say together; `seen` is how much builds differ, as far as others have shown."""
         a_seconds = float(np.median([seconds for m in measured for seconds in m.a]))
         b_seconds = float(np.median([seconds for m in measured for seconds in m.b]))
-        return cls(across_builds([ratio(m, plan) for m in measured], plan), a_seconds, b_seconds, 2 * len(measured))
+        both = across_builds([ratio(m, plan) for m in measured], plan, seen)
+        return cls(both, a_seconds, b_seconds, 2 * len(measured))
 
 
-def confirm(key: str, a: Path, b: Path, run: Run, place: Place) -> Confirmed | Failure:
-    """Two files as they lie on disk, in fresh rounds on two fresh builds of each; kept in the store by `key` and place.
+def confirm(
+    key: str, a: Path, b: Path, run: Run, place: Place, most: int = MOST_PAIRS, *, is_won: bool = False
+) -> Confirmed | Failure:
+    """Two files as they lie on disk, in fresh rounds on two fresh builds of each, and up to `most` where these do not
+    decide; kept in the store by `key` and place. `is_won`: elsewhere b has won, and here it is only not to be slower.
 
     What was measured of files that held anything else does not count.
     """
     pair, plan, begun = _Pair(key + place.suffix, a, b, run, place), run.settings.proof_plan, time.monotonic()
-    measured = as_many_pairs_as_needed(pair.builds, plan, lambda: run.budget.lacks(time.monotonic() - begun))
+
+    def is_enough(ratios: Sequence[Ratio]) -> bool:
+        is_settled = is_won and on_these_builds(ratios).median <= 1
+        return is_settled or 2 * len(ratios) > most or run.budget.lacks(time.monotonic() - begun)
+
+    measured = as_many_pairs_as_needed(pair.builds, plan, is_enough)
     return measured if isinstance(measured, Failure) else Confirmed.of(measured, plan)
 
 
@@ -101,6 +125,86 @@ class _Pair:
             return self.run.budget.lacks(turns * (time.monotonic() - begun))
 
         return fresh_pairs(self.place.runner, self.a, self.b, settings.proof_plan, seeds, names, is_late)
+
+
+class Opponents:
+    """Fresh builds of the user's file at a place, by number, which many files meet one after the other; of the float
+    model as we write it where the engine does not run that. A context manager.
+
+    `builds` is what all meetings took, as if none of them were known from before.
+    """
+
+    def __init__(self, run: Run, place: Place) -> None:
+        self._run, self._place = run, place
+        self._handles: dict[int, Handle | None] = {}
+        self._stay = PAIRS if 2 * nbytes(run.settings.model) <= SIDE_BY_SIDE else 0
+        self.builds = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._leave(list(self._handles))
+
+    def is_open(self, number: int) -> bool:
+        """Whether a further meeting with that build takes no build of the user's file."""
+        return number in self._handles
+
+    def meet(
+        self, number: int, placement: Placement, file: Path, look: Callable[[Handle], None] | None = None
+    ) -> Measurement | Failure:
+        """The rounds of a fresh build of a file against the build of that number, from the store where it has them and
+        nobody wants to `look` at the build.
+
+        Raises:
+            BaselineFailed: the engine does not build the float model again.
+        """
+        run = self._run
+        if number not in self._handles:
+            self._leave([other for other in self._handles if other >= self._stay])
+            self._handles[number] = None
+            self.builds += 1
+        self.builds += 1
+        files: Record = {"files": [content(files_of(f)) for f in (run.settings.model, file)]}
+        key = f"front:{placement.digest}{self._place.suffix}:{number}"
+        record = known(run.store, key, files, run.settings.proof_plan.looks[0])
+        if record is None or look is not None:
+            record = run.store.put(key, pack_result(insist(partial(self._fresh, number, file, look))) | files)
+        return unpack_result(record)
+
+    def _fresh(self, number: int, file: Path, look: Callable[[Handle], None] | None) -> Measurement | Failure:
+        runner, plan = self._place.runner, self._run.settings.proof_plan
+        handle = runner.load(file, f"front_{number}{self._log}_{file.stem}", fresh=True)
+        if isinstance(handle, Failure):
+            return handle
+        if look is not None:
+            look(handle)
+        rounds = rounds_of(runner, self._handle(number), handle, plan, self._run.settings.seed + number)
+        result = compare(rounds, plan)
+        runner.unload(handle)
+        return result
+
+    @property
+    def _log(self) -> str:
+        return self._place.suffix.replace(":", "_")
+
+    def _handle(self, number: int) -> Handle:
+        found = self._handles[number]
+        settings = self._run.settings
+        for file, name in ((settings.model, "given"), (settings.output_dir / BASELINE, "baseline")):
+            if found is None:
+                built = self._place.runner.load(file, f"front_{number}{self._log}_{name}", fresh=True)
+                if isinstance(built, Failure) and (built.is_transient or name == "baseline"):
+                    raise BaselineFailed(f"the engine does not build the float model again: {built.reason}")
+                found = None if isinstance(built, Failure) else built
+        assert found is not None  # else it has raised
+        self._handles[number] = found
+        return found
+
+    def _leave(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            if (handle := self._handles.pop(number)) is not None:
+                self._place.runner.unload(handle)
 
 
 def known(store: Store, key: str, files: Record, least: int) -> Record | None:

@@ -43,7 +43,7 @@ def prepare(run: Run) -> Cut:
     subject, noise = run.subject, foresee(run)
     if (by_layers := cut_search(run, noise)) is not None:
         strategy = (
-            FrontSearch(by_layers, noise, run.settings.builds)
+            FrontSearch(by_layers, noise, run.settings.builds, len(run.settings.thread_counts))
             if run.settings.front and noise is not None
             else by_layers
         )
