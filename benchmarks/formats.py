@@ -4,6 +4,8 @@ Runtime's own quantizers (MatMulNBits of 4 and 8 bits, quantize_static), each ag
 Cells are the median ratio of time to the float model with its interval, and the output SQNR in dB, on samples that no
 quantizer has seen. Jobs run side by side where there are cores, each pinned to cores of its own. `tune` has to keep the
 SQNR that the int4 quantizer keeps.
+
+Models named after `--same` are tuned twice instead, with pairs alone and with all formats: the two files meet.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from qdqtune.graph.loading import load
 from qdqtune.measurement.accuracy import FLOOR_DB
 from qdqtune.measurement.timing import Plan
 from qdqtune.placement.files import read_placement_file
+from qdqtune.tuning.folder import FINAL, PLACEMENT
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.settings import Settings
 from qdqtune.types import Sample
@@ -42,13 +45,24 @@ SAMPLES, UNSEEN = 8, 4
 
 @dataclass(frozen=True)
 class Job:
-    """One model at one number of threads."""
+    """One model at one number of threads. `twice`: tuned with pairs alone and with all formats."""
 
     entry: zoo.Entry
     threads: int
     engine: str
     folder: Path
     seconds: float
+    twice: bool = False
+
+    def settings(self, floor: float | None, formats: tuple[str, ...] | None = None) -> Settings:
+        """What `tune` is told; its folder is named by the formats."""
+        name = f"{self.entry.name}_{self.threads}_{'_'.join(formats or ('all',))}"
+        return Settings(
+            self.entry.path, self.folder / name, EngineSpec(self.engine, {"threads": self.threads}), formats=formats,
+            calibration_data=self.entry.data, accuracy_samples=SAMPLES, min_sqnr=floor, time_budget=self.seconds,
+            calibration=Calibration("minmax", bias_correction=False), fix_inputs=self.entry.fixed,
+            deploy_threads=(self.threads,),
+        )  # fmt: skip
 
 
 def samples_of(entry: zoo.Entry, count: int, seed: int) -> list[Sample]:
@@ -83,26 +97,35 @@ def peers(entry: zoo.Entry, folder: Path) -> dict[str, Path]:
 def run(job: Job, results: Queue[tuple[Job, dict[str, Row], str]]) -> None:
     """Tune, and meet the others."""
     spec, plan = EngineSpec(job.engine, {"threads": job.threads}), Plan((12, 24))
-    judged, files = samples_of(job.entry, UNSEEN, 7), peers(job.entry, job.folder)
+    judged, path = samples_of(job.entry, UNSEEN, 7), job.entry.path
     with Runner(spec, log_dir=job.folder) as runner:
-        rows = compare_files([job.entry.path, *files.values()], runner, judged, plan, builds=1)
-        known = dict(zip(files, rows, strict=True))
+        if job.twice:
+            every, pairs = job.settings(None), job.settings(None, ("int8",))
+            told = [tuned(every), tuned(pairs)]
+            files = [path, every.output_dir / FINAL, pairs.output_dir / FINAL]
+            known = dict(zip(("all", "pairs"), compare_files(files, runner, judged, plan, builds=1), strict=True))
+            known["all / pairs"] = compare_files(files[:0:-1], runner, judged, plan, builds=1)[0]
+            results.put((job, known, "; ".join(told)))
+            return
+        made = peers(job.entry, job.folder)
+        known = dict(zip(made, compare_files([path, *made.values()], runner, judged, plan, builds=1), strict=True))
         reached = known["int4"].sqnr_db
         floor = FLOOR_DB if reached is None else np.ceil(10 * reached) / 10
-        out = job.folder / f"{job.entry.name}_{job.threads}"
-        settings = Settings(
-            job.entry.path, out, spec, calibration_data=job.entry.data, accuracy_samples=SAMPLES, min_sqnr=float(floor),
-            calibration=Calibration("minmax", bias_correction=False), time_budget=job.seconds,
-            fix_inputs=job.entry.fixed,
-        )  # fmt: skip
-        result = tune(settings)
-        known["tune"] = compare_files([job.entry.path, out / "optimized_final.onnx"], runner, judged, plan, builds=1)[0]
-    placement = read_placement_file(out / "placement.yaml").placement
-    kinds = sorted({s.name for s in placement.storages.values()})
+        settings = job.settings(float(floor))
+        shipped = tuned(settings)
+        known["tune"] = compare_files([path, settings.output_dir / FINAL], runner, judged, plan, builds=1)[0]
+    results.put((job, known, shipped))
+
+
+def tuned(settings: Settings) -> str:
+    """What `tune` ships, after how many candidates and seconds."""
+    begun = time.monotonic()
+    result = tune(settings)
+    placement = read_placement_file(settings.output_dir / PLACEMENT).placement
+    kinds = "/".join(sorted({s.name for s in placement.storages.values()})) or "in fewer bits"
     tensors = len({e.tensor for e in placement})
-    stored = f"{len(placement.compressed)} weights {'/'.join(kinds)}"
-    told = f"{tensors} tensors in pairs, {stored}; {len(result.history)} candidates"
-    results.put((job, known, told))
+    stored = f"{len(placement.compressed)} weights {kinds}"
+    return f"{tensors} tensors in pairs, {stored}; {len(result.history)} candidates, {time.monotonic() - begun:.0f} s"
 
 
 def cell(row: Row) -> str:
@@ -115,7 +138,8 @@ def cell(row: Row) -> str:
 
 def scheduled(jobs: Sequence[Job]) -> list[tuple[Job, dict[str, Row], str]]:
     """Every job as soon as there are cores for its threads and its own work."""
-    free, waiting, running = sorted(os.sched_getaffinity(0)), list(jobs), {}
+    free, waiting = sorted(os.sched_getaffinity(0)), list(jobs)
+    running: dict[multiprocessing.Process, list[int]] = {}
     results: Queue[tuple[Job, dict[str, Row], str]] = multiprocessing.Queue()
     finished = []
     while waiting or running:
@@ -153,30 +177,35 @@ def print_job(job: Job, rows: dict[str, Row], told: str) -> None:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     asked = zoo.parser(__doc__, [])
     asked.add_argument("--keep", type=Path, required=True, help="folder of runs and files")
     asked.add_argument("--engine", default="onnxruntime")
     asked.add_argument("--threads", type=int, nargs="*", default=[1])
+    asked.add_argument("--same", nargs="*", default=[], help="models that are tuned with and without the formats")
     asked.add_argument("--seconds", type=float, default=600.0, help="time budget of one run of tune")
     given = asked.parse_args()
     given.keep.mkdir(parents=True, exist_ok=True)
-    entries = zoo.find(given.models, given.names)
+    zoo.print_machine()
+    entries = zoo.find(given.models, given.names) if given.names or not given.same else []
     making = [multiprocessing.Process(target=peers, args=(entry, given.keep)) for entry in entries]
     for process in making:
         process.start()
     for process in making:
         process.join()
-    jobs = [Job(e, t, given.engine, given.keep, given.seconds) for t in given.threads for e in entries]
-    found = scheduled(jobs)
-    columns = ("model", "threads", "float, ms", "int4", "int8", "W8A8", "tune", "what ships")
-    rows = []
-    for job, known, told in sorted(found, key=lambda f: (f[0].entry.name, f[0].threads)):
-        float_ms = known["tune"].first_ms or float("nan")
-        cells = [cell(known[name]) for name in ("int4", "int8", "static", "tune")]
-        rows.append((job.entry.name, str(job.threads), f"{float_ms:.3f}", *cells, told))
-    print()
-    zoo.print_table(columns, rows)
+    made = (given.engine, given.keep, given.seconds)
+    jobs = [Job(e, t, *made) for e in entries for t in sorted(given.threads, reverse=True)]
+    jobs += [Job(e, min(given.threads), *made, twice=True) for e in zoo.find(given.models, given.same) if given.same]
+    found = sorted(scheduled(jobs), key=lambda f: (f[0].entry.name, f[0].threads))
+    for twice, names in ((False, ("int4", "int8", "static", "tune")), (True, ("pairs", "all", "all / pairs"))):
+        rows = []
+        for job, known, told in (each for each in found if each[0].twice == twice):
+            float_ms = known[names[1]].first_ms or float("nan")
+            cells = [cell(known[name]) for name in names]
+            rows.append((job.entry.name, str(job.threads), f"{float_ms:.3f}", *cells, told))
+        if rows:
+            print()
+            zoo.print_table(("model", "threads", "float, ms", *names, "what ships"), rows)
     if len(found) < len(jobs):
         sys.exit(f"{len(jobs) - len(found)} jobs failed")
 

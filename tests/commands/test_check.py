@@ -11,6 +11,7 @@ import pytest
 
 from models import FP8, INT8, PLAIN, UINT8, build, normal
 from qdqtune.commands.check import Finding, allow, check
+from qdqtune.commands.reasons import UNKNOWN
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.graph.files import save
 from qdqtune.graph.model import Model
@@ -285,7 +286,7 @@ def test_no_reason_is_invented():
     model = net(FIRST, WEIGHT, CONV.replace("c =", "d ="), LAST)
     assert (
         reason(model, "xq: INT8", "xd: FP32", "wd + conv: FP32", "yq: INT8", numbers=INT8)
-        == "conv (Conv) runs in float: unknown"
+        == f"conv (Conv) runs in float: {UNKNOWN}"
     )
 
 
@@ -355,13 +356,13 @@ def test_types():
     )
     assert of_numbers(FIRST, numbers=PLAIN) == "xd takes int8, and this engine wants uint8"
     assert of_numbers(FIRST.replace(", z)", ", zu)"), numbers=INT8) == "xd takes uint8, and this engine wants int8"
-    assert of_numbers(five, numbers=None) == "unknown"
+    assert of_numbers(five, numbers=None) == UNKNOWN
 
 
 def test_what_runs_elsewhere_is_no_obstacle():
     second = "[yq] e = QuantizeLinear(d, s, z) [yd] f = DequantizeLinear(e, s, z) [conv2] y = Conv(f, v)"
     model = net(FIRST, WEIGHT, CONV.replace("c =", "d ="), second)
-    assert reason(model, "conv: FP32", "yd + conv2: INT8", numbers=PLAIN).endswith(": unknown")
+    assert reason(model, "conv: FP32", "yd + conv2: INT8", numbers=PLAIN).endswith(f": {UNKNOWN}")
 
 
 @pytest.mark.parametrize(("bias", "numbers", "words"), [
@@ -383,7 +384,7 @@ def test_a_clamp_that_the_pair_behind_it_does_not_replace():
     )
     lowest = net(FIRST, WEIGHT, CONV, relu, LAST.replace(", z)", ", low)"))
     assert "relu (Relu) behind it" not in reason(lowest, *given, numbers=UINT8)
-    assert reason(model, *given, numbers=INT8).endswith(": unknown")
+    assert reason(model, *given, numbers=INT8).endswith(f": {UNKNOWN}")
 
 
 # What the user allows

@@ -9,17 +9,19 @@ from pathlib import Path
 import pytest
 
 from conftest import Call
-from models import build, normal
-from qdqtune.commands.evidence import explain
+from models import build, normal, ranges
+from qdqtune.commands.evidence import Evidence, explain, headline, tallied
 from qdqtune.commands.explain import Explained, evidence_of, explain_run
 from qdqtune.commands.explanation import Explanation
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption, BadState
 from qdqtune.placement.files import Recorded, write_placement
+from qdqtune.placement.possible import possible_edges
 from qdqtune.search.cut import CutSearch
 from qdqtune.tuning.finished import read_left
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
+from qdqtune.types import Edge, Layer, Measurement, Placement, Proposal, Storage, Trial
 from runs import hopeless, mixed, settings, write
 from workers import in_process
 
@@ -191,3 +193,41 @@ def test_what_is_no_finished_run_is_refused(tuned: tuple[Path, Result], tmp_path
     with pytest.raises(BadState, match="--state-file"):
         explain_run(tmp_path / "out")
     assert explain_run(tmp_path / "out", tmp_path / "elsewhere.yaml").rows == explain_run(tuned[0]).rows
+
+
+def test_weights_in_fewer_bits_are_a_decision_of_their_own() -> None:
+    net = """net (float[4,64] x) => (float[4,64] y) {
+        [a] p = MatMul(x, w0) [b] q = Tanh(p) [c] r = Softmax(q) [d] y = MatMul(r, w1) }"""
+    model = build(net, {"w0": normal(64, 64), "w1": normal(64, 64, seed=1)})
+    w4, (first, last) = Storage(4, 32), (Edge("w0", "a", 1), Edge("w1", "d", 1))
+    shipped = Placement.of((), [(first, w4), (last, w4)])
+    ran = [("a", "W4", 0.25), ("b", "FP32", 1.0), ("c", "FP32", 1.0), ("d", "W4", 0.25)]
+    layers = tuple(Layer(n, (n,), precision, ms, "compute") for n, precision, ms in ran)
+    floats = tuple(Layer(n.name, (n.name,), "FP32", 1.0, "compute") for n in model.nodes)
+    won = Measurement((4e-3,) * 12, (2.5e-3,) * 12)
+    trial = Trial(0, Proposal("weights in 4 bits", shipped), Placement(), won, layers=layers, accepted=True)
+    able = possible_edges(model, ranges(model))
+    evidence = Evidence(model, able, able, shipped, "tuned", "int8", floats, (trial,))
+    assert "weights of products in 4 bits, and no pairs" in headline(evidence)
+    rows, tallies = tallied(evidence)
+    a = rows[0]
+    assert (a.precision, a.storage, a.otherwise, a.why, a.quantized) == (
+        "w4",
+        "w4b32",
+        "float weights",
+        "faster",
+        False,
+    )
+    assert (a.ms, a.margin_ms) == pytest.approx((0.25, 0.75))
+    assert (rows[1].storage, rows[1].otherwise) == ("", "8 bits")
+    stored = next(tally for tally in tallies if tally.bits == 4)
+    assert (stored.runs_in, stored.nodes, stored.ms, stored.other_ms) == ("4-bit weights", 2, 0.5, 2.0)
+
+
+def test_units_decided_otherwise_together_need_no_conversions_between_them(tuned: tuple[Path, Result]) -> None:
+    explained = explain_run(tuned[0])
+    in_8_bits = {row.unit: row for row in explained.rows if row.quantized}.values()
+    (together,) = (tally for tally in explained.tallies if tally.quantized)
+    assert together.other_ms is not None
+    assert together.ms is not None
+    assert together.ms < together.other_ms < sum(row.other_ms or 0.0 for row in in_8_bits)

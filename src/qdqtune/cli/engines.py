@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import glob
+import re
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,6 +43,9 @@ from qdqtune.types import Layer, NumericFormat, QType, QuantType
 
 ORDER = ("float compute", "standalone pair", "reformat", "boundary")
 """Of the findings with one cause: what the cause itself does, then what follows from it."""
+
+OF_WEIGHTS = re.compile(r"[wW][48]")
+"""The precision of a layer that reads weights in fewer bits."""
 
 TENSORRT = {
     "int8": NumericFormat(QType.INT8, QType.INT8, symmetric=True),
@@ -225,10 +230,26 @@ def _lines(
     total, spent = _sum(running), _sum(failing)
     share = f", {spent:.3f} of {total:.3f} ms" if total and spent is not None else ""
     low = sum(is_low(layer.precision) for layer in running)
-    stored = len(stored_alone(graph)) + len(list(tables_of(graph)))
-    weights = f", {stored} weights stored in fewer bits" if stored else ""
-    ran = f"{_pairs(graph) - stored} pairs{weights}, {low} of {len(running)} layers in 8 bits"
-    yield f"{model} on {engine}: {ran}; {len(failing)} findings{share}, {len(findings) - len(failing)} notes"
+    drawn_in = sum(bool(OF_WEIGHTS.fullmatch(layer.precision)) for layer in running)
+    also = f", {drawn_in} on weights in fewer bits" if drawn_in else ""
+    carried = ", ".join((_counted(_pairs(graph) - _stored(graph).total(), "pair"), *_stored_in_words(graph)))
+    ran = f"{carried}, {low} of {len(running)} layers in 8 bits{also}"
+    notes = _counted(len(findings) - len(failing), "note")
+    yield f"{model} on {engine}: {ran}; {_counted(len(failing), 'finding')}{share}, {notes}"
+
+
+def _stored(graph: Model) -> Counter[int]:
+    """How many weights alone are stored in how many bits."""
+    return Counter(s.bits for s in (*stored_alone(graph).values(), *(table.storage for table in tables_of(graph))))
+
+
+def _stored_in_words(graph: Model) -> Iterator[str]:
+    for bits, count in sorted(_stored(graph).items()):
+        yield f"{_counted(count, 'weight')} stored in {bits} bits"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _advice(findings: Sequence[Finding], measured: bool) -> Iterator[str]:

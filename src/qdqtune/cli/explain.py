@@ -51,7 +51,7 @@ def by_reason(explained: Explained) -> Iterator[str]:
     yield f"{explained.folder}: {explained.headline}"
     yield ""
     words = max(len(IN_WORDS[tally.why]) for tally in explained.tallies)
-    yield f"{'nodes':>6}  {'runs in':7}  {'ms':>9}  {'otherwise':>9}  {'why':{words}}  such as"
+    yield f"{'nodes':>6}  {'runs in':13}  {'ms':>9}  {'otherwise':>9}  {'why':{words}}  such as"
     for row in explained.tallies:
         yield _row(row, words)
     if unknown := next((row.unknown for row in explained.rows if row.ms is None and row.unknown), ""):
@@ -60,9 +60,8 @@ def by_reason(explained: Explained) -> Iterator[str]:
 
 
 def _row(row: Tally, words: int) -> str:
-    decision = "8 bits" if row.quantized and row.why != "no kernel" else "float"
     times = f"{_number(row.ms):>9}  {_number(row.other_ms):>9}"
-    return f"{row.nodes:6}  {decision:7}  {times}  {IN_WORDS[row.why]:{words}}  {row.example}"
+    return f"{row.nodes:6}  {row.runs_in:13}  {times}  {IN_WORDS[row.why]:{words}}  {row.example}"
 
 
 def _number(ms: float | None) -> str:
@@ -74,12 +73,12 @@ def by_node(rows: Sequence[Explanation]) -> Iterator[str]:
     for row in rows:
         others = [name for name in row.unit if name != row.node]
         together = f", decided together with {', '.join(others)}" if others else ""
-        yield f"{row.node} ({row.op}): runs in {row.precision}{together}"
+        stored = f", its weights stored as {row.storage}" if row.storage else ""
+        yield f"{row.node} ({row.op}): runs in {row.precision}{stored}{together}"
         yield f"    {IN_WORDS[row.why]}: {row.reason}"
         if row.margin_ms is None:
             yield f"    no price of the other way: {row.unknown}"
         else:
-            way = "float" if row.quantized else "8 bits"
             more = "cost" if row.margin_ms >= 0 else "save"
             guess = "" if row.measured else ", as far as one can guess"
-            yield f"    {way} would {more} {abs(row.margin_ms):.3g} ms{guess}"
+            yield f"    {row.otherwise} would {more} {abs(row.margin_ms):.3g} ms{guess}"

@@ -129,7 +129,7 @@ class _Checker:
         if not pairs:
             reason = f"the engine names no node for it, and may have added it: it runs {self._place(number)}"
             return Finding("standalone pair", layer.name, (), layer.time_ms, reason)
-        first = known[0] if known else Reason(UNKNOWN)
+        first = known[0] if known else Reason(f"runs as a kernel of its own {UNKNOWN}")
         return Finding("standalone pair", layer.name, _names(pairs), layer.time_ms, first.text, first.cause)
 
     def _in_float(self, layer: Layer, others: Sequence[Node]) -> Finding | None:

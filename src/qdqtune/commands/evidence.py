@@ -15,7 +15,7 @@ from typing import Literal
 
 from onnx import TensorProto
 
-from qdqtune.commands.explanation import Explanation, Why
+from qdqtune.commands.explanation import NOT_TAKEN, ORIGINS, RULED, Explanation, Tally, Why, tally
 from qdqtune.commands.reasons import is_float, is_low
 from qdqtune.graph.model import Model, Node
 from qdqtune.measurement.limits import Limits, outcome
@@ -23,36 +23,12 @@ from qdqtune.measurement.timing import Plan, judge
 from qdqtune.placement.possible import refusal
 from qdqtune.search import ratios_to_float
 from qdqtune.search.costs.noise import Noise
-from qdqtune.search.costs.optimum import decision_of, margin, nearest, other
+from qdqtune.search.costs.optimum import decision_of, margin, nearest, other, usual_ways
 from qdqtune.search.costs.prices import Costs
 from qdqtune.search.costs.units import Decision, Partition, Unit, partition, usual_groups, ways_in
 from qdqtune.search.cut import CLOSE, CutSearch
 from qdqtune.tuning.bench import FORETOLD
 from qdqtune.types import Edge, Failure, Layer, Placement, Storage, Trial
-
-ORIGINS: Mapping[str, str] = {
-    "cut": "the cut of the prices",
-    "front": "the cut at a price on noise",
-    "polish": "the cut with its closest decisions made otherwise",
-    "fused units": "all in 8 bits, as the engine fuses",
-    "single nodes": "all in 8 bits, node by node",
-    "imported": "the pairs of your Q/DQ model",
-    "within the limits": "the least noise for what prices of operators suggest",
-    "mutated": "region search",
-    "cached": "the pattern cache",
-    "merged winners": "the winners of region search together",
-}
-RULED = ("compute", "residual", "islands", "static", "everything")
-
-
-NOT_TAKEN = {
-    "faster": "but did not ship",
-    "slower": "which is slower",
-    "undecided": "which is not clearly faster",
-    "inaccurate": "but missed the limits on accuracy",
-    "failed": "but failed",
-}
-"""What came of a candidate that did not ship."""
 
 
 @dataclass(frozen=True)
@@ -138,10 +114,16 @@ def headline(evidence: Evidence) -> str:
 
 def explain(evidence: Evidence) -> tuple[Explanation, ...]:
     """A row for every node, in graph order."""
+    return tallied(evidence)[0]
+
+
+def tallied(evidence: Evidence) -> tuple[tuple[Explanation, ...], tuple[Tally, ...]]:
+    """A row for every node, in graph order, and these by reason."""
     reasons = _Reasons(evidence)
     of_unit = {unit.number: reasons.of_unit(unit) for unit in reasons.parts.units}
     owner = reasons.parts.owner
-    return tuple(reasons.of_node(node, of_unit[owner[node.name]]) for node in evidence.model.nodes)
+    rows = tuple(reasons.of_node(node, of_unit[owner[node.name]]) for node in evidence.model.nodes)
+    return rows, tally(rows, reasons.together)
 
 
 @dataclass(frozen=True)
@@ -156,6 +138,8 @@ class _Verdict:
     other_ms: float | None = None
     measured: bool = False
     unknown: str = ""
+    storage: str = ""
+    otherwise: str = "8 bits"
 
 
 class _Reasons:
@@ -187,6 +171,20 @@ class _Reasons:
         for trial in self._evidence.history:
             yield trial, known[trial.placement], known[trial.against]
 
+    def together(self, rows: Sequence[Explanation]) -> float | None:
+        """What units take more, in ms, if all of them are decided otherwise: conversions between two of them go."""
+        costs, decision = self._costs, self._decision
+        if costs is None:
+            return None
+        numbers = {row.unit: self.parts.owner[row.unit[0]] for row in rows}
+        stored = {numbers[row.unit] for row in rows if decision.way.get(numbers[row.unit]) and not row.quantized}
+        in_part = {row.unit for row in rows if row.quantized and numbers[row.unit] not in decision.quantized}
+        turned = [n for unit, n in numbers.items() if n not in stored and unit not in in_part]
+        plain = replace(decision, ways=frozenset(pair for pair in decision.ways if pair[0] not in stored))
+        flipped = other(self.parts, plain, turned, usual_ways(costs, turned))
+        alone = sum(row.margin_ms or 0.0 for row in rows if row.unit in in_part)
+        return costs.total(flipped) - costs.total(decision) + alone
+
     # ---- nodes
 
     def of_node(self, node: Node, verdict: _Verdict) -> Explanation:
@@ -203,6 +201,8 @@ class _Reasons:
             verdict.other_ms,
             verdict.measured,
             verdict.unknown,
+            verdict.storage if any(e.node == node.name for e in self._evidence.placement.storages) else "",
+            verdict.otherwise,
         )
         if verdict.quantized and (why := self._evidence.in_float.get(node.name)):
             told = why
@@ -242,8 +242,10 @@ class _Reasons:
         price = costs.prices[unit.number]
         assert ms is not None
         verdict = _Verdict(names, quantized, "close", "", ms, ms + margin(costs, self._decision, unit), price.seen)
-        verdict = replace(verdict, measured=True) if quantized else verdict
         if quantized:
+            usual = costs.way(unit.number)[1]
+            otherwise = "float" if usual is None else f"float with weights stored as {usual.name}"
+            verdict = replace(verdict, measured=True, otherwise=otherwise)
             return self._in_8_bits(unit, verdict)
         if any(is_low(layer.precision) for layer in self._layers(unit)):
             return self._in_part(verdict, price.as_float)
@@ -252,6 +254,7 @@ class _Reasons:
     def _stored(self, unit: Unit, way: Storage, verdict: _Verdict) -> _Verdict:
         """Of a unit that runs in float, and has its weights in fewer bits."""
         told = f"its weights alone are stored in {way.bits} bits ({way.name})"
+        verdict = replace(verdict, storage=way.name, otherwise="float weights")
         if self._costs is None or verdict.ms is None:
             return replace(verdict, reason=f"{told}, as part of {self._evidence.origin}", unknown=_UNTIMED)
         as_float = verdict.ms - self._costs.prices[unit.number].stored[way] + self._costs.prices[unit.number].as_float
@@ -291,7 +294,8 @@ class _Reasons:
     def _in_8_bits(self, unit: Unit, verdict: _Verdict) -> _Verdict:
         assert verdict.ms is not None
         assert verdict.other_ms is not None
-        told = f"8 bits take {_ms(verdict.ms)} with the conversions around it, float would take {_ms(verdict.other_ms)}"
+        took = f"8 bits take {_ms(verdict.ms)} with the conversions around it"
+        told = f"{took}, {verdict.otherwise} would take {_ms(verdict.other_ms)}"
         if self._is_free(unit, verdict):
             return replace(verdict, why="no time", reason="it takes no time either way, and follows its neighbours")
         return self._weighed(verdict, told)
@@ -300,7 +304,9 @@ class _Reasons:
         """Of a unit that the prices count as float: pairs on some inputs, with which a node of it runs in 8 bits."""
         assert verdict.ms is not None
         told = f"it carries pairs in part and takes {_ms(verdict.ms)}, without any it would take {_ms(as_float)}"
-        return self._weighed(replace(verdict, quantized=True, other_ms=as_float, measured=True), told)
+        return self._weighed(
+            replace(verdict, quantized=True, other_ms=as_float, measured=True, otherwise="float"), told
+        )
 
     def _weighed(self, verdict: _Verdict, told: str) -> _Verdict:
         """Whether prices or the placement as a whole speak for 8 bits."""

@@ -12,8 +12,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
-from qdqtune.commands.evidence import Alone, Evidence, explain, headline
-from qdqtune.commands.explanation import Explanation, Tally, tally
+from qdqtune.commands.evidence import Alone, Evidence, headline, tallied
+from qdqtune.commands.explanation import Explanation, Tally
 from qdqtune.commands.reasons import Reasons, is_float
 from qdqtune.engines.formats import FORMATS, numeric_format
 from qdqtune.errors import BadOption, BadState
@@ -35,16 +35,13 @@ from qdqtune.types import Edge, Placement, Trial
 
 @dataclass(frozen=True)
 class Explained:
-    """A finished run, explained: what shipped in a sentence, a row for every node, and these by reason."""
+    """A finished run, explained: what shipped in a sentence, a row for every node, and all of them by reason, the most
+    time first."""
 
     folder: Path
     headline: str
     rows: tuple[Explanation, ...]
-
-    @property
-    def tallies(self) -> tuple[Tally, ...]:
-        """The rows by decision and reason, what takes the most time first."""
-        return tally(self.rows)
+    tallies: tuple[Tally, ...]
 
     def matching(self, pattern: str) -> tuple[Explanation, ...]:
         """The rows of the node of that name, or else of those whose names match the wildcard, in graph order.
@@ -78,7 +75,7 @@ def explain_run(folder: Path, state: Path | None = None) -> Explained:
         BadState: its state file is damaged, or missing.
     """
     evidence = evidence_of(read_left(folder, state))
-    return Explained(folder, headline(evidence), explain(evidence))
+    return Explained(folder, headline(evidence), *tallied(evidence))
 
 
 def evidence_of(left: Left) -> Evidence:

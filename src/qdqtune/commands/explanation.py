@@ -3,9 +3,11 @@ sums. `evidence` finds them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
+
+from qdqtune.types import Storage
 
 Why = Literal[
     "faster", "slower", "close", "placement", "inaccurate", "no kernel", "failed", "unproven", "untried", "unsupported",
@@ -31,12 +33,41 @@ IN_WORDS: Mapping[Why, str] = {
 }
 
 
+ORIGINS: Mapping[str, str] = {
+    "cut": "the cut of the prices",
+    "front": "the cut at a price on noise",
+    "polish": "the cut with its closest decisions made otherwise",
+    "fused units": "pairs wherever they can stand, around what the engine fuses",
+    "single nodes": "pairs wherever they can stand, around every node",
+    "weights in 4 bits": "weights of products in 4 bits, and no pairs",
+    "weights in 8 bits": "weights of products in 8 bits, and no pairs",
+    "imported": "the pairs of your Q/DQ model",
+    "within the limits": "the least noise for what prices of operators suggest",
+    "mutated": "region search",
+    "cached": "the pattern cache",
+    "merged winners": "the winners of region search together",
+}
+"""Where placements come from, in words."""
+
+RULED = ("compute", "residual", "islands", "static", "everything")
+
+NOT_TAKEN = {
+    "faster": "but did not ship",
+    "slower": "which is slower",
+    "undecided": "which is not clearly faster",
+    "inaccurate": "but missed the limits on accuracy",
+    "failed": "but failed",
+}
+"""What came of a candidate that did not ship."""
+
+
 @dataclass(frozen=True)
 class Explanation:
     """Why one node runs as it does. Times in ms are of its whole unit, conversions at its borders included.
 
     `precision` is what the engine's report says of the shipped build where there is one, else what the pairs mean.
-    `other_ms` is what the unit would take with the other decision, all else as it is; `measured` says whether a build
+    `storage` is how the unit's weights are stored where they alone are in fewer bits, "" if they are not. `other_ms` is
+    what the unit would take with the other decision, `otherwise`, all else as it is; `measured` says whether a build
     ran it so. Where a time is None, `unknown` says why.
     """
 
@@ -51,6 +82,8 @@ class Explanation:
     other_ms: float | None
     measured: bool
     unknown: str = ""
+    storage: str = ""
+    otherwise: str = ""
 
     @property
     def margin_ms(self) -> float | None:
@@ -64,7 +97,8 @@ class Explanation:
 
 @dataclass(frozen=True)
 class Tally:
-    """Nodes with one reason: how many, what their units take, and what these would take with the other decision."""
+    """Nodes with one reason: how many, what their units take, and what these would take if all of them were decided
+    otherwise. `bits` are those of weights that alone are stored in fewer, None where there are none."""
 
     quantized: bool
     why: Why
@@ -72,23 +106,37 @@ class Tally:
     ms: float | None
     other_ms: float | None
     example: str
+    bits: int | None = None
+
+    @property
+    def runs_in(self) -> str:
+        """What the nodes run in, in words."""
+        if self.bits is not None:
+            return f"{self.bits}-bit weights"
+        return "8 bits" if self.quantized and self.why != "no kernel" else "float"
 
     def to_dict(self) -> dict[str, Any]:
         """For machines."""
         return asdict(self)
 
 
-def tally(rows: Sequence[Explanation]) -> tuple[Tally, ...]:
-    """The rows by decision and reason, first what takes the most time; each unit counts once."""
-    groups: dict[tuple[bool, Why], list[Explanation]] = {}
+def tally(rows: Sequence[Explanation], together: Callable[[Sequence[Explanation]], float | None]) -> tuple[Tally, ...]:
+    """The rows by decision and reason, first what takes the most time; each unit counts once.
+
+    `together` says what units take more, in ms, if all of them are decided otherwise; None where nobody knows.
+    """
+    groups: dict[tuple[bool, int | None, Why], list[Explanation]] = {}
     for row in rows:
-        groups.setdefault((row.quantized, row.why), []).append(row)
+        bits = Storage.named(row.storage).bits if row.storage else None
+        groups.setdefault((row.quantized, bits, row.why), []).append(row)
     tallies = []
-    for (quantized, why), members in groups.items():
-        units = {row.unit: row for row in members}.values()
-        known = [(row.ms, row.other_ms) for row in units if row.ms is not None and row.other_ms is not None]
+    for (quantized, bits, why), members in groups.items():
+        units = tuple({row.unit: row for row in members}.values())
         spent = [row.ms for row in units if row.ms is not None]
+        known = spent and all(row.other_ms is not None for row in units)
+        more = together(units) if known else None
+        ms = sum(spent) if spent else None
+        other_ms = None if more is None or ms is None else max(0.0, ms + more)
         largest = max(members, key=lambda row: row.ms or 0.0)
-        other_ms = sum(o for _, o in known) if known and len(known) == len(units) else None
-        tallies.append(Tally(quantized, why, len(members), sum(spent) if spent else None, other_ms, largest.node))
+        tallies.append(Tally(quantized, why, len(members), ms, other_ms, largest.node, bits))
     return tuple(sorted(tallies, key=lambda t: (-(t.ms or 0.0), -t.nodes, t.why)))

@@ -27,7 +27,7 @@ from qdqtune.graph.operators import (
 from qdqtune.placement.insertion import ONNX_TYPE
 from qdqtune.types import Layer, NumericFormat
 
-UNKNOWN = "unknown"
+UNKNOWN = "for a reason that the graph does not show"
 
 LOW = re.compile(r"(u?int|[ui]|fp|f|float)[48]", re.IGNORECASE)
 FLOAT = re.compile(r"bf|tf|fp|f|half", re.IGNORECASE)

@@ -324,10 +324,7 @@ class Explained(Shown, explain.Explained):
         if self.by_node:
             titles = ("node", "operator", "runs in", "reason", "ms", "otherwise, ms")
             return titles, [(r.node, r.op, r.precision, r.reason, _ms(r.ms), _ms(r.other_ms)) for r in self.rows]
-        rows = [
-            (str(t.nodes), "8 bits" if t.quantized else "float", IN_WORDS[t.why], _ms(t.ms), _ms(t.other_ms), t.example)
-            for t in self.tallies
-        ]
+        rows = [(str(t.nodes), t.runs_in, IN_WORDS[t.why], _ms(t.ms), _ms(t.other_ms), t.example) for t in self.tallies]
         return ("nodes", "runs in", "why", "ms", "otherwise, ms", "such as"), rows
 
     def to_dict(self) -> dict[str, Any]:
@@ -339,7 +336,7 @@ def explained(folder: str | Path, pattern: str | None, state: str | Path | None 
     """See `qdqtune.explain`."""
     whole = explain.explain_run(Path(folder), None if state is None else Path(state))
     rows = whole.rows if pattern is None else whole.matching(pattern)
-    return Explained(whole.folder, whole.headline, rows, pattern is not None)
+    return Explained(whole.folder, whole.headline, rows, whole.tallies, pattern is not None)
 
 
 def _times(ratio: Ratio) -> str:

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qdqtune.commands.evidence import ORIGINS, RULED, explain
+from qdqtune.commands.evidence import explain
 from qdqtune.commands.explain import evidence_of
+from qdqtune.commands.explanation import ORIGINS, RULED
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import QDQ

@@ -236,10 +236,11 @@ def other(
     ways: Mapping[int, Storage] = MappingProxyType({}),
 ) -> Decision:
     """A decision with some units the other way: what units store that become quantized, and all else as it was; those
-    that become float have their weights as in `ways`."""
+    that become float have their weights as in `ways`. What a unit with stored weights reads stays a float for it."""
     changed = decision.quantized ^ frozenset(units)
-    fresh = {t for n in units if n in changed for t in parts.units[n].outputs if t in parts.edges}
-    lost = {t for n in units if n not in changed for t in parts.units[n].outputs}
     kept = {n: way for n, way in decision.ways if n not in changed}
     kept |= {n: ways[n] for n in units if n not in changed and n in ways}
+    written = (t for n in units if n in changed for t in parts.units[n].outputs if t in parts.edges)
+    fresh = {t for t in written if kept.keys().isdisjoint(parts.users(t))}
+    lost = {t for n in units if n not in changed for t in parts.units[n].outputs}
     return Decision.of(changed, (decision.stored | fresh) - lost, kept.items())
