@@ -34,7 +34,7 @@ test: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest -n auto -rs
+	$(BIN)/pytest -n auto --dist loadgroup -rs
 
 demo: setup
 	$(BIN)/python demo/run.py

@@ -132,6 +132,7 @@ def main() -> None:
     arguments = zoo.parser(__doc__, ())
     arguments.add_argument("--engines", nargs="+", default=["onnxruntime"], choices=["onnxruntime", "openvino"])
     arguments.add_argument("--threads", type=int, nargs="+", default=[1, 8], help="threads of the engines")
+    arguments.add_argument("--jobs", type=int, nargs="+", help="how many side by side (default: one; and all that fit)")
     arguments.add_argument("--count", type=int, default=200, help="comparisons of each setting (%(default)s)")
     arguments.add_argument("--slot", type=float, default=0.02, help="seconds of a slot (%(default)s)")
     arguments.add_argument("--seconds", type=float, default=3600.0, help="most that a setting takes (%(default)s)")
@@ -141,7 +142,7 @@ def main() -> None:
     for entry in zoo.find(given.models, given.names):
         for engine in given.engines:
             for threads in given.threads:
-                for jobs in sorted({1, max(1, cores // max(2, threads))}):
+                for jobs in given.jobs or sorted({1, max(1, cores // max(2, threads))}):
                     setting = Setting(engine, threads, jobs, given.slot)
                     if seen := list(of_setting(entry, setting, given.count, given.seconds)):
                         rows.append(row(entry, setting, seen))

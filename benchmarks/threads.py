@@ -177,7 +177,13 @@ def main() -> None:
     arguments.add_argument("--keep", type=Path, required=True, help="folder of the runs")
     arguments.add_argument("--engine", default="onnxruntime", choices=["onnxruntime", "openvino"])
     arguments.add_argument("--tune-at", type=int, nargs="+", default=[1, 8], help="threads of the searches")
-    arguments.add_argument("--counts", type=int, nargs="+", default=[1, 4, 8, 16], help="threads of the rounds")
+    arguments.add_argument(
+        "--counts",
+        type=int,
+        nargs="*",
+        default=[1, 4, 8, 16, DEFAULT],
+        help="threads of the rounds; 0 for what the engine takes",
+    )
     arguments.add_argument("--time-budget", type=float, help="seconds of each search")
     arguments.add_argument("--rounds", type=int, default=16, help="rounds of each pair (%(default)s)")
     given = arguments.parse_args()
@@ -195,7 +201,7 @@ def main() -> None:
             files.append(one)
     runnable = [one for one in files if one.file.is_file() and one.failed != "float"]
     met: list[Met] = []
-    counts = [c for c in given.counts if c <= cores] + [DEFAULT]
+    counts = [c for c in given.counts if c <= cores]
     for threads in counts:
         jobs = [partial(meet, one, given.engine, threads, given.rounds) for one in runnable]
         for found in side_by_side(jobs, threads):

@@ -35,11 +35,10 @@ settings.load_profile("unhurried")  # how long an example takes says nothing whe
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The long runs of tests/fuzz, and tests on a cluster."""
+    """The long runs of tests/fuzz."""
     parser.addoption("--fuzz", type=int, default=0, metavar="N", help="run N mutated files")
     parser.addoption("--fuzz-from", type=int, default=1, metavar="SEED", help="the first seed of --fuzz")
     parser.addoption("--kills", type=int, default=0, metavar="N", help="kill real engines and their drivers N times")
-    parser.addoption("--cluster", action="store_true", help="run what needs a Ray cluster of several nodes")
 
 
 @pytest.fixture(autouse=True)

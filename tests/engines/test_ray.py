@@ -38,6 +38,9 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or len(devices.physical_cores()) < 2, reason="two nodes want two cores"
 )
 
+on_one_worker = pytest.mark.xdist_group("cluster")
+"""One cluster serves all tests that want one."""
+
 OTHER_VERSION = """
 import qdqtune.engines.fake as fake
 told = fake.Fake.describe
@@ -45,23 +48,32 @@ fake.Fake.describe = lambda self: told(self) | {"version": "2"}
 """
 
 
-@pytest.fixture(scope="module")
-def cluster(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Two nodes, with room for one worker each; no other test gives these cores to workers meanwhile.
+BUSY = {
+    # A node that is gone refuses to be asked, and is given up after so many tries; one that is slow to answer is not.
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 500,
+    "health_check_failure_threshold": 6,
+    "health_check_timeout_ms": 120_000,
+    "gcs_rpc_server_reconnect_timeout_s": 300,
+    "agent_register_timeout_ms": 300_000,
+    "worker_register_timeout_seconds": 300,
+    "prestart_worker_first_driver": False,
+}
+"""What lets a cluster stand on a machine that does much else: its nodes are told all of it by the first."""
 
-    Only where it is asked for: beside a test on every core Ray's nodes miss their heartbeats, and are given up.
-    """
-    if not request.config.getoption("--cluster"):
-        pytest.skip("a cluster of several nodes: --cluster")
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Two nodes, with room for one worker each; no other test gives these cores to workers meanwhile."""
     from ray.cluster_utils import Cluster
 
-    quiet = {"num_cpus": 1, "object_store_memory": 80_000_000}
+    spare = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+    quiet = {"num_cpus": 1, "object_store_memory": 80_000_000, **spare}
     with pytest.MonkeyPatch.context() as patch, (Path(__file__).parents[1] / "conftest.py").open() as lock:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        for limit in ("RAY_agent_register_timeout_ms", "RAY_raylet_start_wait_time_s"):  # a busy machine starts slowly
-            patch.setenv(limit, "300000")
+        patch.setenv("RAY_raylet_start_wait_time_s", "300")
         fcntl.flock(lock, fcntl.LOCK_EX)
-        nodes = Cluster(initialize_head=True, head_node_args={**quiet, "include_dashboard": False})
+        nodes = Cluster(initialize_head=True, head_node_args={**quiet, "_system_config": BUSY})
         yield SimpleNamespace(address=nodes.address, add=lambda **how: nodes.add_node(**{**quiet, **how}),
                               remove=nodes.remove_node)  # fmt: skip
         if ray.is_initialized():
@@ -118,6 +130,7 @@ def leftovers() -> list[Path]:
     return found
 
 
+@on_one_worker
 def test_a_cluster_finds_what_one_worker_finds_and_loses_no_job_with_its_workers(
     cluster: Any, expected: tuple[Path, tuple[Trial, ...]]
 ) -> None:
@@ -130,6 +143,7 @@ def test_a_cluster_finds_what_one_worker_finds_and_loses_no_job_with_its_workers
     until(lambda: not actors() and not leftovers())
 
 
+@on_one_worker
 def test_a_node_with_another_engine_version_is_refused_by_name(
     cluster: Any, expected: tuple[Path, tuple[Trial, ...]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,6 +160,7 @@ def test_a_node_with_another_engine_version_is_refused_by_name(
     cluster.remove(node)
 
 
+@on_one_worker
 def test_a_driver_that_is_killed_leaves_nothing_and_goes_on(
     cluster: Any, expected: tuple[Path, tuple[Trial, ...]], tmp_path: Path
 ) -> None:
