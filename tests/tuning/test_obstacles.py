@@ -71,6 +71,15 @@ def test_the_option_that_is_named_helps(call: Call, tmp_path: Path) -> None:
     assert "builds: at most 12\n" in out
 
 
+def test_a_model_that_is_quantized_already_is_told(call: Call, tmp_path: Path) -> None:
+    text = "net (uint8[4,8] x) => (int32[4,8] y) { [product] y = MatMulInteger(x, w) }"
+    save(build(text, {"w": np.ones((8, 8), np.int8)}), tmp_path / "m.onnx")
+    _, _, err = call("tune", tmp_path / "m.onnx", "--engine", "fake", "--dry-run", "-o", tmp_path / "out")
+    assert (
+        "note: the model is quantized already, what is (MatMulInteger) stays: tune the float model it came from" in err
+    )
+
+
 class Described:
     """A runner that only describes its engine."""
 

@@ -33,7 +33,7 @@ from qdqtune.graph.files import data_of, one_constant_file, save
 from qdqtune.graph.float16 import Precision, load_for
 from qdqtune.graph.loading import files_of, load, with_input_shapes
 from qdqtune.graph.model import Model
-from qdqtune.graph.operators import INTEGER
+from qdqtune.graph.operators import integer_operators
 from qdqtune.graph.outputs import check_output, temporary_folder
 from qdqtune.graph.rewrites import allowed
 from qdqtune.measurement.accuracy import accuracy, concern, cosine, is_finite
@@ -295,7 +295,7 @@ def _quantized_parts(model: Model) -> str:
     """What shows that a model is quantized already, for people; empty if nothing does."""
     if is_quantized(model):
         return "Q/DQ pairs"
-    operators = sorted({n.op for n in model.nodes if n.op in INTEGER or n.op.startswith("QLinear")})
+    operators = integer_operators(model)
     return f"8-bit operators ({', '.join(operators)})" if operators else ""
 
 

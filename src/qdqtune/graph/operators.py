@@ -133,6 +133,11 @@ def takes_data(node: Node, slot: int) -> bool:
     return not node.domain and slot < SETTINGS_FROM.get(node.op, slot + 1)
 
 
+def integer_operators(model: Model) -> list[str]:
+    """Names of the operators of a model that compute on integers since it was quantized."""
+    return sorted({node.op for node in model.nodes if node.op in INTEGER or node.op.startswith("QLinear")})
+
+
 def elements(model: Model, tensor: str) -> float:
     """Size of a tensor; an unknown dimension counts as 1."""
     info = model.tensors.get(tensor)

@@ -13,7 +13,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import EngineUnavailable
 from qdqtune.graph.model import Model, bodies
-from qdqtune.graph.operators import COMPUTE, CONTROL_FLOW, HEAVY
+from qdqtune.graph.operators import COMPUTE, CONTROL_FLOW, HEAVY, integer_operators
 from qdqtune.search.regions.cache import read_cache
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.subgraphs import groups
@@ -49,10 +49,15 @@ def insist_on_device(spec: EngineSpec, runner: Runner) -> None:
 
 
 def hidden_work(model: Model, samples: Samples) -> str | None:
-    """Why compute operators are out of reach: there are none, or they stand in the bodies of If, Loop or Scan.
+    """Why compute operators are out of reach: there are none, they are quantized already, or they stand in the bodies
+    of If, Loop or Scan.
 
     An If that depends on inputs with the same value in all samples can be folded, and the option says how.
     """
+    if operators := integer_operators(model):
+        return (
+            f"the model is quantized already, what is ({', '.join(operators)}) stays: tune the float model it came from"
+        )
     inside = [op for node in model.proto.graph.node for body in bodies(node) for op in _heavy(body)]
     outside = sum(node.op in HEAVY - CONTROL_FLOW for node in model.nodes)
     if not inside:

@@ -249,8 +249,12 @@ def _compare(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> None
     for name in (*new, *sorted(old.keys() - new.keys())):
         if old.get(name) != new.get(name):
             told = " ".join(dict.fromkeys(name.split()))  # the name of the engine is called "engine engine"
+            was, now = _shown(old.get(name)), _shown(new.get(name))
+            looks = [re.search(r"looks=\(([\d, ]+?),?\)", text) for text in (was, now)]
+            if name == "rounds" and looks[0] and looks[1] and looks[0][1] != looks[1][1]:
+                told, was, now = "rounds of comparisons (--effort)", looks[0][1], looks[1][1]
             raise BadState(
-                f"{path} was made with {told} {_shown(old.get(name))}, now it is {_shown(new.get(name))}: "
+                f"{path} was made with {told} {was}, now it is {now}: "
                 "use the same command, another --output-dir, or --restart to start over"
             )
 
