@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,10 +22,10 @@ from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import consistent, possible_edges
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.region import BATCH, Config, RegionSearch
-from qdqtune.search.regions import discovery, patterns
+from qdqtune.search.regions import cache, discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.search.regions.region import Scheme
-from qdqtune.types import Edge, Failure, Measurement, Placement, Proposal, Trial
+from qdqtune.types import Edge, Failure, Measurement, Placement, Proposal, Storage, Trial
 from runs import mixed
 
 ROUNDS = 12
@@ -46,7 +47,7 @@ def blocks() -> Model:
 MODELS = {"mixed": mixed, "conv_net": conv_net, "attention": attention, "blocks": blocks}
 
 
-@cache
+@functools.cache
 def parts(name: str) -> tuple[Model, tuple[Pattern, ...], frozenset[Edge], Inserter]:
     model = MODELS[name]()
     found = ranges(model)
@@ -60,7 +61,7 @@ def search(name: str = "mixed", **changes: Any) -> RegionSearch:
     return replace(made, **{"config": Config(schemes_per_region=6), **changes})
 
 
-@cache
+@functools.cache
 def seconds(name: str, placement: Placement) -> float:
     return latency(parts(name)[3].insert(placement).to_proto())
 
@@ -89,7 +90,7 @@ def play(strategy: RegionSearch, name: str = "mixed", batches: int = 12) -> list
     return history
 
 
-@cache
+@functools.cache
 def played(name: str) -> tuple[Trial, ...]:
     return tuple(play(search(name), name))
 
@@ -329,3 +330,52 @@ def test_work_counts_multiplications_for_products_and_elements_for_the_rest() ->
 def test_impossible_constants_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError):
         Config(**wrong)
+
+
+W4, W8 = Storage(4, 32), Storage(8)
+
+
+def with_ways(**changes: Any) -> tuple[RegionSearch, Pattern]:
+    """A search whose products may have their weights in fewer bits, and the pattern of the products that go up."""
+    model, grouped, *_ = parts("blocks")
+    ways = {Edge(n.inputs[1], n.name, 1): {W4: 0.4, W8: 0.6} for n in model.nodes if n.op == "MatMul"}
+    own = next(p for p in grouped if any(model.nodes[n].name == "up0" for n in p.instances[0].all_nodes()))
+    return search("blocks", ways=ways, seeds={}, **changes), own
+
+
+def test_storages_of_weights_are_schemes_of_a_pattern() -> None:
+    strategy, pattern = with_ways(config=Config(schemes_per_region=50))
+    model, _, possible, _ = parts("blocks")
+    everywhere = Placement.of(rules.placements(model, possible)["compute"].edges)
+    ideas = list(strategy.variations(pattern, everywhere, [everywhere] * 20, 5))
+    stored = next(idea.placement for idea in ideas if idea.origin == "weights as w4b32")
+    inside = {model.nodes[n].name for r in pattern.instances for n in r.all_nodes()}
+    assert {e: s for e, s in strategy.ways.items() if e.node in inside} == {
+        e: {W4: 0.4, W8: 0.6} for e in stored.storages
+    }
+    assert set(stored.storages.values()) == {W4}
+    assert not any(e.node in inside for e in stored.edges)
+    mutated = [idea.placement for idea in ideas if idea.origin == "mutated" and idea.placement.storages]
+    assert {s for p in mutated for s in p.storages.values()} == {W4, W8}
+    for placement in mutated:
+        by_slot = {(e.node[:2], s) for e, s in placement.storages.items()}
+        assert len(placement.storages) == 3 * len(by_slot), "every instance has it"
+        assert placement == consistent(model, placement)
+
+
+def test_a_pattern_cache_knows_the_storages_of_weights(tmp_path: Path) -> None:
+    strategy, pattern = with_ways()
+    model = strategy.model
+    stored = Placement.of((), ((e, W4) for e in strategy.ways))
+    limits = {"minimum_distance": 4, "maximum_entries": 2}
+    rows = cache.cache_of(model, [pattern], (stored, 0.4), (), Plan(), **limits)
+    cache.write_cache(tmp_path / "cache.yaml", rows, [pattern])
+    known = cache.read_cache(tmp_path / "cache.yaml")
+    (scheme,) = known[pattern.digest]
+    assert {s for _, s in scheme.storages} == {W4}
+    assert scheme.distance(Scheme(scheme.points)) == len(scheme.storages)
+    (first, *_) = replace(strategy, cached=known).propose(())
+    inside = {model.nodes[n].name for r in pattern.instances for n in r.all_nodes()}
+    assert first.placement == Placement.of((), ((e, s) for e, s in stored.storages.items() if e.node in inside))
+    assert patterns.place(model, [pattern], {pattern.digest: scheme}) == first.placement
+    assert not replace(strategy, cached=known, ways={}).propose(())[0].placement.storages

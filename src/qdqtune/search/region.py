@@ -2,14 +2,16 @@
 
 Phase 1 measures what rules, an imported Q/DQ model and the pattern cache suggest. Phase 2 takes the best of it and, for
 each pattern in the order of the work that it does, tries what the other suggestions would do there, nothing, and all.
-Phase 3 flips a few insertion points of a pattern at random. What wins alone is also tried together.
+Phase 3 flips a few insertion points of a pattern at random. What wins alone is also tried together. Weights that may be
+stored in fewer bits are tried so as well, pattern by pattern, each storage in place of the pairs around them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import chain, compress, islice
+from operator import not_
 
 import numpy as np
 
@@ -19,9 +21,11 @@ from qdqtune.measurement.timing import Plan, judge
 from qdqtune.placement.possible import consistent
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.costs.noise import DOUBT, Noise
+from qdqtune.search.costs.units import Ways
+from qdqtune.search.regions import patterns
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.search.regions.region import Point, Scheme
-from qdqtune.types import Edge, Placement, Proposal, Trial
+from qdqtune.types import Edge, Placement, Proposal, Storage, Trial
 
 QUIETER = "within the limits"
 TRIES = 6
@@ -60,7 +64,7 @@ class RegionSearch:
 
     `cached` holds schemes of earlier runs by pattern digest, fastest first. Where accuracy is limited, `noise` is what
     is known about it, and `within` gives a placement for a sum of noise. `width` is how many to propose at a time,
-    where that is more than `BATCH`.
+    where that is more than `BATCH`; `ways` are the storages that weights may have.
     """
 
     model: Model
@@ -74,6 +78,7 @@ class RegionSearch:
     noise: Noise | None = None
     within: Callable[[float], Placement] = lambda _: Placement()
     width: int = BATCH
+    ways: Ways = field(default_factory=dict)
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """See `Strategy`."""
@@ -141,10 +146,12 @@ class RegionSearch:
     def _recalled(self) -> Placement:
         """The fastest cached scheme of every pattern that has one."""
         edges: set[Edge] = set()
+        stored: dict[Edge, Storage] = {}
         for pattern in self.patterns:
             for scheme in islice(self.cached.get(pattern.digest, ()), 1):
                 edges |= self._edges(pattern, scheme.points)
-        return Placement.of(edges)
+                stored |= self._stored(pattern, scheme)
+        return _placed(edges, stored)
 
     def _ranked(self, suggestions: Mapping[str, Placement], history: Sequence[Trial]) -> list[tuple[str, Placement]]:
         """Suggestions by measured ratio to the float model, whatever they were compared with; without failures."""
@@ -160,7 +167,7 @@ class RegionSearch:
                 if trial.holds is False:
                     continue
                 added, removed = trial.placement - trial.against, trial.against - trial.placement
-                yield Proposal("merged winners", (best | added) - removed)
+                yield Proposal("merged winners", (best - removed) | added)
 
     def _alternatives(self, best: Placement, ranked: Sequence[tuple[str, Placement]]) -> Iterator[Proposal]:
         """Every pattern as another suggestion has it; the first alternative of all patterns, then the second...
@@ -171,18 +178,34 @@ class RegionSearch:
         ordered = sorted(self.patterns, key=lambda p: (-self._work(p), p.digest))
         domains = {p.digest: self._domain(p) for p in ordered}
         fewest_first = sorted(ranked[2:], key=lambda item: len(item[1]))
-        offers = [(f"as {name}", p.edges) for name, p in (*ranked[1:2], *fewest_first[:1])]
-        offers += [("float", frozenset())]
-        offers += [(f"as {name}", p.edges) for name, p in (*fewest_first[1:], *ranked[:1])]
-        offers += [("all", self.possible)]
-        for name, edges in offers:
+        first, later = self._storages()
+        offers = [(f"as {name}", p) for name, p in (*ranked[1:2], *fewest_first[:1])]
+        offers += [("float", Placement()), *first]
+        offers += [(f"as {name}", p) for name, p in (*fewest_first[1:], *ranked[:1])]
+        offers += [("all", Placement(self.possible)), *later]
+        for name, offered in offers:
             for pattern in ordered:
                 domain = domains[pattern.digest]
-                yield Proposal(name, best.paired((best.edges - domain) | (edges & domain)), pattern.digest)
+                yield Proposal(name, _within(best, domain, offered), pattern.digest)
         for pattern in ordered:
             for scheme in self.cached.get(pattern.digest, ()):
-                edges = (best.edges - domains[pattern.digest]) | self._edges(pattern, scheme.points)
-                yield Proposal("cached", best.paired(edges), pattern.digest)
+                offered = _placed(self._edges(pattern, scheme.points), self._stored(pattern, scheme))
+                yield Proposal("cached", _within(best, domains[pattern.digest], offered), pattern.digest)
+
+    def _storages(self) -> tuple[list[tuple[str, Placement]], list[tuple[str, Placement]]]:
+        """All weights in one storage, for each by name; apart those that promise most with 4 bits and with 8."""
+        shares: dict[Storage, list[float]] = {}
+        for each in self.ways.values():
+            for storage, share in each.items():
+                shares.setdefault(storage, []).append(share)
+        ordered = sorted(shares, key=lambda s: (sum(shares[s]) / len(shares[s]), s.name))
+        best = {bits: next(s for s in ordered if s.bits == bits) for bits in {s.bits for s in ordered}}
+        offers = [
+            (f"weights as {s.name}", Placement.of((), ((e, s) for e, each in self.ways.items() if s in each)))
+            for s in ordered
+        ]
+        chosen = [s in best.values() for s in ordered]
+        return list(compress(offers, chosen)), list(compress(offers, map(not_, chosen)))
 
     def _mutations(self, best: Placement, number: int) -> Iterator[Proposal]:
         """Random flips of a few insertion points of one pattern, in every instance; the rng knows the trial number."""
@@ -195,11 +218,30 @@ class RegionSearch:
             pattern = movable[int(rng.choice(len(movable), p=weights / weights.sum()))]
             count = int(rng.integers(1, 1 + min(self.config.maximum_mutations, len(pattern.points))))
             flipped = [pattern.points[int(i)] for i in rng.choice(len(pattern.points), count, replace=False)]
-            edges = set(best.edges)
+            edges, stored = set(best.edges), dict(best.storages)
             for point in flipped:
                 own = self._edges(pattern, [point])
-                edges = edges - own if own <= edges else edges | own
-            yield Proposal("mutated", best.paired(edges), pattern.digest)
+                able = self._able(pattern, point)
+                turn = int(rng.integers(1 + len(able))) if able else 0
+                if turn == 0:
+                    edges = edges - own if own <= edges else edges | own
+                    continue
+                fresh = patterns.stored(pattern, [(point, able[turn - 1])])
+                is_so = all(stored.get(e) == s for e, s in fresh.items())
+                edges -= own
+                stored = {e: s for e, s in stored.items() if e not in fresh} | ({} if is_so else fresh)
+            yield Proposal("mutated", _placed(edges, stored), pattern.digest)
+
+    def _able(self, pattern: Pattern, point: Point) -> list[Storage]:
+        """The storages that the weights of a point may have in every instance."""
+        if not self.ways:
+            return []
+        first, *others = [self.ways.get(e, {}) for edges in pattern.edges.values() for e in edges[point]] or [{}]
+        return [s for s in first if all(s in other for other in others)]
+
+    def _stored(self, pattern: Pattern, scheme: Scheme) -> dict[Edge, Storage]:
+        """What a scheme says of weights, as far as they may be stored so."""
+        return {e: s for e, s in patterns.stored(pattern, scheme.storages).items() if s in self.ways.get(e, {})}
 
     def _edges(self, pattern: Pattern, points: Sequence[Point] | frozenset[Point]) -> frozenset[Edge]:
         """What some insertion points of a pattern mean, over all instances."""
@@ -208,12 +250,26 @@ class RegionSearch:
         return frozenset().union(*parts) & self.possible
 
     def _domain(self, pattern: Pattern) -> frozenset[Edge]:
-        """Every possible edge that a node of the pattern reads or writes, in all instances."""
+        """Every possible edge that a node of the pattern reads or writes, in all instances, and its weights."""
         inside = {n for r in pattern.instances for n in r.all_nodes()}
         names = {self.model.nodes[n].name for n in inside}
         made = {t for n in inside for t in self.model.nodes[n].outputs}
-        return frozenset(e for e in self.possible if e.node in names or e.tensor in made)
+        weights = (e for e in self.ways if e.node in names)
+        return frozenset(e for e in self.possible if e.node in names or e.tensor in made).union(weights)
 
     def _work(self, pattern: Pattern) -> float:
         """A guess at the share of the work that a pattern does: multiplications, or elements for other operators."""
         return sum(work(self.model, self.model.nodes[n]) for r in pattern.instances for n in r.all_nodes())
+
+
+def _placed(edges: Iterable[Edge], storages: Mapping[Edge, Storage]) -> Placement:
+    """A placement of pairs, and of storages where none stands."""
+    own = frozenset(edges)
+    return Placement.of(own, ((e, s) for e, s in storages.items() if e not in own))
+
+
+def _within(best: Placement, domain: frozenset[Edge], offered: Placement) -> Placement:
+    """A placement that is another one's within some edges."""
+    storages = {e: s for e, s in best.storages.items() if e not in domain}
+    storages |= {e: s for e, s in offered.storages.items() if e in domain}
+    return _placed((best.edges - domain) | (offered.edges & domain), storages)

@@ -12,7 +12,7 @@ from qdqtune.measurement.timing import Plan, judge
 from qdqtune.placement.files import VERSION, read_yaml, write_yaml
 from qdqtune.search.regions.patterns import Pattern, scheme_of
 from qdqtune.search.regions.region import ChildInput, NodeInput, Point, RegionOutput, Scheme
-from qdqtune.types import Placement, Trial
+from qdqtune.types import Placement, Storage, Trial
 
 
 class Known(Protocol):
@@ -43,25 +43,20 @@ def content_of(
     entries: list[dict[str, object]] = []
     for pattern in patterns:
         if schemes := caches.get(pattern.digest):
-            rows = [
-                {"ratio": round(r, 4), "points": [_point(p) for p in sorted(s.points, key=repr)]} for s, r in schemes
-            ]
+            rows = [{"ratio": round(ratio, 4), **_row(scheme)} for scheme, ratio in schemes]
             entries.append({"pattern": pattern.digest, "ops": list(pattern.ops), "schemes": rows})
     return {"version": VERSION, "patterns": entries}
 
 
 def read_cache(path: Path) -> dict[str, tuple[Scheme, ...]]:
-    """The schemes of a pattern cache by pattern digest, best first.
+    """The schemes of a pattern cache by pattern digest, best first; older files know no storages of weights.
 
     Raises:
         BadOption: the file is missing, or is no pattern cache of this version.
     """
     content = read_yaml(path, "pattern cache")
     try:
-        return {
-            entry["pattern"]: tuple(Scheme(frozenset(map(_parsed, row["points"]))) for row in entry["schemes"])
-            for entry in content["patterns"]
-        }
+        return {entry["pattern"]: tuple(map(_scheme, entry["schemes"])) for entry in content["patterns"]}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadOption(f"{path} is no pattern cache: {error!r} is missing or wrong") from error
 
@@ -80,15 +75,26 @@ def cache_of(
     schemes: dict[str, list[tuple[Scheme, float]]] = {}
     for pattern in patterns:
         region = pattern.instances[0]
-        entries = [(scheme_of(model, pattern, region, final[0].edges), final[1])]
+        entries = [(scheme_of(model, pattern, region, final[0].edges, final[0].storages), final[1])]
         own = [(t, judge(t, plan)) for t in history if t.proposal.pattern == pattern.digest]
         trials = [(t, measured) for t, measured in own if measured is not None]
         for trial, measured in sorted(trials, key=lambda item: item[1].median):
-            scheme = scheme_of(model, pattern, region, trial.placement.edges)
+            scheme = scheme_of(model, pattern, region, trial.placement.edges, trial.placement.storages)
             if measured.verdict == "faster" and all(scheme.distance(s) >= minimum_distance for s, _ in entries):
                 entries.append((scheme, measured.median))
         schemes[pattern.digest] = entries[:maximum_entries]
     return schemes
+
+
+def _row(scheme: Scheme) -> dict[str, object]:
+    points: list[object] = [_point(p) for p in sorted(scheme.points, key=repr)]
+    stored: list[object] = [[*_point(p), storage.name] for p, storage in sorted(scheme.storages, key=repr)]
+    return {"points": points, **({"weights": stored} if stored else {})}
+
+
+def _scheme(row: Mapping[str, Any]) -> Scheme:
+    stored = ((_parsed(values[:3]), Storage.named(values[3])) for values in row.get("weights", ()))
+    return Scheme(frozenset(map(_parsed, row["points"])), frozenset(stored))
 
 
 def _point(point: Point) -> list[str | int | None]:

@@ -15,6 +15,7 @@ import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple
 
 from qdqtune.graph.model import GRAPH, Model
@@ -22,7 +23,7 @@ from qdqtune.placement.possible import can_carry
 from qdqtune.search.regions.discovery import Regions
 from qdqtune.search.regions.region import ChildInput, NodeInput, Point, Region, RegionOutput, RegionType, Scheme
 from qdqtune.search.regions.structure import Listing, Structure
-from qdqtune.types import Edge, Placement
+from qdqtune.types import Edge, Placement, Storage
 
 Edges = Mapping[Point, frozenset[Edge]]
 
@@ -90,20 +91,39 @@ def resolve(model: Model, pattern: Pattern, region: Region, scheme: Scheme) -> f
     return frozenset().union(*(edges[p] for p in scheme.points))
 
 
-def scheme_of(model: Model, pattern: Pattern, region: Region, edges: Collection[Edge]) -> Scheme:
-    """The points of `pattern` whose edges in `region` are all among `edges`: what `resolve` undoes.
+def scheme_of(
+    model: Model,
+    pattern: Pattern,
+    region: Region,
+    edges: Collection[Edge],
+    storages: Mapping[Edge, Storage] = MappingProxyType({}),
+) -> Scheme:
+    """The points of `pattern` whose edges in `region` are all among `edges`: what `resolve` undoes; and those of
+    weights that have one of `storages`: what `stored` undoes.
 
     Raises:
         ValueError: the region is no instance of the pattern.
     """
     wanted = edges if isinstance(edges, frozenset | set) else frozenset(edges)
-    return Scheme(frozenset(p for p, own in _edges_of(model, pattern, region).items() if own <= wanted))
+    points = _edges_of(model, pattern, region).items()
+    found = ((p, {storages.get(e) for e in own}) for p, own in points if storages)
+    ways = ((p, s) for p, (s, *others) in found if s is not None and not others)
+    return Scheme(frozenset(p for p, own in points if own <= wanted), frozenset(ways))
+
+
+def stored(pattern: Pattern, storages: Iterable[tuple[Point, Storage]]) -> dict[Edge, Storage]:
+    """The storages of weights that points of a pattern mean, over all its instances."""
+    wanted = dict(storages)
+    parts = (item for edges in pattern.edges.values() for item in edges.items()) if wanted else ()
+    return {edge: wanted[point] for point, own in parts if point in wanted for edge in own}
 
 
 def place(model: Model, patterns: Iterable[Pattern], choice: Mapping[str, Scheme]) -> Placement:
     """The union, over all instances, of the schemes chosen by pattern digest. Patterns without a choice add nothing."""
     chosen = [(p, choice[p.digest]) for p in patterns if p.digest in choice]
-    return Placement.of(e for p, scheme in chosen for r in p.instances for e in resolve(model, p, r, scheme))
+    edges = {e for p, scheme in chosen for r in p.instances for e in resolve(model, p, r, scheme)}
+    ways = {e: s for p, scheme in chosen for e, s in stored(p, scheme.storages).items() if e not in edges}
+    return Placement.of(edges, ways.items())
 
 
 class _Taken(NamedTuple):

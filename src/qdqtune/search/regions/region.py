@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from qdqtune.types import Storage
+
 
 class RegionType(Enum):
     """Seed vocabulary: a leaf holds nodes, a composite holds regions, the root is the whole graph."""
@@ -78,10 +80,11 @@ Point = NodeInput | ChildInput | RegionOutput
 
 @dataclass(frozen=True)
 class Scheme:
-    """The insertion points of a pattern that carry a pair."""
+    """The insertion points of a pattern that carry a pair, and those of weights that alone are stored in fewer bits."""
 
     points: frozenset[Point] = frozenset()
+    storages: frozenset[tuple[Point, Storage]] = frozenset()
 
     def distance(self, other: Scheme) -> int:
         """Number of points in which two schemes differ."""
-        return len(self.points ^ other.points)
+        return len((self.points ^ other.points) | {point for point, _ in self.storages ^ other.storages})

@@ -99,6 +99,7 @@ def prepare(run: Run) -> Region:
         noise=noise,
         within=guesses(subject.shaped, subject.possible, noise),
         width=run.width,
+        ways=run.ways,
     )
     by_cut = cut_search(run, noise) if settings.seed_builds > 0 else None
     return Region(by_region if by_cut is None else Seeded(by_cut, by_region, settings.seed_builds), RegionModels(run))
