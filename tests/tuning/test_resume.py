@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -287,3 +288,14 @@ def test_the_state_may_lie_elsewhere(model: Path, tmp_path: Path) -> None:
     assert elsewhere.exists()
     assert (tmp_path / "kept" / "run_pattern_cache.yaml").exists()
     assert not (model.parent / "out" / STATE).exists()
+
+
+@pytest.mark.usefixtures("workers")
+def test_the_time_is_that_of_all_sessions(model: Path, tmp_path: Path) -> None:
+    tune(settings(model, builds=4))
+    (tmp_path / "out" / "logs" / "seconds.json").write_text('{"seconds": 1000.0}')
+    assert tune(settings(model, builds=6)).summary["seconds"] > 1000
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["seconds"] < 1000
+    assert tune(settings(model, builds=6, restart=True)).summary["seconds"] < 1000
+    (tmp_path / "out" / "logs" / "seconds.json").write_text('{"seconds": "long"}')
+    assert tune(settings(model, builds=8)).summary["seconds"] < 1000

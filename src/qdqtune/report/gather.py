@@ -320,7 +320,7 @@ def _circumstances(run: Finished) -> Iterator[Fact]:
 def _spent(run: Finished) -> str:
     """Seconds by stage, those that took longest first; empty for runs of versions that wrote no diary."""
     stages = run.told.get("stages", ())
-    ends = [*(seconds for _, seconds in stages[1:]), run.summary["seconds"]]
+    ends = [*(seconds for _, seconds in stages[1:]), run.told.get("seconds", run.summary["seconds"])]
     took = [(end - begin, text) for (text, begin), end in zip(stages, ends, strict=False)]
     longest = sorted(took, reverse=True)[:4]
     return ", ".join(f"{text} {duration(seconds)}" for seconds, text in longest if seconds >= 1)

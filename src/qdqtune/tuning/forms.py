@@ -108,6 +108,7 @@ DIARY: Form = {
     "machine?": {"cores": int, "load": ListOf(MAYBE_NUMBER), "system": str},
     "plan?": {"looks": ListOf(int), "proof": ListOf(int), "error": float, "slot_seconds": float, "warmup": int},
     "stages?": ListOf((str, float)),
+    "seconds?": float,
     "trials?": ListOf(
         {
             **dict.fromkeys(("key", "origin"), str),

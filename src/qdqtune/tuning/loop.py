@@ -25,6 +25,7 @@ from qdqtune.tuning.records import summary_of, write_json, write_records
 from qdqtune.tuning.result import Result
 from qdqtune.tuning.run import Run, open_run, prepared
 from qdqtune.tuning.settings import Settings
+from qdqtune.tuning.stopwatch import Stopwatch
 from qdqtune.types import Trial
 
 
@@ -37,22 +38,22 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
         QdqtuneError: see `errors`; BaselineFailed if the engine cannot run the float model.
         KeyboardInterrupt: everything measured so far is in the state file.
     """
-    started, diary = time.monotonic(), Diary()
-    observer = Several((diary, observer or Silent()))
+    diary, watch = Diary(), Stopwatch(settings)
+    observer = Several((diary, watch, observer or Silent()))
     with prepared(settings, observer) as ready:
         if (before := recalled(ready)) is not None:
             return before
         if (note := advice.busy(settings.engine)) is not None:
             observer.note(note)
         with open_run(ready) as run:
-            result = _finished(run, started, diary)
+            result = _finished(run, watch, diary)
         if settings.time_budget is None:  # else there may be more to find
             remember(result, ready)
         return result
 
 
-def _finished(run: Run, started: float, diary: Diary) -> Result:
-    """Search and prove, and write down what came out; `started` is when the run began, by the monotonic clock."""
+def _finished(run: Run, watch: Stopwatch, diary: Diary) -> Result:
+    """Search and prove, and write down what came out."""
     settings, budget = run.settings, run.budget
     if not budget.is_late:
         run.bench.float_layers()  # kept for whoever looks at the run, as long as the float build is at hand
@@ -71,14 +72,14 @@ def _finished(run: Run, started: float, diary: Diary) -> Result:
     if history or not budget.is_late:
         run.bench.layers(proof.placement)
     told = diary.content(history, run)
-    summary |= {**recorded.summary, "seconds": round(time.monotonic() - started, 3)}
+    summary |= {**recorded.summary, "seconds": round(watch.whole, 3)}
     shipped = next((t.accuracy for t in history if t.placement == proof.placement and t.accuracy is not None), None)
     warning = None if shipped is None else concern(shipped)
     doubts = [None if proof.ratio is None else advice.wide(proof.ratio)]
     if proof.ratio is None:
         doubts += [advice.undecided(history, settings.plan), None if history else budget.excuse]
     notes = (*run.subject.notes, *recorded.notes, *proof.notes, *filter(None, (warning, *doubts)))
-    told = {**told, "notes": notes}
+    told = {**told, "notes": notes, "seconds": round(watch.session, 2)}
     for name, content in {SUMMARY: summary, RUN: told, **recorded.files}.items():
         write_json(settings.output_dir / name, content)
     return Result(proof.shipped, proof.placement, proof.ratio, summary, tuple(history), notes, recorded)
