@@ -1,11 +1,11 @@
 """Speed under the floor on accuracy, and the front of latency and accuracy.
 
 For each model: `tune` with its defaults (an output SQNR of 20 dB), the same by another version (`--before SRC`, with
---min-sqnr 20), and `tune --front`. Beside the front stands the usual way to such points: the placement of the static
-quantizer without the tensors that are the most sensitive alone, at six counts, each measured against float; a point of
-it is beaten if one of the front is at least as fast and as exact (within 1 % and 0.3 dB). 'foretold' are the 90th
-percentile and the largest of |simulated - measured| output SQNR in dB over all candidates of both runs and the usual
-points, none of which the simulation has seen the engine run.
+--min-sqnr 20), and `tune --front` on the same state file: its seconds are what it took more. Beside the front stands
+the usual way to such points: the placement of the static quantizer without the tensors that are the most sensitive
+alone, at six counts, each measured against float; a point of it is beaten if one of the front is at least as fast and
+as exact (within 1 % and 0.3 dB). 'foretold' are the 90th percentile and the largest of |simulated - measured| output
+SQNR in dB over all candidates and the usual points, none of which the simulation has seen the engine run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import Manager
 from pathlib import Path
 from typing import Any
@@ -89,25 +90,26 @@ def errors(run: Run, states: list[Path]) -> list[float]:
     return found
 
 
-def row(entry: zoo.Entry, folder: Path, before: Path | None) -> list[str]:
+def row(entry: zoo.Entry, folder: Path, before: Path | None, options: Sequence[str]) -> list[str]:
     """All of one model."""
     old = tuned(entry, folder / "before", before, "--min-sqnr", "20") if before else None
-    floor = tuned(entry, folder / "floor", None)
-    front = tuned(entry, folder / "front", None, "--front")
+    floor = tuned(entry, folder / "tuned", None, *options)
     cells = [entry.name, _ratio(old), _ratio(floor)]
+    print(*cells, floor.get("output_sqnr_db"), floor.get("error", ""), flush=True)
+    front = tuned(entry, folder / "tuned", None, "--front", *options)
     if "error" in floor or "error" in front:
         return [*cells, *[""] * (len(COLUMNS) - 4), str(floor.get("error") or front.get("error"))]
     rows = front["front"]
+    notes = json.loads((folder / "tuned" / "run.json").read_text())["notes"]
+    print(entry.name, *(f"{r['ratio']:.3f} [{r['low']:.3f}, {r['high']:.3f}] {r['name']}" for r in rows),
+          *(note for note in notes if note.startswith("the front has")), sep="; ", flush=True)  # fmt: skip
     settings = Settings(
-        entry.path, folder / "front", EngineSpec("onnxruntime", {"threads": 1}), calibration_data=entry.data,
+        entry.path, folder / "tuned", EngineSpec("onnxruntime", {"threads": 1}), calibration_data=entry.data,
         fix_inputs=entry.fixed, front=True, builds=FRONT_BUILDS,
     )  # fmt: skip
     with prepared(settings, Silent()) as ready, open_run(ready) as run:
         beside = usual(run)
         missed = errors(run, [settings.state])
-    alone = Settings(**{**vars(settings), "output_dir": folder / "floor", "front": False})
-    with prepared(alone, Silent()) as ready, open_run(ready) as run:
-        missed += errors(run, [run.settings.state])
     beaten = sum(
         any(r["ratio"] <= 1.01 * ratio and (r["sqnr_db"] is None or r["sqnr_db"] >= db - 0.3) for r in rows)
         for ratio, db in beside if ratio < 1
@@ -116,7 +118,7 @@ def row(entry: zoo.Entry, folder: Path, before: Path | None) -> list[str]:
     return [
         *cells, exact, f"{floor['builds']}+{floor['proof_builds']}", f"{floor['seconds']:.0f}",
         ", ".join(f"{r['ratio']:.2f} at {r['name']}" for r in rows), str(len(rows)),
-        f"{front['builds']}+{front['proof_builds']}", f"{front['seconds']:.0f}",
+        f"{front['builds']}+{front['proof_builds']}", f"{front['seconds'] - floor['seconds']:.0f}",
         f"{beaten} of {sum(ratio < 1 for ratio, _ in beside)}",
         f"{np.quantile(missed, 0.9):.2f}, {max(missed):.2f} of {len(missed)}" if missed else "",
     ]  # fmt: skip
@@ -135,7 +137,9 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, required=True, help="folder for the runs; a run that is there goes on")
     parser.add_argument("--before", type=Path, help="the src folder of another version")
     parser.add_argument("--jobs", type=int, default=1, help="models side by side, each on its share of the cores")
+    parser.add_argument("--deploy-threads", help="see `tune`")
     given = parser.parse_args(namespace=argparse.Namespace())
+    options = ["--deploy-threads", given.deploy_threads] if given.deploy_threads else []
     zoo.print_machine()
     entries, rows = zoo.find(given.models, given.names), []
     with Manager() as manager:
@@ -143,8 +147,8 @@ def main() -> None:
         for share in cores.shares(given.jobs):
             places.put(share)
         with ProcessPoolExecutor(given.jobs, initializer=cores.take_place, initargs=(places,)) as pool:
-            waiting = [pool.submit(row, entry, given.keep / entry.name, given.before) for entry in entries]
-            for done in waiting:
+            waiting = [pool.submit(row, entry, given.keep / entry.name, given.before, options) for entry in entries]
+            for done in as_completed(waiting):
                 rows.append(done.result())
                 print("  ".join(rows[-1]), flush=True)
     zoo.print_table(COLUMNS, rows)
