@@ -37,6 +37,7 @@ def result_table(result: Result) -> Table:
     rows = _latencies(result)
     if result.ratio is not None and summary["ratio_to_given"] is not None:
         rows.append((f"speedup over {Path(summary['model']).name}", "", speed(summary["ratio_to_given"])))
+    rows += _rewritten(summary["rewrites"])
     rows.append(("tensors with a Q/DQ pair", "0", str(summary["pairs"])))
     if stored := summary.get("weights"):
         rows.append(("weights in fewer bits", "0", ", ".join(f"{count} {name}" for name, count in stored.items())))
@@ -56,6 +57,14 @@ def result_table(result: Result) -> Table:
     spent = f"{candidates}, builds: {summary['builds']}"
     table.caption = f"{spent}, time: {duration(summary['seconds'])}"
     return table
+
+
+def _rewritten(rewrites: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """What rewrites of the float model gave where they were measured, and what the placement did."""
+    if "gave" not in rewrites:
+        return []
+    gave, placed = (f"{rewrites[name]:.3f}" for name in ("gave", "placement_gave"))
+    return [(f"of its time by {', '.join(rewrites['names'])}", "1", gave), ("  and by the placement", "1", placed)]
 
 
 def _latencies(result: Result) -> list[tuple[str, str, str]]:
@@ -190,7 +199,8 @@ def groups_table(outcomes: Sequence[GroupOutcome]) -> Table:
 def result_line(result: Result, final: Path) -> str:
     """Which file to take, and what it is."""
     if result.improved:
-        return f"{final} is the tuned model"
+        kind = "tuned" if result.placement else "rewritten float"
+        return f"{final} is the {kind} model"
     copied = "the baseline" if result.shipped == "baseline" else "a copy of the model that you gave"
     untried = "no improvement found" if result.history else "there was nothing to try"
     outcome = "nothing faster holds the limits on accuracy" if result.unmet else untried

@@ -97,6 +97,8 @@ class Evidence:
 def headline(evidence: Evidence) -> str:
     """What shipped, and where it comes from: one sentence."""
     if not evidence.placement:
+        if evidence.shipped == "tuned":
+            return "the float model ships with its rewrites, which are faster alone than with any pair that was tried"
         if not evidence.history:
             return "the float model ships: there was nothing to try"
         return f"the float model ships: of {len(evidence.history)} candidates none was proven faster within the limits"

@@ -80,6 +80,15 @@ POINT: Form = {
 }
 """A row of the front in summary.json."""
 
+TRIED: Form = {
+    "name": str,
+    "form": OneOf(("float", "pairs")),
+    "ratio": MAYBE_NUMBER,
+    **dict.fromkeys(("low?", "high?"), MAYBE_NUMBER),
+    "kept": bool,
+}
+"""A rewrite that was measured."""
+
 SHIPPED: Mapping[str, Form] = {"shipped": OneOf(("tuned", "baseline", "given"))}
 
 SUMMARY: Form = {
@@ -95,6 +104,10 @@ SUMMARY: Form = {
     "constraint_met?": OneOf((bool, None)),
     "front?": OneOf((ListOf(POINT), None)),
     "by_threads?": BY_THREADS,
+    "rewrites?": {
+        **dict.fromkeys(("gave?", "placement_gave?"), float),
+        **{"names?": ListOf(str), "tried?": ListOf(TRIED)},
+    },
     "fastest_without_limits?": OneOf(({"ratio": float, "sqnr_db": MAYBE_NUMBER}, None)),
     "accuracy_samples?": int,
     "accuracy_held_out?": bool,
@@ -144,6 +157,8 @@ FORMS: Mapping[str, Form] = {
     "metric": OneOf(({"value": float}, FAILED, {"failure": str})),
     "layers": OneOf(({"layers": LAYERS}, FAILED)),
     "repeated": OneOf((ACCURACY, FAILED)),
+    "rewrite": OneOf(({**SAMPLES, "builds": int}, {**FAILED, "builds": int})),
+    "rewrites": {"tried": ListOf(TRIED), "builds": int, "notes": ListOf(str)},
     "batch": {"width": int},
     "noise": {"alone": MapOf(float)},
     "foretold": OneOf((ACCURACY, FAILED)),

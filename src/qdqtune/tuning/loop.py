@@ -23,6 +23,7 @@ from qdqtune.tuning.observer import Observer, Several, Silent, State
 from qdqtune.tuning.proof import prove
 from qdqtune.tuning.records import summary_of, write_json, write_records
 from qdqtune.tuning.result import Result
+from qdqtune.tuning.rewritten import with_rewrites
 from qdqtune.tuning.run import Run, open_run, prepared
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.stopwatch import Stopwatch
@@ -45,7 +46,7 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
             return before
         if (note := advice.busy(settings.engine)) is not None:
             observer.note(note)
-        with open_run(ready) as run:
+        with open_run(with_rewrites(ready)) as run:
             result = _finished(run, watch, diary)
         if settings.time_budget is None:  # else there may be more to find
             remember(result, ready)
@@ -78,7 +79,7 @@ def _finished(run: Run, watch: Stopwatch, diary: Diary) -> Result:
     doubts = [None if proof.ratio is None else advice.wide(proof.ratio)]
     if proof.ratio is None:
         doubts += [advice.undecided(history, settings.plan), None if history else budget.excuse]
-    notes = (*run.subject.notes, *recorded.notes, *proof.notes, *filter(None, (warning, *doubts)))
+    notes = (*run.subject.notes, *run.found.notes, *recorded.notes, *proof.notes, *filter(None, (warning, *doubts)))
     told = {**told, "notes": notes, "seconds": round(watch.session, 2)}
     for name, content in {SUMMARY: summary, RUN: told, **recorded.files}.items():
         write_json(settings.output_dir / name, content)

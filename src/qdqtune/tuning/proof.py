@@ -27,6 +27,8 @@ from qdqtune.tuning.run import Run
 from qdqtune.tuning.threads import SLOWER, Place, places
 from qdqtune.types import Failure, Placement, Trial
 
+REWRITES_ALONE = "no pair is worth its time here: what ships is the float model with its rewrites"
+
 FINALISTS = 2
 """Placements that may try to prove themselves."""
 
@@ -129,6 +131,11 @@ class _Contest:
     """Whether one was faster, but slower at another number of threads."""
     last: Sequence[_Meeting] = ()
 
+    @property
+    def is_rewritten(self) -> bool:
+        """Whether the float model is another one than the user's, and may ship without pairs if that is faster."""
+        return bool(self.run.subject.rewrites.names)
+
     def tried(self, placement: Placement) -> bool:
         """Write a placement's file and let it meet the others; whether it ships."""
         begun = time.monotonic()
@@ -137,7 +144,7 @@ class _Contest:
         self.seconds = time.monotonic() - begun
         self.run.given.check()
         standings = [met.standing for met in self.last]
-        if not placement:
+        if not placement and not self.is_rewritten:
             return False
         if is_held(standings) and (not self.pairs_hold or self._beats_given()):
             return True
@@ -146,7 +153,7 @@ class _Contest:
 
     def _meetings(self, placement: Placement) -> Iterator[_Meeting]:
         """Place by place, until one says no; the float model is no other one at other threads."""
-        found, is_won = self.places if placement else self.places[:1], False
+        found, is_won = self.places if placement or self.is_rewritten else self.places[:1], False
         for number, place in enumerate(found):
             left = None if self.room is None else self.room - self.builds - 2 * PAIRS * (len(found) - number - 1)
             met = _meet(placement, self.run, place, MOST_PAIRS if left is None else left // 2, is_won=is_won)
@@ -167,7 +174,8 @@ class _Contest:
         return not known or (any(r.verdict == "faster" for r in known) and all(r.verdict != "slower" for r in known))
 
     def _explain(self, placement: Placement, standings: Sequence[Standing]) -> None:
-        edges, first, end = f"a candidate of {len(placement)} edges", foremost(standings), standings[-1]
+        edges = f"a candidate of {len(placement)} edges" if placement else "the float model with its rewrites"
+        first, end = foremost(standings), standings[-1]
         if first is not end and first.ratio.verdict == "faster" and end.is_slower:
             self.vetoed = True
             there, here = f"{end.threads} threads", f"{first.threads} thread{'s' * (first.threads != 1)}"
@@ -183,7 +191,8 @@ def prove(history: Sequence[Trial], run: Run, room: int | None = None) -> Proof:
     The search's favourite is flattered by its luck. Where it does not prove itself, the one before it gets a chance;
     where it is only slower at another number of threads, so do other candidates that were faster than float. In the end
     the float model as we write it meets the user's file, and is not to be slower either, unless there is no time for
-    that. All of them take at most `room` builds.
+    that; where it was rewritten and is faster it ships, and else the user's file does. All of them take at most `room`
+    builds.
 
     Raises:
         BaselineFailed: the engine fails on a finished file.
@@ -196,11 +205,12 @@ def prove(history: Sequence[Trial], run: Run, room: int | None = None) -> Proof:
         contest = _Contest(run, found, pairs_hold, room)
         for placement in _finalists(history, contest):
             if contest.tried(placement):
+                contest.notes |= {} if placement else {REWRITES_ALONE: None}
                 _move(_unproven(run), folder / FINAL)
                 return _proof(placement, contest)
     met = contest.last[0] if contest.last else None
     is_slower = met is not None and met.to_given is not None and met.to_given.verdict == "slower"
-    is_given = pairs_hold if settings.from_qdq else is_slower
+    is_given = pairs_hold if settings.from_qdq else is_slower or contest.is_rewritten
     copy_model(settings.model if is_given else folder / BASELINE, folder / FINAL)
     kept = "given" if is_given else "baseline"
     seconds = run.bench.float_seconds if met is None else met.standing.float_seconds

@@ -81,7 +81,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "engine": description,
         "mode": settings.mode,
         "state_file": None if settings.state_file is None else str(settings.state.absolute()),
-        "rewrites": {"folded": subject.rewrites.folded, "names": list(subject.rewrites.names)},
+        "rewrites": _rewrites(run, proof),
         "shipped": proof.shipped,
         "baseline_ms": proof.float_seconds * 1e3,
         "final_ms": proof.final_seconds * 1e3,
@@ -90,7 +90,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "ratio_high": tuned.high if tuned else None,
         "ratio_to_given": proof.to_given.median if tuned and proof.to_given else None,
         "by_threads": rows_of(proof.standings),
-        "builds": 1 + sum(t.builds for t in history),
+        "builds": 1 + run.found.builds + sum(t.builds for t in history),
         "proof_builds": proof.builds,
         "predicted_ratio": predicted,
         "predicted_ms": None if predicted is None else predicted * proof.float_seconds * 1e3,
@@ -117,6 +117,18 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
     }
     after = run.bench.metric(final) if settings.evaluate and final else run.limits.before
     return summary | run.limits.summary(history, settings.plan, after)
+
+
+def _rewrites(run: Run, proof: Proof) -> dict[str, Any]:
+    """What the float model was rewritten by before pairs were placed; and where that was measured, which share of the
+    ratio of what ships is its, and which that of the placement."""
+    made, found = run.subject.rewrites, run.found
+    told: dict[str, Any] = {"folded": made.folded, "names": list(made.names)}
+    if found.tried:
+        told |= {"tried": [one.row for one in found.tried], "builds": found.builds}
+    if found.names and proof.ratio is not None:
+        told |= {"gave": found.gave, "placement_gave": proof.ratio.median / found.gave}
+    return told
 
 
 def _met(history: Sequence[Trial], proof: Proof, plan: Plan) -> Iterator[dict[str, Any]]:

@@ -27,6 +27,7 @@ from qdqtune.tuning.bench import Bench
 from qdqtune.tuning.budget import FRONT_SHARE, PROOF_SHARE, Budget
 from qdqtune.tuning.candidates import Candidates
 from qdqtune.tuning.folder import LOGS, OutputFolder, restored_state
+from qdqtune.tuning.gains import NO_REWRITES, Found
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.obstacles import check_files
 from qdqtune.tuning.settings import Settings
@@ -52,7 +53,7 @@ DROP = 0.01
 class Ready:
     """What was asked for, before anything is measured: nothing of it has run. `given` are the user's model files as
     they were when the run began; it has to end when `time.monotonic` is at `ends`, None without a time budget. `others`
-    measure beside `runner`, each on a device of its own."""
+    measure beside `runner`, each on a device of its own. `found` are the rewrites that were tried."""
 
     settings: Settings
     output: OutputFolder
@@ -64,6 +65,7 @@ class Ready:
     observer: Observer
     ends: float | None
     others: tuple[Runner, ...] = ()
+    found: Found = NO_REWRITES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -116,7 +116,7 @@ class Station:
             return Trial(*told, Failure("output", "the outputs hold NaN or infinite values"))
         rounds = rounds_of(self.runner, opponent, candidate, conditions.plan, conditions.seed)
         begun = time.monotonic()
-        result = compare(rounds, conditions.plan, decided=lambda r: _settled(r) or _is_late(begun, deadline))
+        result = compare(rounds, conditions.plan, decided=lambda r: settled(r) or _is_late(begun, deadline))
         if isinstance(result, Failure):
             return Trial(*told, result)
         runs = profiled_runs(float(np.median(result.b)))
@@ -129,7 +129,7 @@ class Station:
     def _checked(self, trial: Trial) -> Measurement | Failure:
         files = self._candidates.file(trial.against), self._candidates.file(trial.placement)
         plan, seed = self._conditions.plan, self._conditions.seed + 1
-        return fresh_pair(self.runner, *files, plan, seed, f"trial_{trial.number:03}", _settled)
+        return fresh_pair(self.runner, *files, plan, seed, f"trial_{trial.number:03}", settled)
 
 
 def profiled_runs(seconds: float) -> int:
@@ -144,5 +144,6 @@ def _is_late(begun: float, deadline: float | None) -> bool:
     return deadline is not None and now + (now - begun) > deadline
 
 
-def _settled(measured: Ratio) -> bool:
+def settled(measured: Ratio) -> bool:
+    """Whether more rounds are not worth their time: it is decided, or at best as fast."""
     return measured.verdict != "undecided" or measured.median > FUTILE

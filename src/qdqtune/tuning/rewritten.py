@@ -1,0 +1,252 @@
+"""Rewrites of the float model that pay on the engine, found before pairs are placed.
+
+Each that applies is measured like any candidate, on top of those that were kept before it: the float models against
+each other, the first of them the user's own file; or both with pairs by the engine's rules, where engines do in float
+by themselves what the rewrite does, and pairs may keep them from it. The latter is a stand-in for what the search will
+find. What decides nothing else: whatever ships has to prove itself against the user's file in the end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from qdqtune.calibration.calibrate import calibrate
+from qdqtune.calibration.methods import Calibration
+from qdqtune.engines.runner import Handle, Runner
+from qdqtune.errors import BadModel, writing
+from qdqtune.graph.files import one_constant_file
+from qdqtune.graph.float16 import load_for
+from qdqtune.graph.model import Model
+from qdqtune.graph.outputs import Scratch
+from qdqtune.graph.rewrites import REWRITES
+from qdqtune.measurement.accuracy import accuracy
+from qdqtune.measurement.pairing import rounds_of
+from qdqtune.measurement.timing import compare, ratio
+from qdqtune.placement import engine_rules
+from qdqtune.placement.insertion import Inserter
+from qdqtune.placement.possible import possible_edges
+from qdqtune.tuning.gains import NO_REWRITES, Form, Found, Tried, pack_found, unpack_found
+from qdqtune.tuning.run import Ready
+from qdqtune.tuning.station import settled
+from qdqtune.tuning.store import pack_result, unpack_result
+from qdqtune.tuning.subject import Subject, open_subject
+from qdqtune.types import Failure, Measurement, Placement
+
+FORMS: Mapping[str, tuple[Form, ...]] = {
+    "hardswish": ("float", "pairs"),
+    "layernorm": ("float", "pairs"),
+    "rmsnorm": ("float", "pairs"),
+    "gelu": ("pairs",),
+    "constants": ("pairs",),
+    "gemm": ("pairs",),
+}
+"""The rewrites that a run tries by itself, in the order in which it does, and in which forms until one pays."""
+
+MOST_BUILDS = 6
+"""Builds that rewrites may take, those of what they meet included."""
+
+SHARE = 0.1
+"""Of a time budget, what they may take."""
+
+SAME_DB = 40.0
+"""Outputs of a rewritten float model that are further than this from those before are no rounding."""
+
+
+def with_rewrites(ready: Ready) -> Ready:
+    """`ready` with the model as the rewrites leave it that pay; as it is where none does, or none is to be tried.
+
+    Raises:
+        OutputError: a file cannot be written.
+        QdqtuneError: see `errors`.
+    """
+    settings, store = ready.settings, ready.store
+    if settings.rewrites != "auto" or settings.from_qdq or settings.qdq_baseline or settings.graph_json:
+        return ready
+    record = store.get("rewrites")
+    if record is None and store.get("ranges") is not None:
+        return ready  # it was begun by a version that tried none
+    if record is None:
+        found = _search(ready)
+        if found.tried or found.notes:
+            store.put("rewrites", pack_found(found))
+    else:
+        found = unpack_found(record)
+    if not found.names:
+        return replace(ready, found=found)
+    rewrites = replace(ready.subject.rewrites, names=found.names)
+    return replace(ready, found=found, subject=open_subject(settings, ready.runner, rewrites))
+
+
+def _search(ready: Ready) -> Found:
+    settings = ready.settings
+    plain = load_for(settings.model, "fp32", settings.fix_inputs, ready.subject.numbers.opset)
+    applicable = []
+    for name in FORMS:
+        try:
+            if REWRITES[name].apply(plain) is not plain:
+                applicable.append(name)
+        except BadModel:  # told when it is tried
+            applicable.append(name)
+    if not applicable:
+        return Found()
+    ready.observer.stage(f"trying rewrites: {', '.join(applicable)}")
+    with _contest(ready) as contest:
+        for name in applicable:
+            contest.enter(name)
+        return contest.found
+
+
+@contextmanager
+def _contest(ready: Ready) -> Iterator[_Contest]:
+    with ExitStack() as stack:
+        with writing(f"to {ready.output.path}"):
+            folder = stack.enter_context(Scratch(ready.output.path)) / "rewrites"
+            folder.mkdir()
+        constants = stack.enter_context(one_constant_file(folder))
+        ready.runner.feed(ready.subject.feed)
+        contest = _Contest(ready, constants.write, _Champion(ready.subject), time.monotonic())
+        stack.callback(contest.close)
+        yield contest
+
+
+@dataclass
+class _Champion:
+    """The model with the rewrites kept so far, and its builds by form."""
+
+    subject: Subject
+    builds: dict[Form, Handle] = field(default_factory=dict)
+
+
+@dataclass
+class _Contest:
+    """The champion and who challenges it. `write` makes a file of a model."""
+
+    ready: Ready
+    write: Callable[[Model, str], Path]
+    champion: _Champion
+    begun: float
+    found: Found = NO_REWRITES
+    handles: list[Handle] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Unload what was built."""
+        for handle in self.handles:
+            self._runner.unload(handle)
+
+    def enter(self, name: str) -> None:
+        """Measure a rewrite, and keep it where it pays."""
+        settings = self.ready.settings
+        rewrites = self.champion.subject.rewrites
+        try:
+            subject = open_subject(settings, self._runner, replace(rewrites, names=(*rewrites.names, name)))
+        except BadModel as error:
+            self._note(f"rewrite {name} was passed over: {error}")
+            return
+        challenger = _Champion(subject)
+        for form in FORMS[name]:
+            if form == "pairs" and not settings.has_pairs:
+                continue
+            if self._is_spent(form):
+                self._note(f"rewrite {name} was not tried: no room for its builds")
+                return
+            tried = self._met(name, form, challenger)
+            if tried is None:
+                continue
+            self.found = replace(self.found, tried=(*self.found.tried, tried))
+            if tried.kept:
+                self.champion = challenger
+            if tried.kept or tried.ratio is None:
+                return
+
+    def _is_spent(self, form: Form) -> bool:
+        budget = self.ready.settings.time_budget
+        wanted = 1 + (form not in self.champion.builds)
+        is_late = budget is not None and time.monotonic() - self.begun > SHARE * budget
+        return is_late or self.found.builds + wanted > MOST_BUILDS
+
+    def _met(self, name: str, form: Form, challenger: _Champion) -> Tried | None:
+        """The champion against who challenges it, in one form; None where there is nothing to compare."""
+        kept = self.champion.subject.rewrites.names
+        key = f"rewrite:{'+'.join((*kept, name))}:{form}"
+        record, before = self.ready.store.get(key), self.found.builds
+        if record is None:
+            result = self._measured(form, challenger, key)
+            if result is None:
+                return None
+            record = self.ready.store.put(key, pack_result(result) | {"builds": self.found.builds - before})
+        result = unpack_result(record)
+        self.found = replace(self.found, builds=before + record["builds"])
+        if isinstance(result, Failure):
+            self._note(f"rewrite {name} was passed over: {result.reason}")
+            return Tried(name, form, None, kept=False)
+        measured = ratio(result, self.ready.settings.plan)
+        return Tried(name, form, measured, measured.verdict == "faster")
+
+    def _measured(self, form: Form, challenger: _Champion, key: str) -> Measurement | Failure | None:
+        plan, name = self.ready.settings.plan, key.replace(":", "_").replace("+", "_")
+        a = self._build(form, self.champion, "champion")
+        if a is None or isinstance(a, Failure):
+            return None  # what the engine does not run is nothing to compare with
+        b = self._build(form, challenger, name)
+        if b is None or isinstance(b, Failure):
+            return b
+        result = compare(rounds_of(self._runner, a, b, plan, self.ready.settings.seed), plan, decided=settled)
+        if isinstance(result, Failure) or ratio(result, plan).verdict != "faster":
+            return result
+        return self._differing(challenger) or result
+
+    def _differing(self, challenger: _Champion) -> Failure | None:
+        """Why the float outputs of what is faster are not those of the model before."""
+        a, b = self._build("float", self.champion, "champion"), self._build("float", challenger, "challenger")
+        if isinstance(b, Failure):
+            return b
+        if b is None or a is None or isinstance(a, Failure):
+            return None
+        before, after = (self._runner.outputs(handle, [self.ready.subject.feed]) for handle in (a, b))
+        if isinstance(after, Failure):
+            return after
+        if isinstance(before, Failure):
+            return before
+        lost = accuracy(before, after)
+        if lost.sqnr_db is not None and lost.sqnr_db < SAME_DB:
+            return Failure("output", f"the engine computes other outputs with it ({lost.sqnr_db:.1f} dB)")
+        return None
+
+    def _build(self, form: Form, side: _Champion, log_name: str) -> Handle | Failure | None:
+        """The build of a side, made when it is needed; None where rules place no pair."""
+        if form not in side.builds:
+            file = self._file(form, side)
+            if file is None:
+                return None
+            handle = self._runner.load(file, log_name)
+            self.found = replace(self.found, builds=self.found.builds + 1)
+            if isinstance(handle, Failure):
+                return handle
+            self.handles.append(handle)
+            side.builds[form] = handle
+        return side.builds[form]
+
+    def _file(self, form: Form, side: _Champion) -> Path | None:
+        """The user's own file where that is what a side is, or one made of it."""
+        subject = side.subject
+        if form == "float":
+            is_given = not subject.rewrites.names
+            return self.ready.settings.model if is_given else self.write(subject.model, "float")
+        settings, one = self.ready.settings, subject.prepared.calibration.first(1)
+        ranges = calibrate(subject.shaped, one, Calibration("minmax"))
+        possible = possible_edges(subject.shaped, ranges)
+        placement = engine_rules.place(subject.shaped, possible, settings.engine.name, settings.quant_type).placement
+        if placement == Placement():
+            return None
+        return self.write(Inserter(subject.model, ranges, subject.numbers).insert(placement), "pairs")
+
+    def _note(self, text: str) -> None:
+        self.found = replace(self.found, notes=(*self.found.notes, text))
+
+    @property
+    def _runner(self) -> Runner:
+        return self.ready.runner

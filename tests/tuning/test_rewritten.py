@@ -1,0 +1,175 @@
+"""Rewrites that pay are found before the search, kept, told and made again; what does not pay is left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from models import build, normal
+from qdqtune.commands.explain import explain_run
+from qdqtune.engines.fake import latency
+from qdqtune.errors import BadModel
+from qdqtune.graph.loading import infer, load
+from qdqtune.graph.model import Model
+from qdqtune.graph.rewrites import REWRITES, Rewrites
+from qdqtune.placement.files import read_placement_file
+from qdqtune.tuning import rewritten
+from qdqtune.tuning.loop import tune
+from qdqtune.tuning.settings import Settings
+from qdqtune.tuning.store import read_records
+from runs import mixed, settings, write
+
+pytestmark = pytest.mark.usefixtures("workers")
+
+SWISH = "[plus] p = Add(a, three) [clip] q = Clip(p, zero, six) [times] r = Mul(a, q) [sixth] b = Div(r, six)"
+
+
+def swishing(width: int = 128) -> Model:
+    """Two products with a HardSwish of four nodes between them."""
+    text = f"""net (float[8,8,{width}] x) => (float[8,8,8] y) {{
+        [first] a = MatMul(x, w0) {SWISH} [second] c = MatMul(b, w1) [relu] d = Relu(c) [head] y = MatMul(d, w2)
+    }}"""
+    numbers = {name: np.float32(value) for name, value in (("zero", 0), ("three", 3), ("six", 6))}
+    weights = {"w0": normal(width, width, scale=0.1), "w1": normal(width, width, scale=0.1), "w2": normal(width, 8)}
+    return build(text, weights | numbers)
+
+
+def run(folder: Path, model: Model, **changes: Any) -> Settings:
+    return settings(write(model, folder), **{"rewrites": "auto", "mode": "cut", "builds": 5, **changes})
+
+
+def test_a_rewrite_that_pays_is_kept_and_told(tmp_path: Path) -> None:
+    asked = run(tmp_path, swishing())
+    result = tune(asked)
+    told = result.summary["rewrites"]
+    assert result.improved
+    assert told["names"] == ["hardswish"]
+    (row,) = told["tried"]
+    assert (row["name"], row["form"], row["kept"]) == ("hardswish", "float", True)
+    assert told["gave"] == row["ratio"] < 0.95
+    assert result.ratio is not None
+    assert told["gave"] * told["placement_gave"] == pytest.approx(result.ratio.median)
+    assert told["builds"] == 2
+    assert result.summary["builds"] == 1 + 2 + sum(t.builds for t in result.history)
+    assert result.summary["baseline_ms"] == pytest.approx(1e3 * latency(onnx.load(asked.model)), rel=1e-6)
+    final = load(asked.output_dir / "optimized_final.onnx")
+    assert "HardSwish" in {n.op for n in final.nodes}
+    assert read_placement_file(asked.output_dir / "placement.yaml").rewrites == Rewrites(True, ("hardswish",))
+    assert any(row.op == "HardSwish" for row in explain_run(asked.output_dir).rows)
+
+
+def test_a_run_goes_on_as_it_began(tmp_path: Path) -> None:
+    whole = tune(run(tmp_path, swishing()))
+    state = tmp_path / "out" / "autotuner_state.yaml"
+    content = state.read_bytes()
+    lines = content.splitlines(keepends=True)
+    keys = [record["key"] for record in read_records(state)]
+    for count in (keys.index("rewrites"), keys.index("rewrites") + 1, keys.index("ranges") + 2):
+        state.write_bytes(b"".join(lines[:count]))
+        again = tune(run(tmp_path, swishing()))
+        assert again.placement == whole.placement
+        assert again.summary["rewrites"] == whole.summary["rewrites"]
+        assert [r["key"] for r in read_records(state)][: len(keys) - 1] == keys[:-1]
+
+
+def test_a_run_that_began_without_rewrites_goes_on_without_them(tmp_path: Path) -> None:
+    asked = run(tmp_path, swishing())
+    tune(asked)
+    records = [line for line in asked.state.read_bytes().splitlines(keepends=True) if b'"key": "rewrite' not in line]
+    ranges = next(i for i, line in enumerate(records) if b'"key": "ranges"' in line)
+    asked.state.write_bytes(b"".join(records[: ranges + 1]))
+    told = tune(asked).summary["rewrites"]
+    assert told == {"folded": True, "names": []}
+
+
+def test_a_rewrite_that_does_not_pay_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    twice = replace(REWRITES["hardswish"], apply=slowed)
+    monkeypatch.setattr(rewritten, "REWRITES", {**REWRITES, "hardswish": twice})
+    monkeypatch.setattr("qdqtune.graph.rewrites.REWRITES", {**REWRITES, "hardswish": twice})
+    result = tune(run(tmp_path, swishing()))
+    told = result.summary["rewrites"]
+    assert told["names"] == []
+    assert [(row["form"], row["kept"]) for row in told["tried"]] == [("float", False), ("pairs", False)]
+    assert all(row["ratio"] > 1 for row in told["tried"])
+    assert "gave" not in told
+
+
+def slowed(model: Model) -> Model:
+    """The same function with nodes more."""
+    if "slow" in model.index_of:
+        return model
+    proto = onnx.ModelProto()
+    proto.CopyFrom(model.proto)
+    node = next(n for n in proto.graph.node if n.name == "relu")
+    extra = [
+        onnx.helper.make_node("Neg", [node.input[0]], ["s1"], "slow"),
+        onnx.helper.make_node("Neg", ["s1"], ["s2"], "slow2"),
+    ]
+    at = list(proto.graph.node).index(node)
+    node.input[0] = "s2"
+    nodes = [*proto.graph.node[:at], *extra, *proto.graph.node[at:]]
+    del proto.graph.node[:]
+    proto.graph.node.extend(nodes)
+    return Model(infer(proto, model.large), model.large)
+
+
+def test_what_fails_in_the_converter_is_passed_over_with_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Model) -> Model:
+        raise BadModel("cannot convert from opset 19 to 20: no adapter")
+
+    broken = {**REWRITES, "gelu": replace(REWRITES["gelu"], apply=fail)}
+    monkeypatch.setattr(rewritten, "REWRITES", broken)
+    monkeypatch.setattr("qdqtune.graph.rewrites.REWRITES", broken)
+    result = tune(run(tmp_path, mixed()))
+    assert result.improved
+    assert any(note.startswith("rewrite gelu was passed over:") and "no adapter" in note for note in result.notes)
+
+
+def test_other_outputs_are_no_rewrite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(model: Model) -> Model:
+        made = REWRITES["hardswish"].apply(model)
+        node = made.proto.graph.node[made.index_of["sixth"]] if made is not model else None
+        if node is not None:
+            node.op_type = "HardSigmoid"
+        return made
+
+    broken = {**REWRITES, "hardswish": replace(REWRITES["hardswish"], apply=wrong)}
+    monkeypatch.setattr(rewritten, "REWRITES", broken)
+    monkeypatch.setattr("qdqtune.graph.rewrites.REWRITES", broken)
+    result = tune(run(tmp_path, swishing()))
+    assert result.summary["rewrites"]["names"] == []
+    assert any("the engine computes other outputs with it" in note for note in result.notes)
+
+
+def test_rewrites_alone_ship_where_no_pair_pays(tmp_path: Path) -> None:
+    asked = run(tmp_path, swishing(8))
+    result = tune(asked)
+    assert result.improved
+    assert not result.placement
+    assert result.summary["shipped"] == "tuned"
+    assert result.summary["pairs"] == 0
+    assert result.summary["rewrites"]["placement_gave"] == pytest.approx(1.0)
+    assert any("no pair is worth its time here" in note for note in result.notes)
+    assert {n.op for n in load(asked.output_dir / "optimized_final.onnx").nodes} == {"MatMul", "HardSwish", "Relu"}
+    assert "rewrites" in explain_run(asked.output_dir).headline
+
+
+def test_nothing_applies_and_nothing_is_spent(tmp_path: Path) -> None:
+    result = tune(run(tmp_path, mixed()))
+    assert result.summary["rewrites"] == {"folded": True, "names": []}
+
+
+def test_the_users_graph_stays_or_is_rewritten_as_told(tmp_path: Path) -> None:
+    result = tune(run(tmp_path, swishing(), rewrites="off"))
+    assert result.summary["rewrites"] == {"folded": False, "names": []}
+    assert "Clip" in {n.op for n in load(tmp_path / "out" / "baseline.onnx").nodes}
+    result = tune(run(tmp_path, swishing(), rewrites="hardswish", restart=True))
+    assert result.summary["rewrites"] == {"folded": False, "names": ["hardswish"]}
+    assert "HardSwish" in {n.op for n in load(tmp_path / "out" / "baseline.onnx").nodes}
