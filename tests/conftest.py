@@ -30,6 +30,8 @@ if sys.dont_write_bytecode:  # or each of the many processes that tests start co
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["PYTHONPYCACHEPREFIX"] = bytecode
 
+os.environ["XDG_CACHE_HOME"] = "/dev/null"  # no test begins with prices that another has left, or leaves any
+
 settings.register_profile("unhurried", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")  # how long an example takes says nothing where many processes share the cores
 

@@ -121,6 +121,7 @@ TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
     "--qdq-baseline": (["q.onnx"], lambda s: s.qdq_baseline, Path("q.onnx")),
     "--from-qdq": ([], lambda s: s.from_qdq, True),
     "--pattern-cache": (["c.yaml", "--mode", "region"], lambda s: s.pattern_cache, Path("c.yaml")),
+    "--price-cache": (["p.json"], lambda s: s.price_cache, Path("p.json")),
     "--state-file": (["s.yaml"], lambda s: s.state, Path("s.yaml")),
     "--min-sqnr": (["20.5"], lambda s: s.min_sqnr, 20.5),
     "--min-agreement": (["none"], lambda s: s.min_agreement, None),
@@ -132,6 +133,20 @@ TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
     "--restart": ([], lambda s: s.restart, True),
 }  # fmt: skip
 """Option to values, what to look at in the settings, and what is expected there."""
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], Path("/caches/qdqtune/prices.json")),
+        (["--price-cache", "none"], None),
+        (["--timing-cache", "gpu/t.cache"], Path("gpu/t.prices.json")),
+    ],
+)
+def test_prices_go_beside_the_timing_cache_or_to_the_users_caches(given, expected, monkeypatch, call):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert settings_of(monkeypatch, call, "m.onnx", *given).price_cache == expected
+
 
 SHOWN = {"--dry-run", "--report", "--pick", "--json", "--quiet", "--verbose"}
 """Options of `tune` that change what is shown. Other tests see to them."""
@@ -930,7 +945,7 @@ def test_on_a_terminal_a_picture_follows_the_run(model, tmp_path):
             shown += part
     assert process.wait() == 0
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
-    assert re.search(r"searching  \S+  \d+ of 11 builds  \d+ s  about \d+ s left", text)
+    assert re.search(r"searching  \S+  \d+ of 12 builds  \d+ s  about \d+ s left", text)
     assert re.search(r"best so far: 2\.00x the speed of float \(cut\)", text)
     assert re.search(r"last: \w[^\n]*: \d\.\d\dx \[\d\.\d\dx, \d\.\d\dx\], slower than the best's 2\.00x", text)
     assert "proving the result on fresh builds" in text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import onnx
 import pytest
@@ -14,7 +16,9 @@ from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search.costs.attribution import Priced, Times, attribute
 from qdqtune.search.costs.optimum import cut, everything
-from qdqtune.search.costs.prices import HOPE, behind, learn, state
+from qdqtune.search.costs.prices import HOPE, learn, lessons
+from qdqtune.search.costs.priors import packed, unpacked
+from qdqtune.search.costs.samples import behind, state
 from qdqtune.search.costs.units import Decision, Partition, partition
 from qdqtune.types import Edge, Layer, Placement
 from region_models import resnet
@@ -102,6 +106,24 @@ def test_unseen_units_are_hoped_to_be_fast() -> None:
     assert [p.as_float for p in costs.prices] == [10.0, 10.0, 3.0, 10.0]
     assert [p.as_quantized for p in costs.prices] == [HOPE * p.as_float for p in costs.prices]
     assert not any(p.seen for p in costs.prices)
+
+
+def test_what_earlier_runs_have_learned_is_a_share_of_the_float_time_and_gives_way_to_builds() -> None:
+    """The third unit was never built in 8 bits: it has what units of its operators have."""
+    parts = parts_of(chain())
+    seen = times(placed(parts, "ab", "tu"), {}, {}, a=2.0, b=2.0, c=3.0, d=10.0)
+    told = lessons(parts, [times(**FLOAT), seen])
+    assert unpacked(json.loads(json.dumps(packed(told)))) == told
+    twice = {name: 2 * ms for name, ms in FLOAT.items()}
+    costs = learn(parts, [times(**twice)], told)
+    assert [(p.as_quantized, p.seen) for p in costs.prices] == [
+        (4.0, True),
+        (4.0, True),
+        (HOPE * 6.0, False),
+        (4.0, True),
+    ]
+    own = learn(parts, [times(**twice), times(placed(parts, "ab", "tu"), {}, {}, a=9.0, b=9.0, c=6.0, d=20.0)], told)
+    assert own.prices[0].as_quantized == 9.0
 
 
 def test_equal_units_share_their_price() -> None:

@@ -133,3 +133,14 @@ def test_a_proof_at_threads_that_nobody_named_leaves_time_for_the_search(
     assert len(result.summary["by_threads"]) == rows
     told = any("at 4 threads" in n and n.endswith("--deploy-threads 1,4 would insist") for n in notes.said)
     assert told == (rows == 1)
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_search_that_time_has_ended_says_so(model: Path, workers: Workers) -> None:
+    result, _ = slow_run(model, workers, 0.2, 120.0, builds=12)
+    spent = 1 + len(result.history)
+    assert 1 < spent < 12
+    told = f"--time-budget has ended the search after {spent} of 12 builds"
+    assert [note for note in result.notes if note.startswith(told)]
+    result, _ = slow_run(model, workers, 0.01, 1200.0, output_dir=model.parent / "enough")
+    assert not [note for note in result.notes if note.startswith("--time-budget has ended")]

@@ -31,7 +31,7 @@ GROUPS = {
 RARE = {
     "Search": (
         "restart", "timing_runs", "warmup_runs", "cut_seed", "schemes_per_region", "incremental_validation",
-        "pattern_cache",
+        "pattern_cache", "price_cache",
         "regions", "node_filter", "tune_args", "state_file", "seed",
     ),
     "Model": (

@@ -24,6 +24,7 @@ from qdqtune.tuning.folder import FINAL, REPORT
 from qdqtune.tuning.front import pick
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Observer, Several
+from qdqtune.tuning.price_cache import usual_place
 from qdqtune.tuning.result import Result
 from qdqtune.tuning.settings import EFFORTS, FRONT_BUILDS, Settings, looks_until
 
@@ -125,6 +126,13 @@ OPTIONS = (
     ),
     option("--qdq-baseline", "A quantized version of the model to start from.", FILE),
     flag("--from-qdq", "MODEL has Q/DQ pairs: strip them, keep their scales, start from them."),
+    option(
+        "--price-cache",
+        "File in which runs on one engine and chip leave their prices of units for the next model; none uses none.  "
+        "[default: beside --timing-cache, or qdqtune/prices.json in the user's cache folder]",
+        FILE,
+        metavar="FILE",
+    ),
     option("--pattern-cache", "region: try the schemes in the pattern cache of an earlier run.", FILE),
     option("--state-file", "[default: OUTPUT_DIR/autotuner_state.yaml]", FILE),
     flag("--restart", "Forget what the state file knows."),
@@ -242,7 +250,8 @@ def settings_of(given: options.Given) -> Settings:
     given = {name: preset.get(name) if value is None else value for name, value in given.items()}
     spec = options.engine(given)
     return Settings(
-        **options.named(Settings, given, but=("engine", "input_shapes")),
+        **options.named(Settings, given, but=("engine", "input_shapes", "price_cache")),
+        price_cache=_price_cache(given),
         engine=spec if given["ray"] else options.with_timing_cache(spec, given["output_dir"]),
         input_shapes=given["input_shapes"] or usual_shapes(spec, given["calibration_data"]),
         calibration=options.calibration(given),
@@ -251,6 +260,14 @@ def settings_of(given: options.Given) -> Settings:
         proof=effort.proof,
         command=options.command_line(),
     )
+
+
+def _price_cache(given: options.Given) -> Path | None:
+    """The file of prices: what the user has named, or one beside the timing cache that he has, or the usual one."""
+    named, beside = given["price_cache"], given["timing_cache"]
+    if named is not None:
+        return None if str(named) == "none" else Path(named)
+    return usual_place() if beside is None else Path(beside).with_suffix(".prices.json")
 
 
 def typed(arguments: Sequence[str], known: Mapping[str, Any]) -> dict[str, Any]:

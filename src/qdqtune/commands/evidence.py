@@ -25,6 +25,7 @@ from qdqtune.search import ratios_to_float
 from qdqtune.search.costs.noise import Noise
 from qdqtune.search.costs.optimum import decision_of, margin, nearest, other, usual_ways
 from qdqtune.search.costs.prices import Costs
+from qdqtune.search.costs.priors import NOTHING, Prior
 from qdqtune.search.costs.units import Decision, Partition, Unit, partition, usual_groups, ways_in
 from qdqtune.search.cut import CLOSE, CutSearch
 from qdqtune.tuning.bench import FORETOLD
@@ -61,6 +62,7 @@ class Evidence:
     limits: Limits = field(default_factory=Limits)
     plan: Plan = field(default_factory=Plan)
     noise: Noise | None = None
+    prior: Prior = NOTHING
     alone: Mapping[str, Alone] = field(default_factory=dict)
     in_float: Mapping[str, str] = field(default_factory=dict)
 
@@ -81,7 +83,7 @@ class Evidence:
         if not any(layer.time_ms for layer in self.float_layers):
             return None
         ways = ways_in([self.placement, *(t.placement for t in self.history)])
-        search = CutSearch(self.model, self.possible, self.float_layers, plan=self.plan, ways=ways)
+        search = CutSearch(self.model, self.possible, self.float_layers, plan=self.plan, ways=ways, prior=self.prior)
         return search.costs(self.history, self.placement)
 
     @cached_property

@@ -24,10 +24,12 @@ from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import read_placement
 from qdqtune.search.costs.noise import Noise
+from qdqtune.search.costs.priors import NOTHING, unpacked
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.tuning.bench import trial_of
 from qdqtune.tuning.finished import Left, read_left
 from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT
+from qdqtune.tuning.price_cache import RECORD
 from qdqtune.tuning.store import Record, unpack_layers, unpack_ranges
 from qdqtune.tuning.subject import edges_within, filtered
 from qdqtune.types import Edge, Placement, Trial
@@ -110,6 +112,7 @@ def evidence_of(left: Left) -> Evidence:
         limits=limits,
         plan=left.plan,
         noise=None if noise is None else Noise(shaped, noise["alone"], limits.max_noise),
+        prior=next((unpacked(r) for r in records if r["key"] == RECORD), NOTHING),
         alone=dict(_alone(summary.get("groups", ()))),
     )
     return _with_engine(evidence, folder / FINAL, recorded.engine)

@@ -164,6 +164,7 @@ class TuneOptions(RunOptions, RangeOptions, total=False):
     qdq_baseline: str | Path | None
     from_qdq: bool
     pattern_cache: str | Path | None
+    price_cache: str | Path | None
     state_file: str | Path | None
     report: bool
     restart: bool

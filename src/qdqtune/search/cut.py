@@ -31,7 +31,7 @@ with the weights so stored, and with lambda each has its noise on top: no neighb
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 
@@ -41,7 +41,8 @@ from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.costs.attribution import Times, attribute, group_cost, inner_pairs, priced
 from qdqtune.search.costs.noise import Noise
 from qdqtune.search.costs.optimum import cut, cut_holding, cut_within, decision_of, everything, flip, margins
-from qdqtune.search.costs.prices import Costs, learn
+from qdqtune.search.costs.prices import Costs, learn, lessons
+from qdqtune.search.costs.priors import NOTHING, Prior, Split, digest
 from qdqtune.search.costs.units import (
     Decision,
     Group,
@@ -58,6 +59,10 @@ from qdqtune.types import Edge, Layer, Placement, Proposal, Trial
 POLISH = 3
 """Kinds of units that one build of the polish decides otherwise; its layers price each of them by itself."""
 
+
+COVERED = 0.9
+"""Share of the time that pairs may save, in float, whose prices earlier runs must know for builds that only teach to be
+left out."""
 
 CLOSE = 0.02
 """A decision is worth a build of its own if the other way is predicted to cost at most this share of the best, or twice
@@ -80,10 +85,12 @@ class CutSearch:
     spares: Mapping[str, Placement] = field(default_factory=dict)
     width: int = 1
     ways: Ways = field(default_factory=dict)
+    prior: Prior = NOTHING
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
-        """See `Strategy`. The first batch prices every unit: as the engine fuses, apart, and as the seeds have it."""
-        if first := self.first(history):
+        """See `Strategy`. The first batch prices every unit: as the engine fuses, apart, and as the seeds have it.
+        Where earlier runs have priced nearly all, the cut comes first."""
+        if not self.is_covered and (first := self.first(history)):
             return first
         tried = {t.placement for t in history} | {Placement()}
         fresh: dict[Placement, Proposal] = {}
@@ -98,6 +105,15 @@ class CutSearch:
         """What prices every unit and was not tried yet."""
         tried = {t.placement for t in history} | {Placement()}
         return tuple({p.placement: p for p in self._first if p.placement not in tried}.values())
+
+    @cached_property
+    def is_covered(self) -> bool:
+        """Whether earlier runs have priced the units that take nearly all of the time that pairs may save."""
+        if not self.prior:
+            return False
+        costs = self.costs(())
+        able = [(p.as_float, p.seen) for u, p in zip(costs.partition.units, costs.prices, strict=True) if u.inputs]
+        return sum(ms for ms, seen in able if seen) >= COVERED * sum(ms for ms, _ in able)
 
     @cached_property
     def float_ms(self) -> float:
@@ -125,11 +141,20 @@ class CutSearch:
         for decision in self._optima(costs, history):
             optima.append(self.proposal("cut", costs, decision))
             yield optima[-1]
+        if self.is_covered and self._is_as_foretold(history):
+            return
+        yield from self.first(history)
         failed = {t.placement for t in history if judge(t, self.plan) is None}
         stuck = any(proposal.placement in failed for proposal in optima)
         for proposal in chain(self._polish(costs, history, stuck=stuck), _named(self.spares)):
             if self.noise is None or self.noise.fits(proposal.placement, history):
                 yield proposal
+
+    def _is_as_foretold(self, history: Sequence[Trial]) -> bool:
+        """Whether the best so far takes what prices have said: then those of earlier runs hold here."""
+        best = best_of(history)
+        told = next((t.proposal.predicted for t in history if t.placement == best), None)
+        return told is not None and abs(ratios_to_float(history, self.plan)[best] - told) <= CLOSE * told
 
     def _optima(self, costs: Costs, history: Sequence[Trial]) -> Iterator[Decision]:
         """The optimum of the prices; within the limits on noise, if there are any: as they are foretold to be held, or
@@ -173,35 +198,65 @@ class CutSearch:
         """Prices of the units that the builds so far suggest. Where builds disagree, a later one counts; of the first
         ones, which no prices led to, a faster one. In any case the one of `shipped`, which has its own pieces as units.
         """
+        times = self._times(history, shipped)
+        parts = partition(self.model, self.possible, list(self._units(times, shipped)), self.ways)
+        return learn(parts, times, self.prior)
+
+    def lessons(self, history: Sequence[Trial]) -> Prior:
+        """What the builds so far have shown, for later runs: of units, and of how fusion groups are divided."""
+        times = self._times(history)
+        parts = partition(self.model, self.possible, list(self._units(times, None)), self.ways)
+        floats = {kind: sum(times[0].nodes.get(n, 0.0) for n in group) for group, _, kind in self._members}
+        splits = {
+            digest(kind): {how: spent / floats[kind] for how, spent in told.items()}
+            for kind, told in self._divided(times).items()
+            if floats[kind] > 0
+        }
+        return replace(lessons(parts, times), splits=splits)
+
+    def _times(self, history: Sequence[Trial], shipped: Placement | None = None) -> list[Times]:
+        """Those of the builds so far in the order in which they count, the float build's first."""
         floats, *others = priced(history, self.plan, self.float_layers)
         first = {t.placement for t in history if t.proposal.predicted is None}
         guesses = sorted((b for b in others if b.placement in first), key=lambda build: -build.ratio)
         rising = (*guesses, *(b for b in others if b.placement not in first))
         ordered = (floats, *sorted(rising, key=lambda build: build.placement == shipped))
-        times = [attribute(self.model, build, self.float_ms) for build in ordered]
-        parts = partition(self.model, self.possible, list(self._units(times, shipped)), self.ways)
-        return learn(parts, times)
+        return [attribute(self.model, build, self.float_ms) for build in ordered]
+
+    @cached_property
+    def _members(self) -> list[tuple[Group, tuple[Edge, ...], str]]:
+        """The fusion groups with the edges within, and their kinds."""
+        return [(group, inner_edges(self.model, group, self.possible), self._kind(group)) for group in self.groups]
 
     def _units(self, times: Sequence[Times], shipped: Placement | None) -> Iterator[Group]:
         """The float build's groups, each divided as it ran fastest when it was quantized; equal groups alike. Those
         that `shipped` runs in 8 bits are divided as they are there."""
-        options: dict[str, dict[frozenset[int], list[float]]] = {}
-        members = [(group, inner_edges(self.model, group, self.possible), self._kind(group)) for group in self.groups]
-        for group, edges, kind in members:
+        paired, divided = (
+            frozenset(e.node for e in shipped.edges) if shipped else frozenset[str](),
+            self._divided(times),
+        )
+        for group, edges, kind in self._members:
+            if shipped is not None and not paired.isdisjoint(group):
+                yield from split(self.model, group, inner_pairs(edges, shipped))
+                continue
+            before = sum(times[0].nodes.get(node, 0.0) for node in group)
+            known = {how: share * before for how, share in self.prior.splits.get(digest(kind), {}).items()}
+            prices = known | divided.get(kind, {})
+            best = min(prices, key=lambda o: (prices[o], len(o), sorted(o)), default=frozenset[int]())
+            yield from split(self.model, group, {edges[i] for i in best if i < len(edges)})
+
+    def _divided(self, times: Sequence[Times]) -> dict[str, dict[Split, float]]:
+        """By kind of fusion group, the least ms that one took by how it was divided."""
+        found: dict[str, dict[Split, float]] = {}
+        for group, edges, kind in self._members:
             for build in times:
                 spent = group_cost(self.model, group, build)
                 if spent is not None:
                     pairs = inner_pairs(edges, build.placement)
                     chosen = frozenset(i for i, e in enumerate(edges) if e in pairs)
-                    options.setdefault(kind, {}).setdefault(chosen, []).append(spent)
-        paired = frozenset(e.node for e in shipped.edges) if shipped else frozenset[str]()
-        for group, edges, kind in members:
-            if shipped is not None and not paired.isdisjoint(group):
-                yield from split(self.model, group, inner_pairs(edges, shipped))
-                continue
-            prices = options.get(kind, {})
-            best = min(prices, key=lambda o: (min(prices[o]), len(o), sorted(o)), default=frozenset[int]())
-            yield from split(self.model, group, {edges[i] for i in best})
+                    own = found.setdefault(kind, {})
+                    own[chosen] = min(spent, own.get(chosen, spent))
+        return found
 
     def _kind(self, group: Group) -> str:
         return kind_of(self.model, tuple(self.model.index_of[name] for name in group))

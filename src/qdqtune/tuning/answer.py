@@ -29,7 +29,7 @@ from qdqtune.tuning.subgraphs.outcomes import GroupOutcome
 from qdqtune.types import Placement, Proposal, Trial
 
 PLACES = frozenset({"workers", "cores_per_worker", "ray"})
-UNASKED = PLACES | {"output_dir", "state_file", "restart", "time_budget", "time_limit", "command"}
+UNASKED = PLACES | {"output_dir", "state_file", "restart", "time_budget", "time_limit", "command", "price_cache"}
 """Settings that a finished run does not hang on: one that ran out of time is not finished."""
 
 ROWS = (UnitPrice, GroupOutcome)

@@ -104,6 +104,13 @@ class Budget:
         needed = f"{self.ends - self.deadline:.0f} s beside reading the model and calibration"
         return f"--time-budget had no room for a candidate: one and its proof take some {needed}; give more"
 
+    def shortfall(self, trials: Sequence[Trial]) -> str | None:
+        """What to say where time has ended a search that had builds left; asked when it has just ended."""
+        if not trials or not self.is_late or builds_of(trials) + self.each > self.builds:
+            return None
+        spent = f"{1 + builds_of(trials)} of {1 + self.builds} builds"
+        return f"--time-budget has ended the search after {spent}: with more time the same command goes on from there"
+
     def lacks(self, seconds: float) -> bool:
         """Whether what takes so many seconds would end too late."""
         return self.ends is not None and time.monotonic() + seconds > self.ends

@@ -133,6 +133,14 @@ DIARY: Form = {
 }
 """What is read of run.json, which early versions did not write."""
 
+PRICES: Mapping[str, Form] = {
+    "units": ListOf((str, str, str, str, float)),
+    "conversions": ListOf((str, str, float, float)),
+    "splits": ListOf((str, ListOf(int), float)),
+    "per_consumer": bool,
+}
+"""What earlier runs have learned of prices."""
+
 FORMS: Mapping[str, Form] = {
     "run": {"version": int, "candidates?": int, "fingerprint": MapOf(object)},
     "ranges": {
@@ -160,6 +168,7 @@ FORMS: Mapping[str, Form] = {
     "rewrite": OneOf(({**SAMPLES, "builds": int}, {**FAILED, "builds": int})),
     "rewrites": {"tried": ListOf(TRIED), "builds": int, "notes": ListOf(str)},
     "batch": {"width": int},
+    "prices": PRICES,
     "noise": {"alone": MapOf(float)},
     "foretold": OneOf((ACCURACY, FAILED)),
     "given": PROVEN,

@@ -61,6 +61,7 @@ def _finished(run: Run, watch: Stopwatch, diary: Diary) -> Result:
     mode = MODES[settings.mode](run)
     run.observer.stage("searching")
     history = search(mode.strategy, run, Several((*mode.observers, run.observer)), budget)
+    shortfall = budget.shortfall(history)
     run.bench.stand_alone()
     if history or settings.time_budget is None:
         run.observer.stage("proving the result on fresh builds")
@@ -79,7 +80,7 @@ def _finished(run: Run, watch: Stopwatch, diary: Diary) -> Result:
     doubts = [None if proof.ratio is None else advice.wide(proof.ratio)]
     if proof.ratio is None:
         doubts += [advice.undecided(history, settings.plan), None if history else budget.excuse]
-    notes = (*run.subject.notes, *run.found.notes, *recorded.notes, *proof.notes, *filter(None, (warning, *doubts)))
+    notes = (*run.subject.notes, *run.found.notes, *recorded.notes, *proof.notes, *filter(None, (warning, shortfall, *doubts)))
     told = {**told, "notes": notes, "seconds": round(watch.session, 2)}
     for name, content in {SUMMARY: summary, RUN: told, **recorded.files}.items():
         write_json(settings.output_dir / name, content)
@@ -112,10 +113,11 @@ def search(strategy: Strategy, run: Run, observer: Observer, budget: Budget) -> 
 
 
 def _state(trials: Sequence[Trial], plan: Plan, budget: Budget, seconds: float, replayed: bool) -> State:
-    best, builds, left = best_of(trials), builds_of(trials), budget.seconds_left
-    pace = seconds / builds * (budget.builds - builds)
+    best, built, left = best_of(trials), builds_of(trials), budget.seconds_left
+    pace = seconds / built * (budget.builds - built)
     expected = (pace if left is None else max(0.0, min(pace, left))) + budget.proof_seconds
     floats, last = ratios_to_float(trials, plan), trials[-1]
     own, against = judge(last, plan), floats[last.against]
     ratio = None if own is None else own.scaled(against)
-    return State(builds, budget.builds, floats[best], best, seconds, expected, replayed, ratio, against)
+    # As --builds has it: the float model's build counts.
+    return State(1 + built, 1 + budget.builds, floats[best], best, seconds, expected, replayed, ratio, against)

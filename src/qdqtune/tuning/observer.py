@@ -13,7 +13,8 @@ from qdqtune.types import Deaf, Listener, Placement, Trial
 
 @dataclass(frozen=True)
 class State:
-    """Where a run stands after a trial: builds spent and allowed, and best/float as the accepted ratios multiply.
+    """Where a run stands after a trial: builds spent and allowed, the float model's among both, and best/float as the
+    accepted ratios multiply.
 
     `seconds_left` are those of the whole run, proof included.
     `ratio` is the trial's own to the float model, None if it failed; `against_ratio` that of what it was compared with.

@@ -75,6 +75,7 @@ class Settings:
     `precision` is that of what carries no pair; None is as the engine is usually used, where the outputs hold that.
     `calibration_cache` is a file of ranges that another tool has written, in place of calibration.
     `command` is what was typed, for the record alone.
+    `price_cache` is a file of prices that runs leave for each other; None is none.
     `formats` are what the search may use: the `quant_type` for pairs, and storages (w8, w4, w4b32) of weights alone;
     None is all that the engine has.
     `accuracy_samples` is the most samples that outputs are compared on.
@@ -110,6 +111,7 @@ class Settings:
     default_dq_dtype: Literal["float16", "float32", "bfloat16"] | None = None
     state_file: Path | None = None
     pattern_cache: Path | None = None
+    price_cache: Path | None = None
     qdq_baseline: Path | None = None
     from_qdq: bool = False
     min_sqnr: float | Literal["auto"] | None = "auto"

@@ -10,7 +10,8 @@ import numpy as np
 
 from qdqtune.search.costs.mincut import Problem, solve
 from qdqtune.search.costs.noise import Noise
-from qdqtune.search.costs.prices import Costs, is_stored, state
+from qdqtune.search.costs.prices import Costs
+from qdqtune.search.costs.samples import is_stored, state
 from qdqtune.search.costs.units import Decision, Partition, Unit
 from qdqtune.types import Placement, Storage
 

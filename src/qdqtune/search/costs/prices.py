@@ -15,29 +15,25 @@ behind quantized ones, since engines lay 8-bit tensors out in another way than f
 float unit is the price q of its tensor, a DQ that runs in front of a float unit its price d. Conversions that run
 although the units on both sides are quantized belong to the unit that did not absorb them. What was never seen is
 guessed low, so that it is tried: prices of equal units are shared, conversions follow a + b * bytes, and what a unit
-costs more beside floats or pairs is the share of its float time that units of the same operators have shown.
+costs more beside floats or pairs is the share of its float time that units of the same operators have shown. Before
+that, what earlier runs have learned of equal units counts (`priors`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import onnx
 
-from qdqtune.graph.model import Model
-from qdqtune.graph.operators import elements
 from qdqtune.search.costs.attribution import Times
+from qdqtune.search.costs.priors import DISTURBED, NOTHING, Prior, Seen, between, digest
+from qdqtune.search.costs.samples import Behind, Conversion, Sample, Samples, State, bytes_of, gathered
 from qdqtune.search.costs.units import Decision, Partition, Unit
-from qdqtune.types import Placement, Storage
-
-State = Literal["float", "fed", "handing", "mixed", "quantized"]
-Behind = Literal["quantized", "both", "float"]
-Conversion = Literal["quantize", "dequantize"]
+from qdqtune.types import Storage
 
 RUNNING: tuple[State, ...] = ("quantized", "handing")
 
@@ -50,63 +46,10 @@ EXTRAS = ("disturbed", "behind_float", "handing")
 LOW = 0.25
 """Which quantile of these is taken, since what is guessed too high is never tried."""
 
-UNEQUAL = 1.5
-"""Equal units whose times differ by this factor do not do equal work; less is noise."""
-
-NEGLIGIBLE = 1e-3
-"""Of the float build's time: below, two layers' times are not told apart."""
-
-
-def state(unit: Unit, partition: Partition, placement: Placement) -> State:
-    """What a placement makes of a unit."""
-    if any(e in placement for e in unit.inner):
-        return "mixed"  # not the unit any more
-    entering = [e in placement for e in unit.inputs]
-    weights = [e in placement for e in unit.weights]
-    if not any(entering):
-        return "float"
-    if weights and not any(weights):
-        return "fed"
-    if not all(entering) or not all(weights):
-        return "mixed" if weights else "fed"
-    leaving = [e in placement for t in unit.outputs for e in partition.edges.get(t, ())]
-    return "quantized" if all(leaving) else "handing"
-
-
-def behind(unit: Unit, partition: Partition, placement: Placement) -> Behind:
-    """Whether the tensors that a unit reads are stored quantized: by pairs on all their edges, behind a unit that runs
-    quantized. Tensors that come from no unit say nothing."""
-    stored = [is_stored(t, partition, placement) for t in partition.storable(unit)]
-    return "quantized" if all(stored) else "both" if any(stored) else "float"
-
-
-def is_stored(tensor: str, partition: Partition, placement: Placement) -> bool:
-    """Whether a tensor that a unit writes stays in 8 bits."""
-    producer = partition.units[partition.producer[tensor]]
-    return state(producer, partition, placement) == "quantized" and all(e in placement for e in partition.edges[tensor])
-
-
-Sample = tuple[str, str, Behind]
-"""Kind of unit, its state or the name of the storage of its weights, and what it reads."""
-
-
-@dataclass
-class _Samples:
-    """Prices seen so far, those of the latest build that has any. Units are known by kind."""
-
-    units: dict[Sample, list[float]] = field(default_factory=dict)
-    disturbed: dict[str, float] = field(default_factory=dict)
-    """By kind, what a float unit takes more among pairs."""
-    quantize: dict[str, float] = field(default_factory=dict)
-    dequantize: dict[str, float] = field(default_factory=dict)
-    sizes: list[tuple[float, float]] = field(default_factory=list)
-    medians: dict[Sample, list[float]] = field(default_factory=dict)
-    per_consumer: bool = False
-
 
 @dataclass(frozen=True)
 class Price:
-    """A unit in ms. `seen`: its quantized price was measured."""
+    """A unit in ms."""
 
     as_float: float
     as_quantized: float
@@ -117,6 +60,7 @@ class Price:
     handing: float = 0.0
     """Extra of a quantized unit for each output that is not stored quantized."""
     seen: bool = False
+    """Whether its quantized price was measured, in this run or an earlier one."""
     stored: Mapping[Storage, float] = field(default_factory=dict)
     """As a float unit whose weights are stored so, in place of `as_float`."""
 
@@ -178,127 +122,75 @@ class Costs:
         return tensor in partition.edges and any(u in decision.quantized for u in partition.users(tensor))
 
 
-def learn(partition: Partition, builds: Sequence[Times]) -> Costs:
+def learn(partition: Partition, builds: Sequence[Times], prior: Prior = NOTHING) -> Costs:
     """Prices from the builds so far, the first of them the float model's; a later build counts before an earlier one,
-    being nearer to the solution."""
-    partition = _told_apart(partition, builds[0])
-    samples = _Samples()
-    for times in builds:
-        _take(samples, partition, times, builds[0])
-    return _priced(partition, samples)
+    being nearer to the solution. What no build has shown is as in earlier runs."""
+    partition, samples = gathered(partition, builds)
+    return _priced(partition, samples, prior)
 
 
-def _told_apart(parts: Partition, floats: Times) -> Partition:
-    """The same units, equal ones of a kind each only where the float build took equal time for them.
-
-    The time of some operators depends on the values: a softmax over masked scores works on subnormal numbers.
-    """
-    kinds: dict[str, list[tuple[float, Unit]]] = {}
-    for unit in parts.units:
-        kinds.setdefault(unit.kind, []).append((_spent(unit, parts, floats), unit))
-    negligible = NEGLIGIBLE * sum(floats.nodes.values())
-    units = list(parts.units)
-    for alike in kinds.values():
-        ordered = sorted(alike, key=lambda pair: (pair[0], pair[1].number))
-        group, last = 0, ordered[0][0]
-        for spent, unit in ordered:
-            group += spent > UNEQUAL * last and spent - last > negligible
-            last = spent
-            units[unit.number] = replace(unit, kind=f"{unit.kind} {group}") if group else unit
-    return replace(parts, units=tuple(units))
-
-
-def _take(samples: _Samples, partition: Partition, times: Times, floats: Times) -> None:
-    states = [state(u, partition, times.placement) for u in partition.units]
-    paid = _conversions(partition, times, floats, states)
-    fresh: dict[Sample, list[float]] = {}
-    more: dict[str, list[float]] = {}
-    for unit, how in zip(partition.units, states, strict=True):
-        spent = _spent(unit, partition, times)
-        if how in ("quantized", "handing"):
-            spent += paid.get(unit.number, 0.0)
-            if how == "quantized":
-                spent += sum(times.quantize.get(t, 0.0) for t in unit.outputs)
-        given = any(e in times.placement for t in unit.outputs for e in partition.reading.get(t, ()))
-        before = _spent(unit, partition, floats)
-        if (way := partition.way(unit, times.placement)) is not None:
-            # A DQ of weights that no kernel drew in runs for the unit alone.
-            spent += sum(times.dequantize.get(e.tensor, 0.0) for e in partition.compressible(unit))
-            if how == "float":
-                fresh.setdefault((unit.kind, way.name, "float"), []).append(spent)
-        elif how == "fed" or (how == "float" and given and spent > UNEQUAL * before):
-            more.setdefault(unit.kind, []).append(spent - before)
-        elif how != "mixed":
-            fresh.setdefault((unit.kind, how, behind(unit, partition, times.placement)), []).append(spent)
-    samples.units |= fresh
-    samples.disturbed |= {kind: max(0.0, median(ms)) for kind, ms in more.items()}
-    for key, ms in fresh.items():
-        samples.medians.setdefault(key, []).append(median(ms))
-    samples.per_consumer |= any(n > 1 for n in times.copies.values())
-    for op, seen in (("quantize", times.quantize), ("dequantize", times.dequantize)):
-        for tensor, spent in seen.items():
-            if tensor in partition.edges:
-                each = spent / times.copies[tensor] if op == "dequantize" else spent
-                getattr(samples, op)[tensor] = each
-                samples.sizes.append((_bytes(partition.model, tensor), each))
-    for tensor, op in _absorbed(partition, times, states):
-        getattr(samples, op)[tensor] = 0.0
+def lessons(partition: Partition, builds: Sequence[Times]) -> Prior:
+    """What the builds so far have shown, for later runs."""
+    partition, samples = gathered(partition, builds)
+    seen = {key: median(sampled) for key, sampled in samples.units.items() if sampled}
+    floats: dict[str, float] = {}
+    for where in ("quantized", "float"):  # behind the graph's inputs alone, all that is stored is in 8 bits
+        floats |= {kind: ms for (kind, how, b), ms in seen.items() if (how, b) == ("float", where) and ms > 0}
+    shares: dict[Seen, float] = {
+        (digest(k), how, b): ms / floats[k] for (k, how, b), ms in seen.items() if k in floats and how != "float"
+    }
+    shares |= {(digest(k), DISTURBED, ""): ms / floats[k] for k, ms in samples.disturbed.items() if k in floats}
+    operators = {digest(u.kind): operators_of(u, partition) for u in partition.units if u.kind in floats}
+    places = {tensor: _between(partition, tensor) for tensor in partition.edges}
+    conversions = {
+        (op, places[tensor]): (bytes_of(partition.model, tensor), ms)
+        for op, known in (("quantize", samples.quantize), ("dequantize", samples.dequantize))
+        for tensor, ms in known.items()
+    }
+    return Prior(shares, operators, conversions, per_consumer=samples.per_consumer)
 
 
-def _absorbed(partition: Partition, times: Times, states: Sequence[State]) -> Iterator[tuple[str, Conversion]]:
-    """Conversions between a float and a quantized unit that no layer ran by itself: a kernel did them on the way."""
-    for tensor, edges in partition.edges.items():
-        read = {states[partition.owner[e.node]] for e in edges if e.node and e in times.placement}
-        made = states[partition.producer[tensor]] if tensor in partition.producer else "float"
-        if made in ("float", "fed", "handing") and read & {"quantized", "handing"} and tensor not in times.quantize:
-            yield tensor, "quantize"
-        if made == "quantized" and read & {"float", "fed"} and tensor not in times.dequantize:
-            yield tensor, "dequantize"
+def operators_of(unit: Unit, partition: Partition) -> str:
+    """The operators of a unit's nodes, in their order."""
+    return ",".join(partition.model.nodes[n].op for n in unit.nodes)
 
 
-def _spent(unit: Unit, partition: Partition, times: Times) -> float:
-    return sum(times.nodes.get(partition.model.nodes[n].name, 0.0) for n in unit.nodes)
+def _between(partition: Partition, tensor: str) -> str:
+    """What a tensor's conversions stand between, in equal models the same."""
+    made = partition.units[partition.producer[tensor]].kind if tensor in partition.producer else ""
+    return between(made, ("" if u is None else partition.units[u].kind for u in partition.users(tensor)))
 
 
-def _conversions(partition: Partition, times: Times, floats: Times, states: Sequence[State]) -> Mapping[int, float]:
-    """DQs that ran by unit. Each is for the sake of the consumer that is the least quantized, judged by its state and
-    then by its time compared with its time in the float build: the others absorbed theirs."""
-    ranks = ("float", "fed", "handing", "mixed", "quantized")
-    paid: dict[int, float] = {}
-    for tensor, spent in times.dequantize.items():
-        edges = [e for e in partition.reading.get(tensor, ()) if e in times.placement]
-        users = sorted(
-            {partition.owner[e.node] for e in edges if e.node},
-            key=lambda u: (ranks.index(states[u]), -_slowness(partition.units[u], partition, times, floats), u),
-        )
-        copies = times.copies[tensor] - sum(e.is_graph_output for e in edges)
-        for user in users[: max(copies, 0)]:
-            paid[user] = paid.get(user, 0.0) + spent / times.copies[tensor]
-    return paid
+def _priced(partition: Partition, samples: Samples, prior: Prior) -> Costs:
+    fixed, per_byte = _line(samples.sizes or prior.sizes)
 
-
-def _slowness(unit: Unit, partition: Partition, times: Times, floats: Times) -> float:
-    before = _spent(unit, partition, floats)
-    return _spent(unit, partition, times) / before if before > 0 else 0.0
-
-
-def _priced(partition: Partition, samples: _Samples) -> Costs:
-    fixed, per_byte = _line(samples.sizes)
-
-    def conversion(tensor: str, seen: Mapping[str, float]) -> float:
-        return seen.get(tensor, fixed + per_byte * _bytes(partition.model, tensor))
+    def conversion(tensor: str, op: Conversion, seen: Mapping[str, float]) -> float:
+        if tensor not in seen and (key := (op, _between(partition, tensor))) in prior.conversions:
+            return prior.conversions[key][1]
+        return seen.get(tensor, fixed + per_byte * bytes_of(partition.model, tensor))
 
     medians = {key: median(sampled) for key, sampled in samples.units.items() if sampled}
+    digests = {kind: digest(kind) for kind in {u.kind for u in partition.units}} if prior else {}
 
     def price(unit: Unit, how: State, *where: Behind) -> float | None:
-        return next((medians[key] for w in where if (key := (unit.kind, how, w)) in medians), None)
+        own = next((medians[key] for w in where if (key := (unit.kind, how, w)) in medians), None)
+        if own is not None or not prior or how == "float":
+            return own
+        before = price(unit, "float", "float", "quantized") or 0.0
+        keys = ((digests[unit.kind], how, w) for w in where)
+        return next((prior.shares[key] * before for key in keys if key in prior.shares), None)
 
-    dequantize = {t: conversion(t, samples.dequantize) for t in partition.edges}
+    def guessed(unit: Unit) -> float:
+        operators, where = operators_of(unit, partition), ("quantized", "both", "float")
+        keys = ((operators, "quantized", w) for w in where)
+        return next((prior.usual[key] for key in keys if key in prior.usual), HOPE)
+
+    dequantize = {t: conversion(t, "dequantize", samples.dequantize) for t in partition.edges}
     corrections, known = _corrections(partition, samples), []
     for unit in partition.units:
         c0 = price(unit, "float", "float", "quantized") or 0.0
         seen = price(unit, "quantized", "quantized", "both", "float")
-        c1 = HOPE * c0 if seen is None else seen
+        c1 = guessed(unit) * c0 if seen is None else seen
         entering = partition.storable(unit)
         apart = [(price(unit, how, "float"), price(unit, how, "quantized", "both")) for how in RUNNING]
         more = max((a - b for a, b in apart if a is not None and b is not None), default=None)
@@ -307,16 +199,19 @@ def _priced(partition: Partition, samples: _Samples) -> Costs:
         leaving = sum(t in partition.edges for t in unit.outputs)
         o = None if handed is None else max(0.0, handed - c1) / max(1, leaving)
         g = samples.disturbed.get(unit.kind)
+        if g is None and (key := (digests.get(unit.kind, ""), DISTURBED, "")) in prior.shares:
+            g = c0 * prior.shares[key]
         if handed is not None and not unit.weights and entering:  # the same build as a float unit behind DQs
             g = max(g or 0.0, handed - c0 - sum(dequantize[t] for t in entering))
         stored = _stored(partition, unit, c0, medians, corrections)
         known.append(_Known(Price(c0, c1, seen=seen is not None, stored=stored), g, e1, o))
     prices = _completed(partition, known)
-    quantize = {t: conversion(t, samples.quantize) for t in partition.edges}
+    quantize = {t: conversion(t, "quantize", samples.quantize) for t in partition.edges}
     doubt: dict[str, float] = {}
     for (kind, _, _), told in samples.medians.items():
         doubt[kind] = doubt.get(kind, 0.0) + max(told) - min(told)
-    return Costs(partition, prices, quantize, dequantize, samples.per_consumer, doubt)
+    per_consumer = samples.per_consumer or prior.per_consumer
+    return Costs(partition, prices, quantize, dequantize, per_consumer, doubt)
 
 
 class _Known(NamedTuple):
@@ -352,7 +247,7 @@ def _completed(partition: Partition, known: Sequence[_Known]) -> tuple[Price, ..
     return tuple(prices)
 
 
-def _corrections(partition: Partition, samples: _Samples) -> Mapping[int, float]:
+def _corrections(partition: Partition, samples: Samples) -> Mapping[int, float]:
     """By bits, what units that store their weights so have taken over what their products alone had promised."""
     sums: dict[int, list[float]] = {}
     for unit in {u.kind: u for u in partition.units if partition.compressible(u)}.values():
@@ -388,10 +283,3 @@ def _line(sizes: Iterable[tuple[float, float]]) -> tuple[float, float]:
         return 0.0, per_byte
     slope, offset = np.polyfit(points[:, 0], points[:, 1], 1)
     return (max(0.0, float(offset)), float(slope)) if slope > 0 else (float(points[:, 1].mean()), 0.0)
-
-
-def _bytes(model: Model, tensor: str) -> float:
-    info = model.tensors.get(tensor)
-    if info is None or info.shape is None:
-        return 0.0
-    return elements(model, tensor) * float(onnx.helper.tensor_dtype_to_np_dtype(info.dtype).itemsize)

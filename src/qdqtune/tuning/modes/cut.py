@@ -14,6 +14,7 @@ from qdqtune.search.cut import CutSearch
 from qdqtune.search.front import FrontSearch
 from qdqtune.search.latency import GroupedSearch
 from qdqtune.search.region import QUIETER
+from qdqtune.tuning import price_cache
 from qdqtune.tuning.folder import UNITS
 from qdqtune.tuning.modes.mode import Recorded
 from qdqtune.tuning.noise import foresee
@@ -28,12 +29,15 @@ class Cut:
 
     strategy: Strategy
     by_layers: CutSearch | None
+    run: Run
     observers: tuple[Observer, ...] = ()
 
     def record(self, history: Sequence[Trial], final: Placement) -> Recorded:
-        """What every unit costs either way."""
+        """What every unit costs either way; and what of it serves other models, in the price cache."""
         if self.by_layers is None:
             return Recorded()
+        if history:
+            price_cache.remember(self.run, self.by_layers.lessons(history))
         units = explain(self.by_layers.costs(history, final), final)
         return Recorded(units, files={UNITS: {"units": record(units)}})
 
@@ -47,12 +51,12 @@ def prepare(run: Run) -> Cut:
             if run.settings.front and noise is not None
             else by_layers
         )
-        return Cut(strategy, by_layers)
+        return Cut(strategy, by_layers, run)
     suggestions = subject.suggestions()
     if noise is not None:
         suggestions[QUIETER] = guesses(subject.shaped, subject.possible, noise)(noise.levels(())[0])
     seeds = suggestions | by_bits(run.ways)
-    return Cut(GroupedSearch(subject.shaped, subject.possible, seeds, run.width), None)
+    return Cut(GroupedSearch(subject.shaped, subject.possible, seeds, run.width), None, run)
 
 
 def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
@@ -65,5 +69,14 @@ def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
     first = subject.foremost()
     spares = {name: p for name, p in subject.suggestions().items() if name not in first}
     return CutSearch(
-        subject.shaped, subject.possible, layers, first, run.settings.plan, noise, spares, run.width, run.ways
+        subject.shaped,
+        subject.possible,
+        layers,
+        first,
+        run.settings.plan,
+        noise,
+        spares,
+        run.width,
+        run.ways,
+        price_cache.known(run),
     )

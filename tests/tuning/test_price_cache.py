@@ -1,0 +1,106 @@
+"""What a run has learned of prices serves the next one, and is never more than a first word."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from qdqtune.engines import EngineSpec
+from qdqtune.tuning import price_cache
+from qdqtune.tuning.loop import tune
+from qdqtune.tuning.observer import Silent
+from qdqtune.tuning.result import Result
+from qdqtune.tuning.settings import Settings
+from qdqtune.tuning.store import read_records
+from runs import cost, settings
+from workers import Workers
+
+
+@dataclass
+class Notes(Silent):
+    told: list[str] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        self.told.append(text)
+
+
+def asked(model: Path, out: str, **changes: object) -> Settings:
+    known = settings(model, mode="cut", output_dir=model.parent / out, price_cache=model.parent / "prices.json")
+    return replace(known, **changes)
+
+
+def origins(result: Result) -> Sequence[str]:
+    return [trial.proposal.origin for trial in result.history]
+
+
+def test_a_second_model_of_the_kind_needs_three_builds_at_most(model: Path, workers: Workers) -> None:
+    first = tune(asked(model, "a"))
+    assert origins(first)[0] != "cut"
+    second = tune(asked(model, "b"))
+    assert set(origins(second)) == {"cut"}
+    assert 1 + len(second.history) <= 3 < 1 + len(first.history)
+    assert cost(model.parent / "b" / "optimized_final.onnx") == cost(model.parent / "a" / "optimized_final.onnx")
+
+
+def test_a_run_goes_on_as_it_began_whatever_becomes_of_the_cache(model: Path, workers: Workers) -> None:
+    tune(asked(model, "a"))
+    whole = tune(asked(model, "b"))
+    assert any(r["key"] == "prices" and r["units"] for r in read_records(asked(model, "b").state))
+    (model.parent / "prices.json").unlink()
+    again = tune(asked(model, "b", builds=11))
+    assert origins(again) == origins(whole)
+    assert origins(tune(asked(model, "c")))[0] != "cut"  # a fresh one has nothing to begin with
+    assert origins(tune(asked(model, "c", builds=11)))[0] != "cut"  # though by then there is something
+
+
+def test_what_another_engine_has_taken_says_nothing(model: Path, workers: Workers) -> None:
+    tune(asked(model, "a"))
+    other = tune(asked(model, "b", engine=EngineSpec("fake", {"asymmetric": True})))
+    assert origins(other)[0] != "cut"
+    sections = json.loads((model.parent / "prices.json").read_text())["sections"]
+    assert ["numbers asymmetric" in s["told"] for s in sections] == [False, True]
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '{"version": 99, "sections": []}', '{"version": 1, "sections": [3]}'])
+def test_a_file_that_is_no_cache_is_told_and_left_alone(content: str, model: Path, workers: Workers) -> None:
+    (model.parent / "prices.json").write_text(content)
+    notes = Notes()
+    assert tune(asked(model, "a"), notes).improved
+    file = model.parent / "prices.json"
+    assert notes.told == [f"{file} is no price cache of this version: the search goes on without"]
+    assert (model.parent / "prices.json").read_text() == content
+
+
+def test_prices_that_do_not_hold_cost_builds_and_no_speed(model: Path, workers: Workers) -> None:
+    """Every price that the cache tells is a hundredth of what it was: the run's own count."""
+    usual = tune(asked(model, "a"))
+    cache = model.parent / "prices.json"
+    content = json.loads(cache.read_text())
+    for row in content["sections"][0]["units"]:
+        row[-1] /= 100
+    cache.write_text(json.dumps(content))
+    misled = tune(asked(model, "b"))
+    assert misled.summary["final_ms"] == usual.summary["final_ms"]
+
+
+def test_a_place_that_cannot_be_written_is_told_if_the_user_has_named_it(
+    model: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    notes = Notes()
+    tune(asked(model, "a", price_cache=price_cache.usual_place()), notes)
+    assert not notes.told
+    tune(asked(model, "b", price_cache=Path("/dev/null/prices.json")), notes)
+    assert [note.partition(": cannot")[0] for note in notes.told] == ["prices are not kept for other models"]
+
+
+def test_the_usual_place_is_where_users_keep_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert price_cache.usual_place() == tmp_path / "qdqtune" / "prices.json"
+    monkeypatch.setenv("XDG_CACHE_HOME", "caches")  # relative ones do not count, as the standard has it
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert price_cache.usual_place() == tmp_path / ".cache" / "qdqtune" / "prices.json"
