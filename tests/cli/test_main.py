@@ -191,7 +191,7 @@ def test_every_field_of_the_settings_has_an_option(monkeypatch, call, tmp_path):
 
 
 def test_defaults_are_those_of_settings(monkeypatch, call):
-    given = settings_of(monkeypatch, call, "m.onnx")
+    given = settings_of(monkeypatch, call, "m.onnx", "--price-cache", "none")
     assert given == Settings(Path("m.onnx"), engine=EngineSpec("onnxruntime", {"threads": 1}), precision=None)
 
 
@@ -666,7 +666,7 @@ def test_tune_prints_a_table_and_tells_its_progress_in_plain_lines(call, model, 
     assert out.splitlines()[-1] == f"{tmp_path / 'out' / 'optimized_final.onnx'} is the tuned model"
     lines = err.splitlines()
     assert lines[0] == "reading model.onnx"
-    assert any(re.fullmatch(r" +1 +\d+/6 builds  best [\d.]+x  \w+: .*", line) for line in lines)
+    assert any(re.fullmatch(r" +1 +\d+/7 builds  best [\d.]+x  \w+: .*", line) for line in lines)
     assert any(line.startswith("note: no --calibration-data") for line in lines)
     assert lines[-1] == f"{tmp_path / 'out' / 'report.html'} shows how it went"
     assert "\x1b" not in out + err
