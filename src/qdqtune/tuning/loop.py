@@ -77,10 +77,16 @@ def _finished(run: Run, watch: Stopwatch, diary: Diary) -> Result:
     summary |= {**recorded.summary, "seconds": round(watch.whole, 3)}
     shipped = next((t.accuracy for t in history if t.placement == proof.placement and t.accuracy is not None), None)
     warning = None if shipped is None else concern(shipped)
-    doubts = [None if proof.ratio is None else advice.wide(proof.ratio)]
+    doubts = [warning, shortfall, None if proof.ratio is None else advice.wide(proof.ratio)]
     if proof.ratio is None:
         doubts += [advice.undecided(history, settings.plan), None if history else budget.excuse]
-    notes = (*run.subject.notes, *run.found.notes, *recorded.notes, *proof.notes, *filter(None, (warning, shortfall, *doubts)))
+    notes = (
+        *run.subject.notes,
+        *run.found.notes,
+        *recorded.notes,
+        *proof.notes,
+        *filter(None, (warning, shortfall, *doubts)),
+    )
     told = {**told, "notes": notes, "seconds": round(watch.session, 2)}
     for name, content in {SUMMARY: summary, RUN: told, **recorded.files}.items():
         write_json(settings.output_dir / name, content)
