@@ -8,8 +8,9 @@ that its columns differ in numbers only.
 builds each: numbers move no pair. Quantizers that are not installed are left out, with a note.
 
 `--pictures NAME=FOLDER` adds top 1 of a classifier: labels.json names pictures and their classes, of which every fourth
-calibrates (in the middle 224 x 224, BGR, less the mean of ImageNet; needs pillow). `--arrays NAME=FILE` takes `images`
-(uint8, channels first) and `labels` of an .npz, the images normalized as CIFAR-10 usually is.
+calibrates (in the middle 224 x 224, BGR, less the mean of ImageNet; needs pillow); the others are judged in ten views
+each, the middle and the corners, as they are and mirrored, since one picture of a hundred is a whole point. `--arrays
+NAME=FILE` takes `images` (uint8, channels first) and `labels` of an .npz, the images normalized as CIFAR-10 usually is.
 """
 
 from __future__ import annotations
@@ -107,39 +108,42 @@ def top_one(entry: zoo.Entry, runner: Runner, folder: Path, given: argparse.Name
         return ""
     (name,) = load(entry.path).inputs
     data, ours = folder / "labelled.npz", folder / "ours.onnx"
-    np.savez(data, **{name: np.concatenate(inputs[::CALIBRATING])})
+    np.savez(data, **{name: np.concatenate([views[0] for views in inputs[::CALIBRATING]])})
     quantize(Request(entry.path, ours, calibration_data=str(data)))
-    judged = [i for i in range(len(inputs)) if i % CALIBRATING]
+    judged = [(view, classes[i]) for i, views in enumerate(inputs) if i % CALIBRATING for view in views]
     shares = []
     for file in (entry.path, ours):
-        answers = outputs(file, runner, [{name: inputs[i]} for i in judged])
+        answers = outputs(file, runner, [{name: view} for view, _ in judged])
         found = [int(np.argmax(next(iter(answer.values())))) for answer in answers]
-        shares.append(np.mean([a == classes[i] for a, i in zip(found, judged, strict=True)]))
+        shares.append(np.mean([a == known for a, (_, known) in zip(found, judged, strict=True)]))
     return f"{shares[0]:.1%}, {shares[1]:.1%} of {len(judged)}"
 
 
-def labelled(name: str, given: argparse.Namespace) -> tuple[list[Array], list[int]]:
-    """Inputs and classes of a classifier, as they were given on the command line."""
+def labelled(name: str, given: argparse.Namespace) -> tuple[list[list[Array]], list[int]]:
+    """Views of each input, the usual one first, and classes of a classifier, as they were given on the command line."""
     for place in (path for known, path in given.pictures if known == name):
         classes: dict[str, int] = json.loads((place / "labels.json").read_text())
-        return [picture(place / file) for file in classes], list(classes.values())
+        return [pictures(place / file) for file in classes], list(classes.values())
     for place in (path for known, path in given.arrays if known == name):
         with np.load(place) as arrays:
             pixels, labels = arrays["images"], arrays["labels"]
         mean, spread = (a.reshape(1, 3, 1, 1) for a in (CIFAR_MEAN, CIFAR_SPREAD))
         images = ((pixels / 255 - mean) / spread).astype(np.float32)
-        return list(np.split(images, len(images))), [int(label) for label in labels]
+        return [[image] for image in np.split(images, len(images))], [int(label) for label in labels]
     return [], []
 
 
-def picture(path: Path) -> Array:
-    """The middle 224 x 224 of a picture as a batch of one, BGR, channels first, less the mean."""
+def pictures(path: Path) -> list[Array]:
+    """Views of a picture as batches of one, BGR, channels first, less the mean: 224 x 224 in the middle and in the
+    corners, each as it is and mirrored."""
     from PIL import Image
 
-    image = Image.open(path).convert("RGB")
-    left, top = (image.width - 224) // 2, (image.height - 224) // 2
-    values = np.asarray(image.crop((left, top, left + 224, top + 224)), np.float32) - IMAGENET_MEAN
-    return np.ascontiguousarray(values[None, :, :, ::-1].transpose(0, 3, 1, 2))
+    image, found = Image.open(path).convert("RGB"), list[Array]()
+    for across, down in ((0.5, 0.5), (0, 0), (1, 0), (0, 1), (1, 1)):
+        left, top = int(across * (image.width - 224)), int(down * (image.height - 224))
+        values = np.asarray(image.crop((left, top, left + 224, top + 224)), np.float32) - IMAGENET_MEAN
+        found += [np.ascontiguousarray(v[None, :, :, ::-1].transpose(0, 3, 1, 2)) for v in (values, values[:, ::-1])]
+    return found
 
 
 def outputs(file: Path, runner: Runner, samples: Sequence[Sample]) -> list[dict[str, Array]]:

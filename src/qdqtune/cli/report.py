@@ -54,7 +54,8 @@ def result_table(result: Result) -> Table:
     table = _table(("", "baseline", "final"), rows)
     failed = sum(failure(trial) is not None for trial in result.history)
     candidates = f"candidates: {summary['trials']}" + (f" ({failed} failed)" if failed else "")
-    spent = f"{candidates}, builds: {summary['builds']}"
+    proof = f" and {summary['proof_builds']} for the proof" if summary["proof_builds"] else ""
+    spent = f"{candidates}, builds: {summary['builds']}{proof}"
     table.caption = f"{spent}, time: {duration(summary['seconds'])}"
     return table
 
