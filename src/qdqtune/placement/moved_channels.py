@@ -5,10 +5,12 @@ Weights keep the largest magnitude of a channel through rounding, so that those 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from qdqtune.graph.equalization import Factor, Site, factors, sites
-from qdqtune.graph.model import Model
+from qdqtune.graph.model import Constant, Model
 from qdqtune.placement.reading import strip_pairs
 from qdqtune.types import Array
 
@@ -17,22 +19,45 @@ CLOSE = 0.1
 
 
 def moved_channels(float_model: Model, qdq_model: Model) -> tuple[Factor, ...]:
-    """The factors by which `qdq_model` has scaled channels of `float_model`; none where weights differ otherwise."""
+    """The factors by which `qdq_model` has scaled channels of `float_model`; none where weights differ otherwise.
+
+    What was moved away on one side is there on the other: where most constants of a site say otherwise, one of them is
+    wrong, and nothing has moved.
+    """
     plain = strip_pairs(qdq_model)
-    found: list[Factor] = []
+    found: list[tuple[Factor, ...]] = []
     for site in sites(float_model):
         exponents = _exponents(float_model, plain, site)
         if any(exponents):
-            found += factors(float_model, site, exponents)
-    return tuple(found)
+            found.append(tuple(factors(float_model, site, exponents)))
+    every = [factor for of_site in found for factor in of_site]
+    agreeing = (f for f in found if 2 * sum(_agrees(float_model, plain, one, every) for one in f) > len(f))
+    return tuple(factor for of_site in agreeing for factor in of_site)
+
+
+def _agrees(before: Model, after: Model, factor: Factor, every: Sequence[Factor]) -> bool:
+    """Whether a constant is nearer to what it should be with its factor than without, beside those of other sites."""
+    constant, known = _at(after, factor), before.constants[factor.edge.tensor]
+    if constant is None or constant.shape != known.shape:
+        return False
+    values, scaled = constant.array().astype(np.float64), known.array().astype(np.float64)
+    for one in every:
+        scaled = scaled * one.array() if one.edge == factor.edge else scaled
+    off = [float(np.abs(values - expected).sum()) for expected in (scaled, scaled / factor.array())]
+    return off[0] <= off[1]
+
+
+def _at(model: Model, factor: Factor) -> Constant | None:
+    """The constant that a model has where the factor belongs."""
+    index = model.index_of.get(factor.edge.node)
+    inputs = () if index is None else model.nodes[index].inputs
+    return model.constants.get(inputs[factor.edge.index]) if factor.edge.index < len(inputs) else None
 
 
 def _exponents(before: Model, after: Model, site: Site) -> list[int]:
     unmoved = [0] * site.channels
     made = factors(before, site, unmoved)[0]
-    index = after.index_of.get(made.edge.node)
-    inputs = () if index is None else after.nodes[index].inputs
-    constant = after.constants.get(inputs[made.edge.index]) if made.edge.index < len(inputs) else None
+    constant = _at(after, made)
     known = before.constants[made.edge.tensor]
     if constant is None or constant.shape != known.shape or len(made.exponents) != site.channels:
         return unmoved
