@@ -20,7 +20,7 @@ from qdqtune.search.costs.optimum import cut_holding, cut_within, nearest
 from qdqtune.search.costs.profiles import Selection
 from qdqtune.search.costs.units import Partition
 from qdqtune.search.region import QUIETER
-from qdqtune.types import Layer, Placement, Proposal, Trial
+from qdqtune.types import Edge, Layer, Placement, Proposal, Storage, Trial
 
 WORTH = 0.002
 """A group is changed only where that is expected to save this share of the model's time."""
@@ -150,6 +150,7 @@ class SubgraphSearch:
         """Whether two placements treat a group differently, or one stores what it writes and the other does not."""
         unit = self.parts.units[number]
         own = any((e in a) != (e in b) for e in (*unit.inputs, *unit.weights, *unit.inner))
+        own = own or self.parts.way(unit, a) != self.parts.way(unit, b)
         leaving = [self.parts.edges[t] for t in unit.outputs if t in self.parts.edges]
         return own or any(all(e in a for e in edges) != all(e in b for e in edges) for edges in leaving)
 
@@ -196,7 +197,15 @@ class SubgraphSearch:
                 stands = (stands and reader in views[mine].quantized) or edge.tensor in views[theirs].stored
             if stands:
                 edges.add(edge)
-        return Placement.of(edges)
+        paired = {edge.node for edge in edges}
+        return Placement.of(edges, ((e, s) for e, s in self._storages(base, taken) if e.node not in paired))
+
+    def _storages(self, base: Placement, taken: Mapping[int, Placement]) -> Iterator[tuple[Edge, Storage]]:
+        """How weights are stored in a mixed placement, each as the placement has it that its group is taken from."""
+        for placement in {base, *taken.values()}:
+            for edge, storage in placement.storages.items():
+                if taken.get(self.parts.owner[edge.node], base) == placement:
+                    yield edge, storage
 
     def _name(self, batch: Batch) -> str:
         first = self.model.nodes[self.parts.units[batch[0].number].nodes[0]].name

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -21,8 +22,8 @@ from qdqtune.placement.possible import consistent
 from qdqtune.search.costs.attribution import Priced, attribute
 from qdqtune.search.costs.optimum import cut, margin
 from qdqtune.search.costs.prices import Costs, Price
-from qdqtune.search.costs.units import Decision, Partition, Unit, partition
-from qdqtune.types import Edge, Failure, Layer, Measurement, Placement
+from qdqtune.search.costs.units import Decision, Partition, Unit, Ways, partition
+from qdqtune.types import Edge, Failure, Layer, Measurement, Placement, Storage
 
 Point = tuple[int, int]
 """Input `slot` of the group's node number `n` as (n, slot); all uses of the group's output number `k` as (-1, k)."""
@@ -38,7 +39,8 @@ class Option:
     """What one scheme of a group took alone, in ms, beside the group's own `Profile.float_ms`.
 
     `ratio` is that of the whole part to its float form, None where its layers left no hope. `quantize` are the Qs of
-    what it reads, `dequantize` the DQs of what it writes, by the first point of the tensor.
+    what it reads, `dequantize` the DQs of what it writes, by the first point of the tensor. `storage` is that of its
+    weights where they alone are in fewer bits: it has no points then.
     """
 
     scheme: str
@@ -47,6 +49,7 @@ class Option:
     ratio: float | None = None
     quantize: Mapping[Point, float] = field(default_factory=dict)
     dequantize: Mapping[Point, float] = field(default_factory=dict)
+    storage: Storage | None = None
 
 
 @dataclass(frozen=True)
@@ -63,12 +66,14 @@ class Profile:
         return min(self.options, key=lambda o: o.ms, default=None)
 
 
-def schemes(model: Model, possible: frozenset[Edge]) -> dict[str, Placement]:
+def schemes(model: Model, possible: frozenset[Edge], ways: Ways = MappingProxyType({})) -> dict[str, Placement]:
     """Schemes to try on a group that stands alone as `model`, by name, each placement once and none empty.
 
-    An activation never goes without its weight; "output" means that what the group writes is stored in 8 bits too.
+    An activation never goes without its weight; "output" means that what the group writes is stored in 8 bits too. Of
+    the storages that all its weights may have, that which promises most with 4 bits and with 8 are tried.
     """
-    (unit,) = partition(model, possible, [[node.name for node in model.nodes]]).units
+    parts = partition(model, possible, [[node.name for node in model.nodes]], ways)
+    (unit,) = parts.units
     outputs = Placement.of(e for e in possible if e.is_graph_output)
     full = consistent(model, Placement.of((*unit.inputs, *unit.weights)) | rules.compute_inputs(model, possible))
     inside = {"full" if unit.weights else "activation-only": full}
@@ -79,7 +84,11 @@ def schemes(model: Model, possible: frozenset[Edge]) -> dict[str, Placement]:
             names.setdefault(placement | outputs, f"{name}, output")
         names.setdefault(placement, name)
     names.setdefault(Placement.of(unit.weights), "weight-only")
-    return {name: placement for placement, name in list(names.items())[:MOST_SCHEMES] if placement.edges}
+    pairs = {name: placement for placement, name in list(names.items())[:MOST_SCHEMES] if placement.edges}
+    promising = sorted(parts.storages(unit), key=lambda s: (parts.share(unit, s), s.name))
+    for storage in {s.bits: s for s in reversed(promising)}.values():
+        pairs[f"weights as {storage.name}"] = Placement.of((), ((e, storage) for e in parts.compressible(unit)))
+    return pairs
 
 
 def points_of(model: Model, placement: Placement) -> frozenset[Point]:
@@ -152,7 +161,11 @@ def profile_of(model: Model, floats: Sequence[Layer], answers: Sequence[Answer])
         return Profile(float_ms, tuple(_by_layers(model, floats, a, measured) for a, measured in good), failures)
     rounds = [(a, measured) for a, measured in good if measured is not None]
     float_ms = 1e3 * float(np.median([s for _, m in rounds for s in m.a])) if rounds else 0.0
-    options = (Option(a.scheme, points_of(model, a.placement), float_ms * r, r) for a, m in rounds for r in [_ratio(m)])
+    options = (
+        Option(a.scheme, points_of(model, a.placement), float_ms * r, r, storage=_storage(a.placement))
+        for a, m in rounds
+        for r in [_ratio(m)]
+    )
     return Profile(float_ms, tuple(options), failures)
 
 
@@ -166,7 +179,11 @@ def _by_layers(model: Model, floats: Sequence[Layer], answer: Answer, measured: 
     q = {min((u.node, u.slot) for u in model.uses(t)): ms for t, ms in times.quantize.items() if t in model.inputs}
     d = {(-1, model.outputs.index(t)): ms for t, ms in times.dequantize.items() if t in model.outputs}
     alone = total - sum(q.values()) - sum(d.values())
-    return Option(answer.scheme, points_of(model, answer.placement), alone, ratio, q, d)
+    return Option(answer.scheme, points_of(model, answer.placement), alone, ratio, q, d, _storage(answer.placement))
+
+
+def _storage(placement: Placement) -> Storage | None:
+    return next(iter(placement.storages.values()), None)
 
 
 def _ratio(measured: Measurement) -> float:
@@ -190,7 +207,7 @@ def passing(parts: Partition, unit: Unit, float_ms: float) -> Profile:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which groups run in 8 bits, by prices that were taken alone."""
+    """Which groups run in 8 bits, and which store their weights in fewer bits, by prices that were taken alone."""
 
     costs: Costs
     decision: Decision
@@ -202,9 +219,12 @@ class Selection:
         return self.costs.partition
 
     def option(self, number: int) -> Option | None:
-        """The scheme of a group: the one that stores its outputs where that is decided; None for a float one."""
+        """The scheme of a group: the one that stores its outputs where that is decided; None for a float one that keeps
+        its weights."""
         if number not in self.decision.quantized:
-            return None
+            way = self.decision.way.get(number)
+            own = self.profiles[number].options if way is not None else ()
+            return next((option for option in own if option.storage == way), None)
         unit = self.parts.units[number]
         storing, handing = _both(self.parts, unit, self.profiles[number])
         stores = all(t in self.decision.stored for t in unit.outputs if t in self.parts.edges)
@@ -217,7 +237,7 @@ class Selection:
             option = self.option(number)
             points = option.points if option else frozenset()
             edges |= edges_of(self.parts, self.parts.units[number], [p for p in points if p[0] >= 0])
-        return Placement.of(edges)
+        return Placement.of(edges, self.parts.placement(self.decision).compressed)
 
     def bridged(self) -> Selection:
         """With the groups that read only what accepted ones write: alone they paid conversions that fall away there.
@@ -231,12 +251,14 @@ class Selection:
             if unit.number not in quantized and storing is not None and follows:
                 quantized.add(unit.number)
                 stored.update(t for t in (*entering, *unit.outputs) if t in parts.edges)
-        return replace(self, decision=Decision.of(quantized, stored))
+        ways = (pair for pair in self.decision.ways if pair[0] not in quantized)
+        return replace(self, decision=Decision.of(quantized, stored, ways))
 
     def gains(self) -> Mapping[int, float]:
-        """By group in 8 bits, the ms that it is expected to save in the model, conversions included."""
-        units = (self.parts.units[n] for n in sorted(self.decision.quantized))
-        return {u.number: margin(self.costs, self.decision, u) for u in units}
+        """By group that is not as in the float model, the ms that it is expected to save, conversions included."""
+        units, prices = (self.parts.units[n] for n in sorted(self.decision.quantized)), self.costs.prices
+        saved = {u.number: margin(self.costs, self.decision, u) for u in units}
+        return saved | {n: prices[n].as_float - prices[n].stored[way] for n, way in sorted(self.decision.way.items())}
 
     @property
     def ratio(self) -> float:
@@ -271,6 +293,11 @@ def _price(parts: Partition, unit: Unit, profile: Profile, never: float) -> Pric
         as_quantized=NOISE * profile.float_ms + min(known, default=profile.float_ms + never),
         handing=max(0.0, more) / leaving if leaving else 0.0,
         seen=bool(known),
+        stored={
+            option.storage: NOISE * profile.float_ms + option.ms
+            for option in profile.options
+            if option.storage in parts.storages(unit)
+        },
     )
 
 
@@ -281,8 +308,9 @@ def _both(parts: Partition, unit: Unit, profile: Profile) -> tuple[Option | None
     def best(options: Iterator[Option]) -> Option | None:
         return min(options, key=lambda o: o.ms, default=None)
 
-    storing = best(o for o in profile.options if leaving and leaving <= o.points)
-    handing = best(o for o in profile.options if not leaving & o.points)
+    pairs = [option for option in profile.options if option.storage is None]
+    storing = best(o for o in pairs if leaving and leaving <= o.points)
+    handing = best(o for o in pairs if not leaving & o.points)
     return storing, handing
 
 

@@ -51,7 +51,7 @@ def outcomes(profiled: Profiled, history: Sequence[Trial], final: Placement) -> 
     for unit in parts.units:
         profile = search.selection.profiles[unit.number]
         chosen = search.selection.option(unit.number) or profile.best
-        kept = unit.number in running
+        kept = unit.number in running or parts.way(unit, final) is not None
         nodes = [parts.model.nodes[n] for n in unit.nodes]
         row = GroupOutcome(
             nodes=tuple(n.name for n in nodes),

@@ -55,7 +55,7 @@ class Profiled:
         """What summary.json says of the groups as a whole."""
         return {
             "group_kinds": len(self.kinds),
-            "groups_accepted": len(self.search.selection.decision.quantized),
+            "groups_accepted": len(self.search.gains),
             "group_builds": self.builds,
             "group_engine_seconds": round(self.engine_seconds, 3),
         }
@@ -75,7 +75,7 @@ def profile(run: Run) -> Profiled:
     layers = run.bench.float_layers()
     timed = any(layer.time_ms for layer in layers)
     grouped = _grouped(settings, subject, layers)
-    parts = partition(subject.shaped, subject.possible, grouped.groups)
+    parts = partition(subject.shaped, subject.possible, grouped.groups, run.ways)
     times = _float_times(parts, layers)
     resolved = resolve(subject.model, subject.shaped, subject.feed, shapes.spans(settings.engine))
     kinds, why = _kinds(parts, grouped, resolved, times)

@@ -209,7 +209,7 @@ class Profiler:
             model,
             self._output.claim(self._folder / f"group_{kind.number:03}.onnx"),
             key,
-            schemes(model, frozenset(own)),
+            schemes(model, frozenset(own), {e: ways for e, ways in parts.ways.items() if e.node in model.index_of}),
         )
 
     def _is_known(self, part: _Part) -> bool:
