@@ -106,6 +106,7 @@ TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
     "--percentile": (["99.5"], lambda s: s.calibration.percentile, 99.5),
     "--rewrites": (["off"], lambda s: s.rewrites, "off"),
     "--formats": (["int8,w4"], lambda s: s.formats, ("int8", "w4")),
+    "--weight-rounding": (["gptq", "--calibration-data", "d.npz"], lambda s: s.weight_rounding, "gptq"),
     "--calibration-cache": (["c.cache"], lambda s: s.calibration_cache, Path("c.cache")),
     "--fix-input": (["sr=16000"], lambda s: s.fix_inputs, {"sr": 16000}),
     "--effort": (["extensive"], lambda s: (s.builds, s.plan.looks, s.config.schemes_per_region, s.proof),

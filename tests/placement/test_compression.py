@@ -143,7 +143,7 @@ def test_rounding_that_accounts_for_what_products_meet_makes_other_files_and_sma
     met = moments(model, ["t", "f", "b"], samples)
     assert {name: matrix.shape for name, matrix in met.items()} == dict.fromkeys(("t", "f", "b"), (32, 32))
     nearest = inserter(model).insert(placement)
-    better = Inserter(model, Ranges({}), numeric_format("onnxruntime", "int8"), met).insert(placement)
+    better = Inserter(model, Ranges({}), numeric_format("onnxruntime", "int8"), lambda _: met).insert(placement)
     integers = [{c.key for n, c in m.large.items() if n.endswith("_quantized")} for m in (nearest, better)]
     assert len(integers[0] & integers[1]) == 1  # the table's rows
     floats = run(model, samples)

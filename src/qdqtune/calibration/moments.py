@@ -2,13 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from types import MappingProxyType
 
 import numpy as np
 
 from qdqtune.calibration.observe import observe
 from qdqtune.graph.model import Model
 from qdqtune.types import Array, Sample
+
+Moments = Callable[[Model], Mapping[str, Array]]
+"""The moments of the tensors that products of a model read, by tensor: of the model as it is, or equalized."""
+
+
+def no_moments(_: Model) -> Mapping[str, Array]:
+    """Of nothing: every weight is rounded to the nearest."""
+    return MappingProxyType({})
+
+
+class Awaited(Mapping[str, Array]):
+    """The moments of some tensors, all of them found when the first is asked for."""
+
+    def __init__(self, tensors: Sequence[str], find: Callable[[], Mapping[str, Array]]) -> None:
+        self._tensors, self._find = dict.fromkeys(tensors), find
+
+    @cached_property
+    def _found(self) -> Mapping[str, Array]:
+        return self._find()
+
+    def __getitem__(self, tensor: str) -> Array:
+        return self._found[tensor]
+
+    def __contains__(self, tensor: object) -> bool:
+        return tensor in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 def moments(model: Model, tensors: Sequence[str], samples: Iterable[Sample]) -> dict[str, Array]:

@@ -35,7 +35,7 @@ RARE = {
         "regions", "node_filter", "tune_args", "state_file", "seed",
     ),
     "Model": (
-        "formats", "weight_rounding", "qdq_baseline", "default_dq_dtype", "per_channel", "placement_like", "rewrites",
+        "formats", "weight_rounding", "qdq_baseline", "per_channel", "placement_like", "rewrites",
         "equalize", "fold",
     ),
     "Accuracy": ("max_drop", "min_agreement", "bias_correction", "percentile"),
@@ -43,7 +43,7 @@ RARE = {
         "deploy_threads", "cores_per_worker", "ray", "provider", "target", "time_limit", "min_shapes",
         "opt_shapes", "max_shapes", "timing_cache", "plugin_libraries", "workspace_mb", "builder_level", "trtexec",
         "trtexec_args",
-        "engine_options", "graph_json", "profile_json",
+        "engine_options", "graph_json", "profile_json", "default_dq_dtype",
     ),
 }  # fmt: skip
 

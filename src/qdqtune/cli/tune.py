@@ -78,6 +78,13 @@ OPTIONS = (
         callback=options.names,
         metavar="NAMES",
     ),
+    option(
+        "--weight-rounding",
+        "Of weights that alone are stored in fewer bits: nearest, or gptq, which makes up for the error of each weight "
+        "in those behind it, as your calibration data meet them.",
+        click.Choice(["nearest", "gptq"]),
+        default="nearest",
+    ),
     options.PRECISION,
     *options.ENGINE,
     DEPLOY_THREADS,

@@ -211,7 +211,7 @@ def _quantized(request: Request, observer: Observer) -> Quantized:
         what = f"the rules of {request.engine} find nothing to quantize in {request.model}{chosen}"
         raise BadModel(what + _keepers(placed))
     met = _moments(request, shaped, placed.placement, prepared, observer)
-    quantized = Inserter(graph, ranges, numbers, met).insert(placed.placement)
+    quantized = Inserter(graph, ranges, numbers, lambda _: met).insert(placed.placement)
     done = Quantized(request.output, placed, None, None, 0, False)
     with accepted(request.output, request.engine, is_run=prepared is not None) as fresh:
         save(quantized, fresh)

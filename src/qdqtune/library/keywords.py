@@ -143,6 +143,7 @@ class TuneOptions(RunOptions, RangeOptions, total=False):
     mode: Literal["cut", "region", "subgraph"]
     cut_seed: bool
     formats: str | None
+    weight_rounding: Literal["nearest", "gptq"]
     graph_json: str | Path | None
     incremental_validation: bool
     quant_type: QuantType

@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import MappingProxyType
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
 from qdqtune.calibration import scales
+from qdqtune.calibration.moments import Moments, no_moments
 from qdqtune.calibration.scales import Quantization, Range, Ranges
 from qdqtune.errors import BadModel
 from qdqtune.graph.equalization import scaled
@@ -87,12 +87,10 @@ class _Decision:
 class Inserter:
     """Makes candidates of one model; remembers scales and quantized weights, which most placements share.
 
-    `moments` are what products meet, by tensor, for weights that alone are quantized (see `calibration.moments`).
+    `moments` are what products meet, for weights that alone are quantized (see `calibration.moments`).
     """
 
-    def __init__(
-        self, model: Model, ranges: Ranges, fmt: NumericFormat, moments: Mapping[str, Array] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, model: Model, ranges: Ranges, fmt: NumericFormat, moments: Moments = no_moments) -> None:
         self._given, self._model = model, scaled(model, ranges.factors)
         self._ranges, self._format, self._moments = ranges, fmt, moments
         self._constants: dict[str, Range] = {}
@@ -101,7 +99,8 @@ class Inserter:
         self._forms: dict[tuple[object, ...], Constant] = {}
         self._problems: dict[Edge, str | None] = {}
         self._names = names_in(model.proto.graph) | set(model.index_of)
-        self._compressor = Compressor(self._model, moments)
+        self._met = moments(self._model)
+        self._compressor = Compressor(self._model, self._met)
 
     def insert(self, placement: Placement) -> Model:
         """See `insert`."""
@@ -116,7 +115,7 @@ class Inserter:
     def _raised(self) -> Inserter:
         """The same for a model of the opset that blocks need."""
         raised, ranges = with_opset(self._model, BLOCKS), replace(self._ranges, factors=())
-        return Inserter(raised, ranges, self._format, self._moments)
+        return Inserter(raised, ranges, self._format, lambda _: self._met)
 
     @cached_property
     def _unequalized(self) -> Inserter:

@@ -32,7 +32,7 @@ from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.obstacles import check_files
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.station import Conditions, Station
-from qdqtune.tuning.storages import ways
+from qdqtune.tuning.storages import products_of, ways
 from qdqtune.tuning.store import Store, began_without
 from qdqtune.tuning.subject import Subject, calibrated, fingerprint, open_subject
 from qdqtune.types import Failure, Placement
@@ -173,7 +173,7 @@ def open_run(ready: Ready) -> Iterator[Run]:
             check_alike([runner, *ready.others])
         for one in (runner, *ready.others):
             one.feed(subject.feed)
-        inserter = Inserter(subject.model, subject.ranges, subject.numbers)
+        inserter = Inserter(subject.model, subject.ranges, subject.numbers, products_of(settings, subject))
         candidates = Candidates(inserter, constants)
         conditions = Conditions(
             settings.plan, subject.accuracy, settings.seed, settings.limits, ready.evaluation, settings.checks_wins

@@ -78,6 +78,7 @@ class Settings:
     `price_cache` is a file of prices that runs leave for each other; None is none.
     `formats` are what the search may use: the `quant_type` for pairs, and storages (w8, w4, w4b32) of weights alone;
     None is all that the engine has.
+    `weight_rounding` is that of weights that alone are stored: "gptq" accounts for what they meet in the data.
     `accuracy_samples` is the most samples that outputs are compared on.
     `deploy_threads` are the numbers of threads at which a result has to hold; None is that of the search and the one
     that the engine takes by itself here.
@@ -129,6 +130,7 @@ class Settings:
     command: tuple[str, ...] = field(default=(), compare=False)
     rewrites: str = "auto"
     formats: tuple[str, ...] | None = None
+    weight_rounding: Literal["nearest", "gptq"] = "nearest"
     deploy_threads: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -161,6 +163,8 @@ class Settings:
                         wanted_storage(self.engine.name, name)
                     except BadOption as error:
                         raise BadOption(f"--formats: {error}, and {self.quant_type} for pairs") from error
+        if self.weight_rounding == "gptq" and self.calibration_data is None:
+            raise BadOption("--weight-rounding gptq makes up for errors on your data: give --calibration-data")
         if self.deploy_threads is not None and self.ray is not None:
             raise BadOption("--deploy-threads is about the cores of this host: prove a result there without --ray")
         if self.deploy_threads is not None:

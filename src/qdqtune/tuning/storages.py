@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import helper
 
+from qdqtune.calibration.moments import Awaited, Moments, moments, no_moments
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines.formats import storages, storages_like
 from qdqtune.engines.runner import Runner
-from qdqtune.errors import writing
+from qdqtune.errors import BadOption, writing
 from qdqtune.graph.files import save
 from qdqtune.graph.model import Constant, Model
 from qdqtune.graph.operators import elements
@@ -47,6 +48,9 @@ MOST_WEIGHTS = 2**22
 """Of one product that is tried: a larger one is tried with fewer outputs."""
 
 RUNS = 24
+
+MOST_MOMENTS = 2**31
+"""Bytes of what products meet that are held for rounding by it."""
 
 UNTIMED = 0.5
 """What a storage is presumed to take where the engine tells no times."""
@@ -107,6 +111,31 @@ def wanted_storages(settings: Settings) -> tuple[Storage, ...]:
     if settings.formats is None:
         return storages(engine)
     return tuple(dict.fromkeys(s for name in settings.formats for s in storages_like(engine, name)))
+
+
+def products_of(settings: Settings, subject: Subject) -> Moments:
+    """What products meet whose weights may be stored, where rounding is to account for it: found on the calibration
+    data once the first weight is written.
+
+    Raises:
+        BadOption: that would take too much memory.
+    """
+    if settings.weight_rounding == "nearest":
+        return no_moments
+    weights = (weight_at(subject.shaped, edge) for edge in storable_edges(subject.shaped))
+    sizes = {w.node.inputs[0]: w.shape[0] for w in weights if w is not None and w.node.op != "Gather"}
+    needed = sum(8 * inputs**2 for inputs in sizes.values())
+    if needed > MOST_MOMENTS:
+        raise BadOption(
+            f"--weight-rounding gptq would hold {needed / 1e9:.1f} GB of what products of this model meet: round to "
+            "the nearest instead"
+        )
+    tensors, samples = sorted(sizes), subject.prepared.calibration
+
+    def met(model: Model) -> Awaited:
+        return Awaited(tensors, lambda: moments(model, tensors, samples))
+
+    return met
 
 
 def _is_chosen(subject: Subject, settings: Settings, edge: Edge) -> bool:

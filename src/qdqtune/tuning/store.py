@@ -31,7 +31,7 @@ CANDIDATES = 1
 so that no run mixes two kinds. A test holds what they are."""
 
 RECORD = b'- {"key": "'
-EARLIER = {"rewrites": "off", "formats": "pairs", "equalization": False}
+EARLIER = {"rewrites": "off", "formats": "pairs", "equalization": False, "weight rounding": "nearest"}
 """What was so in every run whose fingerprint does not say it."""
 
 HEAD = RECORD + b'run", '

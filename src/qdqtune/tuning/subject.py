@@ -179,6 +179,7 @@ def fingerprint(settings: Settings, subject: Subject, engine: Mapping[str, str])
         "quant type": settings.quant_type,
         "rewrites": settings.rewrites,
         "formats": _formats(settings),
+        "weight rounding": settings.weight_rounding,
         "equalization": how.equalization,
         "seed": settings.seed,
         "regions": settings.regions,

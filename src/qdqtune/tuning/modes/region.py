@@ -20,6 +20,7 @@ from qdqtune.tuning.modes.mode import Recorded
 from qdqtune.tuning.noise import foresee
 from qdqtune.tuning.observer import Observer, Silent, State
 from qdqtune.tuning.run import Run
+from qdqtune.tuning.storages import products_of
 from qdqtune.types import Placement, Trial
 
 
@@ -32,7 +33,8 @@ class RegionModels(Silent):
     def __init__(self, run: Run) -> None:
         self._output, subject = run.output, run.subject
         self._folder = run.output.clear(REGION_MODELS)
-        self._inserter = Inserter(subject.model, subject.ranges, subject.numbers)
+        rounding = products_of(run.settings, subject)
+        self._inserter = Inserter(subject.model, subject.ranges, subject.numbers, rounding)
         regions = ((pattern.digest, pattern.instances[0]) for pattern in subject.patterns)
         self._names = {digest: f"region_{region.id}_level_{region.level}.onnx" for digest, region in regions}
         self._written: dict[str, Placement] = {}
