@@ -792,7 +792,8 @@ def test_dry_run_says_what_would_be_done_and_does_nothing(call, model, tmp_path)
     assert re.fullmatch(
         r"regions: \d+\npatterns: \d+\nbuilds: at most \d+\ntime: about \d+ s \(float model: .* ms\)\n", out
     )
-    assert {p.name for p in (tmp_path / "out").iterdir()} <= {"logs", ".qdqtune"}
+    if (tmp_path / "out").exists():  # the engine has printed something
+        assert {p.name for p in (tmp_path / "out").iterdir()} == {"logs", ".qdqtune"}
 
 
 def test_compare_prints_a_table(call, tuned):

@@ -224,3 +224,17 @@ def test_a_list_that_is_not_ours_is_left_alone(model: Path) -> None:
     with pytest.raises(Exception, match="is not of qdqtune's making"):
         tune(settings(model))
     assert (out / LIST).read_text() == "mine\n"
+
+
+def test_a_run_that_ends_before_it_has_written_anything_leaves_nothing(tmp_path: Path) -> None:
+    model = write(mixed(), tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    for out in ("mine", "new/folder"):
+        with pytest.raises(BadState), OutputFolder(settings(model, output_dir=tmp_path / out)):
+            raise BadState("refused")
+    assert sorted(tmp_path.rglob("*")) == before
+    with OutputFolder(settings(model, output_dir=tmp_path / "new")):
+        (tmp_path / "new" / "logs" / "worker.log").write_text("what the engine has said")
+    assert (tmp_path / "new" / LIST).exists()

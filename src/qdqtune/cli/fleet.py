@@ -96,7 +96,7 @@ class Board:
             self._console.print(f"{row.name}: {line}", highlight=False, markup=False, soft_wrap=True)
 
     def _picture(self) -> Table:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True)
         table.add_column("model", no_wrap=True)
         for column in ("builds", "best", "time"):
             table.add_column(column, justify="right", no_wrap=True)
@@ -153,7 +153,7 @@ class _Process:
                 os.close(ours_holds)
                 row.ended = time.monotonic()
             output.seek(0)
-            row.now = f"ended with exit code {self.process.returncode}"
+            row.now = f"ended with exit code {code}" if (code := self.process.returncode) else "done"
             return Ended(self.process.returncode, output.read())
 
     def _read(self, row: Row, board: Board) -> None:

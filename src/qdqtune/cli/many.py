@@ -9,7 +9,9 @@ from pathlib import Path
 import click
 
 from qdqtune.cli import options
+from qdqtune.cli.grouped import is_quiet
 from qdqtune.cli.jobs import Job, Wanted, run_jobs
+from qdqtune.cli.output import say
 from qdqtune.errors import BadOption
 
 OWN = ("output_dir", "as_machine", "workers", "cores_per_worker", "ray")
@@ -46,7 +48,10 @@ def tune_all(given: Sequence[Path], chosen: options.Given) -> int:
     folders = named(models)
     jobs = [Job(str(m), ("--output-dir", str(chosen["output_dir"] / folders[m]), *arguments)) for m in models]
     wanted = Wanted(chosen["workers"], chosen["cores_per_worker"], chosen["ray"])
-    return run_jobs(jobs, wanted, as_machine=chosen["as_machine"])
+    code = run_jobs(jobs, wanted, as_machine=chosen["as_machine"])
+    if not (chosen["dry_run"] or is_quiet()):
+        say(f"what ships lies in {chosen['output_dir']}/MODEL/optimized_final.onnx, with a report.html beside it")
+    return code
 
 
 def _models(given: Sequence[Path]) -> Iterator[Path]:

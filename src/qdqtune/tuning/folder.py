@@ -7,8 +7,9 @@ run needs and that somebody else's file has is refused before the run begins.
 from __future__ import annotations
 
 import fcntl
+import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Self
 
@@ -69,8 +70,10 @@ class OutputFolder:
         )
         if not is_older:
             self._refuse_others(settings, names)
+        is_new, logs = not self._list.exists(), self.path / LOGS
+        self._made = tuple(folder for folder in (logs, *logs.parents) if is_new and not folder.exists())
         with writing(f"to {self.path}"):
-            (self.path / LOGS).mkdir(parents=True, exist_ok=True)
+            logs.mkdir(parents=True, exist_ok=True)
             self._file = _taken(self.path)
             remove_left(self.path)
         for name in names:
@@ -82,7 +85,16 @@ class OutputFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        with self._file, suppress(OSError):
+            self._leave_no_trace()
+
+    def _leave_no_trace(self) -> None:
+        """Remove the list and the folders that this run has made, where it ends before it has written anything."""
+        logs, files = self.path / LOGS, [self.path / name for name in (*self._ours, STATE)]
+        if logs in self._made and not any(logs.iterdir()) and not any(file.is_file() for file in files):
+            self._list.unlink()
+            for folder in self._made:
+                folder.rmdir()
 
     @property
     def ours(self) -> frozenset[str]:
@@ -192,13 +204,17 @@ def _taken(folder: Path) -> IO[bytes]:
     Raises:
         BadState: another run has it.
     """
-    file = (folder / LIST).open("ab", buffering=0)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise BadState(f"{folder} is in use by another run: choose another --output-dir") from error
-    return file
+    while True:
+        file = (folder / LIST).open("ab", buffering=0)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.close()
+            raise BadState(f"{folder} is in use by another run: choose another --output-dir") from error
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), (folder / LIST).stat()):
+                return file
+        file.close()  # a run that ended meanwhile has removed it
 
 
 @contextmanager
