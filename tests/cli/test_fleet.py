@@ -35,18 +35,25 @@ def models(tmp_path: Path) -> Path:
 
 
 def left(folder: Path) -> list[Path]:
-    return [*folder.rglob(".qdqtune-*"), *folder.rglob("worker-*/"), *folder.rglob("*.onnx.data")]
+    """Temporary files, also of processes that are removing some meanwhile."""
+    found = [Path(at, name) for at, folders, files in os.walk(folder) for name in (*folders, *files)]
+    ours = (".qdqtune-*", "worker-*", "*.onnx.data")
+    return [path for path in found if any(map(path.match, ours)) and not path.match("worker-*.log")]
 
 
 def begin(arguments: Sequence[object], out: Path) -> subprocess.Popen[bytes]:
     """A command at work: it has measured something."""
     told = environment() | {"TMPDIR": str(out.parent)}
     slow = ["--engine-option", "build_seconds=0.2"]
+
+    def states() -> list[Path]:
+        return [*out.glob("autotuner_state.yaml"), *out.glob("*/autotuner_state.yaml")]
+
     run = subprocess.Popen(
         [sys.executable, "-m", "qdqtune", "tune", *map(str, arguments), "-o", str(out), *QUICK, *slow],
         env=told, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    until(lambda: any(b'"trial:' in state.read_bytes() for state in out.rglob("autotuner_state.yaml")) or run.poll())
+    until(lambda: any(b'"trial:' in state.read_bytes() for state in states()) or run.poll())
     assert run.poll() is None
     assert left(out)
     return run
