@@ -23,7 +23,7 @@ from qdqtune.engines import EngineSpec, devices
 from qdqtune.engines.places import places_for
 from qdqtune.engines.ray.host import Host
 from qdqtune.engines.ray.parcels import Receiver, Sender
-from qdqtune.errors import EngineUnavailable, OutputError
+from qdqtune.errors import BadOption, EngineUnavailable, OutputError
 from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.loading import load
 from qdqtune.tuning.loop import tune
@@ -90,7 +90,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[Tria
 
 
 def asked(model: Path, name: str, **more: Any) -> Settings:
-    return settings(model, output_dir=model.parent / name, mode="region", builds=14, **more)
+    return settings(model, **{"output_dir": model.parent / name, "mode": "region", "builds": 14, **more})
 
 
 class At(Silent):
@@ -157,6 +157,20 @@ def test_a_node_with_another_engine_version_is_refused_by_name(
     out = capsys.readouterr().out
     assert "not alike, so that no run may use them together: worker-2 on" in out
     assert len([line for line in out.splitlines() if "cost model" in line]) == 2
+    cluster.remove(node)
+
+
+@on_one_worker
+def test_a_result_is_proven_at_other_threads_where_there_are_as_many_cores(
+    cluster: Any, expected: tuple[Path, tuple[Trial, ...]]
+) -> None:
+    one = EngineSpec("fake", {"threads": 1})
+    told = {"engine": one, "ray": cluster.address, "workers": 1, "mode": "cut", "builds": 6}
+    with pytest.raises(BadOption, match="--deploy-threads 2: no node of the cluster has as many CPUs"):
+        tune(asked(expected[0], "threads", deploy_threads=(1, 2), **told))
+    node = cluster.add(num_cpus=2)
+    result = tune(asked(expected[0], "threads", deploy_threads=(1, 2), **told))  # there are only two cores in all
+    assert [(row["threads"], row["verdict"]) for row in result.summary["by_threads"]] == [(1, "faster"), (2, "faster")]
     cluster.remove(node)
 
 

@@ -26,11 +26,13 @@ TOPOLOGY = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True)
 class Device:
-    """Cores that no other worker uses, and a GPU by its number, or none. Without cores nothing is pinned."""
+    """Cores that no other worker uses, and a GPU by its number, or none. Without cores nothing is pinned. Where it is
+    yet to be found it has `least` so many cores."""
 
     name: str = ""
     cores: tuple[int, ...] = ()
     gpu: str = ""
+    least: int = 0
 
     @property
     def environment(self) -> dict[str, str]:

@@ -23,12 +23,14 @@ class Places:
 
 
 @contextmanager
-def places_for(spec: EngineSpec, workers: int | None, cores_each: int | None, ray: str | None) -> Iterator[Places]:
+def places_for(
+    spec: EngineSpec, workers: int | None, cores_each: int | None, ray: str | None, most: int = 0
+) -> Iterator[Places]:
     """Places for so many workers of an engine on this host, or on the Ray cluster at an address; None is one on this
-    host, and as many as there is room for on a cluster.
+    host, and as many as there is room for on a cluster. One of its nodes has `most` so many cores.
 
     Raises:
-        BadOption: this host has no room for so many.
+        BadOption: this host has no room for so many, or no node has as many cores.
         EngineUnavailable: Ray is not installed, no cluster answers, or it has no room for so many.
     """
     if ray is None:
@@ -40,4 +42,4 @@ def places_for(spec: EngineSpec, workers: int | None, cores_each: int | None, ra
         raise EngineUnavailable(f"--ray needs Ray, which is not installed: {INSTALL}") from error
     with cluster.connected(ray):
         start = cluster.Cluster(spec, cores_for(spec, cores_each)).start
-        yield Places(cluster.devices(spec, workers, cores_each), start)
+        yield Places(cluster.devices(spec, workers, cores_each, most), start)

@@ -140,6 +140,8 @@ class Runner:
         self.log_dir = log_dir
         self._start_worker = start or start_worker
         self.device = device
+        self.before_start: Callable[[], None] = lambda: None
+        """Called before a worker starts."""
         self._own_log = log_dir / f"{device.name or 'worker'}.log"
         self._worker: Worker | None = None
         self._inputs: Tensors | None = None
@@ -182,6 +184,10 @@ class Runner:
         if self.device != ANYWHERE:
             self.close()
         return Runner(spec, time_limit_s=self._limit, log_dir=log_dir, start=self._start_worker, device=self.device)
+
+    def elsewhere(self, spec: EngineSpec, device: Device) -> Runner:
+        """Another engine on another device, started where and as this one is."""
+        return Runner(spec, time_limit_s=self._limit, log_dir=self.log_dir, start=self._start_worker, device=device)
 
     def describe(self) -> dict[str, str]:
         """`Engine.describe`.
@@ -364,6 +370,7 @@ class Runner:
         if self._worker is not None and self._worker.alive:
             return self._worker
         self.close()
+        self.before_start()
         worker = self._worker = self._start_worker(self._own_log, self.device)
         limit = max(self._limit, START_SECONDS)
         spec = EngineSpec(self._spec.name, dict(self._spec.options))

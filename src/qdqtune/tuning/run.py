@@ -101,7 +101,8 @@ def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
         output = stack.enter_context(OutputFolder(settings))
         evaluation = None if settings.evaluate is None else load_evaluation(settings.evaluate)
         logs = output.path / LOGS
-        asked = settings.workers, settings.cores_per_worker, settings.ray
+        most = max(count or 0 for count in settings.thread_counts)
+        asked = settings.workers, settings.cores_per_worker, settings.ray, most
         places = stack.enter_context(places_for(settings.engine, *asked))
         nbytes = _room(settings.model)
         stack.enter_context(bounded_memory(nbytes))

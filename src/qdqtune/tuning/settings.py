@@ -165,10 +165,8 @@ class Settings:
                         raise BadOption(f"--formats: {error}, and {self.quant_type} for pairs") from error
         if self.weight_rounding == "gptq" and self.calibration_data is None:
             raise BadOption("--weight-rounding gptq makes up for errors on your data: give --calibration-data")
-        if self.deploy_threads is not None and self.ray is not None:
-            raise BadOption("--deploy-threads is about the cores of this host: prove a result there without --ray")
         if self.deploy_threads is not None:
-            counts_of(self.engine, self.deploy_threads)
+            counts_of(self.engine, self.deploy_threads, is_here=self.ray is None)
         if self.graph_json is not None and self.mode != "subgraph":
             raise BadOption("--graph-json is for --mode subgraph")
         if self.pattern_cache is not None and self.mode != "region":
@@ -195,9 +193,8 @@ class Settings:
 
     @property
     def thread_counts(self) -> tuple[int | None, ...]:
-        """The numbers of threads at which the result is proven, see `threads.counts_of`; on a cluster, whose machines
-        are not this one, that of the search."""
-        return counts_of(self.engine, self.deploy_threads)[: None if self.ray is None else 1]
+        """The numbers of threads at which the result is proven, see `threads.counts_of`."""
+        return counts_of(self.engine, self.deploy_threads, is_here=self.ray is None)
 
     @property
     def proof_plan(self) -> Plan:

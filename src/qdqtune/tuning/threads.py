@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from qdqtune.engines import THREADED, EngineSpec, threads_of
 from qdqtune.engines.cpu import cores
-from qdqtune.engines.devices import Device, physical_cores
+from qdqtune.engines.crew import unlike
+from qdqtune.engines.devices import ANYWHERE, Device, physical_cores
 from qdqtune.engines.runner import Runner
-from qdqtune.errors import BadOption
+from qdqtune.errors import BadOption, EngineUnavailable
 from qdqtune.types import Sample
 
 SLOWER = 1.01
@@ -43,9 +45,10 @@ def usual_threads() -> int:
     return len(physical_cores())
 
 
-def counts_of(engine: EngineSpec, asked: Sequence[int] | None) -> tuple[int | None, ...]:
+def counts_of(engine: EngineSpec, asked: Sequence[int] | None, *, is_here: bool = True) -> tuple[int | None, ...]:
     """The numbers of threads to prove a result at, that of the search first: those asked for, or by default that of the
-    search and the usual one. None alone for an engine that does not compute on a CPU's threads.
+    search and, where the machines are not others than this one (`is_here`), the usual one. None alone for an engine
+    that does not compute on a CPU's threads.
 
     Raises:
         BadOption: the engine has no threads to be told, or this process has no room for so many.
@@ -57,8 +60,8 @@ def counts_of(engine: EngineSpec, asked: Sequence[int] | None) -> tuple[int | No
         return (None,)
     is_real = engine.name in THREADED
     if asked is None:
-        return tuple(dict.fromkeys((own, usual_threads()))) if is_real else (own,)
-    check_counts(asked, cores() if is_real else max(asked, default=0))
+        return tuple(dict.fromkeys((own, usual_threads()))) if is_real and is_here else (own,)
+    check_counts(asked, cores() if is_real and is_here else max(asked, default=0))
     return tuple(sorted(set(asked), key=lambda count: (count != own, count)))
 
 
@@ -80,7 +83,12 @@ def check_counts(asked: Sequence[int], here: int) -> None:
 @contextmanager
 def places(engine: EngineSpec, counts: Sequence[int | None], home: Runner, feed: Sample) -> Iterator[tuple[Place, ...]]:
     """The places of these numbers of threads, each with a process of its own but for the one of the search; none is
-    pinned. A process starts when something is asked of it."""
+    pinned here, and on a cluster each has as many cores. A process starts when something is asked of it; where the one
+    of the search has a device of its own, the others have ended then.
+
+    Raises:
+        EngineUnavailable: one is on a machine unlike that of the search, or none is free.
+    """
     with ExitStack() as stack:
         found = []
         for count in counts:
@@ -88,7 +96,27 @@ def places(engine: EngineSpec, counts: Sequence[int | None], home: Runner, feed:
                 found.append(Place(count, home))
                 continue
             spec = replace(engine, options={**engine.options, "threads": count})
-            runner = stack.enter_context(Runner(spec, log_dir=home.log_dir, device=Device(f"{count}_threads")))
+            runner = stack.enter_context(home.elsewhere(spec, Device(f"{count}_threads", least=count)))
             runner.feed(feed)
             found.append(Place(count, runner, is_home=False))
+        if home.device != ANYWHERE:
+            for place in found:
+                others = [other.runner for other in found if other is not place]
+                stack.callback(setattr, place.runner, "before_start", place.runner.before_start)
+                place.runner.before_start = partial(_close, others)
+        if home.device != ANYWHERE and not home.device.cores:  # where it is, others have decided
+            _check_machines(found)
         yield tuple(found)
+
+
+def _check_machines(found: Sequence[Place]) -> None:
+    runners = [place.runner for place in found]
+    told = [{name: what for name, what in runner.describe().items() if name != "threads"} for runner in runners]
+    if (difference := unlike(runners, told)) is not None:
+        raise EngineUnavailable(f"--deploy-threads wants machines that are alike: {difference}")
+
+
+def _close(runners: Sequence[Runner]) -> None:
+    """Leave their devices to others."""
+    for runner in runners:
+        runner.close()

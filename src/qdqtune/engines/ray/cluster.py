@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -18,7 +19,7 @@ from qdqtune.engines.devices import Device, cores_for, needs_gpu
 from qdqtune.engines.process import LOOK_SECONDS, look
 from qdqtune.engines.ray.host import Host, Place, Reply
 from qdqtune.engines.ray.parcels import Sender
-from qdqtune.errors import EngineUnavailable, QdqtuneError, one_line
+from qdqtune.errors import BadOption, EngineUnavailable, QdqtuneError, one_line
 from qdqtune.version import __version__
 
 PLACING_SECONDS = 60.0
@@ -45,14 +46,14 @@ class Cluster:
         Raises:
             EngineUnavailable: there is none, or another version of qdqtune is installed there.
         """
-        gpus = 1 if needs_gpu(self.spec) else 0
-        wants = {"num_cpus": self.cores_each, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
-        actor: Any = ray.remote(Host).options(**wants).remote(self.spec, self.cores_each, ray.get)
+        gpus, cores = 1 if needs_gpu(self.spec) else 0, max(self.cores_each, device.least)
+        wants = {"num_cpus": cores, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
+        actor: Any = ray.remote(Host).options(**wants).remote(self.spec, cores, ray.get)
         try:
-            place = _answer(actor.settle.remote(), PLACING_SECONDS, self._check_room)
+            place = _answer(actor.settle.remote(), PLACING_SECONDS, partial(self._check_room, cores))
         except TimeoutError:
             _end(actor)
-            wanted = f"{self.cores_each} CPUs" + (" and a GPU" if gpus else "")
+            wanted = f"{cores} CPUs" + (" and a GPU" if gpus else "")
             raise EngineUnavailable(
                 f"the cluster has had no node with {wanted} to spare for {PLACING_SECONDS:.0f} s: give fewer --workers"
             ) from None
@@ -68,13 +69,13 @@ class Cluster:
         self.started.append(worker)
         return worker
 
-    def _check_room(self) -> None:
+    def _check_room(self, cores: int) -> None:
         """Give up at once where nodes that were lost have left no room for another worker.
 
         Raises:
             TimeoutError: so it is.
         """
-        if sum(worker.alive for worker in self.started) >= room(self.spec, self.cores_each):
+        if sum(worker.alive for worker in self.started) >= room(self.spec, cores):
             raise TimeoutError
 
 
@@ -200,13 +201,16 @@ def nodes() -> Sequence[Mapping[str, Any]]:
     return told
 
 
-def devices(spec: EngineSpec, workers: int | None, cores_each: int | None) -> tuple[Device, ...]:
+def devices(spec: EngineSpec, workers: int | None, cores_each: int | None, most: int = 0) -> tuple[Device, ...]:
     """Names for so many workers, or for as many as there is room; where each is, Ray decides.
 
     Raises:
+        BadOption: no node has as many cores as `most`.
         EngineUnavailable: there is no room for as many.
     """
     each = cores_for(spec, cores_each)
+    if most > each and not room(spec, most):
+        raise BadOption(f"--deploy-threads {most}: no node of the cluster has as many CPUs, see qdqtune doctor --ray")
     fit = room(spec, each)
     if (workers or 1) > fit:
         wanted = f"{each} CPUs" + (" and a GPU" if needs_gpu(spec) else "")
