@@ -291,16 +291,27 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Samples of one paired comparison, in seconds per inference: `a[i]` and `b[i]` belong to round i."""
+    """Samples of one paired comparison, in seconds per inference: `a[i]` and `b[i]` belong to round i.
+
+    Of several workloads they are those of the average call, and `parts` hold those of each workload.
+    """
 
     a: tuple[float, ...]
     b: tuple[float, ...]
+    parts: tuple[Measurement, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.a) != len(self.b) or not self.a:
             raise ValueError("a measurement needs the same number of rounds for both sides, at least one")
         if not (np.isfinite(self.a).all() and np.isfinite(self.b).all() and min(*self.a, *self.b) > 0):
             raise ValueError("latency samples are finite and above zero")
+        if any(len(part.a) != len(self.a) for part in self.parts):
+            raise ValueError("each workload has a part in each round")
+
+    def __add__(self, later: Measurement) -> Measurement:
+        """With the rounds that came after it."""
+        parts = tuple(first + more for first, more in zip(self.parts, later.parts, strict=True))
+        return Measurement(self.a + later.a, self.b + later.b, parts)
 
 
 @dataclass(frozen=True)
@@ -365,6 +376,19 @@ Array = npt.NDArray[Any]
 
 Tensors = Mapping[str, Array]
 """Arrays by the name of a graph input or output."""
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """What a model is called with, and the share of all calls that are such. The shares of a `Mix` add up to 1."""
+
+    inputs: Tensors
+    share: float = 1.0
+    name: str = ""
+
+
+Mix = tuple[Workload, ...]
+"""The workloads of a model. What a call takes is the mean over its workloads, by their shares; most models have one."""
 
 
 QuantType = Literal["int8", "fp8"]

@@ -30,6 +30,7 @@ from click.shell_completion import ShellComplete
 from conftest import Call
 from models import conv_net
 from qdqtune.calibration.methods import Calibration
+from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.cli import files, inspect, main, tune
 from qdqtune.commands.apply import Applied
 from qdqtune.engines import EngineSpec, runner
@@ -132,6 +133,7 @@ TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
     "--graph-json": (["g.json", "--mode", "subgraph"], lambda s: s.graph_json, Path("g.json")),
     "--no-incremental-validation": ([], lambda s: s.incremental_validation, False),
     "--restart": ([], lambda s: s.restart, True),
+    "--workload": (["a.b/decode.npz:0.8"], lambda s: s.workloads, (WorkloadFile(Path("a.b/decode.npz"), 0.8),)),
 }  # fmt: skip
 """Option to values, what to look at in the settings, and what is expected there."""
 

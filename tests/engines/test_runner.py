@@ -21,6 +21,7 @@ from onnx.reference import ReferenceEvaluator
 from engine_contract import IMAGE, conv_model, quantized_conv_model
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
+from qdqtune.engines.mixes import mix_of
 from qdqtune.engines.room import bounded_memory
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.engines.worker import Session
@@ -151,13 +152,14 @@ class _Scripted:
 def _scripted(a_seconds: float = 1.0, b_seconds: float = 1.0) -> tuple[Session, list[tuple[str, int]]]:
     slots: list[tuple[str, int]] = []
     session = Session(EngineSpec("fake"))
+    session.feed(mix_of({}))
     session._models = {0: _Scripted("A", a_seconds, slots), 1: _Scripted("B", b_seconds, slots)}  # type: ignore[dict-item]
     return session, slots
 
 
 def test_a_round_is_abba_or_baab_by_its_own_coin() -> None:
     session, slots = _scripted()
-    samples = session.rounds(0, 1, 5, range(64), 7, 3)
+    samples = session.rounds(0, 1, 5, range(64), [7], 3)
     assert slots[:2] == [("A", 3), ("B", 3)]
     assert {runs for _, runs in slots[2:]} == {7}
     orders = ["".join(name for name, _ in slots[i : i + 4]) for i in range(2, len(slots), 4)]
@@ -166,14 +168,14 @@ def test_a_round_is_abba_or_baab_by_its_own_coin() -> None:
     assert samples.a == samples.b  # a steady drift hits both sides alike
 
     later, later_slots = _scripted()
-    later.rounds(0, 1, 5, range(10, 12), 7, 0)
+    later.rounds(0, 1, 5, range(10, 12), [7], 0)
     assert ["".join(name for name, _ in later_slots[i : i + 4]) for i in (0, 4)] == orders[10:12]
 
 
 def test_the_slower_model_fills_a_slot(tmp_path: Path, files: SimpleNamespace) -> None:
     with opened(tmp_path) as runner:
         runner.rounds(loaded(runner, files.plain), loaded(runner, files.large), 1, **ROUNDS | {"slot_seconds": 0.01})
-        ((runs, seconds),) = runner._slots.values()
+        (((runs, seconds),),) = runner._slots.values()
     assert seconds == latency(conv_model(32))
     assert (runs - 1) * seconds < 0.01 <= runs * seconds
 

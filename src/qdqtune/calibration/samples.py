@@ -170,6 +170,16 @@ def open_samples(
     return Samples(source, digest, False, lambda: islice(produce(), limit))
 
 
+def read_sample(path: Path, model: Model, fixed: Collection[str] = ()) -> Sample:
+    """The arrays of a file as one sample, in the shapes that they have there.
+
+    Raises:
+        BadData: the file is missing or unreadable, or does not fit the model.
+    """
+    specs = input_specs(model)
+    return _sample(_read(path, specs), specs, fixed, str(path))
+
+
 def files_named(source: str | None) -> list[Path]:
     """The files that calibration data or a metric lie in: an .npz, those of a folder, or the module of a callable.
 

@@ -22,7 +22,7 @@ GROUPS = {
         "op_types",
         "excluded_nodes", "excluded_op_types", "allowed",
     ),
-    "Data": ("calibration_data", "calibration_samples", "calibration_cache"),
+    "Data": ("calibration_data", "workloads"),
     "Accuracy": ("min_sqnr", "evaluate", "calibration_method"),
     "Engine": ("engine", "threads", "workers", "runs"),
 }  # fmt: skip
@@ -38,6 +38,7 @@ RARE = {
         "formats", "weight_rounding", "qdq_baseline", "per_channel", "placement_like", "rewrites",
         "equalize", "fold",
     ),
+    "Data": ("calibration_samples", "calibration_cache"),
     "Accuracy": ("max_drop", "min_agreement", "bias_correction", "percentile"),
     "Engine": (
         "deploy_threads", "cores_per_worker", "ray", "provider", "target", "time_limit", "min_shapes",
@@ -69,6 +70,7 @@ SHORT = {
     "precision": "of what stays in float; fp16 for GPUs",
     "fix_inputs": "make an input constant, fold its If",
     "input_shapes": "sizes of dynamic inputs for measuring",
+    "workloads": "calls of different shapes: decode.npz:0.8",
     "from_qdq": "MODEL has pairs: start from them",
     "nodes": "only these nodes",
     "op_types": "only these operators",

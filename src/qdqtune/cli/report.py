@@ -71,11 +71,12 @@ def _rewritten(rewrites: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 def _latencies(result: Result) -> list[tuple[str, str, str]]:
     """Latency and speedup, at each number of threads where there are several."""
     summary, by_threads = result.summary, result.summary.get("by_threads", [])
-    rows = [("latency", f"{summary['baseline_ms']:.3f} ms", f"{summary['final_ms']:.3f} ms")]
+    mean = "latency of a call, on average" if summary.get("workloads") else "latency"
+    rows = [(mean, f"{summary['baseline_ms']:.3f} ms", f"{summary['final_ms']:.3f} ms")]
     if result.ratio is None:
         return rows
     if len(by_threads) < 2:
-        return [*rows, ("speedup [interval]", "1x", result.ratio.speedup)]
+        return [*rows, ("speedup [interval]", "1x", result.ratio.speedup), *_by_workload(summary)]
     rows = []
     for row in by_threads:
         ends, plural = Ratio(row["ratio"], row["low"], row["high"]), "s" * (row["threads"] > 1)
@@ -83,6 +84,16 @@ def _latencies(result: Result) -> list[tuple[str, str, str]]:
             (f"latency, {row['threads']} thread{plural}", f"{row['baseline_ms']:.3f} ms", f"{row['final_ms']:.3f} ms")
         )
         rows.append(("  speedup [interval]", "1x", ends.speedup))
+    return [*rows, *_by_workload(summary)]
+
+
+def _by_workload(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Latency and speedup of each workload, where there are several."""
+    rows = []
+    for row in summary.get("workloads", []):
+        times = f"{row['baseline_ms']:.3f} ms", f"{row['final_ms']:.3f} ms"
+        rows.append((f"{row['name']}, {row['share']:.0%} of the calls", *times))
+        rows.append(("  speedup [interval]", "1x", Ratio(row["ratio"], row["low"], row["high"]).speedup))
     return rows
 
 

@@ -15,6 +15,7 @@ from qdqtune.cli.options import FILE, flag, option
 from qdqtune.cli.output import print_json, say, say_notes, show
 from qdqtune.cli.streams import INTERRUPTED
 from qdqtune.cli.threads import DEPLOY_THREADS
+from qdqtune.cli.workloads import WORKLOADS
 from qdqtune.engines.shapes import usual_shapes
 from qdqtune.errors import ConstraintUnmet, QdqtuneError
 from qdqtune.measurement.timing import Plan
@@ -90,6 +91,7 @@ OPTIONS = (
     DEPLOY_THREADS,
     *options.WORKERS,
     *options.DATA,
+    WORKLOADS,
     *options.RANGES,
     options.CACHE,
     options.REWRITES,

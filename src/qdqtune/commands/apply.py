@@ -89,7 +89,7 @@ def apply(
     if calibration_cache is None or calibration_data:
         prepared = prepare(graph, data, fixed=recorded.fix_inputs)
         prepared.samples.first(1)  # refuses an empty source by its name
-        prepared, _, notes = in_half(prepared, precision, usual, data.input_shapes)
+        prepared, _, notes = in_half(prepared, precision, usual)
         graph, shaped = prepared.model, prepared.shaped
     else:
         graph, notes = by_ranges(graph, precision or usual, calibration_cache, model)

@@ -186,7 +186,7 @@ def _quantized(request: Request, observer: Observer) -> Quantized:
     notes: tuple[str, ...] = ()
     if prepared is not None:
         observer.stage("looking at the values")
-        prepared, _, notes = in_half(prepared, request.precision, usual, request.input_shapes)
+        prepared, _, notes = in_half(prepared, request.precision, usual)
         graph, shaped = prepared.model, prepared.shaped
     elif request.calibration_cache is not None:
         graph, notes = by_ranges(graph, precision, request.calibration_cache, request.model)

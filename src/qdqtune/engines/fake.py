@@ -4,7 +4,7 @@ Outputs come from ONNX's reference evaluator. Latencies come from a cost model, 
 engines where it matters for placing Q/DQ pairs:
 
 - Work is counted in multiply-adds for Conv, ConvTranspose, Gemm and MatMul, in output elements for everything else,
-  plus a fixed cost for each node that runs. Unknown dimensions count as 1.
+  plus a fixed cost for each node that runs. Inputs bring their sizes; what stays unknown counts as 1.
 - A Relu or Clip behind a compute operator that it alone consumes is fused into it.
 - An operator that has an integer kernel uses it if all its inputs (biases aside) come out of DequantizeLinear and
   everything that reads its output is a QuantizeLinear. It then costs a fraction, and absorbs that QuantizeLinear.
@@ -24,6 +24,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import exp, prod, sqrt
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -152,7 +153,7 @@ class Fake:
             os._exit(70)
         while fault == "hang":
             time.sleep(3600)
-        costs = _CostModel(proto, self._threads)
+        costs = _Costs(proto, self._threads)
         return FakeModel(model, costs, self._noise, spoiled=fault == "nan", timed=not self._hide_times)
 
     def _fault(self, proto: onnx.ModelProto) -> str | None:
@@ -165,10 +166,9 @@ class Fake:
 class FakeModel:
     """A model with its modelled latency."""
 
-    def __init__(self, path: Path, costs: _CostModel, noise: _Noise, *, spoiled: bool, timed: bool) -> None:
+    def __init__(self, path: Path, costs: _Costs, noise: _Noise, *, spoiled: bool, timed: bool) -> None:
         self._path = path
         self._costs = costs
-        self._seconds = costs.seconds()
         self._noise = noise
         self._spoiled = spoiled
         self._timed = timed
@@ -192,11 +192,11 @@ class FakeModel:
 
     def time(self, inputs: Tensors, runs: int) -> float:
         """The modelled seconds with noise. Does not wait."""
-        return self._seconds * self._noise.factor()
+        return self._costs.of(inputs).seconds() * self._noise.factor()
 
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
         """One layer for each node that costs time, with what it absorbed. Exact: the times add up to the latency."""
-        layers = self._costs.layers()
+        layers = self._costs.of(inputs).layers()
         return layers if self._timed else tuple(replace(layer, time_ms=None) for layer in layers)
 
     def save(self, path: Path) -> None:
@@ -245,9 +245,44 @@ class _Noise:
         return float(exp(self._noise * own + self._drift * self._state) * spike)
 
 
-def latency(model: onnx.ModelProto, threads: int = 1) -> float:
+def latency(model: onnx.ModelProto, threads: int = 1, inputs: Tensors = MappingProxyType({})) -> float:
     """Modelled seconds of one inference (see the module's text). Constants may be external."""
-    return _CostModel(model, threads).seconds()
+    return _Costs(model, threads).of(inputs).seconds()
+
+
+class _Costs:
+    """The cost models of one file: one for each set of sizes that its inputs leave open."""
+
+    def __init__(self, model: onnx.ModelProto, threads: int) -> None:
+        self._model, self._threads = model, threads
+        self._open = [v.name for v in model.graph.input if not _is_fixed(v)]
+        self._known: dict[tuple[tuple[int, ...], ...], _CostModel] = {}
+
+    def of(self, inputs: Tensors) -> _CostModel:
+        """That of the sizes of some inputs."""
+        sizes = {name: np.shape(inputs[name]) for name in self._open if name in inputs}
+        key = tuple(sizes.values())
+        if key not in self._known:
+            self._known[key] = _CostModel(_sized(self._model, sizes), self._threads)
+        return self._known[key]
+
+
+def _is_fixed(value: onnx.ValueInfoProto) -> bool:
+    shape = value.type.tensor_type.shape
+    return value.type.tensor_type.HasField("shape") and all(dim.dim_value > 0 for dim in shape.dim)
+
+
+def _sized(model: onnx.ModelProto, sizes: Mapping[str, tuple[int, ...]]) -> onnx.ModelProto:
+    """The model with what its inputs leave open as these sizes have it; other values are left to inference."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    for value in copy.graph.input:
+        for dim, size in zip(value.type.tensor_type.shape.dim, sizes.get(value.name, ()), strict=False):
+            dim.dim_value = dim.dim_value or size
+    if sizes:
+        for value in (*copy.graph.value_info, *copy.graph.output):
+            value.type.tensor_type.ClearField("shape")
+    return copy
 
 
 class _CostModel:

@@ -12,16 +12,15 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol, Self, TypeVar
 
-import numpy as np
-
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import ANYWHERE, Device
+from qdqtune.engines.mixes import mix_of
 from qdqtune.engines.process import WorkerProcess
 from qdqtune.engines.room import current_room
 from qdqtune.errors import EngineFailure, EngineUnavailable, QdqtuneError, writing
 from qdqtune.graph.files import nbytes
 from qdqtune.graph.outputs import temporary_folder
-from qdqtune.types import Array, Failure, Layer, Measurement, NumericFormat, QuantType, Tensors
+from qdqtune.types import Array, Failure, Layer, Measurement, Mix, NumericFormat, QuantType, Tensors
 
 LOG_LINES = 50
 START_SECONDS = 120.0
@@ -144,12 +143,12 @@ class Runner:
         """Called before a worker starts."""
         self._own_log = log_dir / f"{device.name or 'worker'}.log"
         self._worker: Worker | None = None
-        self._inputs: Tensors | None = None
+        self._mix: Mix = ()
         self._numbers = itertools.count()
         self._logs: dict[Handle, Path] = {}
         self._present: set[int] = set()
         self._room = current_room()
-        self._slots: dict[tuple[frozenset[Handle], float], tuple[int, float]] = {}
+        self._slots: dict[tuple[frozenset[Handle], float], list[tuple[int, float]]] = {}
         with writing(log_dir):
             log_dir.mkdir(parents=True, exist_ok=True)
 
@@ -207,12 +206,12 @@ class Runner:
         numbers: NumericFormat = self._ask("numeric_format", quant_type)
         return numbers
 
-    def feed(self, inputs: Tensors) -> None:
-        """Set the sample that `rounds` uses, for all loaded models."""
-        self._inputs = {name: np.asarray(array) for name, array in inputs.items()}
+    def feed(self, given: Tensors | Mix) -> None:
+        """Set what `rounds` and `layers` call all loaded models with: one sample, or several workloads."""
+        self._mix = mix_of(given)
         self._slots.clear()
         if self._worker is not None:
-            self._ask("feed", self._inputs)
+            self._ask("feed", self._mix)
 
     def load(self, path: Path, log_name: str | None = None, *, fresh: bool = False) -> Handle | Failure:
         """Build the model in a file, which must not change until it is unloaded.
@@ -252,7 +251,7 @@ class Runner:
         return results
 
     def layers(self, handle: Handle, runs: int) -> tuple[Layer, ...] | Failure:
-        """`Built.layers` on the sample that was fed."""
+        """`Built.layers` on what was fed, with the times of the average call."""
         what = f"profiling {handle.path.name}"
         result: tuple[Layer, ...] | Failure = self._asked(
             [handle], "layers", handle.build, runs, what=what, extra=SLACK * self._limit
@@ -275,14 +274,14 @@ class Runner:
     def rounds(
         self, a: Handle, b: Handle, count: int, *, seed: int, first_round: int, slot_seconds: float, warmup: int
     ) -> Measurement | Failure:
-        """Time two models against each other on the sample that was fed, in one exchange with the worker.
+        """Time two models against each other on what was fed, in one exchange with the worker.
 
         Round r runs A B B A or B A A B, by a coin of (seed, r), and gives the mean of each side's two slots in seconds
         per inference. A slot is a number of back-to-back inferences, the same for both sides and for all rounds of
         this pair, that keeps the slower one busy for `slot_seconds`. Before the first round come `warmup` inferences
-        of each.
+        of each. Several workloads have their turns in each round, and share the slots.
         """
-        if self._inputs is None:
+        if not self._mix:
             raise ValueError("rounds need a sample: call feed first")
         what = f"timing {a.path.name} against {b.path.name}"
         key = frozenset({a, b}), slot_seconds
@@ -291,9 +290,9 @@ class Runner:
             if isinstance(probed, Failure):
                 return probed
             self._slots[key] = probed
-        runs, seconds = self._slots[key]
+        runs = [number for number, _ in self._slots[key]]
         numbers = range(first_round, first_round + count)
-        allowance = SLACK * seconds * (2 * warmup + 4 * count * runs)
+        allowance = SLACK * sum(s * (2 * (warmup + count) + 4 * count * number) for number, s in self._slots[key])
         result: Measurement | Failure = self._asked(
             [a, b], "rounds", a.build, b.build, seed, numbers, runs, warmup, what=what, extra=allowance
         )
@@ -376,8 +375,8 @@ class Runner:
         spec = EngineSpec(self._spec.name, dict(self._spec.options))
         try:
             self._exchange(worker, "open", (spec,), "opening the engine", limit)
-            if self._inputs is not None:
-                self._exchange(worker, "feed", (self._inputs,), "taking the sample", limit)
+            if self._mix:
+                self._exchange(worker, "feed", (self._mix,), "taking the sample", limit)
         except _WorkerLostError as death:
             raise EngineUnavailable(f"engine {self._spec.name!r} does not work here: {death.failure.reason}") from death
         except QdqtuneError:

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,10 +26,10 @@ from typing import Any
 
 import numpy as np
 
-from qdqtune.engines import Built, Engine, EngineSpec, open_engine
+from qdqtune.engines import Built, Engine, EngineSpec, mixes, open_engine
 from qdqtune.errors import QdqtuneError
 from qdqtune.graph.outputs import SCRATCH, TEMPORARY, WORKERS, remove_left
-from qdqtune.types import Array, Layer, Measurement, NumericFormat, QuantType, Tensors
+from qdqtune.types import Array, Layer, Measurement, Mix, NumericFormat, QuantType, Tensors
 
 GRACE_SECONDS = 10.0
 """How long a parent may take to die."""
@@ -45,7 +45,7 @@ class Session:
     def __init__(self, spec: EngineSpec, opener: Callable[[EngineSpec], Engine] = open_engine) -> None:
         self._engine = opener(spec)
         self._models: dict[int, Built] = {}
-        self._inputs: Tensors = {}
+        self._mix: Mix = ()
 
     def describe(self) -> dict[str, str]:
         """`Engine.describe`."""
@@ -55,9 +55,9 @@ class Session:
         """`Engine.numeric_format`."""
         return self._engine.numeric_format(quant_type)
 
-    def feed(self, inputs: Tensors) -> None:
-        """Keep the sample that timing uses."""
-        self._inputs = inputs
+    def feed(self, mix: Mix) -> None:
+        """Keep the workloads that timing uses."""
+        self._mix = mix
 
     def build(self, number: int, path: Path, log: Path) -> float:
         """Build a model and keep it; the seconds that took."""
@@ -74,40 +74,52 @@ class Session:
         return self._models[number].run(inputs)
 
     def layers(self, number: int, runs: int) -> tuple[Layer, ...]:
-        """`Built.layers`."""
-        return self._models[number].layers(self._inputs, runs)
+        """`Built.layers`, of the average call."""
+        model = self._models[number]
+        return mixes.layers(self._mix, [model.layers(workload.inputs, runs) for workload in self._mix])
 
     def save(self, number: int, path: Path) -> None:
         """`Built.save`."""
         self._models[number].save(path)
 
-    def probe(self, a: int, b: int, slot_seconds: float) -> tuple[int, float]:
-        """How many inferences of the slower model fill a slot, and how long one of them takes."""
-        slower = max(self._quickest(self._models[number]) for number in (a, b))
-        return max(1, math.ceil(slot_seconds / slower)), slower
+    def probe(self, a: int, b: int, slot_seconds: float) -> list[tuple[int, float]]:
+        """By workload, how many inferences of the slower model fill its part of a slot, and how long one takes."""
+        models, part = (self._models[a], self._models[b]), slot_seconds / len(self._mix)
+        slower = [max(_quickest(model, workload.inputs) for model in models) for workload in self._mix]
+        return [(max(1, math.ceil(part / seconds)), seconds) for seconds in slower]
 
-    def _quickest(self, model: Built) -> float:
-        model.time(self._inputs, 1)  # the first inference allocates
-        samples = [model.time(self._inputs, 1)]
-        while len(samples) < PROBES and sum(samples) < PROBE_SECONDS:
-            samples.append(model.time(self._inputs, 1))
-        return min(samples)
-
-    def rounds(self, a: int, b: int, seed: int, numbers: range, runs: int, warmup: int) -> Measurement:
-        """Paired rounds, each A B B A or B A A B, with `runs` inferences a slot."""
+    def rounds(self, a: int, b: int, seed: int, numbers: range, runs: Sequence[int], warmup: int) -> Measurement:
+        """Paired rounds: of each workload A B B A or B A A B, with its number of `runs` a slot."""
         first, second = self._models[a], self._models[b]
         coins = [bool(np.random.default_rng((seed, number)).integers(2)) for number in numbers]
         if warmup:
-            first.time(self._inputs, warmup)
-            second.time(self._inputs, warmup)
-        samples = [self._round(first, second, runs, a_is_outside=coin) for coin in coins]
-        return Measurement(tuple(s[0] for s in samples), tuple(s[1] for s in samples))
+            for workload in self._mix:
+                first.time(workload.inputs, warmup)
+                second.time(workload.inputs, warmup)
+        rounds: list[list[tuple[float, float]]] = []
+        for coin in coins:
+            rounds.append([])
+            for workload, count in zip(self._mix, runs, strict=True):
+                if len(self._mix) > 1:  # engines make ready for other shapes, which is no part of a call
+                    first.time(workload.inputs, 1)
+                    second.time(workload.inputs, 1)
+                rounds[-1].append(_round(first, second, workload.inputs, count, a_is_outside=coin))
+        return mixes.measurement(self._mix, rounds)
 
-    def _round(self, a: Built, b: Built, runs: int, *, a_is_outside: bool) -> tuple[float, float]:
-        order = (a, b, b, a) if a_is_outside else (b, a, a, b)
-        slots = [model.time(self._inputs, runs) for model in order]
-        outside, inside = (slots[0] + slots[3]) / 2, (slots[1] + slots[2]) / 2
-        return (outside, inside) if a_is_outside else (inside, outside)
+
+def _quickest(model: Built, inputs: Tensors) -> float:
+    model.time(inputs, 1)  # the first inference allocates
+    samples = [model.time(inputs, 1)]
+    while len(samples) < PROBES and sum(samples) < PROBE_SECONDS:
+        samples.append(model.time(inputs, 1))
+    return min(samples)
+
+
+def _round(a: Built, b: Built, inputs: Tensors, runs: int, *, a_is_outside: bool) -> tuple[float, float]:
+    order = (a, b, b, a) if a_is_outside else (b, a, a, b)
+    slots = [model.time(inputs, runs) for model in order]
+    outside, inside = (slots[0] + slots[3]) / 2, (slots[1] + slots[2]) / 2
+    return (outside, inside) if a_is_outside else (inside, outside)
 
 
 def main() -> None:

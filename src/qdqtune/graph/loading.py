@@ -106,8 +106,9 @@ def _open_negative_sizes(graph: onnx.GraphProto) -> None:
             _open_negative_sizes(body)
 
 
-def with_input_shapes(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> Model:
-    """`model` with static input shapes, and what follows from them inferred; a symbol gets one value everywhere.
+def with_input_shapes(model: Model, shapes: Mapping[str, tuple[int | None, ...]]) -> Model:
+    """`model` with these sizes of inputs, and what follows from them inferred; a symbol gets one value everywhere. A
+    size stays as it is where None stands.
 
     Raises:
         BadOption: an unknown input, another rank, or a size that contradicts a static or symbolic dimension.
@@ -125,6 +126,8 @@ def with_input_shapes(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> Mo
         if len(dims) != len(shape):
             raise BadOption(f"input {name!r} has {len(dims)} dimensions, not {len(shape)}")
         for i, (dim, size) in enumerate(zip(dims, shape, strict=True)):
+            if size is None:
+                continue
             known = dim.dim_value if dim.dim_value > 0 else symbols.get(dim.dim_param, max(size, 1))
             if known != size:
                 raise BadOption(f"input {name!r}: dimension {i} cannot be {size}; it is {dim.dim_param or known}")

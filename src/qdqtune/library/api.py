@@ -33,7 +33,16 @@ from qdqtune.engines.runner import time_limit, unlogged
 from qdqtune.engines.shapes import ENGINES
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
-from qdqtune.library.inputs import MetricLike, ModelLike, SamplesLike, metric_source, model_file, sample_source, scratch
+from qdqtune.library.inputs import (
+    MetricLike,
+    ModelLike,
+    SamplesLike,
+    metric_source,
+    model_file,
+    sample_source,
+    scratch,
+    workload_files,
+)
 from qdqtune.library.keywords import (
     ApplyOptions,
     BuildOptions,
@@ -110,7 +119,8 @@ def tune(
             settings = model
         else:
             source = sample_source(calibration_data, folder, given.get("calibration_samples"))
-            more = {"calibration_data": source, "evaluate": metric}
+            workloads = workload_files(given.get("workload"), folder)
+            more = {"calibration_data": source, "evaluate": metric, **workloads}
             own, fields = split_fields(Settings, tune_cli.tune_command, {**given, **more, **_engine(engine)})
             values = given_of(tune_cli.tune_command, [model_file(model, folder)], own)
             settings = replace(tune_cli.settings_of(values), node_filter=tuple(node_filter) or values["node_filter"])

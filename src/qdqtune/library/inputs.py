@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -32,6 +32,9 @@ Batch = Mapping[str, npt.ArrayLike] | npt.ArrayLike
 SamplesLike = str | Path | Batch | Iterable[Batch] | Callable[[], Iterable[Batch]]
 """Samples: a dictionary of arrays, dictionaries one after the other, a function that gives them, or a source that the
 command line takes (a file, a folder, module:callable)."""
+
+WorkloadsLike = Sequence[str] | Mapping[str | Path, float | tuple[Mapping[str, npt.ArrayLike], float]]
+"""Calls of different shapes: weights by file, arrays and their weight by name, or as the command line has it."""
 
 MetricLike = str | Callable[[Predict], float]
 """A metric: a function, or module:callable."""
@@ -91,6 +94,30 @@ def sample_source(samples: SamplesLike | None, folder: Path, limit: int | None =
     if not count:
         raise BadData("the calibration data gives no sample: an exhausted generator?")
     return str(target)
+
+
+def workload_files(workloads: WorkloadsLike | None, folder: Path) -> dict[str, object]:
+    """The keyword of workloads as the command line takes it; those that are in memory are written to the folder.
+
+    Raises:
+        BadData: they are no arrays.
+        BadOption: one has no weight.
+    """
+    if workloads is None or not isinstance(workloads, Mapping):
+        return {} if workloads is None else {"workload": workloads}
+    texts = []
+    for name, given in workloads.items():
+        file: object = name
+        weight: object = given
+        if isinstance(given, tuple):
+            if len(given) != 2 or not isinstance(given[0], Mapping):
+                raise BadOption(f"workload {name!r} is (arrays by name of input, weight)")
+            target = folder / "workloads"
+            target.mkdir(exist_ok=True)
+            arrays, weight = given
+            file = _write(arrays, target / str(name))
+        texts.append(f"{file}:{weight}")
+    return {"workload": texts}
 
 
 def _is_batch(item: object) -> bool:

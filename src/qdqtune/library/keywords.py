@@ -21,6 +21,7 @@ from qdqtune.calibration.methods import Calibration, Method
 from qdqtune.cli.options import Limit
 from qdqtune.commands.quantize import Selection
 from qdqtune.errors import BadOption
+from qdqtune.library.inputs import WorkloadsLike
 from qdqtune.types import QuantType
 
 if TYPE_CHECKING:
@@ -173,6 +174,7 @@ class TuneOptions(RunOptions, RangeOptions, total=False):
     workers: int | None
     cores_per_worker: int | None
     ray: str | None
+    workload: WorkloadsLike
 
 
 NOT_KEYWORDS = frozenset(

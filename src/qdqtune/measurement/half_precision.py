@@ -105,9 +105,8 @@ class Half:
 
 
 def in_half(
-    prepared: Prepared, precision: Precision | None, usual: Precision, shapes: Mapping[str, tuple[int, ...]],
-    floor_db: float | None = FLOOR_DB,
-) -> tuple[Prepared, Half | None, tuple[str, ...]]:  # fmt: skip
+    prepared: Prepared, precision: Precision | None, usual: Precision, floor_db: float | None = FLOOR_DB
+) -> tuple[Prepared, Half | None, tuple[str, ...]]:
     """The model of `prepared` (float32) in a precision, None being the `usual` one if its outputs hold `floor_db`.
 
     In bfloat16, for which ONNX Runtime has few kernels, it is what is written in the end: `prepared` stays float32.
@@ -128,7 +127,7 @@ def in_half(
         return prepared, None, (f"{why}: what carries no pair stays in float32",)
     if wanted == "bf16":
         return prepared, half, half.notes()
-    shaped = with_input_shapes(half.model, shapes) if shapes else half.model
+    shaped = with_input_shapes(half.model, prepared.sizes) if prepared.sizes else half.model
     return replace(prepared, model=half.model, shaped=shaped), half, half.notes()
 
 

@@ -238,7 +238,7 @@ def compare(rounds: Rounds, plan: Plan, *, decided: Callable[[Ratio], bool] | No
         part = rounds(first, look - first)
         if isinstance(part, Failure):
             return part
-        total = Measurement(total.a + part.a, total.b + part.b) if total else part
+        total = total + part if total else part
         if done(ratio(total, plan)):
             break
     assert total is not None  # a plan has at least one look
@@ -263,7 +263,7 @@ def compare_pairs(
             part = rounds(first, look - first)
             if isinstance(part, Failure):
                 return part
-            totals[number] = part if known is None else Measurement(known.a + part.a, known.b + part.b)
+            totals[number] = part if known is None else known + part
         found = [ratio(total, plan) for total in totals.values()]
         verdicts = {r.verdict for r in found}
         if verdicts in ({"faster"}, {"slower"}) or verdicts >= {"faster", "slower"} or envelope(found).is_close:

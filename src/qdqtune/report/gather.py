@@ -192,6 +192,10 @@ def _facts(run: Finished) -> Iterator[Fact]:
                 named = f"at {row['threads']} thread{'s' * (row['threads'] > 1)}"
                 times = f"{row['final_ms']:.4g} ms instead of {row['baseline_ms']:.4g} ms"
                 yield Fact(named, f"{median:.2f}×", f"as fast: {times}, {row['verdict']} on fresh builds there")
+        for row in summary.get("workloads", []):
+            times = f"{row['final_ms']:.4g} ms instead of {row['baseline_ms']:.4g} ms"
+            which = f"{row['name']}, {row['share']:.0%} of the calls"
+            yield Fact(which, f"{1 / row['ratio']:.2f}×", f"as fast: {times}, {row['verdict']} on fresh builds")
         exact = summary["output_sqnr_db"]
         hint = "signal over error at the outputs; 20 dB is an error of a tenth, 30 of a thirtieth"
         yield Fact("output accuracy", "equal" if exact is None else f"{exact:.1f} dB", hint)

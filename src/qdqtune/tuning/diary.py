@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.engines import cpu
 from qdqtune.tuning.bench import job_key
 from qdqtune.tuning.observer import Silent, State
@@ -86,7 +87,7 @@ def _plain(value: object) -> object:
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, tuple):
         return [_plain(inner) for inner in value]
-    return str(value) if isinstance(value, Path) else value
+    return str(value) if isinstance(value, Path | WorkloadFile) else value
 
 
 def _load() -> float | None:

@@ -54,7 +54,7 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
         check_files(settings, subject.shaped)
         if settings.state.exists() and not settings.restart:
             read_records(settings.state)  # which a run opens at this point
-        runner.feed(subject.feed)
+        runner.feed(subject.mix)
         observer.stage("measuring the float model")
         handle = runner.load(settings.model, "estimate")
         if isinstance(handle, Failure):

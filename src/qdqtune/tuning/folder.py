@@ -277,6 +277,7 @@ def _inputs(settings: Settings) -> Inputs:
     return {
         "model": files_of(settings.model),
         "calibration data": files_named(settings.calibration_data),
+        "workload": [workload.path for workload in settings.workloads],
         "metric": files_named(settings.evaluate),
         "--qdq-baseline": baseline,
         **{what: [] if file is None else [file] for what, file in named.items()},

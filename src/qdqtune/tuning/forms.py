@@ -42,7 +42,8 @@ KIND = OneOf(get_args(LayerKind))
 LAYERS = ListOf((str, ListOf(str), str, MAYBE_NUMBER, KIND))
 STAGE = OneOf(get_args(get_type_hints(Failure)["stage"]))
 FAILED: Mapping[str, Form] = {"failure": {"stage": STAGE, "reason": str, "log?": str}}
-SAMPLES: Mapping[str, Form] = {"samples": {"a": ListOf(float), "b": ListOf(float)}}
+ROUNDS: Mapping[str, Form] = {"a": ListOf(float), "b": ListOf(float)}
+SAMPLES: Mapping[str, Form] = {"samples": {**ROUNDS, "parts?": ListOf(ROUNDS)}}
 RESULT = OneOf((SAMPLES, FAILED))
 SHARES, RATIOS = ("agreement", "top1"), ("sqnr_db", "lowest_db", "highest_db")
 MOST_DB = 10_000
@@ -60,15 +61,17 @@ ACCURACY: Mapping[str, Form] = {
 PROVEN = OneOf(({**SAMPLES, "files?": (str, str)}, {**FAILED, "files?": (str, str)}))
 PROPOSAL: Form = {"origin": str, "pattern": str, "predicted": MAYBE_NUMBER, "wants_layers": bool}
 
-BY_THREADS = ListOf(
-    {
-        "threads": int,
-        "verdict": OneOf(("faster", "slower", "undecided")),
-        **dict.fromkeys(("ratio", "baseline_ms", "final_ms"), float),
-        **dict.fromkeys(("low", "high"), MAYBE_NUMBER),
-    }
-)
+STANDING: Mapping[str, Form] = {
+    "verdict": OneOf(("faster", "slower", "undecided")),
+    **dict.fromkeys(("ratio", "baseline_ms", "final_ms"), float),
+    **dict.fromkeys(("low", "high"), MAYBE_NUMBER),
+}
+BY_THREADS = ListOf({"threads": int, **STANDING})
 """How a result stands at each number of threads."""
+
+NAMED: Mapping[str, Form] = {"name": str, "share": float}
+BY_WORKLOAD = OneOf((ListOf({**NAMED, **STANDING}), ListOf(NAMED)))
+"""How it stands on each of several workloads; without figures where nothing was proven."""
 
 POINT: Form = {
     **dict.fromkeys(("ms", "ratio"), float),
@@ -77,6 +80,7 @@ POINT: Form = {
     "pairs": int,
     "holds_limits": bool,
     "by_threads?": BY_THREADS,
+    "workloads?": BY_WORKLOAD,
 }
 """A row of the front in summary.json."""
 
@@ -108,6 +112,7 @@ SUMMARY: Form = {
         **dict.fromkeys(("gave?", "placement_gave?"), float),
         **{"names?": ListOf(str), "tried?": ListOf(TRIED)},
     },
+    "workloads?": BY_WORKLOAD,
     "fastest_without_limits?": OneOf(({"ratio": float, "sqnr_db": MAYBE_NUMBER}, None)),
     "accuracy_samples?": int,
     "accuracy_held_out?": bool,
@@ -194,6 +199,16 @@ FORMS: Mapping[str, Form] = {
 scheme of a part, whose keys have another colon."""
 
 
+def rounds_of(samples: Mapping[str, Any]) -> Measurement:
+    """The measurement that a record holds.
+
+    Raises:
+        ValueError: it holds none.
+    """
+    parts = tuple(rounds_of(part) for part in samples.get("parts", ()))
+    return Measurement(tuple(samples["a"]), tuple(samples["b"]), parts)
+
+
 def is_whole(record: object) -> bool:
     """Whether a record is one that a run may have written. Those of kinds that nobody knows are never asked for."""
     if not isinstance(record, dict) or not isinstance(key := record.get("key"), str):
@@ -240,7 +255,7 @@ def _makes_sense(kind: str, record: Mapping[str, Any]) -> bool:
     try:
         for part in (record, record.get("result"), record.get("check")):
             if isinstance(part, dict) and fits(part, SAMPLES):
-                Measurement(tuple(part["samples"]["a"]), tuple(part["samples"]["b"]))
+                rounds_of(part["samples"])
         for ends in record["activations"].values() if kind == "ranges" else ():
             Range(*ends)
     except ValueError:

@@ -23,11 +23,11 @@ from qdqtune.tuning.candidacy import Candidacy, Entry, move_model
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT, PLACEMENT, SUMMARY, alone
 from qdqtune.tuning.forms import POINT, ListOf, fits
 from qdqtune.tuning.meeting import Confirmed, Opponents
-from qdqtune.tuning.proof import Proof, Standing, copy_model, foremost, is_held, prove, rows_of
+from qdqtune.tuning.proof import Proof, Standing, copy_model, foremost, is_held, prove, rows_by_workload, rows_of
 from qdqtune.tuning.records import write_json, write_placement_of
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.threads import places
-from qdqtune.types import Failure, Measurement, Placement, Trial
+from qdqtune.types import Failure, Measurement, Mix, Placement, Trial
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Proven:
     standings: tuple[Standing, ...] = ()
     """The same at each number of threads."""
 
-    def row(self, shipped: Placement) -> dict[str, Any]:
+    def row(self, shipped: Placement, mix: Mix) -> dict[str, Any]:
         """The row of summary.json."""
         accuracy = self.trial.accuracy
         assert accuracy is not None  # a point was measured
@@ -67,6 +67,7 @@ class Proven:
             "holds_limits": self.holds,
             "shipped": self.trial.placement == shipped,
             "by_threads": rows_of(self.standings),
+            **({"workloads": rows_by_workload(self.standings, mix)} if len(mix) > 1 else {}),
         }
 
 
@@ -79,9 +80,9 @@ class Front:
     points: tuple[Proven, ...]
     trials: tuple[Trial, ...] = ()
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self, mix: Mix) -> list[dict[str, Any]]:
         """What summary.json holds of the points."""
-        return [point.row(self.proof.placement) for point in self.points]
+        return [point.row(self.proof.placement, mix) for point in self.points]
 
 
 def prove_front(history: Sequence[Trial], run: Run, search: FrontSearch | None) -> Front:
@@ -190,6 +191,7 @@ def _as_shipped(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> di
         "metric_after": row["metric"],
         "constraint_met": row["holds_limits"],
         "by_threads": row.get("by_threads", []),
+        **{name: row[name] for name in ("workloads",) if name in row},
         "front": [{**other, "shipped": other["name"] == row["name"]} for other in rows],
     }
 
@@ -206,7 +208,7 @@ def _proven(entries: Sequence[Entry], run: Run) -> list[Proven]:
         if metric is not None:
             holds = holds and not isinstance(metric, Failure) and run.limits.is_good_enough(metric)
         value = None if isinstance(metric, Failure) else metric
-        standing = Standing(threads_of(run.settings.engine), met.ratio, met.a_seconds, met.b_seconds)
+        standing = Standing.of(threads_of(run.settings.engine), met)
         found.append(Proven("", trial, met.ratio, met.a_seconds, met.b_seconds, value, holds, "", (standing,)))
     return found
 
@@ -231,7 +233,7 @@ def _everywhere(proven: Sequence[Proven], written: Mapping[Placement, Path], run
     settings = run.settings
     left = {p.trial.placement: p for p in proven}
     builds = 0
-    with places(settings.engine, settings.thread_counts, run.runner, run.subject.feed) as found:
+    with places(settings.engine, settings.thread_counts, run.runner, run.subject.mix) as found:
         if not any(place.is_home for place in found):
             left = {placement: replace(point, standings=()) for placement, point in left.items()}
         for place in (place for place in found if not place.is_home):
@@ -246,7 +248,7 @@ def _everywhere(proven: Sequence[Proven], written: Mapping[Placement, Path], run
             for placement, met in zip(measured, _confirmed(list(measured.values()), run), strict=True):
                 point = left.pop(placement)
                 if met is not None:
-                    standing = Standing(place.threads, met.ratio, met.a_seconds, met.b_seconds)
+                    standing = Standing.of(place.threads, met)
                     if not standing.is_slower:
                         left[placement] = replace(point, standings=(*point.standings, standing))
     return [_told(point) for point in left.values() if is_held(point.standings)], builds

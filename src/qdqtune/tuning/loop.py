@@ -20,7 +20,7 @@ from qdqtune.tuning.folder import RUN, SUMMARY
 from qdqtune.tuning.front import Front, prove_front
 from qdqtune.tuning.modes.table import MODES
 from qdqtune.tuning.observer import Observer, Several, Silent, State
-from qdqtune.tuning.proof import prove
+from qdqtune.tuning.proof import lost, prove
 from qdqtune.tuning.records import summary_of, write_json, write_records
 from qdqtune.tuning.result import Result
 from qdqtune.tuning.rewritten import with_rewrites
@@ -69,7 +69,7 @@ def _finished(run: Run, watch: Stopwatch, diary: Diary) -> Result:
     proof = front.proof if front else prove(history, run)
     history = [*history, *front.trials] if front else history
     write_records(history, proof, run)
-    summary = summary_of(history, proof, run) | ({"front": front.rows()} if front else {})
+    summary = summary_of(history, proof, run) | ({"front": front.rows(run.subject.mix)} if front else {})
     recorded = mode.record(history, proof.placement)
     if history or not budget.is_late:
         run.bench.layers(proof.placement)
@@ -80,13 +80,8 @@ def _finished(run: Run, watch: Stopwatch, diary: Diary) -> Result:
     doubts = [warning, shortfall, None if proof.ratio is None else advice.wide(proof.ratio)]
     if proof.ratio is None:
         doubts += [advice.undecided(history, settings.plan), None if history else budget.excuse]
-    notes = (
-        *run.subject.notes,
-        *run.found.notes,
-        *recorded.notes,
-        *proof.notes,
-        *filter(None, (warning, shortfall, *doubts)),
-    )
+    doubts = [*lost(proof.standings, run.subject.mix), *doubts]
+    notes = (*run.subject.notes, *run.found.notes, *recorded.notes, *proof.notes, *filter(None, doubts))
     told = {**told, "notes": notes, "seconds": round(watch.session, 2)}
     for name, content in {SUMMARY: summary, RUN: told, **recorded.files}.items():
         write_json(settings.output_dir / name, content)

@@ -48,12 +48,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Confirmed:
-    """File b to file a, the median seconds per inference of each, and the builds that it took to know."""
+    """File b to file a, the median seconds per inference of each, and the builds that it took to know; `parts` say the
+    same of each of several workloads."""
 
     ratio: Ratio
     a_seconds: float
     b_seconds: float
     builds: int = PROOF_BUILDS
+    parts: tuple[Confirmed, ...] = ()
 
     @classmethod
     def of(cls, measured: Sequence[Measurement], plan: Plan, seen: Spread = USUAL) -> Self:
@@ -61,7 +63,8 @@ class Confirmed:
         a_seconds = float(np.median([seconds for m in measured for seconds in m.a]))
         b_seconds = float(np.median([seconds for m in measured for seconds in m.b]))
         both = across_builds([ratio(m, plan) for m in measured], plan, seen)
-        return cls(both, a_seconds, b_seconds, 2 * len(measured))
+        parts = tuple(cls.of(same, plan, seen) for same in zip(*(m.parts for m in measured), strict=True))
+        return cls(both, a_seconds, b_seconds, 2 * len(measured), parts)
 
 
 def confirm(

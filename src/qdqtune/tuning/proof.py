@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from qdqtune.errors import BaselineFailed, writing
 from qdqtune.graph.constants import places as data_places
@@ -25,7 +25,7 @@ from qdqtune.tuning.folder import BASELINE, FINAL
 from qdqtune.tuning.meeting import Confirmed, confirm
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.threads import SLOWER, Place, places
-from qdqtune.types import Failure, Placement, Trial
+from qdqtune.types import Failure, Mix, Placement, Trial
 
 REWRITES_ALONE = "no pair is worth its time here: what ships is the float model with its rewrites"
 
@@ -42,12 +42,18 @@ CLEAR = 0.95
 @dataclass(frozen=True)
 class Standing:
     """How a file stands to the float model at a number of threads, None where the engine has none; seconds per
-    inference are medians."""
+    inference are medians. `by_workload` says the same of each of several workloads, by its place in the mix."""
 
     threads: int | None
     ratio: Ratio
     float_seconds: float
     seconds: float
+    by_workload: tuple[Standing, ...] = ()
+
+    @classmethod
+    def of(cls, threads: int | None, met: Confirmed) -> Self:
+        """What two files that met say."""
+        return cls(threads, met.ratio, met.a_seconds, met.b_seconds, tuple(cls.of(threads, p) for p in met.parts))
 
     @property
     def is_slower(self) -> bool:
@@ -57,8 +63,12 @@ class Standing:
     @property
     def row(self) -> dict[str, Any]:
         """For machines."""
+        return {"threads": self.threads} | self.figures
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Its ratio and its times, for machines."""
         return {
-            "threads": self.threads,
             "ratio": self.ratio.median,
             "low": self.ratio.low,
             "high": self.ratio.high,
@@ -76,6 +86,28 @@ def foremost(standings: Sequence[Standing]) -> Standing:
 def rows_of(standings: Sequence[Standing]) -> list[dict[str, Any]]:
     """What summary.json tells of numbers of threads: nothing of an engine that has none."""
     return [one.row for one in standings if one.threads is not None]
+
+
+def rows_by_workload(standings: Sequence[Standing], mix: Mix) -> list[dict[str, Any]]:
+    """What summary.json tells of several workloads: their names and shares, and how each stands where the result is
+    told from; no more where nothing was proven."""
+    named = [{"name": w.name, "share": w.share} for w in mix]
+    if not standings:
+        return named
+    return [row | one.figures for row, one in zip(named, foremost(standings).by_workload, strict=False)]
+
+
+def lost(standings: Sequence[Standing], mix: Mix) -> Iterator[str]:
+    """A line for each workload that is slower in what ships, where that is worst."""
+    for number, workload in enumerate(mix if standings and standings[0].by_workload else ()):
+        alone = [(one.by_workload[number], one.threads) for one in standings]
+        worst, threads = max(alone, key=lambda pair: pair[0].ratio.median)
+        if worst.is_slower:
+            at = f" at {threads} thread{'s' * (threads != 1)}" if threads is not None and len(standings) > 1 else ""
+            yield (
+                f"{workload.name} alone ({workload.share:.0%} of the calls) got slower: {worst.ratio.speedup} the "
+                f"speed of float{at}; the others gain more than it loses"
+            )
 
 
 def is_held(standings: Sequence[Standing]) -> bool:
@@ -201,7 +233,7 @@ def prove(history: Sequence[Trial], run: Run, room: int | None = None) -> Proof:
     settings, folder = run.settings, run.settings.output_dir
     run.candidates.write_whole(Placement(), folder / BASELINE)
     pairs_hold = settings.from_qdq and not any(t.proposal.origin == "imported" and t.holds is False for t in history)
-    with places(settings.engine, settings.thread_counts, run.runner, run.subject.feed) as found:
+    with places(settings.engine, settings.thread_counts, run.runner, run.subject.mix) as found:
         contest = _Contest(run, found, pairs_hold, room)
         for placement in _finalists(history, contest):
             if contest.tried(placement):
@@ -284,7 +316,7 @@ def _meet(placement: Placement, run: Run, place: Place, most: int, *, is_won: bo
 
 
 def _standing(met: Confirmed, place: Place) -> Standing:
-    return Standing(place.threads, met.ratio, met.a_seconds, met.b_seconds)
+    return Standing.of(place.threads, met)
 
 
 def _move(source: Path, target: Path) -> None:

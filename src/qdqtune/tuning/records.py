@@ -18,7 +18,7 @@ from qdqtune.search import ratios_to_float
 from qdqtune.search.front import Point, named, spread, undominated
 from qdqtune.search.regions import cache
 from qdqtune.tuning.folder import PLACEMENT, pattern_cache_of
-from qdqtune.tuning.proof import Proof, rows_of
+from qdqtune.tuning.proof import Proof, rows_by_workload, rows_of
 from qdqtune.tuning.run import Run
 from qdqtune.types import Placement, Trial
 from qdqtune.version import __version__
@@ -90,6 +90,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "ratio_high": tuned.high if tuned else None,
         "ratio_to_given": proof.to_given.median if tuned and proof.to_given else None,
         "by_threads": rows_of(proof.standings),
+        **({"workloads": rows_by_workload(proof.standings, subject.mix)} if len(subject.mix) > 1 else {}),
         "builds": 1 + run.found.builds + sum(t.builds for t in history),
         "proof_builds": proof.builds,
         "predicted_ratio": predicted,

@@ -107,7 +107,7 @@ def _contest(ready: Ready) -> Iterator[_Contest]:
             folder = stack.enter_context(Scratch(ready.output.path)) / "rewrites"
             folder.mkdir()
         constants = stack.enter_context(one_constant_file(folder))
-        ready.runner.feed(ready.subject.feed)
+        ready.runner.feed(ready.subject.mix)
         contest = _Contest(ready, constants.write, _Champion(ready.subject), time.monotonic())
         stack.callback(contest.close)
         yield contest
@@ -206,7 +206,8 @@ class _Contest:
             return b
         if b is None or a is None or isinstance(a, Failure):
             return None
-        before, after = (self._runner.outputs(handle, [self.ready.subject.feed]) for handle in (a, b))
+        samples = [workload.inputs for workload in self.ready.subject.mix]
+        before, after = (self._runner.outputs(handle, samples) for handle in (a, b))
         if isinstance(after, Failure):
             return after
         if isinstance(before, Failure):

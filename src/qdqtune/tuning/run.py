@@ -173,7 +173,7 @@ def open_run(ready: Ready) -> Iterator[Run]:
             observer.stage(f"starting {1 + len(ready.others)} workers")
             check_alike([runner, *ready.others])
         for one in (runner, *ready.others):
-            one.feed(subject.feed)
+            one.feed(subject.mix)
         inserter = Inserter(subject.model, subject.ranges, subject.numbers, products_of(settings, subject))
         candidates = Candidates(inserter, constants)
         conditions = Conditions(

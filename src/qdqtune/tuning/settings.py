@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from qdqtune.calibration.methods import CLOSEST, Calibration
+from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.formats import wanted_storage
 from qdqtune.engines.runner import TIME_LIMIT
@@ -79,6 +80,7 @@ class Settings:
     `formats` are what the search may use: the `quant_type` for pairs, and storages (w8, w4, w4b32) of weights alone;
     None is all that the engine has.
     `weight_rounding` is that of weights that alone are stored: "gptq" accounts for what they meet in the data.
+    `workloads` are calls of different shapes that are timed as one mix, and without `calibration_data` the samples.
     `accuracy_samples` is the most samples that outputs are compared on.
     `deploy_threads` are the numbers of threads at which a result has to hold; None is that of the search and the one
     that the engine takes by itself here.
@@ -132,6 +134,7 @@ class Settings:
     formats: tuple[str, ...] | None = None
     weight_rounding: Literal["nearest", "gptq"] = "nearest"
     deploy_threads: tuple[int, ...] | None = None
+    workloads: tuple[WorkloadFile, ...] = ()
 
     def __post_init__(self) -> None:
         least = 1 + self.trial_builds

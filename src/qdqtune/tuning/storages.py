@@ -92,7 +92,7 @@ def ways(
     record = store.get("storages")
     if record is None:
         record = store.put("storages", {"shares": _probed(kinds, wanted, subject.numbers, runner)})
-        runner.feed(subject.feed)
+        runner.feed(subject.mix)
     shares: Mapping[str, Mapping[str, float]] = record["shares"]
     found = {}
     for edge, size in sizes.items():

@@ -22,7 +22,7 @@ from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadState, OutputError, writing
 from qdqtune.graph.equalization import Factor
 from qdqtune.graph.stamps import NOTHING, Stamps
-from qdqtune.tuning.forms import is_whole
+from qdqtune.tuning.forms import is_whole, rounds_of
 from qdqtune.types import TRANSIENT, Accuracy, Edge, Failure, Layer, Measurement, Placement, Storage
 
 VERSION = 1
@@ -322,11 +322,16 @@ def unpack_accuracy(record: Record) -> Accuracy:
 
 def pack_result(result: Measurement | Failure) -> Record:
     """A measurement with all its samples, or a failure, as JSON values."""
-    return {"failure" if isinstance(result, Failure) else "samples": asdict(result)}
+    return {"failure": asdict(result)} if isinstance(result, Failure) else {"samples": _pack_rounds(result)}
+
+
+def _pack_rounds(result: Measurement) -> Record:
+    parts = {"parts": [_pack_rounds(part) for part in result.parts]} if result.parts else {}
+    return {"a": result.a, "b": result.b, **parts}
 
 
 def unpack_result(record: Record) -> Measurement | Failure:
     """The result of `pack_result`."""
     if "failure" in record:
         return Failure(**record["failure"])
-    return Measurement(tuple(record["samples"]["a"]), tuple(record["samples"]["b"]))
+    return rounds_of(record["samples"])

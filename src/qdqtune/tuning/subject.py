@@ -17,6 +17,7 @@ from qdqtune.calibration.matching import from_file
 from qdqtune.calibration.prepare import Data, HoldOut, Prepared, prepare
 from qdqtune.calibration.samples import Samples, input_specs
 from qdqtune.calibration.scales import Ranges
+from qdqtune.calibration.workloads import told
 from qdqtune.engines.formats import usual_precision
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.shapes import check_inputs
@@ -38,7 +39,7 @@ from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.obstacles import hidden_work, insist_on_device
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import Store, pack_ranges, unpack_ranges
-from qdqtune.types import Array, Edge, NumericFormat, Placement, QType, Sample
+from qdqtune.types import Array, Edge, Mix, NumericFormat, Placement, QType, Sample
 
 FOREMOST = ("imported", "static", "compute")
 """Suggestions that cut and subgraph mode build in any case: the user's, the usual static quantizer's, and the least
@@ -59,7 +60,7 @@ DTYPES = {"float16": "FLOAT16", "float32": "FLOAT", "bfloat16": "BFLOAT16"}
 
 @dataclass(frozen=True)
 class Subject:
-    """See the module. `accuracy` is what the outputs are compared on, `feed` the sample for timing.
+    """See the module. `accuracy` is what the outputs are compared on, `mix` what is timed.
 
     `imported` holds the pairs of a Q/DQ model that the user gave.
     """
@@ -67,7 +68,7 @@ class Subject:
     prepared: Prepared
     numbers: NumericFormat
     accuracy: tuple[Sample, ...]
-    feed: Sample
+    mix: Mix
     patterns: tuple[Pattern, ...]
     region_count: int
     imported: Reading | None = None
@@ -85,6 +86,11 @@ class Subject:
     def shaped(self) -> Model:
         """The same graph with the measurement's input shapes."""
         return self.prepared.shaped
+
+    @property
+    def feed(self) -> Sample:
+        """The inputs of most calls, where one has to stand for all."""
+        return dict(max(self.mix, key=lambda workload: workload.share).inputs)
 
     @property
     def held_out(self) -> bool:
@@ -121,14 +127,15 @@ def open_subject(settings: Settings, runner: Runner, rewrites: Rewrites | None =
     wanted: Precision = settings.precision or usual
     model, imported = _loaded(settings, numbers, wanted, rewrites)
     check_inputs(settings.engine, model)
-    data = Data(settings.calibration_data, settings.calibration_samples, settings.input_shapes, settings.seed)
+    asked = settings.calibration_data, settings.calibration_samples, settings.input_shapes, settings.seed
+    data = Data(*asked, settings.workloads)
     most = settings.accuracy_samples
     hold_out = HoldOut(least=min(LEAST_JUDGED, most), most=most, of_random=False)
     prepared = prepare(model, data, fixed=settings.fix_inputs, hold_out=hold_out)
     kept: Collection[str] = ()
     if not settings.from_qdq:
         floor = settings.limits.min_sqnr
-        prepared, half, told = in_half(prepared, settings.precision, usual, settings.input_shapes, floor)
+        prepared, half, told = in_half(prepared, settings.precision, usual, floor)
         kept, wanted = (half.kept.keys(), half.precision) if half is not None else ((), "fp32")
         notes += told
     shaped = prepared.shaped
@@ -139,7 +146,8 @@ def open_subject(settings: Settings, runner: Runner, rewrites: Rewrites | None =
         come = "scales come" if settings.calibration_cache is None else "the SQNR comes"
         notes.append(f"no --calibration-data: {come} from random inputs, so latency is real but accuracy is not")
     notes += filter(None, [hidden_work(model, prepared.samples)])
-    feed = prepared.samples.first(1)[0] | _fixed(settings)
+    fixed = _fixed(settings)
+    mix = tuple(replace(workload, inputs={**workload.inputs, **fixed}) for workload in prepared.mix)
     regions = discovery.find(
         shaped,
         settings.regions,
@@ -152,7 +160,7 @@ def open_subject(settings: Settings, runner: Runner, rewrites: Rewrites | None =
         prepared,
         numbers,
         tuple(prepared.judging.first(judged(shaped, most))),
-        feed,
+        mix,
         chosen,
         len(regions.leaves) + len(regions.composites),
         imported,
@@ -185,7 +193,8 @@ def fingerprint(settings: Settings, subject: Subject, engine: Mapping[str, str])
         "regions": settings.regions,
         "node filter": list(settings.node_filter),
         "from Q/DQ": settings.from_qdq,
-        "input shapes": {n: list(s) for n, s in sorted(settings.input_shapes.items())},
+        "workloads": told(subject.mix) if settings.workloads else None,
+        "input shapes": {n: list(s) for n, s in sorted(subject.prepared.sizes.items())},
         "rounds": repr(settings.plan),
         **{f"engine {name}": value for name, value in engine.items()},
         "numeric format": _told_apart(subject.numbers),

@@ -13,7 +13,7 @@ from qdqtune.engines.crew import unlike
 from qdqtune.engines.devices import ANYWHERE, Device, physical_cores
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption, EngineUnavailable
-from qdqtune.types import Sample
+from qdqtune.types import Mix
 
 SLOWER = 1.01
 """A median above this counts as slower at a number of threads, though the rounds may not have decided it."""
@@ -81,7 +81,7 @@ def check_counts(asked: Sequence[int], here: int) -> None:
 
 
 @contextmanager
-def places(engine: EngineSpec, counts: Sequence[int | None], home: Runner, feed: Sample) -> Iterator[tuple[Place, ...]]:
+def places(engine: EngineSpec, counts: Sequence[int | None], home: Runner, mix: Mix) -> Iterator[tuple[Place, ...]]:
     """The places of these numbers of threads, each with a process of its own but for the one of the search; none is
     pinned here, and on a cluster each has as many cores. A process starts when something is asked of it; where the one
     of the search has a device of its own, the others have ended then.
@@ -97,7 +97,7 @@ def places(engine: EngineSpec, counts: Sequence[int | None], home: Runner, feed:
                 continue
             spec = replace(engine, options={**engine.options, "threads": count})
             runner = stack.enter_context(home.elsewhere(spec, Device(f"{count}_threads", least=count)))
-            runner.feed(feed)
+            runner.feed(mix)
             found.append(Place(count, runner, is_home=False))
         if home.device != ANYWHERE:
             for place in found:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -97,7 +97,7 @@ class RemoteWorker:
         elif name == "save":
             _, target = arguments
         elif name == "feed":
-            arguments = (self._sender.arrays(arguments[0]),)
+            arguments = (tuple(replace(w, inputs=self._sender.arrays(w.inputs)) for w in arguments[0]),)
         elif name == "run":
             arguments = (arguments[0], self._sender.arrays(arguments[1]))
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, Literal
@@ -89,7 +89,7 @@ class Host:
                 wanted = self._folder / "saved"
                 arguments = (arguments[0], wanted)
             elif name == "feed":
-                arguments = (self._receiver.arrays(arguments[0]),)
+                arguments = (tuple(replace(w, inputs=self._receiver.arrays(w.inputs)) for w in arguments[0]),)
             elif name == "run":
                 arguments = (arguments[0], self._receiver.arrays(arguments[1]))
             good, result = self._worker.request(name, arguments, limit)

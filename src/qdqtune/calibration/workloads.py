@@ -1,0 +1,109 @@
+"""Workloads as users name them: files of inputs of different shapes, and how many of all calls are such."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from qdqtune.calibration.samples import Samples, read_sample
+from qdqtune.engines.mixes import mix_of
+from qdqtune.engines.shapes import Span
+from qdqtune.errors import BadOption
+from qdqtune.graph.model import Model
+from qdqtune.types import Mix, Sample, Workload
+
+
+@dataclass(frozen=True)
+class WorkloadFile:
+    """A file of arrays by name of input, which are one call as they are, and its weight among the workloads."""
+
+    path: Path
+    weight: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """That of the file."""
+        return self.path.stem
+
+    def __str__(self) -> str:
+        """As users write it."""
+        return f"{self.path}:{self.weight:g}"
+
+
+Sizes = Mapping[str, tuple[int | None, ...]]
+
+
+def open_workloads(files: Sequence[WorkloadFile], model: Model, fixed: Collection[str] = ()) -> Mix:
+    """The workloads in some files, for a model. Arrays of `fixed` inputs, which were made constants, are passed over.
+
+    Raises:
+        BadData: a file is missing or unreadable, or its arrays do not fit the model.
+        BadOption: two workloads have one name, or sizes that the model wants equal are not.
+    """
+    names = [file.name for file in files]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise BadOption(f"--workload: two files are called {twice!r}, and results are told by name: rename one of them")
+    given = [Workload(read_sample(file.path, model, fixed), file.weight, file.name) for file in files]
+    for file, workload in zip(files, given, strict=True):
+        _check_symbols(file.path, workload, model)
+    return mix_of(tuple(given))
+
+
+def _check_symbols(file: Path, workload: Workload, model: Model) -> None:
+    """Sizes of one name are equal throughout a call."""
+    known: dict[str, tuple[str, int]] = {}
+    for value in model.proto.graph.input:
+        sizes = workload.inputs[value.name].shape if value.name in workload.inputs else ()
+        for dim, size in zip(value.type.tensor_type.shape.dim, sizes, strict=False):
+            first, expected = known.setdefault(dim.dim_param, (value.name, size))
+            if dim.dim_param and expected != size:
+                raise BadOption(
+                    f"{file}: {dim.dim_param!r} is {expected} in array '{first}' and {size} in '{value.name}', and the "
+                    "model wants both equal"
+                )
+
+
+def common_sizes(mix: Mix) -> Sizes:
+    """The sizes of inputs that are the same in all workloads; None where they differ."""
+    first, *others = [{name: array.shape for name, array in w.inputs.items()} for w in mix]
+    return {
+        name: tuple(size if all(o[name][i] == size for o in others) else None for i, size in enumerate(shape))
+        for name, shape in first.items()
+    }
+
+
+def samples_of(mix: Mix) -> Samples:
+    """The workloads as samples, one each."""
+    digest = hashlib.sha256("".join(map(content, mix)).encode()).hexdigest()[:16]
+
+    def produce() -> Iterator[Sample]:
+        return (dict(workload.inputs) for workload in mix)
+
+    return Samples("the workloads", digest, False, produce)
+
+
+def content(workload: Workload) -> str:
+    """16 hex digits of what a workload holds."""
+    digest = hashlib.sha256()
+    for name, array in sorted(workload.inputs.items()):
+        digest.update(f"{name} {array.dtype} {array.shape}\n".encode() + array.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def told(mix: Mix) -> str:
+    """Workloads by name and share, with what they hold, as a run records them."""
+    return ", ".join(f"{w.name} {w.share:.4g} ({content(w)})" for w in mix)
+
+
+def spans_of(mix: Mix) -> dict[str, Span]:
+    """The smallest and the largest sizes of each input; the usual ones are those of most calls."""
+    most = max(mix, key=lambda workload: workload.share)
+    found = {}
+    for name, usual in most.inputs.items():
+        sizes = np.array([w.inputs[name].shape for w in mix])
+        found[name] = Span(tuple(sizes.min(axis=0).tolist()), usual.shape, tuple(sizes.max(axis=0).tolist()))
+    return found

@@ -1,0 +1,39 @@
+"""The option that names workloads, and what its text means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from qdqtune.calibration.workloads import WorkloadFile
+from qdqtune.cli.options import repeated
+
+
+def _files(_: click.Context, __: click.Parameter, values: Sequence[str]) -> tuple[WorkloadFile, ...]:
+    """Files with weights, of FILE:WEIGHT; a file alone has the weight 1."""
+    return tuple(map(_file, values))
+
+
+def _file(value: str) -> WorkloadFile:
+    file, colon, weight = value.rpartition(":")
+    if not colon or Path(value).exists():
+        return WorkloadFile(Path(value))
+    try:
+        number = float(weight)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf or not file:
+        raise click.BadParameter(f"{value!r} has no weight above zero: give FILE:0.8, its share of the calls")
+    return WorkloadFile(Path(file), number)
+
+
+WORKLOADS = repeated(
+    "--workload workloads",
+    "FILE:WEIGHT",
+    "An .npz of inputs as one call has them, and the share of the calls that are such: decode.npz:0.8. Repeatable: "
+    "what counts is the mean time of all calls. Without --calibration-data these are the samples, too.",
+    callback=_files,
+)

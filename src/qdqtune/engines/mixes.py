@@ -1,0 +1,56 @@
+"""What several workloads say together: rounds and layers of the average call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from qdqtune.types import Layer, Measurement, Mix, Tensors, Workload
+
+Layers = tuple[Layer, ...]
+
+
+def mix_of(given: Tensors | Mix) -> Mix:
+    """The workloads: inputs by name are the only one. Their shares add up to 1."""
+    mix = (Workload(given),) if isinstance(given, Mapping) else given
+    total = sum(workload.share for workload in mix)
+    return tuple(
+        Workload({name: np.asarray(array) for name, array in w.inputs.items()}, w.share / total, w.name) for w in mix
+    )
+
+
+def measurement(mix: Mix, rounds: Sequence[Sequence[tuple[float, float]]]) -> Measurement:
+    """What rounds say that hold seconds of both sides, (a, b), for each workload."""
+    times = np.array(rounds)  # [rounds, workloads, sides]
+    a, b = np.tensordot(times, [workload.share for workload in mix], axes=([1], [0])).T.tolist()
+    parts = [Measurement(tuple(x), tuple(y)) for x, y in times.transpose(1, 2, 0).tolist()]
+    return Measurement(tuple(a), tuple(b), tuple(parts) if len(parts) > 1 else ())
+
+
+def layers(mix: Mix, reports: Sequence[Layers]) -> Layers:
+    """Layers with the times of the average call. Where an engine runs other layers for other shapes, those of the
+    workload that takes the largest share of the time stand for all, and their times add up to that of the call."""
+    shares = [workload.share for workload in mix]
+    first = reports[0]
+    if all(_alike(first, other) for other in reports):
+        return tuple(
+            replace(together[0], time_ms=_mean([layer.time_ms for layer in together], shares))
+            for together in zip(*reports, strict=True)
+        )
+    spent = [sum(layer.time_ms or 0.0 for layer in report) for report in reports]
+    totals = [share * ms for share, ms in zip(shares, spent, strict=True)]
+    most = int(np.argmax(totals))
+    factor = sum(totals) / spent[most] if spent[most] else 1.0
+    told = ((layer, layer.time_ms) for layer in reports[most])
+    return tuple(layer if ms is None else replace(layer, time_ms=factor * ms) for layer, ms in told)
+
+
+def _alike(one: Layers, other: Layers) -> bool:
+    return [(x.name, x.nodes) for x in one] == [(x.name, x.nodes) for x in other]
+
+
+def _mean(times: Sequence[float | None], shares: Sequence[float]) -> float | None:
+    known = [share * ms for share, ms in zip(shares, times, strict=True) if ms is not None]
+    return sum(known) if len(known) == len(times) else None
