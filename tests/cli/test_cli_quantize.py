@@ -113,10 +113,10 @@ def test_weights_alone_are_stored_as_asked_and_the_words_say_how_many(call: Call
     path, target = write(build(net, weights), tmp_path), tmp_path / "w4.onnx"
     code, out, _ = call("quantize", path, "--weight-only", "w4", "--nodes-to-exclude", "c", "-o", target)
     assert code == 0
-    assert f"{target}: weights stored in fewer bits: 2 as w4b32; " in out
+    assert f"{target}: weights stored in fewer bits: 2 as w4b32a; " in out
     assert {e.node: s.name for e, s in read_placement(load(path), load(target)).placement.compressed} == {
-        "a": "w4b32",
-        "b": "w4b32",
+        "a": "w4b32a",
+        "b": "w4b32a",
     }
     code, out, _ = call("check", target)
     assert code == 0
@@ -126,7 +126,7 @@ def test_weights_alone_are_stored_as_asked_and_the_words_say_how_many(call: Call
     assert ran == [("W4", "a"), ("W4", "b"), ("FP32", "c")]
     code, _, err = call("quantize", path, "--weight-only", "w3", "-o", target)
     assert code == 2
-    assert "no kernels for weights stored as 'w3'; it has w4, w8, w4b32" in err
+    assert "no kernels for weights stored as 'w3'; it has w4, w8, w4b32a, w4b32" in err
     code, _, err = call("quantize", path, "--weight-only", "w8", "--report", "-o", target)
     assert code == 2
 

@@ -125,3 +125,11 @@ def test_of_storages_that_take_as_long_the_one_that_keeps_more_is_built() -> Non
     (found,) = by_bits({Edge("w0", "a", 1): shares}).values()
     assert found.storages == {Edge("w0", "a", 1): Storage(4, 32)}
     assert by_bits({Edge("w0", "a", 1): {Storage(8): 0.95}}) == {}
+
+
+def test_what_holds_no_limit_is_stored_more_exactly() -> None:
+    edge = Edge("w0", "a", 1)
+    ways = {edge: {Storage(4, 128): 0.30, Storage(4, 32, symmetric=False): 0.50}}
+    fast, exact = (Placement.of((), [(edge, storage)]) for storage in ways[edge])
+    assert by_bits(ways, lambda p: p == fast) == {"weights in 4 bits": fast}
+    assert by_bits(ways, lambda p: p == exact) == {"weights in 4 bits": exact}

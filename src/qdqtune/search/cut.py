@@ -132,7 +132,11 @@ class CutSearch:
         for name, groups in (("fused units", self.groups), ("single nodes", [])):
             parts = partition(self.model, self.possible, groups)
             whole[name] = parts.placement(everything(parts))
-        return tuple(_named(whole | dict(self.seeds) | by_bits(self.ways)))
+        return tuple(_named(whole | dict(self.seeds) | by_bits(self.ways, self._may_hold)))
+
+    def _may_hold(self, placement: Placement) -> bool:
+        """Whether a placement may hold the limits on noise, before anything is built."""
+        return self.noise is None or self.noise.fits(placement, ())
 
     def _later(self, costs: Costs, history: Sequence[Trial]) -> Iterator[Proposal]:
         """The optimum of what is known (if it was built already, the prices are at a fixed point), what is near to the

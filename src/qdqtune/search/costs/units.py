@@ -6,9 +6,10 @@ yes or no; whether a tensor that it writes is stored quantized is another: some 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from types import MappingProxyType
 
 from qdqtune.graph.model import GRAPH, Model
@@ -262,18 +263,30 @@ def ways_in(placements: Iterable[Placement]) -> Ways:
     return found
 
 
-def by_bits(ways: Ways) -> dict[str, Placement]:
+def by_bits(ways: Ways, holds: Callable[[Placement], bool] = lambda _: True) -> dict[str, Placement]:
     """Every weight in 4 bits, and every one in 8, as far as they may be: in the storage that is the fastest alone, or
-    keeps more of the weights and takes hardly longer. Not where products gain little so: a cut may still take some."""
+    keeps more of the weights and takes hardly longer; in the one that keeps most of them where that does not hold what
+    it has to. Not where products gain little so: a cut may still take some."""
     seeds = {}
     for bits in sorted({s.bits for shares in ways.values() for s in shares}):
-        stored, expected = {}, list[float]()
-        for edge, shares in ways.items():
-            able = {s: share for s, share in shares.items() if s.bits == bits}
-            near = [s for s, share in able.items() if share <= NEAR * min(able.values())]
-            if near:
-                stored[edge] = max(near, key=lambda s: s.bytes_per_weight)
-                expected.append(able[stored[edge]])
-        if sum(expected) < WORTH * len(expected):
-            seeds[f"weights in {bits} bits"] = Placement.of((), stored.items())
+        for nearness in (NEAR, inf):
+            stored, expected = _of_bits(ways, bits, nearness)
+            placement = Placement.of((), stored.items())
+            if sum(expected) < WORTH * len(expected):
+                seeds[f"weights in {bits} bits"] = placement
+                if holds(placement):
+                    break
     return seeds
+
+
+def _of_bits(ways: Ways, bits: int, nearness: float) -> tuple[dict[Edge, Storage], list[float]]:
+    """Of the storages of each weight that take up to so many times as long as the fastest with so many bits, the one
+    that keeps most of it, and the shares that these take."""
+    stored, expected = {}, []
+    for edge, shares in ways.items():
+        able = {s: share for s, share in shares.items() if s.bits == bits}
+        near = [s for s, share in able.items() if share <= nearness * min(able.values())]
+        if near:
+            stored[edge] = max(near, key=lambda s: s.bytes_per_weight)
+            expected.append(able[stored[edge]])
+    return stored, expected

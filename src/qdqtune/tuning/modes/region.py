@@ -93,7 +93,7 @@ def prepare(run: Run) -> Region:
         model=subject.shaped,
         patterns=subject.patterns,
         possible=subject.possible,
-        seeds=subject.suggestions() | by_bits(run.ways),
+        seeds=subject.suggestions() | by_bits(run.ways, lambda p: noise is None or noise.fits(p, ())),
         cached=cache.read_cache(settings.pattern_cache) if settings.pattern_cache else {},
         config=settings.config,
         plan=settings.plan,
