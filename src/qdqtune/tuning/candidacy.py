@@ -77,6 +77,11 @@ class Entry:
         seems = self.seems(run)
         return seems is not None and seems.verdict == "faster"
 
+    def is_slower(self, run: Run) -> bool:
+        """Whether they are slower than the user's file, or failed."""
+        seems = self.seems(run)
+        return seems is None or seems.verdict == "slower"
+
     def spot(self, run: Run) -> Spot:
         """Where they show it."""
         seems = self.seems(run)

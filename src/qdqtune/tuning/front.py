@@ -16,6 +16,7 @@ from qdqtune.graph.loading import files_of
 from qdqtune.graph.outputs import appearing
 from qdqtune.graph.stamps import content
 from qdqtune.measurement.timing import PAIRS, USUAL, Ratio, ratio, spread_of
+from qdqtune.search import best_of
 from qdqtune.search.front import ENOUGH, FrontSearch, Point, named
 from qdqtune.tuning.accepting import is_alike
 from qdqtune.tuning.budget import builds_of
@@ -108,7 +109,8 @@ def prove_front(history: Sequence[Trial], run: Run, search: FrontSearch | None) 
     elsewhere = sum(p.ratio.verdict == "faster" for p in proven) - len(held)
     notes = () if len(kept) >= ENOUGH else (candidacy.excuse(len(kept), max(0, elsewhere)),)
     if not (holding := [p for p in kept if p.holds]):
-        tried = {entry.trial.placement for entry in candidacy.entries}
+        again = best_of(history)  # as without a front, where its builds have not told that it is slower
+        tried = {e.trial.placement for e in candidacy.entries if e.trial.placement != again or e.is_slower(run)}
         room = run.settings.builds - 1 - builds_of(history) - builds - len(trials)
         usual = prove([t for t in history if t.placement not in tried], run, room)
         proof = replace(usual, builds=usual.builds + builds, notes=(*usual.notes, *notes))
