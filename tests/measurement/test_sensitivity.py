@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from models import FORMATS, PLAIN, attention, build, conv_net, feeds, normal, ranges, run
 from qdqtune.calibration import scales
 from qdqtune.calibration.scales import Range
 from qdqtune.graph.model import Model
 from qdqtune.measurement.accuracy import sqnr_db
-from qdqtune.measurement.sensitivity import DEAFENING, _shares, sensitivities
+from qdqtune.measurement.sensitivity import DEAFENING, Block, _shares, sensitivities
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
@@ -67,9 +71,9 @@ def test_the_loudest_blocks_are_divided_until_the_measurements_are_spent() -> No
     real = np.array([1, 1, 1, 1, 1, 100, 1, 1.0])
     asked: list[tuple[int, int]] = []
 
-    def noise(start: int, stop: int) -> float:
-        asked.append((start, stop))
-        return float(real[start:stop].sum())
+    def noise(blocks: Sequence[Block]) -> list[float]:
+        asked.extend(blocks)
+        return [float(real[start:stop].sum()) for start, stop in blocks]
 
     assert _shares(8, noise, 100, 0.0) == real.tolist()
     assert len(asked) == 15
@@ -81,6 +85,24 @@ def test_the_loudest_blocks_are_divided_until_the_measurements_are_spent() -> No
     assert asked == [(0, 8), (0, 4), (4, 8), (4, 6), (6, 8), (4, 5), (5, 6)]
     assert _shares(8, noise, 100, floor=4.0) == real.tolist()
     assert _shares(8, noise, 100, floor=1000.0) == [real.sum() / 8] * 8
+
+
+@given(st.lists(st.floats(0.0, 1e3), min_size=1, max_size=20), st.integers(1, 30), st.integers(2, 9), st.floats(0, 1e3))
+def test_blocks_side_by_side_are_divided_as_one_after_the_other(
+    values: list[float], measurements: int, width: int, floor: float
+) -> None:
+    def noise(blocks: Sequence[Block]) -> list[float]:
+        return [float(np.sum(values[start:stop])) for start, stop in blocks]
+
+    alone = _shares(len(values), noise, measurements, floor)
+    assert _shares(len(values), noise, measurements, floor, width=width) == alone
+
+
+def test_blocks_in_several_processes_are_found_as_in_one() -> None:
+    model = conv_net()
+    known = ranges(model)
+    pairs = each_value(model, known, PLAIN, possible_edges(model, known))
+    assert sensitivities(model, pairs, feeds(model), side_by_side=3) == alone(model)
 
 
 @pytest.mark.parametrize("measured", [400, 16])

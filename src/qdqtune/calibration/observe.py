@@ -6,7 +6,8 @@ ONNX Runtime runs it, whichever engine is tuned for: nothing here is timed. Cali
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
 from itertools import islice
 from math import prod
 from typing import NamedTuple
@@ -16,7 +17,8 @@ from onnx import TensorProto, helper
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.cpu import cores
-from qdqtune.engines.runner import Runner
+from qdqtune.engines.devices import Device
+from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadData, BadModel
 from qdqtune.graph.files import constants_to_share
 from qdqtune.graph.model import Model
@@ -106,14 +108,29 @@ def outputs_on(model: Model, samples: Iterable[Sample], *, threads: int = 0) -> 
 @contextmanager
 def running(model: Model, *, threads: int = 0, fuse: bool = True) -> Iterator[Run]:
     """A model in a process of its own. One that cannot be built gives that failure for whatever it is asked."""
-    spec = EngineSpec("onnxruntime", {"threads": threads or cores(), "fuse": fuse})
-    with temporary_folder() as folder, constants_to_share() as constants, Runner(spec, log_dir=folder) as runner:
-        path = constants.write(model, "observed")
-        handle = runner.load(path)
-        try:
-            yield lambda samples: handle if isinstance(handle, Failure) else runner.outputs(handle, samples)
-        finally:
-            path.unlink()
+    with running_in_several(model, 1, threads=threads, fuse=fuse) as (run,):
+        yield run
+
+
+@contextmanager
+def running_in_several(model: Model, count: int, *, threads: int = 0, fuse: bool = True) -> Iterator[tuple[Run, ...]]:
+    """`running` in so many processes side by side, which share the cores: `threads` are those of all together. Each
+    builds the model when it is asked for the first time, and may be asked in another thread."""
+    spec = EngineSpec("onnxruntime", {"threads": max(1, (threads or cores()) // count), "fuse": fuse})
+    with ExitStack() as stack:
+        folder = stack.enter_context(temporary_folder())
+        path = stack.enter_context(constants_to_share()).write(model, "observed")
+        stack.callback(path.unlink)
+        devices = [Device(f"observer-{number}") for number in range(count)]
+        runners = [stack.enter_context(Runner(spec, log_dir=folder, device=device)) for device in devices]
+        yield tuple(partial(_outputs, cache(partial(runner.load, path)), runner) for runner in runners)
+
+
+def _outputs(
+    build: Callable[[], Handle | Failure], runner: Runner, samples: Iterable[Sample]
+) -> list[dict[str, Array]] | Failure:
+    handle = build()
+    return handle if isinstance(handle, Failure) else runner.outputs(handle, samples)
 
 
 def with_outputs(model: Model, nodes: Sequence[onnx.NodeProto], outputs: Iterable[str] | None = None) -> Model:

@@ -11,6 +11,7 @@ import heapq
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from qdqtune.calibration import scales
 from qdqtune.calibration.blocks import Stored, store
-from qdqtune.calibration.observe import running
+from qdqtune.calibration.observe import Run, running_in_several
 from qdqtune.calibration.scales import Quantization, Range, Ranges
+from qdqtune.engines.crew import Crew
 from qdqtune.graph.loading import with_opset
 from qdqtune.graph.model import Model
 from qdqtune.measurement.accuracy import accuracy, is_finite
@@ -47,6 +49,9 @@ INFERENCES = 400
 SAMPLES = 4
 
 
+Block = tuple[int, int]
+"""Values from one number to another, without that."""
+
 DEAFENING = 1e3
 """Relative noise of a block whose outputs are not finite."""
 
@@ -68,13 +73,16 @@ def sensitivities(
     loudest: int | None = None,
     listener: Listener | None = None,
     deadline: float | None = None,
+    side_by_side: int = 1,
 ) -> dict[str, float] | Failure:
     """Relative noise power that rounding each tensor of `pairs` brings to the worst output (see `strategies.noise`).
 
     Runs on ONNX Runtime, on at most `SAMPLES` samples. Blocks whose noise is below `floor` are not divided further, and
     none is once `time.monotonic` is past `deadline`. If only the `loudest` so many count, up to `INFERENCES` tensors
     are measured one by one, on as many samples as that leaves; among more, the blocks are halved until so many stand
-    alone. A failure if ONNX Runtime does not run the model with switches, or the float model's outputs are not finite.
+    alone. So many blocks as `side_by_side` says are measured at a time, each in a process of its own; what is found is
+    the same. A failure if ONNX Runtime does not run the model with switches, or the float model's outputs are not
+    finite.
     """
     if not pairs:
         return {}
@@ -84,13 +92,14 @@ def sensitivities(
     most = len(samples) if loudest is not None else SAMPLES
     asked, heard = 0, listener or Deaf()
     used = list(samples[: max(1, min(most, INFERENCES // measurements))])
-    with running(switched.model) as run:
+    with running_in_several(switched.model, side_by_side) as runs:
+        crew = Crew(runs, is_patient=True)
 
-        def outputs(start: int, stop: int) -> list[dict[str, Array]] | Failure:
+        def outputs(start: int, stop: int, run: Run) -> list[dict[str, Array]] | Failure:
             on = {_switch(i): np.asarray(start <= i < stop) for i in range(count)}
             return run({**sample, **on} for sample in used)
 
-        reference = outputs(0, 0)
+        reference = outputs(0, 0, crew.first)
         if isinstance(reference, Failure):
             return reference
         if not is_finite(reference):
@@ -99,48 +108,63 @@ def sensitivities(
         def is_late() -> bool:
             return deadline is not None and time.monotonic() > deadline
 
-        def noise(start: int, stop: int) -> float:
+        def noise(blocks: Sequence[Block]) -> list[float]:
             nonlocal asked
-            asked += 1
-            heard.progress(asked, measurements)
-            rounded = outputs(start, stop)
-            if isinstance(rounded, Failure) or not is_finite(rounded):
-                return DEAFENING
-            return min(accuracy(reference, rounded).noise, DEAFENING)
+            found = [DEAFENING] * len(blocks)
+            for number, rounded in crew.answers([partial(outputs, *block) for block in blocks]):
+                asked += 1
+                heard.progress(min(asked, measurements), measurements)
+                if not isinstance(rounded, Failure) and is_finite(rounded):
+                    found[number] = min(accuracy(reference, rounded).noise, DEAFENING)
+            return found
 
         if loudest is not None and count <= measurements:
-            shares = [noise(i, i + 1) for i in range(count)]
+            shares = noise([(i, i + 1) for i in range(count)])
         else:
-            shares = _shares(count, noise, measurements, floor, loudest, is_late)
+            shares = _shares(count, noise, measurements, floor, loudest, is_late, side_by_side)
     return dict(zip(switched.values, shares, strict=True))
 
 
 def _shares(
     count: int,
-    noise: Callable[[int, int], float],
+    noise: Callable[[Sequence[Block]], Sequence[float]],
     measurements: int,
     floor: float = 0.0,
     loudest: int | None = None,
     is_late: Callable[[], bool] = lambda: False,
+    width: int = 1,
 ) -> list[float]:
     """The noise of each of `count` values, by halving the loudest block, until `loudest` values stand alone, or it
-    `is_late`."""
-    blocks = [(-noise(0, count), 0, count)]
+    `is_late`. Where `width` blocks are measured at a time, halves of the next ones are foreseen: those that are not
+    needed in the end do not count."""
+    blocks = [(-noise([(0, count)])[0], 0, count)]
     final: list[tuple[float, int, int]] = []
+    known: dict[Block, float] = {}
     done = 1
     while blocks and done + 2 <= measurements and -blocks[0][0] > floor and len(final) != loudest and not is_late():
-        loudness, start, stop = heapq.heappop(blocks)
-        if stop - start == 1:
-            final.append((loudness, start, stop))
+        if not known.keys() >= (halves := _halves(blocks[0])):
+            ahead = min(-(-width // 2), (measurements - done) // 2)
+            foreseen = (half for block in heapq.nsmallest(ahead, blocks) for half in sorted(_halves(block)))
+            wanted = [half for half in foreseen if half not in known]
+            known |= dict(zip(wanted, noise(wanted), strict=True))
+        block = heapq.heappop(blocks)
+        if not halves:
+            final.append(block)
             continue
-        middle = (start + stop) // 2
-        for part in ((start, middle), (middle, stop)):
-            heapq.heappush(blocks, (-noise(*part), *part))
+        for half in halves:
+            heapq.heappush(blocks, (-known[half], *half))
         done += 2
     shares = [0.0] * count
     for loudness, start, stop in (*blocks, *final):
         shares[start:stop] = [-loudness / (stop - start)] * (stop - start)
     return shares
+
+
+def _halves(block: tuple[float, int, int]) -> set[Block]:
+    """The halves of a block of more than one value, which comes with its noise."""
+    _, start, stop = block
+    middle = (start + stop) // 2
+    return {(start, middle), (middle, stop)} if stop - start > 1 else set()
 
 
 def _switched(model: Model, pairs: Mapping[Edge, Quantization | StoredWeight]) -> _Switched:

@@ -9,7 +9,9 @@ import numpy as np
 
 from qdqtune.calibration.blocks import store
 from qdqtune.calibration.scales import Quantization, Ranges
+from qdqtune.engines.cpu import cores
 from qdqtune.graph.equalization import scaled
+from qdqtune.graph.loading import files_of
 from qdqtune.graph.model import Model
 from qdqtune.measurement.sensitivity import quantization, sensitivities, stored_weight
 from qdqtune.placement.possible import weight_at
@@ -24,6 +26,9 @@ NOTHING = 0.01
 
 SHARE = 0.25
 """Of the time that is left, what finding the noise of single tensors may take."""
+
+MEMORY = 2**30
+"""Bytes of models that are held side by side to find the noise of single tensors, if one alone is not larger."""
 
 SAMPLED = 64
 """Outputs of a weight that tell how much a storage takes from it."""
@@ -58,7 +63,13 @@ def foresee(run: Run) -> Noise | None:
         values = each_value(model, subject.ranges, subject.numbers, subject.possible)
         share = SHARE / 2 if loudest else SHARE
         alone = sensitivities(
-            model, values, subject.accuracy, floor=floor, listener=run.observer, deadline=_latest(run, share)
+            model,
+            values,
+            subject.accuracy,
+            floor=floor,
+            listener=run.observer,
+            deadline=_latest(run, share),
+            side_by_side=_side_by_side(run),
         )
         failed: Record = pack_result(alone) if isinstance(alone, Failure) else {}
         if isinstance(alone, Failure):
@@ -70,6 +81,13 @@ def foresee(run: Run) -> Noise | None:
         return None if accuracy is None else accuracy.noise
 
     return Noise(subject.shaped, record["alone"], limits.max_noise, brought, _of_weights(run, loudest, floor))
+
+
+def _side_by_side(run: Run) -> int:
+    """How many processes of the model with switches may run on this host: as many as there are workers, on whose cores
+    nothing is measured meanwhile, but no more than there are cores, or than `MEMORY` has room for."""
+    size = sum(file.stat().st_size for file in files_of(run.settings.model))
+    return max(1, min(1 + len(run.others), cores(), MEMORY // max(size, 1)))
 
 
 def _latest(run: Run, share: float) -> float | None:
@@ -94,7 +112,15 @@ def _of_weights(run: Run, loudest: Mapping[Edge, Storage], floor: float) -> dict
         run.observer.stage("measuring what storing each weight in fewer bits does to the outputs")
         weights = {edge: stored_weight(model, edge, storage) for edge, storage in loudest.items()}
         latest = _latest(run, SHARE / 2)
-        alone = sensitivities(model, weights, run.subject.accuracy, floor=floor, listener=run.observer, deadline=latest)
+        alone = sensitivities(
+            model,
+            weights,
+            run.subject.accuracy,
+            floor=floor,
+            listener=run.observer,
+            deadline=latest,
+            side_by_side=_side_by_side(run),
+        )
         failed: Record = pack_result(alone) if isinstance(alone, Failure) else {}
         if isinstance(alone, Failure):
             alone = {edge.tensor: lost(model, edge, storage) for edge, storage in loudest.items()}
