@@ -50,7 +50,8 @@ RARE = {
 
 SHORT = {
     "output_dir": "folder of results and for resuming",
-    "report": "what hurts, or a page to look at",
+    "report": "write report.html, for a browser",
+    "quantize report": "tensors whose rounding does most harm",
     "html": "a page to look at, offline",
     "as_machine": "print JSON",
     "quiet": "no progress",
@@ -84,11 +85,13 @@ SHORT = {
     "evaluate": "your own metric, higher is better",
     "calibration_method": "how ranges are found",
     "engine": "what to build and time on",
-    "threads": "of a CPU; holds at a thread a core too",
+    "threads": "of a CPU; one is the steadiest",
+    "tune threads": "of a CPU; holds at a thread a core too",
     "workers": "devices that measure side by side",
     "runs": "inferences to time",
 }
-"""What `--help` says of them in a few words; of the others the first sentence of what `--help-all` says."""
+"""What `--help` says of them in a few words, by parameter, or by command and parameter; of the others the first
+sentence of what `--help-all` says."""
 
 OTHER = "Other"
 NAMES = 32
@@ -184,7 +187,7 @@ def _lines(
 ) -> Iterator[str]:
     """A line for each usual option, and the names of the others."""
     for option in usual:
-        short = textwrap.shorten(_words(option), max(20, width - NAMES - 2), placeholder="...")
+        short = textwrap.shorten(_words(option, context), max(20, width - NAMES - 2), placeholder="...")
         yield f"  {_names(option):<{NAMES - 2}}  {short}\n"
     if rare:
         named = ", ".join(name for option in rare for name in option.opts)
@@ -206,10 +209,11 @@ def _kind(option: click.Option) -> str:
     return {"integer range": "N", "integer": "N", "float range": "X", "path": "FILE"}.get(option.type.name, "TEXT")
 
 
-def _words(option: click.Option) -> str:
-    """What an option does, in a few words, and its default."""
+def _words(option: click.Option, context: click.Context) -> str:
+    """What an option does for a command, in a few words, and its default."""
     first = (option.help or "").partition(". ")[0].split("  [")[0].rstrip(".")
-    words = SHORT.get(option.human_readable_name, first)
+    name = option.human_readable_name
+    words = SHORT.get(f"{context.info_name} {name}") or SHORT.get(name, first)
     is_plain = not option.is_flag and option.show_default and option.default not in (None, "", ())
     return f"{words} [{option.default}]" if is_plain else words
 
