@@ -172,7 +172,7 @@ FORMS: Mapping[str, Form] = {
     "repeated": OneOf((ACCURACY, FAILED)),
     "rewrite": OneOf(({**SAMPLES, "builds": int}, {**FAILED, "builds": int})),
     "rewrites": {"tried": ListOf(TRIED), "builds": int, "notes": ListOf(str)},
-    "batch": {"width": int},
+    "batch": {"width": int, "learning?": int},
     "prices": PRICES,
     "noise": {"alone": MapOf(float)},
     "foretold": OneOf((ACCURACY, FAILED)),

@@ -41,6 +41,10 @@ CANDIDATES = "candidates"
 BATCH = "batch"
 """The record of how many candidates are proposed at a time; without it, that is one."""
 
+FIRST, LESSONS = 4, 3
+"""Builds of a first batch, which prices every unit, and how often a search that learns from layers is to learn from a
+batch behind that: eight workers would else spend all builds on what it knows from the first."""
+
 LARGE, ROOM = 2**30, 1.3
 """Bytes from which a model is large, and how many times its size engines may then hold: weights of 8 bits take a
 quarter of it."""
@@ -71,7 +75,8 @@ class Ready:
 @dataclass(frozen=True, kw_only=True)
 class Run(Ready):
     """The model calibrated, and what measures it. `limits` know the metric of the float model; `width` is how many
-    candidates a search proposes at a time, so that all devices are busy."""
+    candidates a search proposes at a time, so that all devices are busy, `learning_width` how many one that learns from
+    their layers."""
 
     candidates: Candidates
     bench: Bench
@@ -79,6 +84,7 @@ class Run(Ready):
     limits: Limits
     budget: Budget
     width: int = 1
+    learning_width: int = 1
 
     @cached_property
     def ways(self) -> Ways:
@@ -188,17 +194,22 @@ def open_run(ready: Ready) -> Iterator[Run]:
         limits = _limits(settings, bench, budget, observer)
         settings = replace(settings, proof=budget.proof)
         known = {**vars(ready), "settings": settings, "subject": subject, "candidates": candidates, "bench": bench}
-        yield Run(**known, simulation=simulation, limits=limits, budget=budget, width=_width(ready))
+        width, learning = _widths(ready)
+        yield Run(**known, simulation=simulation, limits=limits, budget=budget, width=width, learning_width=learning)
 
 
-def _width(ready: Ready) -> int:
+def _widths(ready: Ready) -> tuple[int, int]:
     """How many candidates a search proposes at a time: as many as there were workers when it began, so that it goes on
-    as it began whatever number there is now."""
-    store, workers = ready.store, 1 + len(ready.others)
+    as it began whatever number there is now. One that learns from each batch proposes fewer where it could not learn
+    often enough from the builds that it has."""
+    store, workers, settings = ready.store, 1 + len(ready.others), ready.settings
     record = store.get(BATCH)
     if record is None and workers > 1 and not any(r["key"].startswith("trial:") for r in store.records()):
-        record = store.put(BATCH, {"width": workers})
-    return 1 if record is None else int(record["width"])
+        builds = settings.search_builds if settings.mode == "cut" else settings.seed_builds
+        often = workers if settings.front else max(1, (builds - FIRST) // LESSONS)
+        record = store.put(BATCH, {"width": workers, "learning": min(workers, often)})
+    width = 1 if record is None else int(record["width"])
+    return width, width if record is None else int(record.get("learning", width))
 
 
 def _limits(settings: Settings, bench: Bench, budget: Budget, observer: Observer) -> Limits:

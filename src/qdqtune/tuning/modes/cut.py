@@ -76,7 +76,7 @@ def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
         run.settings.plan,
         noise,
         spares,
-        run.width,
+        run.learning_width,
         run.ways,
         price_cache.known(run),
     )
