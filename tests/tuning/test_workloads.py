@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,13 @@ import numpy as np
 import onnx
 import pytest
 
+import qdqtune
 from models import Arrays, build, normal
 from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.workloads import WorkloadFile, open_workloads
+from qdqtune.cli.options import OWN
+from qdqtune.cli.workloads import engine
 from qdqtune.engines import EngineSpec, mixes
 from qdqtune.engines.fake import latency
 from qdqtune.engines.runner import Handle, Runner
@@ -23,8 +27,9 @@ from qdqtune.errors import BadData, BadOption, BadState
 from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
-from qdqtune.measurement.timing import Plan
+from qdqtune.measurement.timing import Plan, Ratio
 from qdqtune.tuning.loop import tune
+from qdqtune.tuning.proof import Standing, lost
 from qdqtune.tuning.settings import Settings
 from qdqtune.types import Failure, Layer, Measurement, Workload
 from workers import Workers
@@ -282,3 +287,52 @@ def test_layers_have_the_times_of_the_average_call() -> None:
     assert same == (layer("a", 2.0), layer("b", None))
     other = mixes.layers(mix, [(layer("a", 1.0), layer("b", 1.0)), (layer("c", 6.0), layer("d", 12.0))])
     assert other == (layer("c", 2.0), layer("d", 4.0))
+
+
+def test_compare_tells_each_workload(model: Path, call: Any) -> None:
+    tune(settings(model, WEIGHTS))
+    final = model.parent / "out" / "optimized_final.onnx"
+    mix = [part for name in CALLS for part in ("--workload", f"{model.with_name(name)}.npz:{WEIGHTS[name]}")]
+    code, out, err = call("compare", model, final, "--engine", "fake", *mix, "--json", "--timing-runs", "12")
+    assert (code, "random" in err) == (0, False)
+    (row,) = json.loads(out)["others"]
+    assert row["ratio"]["median"] == pytest.approx(mean(final) / mean(model))
+    assert [part["ratio"]["median"] for part in row["workloads"]] == pytest.approx(
+        [cost(final, arrays) / cost(model, arrays) for arrays in CALLS.values()]
+    )
+    code, out, _ = call("compare", model, final, "--engine", "fake", *mix, "--timing-runs", "12")
+    assert "decode, 80% of the calls" in out
+
+
+@pytest.mark.usefixtures("workers")
+def test_a_library_call_takes_arrays(model: Path) -> None:
+    calls = {name: (arrays, WEIGHTS[name]) for name, arrays in CALLS.items()}
+    how: Any = {"engine": "fake", "calibration_method": "minmax", "bias_correction": False, "min_sqnr": None}
+    result = qdqtune.tune(model, workload=calls, output_dir=model.parent / "out", builds=6, report=False, **how)
+    assert [(row["name"], row["share"]) for row in result.summary["workloads"]] == [("decode", 0.8), ("prefill", 0.2)]
+    with pytest.raises(BadOption, match="arrays by name of input, weight"):
+        qdqtune.tune(model, workload={"decode": (1, 2, 3)}, output_dir=model.parent / "x")  # type: ignore[dict-item]
+
+
+def test_an_engine_for_ranges_of_sizes_is_told_those_of_all_workloads(model: Path) -> None:
+    files = [WorkloadFile(model.with_name(f"{name}.npz"), WEIGHTS[name]) for name in CALLS]
+    given = dict.fromkeys([*OWN, "input_shapes"]) | {"engine": "trtexec", "engine_options": (), "workloads": files}
+    spec = engine({**given, "fix_inputs": {"past": 0}})
+    assert spec.options == {
+        "min_shapes": {"ids": [1, 1]},
+        "opt_shapes": {"ids": [1, 1]},
+        "max_shapes": {"ids": [1, 64]},
+    }
+    asked = engine({**given, "max_shapes": {"ids": (1, 9)}})
+    assert asked.options == {"max_shapes": {"ids": [1, 9]}}
+
+
+def test_a_workload_that_got_slower_is_told() -> None:
+    mix = mixes.mix_of((Workload({}, 0.8, "decode"), Workload({}, 0.2, "prefill")))
+    slow, fast = Standing(4, Ratio(1.25, 1.2, 1.3), 1.0, 1.25), Standing(4, Ratio(0.5, 0.4, 0.6), 1.0, 0.5)
+    one, four = (Standing(count, Ratio(0.8, 0.7, 0.9), 1.0, 0.8, (fast, x)) for count, x in ((1, fast), (4, slow)))
+    assert list(lost([one], mix)) == []
+    (line,) = lost([one, four], mix)
+    assert line.startswith(
+        "prefill alone (20% of the calls) got slower: 0.80x [0.77x, 0.83x] the speed of float at 4 th"
+    )

@@ -177,7 +177,7 @@ def read_sample(path: Path, model: Model, fixed: Collection[str] = ()) -> Sample
         BadData: the file is missing or unreadable, or does not fit the model.
     """
     specs = input_specs(model)
-    return _sample(_read(path, specs), specs, fixed, str(path))
+    return _sample(read_arrays(path, specs), specs, fixed, str(path))
 
 
 def files_named(source: str | None) -> list[Path]:
@@ -210,17 +210,21 @@ def _digest(files: Iterable[Path]) -> str:
 
 
 def _from_file(path: Path, specs: tuple[InputSpec, ...], fixed: Collection[str]) -> Callable[[], Iterator[Sample]]:
-    return lambda: _split(_read(path, specs), specs, fixed, str(path))
+    return lambda: _split(read_arrays(path, specs), specs, fixed, str(path))
 
 
 def _from_folder(
     files: list[Path], specs: tuple[InputSpec, ...], fixed: Collection[str]
 ) -> Callable[[], Iterator[Sample]]:
-    return lambda: (sample for path in files for sample in _split(_read(path, specs), specs, fixed, str(path)))
+    return lambda: (sample for path in files for sample in _split(read_arrays(path, specs), specs, fixed, str(path)))
 
 
-def _read(path: Path, specs: tuple[InputSpec, ...]) -> dict[str, Array]:
-    """All arrays of one file, by input name; a bare .npy belongs to the only input."""
+def read_arrays(path: Path, specs: tuple[InputSpec, ...] = ()) -> dict[str, Array]:
+    """All arrays of one file, by input name; a bare .npy belongs to the only input.
+
+    Raises:
+        BadData: the file is missing or unreadable.
+    """
     try:
         with path.open("rb") as file:
             if not file.read(6).startswith((b"PK", b"\x93NUMPY")):

@@ -7,9 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from qdqtune.calibration.samples import Samples, read_sample
+from qdqtune.calibration.samples import Samples, read_arrays, read_sample
 from qdqtune.engines.mixes import mix_of
 from qdqtune.engines.shapes import Span
 from qdqtune.errors import BadOption
@@ -99,11 +97,17 @@ def told(mix: Mix) -> str:
     return ", ".join(f"{w.name} {w.share:.4g} ({content(w)})" for w in mix)
 
 
-def spans_of(mix: Mix) -> dict[str, Span]:
-    """The smallest and the largest sizes of each input; the usual ones are those of most calls."""
-    most = max(mix, key=lambda workload: workload.share)
+def spans_of(files: Sequence[WorkloadFile], fixed: Collection[str] = ()) -> dict[str, Span]:
+    """The smallest and the largest sizes of each input but those `fixed`; the usual ones are those of most calls.
+
+    Raises:
+        BadData: a file is missing or unreadable.
+    """
+    shapes = {file: {name: a.shape for name, a in read_arrays(file.path).items()} for file in files}
     found = {}
-    for name, usual in most.inputs.items():
-        sizes = np.array([w.inputs[name].shape for w in mix])
-        found[name] = Span(tuple(sizes.min(axis=0).tolist()), usual.shape, tuple(sizes.max(axis=0).tolist()))
+    for name, usual in shapes[max(files, key=lambda file: file.weight)].items():
+        sizes = [known[name] for known in shapes.values() if name in known]
+        if name not in fixed and all(len(size) == len(usual) for size in sizes):  # others are refused with the model
+            low, high = (tuple(end(sizes_of) for sizes_of in zip(*sizes, strict=True)) for end in (min, max))
+            found[name] = Span(low, usual, high)
     return found

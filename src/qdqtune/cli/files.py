@@ -15,6 +15,7 @@ from qdqtune.cli.grouped import command
 from qdqtune.cli.options import FILE, option
 from qdqtune.cli.output import print_json, say_error, say_notes, show
 from qdqtune.cli.threads import DEPLOY_THREADS
+from qdqtune.cli.workloads import WORKLOADS, engine
 from qdqtune.commands.apply import apply
 from qdqtune.commands.compare import comparable, compare_at
 from qdqtune.engines import EngineSpec
@@ -29,13 +30,14 @@ from qdqtune.placement.files import read_placement_file
 from qdqtune.tuning import advice
 from qdqtune.tuning.subject import judged
 from qdqtune.tuning.threads import counts_of
-from qdqtune.types import Sample
+from qdqtune.types import Mix, Sample
 
 COMPARE = (
     click.Argument(["files"], type=FILE, nargs=-1, required=True),
     *options.ENGINE,
     DEPLOY_THREADS,
     *options.DATA,
+    WORKLOADS,
     option("--timing-runs", "Rounds per pair of builds.", click.IntRange(12), default=24),
     options.WARMUP_RUNS,
     options.HTML,
@@ -55,21 +57,21 @@ def compare_command(
     \b
     qdqtune compare model.onnx qdqtune_output/optimized_final.onnx
     """
-    spec, plan = options.engine(given), Plan((timing_runs,), warmup=warmup_runs)
+    spec, plan = engine(given), Plan((timing_runs,), warmup=warmup_runs)
     options.check_page(html, files)
-    samples = judging(given, comparable(files)[0], spec)
+    samples, mix = judging(given, comparable(files)[0], spec)
     if (counts := given["deploy_threads"]) is not None:
         counts_of(spec, counts)
     if (busy := advice.busy(spec)) is not None:
         say_notes([busy])
     seed, limit = given["seed"], given["time_limit"]
     with progress.shown() as observer:
-        rows = compare_at(files, spec, counts, samples, plan, seed=seed, time_limit_s=limit, observer=observer)
+        rows = compare_at(files, spec, counts, samples, plan, mix=mix, seed=seed, time_limit_s=limit, observer=observer)
     if as_machine:
         print_json({"first": str(files[0]), "others": [row.as_json() for row in rows]})
     else:
         show(report.comparison_table(str(files[0]), rows, len(samples)))
-    notes = [] if given["calibration_data"] else ["no --calibration-data: latency and SQNR are on random inputs"]
+    notes = [] if given["calibration_data"] or mix else ["no --calibration-data: latency and SQNR are on random inputs"]
     warned = {row.file: warning for row in rows if row.accuracy and (warning := concern(row.accuracy))}
     notes += [f"{file} against {files[0]}: {warning}" for file, warning in warned.items()]
     notes += [f"{row.name}: {note}" for row in rows if row.ratio is not None and (note := advice.wide(row.ratio))]
@@ -84,15 +86,15 @@ def compare_command(
     return EngineFailure.exit_code if refused else 0
 
 
-def judging(given: options.Given, model: Model, spec: EngineSpec) -> Sequence[Sample]:
-    """As many of the first samples as a search compares outputs on.
+def judging(given: options.Given, model: Model, spec: EngineSpec) -> tuple[Sequence[Sample], Mix]:
+    """As many of the first samples as a search compares outputs on, and the workloads, if any.
 
     Raises:
         BadOption, BadData: see `options.Data.first`.
     """
     check_inputs(spec, model)
     prepared = prepare(model, options.Data.of(given))
-    return prepared.samples.first(judged(prepared.shaped))
+    return prepared.samples.first(judged(prepared.shaped)), prepared.workloads
 
 
 APPLY = (

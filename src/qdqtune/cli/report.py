@@ -229,6 +229,9 @@ def comparison_table(first: str, rows: Sequence[Row], samples: int) -> Table:
         sqnr = "" if row.sqnr_db is None else f"{row.sqnr_db:.1f}"
         times = f"{row.first_ms:.3f}", f"{row.ms:.3f}"
         cells.append((row.name, *times, row.ratio.speedup, row.words, sqnr))
+        for part in row.workloads:
+            times = f"{part.first_ms:.3f}", f"{part.ms:.3f}"
+            cells.append((f"  {part.name}, {part.share:.0%} of the calls", *times, part.ratio.speedup, "", ""))
     table = _table(("file", "first, ms", "ms", "speedup [interval]", "verdict", "SQNR, dB"), cells)
     table.title, table.title_justify = f"first: {escape(first)}", "left"
     table.caption = f"output SQNR over {samples} sample{'s' * (samples != 1)}"

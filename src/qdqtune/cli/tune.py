@@ -15,7 +15,7 @@ from qdqtune.cli.options import FILE, flag, option
 from qdqtune.cli.output import print_json, say, say_notes, show
 from qdqtune.cli.streams import INTERRUPTED
 from qdqtune.cli.threads import DEPLOY_THREADS
-from qdqtune.cli.workloads import WORKLOADS
+from qdqtune.cli.workloads import WORKLOADS, engine
 from qdqtune.engines.shapes import usual_shapes
 from qdqtune.errors import ConstraintUnmet, QdqtuneError
 from qdqtune.measurement.timing import Plan
@@ -257,12 +257,13 @@ def settings_of(given: options.Given) -> Settings:
         "timing_runs": effort.looks[-1],
     }
     given = {name: preset.get(name) if value is None else value for name, value in given.items()}
-    spec = options.engine(given)
+    spec = engine(given)
     return Settings(
         **options.named(Settings, given, but=("engine", "input_shapes", "price_cache")),
         price_cache=_price_cache(given),
         engine=spec if given["ray"] else options.with_timing_cache(spec, given["output_dir"]),
-        input_shapes=given["input_shapes"] or usual_shapes(spec, given["calibration_data"]),
+        input_shapes=given["input_shapes"]
+        or ({} if given["workloads"] else usual_shapes(spec, given["calibration_data"])),
         calibration=options.calibration(given),
         config=Config(schemes_per_region=given["schemes_per_region"]),
         plan=Plan(looks_until(given["timing_runs"], effort.looks), warmup=given["warmup_runs"]),

@@ -1,4 +1,4 @@
-"""The option that names workloads, and what its text means."""
+"""The option that names workloads, what its text means, and what it says to engines."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from pathlib import Path
 
 import click
 
-from qdqtune.calibration.workloads import WorkloadFile
-from qdqtune.cli.options import repeated
+from qdqtune.calibration.workloads import WorkloadFile, spans_of
+from qdqtune.cli import options
+from qdqtune.cli.options import Given, repeated
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.shapes import ENGINES, spans, with_spans
 
 
 def _files(_: click.Context, __: click.Parameter, values: Sequence[str]) -> tuple[WorkloadFile, ...]:
@@ -28,6 +31,19 @@ def _file(value: str) -> WorkloadFile:
     if not 0 < number < math.inf or not file:
         raise click.BadParameter(f"{value!r} has no weight above zero: give FILE:0.8, its share of the calls")
     return WorkloadFile(Path(file), number)
+
+
+def engine(given: Given) -> EngineSpec:
+    """The engine of the options, built for the sizes of all workloads where it wants some and is told no others.
+
+    Raises:
+        BadOption: see `options.engine`.
+        BadData: a workload cannot be read.
+    """
+    spec = options.engine(given)
+    if spec.name not in ENGINES or not given["workloads"] or spans(spec):
+        return spec
+    return with_spans(spec, spans_of(given["workloads"], given.get("fix_inputs") or ()))
 
 
 WORKLOADS = repeated(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,21 @@ from qdqtune.measurement.pairing import as_many_pairs_as_needed, fresh_pairs
 from qdqtune.measurement.timing import Plan, Ratio, Verdict, across_builds, ratio
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.threads import counts_of
-from qdqtune.types import Accuracy, Array, Failure, Measurement, Sample
+from qdqtune.types import Accuracy, Array, Failure, Measurement, Mix, Sample
 
 OWN = frozenset({"rounds", "is_same"})
 """Fields of a row that are not for machines."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one of several workloads says, which is so large a share of all calls: median latencies in ms, ratio b/a."""
+
+    name: str
+    share: float
+    first_ms: float
+    ms: float
+    ratio: Ratio
 
 
 @dataclass(frozen=True)
@@ -32,7 +43,8 @@ class Row:
     """One file against the first: median latencies in ms, ratio b/a, and output SQNR against the first in dB.
 
     `reason` says why there is no ratio; `rounds` are those of each pair of builds. `accuracy` says more of the outputs;
-    `is_same` that both files hold the same. `threads` are those of the engine, where several numbers were asked for.
+    `is_same` that both files hold the same. `threads` are those of the engine, where several numbers were asked for,
+    `workloads` tell each of several.
     """
 
     file: str
@@ -45,6 +57,7 @@ class Row:
     accuracy: Accuracy | None = None
     is_same: bool = False
     threads: int | None = None
+    workloads: tuple[Part, ...] = ()
 
     @property
     def name(self) -> str:
@@ -68,7 +81,8 @@ class Row:
     def as_json(self) -> dict[str, Any]:
         """The row for machines."""
         told = asdict(self) | {"verdict": self.verdict}
-        return {name: value for name, value in told.items() if name not in OWN}
+        hidden = OWN if self.workloads else OWN | {"workloads"}
+        return {name: value for name, value in told.items() if name not in hidden}
 
 
 def comparable(files: Sequence[Path]) -> list[Model]:
@@ -94,18 +108,20 @@ def compare_files(
     samples: Sequence[Sample],
     plan: Plan,
     *,
+    mix: Mix = (),
     builds: int | None = None,
     seed: int = 0,
     observer: Observer | None = None,
 ) -> list[Row]:
     """Pair the first file with each of the others, on so many fresh builds of both; by default on as many as needed.
+    They are timed on the workloads `mix`, or on the first sample.
 
     Raises:
         EngineFailure: the engine cannot build or run the first file.
     """
     observer = observer or Silent()
     observer.stage(f"running {files[0].name}")
-    runner.feed(samples[0])
+    runner.feed(mix or samples[0])
     reference = _outputs(files[0], runner, samples)
     if isinstance(reference, Failure):
         raise EngineFailure(f"{files[0]} does not run, so there is nothing to compare with: {reference.reason}")
@@ -117,7 +133,8 @@ def compare_files(
         if isinstance(measured, Failure):
             rows.append(Row(str(file), None, None, None, None, measured.reason))
         else:
-            rows.append(_row(files[0], file, measured, plan, _accuracy(file, runner, samples, reference)))
+            row = _row(files[0], file, measured, plan, _accuracy(file, runner, samples, reference))
+            rows.append(replace(row, workloads=tuple(_parts(measured, mix, plan))))
     return rows
 
 
@@ -128,6 +145,7 @@ def compare_at(
     samples: Sequence[Sample],
     plan: Plan,
     *,
+    mix: Mix = (),
     seed: int = 0,
     time_limit_s: float | None = None,
     observer: Observer | None = None,
@@ -142,7 +160,7 @@ def compare_at(
     for count in (None,) if counts is None else counts_of(spec, counts):
         at = spec if count is None else replace(spec, options={**spec.options, "threads": count})
         with unlogged(at, time_limit_s=time_limit_s) as runner:
-            found = compare_files(files, runner, samples, plan, seed=seed, observer=observer)
+            found = compare_files(files, runner, samples, plan, mix=mix, seed=seed, observer=observer)
         rows += [replace(row, threads=count) for row in found]
     return rows
 
@@ -180,6 +198,15 @@ def _row(a: Path, file: Path, measured: Sequence[Measurement], plan: Plan, exact
     other = 1e3 * float(np.median([s for m in measured for s in m.b]))
     sqnr, is_same = None if exact is None else exact.sqnr_db, content([a]) == content([file])
     return Row(str(file), first, other, both, sqnr, rounds=tuple(measured), accuracy=exact, is_same=is_same)
+
+
+def _parts(measured: Sequence[Measurement], mix: Mix, plan: Plan) -> Iterator[Part]:
+    """What the pairs of builds say of each of several workloads."""
+    for workload, rounds in zip(mix, zip(*(m.parts for m in measured), strict=True), strict=False):
+        first = 1e3 * float(np.median([s for m in rounds for s in m.a]))
+        other = 1e3 * float(np.median([s for m in rounds for s in m.b]))
+        both = across_builds([ratio(m, plan) for m in rounds], plan)
+        yield Part(workload.name, workload.share, first, other, both)
 
 
 def _outputs(file: Path, runner: Runner, samples: Sequence[Sample]) -> list[dict[str, Array]] | Failure:

@@ -180,12 +180,15 @@ def compare(
     command = files.compare_command
     with scratch() as folder, telling(observer, progress, cancel) as told:
         paths = [model_file(m, folder, f"model_{n}") for n, m in enumerate((first, *others), 1)]
-        values, spec = _given(command, paths, engine, given, sample_source(calibration_data, folder))
+        workloads = workload_files(given.get("workload"), folder)
+        source = sample_source(calibration_data, folder)
+        values, spec = _given(command, paths, engine, {**given, **workloads}, source)
         plan = Plan((values["timing_runs"],), warmup=values["warmup_runs"])
-        samples = files.judging(values, comparable(paths)[0], spec)
+        samples, mix = files.judging(values, comparable(paths)[0], spec)
         counts, seed, limit = values["deploy_threads"], values["seed"], values["time_limit"]
-        rows = compare_at(paths, spec, counts, samples, plan, seed=seed, time_limit_s=limit, observer=told)
-    notes = ["no calibration_data: latency and SQNR are on random inputs"] if calibration_data is None else []
+        rows = compare_at(paths, spec, counts, samples, plan, mix=mix, seed=seed, time_limit_s=limit, observer=told)
+    is_random = calibration_data is None and not mix
+    notes = ["no calibration_data: latency and SQNR are on random inputs"] if is_random else []
     tell_notes(notes)
     names = [f"model {n}" if isinstance(m, ModelProto) else str(m) for n, m in enumerate((first, *others), 1)]
     named = tuple(replace(row, file=name) for row, name in zip(rows, cycle(names[1:]), strict=False))

@@ -81,6 +81,7 @@ class CompareOptions(RunOptions, total=False):
     deploy_threads: Sequence[int] | None
     timing_runs: int
     warmup_runs: int
+    workload: WorkloadsLike
 
 
 class LayersOptions(RunOptions, total=False):
