@@ -55,7 +55,7 @@ def row(entry: zoo.Entry, runner: Runner, folder: Path) -> list[str]:
     model = load(entry.path, fix_inputs=entry.fixed)
     plain, quantized = folder / "float.onnx", folder / "quantized.onnx"
     save(model, plain)
-    runner.feed(open_samples(entry.data, model, limit=1).first(1)[0])
+    runner.feed(open_samples(entry.data, model, limit=1, fixed=entry.fixed).first(1)[0])
     try:
         options = {"calibration_samples": 8, "calibration_method": "minmax", "bias_correction": False}
         quantize(plain, quantized, calibration_data=entry.data, engine="onnxruntime", **options)

@@ -14,7 +14,7 @@ from qdqtune.tuning import price_cache
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.result import Result
-from qdqtune.tuning.settings import Settings
+from qdqtune.tuning.settings import Mode, Settings
 from qdqtune.tuning.store import read_records
 from runs import cost, settings
 from workers import Workers
@@ -40,6 +40,9 @@ def origins(result: Result) -> Sequence[str]:
 def test_a_second_model_of_the_kind_needs_three_builds_at_most(model: Path, workers: Workers) -> None:
     first = tune(asked(model, "a"))
     assert origins(first)[0] != "cut"
+    content = json.loads((model.parent / "prices.json").read_text())
+    content["sections"][0]["models"] = {}  # so that it is another one of the kind
+    (model.parent / "prices.json").write_text(json.dumps(content))
     second = tune(asked(model, "b"))
     assert set(origins(second)) == {"cut"}
     assert 1 + len(second.history) <= 3 < 1 + len(first.history)
@@ -55,6 +58,18 @@ def test_a_run_goes_on_as_it_began_whatever_becomes_of_the_cache(model: Path, wo
     assert origins(again) == origins(whole)
     assert origins(tune(asked(model, "c")))[0] != "cut"  # a fresh one has nothing to begin with
     assert origins(tune(asked(model, "c", builds=11)))[0] != "cut"  # though by then there is something
+
+
+@pytest.mark.parametrize("mode", ["cut", "region", "subgraph"])
+def test_a_run_in_another_mode_begins_with_what_was_found_for_the_model(
+    mode: Mode, model: Path, workers: Workers
+) -> None:
+    first = tune(asked(model, "a"))
+    other = tune(asked(model, "b", mode=mode))
+    seed = next(t for t in other.history if t.placement == first.placement)
+    assert seed.number <= 2  # behind what subgraph mode makes of its groups, where that is not the same
+    assert mode == "subgraph" or seed.proposal.origin == "earlier run"
+    assert other.summary["final_ms"] <= first.summary["final_ms"]
 
 
 def test_what_another_engine_has_taken_says_nothing(model: Path, workers: Workers) -> None:

@@ -105,7 +105,7 @@ OPTIONS = (
     ),
     option(
         "--builds",
-        "Engine builds that the search may spend.  [by --effort: cut 8, 12, 30; region 24, 52, 400; subgraph 4, 7, 24]",
+        "Engine builds that the search may spend.  [by --effort: cut 7, 8, 30; region 24, 52, 400; subgraph 4, 7, 24]",
         click.INT,
     ),
     option("-s --schemes-per-region", "region: candidates per pattern.  [4 | 50 | 200]", click.IntRange(0)),

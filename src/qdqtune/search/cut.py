@@ -30,7 +30,7 @@ with the weights so stored, and with lambda each has its noise on top: no neighb
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -74,7 +74,7 @@ class CutSearch:
     """See the module. `float_layers` is the report of the float build; `seeds` are placements to price besides, and
     `spares` those to price when the prices lead no further. `width` is how many to propose at a time: behind the
     optimum what is close to the best so far, so that each build prices other units. `ways` are the storages
-    that weights may have."""
+    that weights may have. `prior` is what earlier runs have learned, and `found` what one has shipped for the model."""
 
     model: Model
     possible: frozenset[Edge]
@@ -86,11 +86,12 @@ class CutSearch:
     width: int = 1
     ways: Ways = field(default_factory=dict)
     prior: Prior = NOTHING
+    found: Mapping[str, Placement] = field(default_factory=dict)
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """See `Strategy`. The first batch prices every unit: as the engine fuses, apart, and as the seeds have it.
-        Where earlier runs have priced nearly all, the cut comes first."""
-        if not self.is_covered and (first := self.first(history)):
+        Where earlier runs have priced nearly all, the cut comes first, behind what one has found for this model."""
+        if first := _untried(_named(self.found) if self.is_covered else self._first, history):
             return first
         tried = {t.placement for t in history} | {Placement()}
         fresh: dict[Placement, Proposal] = {}
@@ -103,8 +104,7 @@ class CutSearch:
 
     def first(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """What prices every unit and was not tried yet."""
-        tried = {t.placement for t in history} | {Placement()}
-        return tuple({p.placement: p for p in self._first if p.placement not in tried}.values())
+        return _untried(self._first, history)
 
     @cached_property
     def is_covered(self) -> bool:
@@ -132,7 +132,7 @@ class CutSearch:
         for name, groups in (("fused units", self.groups), ("single nodes", [])):
             parts = partition(self.model, self.possible, groups)
             whole[name] = parts.placement(everything(parts))
-        return tuple(_named(whole | dict(self.seeds) | by_bits(self.ways, self._may_hold)))
+        return tuple(_named(whole | dict(self.seeds) | by_bits(self.ways, self._may_hold) | dict(self.found)))
 
     def _may_hold(self, placement: Placement) -> bool:
         """Whether a placement may hold the limits on noise, before anything is built."""
@@ -264,6 +264,12 @@ class CutSearch:
 
     def _kind(self, group: Group) -> str:
         return kind_of(self.model, tuple(self.model.index_of[name] for name in group))
+
+
+def _untried(proposals: Iterable[Proposal], history: Sequence[Trial]) -> tuple[Proposal, ...]:
+    """Each placement once."""
+    tried = {t.placement for t in history} | {Placement()}
+    return tuple({p.placement: p for p in proposals if p.placement not in tried}.values())
 
 
 def _named(placements: Mapping[str, Placement]) -> Iterator[Proposal]:

@@ -143,8 +143,9 @@ PRICES: Mapping[str, Form] = {
     "conversions": ListOf((str, str, float, float)),
     "splits": ListOf((str, ListOf(int), float)),
     "per_consumer": bool,
+    "found?": OneOf((EDGES, None)),
 }
-"""What earlier runs have learned of prices."""
+"""What earlier runs have learned of prices, and the placement that one of them has found for the model at hand."""
 
 FORMS: Mapping[str, Form] = {
     "run": {"version": int, "candidates?": int, "fingerprint": MapOf(object)},

@@ -1,7 +1,8 @@
 """The price cache: a file in which runs leave what they have learned of prices, for the next model on the same engine.
 
-It holds a section for each engine, version, chip, number of threads and numeric format. What a run begins with goes
-into its state file, so that it is resumed as it began whatever has become of the cache meanwhile.
+And what each has found for its model, so that a later run of it in another mode begins there. The file holds a section
+for each engine, version, chip, number of threads and numeric format. What a run begins with goes into its state file,
+so that it is resumed as it began whatever has become of the cache meanwhile.
 """
 
 from __future__ import annotations
@@ -16,17 +17,25 @@ from typing import Any
 from qdqtune.errors import OutputError, parsed_json, writing
 from qdqtune.graph.outputs import appearing
 from qdqtune.search.costs.priors import NOTHING, Prior, packed, unpacked
-from qdqtune.tuning.forms import PRICES, Form, ListOf, fits
+from qdqtune.tuning.forms import EDGES, PRICES, Form, ListOf, MapOf, fits
 from qdqtune.tuning.run import Run
+from qdqtune.tuning.store import Record, pack_placement, unpack_placement
 from qdqtune.tuning.subject import fingerprint
+from qdqtune.types import Placement
 
 VERSION = 1
-FORM: Form = {"version": int, "sections": ListOf({"of": str, "told": str, **PRICES})}
+FORM: Form = {"version": int, "sections": ListOf({"of": str, "told": str, "models": MapOf(EDGES), **PRICES})}
 
 RECORD = "prices"
 """The record of what a run began with."""
 
 DECIMALS = 5
+
+MODELS = 32
+"""Models whose placement is kept, those that were tuned last."""
+
+EARLIER = "earlier run"
+"""What the placement of one is called."""
 
 SECTIONS = 16
 """Engines whose prices a file keeps, those that were used last."""
@@ -39,37 +48,58 @@ def usual_place() -> Path:
 
 
 def known(run: Run) -> Prior:
+    """The prices that the run begins with."""
+    record = _record(run)
+    return NOTHING if record is None else unpacked(record)
+
+
+def found_before(run: Run) -> dict[str, Placement]:
+    """What an earlier run has shipped for the same model, in whichever mode: a seed, under a name for people."""
+    packed_placement = (_record(run) or {}).get("found")
+    if not packed_placement:
+        return {}
+    placement = unpack_placement(packed_placement)
+    return {EARLIER: Placement.of(placement.edges & run.subject.possible, placement.compressed)}
+
+
+def _record(run: Run) -> Record | None:
     """What the run begins with: as its state file has it, or as the cache does if nothing was measured yet."""
     record = run.store.get(RECORD)
     if record is None:
         has_begun = any(r["key"].startswith("trial:") for r in run.store.records())
         if run.settings.price_cache is None or has_begun:
-            return NOTHING
+            return None
         if (sections := _sections(run)) is None:
-            run.observer.note(
-                f"{run.settings.price_cache} is no price cache of this version: the search goes on without"
-            )
+            file = run.settings.price_cache
+            run.observer.note(f"{file} is no price cache of this version: the search goes on without")
         of, _ = _of(run)
-        prior = next((unpacked(section) for section in sections or () if section["of"] == of), NOTHING)
-        record = run.store.put(RECORD, packed(_concerning(run, prior)))
-    return unpacked(record)
+        section = next((section for section in sections or () if section["of"] == of), None)
+        prior = NOTHING if section is None else unpacked(section)
+        found = None if section is None else section["models"].get(run.subject.model.fingerprint)
+        record = run.store.put(RECORD, {**packed(_concerning(run, prior)), "found": found})
+    return record
 
 
-def remember(run: Run, learned: Prior) -> None:
-    """Leave what a run has learned for others. Where the usual place cannot be written, nobody minds."""
-    if (path := run.settings.price_cache) is None or not learned:
+def remember(run: Run, final: Placement, learned: Prior = NOTHING) -> None:
+    """Leave for others what a run has learned, and for the same model what it ships. Where the usual place cannot be
+    written, nobody minds."""
+    if (path := run.settings.price_cache) is None or not (learned or final):
         return
     if (sections := _sections(run)) is None:
         return
     of, told = _of(run)
-    before = next((unpacked(s) for s in sections if s["of"] == of), NOTHING)
-    own = {"of": of, "told": told, **_rounded(packed(before.updated(learned)))}
-    kept = [*(s for s in sections if s["of"] != of), own][-SECTIONS:]
+    old = next((section for section in sections if section["of"] == of), None)
+    before, models = (NOTHING, {}) if old is None else (unpacked(old), dict(old["models"]))
+    if final:
+        models.pop(run.subject.model.fingerprint, None)
+        models[run.subject.model.fingerprint] = pack_placement(final)
+    kept = {"models": dict(list(models.items())[-MODELS:]), **_rounded(packed(before.updated(learned)))}
+    sections = [*(s for s in sections if s["of"] != of), {"of": of, "told": told, **kept}][-SECTIONS:]
     try:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
         with appearing(path) as fresh:
-            fresh.write_text(json.dumps({"version": VERSION, "sections": kept}), encoding="utf-8")
+            fresh.write_text(json.dumps({"version": VERSION, "sections": sections}), encoding="utf-8")
     except OutputError as error:
         if path != usual_place():
             run.observer.note(f"prices are not kept for other models: {error}")

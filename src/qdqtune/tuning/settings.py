@@ -26,6 +26,10 @@ from qdqtune.types import QuantType
 FRONT_LEAST, FRONT_BUILDS = 12, 25
 """Builds of a run for a front, the proof of its points included: the least, and the usual number."""
 
+SEED_BUILDS = 12
+"""Builds that region mode gives to the cut before it begins by itself: the same number in every budget, so that a
+larger one goes on where a smaller one has ended."""
+
 PROOF_BUILDS = 4
 """Builds of one comparison of the proof: two of each file."""
 
@@ -50,8 +54,8 @@ class Effort:
 
 EFFORTS: Mapping[str, Effort] = MappingProxyType(
     {
-        "quick": Effort(4, {"region": 24, "cut": 8, "subgraph": 4}, (12, 20), (12, 16, 32)),
-        "default": Effort(50, {"region": 52, "cut": 12, "subgraph": 7}, (12, 20, 32, 48), (12, 24, 48, 96)),
+        "quick": Effort(4, {"region": 24, "cut": 7, "subgraph": 4}, (12, 20), (12, 16, 32)),
+        "default": Effort(50, {"region": 52, "cut": 8, "subgraph": 7}, (12, 20, 32, 48), (12, 24, 48, 96)),
         "extensive": Effort(200, {"region": 400, "cut": 30, "subgraph": 24}, (12, 24, 48, 96), (13, 24, 48, 96, 192)),
     }
 )
@@ -219,9 +223,8 @@ class Settings:
 
     @property
     def seed_builds(self) -> int:
-        """Builds that region mode gives to the cut before it begins by itself: the same number in every budget, so that
-        a larger one goes on where a smaller one has ended."""
-        return EFFORTS["default"].builds["cut"] if self.cut_seed else 0
+        """Builds that the cut has in region mode."""
+        return SEED_BUILDS if self.cut_seed else 0
 
     @property
     def search_builds(self) -> int:

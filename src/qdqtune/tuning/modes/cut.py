@@ -9,6 +9,7 @@ from qdqtune.search import Strategy
 from qdqtune.search.costs.explanation import explain, record
 from qdqtune.search.costs.guess import guesses
 from qdqtune.search.costs.noise import Noise
+from qdqtune.search.costs.priors import NOTHING
 from qdqtune.search.costs.units import by_bits
 from qdqtune.search.cut import CutSearch
 from qdqtune.search.front import FrontSearch
@@ -35,9 +36,9 @@ class Cut:
     def record(self, history: Sequence[Trial], final: Placement) -> Recorded:
         """What every unit costs either way; and what of it serves other models, in the price cache."""
         if self.by_layers is None:
+            price_cache.remember(self.run, final)
             return Recorded()
-        if history:
-            price_cache.remember(self.run, self.by_layers.lessons(history))
+        price_cache.remember(self.run, final, self.by_layers.lessons(history) if history else NOTHING)
         units = explain(self.by_layers.costs(history, final), final)
         return Recorded(units, files={UNITS: {"units": record(units)}})
 
@@ -55,7 +56,7 @@ def prepare(run: Run) -> Cut:
     suggestions = subject.suggestions()
     if noise is not None:
         suggestions[QUIETER] = guesses(subject.shaped, subject.possible, noise)(noise.levels(())[0])
-    seeds = suggestions | by_bits(run.ways)
+    seeds = price_cache.found_before(run) | suggestions | by_bits(run.ways)
     return Cut(GroupedSearch(subject.shaped, subject.possible, seeds, run.width), None, run)
 
 
@@ -79,4 +80,5 @@ def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
         run.learning_width,
         run.ways,
         price_cache.known(run),
+        price_cache.found_before(run),
     )

@@ -14,6 +14,7 @@ from qdqtune.search.costs.guess import guesses
 from qdqtune.search.costs.units import by_bits
 from qdqtune.search.region import RegionSearch
 from qdqtune.search.regions import cache
+from qdqtune.tuning import price_cache
 from qdqtune.tuning.folder import REGION_MODELS
 from qdqtune.tuning.modes.cut import cut_search
 from qdqtune.tuning.modes.mode import Recorded
@@ -74,15 +75,17 @@ class Region:
 
     strategy: Strategy
     models: RegionModels
+    run: Run
 
     @property
     def observers(self) -> tuple[Observer, ...]:
         """What writes the models of regions."""
         return (self.models,)
 
-    def record(self, history: Sequence[Trial], _: Placement) -> Recorded:
-        """All is in the models."""
+    def record(self, history: Sequence[Trial], final: Placement) -> Recorded:
+        """All is in the models; and what ships in the price cache."""
         self.models.finish(history)
+        price_cache.remember(self.run, final)
         return Recorded()
 
 
@@ -93,7 +96,9 @@ def prepare(run: Run) -> Region:
         model=subject.shaped,
         patterns=subject.patterns,
         possible=subject.possible,
-        seeds=subject.suggestions() | by_bits(run.ways, lambda p: noise is None or noise.fits(p, ())),
+        seeds=price_cache.found_before(run)
+        | subject.suggestions()
+        | by_bits(run.ways, lambda p: noise is None or noise.fits(p, ())),
         cached=cache.read_cache(settings.pattern_cache) if settings.pattern_cache else {},
         config=settings.config,
         plan=settings.plan,
@@ -104,4 +109,6 @@ def prepare(run: Run) -> Region:
         ways=run.ways,
     )
     by_cut = cut_search(run, noise) if settings.seed_builds > 0 else None
-    return Region(by_region if by_cut is None else Seeded(by_cut, by_region, settings.seed_builds), RegionModels(run))
+    return Region(
+        by_region if by_cut is None else Seeded(by_cut, by_region, settings.seed_builds), RegionModels(run), run
+    )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qdqtune.search.subgraph import SubgraphSearch, narrowed
+from qdqtune.tuning import price_cache
 from qdqtune.tuning.folder import RAW
 from qdqtune.tuning.modes.mode import Recorded
 from qdqtune.tuning.noise import foresee
@@ -22,6 +23,7 @@ class Subgraph:
 
     strategy: SubgraphSearch
     profiled: Profiled
+    run: Run
 
     @property
     def observers(self) -> tuple[Observer, ...]:
@@ -29,7 +31,8 @@ class Subgraph:
         return (self.profiled.progress,)
 
     def record(self, history: Sequence[Trial], final: Placement) -> Recorded:
-        """What became of every group."""
+        """What became of every group; what ships goes into the price cache."""
+        price_cache.remember(self.run, final)
         groups = outcomes(self.profiled, history, final)
         return Recorded(groups, self.profiled.summary() | {"groups": record(groups)}, notes=self.profiled.notes)
 
@@ -38,4 +41,5 @@ def prepare(run: Run) -> Subgraph:
     """Time the groups alone."""
     profiled = profile(run)
     run.candidates.write_whole(profiled.search.raw, run.settings.output_dir / RAW)
-    return Subgraph(narrowed(profiled.search, foresee(run)), profiled)
+    search = replace(profiled.search, seeds=price_cache.found_before(run) | dict(profiled.search.seeds))
+    return Subgraph(narrowed(search, foresee(run)), profiled, run)
