@@ -126,6 +126,23 @@ def test_what_earlier_runs_have_learned_is_a_share_of_the_float_time_and_gives_w
     assert own.prices[0].as_quantized == 9.0
 
 
+def test_a_unit_that_was_only_seen_behind_floats_pays_for_them_once() -> None:
+    """What products take more behind floats is known of the second one. The last has not been anywhere else: that is in
+    its price, and not guessed on top of it."""
+    text = (
+        CHAIN.replace("MatMul(t, w1)", "MatMul(t, w3)")
+        .replace("MatMul(v, w2)", "MatMul(v, w4)")
+        .replace("64] y", "16] y")
+    )
+    model = build(text, {"w0": normal(64, 64), "w3": normal(64, 32, seed=1), "w4": normal(32, 16, seed=2)})
+    parts = parts_of(model)
+    inside = times(placed(parts, "abd", "ty"), {"v": 0.5}, a=4.0, b=4.0, c=3.0, d=5.0)
+    apart = times(placed(parts, "b"), {"t": 0.5}, a=10.0, b=9.0, c=3.0, d=10.0)
+    costs = learn(parts, [times(**FLOAT), apart, inside])
+    assert costs.prices[1].behind_float == 5.0
+    assert (costs.prices[3].as_quantized, costs.prices[3].behind_float) == (5.0, 0.0)
+
+
 def test_equal_units_share_their_price() -> None:
     """Of the three products only the second ran quantized."""
     parts = parts_of(chain())

@@ -32,10 +32,13 @@ import numpy as np
 from qdqtune.search.costs.attribution import Times
 from qdqtune.search.costs.priors import DISTURBED, NOTHING, Prior, Seen, between, digest
 from qdqtune.search.costs.samples import Behind, Conversion, Sample, Samples, State, bytes_of, gathered
-from qdqtune.search.costs.units import Decision, Partition, Unit
+from qdqtune.search.costs.units import Decision, Partition, Unit, kind_of
 from qdqtune.types import Storage
 
 RUNNING: tuple[State, ...] = ("quantized", "handing")
+
+WITHIN: tuple[Behind, ...] = ("quantized", "both")
+BEHIND: tuple[Behind, ...] = ("float",)
 
 HOPE = 0.25
 """An unseen quantized unit is hoped to take this share of its float time."""
@@ -136,18 +139,25 @@ def lessons(partition: Partition, builds: Sequence[Times]) -> Prior:
     floats: dict[str, float] = {}
     for where in ("quantized", "float"):  # behind the graph's inputs alone, all that is stored is in 8 bits
         floats |= {kind: ms for (kind, how, b), ms in seen.items() if (how, b) == ("float", where) and ms > 0}
+    known = _digests(partition)
     shares: dict[Seen, float] = {
-        (digest(k), how, b): ms / floats[k] for (k, how, b), ms in seen.items() if k in floats and how != "float"
+        (known[k], how, b): ms / floats[k] for (k, how, b), ms in seen.items() if k in floats and how != "float"
     }
-    shares |= {(digest(k), DISTURBED, ""): ms / floats[k] for k, ms in samples.disturbed.items() if k in floats}
-    operators = {digest(u.kind): operators_of(u, partition) for u in partition.units if u.kind in floats}
+    shares |= {(known[k], DISTURBED, ""): ms / floats[k] for k, ms in samples.disturbed.items() if k in floats}
+    operators = {known[u.kind]: operators_of(u, partition) for u in partition.units if u.kind in floats}
     places = {tensor: _between(partition, tensor) for tensor in partition.edges}
     conversions = {
         (op, places[tensor]): (bytes_of(partition.model, tensor), ms)
-        for op, known in (("quantize", samples.quantize), ("dequantize", samples.dequantize))
-        for tensor, ms in known.items()
+        for op, paid in (("quantize", samples.quantize), ("dequantize", samples.dequantize))
+        for tensor, ms in paid.items()
     }
     return Prior(shares, operators, conversions, per_consumer=samples.per_consumer)
+
+
+def _digests(partition: Partition) -> dict[str, str]:
+    """By kind, what stands for it in other runs: there equal units need not be told apart as they are here."""
+    kinds = {unit.kind: unit.nodes for unit in partition.units}
+    return {kind: digest(kind_of(partition.model, nodes)) for kind, nodes in kinds.items()}
 
 
 def operators_of(unit: Unit, partition: Partition) -> str:
@@ -157,8 +167,11 @@ def operators_of(unit: Unit, partition: Partition) -> str:
 
 def _between(partition: Partition, tensor: str) -> str:
     """What a tensor's conversions stand between, in equal models the same."""
-    made = partition.units[partition.producer[tensor]].kind if tensor in partition.producer else ""
-    return between(made, ("" if u is None else partition.units[u].kind for u in partition.users(tensor)))
+
+    def kind(number: int | None) -> str:
+        return "" if number is None else kind_of(partition.model, partition.units[number].nodes)
+
+    return between(kind(partition.producer.get(tensor)), map(kind, partition.users(tensor)))
 
 
 def _priced(partition: Partition, samples: Samples, prior: Prior) -> Costs:
@@ -170,7 +183,7 @@ def _priced(partition: Partition, samples: Samples, prior: Prior) -> Costs:
         return seen.get(tensor, fixed + per_byte * bytes_of(partition.model, tensor))
 
     medians = {key: median(sampled) for key, sampled in samples.units.items() if sampled}
-    digests = {kind: digest(kind) for kind in {u.kind for u in partition.units}} if prior else {}
+    digests = _digests(partition) if prior else {}
 
     def price(unit: Unit, how: State, *where: Behind) -> float | None:
         own = next((medians[key] for w in where if (key := (unit.kind, how, w)) in medians), None)
@@ -189,15 +202,21 @@ def _priced(partition: Partition, samples: Samples, prior: Prior) -> Costs:
     corrections, known = _corrections(partition, samples), []
     for unit in partition.units:
         c0 = price(unit, "float", "float", "quantized") or 0.0
-        seen = price(unit, "quantized", "quantized", "both", "float")
-        c1 = guessed(unit) * c0 if seen is None else seen
+        inside, outside = (price(unit, "quantized", *where) for where in (WITHIN, BEHIND))
+        seen = outside if inside is None else inside
+        handed_inside, handed = (price(unit, "handing", *where) for where in (WITHIN, (*WITHIN, *BEHIND)))
         entering = partition.storable(unit)
-        apart = [(price(unit, how, "float"), price(unit, how, "quantized", "both")) for how in RUNNING]
+        apart = [(price(unit, how, *BEHIND), price(unit, how, *WITHIN)) for how in RUNNING]
         more = max((a - b for a, b in apart if a is not None and b is not None), default=None)
+        if more is None and ((seen is not None and inside is None) or (handed is not None and handed_inside is None)):
+            more = 0.0  # what was seen is what it takes behind floats, and nothing comes on top of that
         e1 = None if more is None else max(0.0, more) / max(1, len(entering))
-        handed = price(unit, "handing", "quantized", "both", "float")
+        there = (e1 or 0.0) * len(entering)
+        c1 = guessed(unit) * c0 if seen is None else max(0.0, seen - there) if inside is None else seen
         leaving = sum(t in partition.edges for t in unit.outputs)
-        o = None if handed is None else max(0.0, handed - c1) / max(1, leaving)
+        o = None
+        if handed is not None:
+            o = max(0.0, handed - c1 - (there if handed_inside is None else 0.0)) / max(1, leaving)
         g = samples.disturbed.get(unit.kind)
         if g is None and (key := (digests.get(unit.kind, ""), DISTURBED, "")) in prior.shares:
             g = c0 * prior.shares[key]

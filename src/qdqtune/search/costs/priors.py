@@ -11,8 +11,9 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from statistics import median
 from typing import Any
+
+import numpy as np
 
 Seen = tuple[str, str, str]
 """Digest of a unit's kind, its state or the name of the storage of its weights, and what it reads; see `prices`."""
@@ -25,6 +26,9 @@ DISTURBED = "disturbed"
 
 LARGEST = 100.0
 """Shares beyond are no prices but accidents."""
+
+LOW = 0.25
+"""Which quantile of the shares of equal operators stands for one that was not seen."""
 
 MOST = 20_000
 """Rows of each sort that are kept, the latest: some megabytes."""
@@ -46,11 +50,11 @@ class Prior:
 
     @cached_property
     def usual(self) -> Mapping[Seen, float]:
-        """Shares by operators in place of a kind: the median of all kinds of these."""
+        """Shares by operators in place of a kind: less than most kinds of these have taken, so that it is tried."""
         found: dict[Seen, list[float]] = {}
         for (kind, how, behind), share in self.shares.items():
             found.setdefault((self.operators[kind], how, behind), []).append(share)
-        return {key: median(shares) for key, shares in found.items()}
+        return {key: float(np.quantile(shares, LOW)) for key, shares in found.items()}
 
     @cached_property
     def sizes(self) -> tuple[tuple[float, float], ...]:
