@@ -146,7 +146,7 @@ def test_where_no_pair_can_stand_the_reason_is_the_tensors(tmp_path: Path) -> No
     text = """net (float[8,64] x) => (float[8,64] y, int64[2] s) {
         [big] a = MatMul(x, w) [shape] s0 = Shape(a) [twice] s = Add(s0, s0) [relu] y = Relu(a) }"""
     with in_process():
-        tune(settings(write(build(text, {"w": normal(64, 64)}), tmp_path), mode="cut", builds=4, rewrites="off"))
+        tune(settings(write(build(text, {"w": normal(64, 64)}), tmp_path), mode="cut", builds=4))
     rows = by_name(explain_run(tmp_path / "out"))
     assert rows["twice"].why == "unsupported"
     assert "on its input s0: it is not known to be a float tensor" in rows["twice"].unknown

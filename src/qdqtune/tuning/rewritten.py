@@ -1,9 +1,9 @@
 """Rewrites of the float model that pay on the engine, found before pairs are placed.
 
 Each that applies is measured like any candidate, on top of those that were kept before it: the float models against
-each other, the first of them the user's own file; or both with pairs by the engine's rules, where engines do in float
-by themselves what the rewrite does, and pairs may keep them from it. The latter is a stand-in for what the search will
-find. What decides nothing else: whatever ships has to prove itself against the user's file in the end.
+each other, the first of them the user's own file; and if that gains nothing both with pairs by the engine's rules, as
+pairs may keep an engine from what it does in float by itself. The latter is a stand-in for what the search will find.
+Whatever ships has to prove itself against the user's file in the end.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ FORMS: Mapping[str, tuple[Form, ...]] = {
     "hardswish": ("float", "pairs"),
     "layernorm": ("float", "pairs"),
     "rmsnorm": ("float", "pairs"),
-    "gelu": ("pairs",),
-    "constants": ("pairs",),
-    "gemm": ("pairs",),
 }
-"""The rewrites that a run tries by itself, in the order in which it does, and in which forms until one pays."""
+"""The rewrites that a run tries by itself, in the order in which it does, and in which forms until one pays.
+
+The others are made where a user names them: on ONNX Runtime and OpenVINO on the CPU no model was faster by them, in
+float or with pairs (benchmarks/rewrites.py), as these engines find them by themselves.
+"""
 
 MOST_BUILDS = 6
 """Builds that rewrites may take, those of what they meet included."""
