@@ -16,6 +16,7 @@ from qdqtune.calibration.moments import no_moments
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.formats import numeric_format, storages
+from qdqtune.engines.mixes import mix_of
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
@@ -27,7 +28,7 @@ from qdqtune.tuning.loop import tune
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import Store, pack_placement, unpack_placement
 from qdqtune.tuning.subject import Subject
-from qdqtune.types import Edge, Failure, Layer, Placement, Storage
+from qdqtune.types import Edge, Failure, Layer, Mix, Placement, Storage, Workload
 from runs import write
 
 SIZE = 512
@@ -42,7 +43,7 @@ def model(products: int = 2) -> Model:
 
 
 def subject(graph: Model) -> Subject:
-    known = {"shaped": graph, "numbers": numeric_format("onnxruntime", "int8"), "feed": {}}
+    known = {"shaped": graph, "numbers": numeric_format("onnxruntime", "int8"), "mix": mix_of({})}
     return cast(Subject, SimpleNamespace(**known, possible=possible_edges(graph, ranges(graph))))
 
 
@@ -87,6 +88,24 @@ def test_what_an_engine_refuses_or_does_not_draw_in_or_is_slow_at_is_not_searche
     count = engine.asked
     assert ways(tmp_path, engine, model()) == found
     assert engine.asked == count  # the store remembers
+
+
+def test_a_product_is_tried_on_the_rows_of_each_workload(tmp_path: Path) -> None:
+    mix = tuple(Workload({"x": normal(rows, SIZE)}, share) for rows, share in ((1, 0.75), (64, 0.25)))
+    weight = {"w": normal(SIZE, SIZE, scale=0.05)}
+    graph = build(f"net (float[N,{SIZE}] x) => (float[N,{SIZE}] y) {{ [m0] y = MatMul(x, w) }}", weight)
+    own, asked_of = subject(graph), list[tuple[object, str]]()
+    vars(own)["mix"] = mix
+
+    def report(_: Path, given: Mix, __: int, log_name: str) -> Failure:
+        asked_of.append(([(w.inputs["x"].shape[0], w.share) for w in given], log_name))
+        return Failure("build", "no more to see")
+
+    settings = Settings(tmp_path / "m.onnx", formats=("w4b32",))
+    engine = cast(Runner, SimpleNamespace(report=report, feed=lambda _: None))
+    with Store(tmp_path / "state.yaml", {}) as store:
+        assert asked.ways(own, settings, engine, store, lambda: LAYERS) == {}
+    assert asked_of[0] == ([(1, 0.75), (64, 0.25)], f"storages_1+64x{SIZE}x{SIZE}")
 
 
 def test_models_with_nothing_to_gain_are_asked_nothing(tmp_path: Path) -> None:

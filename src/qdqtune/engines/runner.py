@@ -258,9 +258,9 @@ class Runner:
         )
         return result
 
-    def report(self, model: Path, sample: Tensors, runs: int, log_name: str) -> tuple[Layer, ...] | Failure:
-        """Build a file and report its layers, the sample fed."""
-        self.feed(sample)
+    def report(self, model: Path, given: Tensors | Mix, runs: int, log_name: str) -> tuple[Layer, ...] | Failure:
+        """Build a file and report its layers on what is given; see `feed`."""
+        self.feed(given)
         handle = self.load(model, log_name)
         return handle if isinstance(handle, Failure) else self.layers(handle, runs)
 

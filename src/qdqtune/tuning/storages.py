@@ -19,6 +19,7 @@ from qdqtune.engines.formats import storages, storages_like
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption, writing
 from qdqtune.graph.files import save
+from qdqtune.graph.loading import with_input_shapes
 from qdqtune.graph.model import Constant, Model
 from qdqtune.graph.operators import elements
 from qdqtune.graph.outputs import temporary_folder
@@ -29,7 +30,7 @@ from qdqtune.search.costs.units import Ways
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.subject import Subject
-from qdqtune.types import Edge, Failure, Layer, NumericFormat, Placement, Storage
+from qdqtune.types import Edge, Failure, Layer, Placement, Storage, Workload
 
 LEAST_BYTES = 2**20
 """Weights of fewer bytes in all stay in a cache: reading less of them gains nothing."""
@@ -58,9 +59,10 @@ UNTIMED = 0.5
 
 @dataclass(frozen=True)
 class Size:
-    """A product: rows of the activation, inputs and outputs of the weight, and its type (onnx.TensorProto.*)."""
+    """A product: rows of the activation in each workload, inputs and outputs of the weight, and its type
+    (onnx.TensorProto.*)."""
 
-    rows: int
+    rows: tuple[int, ...]
     inputs: int
     outputs: int
     dtype: int
@@ -68,7 +70,12 @@ class Size:
     @property
     def key(self) -> str:
         """It in records."""
-        return f"{self.rows}x{self.inputs}x{self.outputs} {self.dtype}"
+        return f"{self.name} {self.dtype}"
+
+    @property
+    def name(self) -> str:
+        """Its sizes."""
+        return f"{'+'.join(map(str, self.rows))}x{self.inputs}x{self.outputs}"
 
 
 def ways(
@@ -84,14 +91,15 @@ def ways(
     spent = _spent(subject.shaped, float_layers(), weights)
     if sum(spent.values()) < LEAST_SHARE:
         return {}
-    sizes = {edge: _size(subject.shaped, weight) for edge, weight in weights.items()}
+    by_workload = _by_workload(subject)
+    sizes = {edge: _size(by_workload, weight) for edge, weight in weights.items()}
     totals: dict[Size, float] = {}
     for edge, size in sizes.items():
         totals[size] = totals.get(size, 0.0) + spent[edge]
     kinds = sorted(totals, key=lambda size: (-totals[size], size.key))[:MOST_KINDS]
     record = store.get("storages")
     if record is None:
-        record = store.put("storages", {"shares": _probed(kinds, wanted, subject.numbers, runner)})
+        record = store.put("storages", {"shares": _probed(kinds, wanted, subject, runner)})
         runner.feed(subject.mix)
     shares: Mapping[str, Mapping[str, float]] = record["shares"]
     found = {}
@@ -152,10 +160,16 @@ def _spent(model: Model, layers: Sequence[Layer], weights: Mapping[Edge, Weight]
     return {edge: nodes.get(edge.node, 0.0) / total for edge in weights}
 
 
-def _size(model: Model, weight: Weight) -> Size:
+def _by_workload(subject: Subject) -> list[Model]:
+    """The model in the sizes of each of several workloads."""
+    shapes = [{name: a.shape for name, a in w.inputs.items() if name in subject.shaped.inputs} for w in subject.mix]
+    return [with_input_shapes(subject.shaped, s) for s in shapes] if len(shapes) > 1 else [subject.shaped]
+
+
+def _size(by_workload: Sequence[Model], weight: Weight) -> Size:
     inputs, outputs = weight.shape
-    rows = max(1, int(elements(model, weight.node.outputs[0])) // outputs)
-    return Size(rows, inputs, outputs, weight.constant.dtype)
+    written = (elements(model, weight.node.outputs[0]) for model in by_workload)
+    return Size(tuple(max(1, int(count) // outputs) for count in written), inputs, outputs, weight.constant.dtype)
 
 
 def _nearest(size: Size, kinds: Sequence[Size]) -> Size:
@@ -163,28 +177,26 @@ def _nearest(size: Size, kinds: Sequence[Size]) -> Size:
 
     def distance(other: Size) -> tuple[float, float]:
         work = size.inputs * size.outputs / (other.inputs * other.outputs)
-        return abs(float(np.log(size.rows / other.rows))), abs(float(np.log(work)))
+        return float(np.abs(np.log(np.divide(size.rows, other.rows))).sum()), abs(float(np.log(work)))
 
     return min(kinds, key=distance)
 
 
 def _probed(
-    kinds: Sequence[Size], wanted: Sequence[Storage], numbers: NumericFormat, runner: Runner
+    kinds: Sequence[Size], wanted: Sequence[Storage], subject: Subject, runner: Runner
 ) -> dict[str, dict[str, float]]:
     """By size of a product, the share of the float product's time that each storage takes; those that the engine
     refuses, or does not draw into the product, are absent."""
-    return {size.key: dict(_tried(size, wanted, numbers, runner)) for size in kinds}
+    return {size.key: dict(_tried(size, wanted, subject, runner)) for size in kinds}
 
 
-def _tried(
-    size: Size, wanted: Sequence[Storage], numbers: NumericFormat, runner: Runner
-) -> Iterator[tuple[str, float]]:
+def _tried(size: Size, wanted: Sequence[Storage], subject: Subject, runner: Runner) -> Iterator[tuple[str, float]]:
     able = [s for s in wanted if s.block is None or size.inputs % s.block == 0]
-    layers = _layers(size, able, numbers, runner)
+    layers = _layers(size, able, subject, runner)
     if isinstance(layers, Failure):  # one that the engine refuses spoils all
-        alone = {s: _layers(size, [s], numbers, runner) for s in able} if len(able) > 1 else {}
+        alone = {s: _layers(size, [s], subject, runner) for s in able} if len(able) > 1 else {}
         able = [s for s, told in alone.items() if not isinstance(told, Failure)]
-        layers = _layers(size, able, numbers, runner)
+        layers = _layers(size, able, subject, runner)
         if isinstance(layers, Failure):
             return
     floats = _time(layers, "float")
@@ -205,23 +217,26 @@ def _time(layers: Sequence[Layer], name: str) -> float | None:
     return sum(known) if known else None
 
 
-def _layers(
-    size: Size, wanted: Sequence[Storage], numbers: NumericFormat, runner: Runner
-) -> tuple[Layer, ...] | Failure:
+def _layers(size: Size, wanted: Sequence[Storage], subject: Subject, runner: Runner) -> tuple[Layer, ...] | Failure:
     """What the engine runs of one product in float and in each storage, side by side."""
     model = _side_by_side(size, wanted)
     stored = [(Edge(f"{s.name}_weight", f"{s.name}_product", 1), s) for s in wanted]
     dtype = helper.tensor_dtype_to_np_dtype(size.dtype)
-    sample = {"x": np.random.default_rng(0).standard_normal((size.rows, size.inputs)).astype(dtype)}
+    random = np.random.default_rng(0)
+    mix = tuple(
+        Workload({"x": random.standard_normal((rows, size.inputs)).astype(dtype)}, workload.share)
+        for rows, workload in zip(size.rows, subject.mix, strict=True)
+    )
     with temporary_folder() as folder, writing(folder):
         path = folder / "storages.onnx"
-        save(Inserter(model, Ranges({}), numbers).insert(Placement.of((), stored)), path)
-        return runner.report(path, sample, RUNS, f"storages_{size.rows}x{size.inputs}x{size.outputs}")
+        save(Inserter(model, Ranges({}), subject.numbers).insert(Placement.of((), stored)), path)
+        return runner.report(path, mix, RUNS, f"storages_{size.name}")
 
 
 def _side_by_side(size: Size, wanted: Sequence[Storage]) -> Model:
     columns = max(1, min(size.outputs, MOST_WEIGHTS // size.inputs))
     dtype = helper.tensor_dtype_to_np_dtype(size.dtype)
+    rows = size.rows[0] if len(size.rows) == 1 else None
     random, names = np.random.default_rng(1), ["float", *(s.name for s in wanted)]
     large, nodes, outputs = dict[str, Constant](), [], []
     for name in names:
@@ -229,8 +244,8 @@ def _side_by_side(size: Size, wanted: Sequence[Storage]) -> Model:
         large[f"{name}_weight"] = Constant.of(values)
         result = f"{name}_y"
         nodes.append(helper.make_node("MatMul", ["x", f"{name}_weight"], [result], f"{name}_product"))
-        outputs.append(helper.make_tensor_value_info(result, size.dtype, [size.rows, columns]))
-    given = [helper.make_tensor_value_info("x", size.dtype, [size.rows, size.inputs])]
+        outputs.append(helper.make_tensor_value_info(result, size.dtype, [rows, columns]))
+    given = [helper.make_tensor_value_info("x", size.dtype, [rows, size.inputs])]
     graph = helper.make_graph(nodes, "storages", given, outputs)
     proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     return Model(proto, large)
