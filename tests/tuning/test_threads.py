@@ -90,7 +90,9 @@ def test_where_the_winner_is_slower_at_a_number_the_next_candidate_is_tried(mode
     result = run(model)
     assert result.shipped == "tuned"
     assert (model.parent / "out" / "optimized_final.onnx").read_bytes() == seen[1]
-    assert [row["verdict"] for row in result.summary["by_threads"]] == ["faster", "faster"]
+    first, second = result.summary["by_threads"]
+    assert first["verdict"] == "faster"
+    assert second["ratio"] < 1  # two pairs of builds are enough to see that it is not slower
     assert any("is no gain where it may run" in note for note in result.notes)
 
 

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from qdqtune.measurement.timing import Plan
-from qdqtune.search import ratios_to_float
+from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.costs.noise import Noise
 from qdqtune.search.costs.optimum import cut, other
 from qdqtune.search.costs.prices import Costs
@@ -35,6 +35,9 @@ SPARE = 2
 
 LEAST_SEARCHED = 6
 """Builds that the search has in any case: the float model's, those that price every unit, and the optimum."""
+
+USUAL = 8
+"""Builds that a search without a front has: where fewer have found nothing to ship, this one goes on as long."""
 
 PRICES = np.logspace(-3, 8, 45)
 """Prices on noise, as multiples of the one at which the noise of the fastest placement costs as much as its time."""
@@ -64,7 +67,7 @@ PARTS = 6
 FLIPPED = 16
 """How many units are decided the other way in each optimum."""
 
-OFFERED = 16
+OFFERED = 24
 """How many placements are simulated to be offered."""
 
 
@@ -182,7 +185,8 @@ class FrontSearch:
         """See `Strategy`: what the cut proposes, until the builds are left that the proof of the points takes."""
         points = ENOUGH if self.builds < 2 * (2 + 2 * POINTS) else POINTS
         proof = self.places * 2 * (1 + points) + SPARE
-        most = max(LEAST_SEARCHED, self.builds - proof)
+        least = LEAST_SEARCHED if best_of(history) else min(USUAL, self.builds)
+        most = max(least, self.builds - proof)
         left = most - 1 - sum(t.builds for t in history)
         return self.by_cut.propose(history)[: max(0, left)]
 

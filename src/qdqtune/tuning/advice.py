@@ -11,8 +11,9 @@ from qdqtune.measurement.timing import Plan, Ratio, judge
 from qdqtune.search import ratios_to_float
 from qdqtune.types import Trial
 
-WIDE = 1.25
-"""Ends of an interval that are further apart than this factor tell of a busy machine: 5 % is usual on a quiet one."""
+WIDE = 1.5
+"""Ends of an interval that are further apart than this factor tell of a busy machine: 20 to 30 % is usual on a quiet
+one, where two pairs of builds have decided."""
 
 QUIETER = "a quieter machine, or more rounds (--effort extensive --restart), would decide"
 

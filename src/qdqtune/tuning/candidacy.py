@@ -25,6 +25,7 @@ from qdqtune.search.front import (
     GAIN,
     NEAR,
     NEAREST,
+    OFFERED,
     FrontSearch,
     Offer,
     Point,
@@ -53,7 +54,7 @@ WORTH = 0.98
 TRIES = 2
 """How often."""
 
-SIMULATED = 4
+SIMULATED = OFFERED
 """Offers that are simulated at most until the next one is chosen."""
 
 
@@ -192,7 +193,9 @@ class Candidacy:
     @property
     def _left(self) -> int:
         """Builds that search and meetings have left."""
-        return self._run.settings.builds - 1 - builds_of(self._history) - self._opponents.builds
+        return (
+            self._run.settings.builds - 1 - self._run.found.builds - builds_of(self._history) - self._opponents.builds
+        )
 
     def _elsewhere(self, count: int, pairs: int) -> int:
         """Builds that so many points take at other numbers of threads, with those of the user's file that they meet."""

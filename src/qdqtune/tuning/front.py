@@ -19,7 +19,6 @@ from qdqtune.measurement.timing import PAIRS, USUAL, Ratio, ratio, spread_of
 from qdqtune.search import best_of
 from qdqtune.search.front import ENOUGH, FrontSearch, Point, named
 from qdqtune.tuning.accepting import is_alike
-from qdqtune.tuning.budget import builds_of
 from qdqtune.tuning.candidacy import Candidacy, Entry, move_model
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT, PLACEMENT, SUMMARY, alone
 from qdqtune.tuning.forms import POINT, ListOf, fits
@@ -111,8 +110,7 @@ def prove_front(history: Sequence[Trial], run: Run, search: FrontSearch | None) 
     if not (holding := [p for p in kept if p.holds]):
         again = best_of(history)  # as without a front, where its builds have not told that it is slower
         tried = {e.trial.placement for e in candidacy.entries if e.trial.placement != again or e.is_slower(run)}
-        room = run.settings.builds - 1 - builds_of(history) - builds - len(trials)
-        usual = prove([t for t in history if t.placement not in tried], run, room)
+        usual = prove([t for t in history if t.placement not in tried], run)
         proof = replace(usual, builds=usual.builds + builds, notes=(*usual.notes, *notes))
         return Front(proof, tuple(kept), trials)
     even = [p for p in holding if is_alike(p.ratio, holding[0].ratio)]

@@ -19,7 +19,6 @@ from qdqtune.graph.loading import files_of
 from qdqtune.graph.stamps import content
 from qdqtune.measurement.pairing import as_many_pairs_as_needed, fresh_pairs, rounds_of
 from qdqtune.measurement.timing import (
-    MOST_PAIRS,
     PAIRS,
     USUAL,
     Plan,
@@ -67,10 +66,8 @@ class Confirmed:
         return cls(both, a_seconds, b_seconds, 2 * len(measured), parts)
 
 
-def confirm(
-    key: str, a: Path, b: Path, run: Run, place: Place, most: int = MOST_PAIRS, *, is_won: bool = False
-) -> Confirmed | Failure:
-    """Two files as they lie on disk, in fresh rounds on two fresh builds of each, and up to `most` where these do not
+def confirm(key: str, a: Path, b: Path, run: Run, place: Place, *, is_won: bool = False) -> Confirmed | Failure:
+    """Two files as they lie on disk, in fresh rounds on two fresh builds of each, or on more where these do not
     decide; kept in the store by `key` and place. `is_won`: elsewhere b has won, and here it is only not to be slower.
 
     What was measured of files that held anything else does not count.
@@ -79,7 +76,7 @@ def confirm(
 
     def is_enough(ratios: Sequence[Ratio]) -> bool:
         is_settled = is_won and on_these_builds(ratios).median <= 1
-        return is_settled or 2 * len(ratios) > most or run.budget.lacks(time.monotonic() - begun)
+        return is_settled or run.budget.lacks(time.monotonic() - begun)
 
     measured = as_many_pairs_as_needed(pair.builds, plan, is_enough)
     return measured if isinstance(measured, Failure) else Confirmed.of(measured, plan)

@@ -18,7 +18,7 @@ from qdqtune.graph.constants import places as data_places
 from qdqtune.graph.files import data_of
 from qdqtune.graph.loading import load, read
 from qdqtune.graph.outputs import appearing, exchange
-from qdqtune.measurement.timing import MOST_PAIRS, PAIRS, Ratio
+from qdqtune.measurement.timing import Ratio
 from qdqtune.search import ratios_to_float
 from qdqtune.tuning import advice
 from qdqtune.tuning.folder import BASELINE, FINAL
@@ -153,8 +153,6 @@ class _Contest:
     places: Sequence[Place]
     pairs_hold: bool
     """Whether the user's file has pairs, and may ship as it is: then it is to be beaten, too."""
-    room: int | None = None
-    """How many builds are left for all of them; None is as many as they need."""
     notes: dict[str, None] = field(default_factory=dict)
     builds: int = 0
     seconds: float = 0.0
@@ -186,20 +184,14 @@ class _Contest:
     def _meetings(self, placement: Placement) -> Iterator[_Meeting]:
         """Place by place, until one says no; the float model is no other one at other threads."""
         found, is_won = self.places if placement or self.is_rewritten else self.places[:1], False
-        for number, place in enumerate(found):
-            left = None if self.room is None else self.room - self.builds - 2 * PAIRS * (len(found) - number - 1)
-            met = _meet(placement, self.run, place, MOST_PAIRS if left is None else left // 2, is_won=is_won)
+        for place in found:
+            met = _meet(placement, self.run, place, is_won=is_won)
             self.builds += met.builds
             self.notes |= {met.note: None} if met.note else {}
             yield met
             if met.standing.is_slower:
                 return
             is_won = is_won or met.standing.ratio.verdict == "faster"
-
-    def has_room(self, places: int) -> bool:
-        """Whether there are builds for one more at so many places, and time, if one was tried."""
-        is_full = self.room is not None and self.room - self.builds < 2 * PAIRS * places
-        return not is_full and not (self.last and self.run.budget.lacks(self.seconds))
 
     def _beats_given(self) -> bool:
         known = [met.to_given for met in self.last if met.to_given is not None]
@@ -217,14 +209,13 @@ class _Contest:
         self.notes[f"{edges} did not prove faster on fresh builds: {advice.unproven(first.ratio)}"] = None
 
 
-def prove(history: Sequence[Trial], run: Run, room: int | None = None) -> Proof:
+def prove(history: Sequence[Trial], run: Run) -> Proof:
     """Write the files that may ship, and pair them as they lie on disk.
 
     The search's favourite is flattered by its luck. Where it does not prove itself, the one before it gets a chance;
     where it is only slower at another number of threads, so do other candidates that were faster than float. In the end
     the float model as we write it meets the user's file, and is not to be slower either, unless there is no time for
-    that; where it was rewritten and is faster it ships, and else the user's file does. All of them take at most `room`
-    builds.
+    that; where it was rewritten and is faster it ships, and else the user's file does.
 
     Raises:
         BaselineFailed: the engine fails on a finished file.
@@ -234,7 +225,7 @@ def prove(history: Sequence[Trial], run: Run, room: int | None = None) -> Proof:
     run.candidates.write_whole(Placement(), folder / BASELINE)
     pairs_hold = settings.from_qdq and not any(t.proposal.origin == "imported" and t.holds is False for t in history)
     with places(settings.engine, settings.thread_counts, run.runner, run.subject.mix) as found:
-        contest = _Contest(run, found, pairs_hold, room)
+        contest = _Contest(run, found, pairs_hold)
         for placement in _finalists(history, contest):
             if contest.tried(placement):
                 contest.notes |= {} if placement else {REWRITES_ALONE: None}
@@ -270,7 +261,7 @@ def _proof(placement: Placement, contest: _Contest) -> Proof:
 def _finalists(history: Sequence[Trial], contest: _Contest) -> Iterator[Placement]:
     """Those that were accepted, the last one first; behind candidates that only another number of threads has stopped
     the others that hold the limits and were clearly faster than float, the fastest first; and the float model. None
-    that there is no time for, or no room."""
+    that there is no time for."""
     run = contest.run
     is_bounded = run.settings.time_budget is not None
     if is_bounded and not history:
@@ -284,10 +275,10 @@ def _finalists(history: Sequence[Trial], contest: _Contest) -> Iterator[Placemen
     for number, placement in enumerate(queue):
         if number >= len(first) and not contest.vetoed:
             break
-        if not contest.has_room(len(contest.places)):
+        if number and run.budget.lacks(contest.seconds):
             return
         yield placement
-    if contest.has_room(1) and not run.budget.lacks(contest.seconds):
+    if not run.budget.lacks(contest.seconds):
         yield Placement()
 
 
@@ -296,19 +287,17 @@ def _unproven(run: Run) -> Path:
     return run.candidates.folder / FINAL
 
 
-def _meet(placement: Placement, run: Run, place: Place, most: int, *, is_won: bool) -> _Meeting:
+def _meet(placement: Placement, run: Run, place: Place, *, is_won: bool) -> _Meeting:
     """A float file of the user's is the float model: only beside pairs, or where the engine does not run it as it is,
     the baseline that we write takes its place."""
     settings, final = run.settings, _unproven(run)
-    given = confirm(f"given:{placement.digest}", settings.model, final, run, place, most, is_won=is_won)
+    given = confirm(f"given:{placement.digest}", settings.model, final, run, place, is_won=is_won)
     to_given, note = (None, given.reason) if isinstance(given, Failure) else (given.ratio, "")
     if isinstance(given, Confirmed) and not settings.from_qdq:
         return _Meeting(_standing(given, place), given.ratio, given.builds)
     if note:
         note = f"the engine does not run {settings.model.name} as it is, so it was not compared: {note}"
-    beside = confirm(
-        f"proof:{placement.digest}", settings.output_dir / BASELINE, final, run, place, most, is_won=is_won
-    )
+    beside = confirm(f"proof:{placement.digest}", settings.output_dir / BASELINE, final, run, place, is_won=is_won)
     if isinstance(beside, Failure):
         raise BaselineFailed(f"the engine failed on the finished files: {beside.reason}")
     builds = beside.builds + (given.builds if isinstance(given, Confirmed) else 0)

@@ -50,9 +50,10 @@ class Stopwatch(Silent):
         self._keep()
 
     def _keep(self) -> None:
-        if time.monotonic() - self._written >= STEP and self._path.parent.is_dir():
-            write_json(self._path, {"seconds": round(self.whole, 1)})
-            self._written = time.monotonic()
+        now = time.monotonic()
+        if now - self._written >= STEP and self._path.parent.is_dir():
+            write_json(self._path, {"seconds": round(self._earlier + now - self._begun, 1)})
+            self._written = now
 
     def _read(self) -> float:
         try:

@@ -48,7 +48,7 @@ def prepare(run: Run) -> Cut:
     subject, noise = run.subject, foresee(run)
     if (by_layers := cut_search(run, noise)) is not None:
         strategy = (
-            FrontSearch(by_layers, noise, run.settings.builds, len(run.settings.thread_counts))
+            FrontSearch(by_layers, noise, run.settings.builds - run.found.builds, len(run.settings.thread_counts))
             if run.settings.front and noise is not None
             else by_layers
         )
