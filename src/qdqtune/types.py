@@ -116,7 +116,11 @@ class Placement:
         return edge in self.edges
 
     def __iter__(self) -> Iterator[Edge]:
-        return iter(sorted(self.edges, key=EDGE_ORDER))
+        return iter(self._ordered)
+
+    @cached_property
+    def _ordered(self) -> tuple[Edge, ...]:
+        return tuple(sorted(self.edges, key=EDGE_ORDER))
 
     def __len__(self) -> int:
         return len(self.edges)

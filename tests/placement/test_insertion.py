@@ -43,7 +43,7 @@ from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.model import Model, Node
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import RAW_OUTPUT, Inserter, insert
-from qdqtune.placement.possible import WeightRole, possible_edges, weight_role
+from qdqtune.placement.possible import WeightRole, consistent, possible_edges, weight_role
 from qdqtune.placement.reading import read_placement
 from qdqtune.types import Edge, NumericFormat, Placement
 
@@ -698,3 +698,22 @@ def test_an_engine_without_integer_weights_reads_no_float16_scales() -> None:
     placement = Placement.of([next(e for e in possible_edges(model, ranges(model)) if e.tensor in model.constants)])
     with pytest.raises(BadModel, match="float32 scales only"):
         insert(model, placement, ranges(model), replace(INT8, float_weights=True))
+
+
+def test_candidates_are_the_same_whatever_was_written_before() -> None:
+    """What an inserter keeps for the next candidate is what that would write itself."""
+    net = """net (float[1,8,4,4] x) => (float[1,8,4,4] y) {
+        [one] a = Conv <pads=[1,1,1,1]> (x, w) [relu] b = Relu(a) [two] c = Conv <pads=[1,1,1,1]> (b, w)
+        [pool] b_scale = MaxPool <kernel_shape=[1,1]> (c) [y_scale] y = Add(b_scale, b) }"""
+    model = build(net, {"w": normal(8, 8, 3, 3, scale=0.1)})
+    found = ranges(model)
+    possible = sorted(possible_edges(model, found))
+    placements = [Placement.of(possible[k::2]) | Placement.of(possible[:k]) for k in range(len(possible))]
+    used, numbers = Inserter(model, found, PLAIN), PLAIN
+    for placement in [consistent(model, p) for p in (*placements, *placements[::-1])]:
+        fresh = Inserter(model, found, numbers).insert(placement)
+        assert used.insert(placement).proto == fresh.proto
+    wider = Ranges({t: Range(2 * r.low, 2 * r.high) for t, r in found.activations.items()})
+    placement = consistent(model, Placement.of(possible))
+    assert used.with_ranges(wider).insert(placement).proto == Inserter(model, wider, numbers).insert(placement).proto
+    assert used.insert(placement).proto == Inserter(model, found, numbers).insert(placement).proto

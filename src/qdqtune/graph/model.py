@@ -203,6 +203,24 @@ class Model:
         return infos | {name: TensorInfo(c.dtype, c.shape) for name, c in self.constants.items()}
 
     @cached_property
+    def frame(self) -> onnx.ModelProto:
+        """The protobuf without nodes, constants and types of tensors inside the graph."""
+        bare = onnx.ModelProto()
+        bare.CopyFrom(self.proto)
+        del bare.graph.node[:], bare.graph.initializer[:], bare.graph.value_info[:]
+        return bare
+
+    @cached_property
+    def inline(self) -> tuple[str, ...]:
+        """Names of the initializers of the protobuf, in their order."""
+        return tuple(t.name for t in self.proto.graph.initializer)
+
+    @cached_property
+    def described(self) -> tuple[str, ...]:
+        """Names of the tensors whose types the protobuf lists, in their order."""
+        return tuple(v.name for v in self.proto.graph.value_info)
+
+    @cached_property
     def fingerprint(self) -> str:
         """32 hex digits of the graph and of every constant's content."""
         digest = hashlib.sha256(self.proto.SerializeToString(deterministic=True))
@@ -224,28 +242,61 @@ class Model:
         return whole
 
 
-def rebuild(model: Model, nodes: Sequence[onnx.NodeProto], added: Mapping[str, Constant]) -> Model:
+class Made(NamedTuple):
+    """A node for `rebuild` with the names that it reads and makes, which is faster than to ask it. It has no bodies."""
+
+    proto: onnx.NodeProto
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+def rebuild(
+    model: Model,
+    nodes: Sequence[onnx.NodeProto | Made | int],
+    added: Mapping[str, Constant] | Mapping[str, Constant | onnx.TensorProto],
+) -> Model:
     """`model` with other nodes and more constants; constants and types that no node of it mentions any more are left.
 
-    `added` take the place of constants of their names. `nodes` are in topological order and make every graph output.
+    `nodes` are in topological order and make every graph output; a number stands for that node of `model`. `added` take
+    the place of constants of their names; those that are protobufs are small.
     """
     result = onnx.ModelProto()
-    result.CopyFrom(model.proto)
-    graph = result.graph
-    del graph.node[:]
-    graph.node.extend(nodes)
-    read = {name for n in nodes for name in n.input} | {o.name for o in graph.output}
-    read.update(name for n in nodes for body in bodies(n) for name in captured(body))
-    made = {name for n in nodes for name in n.output}
-    kept = [t for t in graph.initializer if t.name in read - added.keys()]
-    kept += [c.to_proto(name) for name, c in added.items() if name in read and c.nbytes < LARGE]
-    infos = [v for v in graph.value_info if v.name in made]
-    del graph.initializer[:], graph.value_info[:]
-    graph.initializer.extend(kept)
-    graph.value_info.extend(infos)
+    result.CopyFrom(model.frame)
+    graph, before = result.graph, model.proto.graph
+    own, written = model.nodes, list(before.node) if any(isinstance(n, int) for n in nodes) else []
+    graph.node.extend(written[n] if isinstance(n, int) else n.proto if isinstance(n, Made) else n for n in nodes)
+    read, made = {o.name for o in graph.output}, set[str]()
+    for n in nodes:
+        if isinstance(n, int):
+            read.update(own[n].inputs, own[n].captures)
+            made.update(own[n].outputs)
+            continue
+        read.update(n.inputs if isinstance(n, Made) else n.input)
+        made.update(n.outputs if isinstance(n, Made) else n.output)
+        if not isinstance(n, Made):
+            read.update(name for body in bodies(n) for name in captured(body))
     outside = {name: c for name, c in model.large.items() if name not in added}
-    outside |= {name: c for name, c in added.items() if c.nbytes >= LARGE}
+    small = []
+    for name, c in added.items():
+        if isinstance(c, onnx.TensorProto):
+            small.append(c)
+        elif c.nbytes >= LARGE:
+            outside[name] = c
+        elif name in read:
+            small.append(c.to_proto(name))
+    kept = read - added.keys()
+    _extend(graph.initializer, before.initializer, model.inline, kept)
+    graph.initializer.extend(tensor for tensor in small if tensor.name in read)
+    _extend(graph.value_info, before.value_info, model.described, made)
     return Model(result, {name: c for name, c in outside.items() if name in read})
+
+
+def _extend(target: Any, source: Any, names: Sequence[str], wanted: set[str]) -> None:
+    """Append what has a wanted name, in its order; `names` are those of `source`."""
+    if wanted.issuperset(names):
+        target.extend(source)
+    else:
+        target.extend(each for each, name in zip(source, names, strict=True) if name in wanted)
 
 
 def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import onnx
 from onnx import helper
 
-from qdqtune.graph.model import LARGE, Constant
+from qdqtune.graph.model import LARGE, Constant, Made
 from qdqtune.types import Array
 
 
@@ -20,20 +22,53 @@ class Parameters:
     zero_point: str
 
 
+@dataclass(frozen=True)
+class Fragment:
+    """What was written for one tensor, for drafts that have all its `names` free: each of them would get the same where
+    it is made of the same."""
+
+    made_of: object
+    names: frozenset[str]
+    constants: Mapping[str, Constant | onnx.TensorProto]
+    nodes: Sequence[onnx.NodeProto | Made | int]
+    output: str
+
+
 @dataclass
 class Draft:
     """The new graph while it is written."""
 
-    nodes: list[onnx.NodeProto] = field(default_factory=list)
-    constants: dict[str, Constant] = field(default_factory=dict)
+    nodes: list[onnx.NodeProto | Made | int] = field(default_factory=list)
+    """As `rebuild` takes them."""
+    constants: dict[str, Constant | onnx.TensorProto] = field(default_factory=dict)
     made: dict[tuple[object, ...], str] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
+    given: list[tuple[str, str]] = field(default_factory=list)
+    """Names as they were wanted, and as they are."""
+
+    def once(self, known: dict[object, Fragment], slot: object, made_of: object, write: Callable[[], str]) -> str:
+        """The name of what `write` writes, or of the same from an earlier draft: `known` holds the latest by `slot`."""
+        last = known.get(slot)
+        if last is not None and last.made_of == made_of and last.names.isdisjoint(self.names):
+            self.names |= last.names
+            self.constants.update(last.constants)
+            self.nodes += last.nodes
+            return last.output
+        given, nodes = len(self.given), len(self.nodes)
+        output = write()
+        names = [name for wanted, name in self.given[given:] if wanted == name]
+        if len(names) == len(self.given) - given:
+            constants = {name: self.constants[name] for name in names if name in self.constants}
+            known[slot] = Fragment(made_of, frozenset(names), constants, tuple(self.nodes[nodes:]), output)
+        return output
 
     def constant(self, wanted: str, values: Array) -> str:
         """A constant in memory under a free name near `wanted`."""
         name, array = self.unique(wanted), np.asarray(values)
-        # Large ones are shared between candidates by key, and candidates differ under one name: the content decides.
-        self.constants[name] = Constant.of(array, key=name if array.nbytes < LARGE else None)
+        if array.nbytes < LARGE:
+            self.constants[name] = _tensor(name, array)
+        else:  # shared between candidates by key, and candidates differ under one name: the content decides
+            self.constants[name] = Constant.of(array)
         return name
 
     def unique(self, wanted: str) -> str:
@@ -42,6 +77,7 @@ class Draft:
         while name in self.names:
             name, n = f"{wanted}_{n}", n + 1
         self.names.add(name)
+        self.given.append((wanted, name))
         return name
 
 
@@ -49,8 +85,19 @@ def converter(
     op: str, draft: Draft, tensor: str, source: str, parameters: Parameters, output: str, axis: int | None = None
 ) -> None:
     """Append a Q or a DQ of `tensor` that reads `source` and writes `output`."""
-    inputs = [source, parameters.scale, parameters.zero_point]
-    node = helper.make_node(op, inputs, [output], draft.unique(f"{tensor}_{op}"))
+    inputs = (source, parameters.scale, parameters.zero_point)
+    node = onnx.NodeProto(input=inputs, output=(output,), name=draft.unique(f"{tensor}_{op}"), op_type=op)
     if axis is not None:
         node.attribute.append(helper.make_attribute("axis", axis))
-    draft.nodes.append(node)
+    draft.nodes.append(Made(node, inputs, (output,)))
+
+
+TYPES: dict[np.dtype[Any], int] = {}
+
+
+def _tensor(name: str, array: Array) -> onnx.TensorProto:
+    """A small constant as `numpy_helper.from_array` makes it, a few times as fast."""
+    dtype = TYPES.get(array.dtype)
+    if dtype is None:
+        dtype = TYPES[array.dtype] = helper.np_dtype_to_tensor_dtype(array.dtype)
+    return onnx.TensorProto(name=name, data_type=dtype, dims=array.shape, raw_data=array.tobytes())

@@ -8,10 +8,10 @@ writes nodes in one pass.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import onnx
@@ -28,8 +28,8 @@ from qdqtune.graph.model import GRAPH, Constant, Model, Node, rebuild
 from qdqtune.graph.operators import CLAMPS, COMPUTE
 from qdqtune.placement.bias_correction import layer_at
 from qdqtune.placement.compression import BLOCKS, Compressor
-from qdqtune.placement.draft import Draft, Parameters, converter
-from qdqtune.placement.possible import refusal, unscaled, weight_role
+from qdqtune.placement.draft import Draft, Fragment, Parameters, converter
+from qdqtune.placement.possible import clamp_bounds, refusal, unscaled, weight_role
 from qdqtune.placement.shared_scales import Member, common_ranges
 from qdqtune.types import Array, Edge, NumericFormat, Placement, QType
 
@@ -97,7 +97,8 @@ class Inserter:
         self._weights: dict[tuple[str, int | None], Quantization] = {}
         self._activations: dict[tuple[Range, int], Quantization] = {}
         self._forms: dict[tuple[object, ...], Constant] = {}
-        self._problems: dict[Edge, str | None] = {}
+        self._fine = frozenset[Edge]()
+        self._fragments: dict[object, Fragment] = {}
         self._names = names_in(model.proto.graph) | set(model.index_of)
         self._met = moments(self._model)
         self._compressor = Compressor(self._model, self._met)
@@ -125,9 +126,11 @@ class Inserter:
     def _checked(self, placement: Placement) -> dict[str, list[Edge]]:
         """The edges by tensor, each known to exist and to be able to carry a pair."""
         model, by_tensor = self._model, dict[str, list[Edge]]()
-        for edge in placement:
+        for edge in sorted(placement.edges - self._fine):
             if edge_problem := self._problem(edge):
                 raise ValueError(f"no pair can stand on {edge}: {edge_problem}")
+        self._fine |= placement.edges
+        for edge in placement:
             by_tensor.setdefault(edge.tensor, []).append(edge)
         for edge, storage in placement.compressed:
             if (problem := self._compressor.problem(edge, storage)) is not None:
@@ -137,12 +140,7 @@ class Inserter:
         return by_tensor
 
     def _problem(self, edge: Edge) -> str | None:
-        """Why an edge can carry no pair; None if it can. Remembered, since most placements share their edges."""
-        if edge not in self._problems:
-            self._problems[edge] = self._found_problem(edge)
-        return self._problems[edge]
-
-    def _found_problem(self, edge: Edge) -> str | None:
+        """Why an edge can carry no pair; None if it can."""
         model, node = self._model, GRAPH if edge.is_graph_output else self._model.index_of.get(edge.node)
         slots = () if node is None else model.outputs if node == GRAPH else model.nodes[node].inputs
         if node is None or not 0 <= edge.index < len(slots) or slots[edge.index] != edge.tensor:
@@ -247,7 +245,7 @@ class Inserter:
             if node.op not in CLAMPS or node.domain or node.outputs[0] not in activations:
                 continue
             source, result = node.inputs[0], node.outputs[0]
-            bounds = _clamp_bounds(model, node)
+            bounds = clamp_bounds(model, node)
             if (
                 bounds is not None
                 and len(model.uses(source)) == 1
@@ -300,8 +298,12 @@ class Inserter:
         paired = {e.tensor: e for e in placement if e.is_graph_output}
         raw = {tensor: draft.unique(tensor + RAW_OUTPUT) for tensor in paired}
         storages, superfluous = placement.storages, self._compressor.superfluous(placement)
+        changed = self._changed(placement, decision, raw.keys() | renamed.keys() | set(renamed.values()))
         for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
             if node.index in decision.dropped or node.index in superfluous:
+                continue
+            if node.index not in changed:
+                draft.nodes.append(node.index)
                 continue
             copy = onnx.NodeProto()
             copy.CopyFrom(proto)
@@ -329,6 +331,16 @@ class Inserter:
             result.proto.ir_version = max(result.proto.ir_version, oldest)
         return result
 
+    def _changed(self, placement: Placement, decision: _Decision, touched: Set[str]) -> set[int]:
+        """The nodes that are not as in the float model, `touched` being tensors that have other names."""
+        model = self._model
+        names = {e.node for e in placement.edges if e.node} | {e.node for e in placement.storages}
+        changed = {*map(model.index_of.__getitem__, names), *decision.biases, *decision.shifted}
+        for tensor in touched:
+            changed.update(use.node for use in model.uses(tensor))
+            changed.add(model.producers.get(tensor, GRAPH))
+        return changed
+
     def _dequantized(self, draft: Draft, decision: _Decision, edge: Edge, raw: Mapping[str, str]) -> str:
         """Name of the DQ output that stands for `edge`; its nodes are written on first use.
 
@@ -340,12 +352,18 @@ class Inserter:
             return self._constant(draft, tensor, self._ranked(edge, constant), decision.constants[edge])
         key: tuple[object, ...] = ("activation", tensor)
         if key not in draft.made:
-            parameters = self._parameters(draft, tensor, decision.activations[tensor])
-            quantized = draft.unique(f"{tensor}_QuantizeLinear_Output")
-            draft.made[key] = tensor if tensor in raw else draft.unique(f"{tensor}_DequantizeLinear_Output")
-            converter("QuantizeLinear", draft, tensor, raw.get(tensor, tensor), parameters, quantized)
-            converter("DequantizeLinear", draft, tensor, quantized, parameters, draft.made[key])
+            quantization = decision.activations[tensor]
+            write = partial(self._pair, draft, tensor, quantization, raw)
+            draft.made[key] = draft.once(self._fragments, key, (quantization, raw.get(tensor)), write)
         return draft.made[key]
+
+    def _pair(self, draft: Draft, tensor: str, quantization: Quantization, raw: Mapping[str, str]) -> str:
+        parameters = self._parameters(draft, tensor, quantization)
+        quantized = draft.unique(f"{tensor}_QuantizeLinear_Output")
+        output = tensor if tensor in raw else draft.unique(f"{tensor}_DequantizeLinear_Output")
+        converter("QuantizeLinear", draft, tensor, raw.get(tensor, tensor), parameters, quantized)
+        converter("DequantizeLinear", draft, tensor, quantized, parameters, output)
+        return output
 
     def _ranked(self, edge: Edge, constant: Constant) -> Constant:
         """The constant, and a single number as a vector of one where that is the same to the node.
@@ -361,19 +379,27 @@ class Inserter:
     def _constant(self, draft: Draft, tensor: str, constant: Constant, quantization: Quantization) -> str:
         key = (constant.key, quantization.qtype, quantization.axis, quantization.scale.tobytes(), tensor)
         if key not in draft.made:
-            name = draft.unique(f"{tensor}_quantized")
-            if not self._format.float_weights:
-                if key not in self._forms:
-                    self._forms[key] = _quantized(constant, quantization)
-                draft.constants[name] = self._forms[key]
-            parameters = self._parameters(draft, tensor, quantization)
-            if self._format.float_weights:
-                source = draft.unique(f"{tensor}_float")
-                draft.constants[source] = constant
-                converter("QuantizeLinear", draft, tensor, source, parameters, name, quantization.axis)
-            draft.made[key] = draft.unique(f"{tensor}_DequantizeLinear_Output")
-            converter("DequantizeLinear", draft, tensor, name, parameters, draft.made[key], quantization.axis)
+            write = partial(self._fixed_pair, draft, tensor, constant, quantization, key)
+            draft.made[key] = draft.once(self._fragments, (tensor, quantization.axis), key, write)
         return draft.made[key]
+
+    def _fixed_pair(
+        self, draft: Draft, tensor: str, constant: Constant, quantization: Quantization, key: tuple[object, ...]
+    ) -> str:
+        """A DQ behind a quantized constant, or a Q and a DQ behind a float one."""
+        name = draft.unique(f"{tensor}_quantized")
+        if not self._format.float_weights:
+            if key not in self._forms:
+                self._forms[key] = _quantized(constant, quantization)
+            draft.constants[name] = self._forms[key]
+        parameters = self._parameters(draft, tensor, quantization)
+        if self._format.float_weights:
+            source = draft.unique(f"{tensor}_float")
+            draft.constants[source] = constant
+            converter("QuantizeLinear", draft, tensor, source, parameters, name, quantization.axis)
+        output = draft.unique(f"{tensor}_DequantizeLinear_Output")
+        converter("DequantizeLinear", draft, tensor, name, parameters, output, quantization.axis)
+        return output
 
     def _bias(self, draft: Draft, node: Node, slot: int, decision: _Decision) -> str:
         """Name of the tensor that stands for a node's bias: a DQ of integers, or a corrected one in float."""
@@ -402,19 +428,6 @@ class Inserter:
         values = quantization.scale.astype(dtype)
         zeros = np.full(quantization.scale.shape, quantization.zero_point, scales.NUMPY_TYPE[quantization.qtype])
         return Parameters(draft.constant(f"{tensor}_scale", values), draft.constant(f"{tensor}_zero_point", zeros))
-
-
-def _clamp_bounds(model: Model, node: Node) -> tuple[float, float] | None:
-    """The interval that a Relu or Clip maps to, if it is known."""
-    if node.op == "Relu":
-        return 0.0, np.finfo(np.float64).max
-    ends = []
-    for i, default in ((1, -np.finfo(np.float64).max), (2, np.finfo(np.float64).max)):
-        name = node.inputs[i] if len(node.inputs) > i else ""
-        if name and name not in model.constants:
-            return None
-        ends.append(float(model.constants[name].array().reshape(())) if name else float(default))
-    return (ends[0], ends[1])
 
 
 def _edge(model: Model, tensor: str, node: int, index: int) -> Edge:

@@ -212,3 +212,16 @@ def consistent(model: Model, placement: Placement) -> Placement:
             if len(present := [e for e in both if e in placement]) == 1:
                 lonely.update(present)
     return Placement(placement.edges - lonely, placement.compressed) if lonely else placement
+
+
+def clamp_bounds(model: Model, node: Node) -> tuple[float, float] | None:
+    """The interval that a Relu or Clip maps to, if it is known."""
+    if node.op == "Relu":
+        return 0.0, np.finfo(np.float64).max
+    ends = []
+    for i, default in ((1, -np.finfo(np.float64).max), (2, np.finfo(np.float64).max)):
+        name = node.inputs[i] if len(node.inputs) > i else ""
+        if name and name not in model.constants:
+            return None
+        ends.append(float(model.constants[name].array().reshape(())) if name else float(default))
+    return (ends[0], ends[1])
