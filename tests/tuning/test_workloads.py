@@ -247,6 +247,11 @@ def test_a_model_is_shaped_where_all_workloads_agree(model: Path) -> None:
     assert [s["ids"].shape for s in prepared.samples] == [(1, 1), (1, 64)]
     alone = prepare(load(model), Data(workloads=files[:1]))
     assert alone.shaped.tensors["present"].shape == (1, 2, 16, 32)
+    empty = prepare(load(model), Data(input_shapes={"ids": (1, 5), "past": (1, 2, 0, 32)}))
+    assert empty.shaped.tensors["present"].shape == (1, 2, 5, 32)
+    assert empty.samples.first(1)[0]["past"].shape == (1, 2, 0, 32)
+    with pytest.raises(BadOption, match="1 more inputs have dynamic dimensions: give --input-shape ids:1x1 --input-"):
+        prepare(load(model), Data())
     assert [w.share for w in open_workloads(files, load(model))] == [0.5, 0.5]
 
 

@@ -35,6 +35,9 @@ HELD_OUT = 5
 """Every so many samples one is kept from calibration."""
 
 
+NAMED = 6
+"""Inputs of open sizes that an error names at most: a language model has two for the cache of each layer."""
+
 UNREADABLE = (
     OSError,
     ValueError,
@@ -373,14 +376,12 @@ def _names(specs: tuple[InputSpec, ...]) -> str:
 
 def _random(model: Model, specs: tuple[InputSpec, ...], seed: int, count: int) -> Samples:
     """Normal floats, integers that every lookup table of the model can answer, booleans."""
-    for spec in specs:
-        unknown = [i for i, d in enumerate(spec.shape) if d is None and i > 0]
-        if unknown:
-            raise BadOption(
-                f"input {spec} has dynamic dimensions: give --input-shape {spec.name}:"
-                + "x".join("1" if d is None else str(d) for d in spec.shape)
-                + " (with your sizes), or --calibration-data"
-            )
+    if dynamic := [spec for spec in specs if None in spec.shape[1:]]:
+        flags = [f"--input-shape {s.name}:{'x'.join('1' if d is None else str(d) for d in s.shape)}" for s in dynamic]
+        others = f" and {len(dynamic) - 1} more inputs have" if len(dynamic) > 1 else " has"
+        wanted = " ".join([*flags[:NAMED], *["..."][: len(flags) > NAMED]])
+        what = f"input {dynamic[0]}{others} dynamic dimensions"
+        raise BadOption(f"{what}: give {wanted} (with your sizes), or --calibration-data")
     tops = {s.name: _index_end(model, s.name) for s in specs}
 
     def draw(rng: np.random.Generator, spec: InputSpec) -> Array:

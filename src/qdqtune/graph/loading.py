@@ -128,7 +128,8 @@ def with_input_shapes(model: Model, shapes: Mapping[str, tuple[int | None, ...]]
         for i, (dim, size) in enumerate(zip(dims, shape, strict=True)):
             if size is None:
                 continue
-            known = dim.dim_value if dim.dim_value > 0 else symbols.get(dim.dim_param, max(size, 1))
+            least = 1 if i == 0 else 0  # a cache may be empty, a batch not
+            known = dim.dim_value if dim.dim_value > 0 else symbols.get(dim.dim_param, max(size, least))
             if known != size:
                 raise BadOption(f"input {name!r}: dimension {i} cannot be {size}; it is {dim.dim_param or known}")
             if dim.dim_param:
