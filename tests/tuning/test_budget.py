@@ -95,6 +95,14 @@ def test_it_does_so_for_noise_and_other_searches(
     assert result.history or budget == 60.0
 
 
+def test_a_search_with_builds_left_ends_in_time(model: Path, clock: Clock, workers: Workers) -> None:
+    result, _ = slow_run(model, workers, 0.2, 200.0, mode="region", builds=192)
+    assert clock.now - 1000.0 <= 200.0
+    assert 1 <= len(result.history) < 30
+    shipped, baseline = (cost(model.parent / "out" / name) for name in ("optimized_final.onnx", "baseline.onnx"))
+    assert shipped <= baseline <= 1.0001 * cost(model)
+
+
 @pytest.mark.usefixtures("clock")
 def test_nothing_is_paired_where_nothing_was_tried(model: Path, workers: Workers) -> None:
     result, notes = slow_run(model, workers, 3.8, 120.0)
@@ -128,7 +136,7 @@ def test_all_samples_are_seen_where_there_is_time(model: Path, workers: Workers)
 def test_a_proof_at_threads_that_nobody_named_leaves_time_for_the_search(
     model: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch, budget: float, rows: int
 ) -> None:
-    monkeypatch.setattr("qdqtune.tuning.settings.counts_of", lambda _, asked: asked or (1, 4))
+    monkeypatch.setattr("qdqtune.tuning.settings.counts_of", lambda _, asked, is_here: asked or (1, 4))
     result, notes = slow_run(model, workers, 0.2, budget, engine=THREADS["engine"])
     assert len(result.summary["by_threads"]) == rows
     told = any("at 4 threads" in n and n.endswith("--deploy-threads 1,4 would insist") for n in notes.said)

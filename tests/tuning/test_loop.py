@@ -250,20 +250,6 @@ def test_the_builds_are_never_overspent(model: Path, workers: Workers, builds: i
 
 
 @pytest.mark.usefixtures("workers")
-def test_the_time_budget_ends_the_search(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-
-    def tick() -> float:
-        clock[0] += 1.0
-        return clock[0]
-
-    monkeypatch.setattr("qdqtune.tuning.loop.time.monotonic", tick)
-    short = tune(settings(model, builds=192, time_budget=40.0))
-    assert 1 <= len(short.history) < 10
-    never_slower(model)
-
-
-@pytest.mark.usefixtures("workers")
 def test_it_stops_when_there_is_nothing_left_to_try(model: Path) -> None:
     result = tune(settings(model, builds=392, config=Config(schemes_per_region=2)))
     assert 0 < result.summary["builds"] < 60
