@@ -104,6 +104,13 @@ def test_a_search_with_builds_left_ends_in_time(model: Path, clock: Clock, worke
 
 
 @pytest.mark.usefixtures("clock")
+def test_a_front_that_time_ended_asks_for_no_builds(model: Path, workers: Workers) -> None:
+    result, _ = slow_run(model, workers, 0.2, 150.0, front=True, builds=60)
+    told = next(note for note in result.notes if note.startswith("the front has"))
+    assert told.endswith("--time-budget has no room for others: give more")
+
+
+@pytest.mark.usefixtures("clock")
 def test_nothing_is_paired_where_nothing_was_tried(model: Path, workers: Workers) -> None:
     result, notes = slow_run(model, workers, 3.8, 120.0)
     assert (result.shipped, result.history, result.summary["proof_builds"]) == ("baseline", (), 0)

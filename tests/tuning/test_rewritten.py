@@ -11,6 +11,7 @@ import onnx
 import pytest
 
 from models import build, normal
+from qdqtune.cli.report import result_table
 from qdqtune.commands.explain import explain_run
 from qdqtune.engines.fake import latency
 from qdqtune.errors import BadModel
@@ -156,6 +157,9 @@ def test_rewrites_alone_ship_where_no_pair_pays(tmp_path: Path) -> None:
     assert result.summary["shipped"] == "tuned"
     assert result.summary["pairs"] == 0
     assert result.summary["rewrites"]["placement_gave"] == pytest.approx(1.0)
+    told = [str(cell) for cell in result_table(result).columns[0].cells]
+    assert "of its time by hardswish" in told
+    assert "  and by the placement" not in told
     assert any("no pair is worth its time here" in note for note in result.notes)
     assert {n.op for n in load(asked.output_dir / "optimized_final.onnx").nodes} == {"MatMul", "HardSwish", "Relu"}
     assert "rewrites" in explain_run(asked.output_dir).headline

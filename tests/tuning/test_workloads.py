@@ -226,8 +226,10 @@ def test_workloads_that_do_not_fit_are_refused(model: Path) -> None:
     (model.parent / "other").mkdir()
     twice = (WorkloadFile(model.with_name("decode.npz")), WorkloadFile(model.parent / "other" / "decode.npz"))
     assert "two files are called 'decode'" in refusal(model, workloads=twice)
+    again = (twice[0], WorkloadFile(model.parent / "other" / ".." / "decode.npz", 2.0))
+    assert "names decode.npz more than once: give it once" in refusal(model, workloads=again)
     for arrays, told in (
-        ({"ids": CALLS["decode"]["ids"]}, "has no array 'past'"),
+        ({"ids": CALLS["decode"]["ids"]}, "float32[?,2,?,32]; it holds 'ids'"),
         (CALLS["decode"] | {"more": normal(1)}, "has an array 'more' that is no input"),
         (CALLS["decode"] | {"past": normal(1, 3, 15, 32)}, "'past' has shape (1, 3, 15, 32), the model wants past"),
         (CALLS["decode"] | {"past": normal(2, 2, 15, 32)}, "'B' is 1 in array 'ids' and 2 in 'past'"),

@@ -239,6 +239,8 @@ def read_arrays(path: Path, specs: tuple[InputSpec, ...] = ()) -> dict[str, Arra
             return {specs[0].name: loaded}
         with loaded:
             return {name: np.asarray(loaded[name]) for name in loaded.files}
+    except FileNotFoundError as error:
+        raise BadData(f"{path} not found") from error
     except UNREADABLE as error:
         raise BadData(f"cannot read {path} as numpy arrays: {one_line(error)}") from error
 
@@ -360,7 +362,9 @@ def _check_names(arrays: Mapping[str, Any], specs: tuple[InputSpec, ...], fixed:
     unknown = [name for name in arrays if name not in {s.name for s in specs} and name not in fixed]
     if missing or unknown:
         what = f"has no array '{missing[0]}'" if missing else f"has an array '{unknown[0]}' that is no input"
-        raise BadData(f"{origin} {what}: the model's inputs are {_names(specs)}")
+        held = f"holds {', '.join(map(repr, arrays))}" if arrays else "is empty"
+        told = f"; it {held}" if missing else ""
+        raise BadData(f"{origin} {what}: the model's inputs are {_names(specs)}{told}")
 
 
 def _check_values(array: Array, spec: InputSpec, origin: str) -> None:

@@ -44,6 +44,8 @@ def open_workloads(files: Sequence[WorkloadFile], model: Model, fixed: Collectio
     """
     names = [file.name for file in files]
     if twice := next((name for name in names if names.count(name) > 1), None):
+        if len({file.path.resolve() for file in files if file.name == twice}) == 1:
+            raise BadOption(f"--workload names {twice}.npz more than once: give it once, with the sum of the weights")
         raise BadOption(f"--workload: two files are called {twice!r}, and results are told by name: rename one of them")
     given = [Workload(read_sample(file.path, model, fixed), file.weight, file.name) for file in files]
     for file, workload in zip(files, given, strict=True):

@@ -37,7 +37,7 @@ def result_table(result: Result) -> Table:
     rows = _latencies(result)
     if result.ratio is not None and summary["ratio_to_given"] is not None:
         rows.append((f"speedup over {Path(summary['model']).name}", "", speed(summary["ratio_to_given"])))
-    rows += _rewritten(summary["rewrites"])
+    rows += _rewritten(summary)
     rows.append(("tensors with a Q/DQ pair", "0", str(summary["pairs"])))
     if stored := summary.get("weights"):
         rows.append(("weights in fewer bits", "0", ", ".join(f"{count} {name}" for name, count in stored.items())))
@@ -60,12 +60,17 @@ def result_table(result: Result) -> Table:
     return table
 
 
-def _rewritten(rewrites: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """What rewrites of the float model gave where they were measured, and what the placement did."""
+def _rewritten(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """What rewrites of the float model gave where they were measured, and what the placement did: without one, all
+    that the proof has measured is theirs."""
+    rewrites = summary.get("rewrites", {})
     if "gave" not in rewrites:
         return []
+    what = f"of its time by {', '.join(rewrites['names'])}"
+    if not summary["edges"] and not summary.get("weights"):
+        return [(what, "1", f"{summary['ratio']:.3f}")]
     gave, placed = (f"{rewrites[name]:.3f}" for name in ("gave", "placement_gave"))
-    return [(f"of its time by {', '.join(rewrites['names'])}", "1", gave), ("  and by the placement", "1", placed)]
+    return [(what, "1", gave), ("  and by the placement", "1", placed)]
 
 
 def _latencies(result: Result) -> list[tuple[str, str, str]]:

@@ -202,8 +202,10 @@ def _facts(run: Finished) -> Iterator[Fact]:
         if summary.get("metric_before") is not None and summary.get("metric_after") is not None:
             yield Fact("your metric", f"{summary['metric_after']:.4g}", f"float: {summary['metric_before']:.4g}")
         if "gave" in (rewrites := summary.get("rewrites", {})):
-            told = f"{', '.join(rewrites['names'])}; the placement gave {rewrites['placement_gave']:.3f} of the rest"
-            yield Fact("rewrites gave", f"{rewrites['gave']:.3f}", f"of the time of your file: {told}")
+            names, gave, told = ", ".join(rewrites["names"]), summary["ratio"], ""
+            if summary["edges"] or summary.get("weights"):
+                gave, told = rewrites["gave"], f"; the placement gave {rewrites['placement_gave']:.3f} of the rest"
+            yield Fact("rewrites gave", f"{gave:.3f}", f"of the time of your file: {names}{told}")
         yield Fact("tensors in 8 bits", str(summary["pairs"]), "values that carry a Q/DQ pair")
     elif (without := summary.get("fastest_without_limits")) is not None:
         ends = "equal outputs" if without["sqnr_db"] is None else f"{without['sqnr_db']:.1f} dB"

@@ -173,22 +173,27 @@ class Candidacy:
         met = "" if not lost else f"{many} {lost}" if len(self.entries) > 1 else f"the only candidate: {lost}"
         if self._next() is None:
             rest = f"prices foretell no others that differ and take at most {GAIN:.1%} of the float model's time"
+        elif self._run.settings.time_budget is not None and self._has_builds():
+            rest = "--time-budget has no room for others: give more"
         else:
             rest = f"--builds {self._run.settings.builds} has no room for others: give more"
         return f"the front has {count} point{'s' * (count != 1)}: {'; '.join(filter(None, (met, rest)))}"
 
     def _has_room(self) -> bool:
+        """Whether there are builds, and time, for one more."""
+        met = len(self._standing()) if self._run.settings.time_budget is None else len(self.entries)
+        return self._has_builds() and met < self._run.budget.points
+
+    def _has_builds(self) -> bool:
         """Whether one more can be met on two builds beside what is to come."""
-        settings, standing = self._run.settings, self._standing()
+        standing = self._standing()
         waiting = [entry for entry in standing if len(entry.measured) < PAIRS]
         holds = any(self._run.limits.is_exact_enough(entry.trial.accuracy) for entry in standing)
         least = 0 if holds or not self.entries else PROOF_BUILDS  # the usual proof, where no point can ship
         opened = sum(not self._opponents.is_open(number) for number in range(PAIRS))
         clear = sum(entry.spot(self._run).ratio < OBVIOUS for entry in standing)
         elsewhere = self._elsewhere(clear, 1) + self._elsewhere(len(standing) + 1 - clear, PAIRS)
-        needed = opened + 1 + len(waiting) + 1 + elsewhere + least
-        met = len(standing) if settings.time_budget is None else len(self.entries)
-        return needed <= self._left and met < self._run.budget.points
+        return opened + 1 + len(waiting) + 1 + elsewhere + least <= self._left
 
     @property
     def _left(self) -> int:
