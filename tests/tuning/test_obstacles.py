@@ -68,7 +68,7 @@ def test_the_option_that_is_named_helps(call: Call, tmp_path: Path) -> None:
         "tune", path, "--engine", "fake", *data, "--fix-input", "rate=16000", "--dry-run", "-o", tmp_path / "out"
     )
     assert "note: all operators" not in err
-    assert "builds: at most 12\n" in out
+    assert "builds: at most 8\n" in out
 
 
 def test_a_model_that_is_quantized_already_is_told(call: Call, tmp_path: Path) -> None:

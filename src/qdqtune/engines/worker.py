@@ -29,7 +29,7 @@ import numpy as np
 from qdqtune.engines import Built, Engine, EngineSpec, mixes, open_engine
 from qdqtune.errors import QdqtuneError
 from qdqtune.graph.outputs import SCRATCH, TEMPORARY, WORKERS, remove_left
-from qdqtune.types import Array, Layer, Measurement, Mix, NumericFormat, QuantType, Tensors
+from qdqtune.types import Array, Layer, Measurement, Mix, NumericFormat, QuantType, Tensors, Workload
 
 GRACE_SECONDS = 10.0
 """How long a parent may take to die."""
@@ -45,7 +45,7 @@ class Session:
     def __init__(self, spec: EngineSpec, opener: Callable[[EngineSpec], Engine] = open_engine) -> None:
         self._engine = opener(spec)
         self._models: dict[int, Built] = {}
-        self._mix: Mix = ()
+        self._mix: Mix = (Workload({}),)
 
     def describe(self) -> dict[str, str]:
         """`Engine.describe`."""
@@ -174,7 +174,7 @@ def _put_away(parent: int) -> None:
     while os.getppid() == parent and time.monotonic() < end:  # it closes one file after the other while it dies
         time.sleep(0.01)
     own = Path(os.environ.get("TMPDIR", os.devnull)).parent
-    for place, prefix in ((own, WORKERS), (own.parent, SCRATCH), (own.parent, TEMPORARY)):
+    for place, prefix in ((own, WORKERS), (own, SCRATCH), (own.parent, SCRATCH), (own.parent, TEMPORARY)):
         remove_left(place, prefix)
 
 
