@@ -7,13 +7,14 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from models import FORMATS, Arrays, attention, conv_net, feeds, ranges, run, tapped
+from models import FORMATS, Arrays, attention, build, conv_net, feeds, ranges, run, tapped
+from qdqtune.calibration.scales import Ranges
 from qdqtune.graph.loading import load_proto
 from qdqtune.graph.model import Model
 from qdqtune.placement.grafting import SWITCH, graft, graft_switched, representable, standing_pairs
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
-from qdqtune.types import Placement
+from qdqtune.types import Edge, Placement, Storage
 
 NETS = {"conv": conv_net, "attention": attention, "tapped": tapped}
 
@@ -118,3 +119,11 @@ def test_pairs_come_in_graph_order() -> None:
     assert first == sorted(first)
     assert {p.kind for p in pairs} == {"activation", "constant"}
     assert {e for p in pairs for e in p.edges} == set(possible_edges(model, ranges(model)))
+
+
+def test_what_a_weight_in_blocks_gives() -> None:
+    weights = np.linspace(-1, 2, 64 * 4, dtype=np.float32).reshape(64, 4)
+    model = build("net (float[1,64] x) => (float[1,4] y) { [m] y = MatMul(x, w) }", {"w": weights}, 21)
+    stored = Placement.of((), [(Edge("w", "m", 1), Storage(4, 32, symmetric=False))])
+    (pair,), _ = standing_pairs(model, load_proto(insert(model, stored, Ranges({}), FORMATS["plain"]).to_proto()))
+    assert representable(pair) == pytest.approx((-1, 2), abs=0.1)

@@ -35,6 +35,7 @@ from qdqtune.measurement.bisection import Culprit, Parts, Verdict, culprits
 from qdqtune.placement.grafting import Kind, StandingPair, representable, standing_pairs
 from qdqtune.placement.moved_channels import moved_channels
 from qdqtune.placement.reading import is_quantized, strip_pairs, twins_of
+from qdqtune.placement.stored import tables_of
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.types import Sample
 
@@ -178,7 +179,9 @@ def debug(request: Request, observer: Observer | None = None) -> Diagnosis:
     plain, file, quantized = _models(request)
     pairs, unmatched = standing_pairs(plain, quantized) if quantized is not None else ((), ())
     if request.quantized is None:
-        pairs = tuple(p for p in pairs if p.kind == "activation")
+        every, pairs = pairs, tuple(p for p in pairs if p.kind == "activation")
+        if every and not pairs:
+            raise BadModel(f"{file} has its weights alone quantized: to examine them, give the float model first")
     if quantized is not None and not pairs:
         raise BadModel(f"{file} has no pair on a tensor of the float model: is it a version of {request.model}?")
     check_inputs(request.engine, plain)
@@ -187,6 +190,9 @@ def debug(request: Request, observer: Observer | None = None) -> Diagnosis:
     fed = [sample | fixed for sample in samples.first(SAMPLES)]
     with _probe(request, plain, quantized or plain, pairs, fed) as probe:
         done = _Debugging(probe, request, file, observer).done(unmatched)
+    if quantized is not None and not done.is_healthy and (tables := sum(1 for _ in tables_of(quantized))):
+        told = f"tables of Gather stay unexamined ({tables}): quantize --op-types-to-exclude Gather keeps them in float"
+        done = replace(done, notes=(*done.notes, told))
     if samples.is_random:
         done = replace(done, notes=(*done.notes, "no --calibration-data: outputs are compared on random inputs"))
     return done

@@ -19,6 +19,7 @@ from qdqtune.graph.model import Constant, Model, rebuild
 from qdqtune.graph.operators import CLAMPS
 from qdqtune.placement.insertion import RAW_OUTPUT
 from qdqtune.placement.reading import counterpart, pairs_of, twins_of
+from qdqtune.placement.stored import without_blocks
 from qdqtune.types import Array, Edge
 
 Kind = Literal["activation", "constant", "bias"]
@@ -33,7 +34,7 @@ class StandingPair:
 
     `source` is what its Q reads: `tensor`, or what comes into a Relu or Clip that the file has dropped, since
     saturation did its work. `nodes` are its Q, if it has one, and its DQ; `constants` are those that they read. `scale`
-    and `zero_point` are scalars, or vectors along `axis`.
+    and `zero_point` are scalars, vectors along `axis`, or of a weight in blocks one for each block along it.
     """
 
     tensor: str
@@ -102,6 +103,11 @@ def representable(pair: StandingPair) -> tuple[float, float]:
 
     For a constant, the least and the largest that it does give.
     """
+    block = next((a.i for a in pair.nodes[-1].attribute if a.name == "block_size"), 0)
+    if block and len(pair.nodes) == 1:
+        integers = pair.constants[pair.nodes[0].input[0]].array()
+        values = without_blocks(integers, pair.scale, pair.zero_point, pair.axis, block)
+        return float(values.min()), float(values.max())
     shape = [-1 if i == pair.axis else 1 for i in range(_rank(pair))] if pair.scale.size > 1 else ()
     scale, zero = (a.astype(np.float64).reshape(shape) for a in (pair.scale, pair.zero_point.astype(np.float64)))
     if pair.kind == "activation" or len(pair.nodes) > 1:
