@@ -418,3 +418,15 @@ def test_no_report_where_the_model_with_switches_does_not_run(tmp_path: Path, mo
     assert done.damages == ()
     assert done.sqnr_db is not None
     assert done.notes == ("no report of single tensors, as the model with switches fails: no such operator",)
+
+
+# Weights alone
+
+
+def test_rounding_by_data_says_where_the_data_are_few_and_is_refused_without_stored_weights(tmp_path: Path) -> None:
+    text = "net (float[1,32] x) => (float[1,32] y) { [m] y = MatMul(x, w) }"
+    path = written(build(text, {"w": normal(32, 32)}), tmp_path)
+    asked = request(path, engine="onnxruntime", weight_only="w4", weight_rounding="gptq")
+    assert any("met 4 rows (tokens) where products have up to 32" in note for note in quantize(asked).notes)
+    with pytest.raises(BadOption, match="goes with --weight-only"):
+        quantize(replace(asked, weight_only=None))

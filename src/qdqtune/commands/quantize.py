@@ -33,7 +33,7 @@ from qdqtune.graph.files import data_of, one_constant_file, save
 from qdqtune.graph.float16 import Precision, load_for
 from qdqtune.graph.loading import files_of, load, with_input_shapes
 from qdqtune.graph.model import Model
-from qdqtune.graph.operators import integer_operators
+from qdqtune.graph.operators import elements, integer_operators
 from qdqtune.graph.outputs import check_output, temporary_folder
 from qdqtune.graph.rewrites import allowed
 from qdqtune.measurement.accuracy import accuracy, concern, cosine, is_finite
@@ -43,7 +43,7 @@ from qdqtune.measurement.metric import Evaluation, evaluate, load_evaluation
 from qdqtune.placement import engine_rules, implicit, rules
 from qdqtune.placement.engine_rules import Placed
 from qdqtune.placement.insertion import Inserter
-from qdqtune.placement.possible import possible_edges, storable_edges
+from qdqtune.placement.possible import possible_edges, storable_edges, weight_at
 from qdqtune.placement.reading import is_quantized
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.types import Array, Edge, Failure, NumericFormat, Placement, QuantType, Sample
@@ -171,6 +171,7 @@ def quantize(request: Request, observer: Observer | None = None) -> Quantized:
 
 
 def _quantized(request: Request, observer: Observer) -> Quantized:
+    _check_weight_only(request)
     numbers, made = _numbers(request), allowed(request.rewrites)
     metric = None if request.evaluate is None else load_evaluation(request.evaluate)
     observer.stage(f"reading {request.model.name}")
@@ -179,8 +180,6 @@ def _quantized(request: Request, observer: Observer) -> Quantized:
     graph = load_for(request.model, precision, request.fix_inputs, numbers.opset, rewrites=made)
     if present := _quantized_parts(graph):
         raise BadModel(f"{request.model} already has {present}: give the float model")
-    if request.weight_only is not None:
-        _check_weight_only(request)
     request.selection.allowed(graph, frozenset())  # refuses names that fit nothing, before the work begins
     prepared = _prepared(request, graph)
     notes: tuple[str, ...] = ()
@@ -211,6 +210,7 @@ def _quantized(request: Request, observer: Observer) -> Quantized:
         what = f"the rules of {request.engine} find nothing to quantize in {request.model}{chosen}"
         raise BadModel(what + _keepers(placed))
     met = _moments(request, shaped, placed.placement, prepared, observer)
+    notes = (*notes, *_few_rows(request, shaped, placed.placement, prepared))
     quantized = Inserter(graph, ranges, numbers, lambda _: met).insert(placed.placement)
     done = Quantized(request.output, placed, None, None, 0, False)
     with accepted(request.output, request.engine, is_run=prepared is not None) as fresh:
@@ -230,7 +230,10 @@ def _quantized(request: Request, observer: Observer) -> Quantized:
 
 def _check_weight_only(request: Request) -> None:
     """Refuse a storage that the engine has no kernels for, and options that are about pairs."""
-    assert request.weight_only is not None
+    if request.weight_only is None:
+        if request.weight_rounding != "nearest":
+            raise BadOption(f"--weight-rounding {request.weight_rounding} goes with --weight-only")
+        return
     wanted_storage(request.engine, request.weight_only)
     if request.weight_rounding == "gptq" and request.calibration_data is None:
         raise BadOption("--weight-rounding gptq makes up for errors on your data: give --calibration-data")
@@ -247,8 +250,28 @@ def _moments(
     if request.weight_rounding == "nearest" or prepared is None:
         return {}
     observer.stage(f"looking at what products meet on {prepared.samples.origin}")
-    nodes = (model.nodes[model.index_of[edge.node]] for edge, _ in placement.compressed)
-    return moments(model, sorted({n.inputs[0] for n in nodes if n.op != "Gather"}), prepared.calibration)
+    return moments(model, sorted(_met_by_weights(model, placement)), prepared.calibration)
+
+
+def _met_by_weights(model: Model, placement: Placement) -> dict[str, int]:
+    """The tensors that products with stored weights read, and the inputs of these."""
+    weights = (weight_at(model, edge) for edge, _ in placement.compressed)
+    return {w.node.inputs[0]: w.shape[0] for w in weights if w is not None and w.node.op != "Gather"}
+
+
+def _few_rows(request: Request, model: Model, placement: Placement, prepared: Prepared | None) -> tuple[str, ...]:
+    """What to say where the data have fewer rows than products have inputs: rounding learns little from them."""
+    met = {} if request.weight_rounding == "nearest" else _met_by_weights(model, placement)
+    if not met or prepared is None:
+        return ()
+    tensor = max(met, key=lambda name: met[name])
+    if any(not size for size in model.tensors[tensor].shape or (None,)):  # as long as each sample has it
+        return ()
+    rows = sum(1 for _ in prepared.calibration) * max(1, int(elements(model, tensor)) // met[tensor])
+    if rows >= met[tensor]:
+        return ()
+    told = f"--weight-rounding gptq met {rows} rows (tokens) where products have up to {met[tensor]} inputs"
+    return (f"{told}: it gains little below as many; give more samples, or longer ones",)
 
 
 def _weights_only(request: Request, model: Model, wanted: str) -> Placed:
