@@ -62,13 +62,13 @@ def outcomes(profiled: Profiled, history: Sequence[Trial], final: Placement) -> 
             quantized_ms=chosen.ms if chosen else None,
             gain_in_model=saved[unit.number] if saved and final else None,
             kept=kept,
-            why=_why(unit.number, profiled, profile, final, kept=kept),
+            why=_why(unit.number, profiled, profile, final, kept=kept, is_tried=bool(history)),
         )
         rows.append(row)
     return tuple(sorted(rows, key=lambda r: (-r.float_ms, r.nodes)))
 
 
-def _why(number: int, profiled: Profiled, profile: Profile, final: Placement, *, kept: bool) -> str:
+def _why(number: int, profiled: Profiled, profile: Profile, final: Placement, *, kept: bool, is_tried: bool) -> str:
     accepted = profiled.search.selection.option(number) is not None
     if kept:
         best = profile.best
@@ -80,7 +80,7 @@ def _why(number: int, profiled: Profiled, profile: Profile, final: Placement, *,
         scheme, reason = next(iter(profile.failures.items()))
         return f"scheme {scheme} fails: {reason}" if scheme else reason
     if accepted:
-        return "slower in the model" if final else "model not faster"
+        return "slower in the model" if final else "model not faster" if is_tried else "not tried in the model"
     best = profile.best
     return "slower alone" if best is None or best.ms >= profile.float_ms else "conversions cost more"
 

@@ -36,7 +36,8 @@ SMALL = 0.002
 """Equal groups that together take less than this share of the model are not measured."""
 
 PATIENCE = 0.5
-"""Share of the time budget after which no further group is timed alone."""
+"""Share of the time that is left for the search after which no further group is timed alone: what gains has to meet the
+whole model as well, or it was timed in vain."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,9 @@ def profile(run: Run) -> Profiled:
     """
     settings, subject, observer = run.settings, run.subject, run.observer
     deadline = run.budget.deadline
-    if deadline is not None and settings.time_budget is not None:
-        deadline = min(deadline, time.monotonic() + PATIENCE * settings.time_budget)
+    if deadline is not None:
+        now = time.monotonic()
+        deadline = now + PATIENCE * (deadline - now)
     observer.stage("grouping as the engine fuses")
     layers = run.bench.float_layers()
     timed = any(layer.time_ms for layer in layers)
