@@ -394,14 +394,15 @@ CHAIN_RANGES = Ranges({"x": Range(-1, 8), "p": Range(0, 8), "t": Range(0, 8), "u
     ("ops", "groups"),
     [
         ({"MaxPool", "Transpose", "Concat", "Flatten"}, [{"x", "p", "t", "u", "z", "c", "y"}]),
-        ({"MaxPool", "Transpose"}, [{"x", "p", "t", "u"}, {"z"}, {"c"}, {"y"}]),
+        ({"MaxPool", "Transpose"}, [{"x", "p", "t", "u"}, {"z"}, {"y"}]),
         ({"Concat"}, [{"x"}, {"p"}, {"t"}, {"u", "z", "c"}, {"y"}]),
         (set(), [{t} for t in "xptuzcy"]),
     ],
 )
 def test_tensors_of_value_passing_operators_share_their_range(ops: set[str], groups: list[set[str]]) -> None:
     model = build(CHAIN)
-    quantized = insert(model, on(model, *"xptuzcy"), CHAIN_RANGES, replace(PLAIN, shared_scale_ops=frozenset(ops)))
+    placement = on(model, *sorted(set().union(*groups)))
+    quantized = insert(model, placement, CHAIN_RANGES, replace(PLAIN, shared_scale_ops=frozenset(ops)))
     check(quantized)
     found = {}
     for q in of_type(quantized, "QuantizeLinear"):
@@ -414,6 +415,33 @@ def test_tensors_of_value_passing_operators_share_their_range(ops: set[str], gro
         for tensor in group:
             assert constant(quantized, found[tensor][0]) == expected
         assert len({int(constant(quantized, found[t][1])) for t in group}) == 1
+
+
+JOINED = """net (float[1,4] x, float[1,4] z) => (float[1,12] y) {
+    [clip] a = Relu(x)
+    [squash] b = Tanh(z)
+    [inner] s = Concat <axis=1> (a, b)
+    [join] c = Concat <axis=1> (s, z)
+    [last] y = Neg(c)
+    [other] unread = Neg(OTHER)
+}"""
+
+
+@pytest.mark.parametrize(
+    ("other", "low", "alike"),
+    [("x", 0.0, {"absc"}), ("b", 0.0, {"acs", "b"}), ("s", 0.0, {"abs", "c"}), ("x", -0.5, {"bcs", "a"})],
+    ids=["only concats read them", "another node reads one", "another node reads a concat", "a relu would stay"],
+)
+def test_what_a_concat_alone_reads_has_its_range_if_near(other: str, low: float, alike: set[str]) -> None:
+    """It is copied then, and rounded once; a scale of its own is needed where another node reads it."""
+    model = build(JOINED.replace("OTHER", other))
+    own = Ranges({"a": Range(0, 7.8), "b": Range(low, 7.9), "s": Range(low, 7.5), "c": Range(low, 8)})
+    fmt = replace(PLAIN, shared_scale_ops=frozenset({"MaxPool"}))
+    scales, _ = Inserter(model, own, fmt).scales(on(model, *"absc"))
+    by_scale: dict[float, str] = {}
+    for tensor in sorted(scales):
+        by_scale[float(scales[tensor].scale)] = by_scale.get(float(scales[tensor].scale), "") + tensor
+    assert set(by_scale.values()) == {"".join(sorted(group)) for group in alike}
 
 
 def test_scales_are_shared_only_where_pairs_stand_on_both_sides_of_the_operator() -> None:
