@@ -41,6 +41,11 @@ def left(folder: Path) -> list[Path]:
     return [path for path in found if any(map(path.match, ours)) and not path.match("worker-*.log")]
 
 
+def said(out: Path) -> Path:
+    """What such a command has said, for whoever wonders how it ended."""
+    return out.with_name("stderr.txt")
+
+
 def begin(arguments: Sequence[object], out: Path) -> subprocess.Popen[bytes]:
     """A command at work: it has measured something."""
     told = environment() | {"TMPDIR": str(out.parent)}
@@ -49,10 +54,11 @@ def begin(arguments: Sequence[object], out: Path) -> subprocess.Popen[bytes]:
     def states() -> list[Path]:
         return [*out.glob("autotuner_state.yaml"), *out.glob("*/autotuner_state.yaml")]
 
-    run = subprocess.Popen(
-        [sys.executable, "-m", "qdqtune", "tune", *map(str, arguments), "-o", str(out), *QUICK, *slow],
-        env=told, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    with said(out).open("wb") as errors:
+        run = subprocess.Popen(
+            [sys.executable, "-m", "qdqtune", "tune", *map(str, arguments), "-o", str(out), *QUICK, *slow],
+            env=told, stdout=subprocess.DEVNULL, stderr=errors,
+        )  # fmt: skip
     until(lambda: any(b'"trial:' in state.read_bytes() for state in states()) or run.poll())
     assert run.poll() is None
     assert left(out)
@@ -85,7 +91,7 @@ def test_nothing_is_left_of_workers_side_by_side(models: Path, tmp_path: Path, w
         os.kill(engines[0], signal.SIGKILL)
     else:
         run.send_signal(signal.SIGINT if who == "Ctrl-C" else signal.SIGKILL)
-    assert run.wait() == {"Ctrl-C": 130, "driver": -signal.SIGKILL, "worker": 0}[who]
+    assert run.wait() == {"Ctrl-C": 130, "driver": -signal.SIGKILL, "worker": 0}[who], said(out).read_text()
     until(lambda: not family(tmp_path))
     assert not left(tmp_path)
     until(lambda: all(devices.is_free(f"core-{cores[0]}") for cores in devices.physical_cores()))
