@@ -164,5 +164,5 @@ def apply_command(
     else:
         known = "" if done.accuracy is None else f", output SQNR against float {done.accuracy}"
         stored = len(done.placement.compressed)
-        weights = f", {stored} weights are stored in fewer bits" if stored else ""
+        weights = f", {stored} {'weight is' if stored == 1 else 'weights are'} stored in fewer bits" if stored else ""
         print(f"{target}: {len(done.placement)} edges carry a Q/DQ pair{weights}{known}")
