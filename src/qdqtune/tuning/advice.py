@@ -7,13 +7,16 @@ from collections.abc import Sequence
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.cpu import cores as usable_cores
-from qdqtune.measurement.timing import Plan, Ratio, judge
+from qdqtune.measurement.timing import Plan, Ratio, judge, overlap
 from qdqtune.search import ratios_to_float
 from qdqtune.types import Trial
 
 WIDE = 1.5
 """Ends of an interval that are further apart than this factor tell of a busy machine: 20 to 30 % is usual on a quiet
 one, where two pairs of builds have decided."""
+
+LESS = 1.15
+"""A gain at another number of threads that is smaller by more than this factor asks for a search there."""
 
 QUIETER = "a quieter machine, or more rounds (--effort extensive --restart), would decide"
 
@@ -40,6 +43,23 @@ def wide(ratio: Ratio) -> str | None:
     if ratio.low is None or ratio.high is None or ratio.high / ratio.low <= WIDE:
         return None
     return f"the interval {ratio.speedup} is wide, as on a busy machine: a run at a quieter time says more"
+
+
+def elsewhere(searched: int | None, proven: Sequence[tuple[int | None, Ratio]]) -> str | None:
+    """Where to search, if what was proven at some numbers of threads is much less at one of them than at that of the
+    search, or if the search was at none of them: other placements pay there (docs/measured.md)."""
+    known = dict(proven)
+    others = {threads: ratio for threads, ratio in known.items() if threads not in (None, searched)}
+    if searched is None or not others:
+        return None
+    threads, least = max(others.items(), key=lambda pair: pair[1].median)
+    if searched not in known:
+        return f"the search was at --threads {searched}, not deployed: --threads {threads} finds what pays there"
+    home = known[searched]
+    if least.median <= LESS * home.median or overlap(least, home):
+        return None
+    told = f"{1 / least.median:.2f}x at {threads} threads, {1 / home.median:.2f}x at {searched}"
+    return f"{told}: who deploys at {threads} may gain more by a search there (--threads {threads} --restart)"
 
 
 def unproven(ratio: Ratio) -> str:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 
+from qdqtune.engines import threads_of
 from qdqtune.measurement.accuracy import concern
 from qdqtune.measurement.limits import outcome
 from qdqtune.measurement.timing import Plan, judge
@@ -80,6 +81,7 @@ def _finished(run: Run, watch: Stopwatch, diary: Diary) -> Result:
     doubts = [warning, shortfall, None if proof.ratio is None else advice.wide(proof.ratio)]
     if proof.ratio is None:
         doubts += [advice.undecided(history, settings.plan), None if history else budget.excuse]
+    doubts += [advice.elsewhere(threads_of(settings.engine), [(s.threads, s.ratio) for s in proof.standings])]
     doubts = [*lost(proof.standings, run.subject.mix), *doubts]
     notes = (*run.subject.notes, *run.found.notes, *recorded.notes, *proof.notes, *filter(None, doubts))
     told = {**told, "notes": notes, "seconds": round(watch.session, 2)}
