@@ -270,7 +270,7 @@ def test_a_copy_has_the_external_data_of_bodies_and_is_loaded_before_it_gets_its
 
 
 CANDIDATES = {
-    "uint8": "5c4a260cb65867a8",
+    "uint8": "3c83e4201b3372ef",
     "plain": "5ee366d198645522",
     "reduced": "d95ec2a5ddaacac4",
     "int8": "1300b475543fc534",
