@@ -29,7 +29,9 @@ from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.measurement.timing import Plan, Ratio
 from qdqtune.tuning.loop import tune
+from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.proof import Standing, lost
+from qdqtune.tuning.run import open_run, prepared
 from qdqtune.tuning.settings import Settings
 from qdqtune.types import Failure, Layer, Measurement, Workload
 from workers import Workers
@@ -218,6 +220,13 @@ def refusal(model: Path, **changes: Any) -> str:
         tune(settings(model, WEIGHTS, **changes))
     assert len(str(refused.value).splitlines()) == 1
     return str(refused.value)
+
+
+@pytest.mark.usefixtures("workers")
+def test_a_budget_knows_that_a_round_calls_every_workload(model: Path) -> None:
+    with prepared(settings(model, WEIGHTS), Silent()) as ready, open_run(ready) as run:
+        assert run.bench.float_seconds == pytest.approx(mean(model))
+        assert run.bench.turn_seconds == pytest.approx(1.5 * sum(cost(model, call) for call in CALLS.values()))
 
 
 @pytest.mark.usefixtures("workers")

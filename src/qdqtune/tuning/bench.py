@@ -36,10 +36,12 @@ FORETOLD = frozenset({"cut", "front", "polish"})
 
 @dataclass(frozen=True)
 class _FloatRun:
-    """The float model's outputs on the samples, and the seconds of one inference and of its build."""
+    """The float model's outputs on the samples, and the seconds of one inference, of its part in a round, and of its
+    build."""
 
     outputs: Sequence[dict[str, Array]]
     seconds: float
+    turn_seconds: float
     build_seconds: float
 
 
@@ -70,6 +72,16 @@ class Bench:
         return self._float_run.seconds
 
     @property
+    def turn_seconds(self) -> float:
+        """Seconds of a fourth of a round of two builds like the float model: one inference, or one of each workload,
+        and half of one more for that the shapes change.
+
+        Raises:
+            BaselineFailed: the engine cannot build or run the float model.
+        """
+        return self._float_run.turn_seconds
+
+    @property
     def trial_seconds(self) -> float:
         """What one candidate takes at the least, if it is as fast as the float model: its build, its outputs, the first
         look of its comparison, and its layers.
@@ -77,9 +89,9 @@ class Bench:
         Raises:
             BaselineFailed: the engine cannot build or run the float model.
         """
-        seconds, plan = self.float_seconds, self._conditions.plan
-        inferences = len(self._conditions.samples) + profiled_runs(seconds) + start_inferences(plan)
-        return self.float_build_seconds + inferences * seconds + 4 * max(seconds, plan.slot_seconds) * plan.looks[0]
+        seconds, turn, plan = self.float_seconds, self.turn_seconds, self._conditions.plan
+        inferences = len(self._conditions.samples) * seconds + (profiled_runs(seconds) + start_inferences(plan)) * turn
+        return self.float_build_seconds + inferences + 4 * max(turn, plan.slot_seconds) * plan.looks[0]
 
     def measured(self, number: int, proposals: Sequence[Proposal], against: Placement) -> Generator[tuple[Trial, bool]]:
         """Time candidates against another placement, side by side where there are several devices; and whether each
@@ -252,7 +264,8 @@ class Bench:
             raise BaselineFailed(f"the engine cannot time the float model: {timed.reason}")
         if not is_finite(outputs):
             raise BaselineFailed("the float model's outputs hold NaN or infinite values on the calibration data")
-        return _FloatRun(outputs, timed.a[0], handle.build_seconds)
+        turn = 1.5 * sum(part.a[0] for part in timed.parts) or timed.a[0]
+        return _FloatRun(outputs, timed.a[0], turn, handle.build_seconds)
 
 
 def _trial(station: Station, job: Job, reference: Sequence[dict[str, Array]], deadline: float | None) -> Trial:

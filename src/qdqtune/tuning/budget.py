@@ -63,7 +63,7 @@ class Budget:
     @staticmethod
     def of(settings: Settings, bench: Bench, ends: float | None) -> Budget:
         """The budget of a run that has to end at that time, and whose search begins now."""
-        each_round, counts = 4 * max(bench.float_seconds, settings.plan.slot_seconds), len(settings.thread_counts)
+        each_round, counts = 4 * max(bench.turn_seconds, settings.plan.slot_seconds), len(settings.thread_counts)
         if settings.time_budget is None or ends is None:
             takes = 2 * counts * (2 * bench.float_build_seconds + each_round * settings.proof[0])
             return Budget(settings.search_builds, settings.trial_builds, None, settings.proof, proof_seconds=takes)
@@ -73,7 +73,7 @@ class Budget:
             share, files = FRONT_SHARE, max(2, min(POINTS, int(FRONT_SHARE * settings.time_budget / least)))
         most = int(share * settings.time_budget / (2 * counts * files * each_round))
         proof = tuple(n for n in settings.proof if n <= most) or (max(LEAST_ROUNDS, min(most, settings.proof[0])),)
-        rounds = each_round * proof[0] + start_inferences(settings.plan) * bench.float_seconds
+        rounds = each_round * proof[0] + start_inferences(settings.plan) * bench.turn_seconds
         meeting = (1 + files) * bench.float_build_seconds + files * rounds
         proving = 2 * counts * meeting
         return Budget(
