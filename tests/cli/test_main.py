@@ -851,7 +851,7 @@ def test_apply_on_retrained_weights_gives_the_same_edges_and_other_scales(call, 
     assert code == 0
     made = tmp_path / "retrained.qdq.onnx"
     assert out.startswith(
-        f"{made}: {row_count(tuned.parent / 'out')} edges carry a Q/DQ pair, output SQNR against float "
+        f"{made}: {row_count(tuned.parent / 'out')} edges carry a Q/DQ pair, output SQNR against float: "
     )
     old, new = (pairs(path) for path in (tuned.parent / "out" / "optimized_final.onnx", made))
     assert old.keys() == new.keys()

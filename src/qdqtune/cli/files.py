@@ -150,6 +150,8 @@ def apply_command(
     say_notes(done.notes)
     if done.random_data:
         say_notes(["no --calibration-data: the scales come from random inputs"])
+    if not done.placement and not done.lost:
+        say_notes(["this placement holds no pair: with none was the model fastest, or within the limits"])
     if done.lost:
         scaled = "" if done.matched is None else " or have no scale"
         say_notes([f"{len(done.lost)} edges are not in this model{scaled}, the first: {done.lost[0]}"])
@@ -162,7 +164,7 @@ def apply_command(
         told = {"output": str(target), "edges": len(done.placement), "lost": lost, "accuracy": accuracy}
         print_json(told | cache)
     else:
-        known = "" if done.accuracy is None else f", output SQNR against float {done.accuracy}"
+        known = "" if done.accuracy is None else f", output SQNR against float: {done.accuracy}"
         stored = len(done.placement.compressed)
         weights = f", {stored} {'weight is' if stored == 1 else 'weights are'} stored in fewer bits" if stored else ""
         print(f"{target}: {len(done.placement)} edges carry a Q/DQ pair{weights}{known}")
