@@ -118,7 +118,7 @@ class _Pair:
         """Rounds of pairs of builds, in the first of so many turns that have to have room in the time that is left."""
         settings, begun = self.run.settings, time.monotonic()
         seeds = [settings.seed + number for number in numbers]
-        names = [f"final_{number}{self.place.suffix.replace(':', '_')}" for number in numbers]
+        names = [f"final_{number}{self.place.mark}" for number in numbers]
 
         def is_late() -> bool:
             """Each look takes about as long as all before it; later turns are to have the time of this one."""
@@ -174,7 +174,7 @@ class Opponents:
 
     def _fresh(self, number: int, file: Path, look: Callable[[Handle], None] | None) -> Measurement | Failure:
         runner, plan = self._place.runner, self._run.settings.proof_plan
-        handle = runner.load(file, f"front_{number}{self._log}_{file.stem}", fresh=True)
+        handle = runner.load(file, f"front_{number}{self._place.mark}_{file.stem}", fresh=True)
         if isinstance(handle, Failure):
             return handle
         if look is not None:
@@ -184,16 +184,12 @@ class Opponents:
         runner.unload(handle)
         return result
 
-    @property
-    def _log(self) -> str:
-        return self._place.suffix.replace(":", "_")
-
     def _handle(self, number: int) -> Handle:
         found = self._handles[number]
         settings = self._run.settings
         for file, name in ((settings.model, "given"), (settings.output_dir / BASELINE, "baseline")):
             if found is None:
-                built = self._place.runner.load(file, f"front_{number}{self._log}_{name}", fresh=True)
+                built = self._place.runner.load(file, f"front_{number}{self._place.mark}_{name}", fresh=True)
                 if isinstance(built, Failure) and (built.is_transient or name == "baseline"):
                     raise BaselineFailed(f"the engine does not build the float model again: {built.reason}")
                 found = None if isinstance(built, Failure) else built

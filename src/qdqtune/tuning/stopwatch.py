@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from math import isfinite
 
 from qdqtune.tuning.folder import LOGS
 from qdqtune.tuning.observer import Silent, State
@@ -60,4 +61,4 @@ class Stopwatch(Silent):
             told = json.loads(self._path.read_text(encoding="utf-8"))["seconds"]
         except (OSError, ValueError, RecursionError, KeyError, TypeError):
             return 0.0  # a run of an earlier version, or what somebody has damaged
-        return float(told) if isinstance(told, float | int) and 0 <= told < float("inf") else 0.0
+        return float(told) if isinstance(told, float | int) and isfinite(told) and told >= 0 else 0.0

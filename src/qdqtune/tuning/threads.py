@@ -34,6 +34,11 @@ class Place:
         return "" if self.is_home else f":{self.threads}t"
 
     @property
+    def mark(self) -> str:
+        """The same in names of files."""
+        return self.suffix.replace(":", "_")
+
+    @property
     def told(self) -> str:
         """This place in a sentence."""
         return "" if self.threads is None else f" at {self.threads} thread{'s' * (self.threads > 1)}"
