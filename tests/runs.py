@@ -42,9 +42,9 @@ HOPELESS = """net (float[2,8] x) => (float[2,8] y) {
 }"""
 
 
-def mixed(batch: int | None = 8) -> Model:
+def mixed(batch: int | None = 8, seed: int = 0) -> Model:
     """Two large products in a row, a residual, and two products that are too small to gain from 8 bits."""
-    weights = {"w0": normal(64, 128, scale=0.1), "w1": normal(128, 128, scale=0.1),
+    weights = {"w0": normal(64, 128, seed=seed, scale=0.1), "w1": normal(128, 128, scale=0.1),
                "w2": normal(128, 4), "w3": normal(4, 8)}  # fmt: skip
     return build(MIXED.replace("B,ROWS", "N,64" if batch is None else f"{batch},8"), weights)
 

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from models import build, normal
 from qdqtune.engines import EngineSpec
+from qdqtune.measurement.timing import Plan
 from qdqtune.tuning import price_cache
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.result import Result
 from qdqtune.tuning.settings import Mode, Settings
 from qdqtune.tuning.store import read_records
-from runs import cost, settings
+from runs import cost, mixed, settings, write
 from workers import Workers
 
 
@@ -37,16 +39,36 @@ def origins(result: Result) -> Sequence[str]:
     return [trial.proposal.origin for trial in result.history]
 
 
-def test_a_second_model_of_the_kind_needs_three_builds_at_most(model: Path, workers: Workers) -> None:
+@pytest.mark.parametrize("batch", [8, 24])
+def test_a_second_model_of_the_kind_needs_three_builds_at_most(batch: int, model: Path, workers: Workers) -> None:
+    """One with other weights, and one that is given more at once."""
     first = tune(asked(model, "a"))
     assert origins(first)[0] != "cut"
-    content = json.loads((model.parent / "prices.json").read_text())
-    content["sections"][0]["models"] = {}  # so that it is another one of the kind
-    (model.parent / "prices.json").write_text(json.dumps(content))
-    second = tune(asked(model, "b"))
+    path = write(mixed(batch, seed=1), model.parent, "other")
+    usual = tune(asked(path, "usual", price_cache=None))
+    second = tune(asked(path, "b"))
     assert set(origins(second)) == {"cut"}
-    assert 1 + len(second.history) <= 3 < 1 + len(first.history)
-    assert cost(model.parent / "b" / "optimized_final.onnx") == cost(model.parent / "a" / "optimized_final.onnx")
+    assert 1 + len(second.history) <= 3 < 1 + len(usual.history)
+    assert cost(path.parent / "b" / "optimized_final.onnx") == cost(path.parent / "usual" / "optimized_final.onnx")
+    assert [note for note in second.notes if "--price-cache none" in note]
+    assert not [note for note in (*first.notes, *usual.notes) if "--price-cache" in note]
+
+
+def test_a_model_with_larger_inputs_begins_with_the_cut_on_a_real_engine(tmp_path: Path) -> None:
+    text = """net (float[1,32,S,S] x) => (float[1,32,S,S] y) {
+        a = Conv <pads=[1,1,1,1]> (x, w0)
+        b = Relu(a)
+        y = Conv <pads=[1,1,1,1]> (b, w1)
+    }"""
+
+    def run(size: int, builds: int) -> Result:
+        model = build(text.replace("S", str(size)), {"w0": normal(64, 32, 3, 3), "w1": normal(32, 64, 3, 3)})
+        path = write(model, tmp_path, f"net{size}")
+        quick = asked(path, f"out{size}", engine=EngineSpec("onnxruntime", {"threads": 1}), builds=builds)
+        return tune(replace(quick, plan=Plan((12,), slot_seconds=0.0), rewrites="off"))
+
+    assert origins(run(20, builds=4))[0] != "cut"
+    assert origins(run(28, builds=2))[0] == "cut"
 
 
 def test_a_run_goes_on_as_it_began_whatever_becomes_of_the_cache(model: Path, workers: Workers) -> None:

@@ -64,6 +64,13 @@ COVERED = 0.9
 """Share of the time that pairs may save, in float, whose prices earlier runs must know for builds that only teach to be
 left out."""
 
+HOLDS = 0.1
+"""By what share the best so far may take longer than earlier runs foretell for their prices to hold here: what builds
+of the same file differ by, and a little more."""
+
+ENOUGH = 2
+"""Candidates that are built where they hold."""
+
 CLOSE = 0.02
 """A decision is worth a build of its own if the other way is predicted to cost at most this share of the best, or twice
 that where builds disagree about the prices."""
@@ -111,9 +118,14 @@ class CutSearch:
         """Whether earlier runs have priced the units that take nearly all of the time that pairs may save."""
         if not self.prior:
             return False
-        costs = self.costs(())
+        costs = self._foretold
         able = [(p.as_float, p.seen) for u, p in zip(costs.partition.units, costs.prices, strict=True) if u.inputs]
         return sum(ms for ms, seen in able if seen) >= COVERED * sum(ms for ms, _ in able)
+
+    @cached_property
+    def _foretold(self) -> Costs:
+        """Prices by earlier runs alone."""
+        return self.costs(())
 
     @cached_property
     def float_ms(self) -> float:
@@ -142,10 +154,14 @@ class CutSearch:
         """The optimum of what is known (if it was built already, the prices are at a fixed point), what is near to the
         best placement, and the spares."""
         optima = []
+        is_known = self.is_as_foretold(history)
+        if is_known and len(history) >= ENOUGH:
+            return
         for decision in self._optima(costs, history):
-            optima.append(self.proposal("cut", costs, decision))
-            yield optima[-1]
-        if self.is_covered and self._is_as_foretold(history):
+            if not is_known or self._is_worth(costs, decision, best_of(history)):
+                optima.append(self.proposal("cut", costs, decision))
+                yield optima[-1]
+        if is_known:
             return
         yield from self.first(history)
         failed = {t.placement for t in history if judge(t, self.plan) is None}
@@ -154,11 +170,17 @@ class CutSearch:
             if self.noise is None or self.noise.fits(proposal.placement, history):
                 yield proposal
 
-    def _is_as_foretold(self, history: Sequence[Trial]) -> bool:
-        """Whether the best so far takes what prices have said: then those of earlier runs hold here."""
-        best = best_of(history)
-        told = next((t.proposal.predicted for t in history if t.placement == best), None)
-        return told is not None and abs(ratios_to_float(history, self.plan)[best] - told) <= CLOSE * told
+    def is_as_foretold(self, history: Sequence[Trial]) -> bool:
+        """Whether the best so far is as fast as earlier runs foretell, who have priced nearly all of the model."""
+        if not (best := best_of(history)) or not self.is_covered:
+            return False
+        costs = self._foretold
+        told = costs.total(decision_of(costs, best)) / self.float_ms
+        return ratios_to_float(history, self.plan)[best] <= (1 + HOLDS) * told
+
+    def _is_worth(self, costs: Costs, decision: Decision, best: Placement) -> bool:
+        """Whether a decision is foretold to gain more than builds of equal ones differ by."""
+        return costs.total(decision) < (1 - CLOSE) * costs.total(decision_of(costs, best))
 
     def _optima(self, costs: Costs, history: Sequence[Trial]) -> Iterator[Decision]:
         """The optimum of the prices; within the limits on noise, if there are any: as they are foretold to be held, or
@@ -211,10 +233,12 @@ class CutSearch:
         times = self._times(history)
         parts = partition(self.model, self.possible, list(self._units(times, None)), self.ways)
         floats = {kind: sum(times[0].nodes.get(n, 0.0) for n in group) for group, _, kind in self._members}
+        divided = self._divided(times)
         splits = {
-            digest(kind): {how: spent / floats[kind] for how, spent in told.items()}
-            for kind, told in self._divided(times).items()
-            if floats[kind] > 0
+            digest(known): {how: spent / floats[kind] for how, spent in divided[kind].items()}
+            for sized in (False, True)
+            for group, _, kind in self._members
+            if kind in divided and floats[kind] > 0 and (known := self._kind(group, sized=sized))
         }
         return replace(lessons(parts, times), splits=splits)
 
@@ -244,10 +268,16 @@ class CutSearch:
                 yield from split(self.model, group, inner_pairs(edges, shipped))
                 continue
             before = sum(times[0].nodes.get(node, 0.0) for node in group)
-            known = {how: share * before for how, share in self.prior.splits.get(digest(kind), {}).items()}
+            known = {how: share * before for how, share in self._divided_before(group).items()}
             prices = known | divided.get(kind, {})
             best = min(prices, key=lambda o: (prices[o], len(o), sorted(o)), default=frozenset[int]())
             yield from split(self.model, group, {edges[i] for i in best if i < len(edges)})
+
+    def _divided_before(self, group: Group) -> Mapping[Split, float]:
+        """The shares of its float time that earlier runs have told of a group by how it was divided."""
+        known = self.prior.splits
+        alike = (digest(self._kind(group, sized=sized)) for sized in (True, False) if known)
+        return next((known[one] for one in alike if one in known), {})
 
     def _divided(self, times: Sequence[Times]) -> dict[str, dict[Split, float]]:
         """By kind of fusion group, the least ms that one took by how it was divided."""
@@ -262,8 +292,8 @@ class CutSearch:
                     own[chosen] = min(spent, own.get(chosen, spent))
         return found
 
-    def _kind(self, group: Group) -> str:
-        return kind_of(self.model, tuple(self.model.index_of[name] for name in group))
+    def _kind(self, group: Group, *, sized: bool = True) -> str:
+        return kind_of(self.model, tuple(self.model.index_of[name] for name in group), sized=sized)
 
 
 def _untried(proposals: Iterable[Proposal], history: Sequence[Trial]) -> tuple[Proposal, ...]:

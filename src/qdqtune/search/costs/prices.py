@@ -139,25 +139,31 @@ def lessons(partition: Partition, builds: Sequence[Times]) -> Prior:
     floats: dict[str, float] = {}
     for where in ("quantized", "float"):  # behind the graph's inputs alone, all that is stored is in 8 bits
         floats |= {kind: ms for (kind, how, b), ms in seen.items() if (how, b) == ("float", where) and ms > 0}
-    known = _digests(partition)
-    shares: dict[Seen, float] = {
-        (known[k], how, b): ms / floats[k] for (k, how, b), ms in seen.items() if k in floats and how != "float"
+    taken: dict[Seen, float] = {
+        (k, how, b): ms / floats[k] for (k, how, b), ms in seen.items() if k in floats and how != "float"
     }
-    shares |= {(known[k], DISTURBED, ""): ms / floats[k] for k, ms in samples.disturbed.items() if k in floats}
-    operators = {known[u.kind]: operators_of(u, partition) for u in partition.units if u.kind in floats}
-    places = {tensor: _between(partition, tensor) for tensor in partition.edges}
-    conversions = {
-        (op, places[tensor]): (bytes_of(partition.model, tensor), ms)
-        for op, paid in (("quantize", samples.quantize), ("dequantize", samples.dequantize))
-        for tensor, ms in paid.items()
-    }
-    return Prior(shares, operators, conversions, per_consumer=samples.per_consumer)
+    taken |= {(k, DISTURBED, ""): ms / floats[k] for k, ms in samples.disturbed.items() if k in floats}
+    found = NOTHING
+    for known in reversed(_known_as(partition)):
+        shares: dict[Seen, float] = {(digest(known[k]), how, b): share for (k, how, b), share in taken.items()}
+        operators = {digest(known[u.kind]): operators_of(u, partition) for u in partition.units if u.kind in floats}
+        conversions = {
+            (op, _between(partition, tensor, known)): (bytes_of(partition.model, tensor), ms)
+            for op, paid in (("quantize", samples.quantize), ("dequantize", samples.dequantize))
+            for tensor, ms in paid.items()
+        }
+        found = found.updated(Prior(shares, operators, conversions, per_consumer=samples.per_consumer))
+    return found
 
 
-def _digests(partition: Partition) -> dict[str, str]:
-    """By kind, what stands for it in other runs: there equal units need not be told apart as they are here."""
+def _known_as(partition: Partition) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """By kind, what it is known as in other runs, where equal units need not be told apart as they are here: in models
+    of the same sizes, and in those of others."""
     kinds = {unit.kind: unit.nodes for unit in partition.units}
-    return {kind: digest(kind_of(partition.model, nodes)) for kind, nodes in kinds.items()}
+    same, others = (
+        {kind: kind_of(partition.model, nodes, sized=sized) for kind, nodes in kinds.items()} for sized in (True, False)
+    )
+    return same, others
 
 
 def operators_of(unit: Unit, partition: Partition) -> str:
@@ -165,32 +171,38 @@ def operators_of(unit: Unit, partition: Partition) -> str:
     return ",".join(partition.model.nodes[n].op for n in unit.nodes)
 
 
-def _between(partition: Partition, tensor: str) -> str:
-    """What a tensor's conversions stand between, in equal models the same."""
+def _between(partition: Partition, tensor: str, known: Mapping[str, str]) -> str:
+    """What a tensor's conversions stand between, in equal models the same; see `_known_as`."""
 
     def kind(number: int | None) -> str:
-        return "" if number is None else kind_of(partition.model, partition.units[number].nodes)
+        return "" if number is None else known[partition.units[number].kind]
 
     return between(kind(partition.producer.get(tensor)), map(kind, partition.users(tensor)))
 
 
 def _priced(partition: Partition, samples: Samples, prior: Prior) -> Costs:
     fixed, per_byte = _line(samples.sizes or prior.sizes)
+    known_as = _known_as(partition) if prior else ()
+    digests = [{kind: digest(text) for kind, text in known.items()} for known in known_as]
 
     def conversion(tensor: str, op: Conversion, seen: Mapping[str, float]) -> float:
-        if tensor not in seen and (key := (op, _between(partition, tensor))) in prior.conversions:
-            return prior.conversions[key][1]
-        return seen.get(tensor, fixed + per_byte * bytes_of(partition.model, tensor))
+        if tensor in seen:
+            return seen[tensor]
+        size = bytes_of(partition.model, tensor)
+        for known in known_as:
+            if (paid := prior.conversions.get((op, _between(partition, tensor, known)))) is not None:
+                before, ms = paid
+                return ms * size / before if before > 0 else ms
+        return fixed + per_byte * size
 
     medians = {key: median(sampled) for key, sampled in samples.units.items() if sampled}
-    digests = _digests(partition) if prior else {}
 
     def price(unit: Unit, how: State, *where: Behind) -> float | None:
         own = next((medians[key] for w in where if (key := (unit.kind, how, w)) in medians), None)
         if own is not None or not prior or how == "float":
             return own
         before = price(unit, "float", "float", "quantized") or 0.0
-        keys = ((digests[unit.kind], how, w) for w in where)
+        keys = ((known[unit.kind], how, w) for known in digests for w in where)
         return next((prior.shares[key] * before for key in keys if key in prior.shares), None)
 
     def guessed(unit: Unit) -> float:
@@ -218,8 +230,9 @@ def _priced(partition: Partition, samples: Samples, prior: Prior) -> Costs:
         if handed is not None:
             o = max(0.0, handed - c1 - (there if handed_inside is None else 0.0)) / max(1, leaving)
         g = samples.disturbed.get(unit.kind)
-        if g is None and (key := (digests.get(unit.kind, ""), DISTURBED, "")) in prior.shares:
-            g = c0 * prior.shares[key]
+        if g is None:
+            keys = ((known[unit.kind], DISTURBED, "") for known in digests)
+            g = next((c0 * prior.shares[key] for key in keys if key in prior.shares), None)
         if handed is not None and not unit.weights and entering:  # the same build as a float unit behind DQs
             g = max(g or 0.0, handed - c0 - sum(dequantize[t] for t in entering))
         stored = _stored(partition, unit, c0, medians, corrections)

@@ -228,12 +228,15 @@ def _unit(model: Model, by_node: Mapping[str, Sequence[Edge]], number: int, node
     return Unit(number, nodes, entering, weights, inner, leaving, kind_of(model, nodes))
 
 
-def kind_of(model: Model, nodes: tuple[int, ...]) -> str:
-    """Operators, attributes and shapes of some nodes: equal kinds take equal time."""
+def kind_of(model: Model, nodes: tuple[int, ...], *, sized: bool = True) -> str:
+    """Operators, attributes and shapes of some nodes: equal kinds take equal time. Not `sized`, without the shapes of
+    what they compute: what takes equal shares of its float time in a model with other inputs."""
 
     def shape(tensor: str) -> str:
         info = model.tensors.get(tensor)
-        return "?" if info is None else f"{info.dtype}{info.shape}"
+        if info is None:
+            return "?"
+        return f"{info.dtype}{info.shape if sized or tensor in model.constants else ''}"
 
     return ";".join(
         f"{n.domain}:{n.op}{sorted((k, str(v)) for k, v in n.attributes.items())}"

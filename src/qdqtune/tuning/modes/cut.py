@@ -23,6 +23,8 @@ from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.run import Run
 from qdqtune.types import Placement, Trial
 
+KNOWN = "what earlier runs have learned holds for this model: few builds had to do; --price-cache none searches in full"
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -40,7 +42,8 @@ class Cut:
             return Recorded()
         price_cache.remember(self.run, final, self.by_layers.lessons(history) if history else NOTHING)
         units = explain(self.by_layers.costs(history, final), final)
-        return Recorded(units, files={UNITS: {"units": record(units)}})
+        notes = (KNOWN,) if self.by_layers.is_as_foretold(history) else ()
+        return Recorded(units, files={UNITS: {"units": record(units)}}, notes=notes)
 
 
 def prepare(run: Run) -> Cut:
