@@ -8,7 +8,7 @@ offered without a build of their own: the proof, which builds every point anyway
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from typing import Protocol, TypeVar
@@ -18,7 +18,7 @@ import numpy as np
 from qdqtune.measurement.timing import Plan
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.costs.noise import Noise
-from qdqtune.search.costs.optimum import cut, other
+from qdqtune.search.costs.optimum import cut, decision_of, other
 from qdqtune.search.costs.prices import Costs
 from qdqtune.search.costs.units import Decision
 from qdqtune.search.cut import CutSearch
@@ -68,7 +68,13 @@ FLIPPED = 16
 """How many units are decided the other way in each optimum."""
 
 OFFERED = 24
-"""How many placements are simulated to be offered."""
+"""How many placements are offered at once."""
+
+LIKE = 2
+"""From how many known placements it is learned how far sums of noise are off: those whose sums are the nearest."""
+
+SCALES = (0.5, 2.0)
+"""How far what builds gain may be from what prices foretell, to be believed of others."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,11 @@ class Offer:
     spot: Spot
     is_foretold: bool = False
     """Whether its noise was simulated, and not summed up."""
+
+    @property
+    def noise(self) -> float:
+        """The SQNR as relative noise."""
+        return float(10 ** (-self.spot.db / 10))
 
 
 class Placed(Protocol):
@@ -190,33 +201,55 @@ class FrontSearch:
         left = most - 1 - sum(t.builds for t in history)
         return self.by_cut.propose(history)[: max(0, left)]
 
-    def offers(self, history: Sequence[Trial]) -> tuple[Offer, ...]:
-        """What may be points of the front and was not built, far from each other. Their noise is the sum of what values
-        bring alone, off as it was in the builds so far."""
-        tried = {t.placement for t in history} | {Placement()}
+    def offers(self, history: Sequence[Trial], heard: Mapping[Placement, float]) -> tuple[Offer, ...]:
+        """What may be points of the front and was not built, far from each other. Times are what prices foretell, as
+        far as builds have shown those to be off; noise is what was `heard` in a simulation, an SQNR in dB by
+        placement, or else the sum of what values bring alone, off as it is for placements with such sums."""
         costs, chosen = self.by_cut.costs(history), list[Offer]()
-        off = [t.exactness - self._summed_db(t.placement) for t in history if t.sqnr_db is not None]
-        best = unbeaten(self._worth(costs, float(np.median(off)) if off else 0.0, tried))
+        best = unbeaten(self._worth(costs, history, heard))
         while len(chosen) < OFFERED and (found := farthest(best, [o.spot for o in chosen])) is not None:
             chosen.append(found)
         return tuple(chosen)
 
-    def foretold(self, offer: Offer) -> Offer | None:
-        """The offer with its noise as simulated; None if it is too noisy to be of interest."""
-        noise = self.noise.brought(offer.placement)
-        if is_beyond(noise, self.noise.limit):
-            return None
-        return replace(offer, spot=Spot(offer.spot.ratio, _db(noise)), is_foretold=True)
+    def foretold(self, offer: Offer) -> Offer:
+        """The offer with its noise as simulated."""
+        return replace(offer, spot=Spot(offer.spot.ratio, _db(self.noise.brought(offer.placement))), is_foretold=True)
 
-    def _worth(self, costs: Costs, off: float, tried: Collection[Placement]) -> Iterator[Offer]:
-        path = self._path(costs)
+    def _worth(self, costs: Costs, history: Sequence[Trial], heard: Mapping[Placement, float]) -> Iterator[Offer]:
+        path, scale = self._path(costs), self._scale(costs, history)
+        known = {t.placement: t.exactness for t in history if t.sqnr_db is not None}
+        summed_db = self._level({**heard, **known})
+        tried = {t.placement for t in history} | {Placement()}
         for decision in dict.fromkeys((*path, *between(costs, path), *flipped(costs, path))):
-            placement, ratio = costs.partition.placement(decision), costs.total(decision) / costs.float_ms
-            if placement not in tried and ratio <= GAIN:
-                yield Offer(placement, Spot(ratio, self._summed_db(placement) + off))
+            ratio = 1 - scale * (1 - costs.total(decision) / costs.float_ms)
+            placement = costs.partition.placement(decision)
+            if placement in tried or ratio > GAIN:
+                continue
+            db = heard.get(placement)
+            offer = Offer(placement, Spot(ratio, summed_db(placement) if db is None else db), db is not None)
+            if not is_beyond(offer.noise, self.noise.limit):
+                yield offer
 
-    def _summed_db(self, placement: Placement) -> float:
-        return _db(self.noise.predicted(placement))
+    def _scale(self, costs: Costs, history: Sequence[Trial]) -> float:
+        """What builds have gained, as a multiple of what their layers' prices add up to."""
+        gains = []
+        for placement, ratio in ratios_to_float(history, self.by_cut.plan).items():
+            foretold = costs.total(decision_of(costs, placement)) / costs.float_ms
+            if placement and foretold <= GAIN:
+                gains.append((1 - ratio) / (1 - foretold))
+        return float(np.clip(np.median(gains), *SCALES)) if gains else 1.0
+
+    def _level(self, known: Mapping[Placement, float]) -> Callable[[Placement], float]:
+        """The SQNR of a placement by its sum, from that of known ones in dB."""
+        sums = np.array([_db(self.noise.predicted(placement)) for placement in known])
+        off = np.array(list(known.values())) - sums
+
+        def level(placement: Placement) -> float:
+            summed = _db(self.noise.predicted(placement))
+            like = np.argsort(np.abs(sums - summed), kind="stable")[:LIKE]
+            return summed + (float(off[like].mean()) if len(like) else 0.0)
+
+        return level
 
     def _path(self, costs: Costs) -> tuple[Decision, ...]:
         """The optima of rising prices on noise, each once, the float model at their end. Between two prices that have

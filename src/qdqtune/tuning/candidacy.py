@@ -2,7 +2,8 @@
 
 What the search would ship proves itself first, on as many pairs of builds as without a front. Then one after the other
 meets a build of the user's file, which all have in common, the one next that lies farthest from all that were met. What
-does not seem faster there, or is beaten by others, makes room for another; what is left meets a second build.
+does not seem faster there, or is beaten by others, makes room for another; what is left meets a second build, and what
+that does not tell faster more of them, where builds are left.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 
 from qdqtune.engines import threads_of
@@ -18,14 +21,13 @@ from qdqtune.errors import writing
 from qdqtune.graph.files import data_of
 from qdqtune.measurement.accuracy import accuracy, is_finite
 from qdqtune.measurement.pairing import as_many_pairs_as_needed
-from qdqtune.measurement.timing import PAIRS, Ratio, on_these_builds, ratio
+from qdqtune.measurement.timing import BUILD_LOOKS, PAIRS, Ratio, on_these_builds, ratio
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.front import (
     ENOUGH,
     GAIN,
     NEAR,
     NEAREST,
-    OFFERED,
     FrontSearch,
     Offer,
     Point,
@@ -36,13 +38,13 @@ from qdqtune.search.front import (
 )
 from qdqtune.tuning.budget import builds_of
 from qdqtune.tuning.folder import FRONT
-from qdqtune.tuning.meeting import Opponents
+from qdqtune.tuning.meeting import Opponents, confirmed
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import PROOF_BUILDS
 from qdqtune.tuning.station import profiled_runs
 from qdqtune.tuning.store import Record, pack_accuracy, pack_layers, pack_result, unpack_accuracy, unpack_layers
 from qdqtune.tuning.threads import Place
-from qdqtune.types import Failure, Measurement, Placement, Proposal, Trial
+from qdqtune.types import EQUAL_DB, Failure, Measurement, Placement, Proposal, Trial
 
 OBVIOUS = 0.7
 """A point that takes at most this share of the float model's time at one number of threads is expected to need one
@@ -54,8 +56,8 @@ WORTH = 0.98
 TRIES = 2
 """How often."""
 
-SIMULATED = OFFERED
-"""Offers that are simulated at most until the next one is chosen."""
+SIMULATED = 72
+"""Offers that are simulated at most."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +86,11 @@ class Entry:
         return seems is None or seems.verdict == "slower"
 
     def spot(self, run: Run) -> Spot:
-        """Where they show it."""
+        """Where they show it, as the search has it: beside the float model that it began with, rewrites and all."""
         seems = self.seems(run)
         if seems is None or self.trial.accuracy is None:
             return self.thought
-        return Spot(seems.median, self.trial.exactness)
+        return Spot(seems.median / run.found.gave, self.trial.exactness)
 
     def spots(self, run: Run) -> tuple[Spot, ...]:
         """What nothing else needs to be near to: where it is, and where it was thought to be if it is no point."""
@@ -101,6 +103,7 @@ class Candidacy:
     def __init__(self, history: Sequence[Trial], run: Run, search: FrontSearch | None) -> None:
         self._history, self._run, self._search = history, run, search
         self._opponents = Opponents(run, Place(threads_of(run.settings.engine), run.runner))
+        self._heard: dict[Placement, float] = {}
         self.entries: list[Entry] = []
         self.written: dict[Placement, Path] = {}
 
@@ -112,7 +115,7 @@ class Candidacy:
     @property
     def trials(self) -> tuple[Trial, ...]:
         """Those of what no search had built."""
-        return tuple(entry.trial for entry in self.entries if entry.is_fresh)
+        return tuple(entry.trial for entry in self.entries if entry.is_fresh and entry.trial.placement)
 
     def met(self) -> list[Entry]:
         """Those that are left in the end, each with two pairs of builds or more.
@@ -124,10 +127,17 @@ class Candidacy:
         with self._opponents:
             while self._has_room() and (point := self._next()) is not None:
                 self.entries.append(self._usual(self._entry(point)))
+            begun = time.monotonic()
             for number in range(1, PAIRS):
                 for entry in self._standing():
                     if len(entry.measured) == number:
                         self._put(self._met_again(entry, number))
+            for few, many in pairwise(BUILD_LOOKS):
+                if self._run.budget.lacks((many - few) * (time.monotonic() - begun)):
+                    break
+                waiting = self._undecided(few, many - few)
+                for number in range(few, many):
+                    waiting = [self._put(self._met_again(entry, number)) for entry in waiting]
         return [entry for entry in self._standing() if len(entry.measured) >= PAIRS]
 
     def _usual(self, entry: Entry) -> Entry:
@@ -154,10 +164,21 @@ class Candidacy:
         result = self._opponents.meet(number, entry.trial.placement, self.written[entry.trial.placement])
         return replace(entry, measured=(*entry.measured, result))
 
-    def _put(self, entry: Entry) -> None:
+    def _put(self, entry: Entry) -> Entry:
         """In place of what is known of it."""
         same = [e.trial.placement for e in self.entries].index(entry.trial.placement)
         self.entries[same] = entry
+        return entry
+
+    def _undecided(self, pairs: int, more: int) -> list[Entry]:
+        """Those that so many pairs of builds do not tell faster, the nearest to it first: as many as there are builds
+        for `more` pairs of each."""
+        standing = self._standing()
+        told = zip(standing, confirmed([e.measured for e in standing], self._run.settings.proof_plan), strict=True)
+        known = [(entry, met.ratio) for entry, met in told if met is not None and len(entry.measured) == pairs]
+        waiting = [(found.high, entry) for entry, found in known if found.verdict == "undecided" and found.high]
+        room = (self._left - self._for_threads(standing)) // more - 1
+        return [entry for _, entry in sorted(waiting, key=itemgetter(0))[: max(0, room)]]
 
     def excuse(self, count: int, elsewhere: int) -> str:
         """Why there are no more points than so many, in a sentence. `elsewhere` are those that failed only at another
@@ -191,9 +212,13 @@ class Candidacy:
         holds = any(self._run.limits.is_exact_enough(entry.trial.accuracy) for entry in standing)
         least = 0 if holds or not self.entries else PROOF_BUILDS  # the usual proof, where no point can ship
         opened = sum(not self._opponents.is_open(number) for number in range(PAIRS))
-        clear = sum(entry.spot(self._run).ratio < OBVIOUS for entry in standing)
-        elsewhere = self._elsewhere(clear, 1) + self._elsewhere(len(standing) + 1 - clear, PAIRS)
-        return opened + 1 + len(waiting) + 1 + elsewhere + least <= self._left
+        return opened + 1 + len(waiting) + 1 + self._for_threads(standing, 1) + least <= self._left
+
+    def _for_threads(self, standing: Sequence[Entry], others: int = 0) -> int:
+        """Builds that points take at other numbers of threads, and so many others of which nothing is known."""
+        seen = [entry.seems(self._run) for entry in standing]
+        clear = sum(ratio is not None and ratio.median < OBVIOUS for ratio in seen)
+        return self._elsewhere(clear, 1) + self._elsewhere(len(standing) + others - clear, PAIRS)
 
     @property
     def _left(self) -> int:
@@ -217,25 +242,48 @@ class Candidacy:
         waiting = [p for p in (*first, *fastest) if p.trial.placement not in met]
         if waiting:
             return waiting[0]
-        offers = list(self._search.offers([*self._history, *self.trials])) if self._search is not None else []
+        if self._run.subject.rewrites.names and Placement() not in met:
+            return Offer(Placement(), Spot(1.0, EQUAL_DB), is_foretold=True)
+        offers = self._offers()
         if (faster := self._faster(offers)) is not None:
             return faster
-        points, standing = [p for p in unbeaten if p.trial.placement not in met], self._standing()
+        points = [p for p in unbeaten if p.trial.placement not in met]
+        while True:
+            before = len(self._heard)
+            found = self._far([*points, *offers])
+            if found is not None or len(self._heard) == before:
+                return found
+            offers = self._offers()  # what was simulated says more of the others
+
+    def _far(self, candidates: Sequence[Point | Offer]) -> Point | Offer | None:
+        """The one that is farthest from all that were met, and by all that is known not beaten."""
+        standing = [entry.spot(self._run) for entry in self._standing()]
         near = NEAR if len(standing) >= ENOUGH else NEAREST
-        good = [*(p.spot for p in points), *(e.spot(self._run) for e in standing)]
-        candidates: list[Point | Offer] = [*points, *offers]
         taken = [spot for entry in self.entries for spot in entry.spots(self._run)]
-        for _ in range(SIMULATED):
-            candidates = [c for c in candidates if isinstance(c, Point) or not any(g.beats(c.spot) for g in good)]
-            found = farthest(candidates, taken, near)
+        good = [*(c.spot for c in candidates if isinstance(c, Point)), *standing]
+        left = list(candidates)
+        while True:
+            left = [c for c in left if isinstance(c, Point) or not any(g.beats(c.spot) for g in good)]
+            found = farthest(left, taken, near)
             if not isinstance(found, Offer) or found.is_foretold:
                 return found
-            candidates.remove(found)
-            candidates += filter(None, [self._foretold(found)])
-        return farthest([c for c in candidates if isinstance(c, Point) or c.is_foretold], taken, near)
+            left.remove(found)
+            left += filter(None, [self._foretold(found)])
+
+    def _offers(self) -> tuple[Offer, ...]:
+        if self._search is None:
+            return ()
+        return self._search.offers([*self._history, *self.trials], self._heard)
 
     def _foretold(self, offer: Offer) -> Offer | None:
-        return None if self._search is None else self._search.foretold(offer)
+        """The offer with its noise as simulated; None if it is too noisy, or enough were simulated."""
+        if self._search is None or offer.is_foretold:
+            return offer
+        if len(self._heard) >= SIMULATED:
+            return None
+        known = self._search.foretold(offer)
+        self._heard[offer.placement] = known.spot.db
+        return None if is_beyond(known.noise, self._search.noise.limit) else known
 
     def _faster(self, offers: Sequence[Offer]) -> Offer | None:
         """What holds the limit and is faster than all that was met, as far as prices have learned by now."""
@@ -244,7 +292,7 @@ class Candidacy:
             tried += entry.is_fresh and entry.thought.ratio <= WORTH * least
             least = min(least, entry.spot(self._run).ratio if entry.is_faster(self._run) else 1.0)
         able = sorted((o for o in offers if o.spot.ratio <= WORTH * least), key=lambda o: o.spot.ratio)
-        for offer in able[:SIMULATED] if tried < TRIES else ():
+        for offer in able if tried < TRIES else ():
             known = self._foretold(offer)
             if known is not None and (limit is None or known.spot.db >= limit):
                 return known
@@ -277,11 +325,13 @@ class Candidacy:
         if "sqnr_db" in known and isinstance(result, Measurement):
             exact, layers = unpack_accuracy(known), unpack_layers(known.get("layers", []))
             holds = self._run.limits.is_exact_enough(exact)
-            trial = replace(trial, result=result, accuracy=exact, holds=holds, layers=layers)
+            beside = _slower(result, self._run.found.gave)
+            trial = replace(trial, result=beside, accuracy=exact, holds=holds, layers=layers)
         else:
             result = Failure(**known["failure"]) if "failure" in known else result
             trial = replace(trial, result=result)
-        self._run.bench.keep(trial)
+        if point.placement:
+            self._run.bench.keep(trial)
         return Entry(trial, point.spot, (result,), is_fresh=True)
 
     def _write(self, placement: Placement) -> Path:
@@ -303,6 +353,11 @@ class Candidacy:
         layers = runner.layers(handle, profiled_runs(bench.float_seconds))
         told = [] if isinstance(layers, Failure) else pack_layers(layers)
         return pack_accuracy(accuracy(bench.reference(), outputs)) | {"layers": told}
+
+
+def _slower(met: Measurement, by: float) -> Measurement:
+    """What met the user's file, as if it had met a model that takes so many times as long."""
+    return Measurement(tuple(by * seconds for seconds in met.a), met.b, tuple(_slower(part, by) for part in met.parts))
 
 
 def _noise(trial: Trial) -> float:

@@ -15,14 +15,14 @@ from qdqtune.graph.files import data_of
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.outputs import appearing
 from qdqtune.graph.stamps import content
-from qdqtune.measurement.timing import PAIRS, USUAL, Ratio, ratio, spread_of
+from qdqtune.measurement.timing import PAIRS, Ratio
 from qdqtune.search import best_of
 from qdqtune.search.front import ENOUGH, FrontSearch, Point, named
 from qdqtune.tuning.accepting import is_alike
 from qdqtune.tuning.candidacy import Candidacy, Entry, move_model
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT, PLACEMENT, SUMMARY, alone
 from qdqtune.tuning.forms import POINT, ListOf, fits
-from qdqtune.tuning.meeting import Confirmed, Opponents
+from qdqtune.tuning.meeting import Opponents, confirmed
 from qdqtune.tuning.proof import Proof, Standing, copy_model, foremost, is_held, prove, rows_by_workload, rows_of
 from qdqtune.tuning.records import write_json, write_placement_of
 from qdqtune.tuning.run import Run
@@ -199,7 +199,8 @@ def _as_shipped(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> di
 def _proven(entries: Sequence[Entry], run: Run) -> list[Proven]:
     """Points with their measurements, but for those on whose files the engine failed."""
     found = []
-    for entry, met in zip(entries, _confirmed([entry.measured for entry in entries], run), strict=True):
+    plan = run.settings.proof_plan
+    for entry, met in zip(entries, confirmed([entry.measured for entry in entries], plan), strict=True):
         if met is None:
             continue
         trial = entry.trial
@@ -213,24 +214,10 @@ def _proven(entries: Sequence[Entry], run: Run) -> list[Proven]:
     return found
 
 
-def _confirmed(measured: Sequence[Sequence[Measurement | Failure]], run: Run) -> list[Confirmed | None]:
-    """What all pairs of builds of several files say of each, None where one failed. All have met the same builds of the
-    user's file, and together they show how much builds differ."""
-    plan = run.settings.proof_plan
-    parts = [[m for m in row if isinstance(m, Measurement)] for row in measured]
-    rows = [[ratio(m, plan) for m in row[:PAIRS]] for row in parts]
-    found = list[Confirmed | None]()
-    for at, (row, known) in enumerate(zip(parts, measured, strict=True)):
-        others = [other for number, other in enumerate(rows) if number != at and len(other) == PAIRS]
-        is_whole = 0 < len(row) == len(known)
-        found.append(Confirmed.of(row, plan, USUAL + spread_of(others)) if is_whole else None)
-    return found
-
-
 def _everywhere(proven: Sequence[Proven], written: Mapping[Placement, Path], run: Run) -> tuple[list[Proven], int]:
     """The points that hold at every number of threads, and the builds that it took to know: a second one of what the
     first does not tell faster."""
-    settings = run.settings
+    settings, plan = run.settings, run.settings.proof_plan
     left = {p.trial.placement: p for p in proven}
     builds = 0
     with places(settings.engine, settings.thread_counts, run.runner, run.subject.mix) as found:
@@ -240,12 +227,12 @@ def _everywhere(proven: Sequence[Proven], written: Mapping[Placement, Path], run
             measured: dict[Placement, list[Measurement | Failure]] = {placement: [] for placement in left}
             with Opponents(run, place) as opponents:
                 for number in range(PAIRS):
-                    known = dict(zip(measured, _confirmed(list(measured.values()), run), strict=True))
+                    known = dict(zip(measured, confirmed(list(measured.values()), plan), strict=True))
                     for placement, met in known.items():
                         if number == 0 or (met is not None and met.ratio.verdict == "undecided"):
                             measured[placement].append(opponents.meet(number, placement, written[placement]))
                 builds += opponents.builds
-            for placement, met in zip(measured, _confirmed(list(measured.values()), run), strict=True):
+            for placement, met in zip(measured, confirmed(list(measured.values()), plan), strict=True):
                 point = left.pop(placement)
                 if met is not None:
                     standing = Standing.of(place.threads, met)

@@ -28,6 +28,7 @@ from qdqtune.measurement.timing import (
     compare,
     on_these_builds,
     ratio,
+    spread_of,
 )
 from qdqtune.tuning.folder import BASELINE
 from qdqtune.tuning.run import Run
@@ -64,6 +65,19 @@ class Confirmed:
         both = across_builds([ratio(m, plan) for m in measured], plan, seen)
         parts = tuple(cls.of(same, plan, seen) for same in zip(*(m.parts for m in measured), strict=True))
         return cls(both, a_seconds, b_seconds, 2 * len(measured), parts)
+
+
+def confirmed(measured: Sequence[Sequence[Measurement | Failure]], plan: Plan) -> list[Confirmed | None]:
+    """What all pairs of builds of several files say of each, None where one failed. All have met the same builds of the
+    user's file, and together they show how much builds differ."""
+    parts = [[m for m in row if isinstance(m, Measurement)] for row in measured]
+    rows = [[ratio(m, plan) for m in row[:PAIRS]] for row in parts]
+    found = list[Confirmed | None]()
+    for at, (row, known) in enumerate(zip(parts, measured, strict=True)):
+        others = [other for number, other in enumerate(rows) if number != at and len(other) == PAIRS]
+        is_whole = 0 < len(row) == len(known)
+        found.append(Confirmed.of(row, plan, USUAL + spread_of(others)) if is_whole else None)
+    return found
 
 
 def confirm(key: str, a: Path, b: Path, run: Run, place: Place, *, is_won: bool = False) -> Confirmed | Failure:
