@@ -238,13 +238,13 @@ def test_options_of_compare_reach_the_measurement(monkeypatch, call, made, tmp_p
                       "--input-shape", "x:5x64x64", "--calibration_samples", 2, "--seed", 4,
                       "--timing_runs", 30, "--warmup-runs", 1, "--threads", 2, "--provider", "P")  # fmt: skip
     assert code == 0
-    compared, _, samples, plan = given.a
+    compared, _, prepared, plan = given.a
     assert (compared, given.seed, plan.looks, plan.warmup) == ((path, path), 4, (30,), 1)
-    assert [s["x"].shape for s in samples] == [(5, 64, 64)] * 2
+    assert [s["x"].shape for s in prepared.judging] == [(5, 64, 64)] * 2
     assert made == [(EngineSpec("fake", {"noise": 0.1, "provider": "P"}), 180)]
     code, _, _ = call("compare", path, path, "--calibration-data", path.with_suffix(".npz"), "--threads", 2, "--json")
     assert code == 0
-    assert len(given.a[2]) == 3
+    assert len(given.a[2].judging) == 3
     assert made[1] == (EngineSpec("onnxruntime", {"threads": 2}), 600)
 
 
@@ -266,7 +266,7 @@ def test_options_of_apply_reach_it(monkeypatch, call, made, tuned, tmp_path):
     assert given.k == {"calibration_data": "d.npz", "calibration": Calibration("percentile", 99, True, True),
                        "input_shapes": {"x": (1, 2)}, "samples": 2, "seed": 3, "precision": "fp16",
                        "rewrites": "auto", "calibration_cache": None, "engine": "onnxruntime"}  # fmt: skip
-    assert out == f"{target}: 0 edges carry a Q/DQ pair\n"
+    assert out == f"{target}: 0 edges carry a pair\n"
     assert "note: 1 edges are not in this model, the first: t -> n[1]\n" in err
     call("apply", tuned, "--placement", placement)
     assert given.a[2:] == (tuned.with_suffix(".qdq.onnx"), numeric_format("fake", "int8"))
@@ -850,9 +850,7 @@ def test_apply_on_retrained_weights_gives_the_same_edges_and_other_scales(call, 
     code, out, _ = call("apply", tmp_path / "retrained.onnx", *arguments)
     assert code == 0
     made = tmp_path / "retrained.qdq.onnx"
-    assert out.startswith(
-        f"{made}: {row_count(tuned.parent / 'out')} edges carry a Q/DQ pair, output SQNR against float: "
-    )
+    assert out.startswith(f"{made}: {row_count(tuned.parent / 'out')} edges carry a pair, output SQNR against float: ")
     old, new = (pairs(path) for path in (tuned.parent / "out" / "optimized_final.onnx", made))
     assert old.keys() == new.keys()
     thrice = {t.removesuffix("_DequantizeLinear_Output") for t in old if np.allclose(3 * old[t], new[t], rtol=0.1)}

@@ -460,3 +460,24 @@ def test_symmetric_numbers(tmp_path: Path, workers: Workers) -> None:
     change(files.quantized, "k1_scale", off_by(6))
     done = debug(files.request())
     assert [s.tensor for s in done.guilty] == ["k1"]
+
+
+@pytest.mark.parametrize("weights", ["", "w8"])
+def test_quantize_and_debug_tell_one_sqnr_and_one_count_of_a_file(
+    weights: str, call: Call, workers: Workers, tmp_path: Path
+) -> None:
+    model = attention() if weights else conv_net()
+    conv = write(model, tmp_path)
+    np.savez(conv.data, **{name: np.stack([s[name] for s in feeds(model, 40)]) for name in model.inputs})
+    data = ("--calibration-data", conv.data, "--json")
+    how = ("--weight-only", weights) if weights else ("--calibration-method", "minmax", "--no-bias-correction")
+    written = json.loads(call("quantize", conv.float, "-o", conv.quantized, *data, *how)[1])
+    code, out, _ = call("debug", conv.float, conv.quantized, *data, "--min-sqnr", 90)
+    found = json.loads(out)
+    assert code == 4
+    assert found["output_sqnr_db"] == pytest.approx(written["output_sqnr_db"], abs=0.05)
+    assert (found["samples"], found["held_out"]) == (written["samples"], written["held_out"]) == (8, True)
+    assert (found["edges"], found["weights"]) == (written["edges"], sum(written.get("weight_only", {}).values()))
+    assert found["examined"]["samples"] == 4
+    assert found["examined"]["output_sqnr_db"] <= found["output_sqnr_db"]
+    assert found["flags"].startswith("--weight-only w8 " if weights else "--nodes-to-exclude ") or not found["guilty"]

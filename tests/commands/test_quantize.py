@@ -165,28 +165,28 @@ def test_an_engine_that_nobody_knows() -> None:
 @pytest.mark.parametrize("method", ["minmax", "percentile", "entropy", "mse"])
 @pytest.mark.parametrize("engine", ["onnxruntime", "tensorrt"])
 def test_a_quantized_network_stays_close_to_the_float_one(engine: str, method: Any, tmp_path: Path) -> None:
-    path = written(conv_net(), tmp_path, 10)
+    path = written(conv_net(), tmp_path, 40)
     done = quantize(request(path, engine=engine, calibration=Calibration(method)))
     assert done.placed.placement.edges
     assert done.sqnr_db is not None
     assert done.sqnr_db > 15
     assert done.cosine is not None
     assert 0.98 < done.cosine < 1
-    assert (done.judged, done.is_held_out, done.notes) == (2, True, ())
+    assert (done.judged, done.is_held_out, done.notes) == (8, True, ())
 
 
 def test_the_reported_sqnr_is_that_of_the_written_file_on_every_fifth_sample(tmp_path: Path) -> None:
     model = conv_net()
-    path = written(model, tmp_path, 11)
+    path = written(model, tmp_path, 41)
     done = quantize(request(path))
-    unseen = [s for i, s in enumerate(feeds(model, 11), 1) if i % HELD_OUT == 0]
+    unseen = [s for i, s in enumerate(feeds(model, 41), 1) if i % HELD_OUT == 0]
     expected = sqnr_db(run(model, unseen), run(load(done.output), unseen))
     assert done.sqnr_db == pytest.approx(expected, abs=1e-3)
-    assert done.judged == 2
+    assert done.judged == 8
 
 
 def test_held_out_samples_do_not_enter_the_scales(tmp_path: Path) -> None:
-    path = written(conv_net(), tmp_path, 5)
+    path = written(conv_net(), tmp_path, 40)
     quantize(request(path))
     before = {name: scale for name, scale, _, _ in pairs(load(path.with_name("q.onnx")))}
     with np.load(path.with_suffix(".npz")) as data:
@@ -203,7 +203,7 @@ def test_few_samples_and_random_ones_are_told(tmp_path: Path) -> None:
     few = quantize(request(path))
     assert not few.is_held_out
     assert few.judged == 4
-    assert few.notes == ("fewer than 5 samples: the SQNR is that of the calibration data",)
+    assert few.notes == ("fewer than 40 samples: the SQNR is that of the calibration data",)
     fed_at_random = quantize(request(path, calibration_data=None))
     assert "random inputs" in fed_at_random.notes[0]
     assert not fed_at_random.is_held_out
@@ -392,14 +392,14 @@ def test_what_the_report_says_of_a_tensor_holds_in_a_model_with_its_pairs_only(
     model = net()
     path = written(model, tmp_path)
     done = quantize(request(path, engine=engine, report=True))
-    unseen = feeds(model, 5)[4:]
+    judges = feeds(model, 5)
     known = read_placement(model, load(done.output)).ranges
     numbers = replace(numeric_format(engine, "int8"), shared_scale_ops=frozenset(), bias="float", drop_clamps=False)
-    exact = run(model, unseen)
+    exact = run(model, judges)
     assert len(done.damages) == min(10, len({e.tensor for e in done.placed.placement}))
     for damage in done.damages:
         only = Placement.of(e for e in done.placed.placement if e.tensor == damage.tensor)
-        found = sqnr_db(exact, run(insert(model, only, known, numbers), unseen))
+        found = sqnr_db(exact, run(insert(model, only, known, numbers), judges))
         assert damage.output_db == pytest.approx(found, abs=0.2)
         assert damage.own_db is not None
         assert damage.own_db > 20
@@ -414,10 +414,10 @@ def test_keeping_the_nodes_of_the_report_in_float_takes_the_pair_away(tmp_path: 
 
 def test_no_report_where_the_model_with_switches_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qdqtune.commands.quantize.damages", lambda *_: Failure("build", "no such operator"))
-    done = quantize(request(written(conv_net(), tmp_path, 10), report=True))
+    done = quantize(request(written(conv_net(), tmp_path), report=True))
     assert done.damages == ()
     assert done.sqnr_db is not None
-    assert done.notes == ("no report of single tensors, as the model with switches fails: no such operator",)
+    assert done.notes[1:] == ("no report of single tensors, as the model with switches fails: no such operator",)
 
 
 # Weights alone
@@ -427,6 +427,6 @@ def test_rounding_by_data_says_where_the_data_are_few_and_is_refused_without_sto
     text = "net (float[1,32] x) => (float[1,32] y) { [m] y = MatMul(x, w) }"
     path = written(build(text, {"w": normal(32, 32)}), tmp_path)
     asked = request(path, engine="onnxruntime", weight_only="w4", weight_rounding="gptq")
-    assert any("met 4 rows (tokens) where products have up to 32" in note for note in quantize(asked).notes)
+    assert any("met 5 rows (tokens) where products have up to 32" in note for note in quantize(asked).notes)
     with pytest.raises(BadOption, match="goes with --weight-only"):
         quantize(replace(asked, weight_only=None))

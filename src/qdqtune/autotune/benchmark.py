@@ -90,7 +90,7 @@ class Benchmark:
     def prepared(self, model: Model, data: str | None = None) -> Prepared:
         """A model at the shapes that the engine tunes for, and samples for it."""
         data = data or self.calibration_data
-        return prepare(model, Data(data, input_shapes=usual_shapes(self.spec, data)))
+        return prepare(model, Data(data, input_shapes=usual_shapes(self.spec, data)), most=0)
 
     def run(self, model: str | Path | bytes, log_file: str | Path | None = None) -> float | Failure:
         """Milliseconds per inference on the first sample, or on a random one."""

@@ -13,8 +13,19 @@ from qdqtune.calibration.workloads import Sizes, WorkloadFile, common_sizes, ope
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import with_input_shapes
 from qdqtune.graph.model import Model
+from qdqtune.graph.operators import work
 from qdqtune.graph.soundness import check_outputs
-from qdqtune.types import Mix, NumericFormat, Workload
+from qdqtune.types import Mix, NumericFormat, Sample, Workload
+
+LEAST_JUDGED = 8
+"""Fewer held-out samples than this are no judges: scales that differ by 4e-7 have moved one sample by 10 dB."""
+
+MOST_JUDGED = 32
+"""Samples that outputs are compared on where nobody asks for fewer."""
+
+JUDGED_WORK = 5e10
+"""Multiplications of the inferences on which outputs are compared, where `LEAST_JUDGED` take less: a few seconds on a
+core."""
 
 
 @dataclass(frozen=True)
@@ -31,30 +42,19 @@ class Data:
 
 
 @dataclass(frozen=True)
-class HoldOut:
-    """Which samples calibration does not see, so that results can be judged by them: every fifth, up to `most`.
-
-    None are held out where these would be fewer than `least`, and of random inputs only if `of_random`.
-    """
-
-    least: int = 1
-    most: int | None = None
-    of_random: bool = True
-
-
-@dataclass(frozen=True)
 class Prepared:
     """`model` as it was read, which is what ships; `shaped` is the same with the input `sizes` of the measurement,
     open where those of workloads differ.
 
-    `judging` is what outputs are compared on: what calibration does not see if `is_held_out`, else all samples.
+    `judging` is what outputs are compared on, in every command: the first of those that calibration does not see if
+    `is_held_out`, else of all.
     """
 
     model: Model
     shaped: Model
     samples: Samples
     calibration: Samples
-    judging: Samples
+    judging: tuple[Sample, ...]
     is_held_out: bool = False
     sizes: Sizes = field(default_factory=dict)
     workloads: Mix = ()
@@ -77,8 +77,12 @@ class Prepared:
         return calibrate_by_every_method(self.shaped, self.calibration, how, numbers=numbers)
 
 
-def prepare(model: Model, data: Data, *, fixed: Collection[str] = (), hold_out: HoldOut | None = None) -> Prepared:
+def prepare(model: Model, data: Data, *, fixed: Collection[str] = (), most: int = MOST_JUDGED) -> Prepared:
     """Shape a model and open its samples. Arrays of `fixed` inputs, which were made constants, are passed over.
+
+    Every fifth sample is held out of calibration until `most` are, unless these were fewer than `LEAST_JUDGED`, or are
+    made up. All commands do alike, so that they compare the outputs of a file on the same samples. Who compares none
+    asks for 0.
 
     Raises:
         BadModel: an input or an output is no tensor.
@@ -96,9 +100,13 @@ def prepare(model: Model, data: Data, *, fixed: Collection[str] = (), hold_out: 
     else:
         own, limit = data.calibration_data, data.calibration_samples
         samples = open_samples(own, shaped, seed=data.seed, limit=limit, fixed=fixed)
-    parts = None
-    if hold_out is not None and (hold_out.of_random or not samples.is_random):
-        parts = samples.apart(hold_out.least, hold_out.most)
-    if parts is None:
-        return Prepared(model, shaped, samples, samples, samples, sizes=sizes, workloads=mix)
-    return Prepared(model, shaped, samples, *parts, is_held_out=True, sizes=sizes, workloads=mix)
+    parts = None if samples.is_random or not most else samples.apart(min(LEAST_JUDGED, most), most)
+    seen, unseen = parts or (samples, samples)
+    judging = tuple(unseen.first(_affordable(shaped, most))) if most else ()
+    return Prepared(model, shaped, samples, seen, judging, parts is not None, sizes, mix)
+
+
+def _affordable(model: Model, most: int) -> int:
+    """How many samples outputs are compared on: few noise powers are a matter of luck, and many take time."""
+    affordable = JUDGED_WORK / max(1.0, sum(work(model, node) for node in model.nodes))
+    return max(min(LEAST_JUDGED, most), min(most, int(affordable)))

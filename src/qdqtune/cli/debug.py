@@ -18,6 +18,7 @@ from qdqtune.cli.grouped import command
 from qdqtune.cli.options import FILE, Number, option
 from qdqtune.cli.output import print_json, print_lines, say_notes, show
 from qdqtune.cli.streams import escaped
+from qdqtune.cli.words import placed, samples
 from qdqtune.commands.cut_off import WrongPart
 from qdqtune.commands.debug import FLOAT_LIMIT, LIMIT, Diagnosis, Request, Suspect, debug
 from qdqtune.commands.probes import NOT_FINITE
@@ -86,13 +87,17 @@ def as_json(file: Path, request: Request, done: Diagnosis) -> dict[str, Any]:
     return {
         "model": str(file),
         "engine": request.engine.name,
+        "edges": len(done.placement),
+        "weights": len(done.placement.compressed),
         "pairs": done.pairs,
         "samples": done.samples,
+        "held_out": done.is_held_out,
         "runs": done.runs,
         "min_sqnr_db": _decibels(done.limit),
         "healthy": done.is_healthy,
         "output_sqnr_db": _decibels(done.noise),
         "finite": done.noise < NOT_FINITE,
+        "examined": {"samples": done.examined, "output_sqnr_db": _decibels(done.noise_there)},
         "sqnr_db_as_defined": None if done.by_numbers is None else _decibels(done.by_numbers),
         "rest_sqnr_db": None if done.rest is None else _decibels(done.rest),
         "guilty": [_suspect(suspect) for suspect in done.guilty],
@@ -101,7 +106,7 @@ def as_json(file: Path, request: Request, done: Diagnosis) -> dict[str, Any]:
             {"nodes": part.nodes, "sqnr_db": _decibels(part.noise), "reason": part.reason} for part in done.wrong_parts
         ],
         "nodes_to_exclude": done.excluded,
-        "flags": options.to_exclude(done.excluded),
+        "flags": _flags(done),
         "notes": done.notes,
     }
 
@@ -132,13 +137,17 @@ def _told(noise: float) -> str:
 
 def _show(file: Path, request: Request, done: Diagnosis) -> None:
     engine = request.engine.name
-    pairs = f", {done.pairs} pairs" if done.pairs else ""
-    print(f"{file} on {engine}: output SQNR {_told(done.noise)}{pairs}, {done.samples} samples, {done.runs} runs")
+    if done.placement:
+        print(f"{file}: {placed(done.placement)}")
+    on = samples(done.samples, done.is_held_out)
+    print(f"output SQNR {_told(done.noise)} on {engine}, on {on}, {done.runs} runs")
     if done.is_healthy:
         print(f"healthy: at or above {_told(done.limit)}")
         return
+    if done.examined < done.samples:
+        print(f"the {done.examined} samples that lose most are looked into: {_told(done.noise_there)} on these")
     if done.by_numbers is not None:
-        print(f"its pairs as ONNX defines them: {_told(done.by_numbers)}")
+        print(f"as ONNX defines its arithmetic: {_told(done.by_numbers)}")
     for suspects, title in ((done.guilty, "guilty"), (done.largest, "largest")):
         if suspects:
             show(_table(suspects, title))
@@ -159,7 +168,17 @@ def _ending(engine: str, done: Diagnosis) -> Iterator[str]:
     if done.guilty:
         state = "healthy" if done.rest is not None and done.rest <= done.limit else "still not healthy"
         yield f"without them on {engine}: {_told(done.rest or 0.0)}, {state}"
-        yield f"to keep them in float: qdqtune quantize MODEL {options.to_exclude(done.excluded)}"
+        yield f"to keep them in float: qdqtune quantize MODEL {_flags(done)}"
+
+
+def _flags(done: Diagnosis) -> str:
+    """Options of quantize that leave out what is guilty, and make what the file has otherwise."""
+    placement, excluded = done.placement, options.to_exclude(done.excluded)
+    if placement.edges or not placement.compressed or not excluded:
+        return excluded
+    names = {storage.name for _, storage in placement.compressed}
+    families = {storage.family for _, storage in placement.compressed}
+    return f"--weight-only {min(names if len(names) == 1 else families)} {excluded}"
 
 
 def _part(engine: str, part: WrongPart) -> Iterator[str]:
@@ -177,7 +196,7 @@ def _table(suspects: Sequence[Suspect], title: str) -> Table:
     for suspect in suspects:
         names = Text("\n  ".join(map(escaped, (suspect.tensor, *suspect.nodes))))
         ranges = f"float {_range(suspect.float_range)}\npair  {_range(suspect.quantized_range)}"
-        company = f"of {suspect.company} pairs" if suspect.company > 1 else "alone"
+        company = f"among {suspect.company}" if suspect.company > 1 else "alone"
         levels = f"with    {_told(suspect.noise)}\nwithout {_told(suspect.without)}\n{company}"
         grid.add_row(names, ranges, levels)
     return grid

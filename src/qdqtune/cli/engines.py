@@ -22,7 +22,6 @@ from qdqtune.cli.grouped import command
 from qdqtune.cli.layers import profiled
 from qdqtune.cli.options import FILE, option, repeated
 from qdqtune.cli.output import print_json, print_lines, say_notes, show
-from qdqtune.commands.apply import JUDGED
 from qdqtune.commands.build import FORMATS, build
 from qdqtune.commands.check import Finding, allow, check, excuse, is_measured, lost_by_pairs
 from qdqtune.commands.cluster import ClusterState, examine_cluster
@@ -151,9 +150,9 @@ def check_command(
         layers, findings = ran.layers, allow(found, allowed)
         measured = ran.described is not None and is_measured(model, graph, ran.described)
         if not graph_json:
-            samples = options.Data.of(given).first(JUDGED, graph, options.engine(given))
+            prepared = options.Data.of(given).prepared(graph, options.engine(given))
             with time_limit(given["time_limit"]):
-                lost = lost_by_pairs(graph, samples)
+                lost = lost_by_pairs(graph, prepared.judging)
             if lost is not None and (warning := concern(lost)):
                 made_up = "on random inputs, which tell little (give --calibration-data): "
                 say_notes([warning if given["calibration_data"] else made_up + warning])
@@ -183,7 +182,7 @@ def _exported(graph_json: Path, profile_json: Path | None, model: Path, graph: M
 
 def run_here(model: Path, graph: Model, spec: EngineSpec, given: options.Given) -> Ran:
     """What an engine makes of a model, fed and timed as the options say."""
-    (sample,) = options.Data.of(given).first(1, graph, spec)
+    (sample,) = options.Data.of(given).prepared(graph, spec, 0).samples.first(1)
     with unlogged(spec, time_limit_s=given["time_limit"]) as runner:
         numbers, described = runner.numeric_format(_quant_type(graph)), runner.describe()
         layers = profiled(runner, model, sample, given["runs"], refusal=f"{model} cannot be checked")

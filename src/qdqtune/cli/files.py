@@ -9,28 +9,23 @@ from typing import Any
 
 import click
 
-from qdqtune.calibration.prepare import prepare
 from qdqtune.cli import options, progress, report
 from qdqtune.cli.grouped import command
 from qdqtune.cli.options import FILE, option
 from qdqtune.cli.output import print_json, say_error, say_notes, show
 from qdqtune.cli.threads import DEPLOY_THREADS
+from qdqtune.cli.words import placed, samples
 from qdqtune.cli.workloads import WORKLOADS, engine
 from qdqtune.commands.apply import apply
 from qdqtune.commands.compare import comparable, compare_at
-from qdqtune.engines import EngineSpec
 from qdqtune.engines.formats import numeric_format
 from qdqtune.engines.runner import time_limit
-from qdqtune.engines.shapes import check_inputs
 from qdqtune.errors import EngineFailure
-from qdqtune.graph.model import Model
 from qdqtune.measurement.accuracy import concern
 from qdqtune.measurement.timing import Plan
 from qdqtune.placement.files import read_placement_file
 from qdqtune.tuning import advice
-from qdqtune.tuning.subject import judged
 from qdqtune.tuning.threads import counts_of
-from qdqtune.types import Mix, Sample
 
 COMPARE = (
     click.Argument(["files"], type=FILE, nargs=-1, required=True),
@@ -59,19 +54,20 @@ def compare_command(
     """
     spec, plan = engine(given), Plan((timing_runs,), warmup=warmup_runs)
     options.check_page(html, files)
-    samples, mix = judging(given, comparable(files)[0], spec)
+    prepared = options.Data.of(given).prepared(comparable(files)[0], spec)
     if (counts := given["deploy_threads"]) is not None:
         counts_of(spec, counts)
     if (busy := advice.busy(spec)) is not None:
         say_notes([busy])
     seed, limit = given["seed"], given["time_limit"]
     with progress.shown() as observer:
-        rows = compare_at(files, spec, counts, samples, plan, mix=mix, seed=seed, time_limit_s=limit, observer=observer)
+        rows = compare_at(files, spec, counts, prepared, plan, seed=seed, time_limit_s=limit, observer=observer)
     if as_machine:
         print_json({"first": str(files[0]), "others": [row.as_json() for row in rows]})
     else:
-        show(report.comparison_table(str(files[0]), rows, len(samples)))
-    notes = [] if given["calibration_data"] or mix else ["no --calibration-data: latency and SQNR are on random inputs"]
+        show(report.comparison_table(str(files[0]), rows, samples(len(prepared.judging), prepared.is_held_out)))
+    random = prepared.samples.is_random
+    notes = ["no --calibration-data: latency and SQNR are on random inputs"] if random else []
     warned = {row.file: warning for row in rows if row.accuracy and (warning := concern(row.accuracy))}
     notes += [f"{file} against {files[0]}: {warning}" for file, warning in warned.items()]
     notes += [f"{row.name}: {note}" for row in rows if row.ratio is not None and (note := advice.wide(row.ratio))]
@@ -84,17 +80,6 @@ def compare_command(
     for row in refused:
         say_error(f"{row.name} cannot be compared: {row.reason}")
     return EngineFailure.exit_code if refused else 0
-
-
-def judging(given: options.Given, model: Model, spec: EngineSpec) -> tuple[Sequence[Sample], Mix]:
-    """As many of the first samples as a search compares outputs on, and the workloads, if any.
-
-    Raises:
-        BadOption, BadData: see `options.Data.first`.
-    """
-    check_inputs(spec, model)
-    prepared = prepare(model, options.Data.of(given))
-    return prepared.samples.first(judged(prepared.shaped)), prepared.workloads
 
 
 APPLY = (
@@ -165,6 +150,4 @@ def apply_command(
         print_json(told | cache)
     else:
         known = "" if done.accuracy is None else f", output SQNR against float: {done.accuracy}"
-        stored = len(done.placement.compressed)
-        weights = f", {stored} {'weight is' if stored == 1 else 'weights are'} stored in fewer bits" if stored else ""
-        print(f"{target}: {len(done.placement)} edges carry a Q/DQ pair{weights}{known}")
+        print(f"{target}: {placed(done.placement)}{known}")

@@ -74,7 +74,7 @@ def layers_command(
         raise BadOption("--profile-json goes with --graph-json")
     else:
         spec = options.engine(given)
-        (sample,) = options.Data.of(given).first(1, load(model), spec)
+        (sample,) = options.Data.of(given).prepared(load(model), spec, 0).samples.first(1)
         with unlogged(spec, time_limit_s=given["time_limit"]) as runner:
             layers = profiled(runner, model, sample, runs, refusal=f"{engine} has no layers of {model}")
     if html is not None:

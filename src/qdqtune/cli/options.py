@@ -29,7 +29,6 @@ from qdqtune.graph.loading import files_of
 from qdqtune.graph.model import Model
 from qdqtune.graph.outputs import check_output
 from qdqtune.graph.rewrites import NAMES as REWRITTEN
-from qdqtune.types import Sample
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -393,15 +392,15 @@ class Data(prepare.Data):
         """Pick them out of all options."""
         return cls(**named(cls, given))
 
-    def first(self, number: int, model: Model, spec: EngineSpec) -> Sequence[Sample]:
-        """The first samples, for a model on an engine.
+    def prepared(self, model: Model, spec: EngineSpec, most: int = prepare.MOST_JUDGED) -> prepare.Prepared:
+        """A model for an engine, and its samples: see `prepare`.
 
         Raises:
             BadOption: the engine or the user names shapes that the inputs cannot have.
             BadData: the samples do not fit the model.
         """
         check_inputs(spec, model)
-        return prepare.prepare(model, self).samples.first(number)
+        return prepare.prepare(model, self, most=most)
 
 
 NOT_OWN = {"engine", "threads", "engine_options", "time_limit"}

@@ -17,6 +17,7 @@ from qdqtune.cli.grouped import command
 from qdqtune.cli.options import FILE, flag, option, repeated
 from qdqtune.cli.output import print_json, print_lines, say_notes, show
 from qdqtune.cli.streams import escaped
+from qdqtune.cli.words import decibels, placed, samples
 from qdqtune.commands.quantize import Quantized, Request, Selection, quantize
 from qdqtune.commands.worst_tensors import to_exclude
 from qdqtune.engines.formats import FORMATS
@@ -101,8 +102,9 @@ SHARED = {"model", "quant_type", "engine", "precision", *(option.human_readable_
 def quantize_command(**given: Any) -> int:
     """Quantize MODEL by placement rules: calibrated Q/DQ pairs in one pass, with no search and no timing.
 
-    The rules say where an engine gains from 8 bits as a rule (qdqtune rules lists them); tune measures it. Every fifth
-    sample is held out of calibration, and the result is compared with MODEL on those.
+    The rules say where an engine gains from 8 bits as a rule (qdqtune rules lists them); tune measures it. Of forty
+    samples or more every fifth is held out of calibration, and the result is compared with MODEL on the first 32 of
+    those; of fewer, on all. compare, debug and apply compare outputs on the same ones.
 
     \b
     qdqtune quantize model.onnx --calibration-data samples.npz -o model.qdq.onnx
@@ -186,7 +188,7 @@ def as_json(request: Request, done: Quantized) -> dict[str, object]:
 def _lines(request: Request, done: Quantized) -> Iterator[str]:
     if request.weight_only is None:
         numbers = f"{request.quant_type.upper()} as {request.engine} wants it"
-        yield f"{done.output}: {len(done.placed.placement)} edges carry a pair ({numbers})"
+        yield f"{done.output}: {placed(done.placed.placement)} ({numbers})"
     else:
         kinds = ", ".join(f"{count} as {name}" for name, count in done.placed.counts)
         size = done.output.stat().st_size / request.model.stat().st_size
@@ -194,20 +196,15 @@ def _lines(request: Request, done: Quantized) -> Iterator[str]:
     if not done.judged:
         yield "not compared with the float model: give --calibration-data for that"
         return
-    where = ("held-out sample" if done.is_held_out else "sample") + "s" * (done.judged != 1)
     angle = "" if done.cosine is None else f", cosine {done.cosine:.6f}"
-    ratio = _db(done.sqnr_db) if done.is_finite else "unknown"
-    yield f"output SQNR {ratio}{angle}, on {done.judged} {where}"
+    ratio = decibels(done.sqnr_db) if done.is_finite else "unknown"
+    yield f"output SQNR {ratio}{angle}, on {samples(done.judged, done.is_held_out)}"
     if loud := to_exclude(done.damages, done.sqnr_db):
         yield f"to keep in float what makes a tenth of the error or more: {options.to_exclude(loud)}"
     elif done.damages and done.sqnr_db is not None:
         yield "the error is spread: no tensor makes a tenth of it, so there is none to exclude"
     if done.metric is not None:
         yield f"{request.evaluate}: {done.metric[0]:g} before, {done.metric[1]:g} after"
-
-
-def _db(ratio: float | None) -> str:
-    return "exact" if ratio is None else f"{ratio:.1f} dB"
 
 
 def rule_counts(done: Quantized) -> Table:
@@ -231,7 +228,7 @@ def worst_tensors(done: Quantized) -> Table:
     table.add_column("own SQNR", justify="right", no_wrap=True)
     for damage in done.damages:
         nodes = "\n".join(map(escaped, damage.nodes))
-        table.add_row(Text(escaped(damage.tensor)), Text(nodes), _db(damage.output_db), _db(damage.own_db))
+        table.add_row(Text(escaped(damage.tensor)), Text(nodes), decibels(damage.output_db), decibels(damage.own_db))
     return table
 
 

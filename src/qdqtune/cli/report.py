@@ -15,7 +15,7 @@ from rich.text import Text
 
 from qdqtune.cli.progress import failure
 from qdqtune.cli.streams import escaped
-from qdqtune.cli.words import duration, speed
+from qdqtune.cli.words import decibels, duration, speed
 from qdqtune.commands.compare import Row
 from qdqtune.measurement.timing import Ratio
 from qdqtune.search.costs.explanation import UnitPrice
@@ -46,7 +46,7 @@ def result_table(result: Result) -> Table:
         if (equal := (summary["output_accuracy"] or {}).get("agreement")) is not None:
             rows.append(("integers as in float", "", f"{equal:.1%}"))
     if (without := summary["fastest_without_limits"]) is not None:
-        ratio = "exact" if without["sqnr_db"] is None else f"{without['sqnr_db']:.1f} dB"
+        ratio = decibels(without["sqnr_db"])
         rows.append(("fastest without limits", "", f"{speed(without['ratio'])} at {ratio}"))
     if summary["metric_before"] is not None:
         after = summary["metric_after"]
@@ -105,9 +105,9 @@ def _by_workload(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 def _accuracy(summary: Mapping[str, Any]) -> str:
     """Output SQNR with its spread over single samples."""
     accuracy = summary["output_accuracy"] or {}
-    if summary["output_sqnr_db"] is None:
-        return "exact"
-    return str(Accuracy(**{**accuracy, "agreement": None})) if accuracy else f"{summary['output_sqnr_db']:.1f} dB"
+    lost = summary["output_sqnr_db"]
+    is_told = bool(accuracy) and lost is not None
+    return str(Accuracy(**{**accuracy, "agreement": None})) if is_told else decibels(lost)
 
 
 def front_table(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -224,8 +224,8 @@ def result_line(result: Result, final: Path) -> str:
     return f"{outcome}: {final} is {copied}"
 
 
-def comparison_table(first: str, rows: Sequence[Row], samples: int) -> Table:
-    """Every file against the first; a file that failed has an empty row. The SQNR is of so many samples."""
+def comparison_table(first: str, rows: Sequence[Row], samples: str) -> Table:
+    """Every file against the first; a file that failed has an empty row. The SQNR is over these samples."""
     cells = []
     for row in rows:
         if row.ratio is None or row.ms is None or row.first_ms is None:
@@ -239,7 +239,7 @@ def comparison_table(first: str, rows: Sequence[Row], samples: int) -> Table:
             cells.append((f"  {part.name}, {part.share:.0%} of the calls", *times, part.ratio.speedup, "", ""))
     table = _table(("file", "first, ms", "ms", "speedup [interval]", "verdict", "SQNR, dB"), cells)
     table.title, table.title_justify = f"first: {escape(first)}", "left"
-    table.caption = f"output SQNR over {samples} sample{'s' * (samples != 1)}"
+    table.caption = f"output SQNR over {samples}"
     return table
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from qdqtune.types import Placement
+
 
 def speed(ratio: float) -> str:
     """How many times as fast something is that takes `ratio` of the time."""
@@ -13,6 +15,22 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def samples(count: int, is_held_out: bool) -> str:
+    """The samples that outputs were compared on."""
+    which = "held-out sample" if is_held_out else "sample"
+    return f"{count} {which}{'s' * (count != 1)}{' (every fifth)' * is_held_out}"
+
+
+def placed(placement: Placement) -> str:
+    """How much of a model a placement quantizes."""
+    stored = len(placement.compressed)
+    weights = f"{stored} {'weight is' if stored == 1 else 'weights are'} stored in fewer bits"
+    if stored and not placement.edges:
+        return weights
+    edges = len(placement)
+    return f"{edges} {'edge carries' if edges == 1 else 'edges carry'} a pair{f', {weights}' if stored else ''}"
 
 
 def decibels(sqnr_db: float | None) -> str:

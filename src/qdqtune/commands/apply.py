@@ -28,9 +28,6 @@ from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import is_quantized
 from qdqtune.types import Accuracy, Edge, NumericFormat, Placement
 
-JUDGED = 8
-"""Samples on which the outputs are compared."""
-
 
 @dataclass(frozen=True)
 class Applied:
@@ -88,7 +85,6 @@ def apply(
     prepared, notes = None, tuple[str, ...]()
     if calibration_cache is None or calibration_data:
         prepared = prepare(graph, data, fixed=recorded.fix_inputs)
-        prepared.samples.first(1)  # refuses an empty source by its name
         prepared, _, notes = in_half(prepared, precision, usual)
         graph, shaped = prepared.model, prepared.shaped
     else:
@@ -113,7 +109,7 @@ def apply(
         save(finished(inserter.insert(placed), precision or usual), fresh)
     if prepared is None:
         return Applied(placed, lost, False, None, matched, notes)
-    with Simulation(inserter, prepared.judging.first(JUDGED), engine or recorded.engine) as simulation:
+    with Simulation(inserter, prepared.judging, engine or recorded.engine) as simulation:
         accuracy = simulation.accuracy(placed)
     known_accuracy = accuracy if isinstance(accuracy, Accuracy) else None
     return Applied(placed, lost, prepared.samples.is_random, known_accuracy, matched, notes)

@@ -17,7 +17,7 @@ from qdqtune.graph.model import Model, Node
 from qdqtune.graph.operators import COMPUTE
 from qdqtune.measurement.accuracy import accuracy, is_finite
 from qdqtune.placement.files import read_placement_file
-from qdqtune.placement.reading import read_placement, stored_alone, strip_pairs
+from qdqtune.placement.reading import placement_in, stored_alone, strip_pairs
 from qdqtune.placement.stored import tables_of
 from qdqtune.tuning.folder import BASELINE
 from qdqtune.types import Accuracy, Failure, Layer, NumericFormat, Sample
@@ -204,7 +204,7 @@ def is_measured(file: Path, model: Model, engine: Mapping[str, str]) -> bool:
         if summary["shipped"] != "tuned" or summary["engine"] != dict(engine):
             return False
         recorded = read_placement_file(folder / "placement.yaml").placement
-        return recorded == read_placement(load(folder / BASELINE), model).placement
+        return recorded == placement_in(load(folder / BASELINE), model)
     except (OSError, ValueError, RecursionError, KeyError, TypeError, InputError):  # no output folder of ours
         return False
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.samples import InputSpec, input_specs
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner, unlogged
@@ -105,24 +106,23 @@ def comparable(files: Sequence[Path]) -> list[Model]:
 def compare_files(
     files: Sequence[Path],
     runner: Runner,
-    samples: Sequence[Sample],
+    prepared: Prepared,
     plan: Plan,
     *,
-    mix: Mix = (),
     builds: int | None = None,
     seed: int = 0,
     observer: Observer | None = None,
 ) -> list[Row]:
     """Pair the first file with each of the others, on so many fresh builds of both; by default on as many as needed.
-    They are timed on the workloads `mix`, or on the first sample.
+    They are timed on the workloads, or on the first sample.
 
     Raises:
         EngineFailure: the engine cannot build or run the first file.
     """
     observer = observer or Silent()
     observer.stage(f"running {files[0].name}")
-    runner.feed(mix or samples[0])
-    reference = _outputs(files[0], runner, samples)
+    runner.feed(prepared.mix)
+    reference = _outputs(files[0], runner, prepared.judging)
     if isinstance(reference, Failure):
         raise EngineFailure(f"{files[0]} does not run, so there is nothing to compare with: {reference.reason}")
     rows = []
@@ -133,8 +133,8 @@ def compare_files(
         if isinstance(measured, Failure):
             rows.append(Row(str(file), None, None, None, None, measured.reason))
         else:
-            row = _row(files[0], file, measured, plan, _accuracy(file, runner, samples, reference))
-            rows.append(replace(row, workloads=tuple(_parts(measured, mix, plan))))
+            row = _row(files[0], file, measured, plan, _accuracy(file, runner, prepared.judging, reference))
+            rows.append(replace(row, workloads=tuple(_parts(measured, prepared.mix, plan))))
     return rows
 
 
@@ -142,10 +142,9 @@ def compare_at(
     files: Sequence[Path],
     spec: EngineSpec,
     counts: Sequence[int] | None,
-    samples: Sequence[Sample],
+    prepared: Prepared,
     plan: Plan,
     *,
-    mix: Mix = (),
     seed: int = 0,
     time_limit_s: float | None = None,
     observer: Observer | None = None,
@@ -160,7 +159,7 @@ def compare_at(
     for count in (None,) if counts is None else counts_of(spec, counts):
         at = spec if count is None else replace(spec, options={**spec.options, "threads": count})
         with unlogged(at, time_limit_s=time_limit_s) as runner:
-            found = compare_files(files, runner, samples, plan, mix=mix, seed=seed, observer=observer)
+            found = compare_files(files, runner, prepared, plan, seed=seed, observer=observer)
         rows += [replace(row, threads=count) for row in found]
     return rows
 

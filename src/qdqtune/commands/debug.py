@@ -34,10 +34,10 @@ from qdqtune.graph.rewrites import Rewrites, between
 from qdqtune.measurement.bisection import Culprit, Parts, Verdict, culprits
 from qdqtune.placement.grafting import Kind, StandingPair, representable, standing_pairs
 from qdqtune.placement.moved_channels import moved_channels
-from qdqtune.placement.reading import is_quantized, strip_pairs, twins_of
+from qdqtune.placement.reading import is_quantized, placement_in, strip_pairs, twins_of
 from qdqtune.placement.stored import tables_of
 from qdqtune.tuning.observer import Observer, Silent
-from qdqtune.types import Sample
+from qdqtune.types import Placement, Sample
 
 LIMIT = 20.0
 """Output SQNR in dB from which on a quantized model is healthy."""
@@ -46,7 +46,7 @@ FLOAT_LIMIT = 30.0
 """That of a float model: engines that compute in 16 bits reach more."""
 
 SAMPLES = 4
-"""Samples that every run takes, at most."""
+"""Samples that the search for what is guilty takes, at most: those on which the file loses most."""
 
 RANKED = 400
 """Pairs that are measured one by one, at most, where none stands out."""
@@ -133,16 +133,21 @@ class Suspect:
 class Diagnosis:
     """What was found. Noise is relative to the signal, of the worst output; see `probes.noise`.
 
-    `noise` is that of the file on the engine, `by_numbers` that of its pairs as ONNX defines them (None: not needed),
-    `rest` what remains without the guilty ones. `largest` are named where that is above the limit and nobody stands
-    out. `runs` counts how often all samples went through a model.
+    `noise` is that of the file on the engine, on `samples`. What follows is of those that were `examined`, the worst of
+    them: the noise of the file there, that of its pairs as ONNX defines them `by_numbers` (None: not needed), and what
+    remains without the guilty ones, `rest`. `largest` are named where that is above the limit and nobody stands out.
+    `pairs` counts those that were examined, of biases as well; `runs`, how often samples went through a model.
     """
 
+    placement: Placement
     pairs: int
     samples: int
+    is_held_out: bool
     runs: int
     limit: float
     noise: float
+    examined: int
+    noise_there: float
     by_numbers: float | None = None
     rest: float | None = None
     guilty: tuple[Suspect, ...] = ()
@@ -185,15 +190,17 @@ def debug(request: Request, observer: Observer | None = None) -> Diagnosis:
     if quantized is not None and not pairs:
         raise BadModel(f"{file} has no pair on a tensor of the float model: is it a version of {request.model}?")
     check_inputs(request.engine, plain)
-    samples = prepare(plain, request.data, fixed=request.fix_inputs).samples
+    prepared = prepare(plain, request.data, fixed=request.fix_inputs)
     fixed = _fixed(request)
-    fed = [sample | fixed for sample in samples.first(SAMPLES)]
+    fed = [sample | fixed for sample in prepared.judging]
     with _probe(request, plain, quantized or plain, pairs, fed) as probe:
         done = _Debugging(probe, request, file, observer).done(unmatched)
+    placement = Placement() if quantized is None else placement_in(plain, quantized)
+    done = replace(done, placement=placement, is_held_out=prepared.is_held_out)
     if quantized is not None and not done.is_healthy and (tables := sum(1 for _ in tables_of(quantized))):
         told = f"tables of Gather stay unexamined ({tables}): quantize --op-types-to-exclude Gather keeps them in float"
         done = replace(done, notes=(*done.notes, told))
-    if samples.is_random:
+    if prepared.samples.is_random:
         done = replace(done, notes=(*done.notes, "no --calibration-data: outputs are compared on random inputs"))
     return done
 
@@ -263,21 +270,21 @@ class _Debugging:
         usual = LIMIT if probe.pairs else FLOAT_LIMIT
         self._limit = float(10 ** (-(usual if request.min_sqnr is None else request.min_sqnr) / 10))
         self._all: Parts = tuple(range(len(probe.pairs)))
+        self._judged, self._loss = len(probe.samples), 0.0
         self._notes: list[str] = []
 
     def done(self, unmatched: Sequence[str]) -> Diagnosis:
         probe, whole = self._probe, self._all
         self._observer.stage(f"running {self._file.name} on {self._name}")
-        loss = probe.of_file(self._file)
+        self._loss = loss = probe.of_file(self._file)
         if unmatched:
-            self._notes.append(
-                f"{len(unmatched)} pairs are on no tensor of the float model and stay unexamined, the "
-                f"first: {unmatched[0]}"
-            )
+            many = f"{len(unmatched)} pairs are" if len(unmatched) > 1 else "a pair is"
+            self._notes.append(f"{many} on no tensor of the float model, and not examined, the first: {unmatched[0]}")
         if probe.failures:
             self._notes.append(f"{self._name} does not run {self._file.name}: {probe.failures[0].reason}")
         if loss <= self._limit:
             return self._diagnosis(loss)
+        loss = probe.narrow(SAMPLES, self._limit)
         if whole and all(pair.kind == "activation" for pair in probe.pairs):
             self._notes.append(
                 "constants are taken as the file has them: give the float model as well, to have them examined"
@@ -386,10 +393,14 @@ class _Debugging:
     ) -> Diagnosis:
         probe = self._probe
         return Diagnosis(
+            Placement(),
             len(probe.pairs),
-            len(probe.samples),
+            self._judged,
+            False,
             probe.runs,
             self._limit,
+            self._loss,
+            len(probe.samples),
             loss,
             numbers,
             rest,

@@ -22,7 +22,7 @@ from qdqtune.graph.model import Model
 from qdqtune.measurement.limits import Limits
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.possible import possible_edges
-from qdqtune.placement.reading import read_placement
+from qdqtune.placement.reading import placement_in
 from qdqtune.search.costs.noise import Noise
 from qdqtune.search.costs.priors import NOTHING, unpacked
 from qdqtune.search.regions import discovery, patterns
@@ -93,7 +93,7 @@ def evidence_of(left: Left) -> Evidence:
     history = tuple(_history(records))
     shipped: Literal["tuned", "baseline", "given"] = summary["shipped"]
     needs_file = shipped == "given" and bool(fingerprint.get("from Q/DQ"))
-    placement = read_placement(shaped, load(folder / FINAL)).placement if needs_file else recorded.placement
+    placement = placement_in(shaped, load(folder / FINAL)) if needs_file else recorded.placement
     seen = placement.edges.union(*(t.placement.edges for t in history))
     able = possible_edges(shaped, unpack_ranges(_only(records, "ranges", folder))) | seen
     possible = able & _chosen(shaped, fingerprint) | seen

@@ -50,7 +50,7 @@ def noise(reference: Outputs, found: Outputs | Failure) -> float:
 
 @dataclass
 class Probe:
-    """The float model and the pairs of a file, two engines, and how many times all samples went through a model.
+    """The float model and the pairs of a file, two engines, and how many times samples went through a model.
 
     `engine` is the one under test, `exact` runs as `reference_spec`. Models are written to `folder`.
     """
@@ -69,6 +69,7 @@ class Probe:
     _constants: ConstantFile | None = None
     _switched: Handle | None = None
     _reference: Outputs | None = None
+    _last: Outputs | Failure = field(default_factory=list)
 
     def reference(self) -> Outputs:
         """Outputs of the float model.
@@ -110,7 +111,23 @@ class Probe:
             self.failures.append(outputs)
         elif missing := self.reference()[0].keys() - outputs[0].keys():
             raise EngineFailure(f"{path.name} has no output {sorted(missing)[0]!r} as the float model has")
+        self._last = outputs
         return noise(self.reference(), outputs)
+
+    def narrow(self, most: int, limit: float) -> float:
+        """Go on with those samples alone on which the last file loses most, if it loses more than `limit` on them: its
+        noise on what remains."""
+        reference, outputs = self.reference(), self._last
+        if isinstance(outputs, Failure):
+            self.samples, self._reference = self.samples[:most], reference[:most]
+            return noise(reference, outputs)
+        single = [noise([r], [o]) for r, o in zip(reference, outputs, strict=True)]
+        worst = sorted(sorted(range(len(single)), key=lambda i: -single[i])[:most])
+        kept, those = [reference[i] for i in worst], [outputs[i] for i in worst]
+        if (there := noise(kept, those)) <= limit:
+            return noise(reference, outputs)
+        self.samples, self._reference = [self.samples[i] for i in worst], kept
+        return there
 
     def _exactly(self, on: Parts) -> Outputs:
         self.runs += 1

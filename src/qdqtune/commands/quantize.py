@@ -18,7 +18,7 @@ from qdqtune.calibration.matching import Matched, from_file
 from qdqtune.calibration.methods import CLOSEST, Calibration
 from qdqtune.calibration.moments import moments
 from qdqtune.calibration.observe import MANY
-from qdqtune.calibration.prepare import Data, HoldOut, Prepared, prepare
+from qdqtune.calibration.prepare import LEAST_JUDGED, Data, Prepared, prepare
 from qdqtune.calibration.samples import HELD_OUT, files_named
 from qdqtune.calibration.scales import Ranges
 from qdqtune.commands.worst_tensors import Damage, damages
@@ -49,9 +49,6 @@ from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.types import Array, Edge, Failure, NumericFormat, Placement, QuantType, Sample
 
 T = TypeVar("T")
-
-JUDGED = 32
-"""Most samples that the result is judged by."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +128,11 @@ class Request:
         """Whether the model is run at all: with ranges from a file, random inputs would tell nothing."""
         return self.calibration_cache is None or bool(self.calibration_data or self.evaluate or self.report)
 
+    @property
+    def sees_data(self) -> bool:
+        """Whether what is written depends on the calibration data."""
+        return self.calibration_cache is None and (self.weight_only is None or self.weight_rounding == "gptq")
+
 
 @dataclass(frozen=True)
 class Quantized:
@@ -181,7 +183,7 @@ def _quantized(request: Request, observer: Observer) -> Quantized:
     if present := _quantized_parts(graph):
         raise BadModel(f"{request.model} already has {present}: give the float model")
     request.selection.allowed(graph, frozenset())  # refuses names that fit nothing, before the work begins
-    prepared = _prepared(request, graph)
+    prepared = prepare(graph, request.data, fixed=request.fix_inputs) if request.is_fed else None
     notes: tuple[str, ...] = ()
     if prepared is not None:
         observer.stage("looking at the values")
@@ -223,7 +225,7 @@ def _quantized(request: Request, observer: Observer) -> Quantized:
     if prepared is not None and request.report:
         observer.stage("measuring what rounding each tensor does to the outputs")
         plain = scaled(graph, ranges.factors)  # whose values have the scales of the pairs
-        done = _reported(done, damages(plain, quantized, placed.placement, prepared.judging.first(JUDGED)))
+        done = _reported(done, damages(plain, quantized, placed.placement, prepared.judging))
     matches = () if matched is None else matched.notes()
     return replace(done, output=request.output, notes=(*notes, *matches, *done.notes), matched=matched)
 
@@ -281,29 +283,19 @@ def _weights_only(request: Request, model: Model, wanted: str) -> Placed:
     return Placed(placement, tuple(Counter(s.name for s in placement.storages.values()).items()))
 
 
-def _prepared(request: Request, model: Model) -> Prepared | None:
-    """The model and its samples; None where it is not run. Ranges from a file leave all samples to be judged by."""
-    if not request.is_fed:
-        return None
-    hold_out = HoldOut() if request.calibration_cache is None else None
-    return prepare(model, request.data, fixed=request.fix_inputs, hold_out=hold_out)
-
-
 def _compared(
     request: Request, written: Path, placed: Placed, prepared: Prepared, metric: Evaluation | None
 ) -> Quantized:
     """The written file against the float model."""
     with temporary_folder() as folder:
-        done = _judged(request, written, placed, prepared.judging.first(JUDGED), metric, folder)
+        done = _judged(request, written, placed, prepared.judging, metric, folder)
     notes = [*done.notes]
     if prepared.samples.is_random:
-        brings_none = request.calibration_cache is not None or request.weight_only is not None
-        come = "the SQNR comes" if brings_none else "scales and SQNR come"
+        come = "scales and SQNR come" if request.sees_data else "the SQNR comes"
         notes.append(f"no --calibration-data: {come} from random inputs")
-    elif not prepared.is_held_out and request.calibration_cache is None:
-        notes.append(f"fewer than {HELD_OUT} samples: the SQNR is that of the calibration data")
-    is_held_out = prepared.is_held_out and not prepared.samples.is_random
-    return replace(done, is_held_out=is_held_out, notes=tuple(notes))
+    elif not prepared.is_held_out and request.sees_data:
+        notes.append(f"fewer than {HELD_OUT * LEAST_JUDGED} samples: the SQNR is that of the calibration data")
+    return replace(done, is_held_out=prepared.is_held_out, notes=tuple(notes))
 
 
 def _reported(done: Quantized, report: Sequence[Damage] | Failure) -> Quantized:

@@ -228,11 +228,6 @@ class Model:
             digest.update(f"{name}={self.large[name].key};".encode())
         return digest.hexdigest()[:32]
 
-    @property
-    def large_bytes(self) -> int:
-        """Bytes of the constants that are outside the protobuf, each content counted once."""
-        return sum({c.key: c.nbytes for c in self.large.values()}.values())
-
     def to_proto(self) -> onnx.ModelProto:
         """The whole model in memory, every constant inside."""
         whole = onnx.ModelProto()

@@ -184,11 +184,11 @@ def compare(
         source = sample_source(calibration_data, folder)
         values, spec = _given(command, paths, engine, {**given, **workloads}, source)
         plan = Plan((values["timing_runs"],), warmup=values["warmup_runs"])
-        samples, mix = files.judging(values, comparable(paths)[0], spec)
+        prepared = options.Data.of(values).prepared(comparable(paths)[0], spec)
         counts, seed, limit = values["deploy_threads"], values["seed"], values["time_limit"]
-        rows = compare_at(paths, spec, counts, samples, plan, mix=mix, seed=seed, time_limit_s=limit, observer=told)
-    is_random = calibration_data is None and not mix
-    notes = ["no calibration_data: latency and SQNR are on random inputs"] if is_random else []
+        rows = compare_at(paths, spec, counts, prepared, plan, seed=seed, time_limit_s=limit, observer=told)
+    random = prepared.samples.is_random
+    notes = ["no calibration_data: latency and SQNR are on random inputs"] if random else []
     tell_notes(notes)
     names = [f"model {n}" if isinstance(m, ModelProto) else str(m) for n, m in enumerate((first, *others), 1)]
     named = tuple(replace(row, file=name) for row, name in zip(rows, cycle(names[1:]), strict=False))
@@ -279,7 +279,7 @@ def layers(
     with scratch() as folder, cancellable(cancel):
         path = model_file(model, folder)
         values, spec = _given(layers_cli.layers_command, [path], engine, given, sample_source(calibration_data, folder))
-        (sample,) = options.Data.of(values).first(1, load(path), spec)
+        (sample,) = options.Data.of(values).prepared(load(path), spec, 0).samples.first(1)
         with unlogged(spec, time_limit_s=values["time_limit"]) as runner:
             refusal = f"{spec.name} has no layers of {path}"
             return Layers(spec.name, layers_cli.profiled(runner, path, sample, values["runs"], refusal=refusal))

@@ -119,7 +119,7 @@ def in_half(
     if wanted == "fp32" or not is_float32(prepared.model):
         return prepared, None, ()
     ranges = calibrate(prepared.shaped, prepared.calibration, Calibration())
-    half = lowered(prepared.model, wanted, ranges, prepared.shaped, prepared.judging.first(SAMPLES))
+    half = lowered(prepared.model, wanted, ranges, prepared.shaped, prepared.judging[:SAMPLES])
     if floor_db is not None and half.db < floor_db:
         why = f"{NAMES[wanted]} alone leaves an output SQNR of {half.db:.1f} dB, below {floor_db:g} dB"
         if precision is not None:

@@ -74,11 +74,28 @@ def read_placement(float_model: Model, qdq_model: Model) -> Reading:
     int32 biases follow from the others and are left out. A weight without a pair on what it meets, in blocks or of 4
     bits is compressed.
     """
-    twins = twins_of(float_model, qdq_model)
-    edges: set[Edge] = set()
-    stored: dict[Edge, Storage] = {}
+    found, unmatched, stored = _uses(float_model, qdq_model)
     activations: dict[str, Range] = {}
     weights: dict[str, tuple[float, ...]] = {}
+    for edge, pair in found.items():
+        if edge.tensor in float_model.constants and weight_role(float_model, edge) is not None:
+            weights[edge.tensor] = tuple(float(s) for s in pair.scale.reshape(-1))
+        else:
+            activations[edge.tensor] = pair.range
+    return Reading(Placement.of(found, stored.items()), Ranges(activations, weights), tuple(unmatched))
+
+
+def placement_in(float_model: Model, qdq_model: Model) -> Placement:
+    """The placement of `read_placement`, whatever the scales are."""
+    found, _, stored = _uses(float_model, qdq_model)
+    return Placement.of(found, stored.items())
+
+
+def _uses(float_model: Model, qdq_model: Model) -> tuple[dict[Edge, Pair], list[str], dict[Edge, Storage]]:
+    """Edges with their pairs, DQs of pairs that are on none, and uses of weights that alone are quantized."""
+    twins = twins_of(float_model, qdq_model)
+    edges: dict[Edge, Pair] = {}
+    stored: dict[Edge, Storage] = {}
     unmatched: list[str] = []
     for pair in pairs_of(qdq_model):
         if pair.is_bias:
@@ -94,13 +111,9 @@ def read_placement(float_model: Model, qdq_model: Model) -> Reading:
                 else:
                     unmatched.append(pair.dq.name)
                 continue
-            edges.add(edge)
-            if edge.tensor in float_model.constants and weight_role(float_model, edge) is not None:
-                weights[edge.tensor] = tuple(float(s) for s in pair.scale.reshape(-1))
-            else:
-                activations[edge.tensor] = pair.range
+            edges[edge] = pair
     stored |= {edge: table.storage for table in tables_of(qdq_model) if (edge := _of_table(float_model, table, twins))}
-    return Reading(Placement.of(edges, stored.items()), Ranges(activations, weights), tuple(unmatched))
+    return edges, unmatched, stored
 
 
 def _is_alone(model: Model, pair: Pair, node: int) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 
 from qdqtune.calibration.matching import from_file
-from qdqtune.calibration.prepare import Data, HoldOut, Prepared, prepare
+from qdqtune.calibration.prepare import Data, Prepared, prepare
 from qdqtune.calibration.samples import Samples, input_specs
 from qdqtune.calibration.scales import Ranges
 from qdqtune.calibration.workloads import told
@@ -25,7 +25,6 @@ from qdqtune.errors import BadModel, BadOption, reading
 from qdqtune.graph.float16 import OPSET, Precision, converted, load_as, load_for
 from qdqtune.graph.loading import load, with_float_type
 from qdqtune.graph.model import Model
-from qdqtune.graph.operators import work
 from qdqtune.graph.rewrites import Rewrites
 from qdqtune.measurement.fitting import fitted
 from qdqtune.measurement.half_precision import in_half
@@ -44,16 +43,6 @@ from qdqtune.types import Array, Edge, Mix, NumericFormat, Placement, QType, Sam
 FOREMOST = ("imported", "static", "compute")
 """Suggestions that cut and subgraph mode build in any case: the user's, the usual static quantizer's, and the least
 one, in which every compute operator gives floats."""
-
-LEAST_JUDGED = 8
-"""Fewer held-out samples than this are no judges: scales that differ by 4e-7 have moved one sample by 10 dB."""
-
-MOST_JUDGED = 32
-"""Samples that outputs are compared on where nobody asks for fewer."""
-
-JUDGED_WORK = 5e10
-"""Multiplications of the inferences on which a candidate's outputs are compared, where `LEAST_JUDGED` take less: a few
-seconds on a core."""
 
 DTYPES = {"float16": "FLOAT16", "float32": "FLOAT", "bfloat16": "BFLOAT16"}
 
@@ -129,9 +118,7 @@ def open_subject(settings: Settings, runner: Runner, rewrites: Rewrites | None =
     check_inputs(settings.engine, model)
     asked = settings.calibration_data, settings.calibration_samples, settings.input_shapes, settings.seed
     data = Data(*asked, settings.workloads)
-    most = settings.accuracy_samples
-    hold_out = HoldOut(least=min(LEAST_JUDGED, most), most=most, of_random=False)
-    prepared = prepare(model, data, fixed=settings.fix_inputs, hold_out=hold_out)
+    prepared = prepare(model, data, fixed=settings.fix_inputs, most=settings.accuracy_samples)
     kept: Collection[str] = ()
     if not settings.from_qdq:
         floor = settings.limits.min_sqnr
@@ -159,7 +146,7 @@ def open_subject(settings: Settings, runner: Runner, rewrites: Rewrites | None =
     return Subject(
         prepared,
         numbers,
-        tuple(prepared.judging.first(judged(shaped, most))),
+        prepared.judging,
         mix,
         chosen,
         len(regions.leaves) + len(regions.composites),
@@ -167,12 +154,6 @@ def open_subject(settings: Settings, runner: Runner, rewrites: Rewrites | None =
         tuple(notes),
         rewrites=rewrites,
     )
-
-
-def judged(model: Model, most: int = MOST_JUDGED) -> int:
-    """How many samples outputs are compared on: few noise powers are a matter of luck, and many take time."""
-    affordable = JUDGED_WORK / max(1.0, sum(work(model, node) for node in model.nodes))
-    return max(min(LEAST_JUDGED, most), min(most, int(affordable)))
 
 
 def fingerprint(settings: Settings, subject: Subject, engine: Mapping[str, str]) -> dict[str, Any]:
