@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
+from typing import TypeVar
 
 import numpy as np
 
 from qdqtune.calibration.observe import observe
 from qdqtune.graph.model import Model
 from qdqtune.types import Array, Sample
+
+Key = TypeVar("Key")
+Found = TypeVar("Found")
 
 Moments = Callable[[Model], Mapping[str, Array]]
 """The moments of the tensors that products of a model read, by tensor: of the model as it is, or equalized."""
@@ -21,27 +25,27 @@ def no_moments(_: Model) -> Mapping[str, Array]:
     return MappingProxyType({})
 
 
-class Awaited(Mapping[str, Array]):
-    """The moments of some tensors, all of them found when the first is asked for."""
+class Awaited(Mapping[Key, Found]):
+    """What is to be found of some tensors, all of it when the first is asked for."""
 
-    def __init__(self, tensors: Sequence[str], find: Callable[[], Mapping[str, Array]]) -> None:
-        self._tensors, self._find = dict.fromkeys(tensors), find
+    def __init__(self, keys: Iterable[Key], find: Callable[[], Mapping[Key, Found]]) -> None:
+        self._keys, self._find = dict.fromkeys(keys), find
 
     @cached_property
-    def _found(self) -> Mapping[str, Array]:
+    def _found(self) -> Mapping[Key, Found]:
         return self._find()
 
-    def __getitem__(self, tensor: str) -> Array:
-        return self._found[tensor]
+    def __getitem__(self, key: Key) -> Found:
+        return self._found[key]
 
-    def __contains__(self, tensor: object) -> bool:
-        return tensor in self._tensors
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._keys)
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self._keys)
 
 
 def moments(model: Model, tensors: Sequence[str], samples: Iterable[Sample]) -> dict[str, Array]:

@@ -139,12 +139,13 @@ class CutSearch:
 
     @cached_property
     def _first(self) -> tuple[Proposal, ...]:
-        """Everything quantized, as coarse units and as single nodes; and the seeds."""
+        """What earlier runs have found, all weights in fewer bits, everything quantized, as coarse units and as single
+        nodes, and the seeds: what is likely to ship as it is comes first, where no time is left to build all."""
         whole = {}
         for name, groups in (("fused units", self.groups), ("single nodes", [])):
             parts = partition(self.model, self.possible, groups)
             whole[name] = parts.placement(everything(parts))
-        return tuple(_named(whole | dict(self.seeds) | by_bits(self.ways, self._may_hold) | dict(self.found)))
+        return tuple(_named(dict(self.found) | by_bits(self.ways, self._may_hold) | whole | dict(self.seeds)))
 
     def _may_hold(self, placement: Placement) -> bool:
         """Whether a placement may hold the limits on noise, before anything is built."""

@@ -20,7 +20,7 @@ from qdqtune.tuning.diary import Diary
 from qdqtune.tuning.folder import RUN, SUMMARY
 from qdqtune.tuning.front import Front, prove_front
 from qdqtune.tuning.modes.table import MODES
-from qdqtune.tuning.observer import Observer, Several, Silent, State
+from qdqtune.tuning.observer import SEARCHING, Observer, Several, Silent, State
 from qdqtune.tuning.proof import lost, prove
 from qdqtune.tuning.records import summary_of, write_json, write_records
 from qdqtune.tuning.result import Result
@@ -60,7 +60,7 @@ def _finished(run: Run, watch: Stopwatch, diary: Diary) -> Result:
     if not budget.is_late:
         run.bench.float_layers()  # kept for whoever looks at the run, as long as the float build is at hand
     mode = MODES[settings.mode](run)
-    run.observer.stage("searching")
+    run.observer.stage(SEARCHING)
     history = search(mode.strategy, run, Several((*mode.observers, run.observer)), budget)
     shortfall = budget.shortfall(history)
     run.bench.stand_alone()

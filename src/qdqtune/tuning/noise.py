@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from qdqtune.calibration.blocks import store
+from qdqtune.calibration.moments import Awaited
 from qdqtune.calibration.scales import Quantization, Ranges
 from qdqtune.engines.cpu import cores
 from qdqtune.graph.equalization import scaled
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.model import Model
-from qdqtune.measurement.sensitivity import quantization, sensitivities, stored_weight
+from qdqtune.measurement.sensitivity import StoredWeight, quantization, sensitivities, stored_weight
 from qdqtune.placement.possible import weight_at
 from qdqtune.search.costs.noise import Noise
+from qdqtune.tuning.observer import SEARCHING
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.store import Record, pack_accuracy, pack_result, unpack_accuracy
 from qdqtune.types import Accuracy, Edge, Failure, NumericFormat, Placement, Storage
@@ -40,10 +42,12 @@ FINE = 1e-7
 
 
 def foresee(run: Run) -> Noise | None:
-    """What the search knows about noise before it builds anything; found once, then read from the store. Unless a front
-    is asked for, None if nothing limits noise, or if even the placement of all pairs holds the limits.
+    """What the search knows about noise without building anything. Unless a front is asked for, None if nothing limits
+    noise, or if even the placement of all pairs holds the limits.
 
-    Where ONNX Runtime does not run the model with switches, all values count the same, and the builds tell the rest.
+    Noise of single tensors takes long to measure on a large model, and what is built first does not ask for it: it is
+    found when a search does, and then read from the store. Where ONNX Runtime does not run the model with switches, all
+    values count the same, and the builds tell the rest.
     """
     subject, limits, loudest = run.subject, run.limits, _loudest(run)
     is_front = run.settings.front
@@ -55,32 +59,17 @@ def foresee(run: Run) -> Noise | None:
         if all(f is not None and limits.is_exact_enough(f) for f in fullest):
             return None
     floor = FINE if is_front else NOTHING * limits.max_noise if limits.max_noise is not None else 0.0
-    key = f"noise:{floor:.3g}"
-    record = run.store.get(key)
-    if record is None:
-        run.observer.stage("measuring what rounding each tensor does to the outputs")
-        model = scaled(subject.shaped, subject.ranges.factors)  # whose values the ranges are of
-        values = each_value(model, subject.ranges, subject.numbers, subject.possible)
-        share = SHARE / 2 if loudest else SHARE
-        alone = sensitivities(
-            model,
-            values,
-            subject.accuracy,
-            floor=floor,
-            listener=run.observer,
-            deadline=_latest(run, share),
-            side_by_side=_side_by_side(run),
-        )
-        failed: Record = pack_result(alone) if isinstance(alone, Failure) else {}
-        if isinstance(alone, Failure):
-            alone = dict.fromkeys(sorted({e.tensor for e in subject.possible}), 1.0)
-        record = run.store.put(key, {"alone": alone, **failed})
+    share = SHARE / 2 if loudest else SHARE
+    tensors = sorted({e.tensor for e in subject.possible})
+    stored = [(e.tensor, storage.name) for e, shares in run.ways.items() for storage in shares]
 
     def brought(placement: Placement) -> float | None:
         accuracy = foretold(run, placement)
         return None if accuracy is None else accuracy.noise
 
-    return Noise(subject.shaped, record["alone"], limits.max_noise, brought, _of_weights(run, loudest, floor))
+    alone = Awaited(tensors, lambda: _of_values(run, tensors, floor, share))
+    of_weights = Awaited(stored, lambda: _of_weights(run, loudest, floor, share))
+    return Noise(subject.shaped, alone, limits.max_noise, brought, of_weights)
 
 
 def _side_by_side(run: Run) -> int:
@@ -101,40 +90,57 @@ def _loudest(run: Run) -> dict[Edge, Storage]:
     return {edge: min(shares, key=lambda s: (s.bytes_per_weight, s.name)) for edge, shares in run.ways.items()}
 
 
-def _of_weights(run: Run, loudest: Mapping[Edge, Storage], floor: float) -> dict[tuple[str, str], float]:
+def _of_values(run: Run, tensors: Iterable[str], floor: float, share: float) -> Mapping[str, float]:
+    """What rounding each value does to the outputs, measured where no run has."""
+    subject, key = run.subject, f"noise:{floor:.3g}"
+    record = run.store.get(key)
+    if record is None:
+        model = scaled(subject.shaped, subject.ranges.factors)  # whose values the ranges are of
+        values = each_value(model, subject.ranges, subject.numbers, subject.possible)
+        alone, failed = _measured(run, "rounding each tensor", model, values, floor, share)
+        record = run.store.put(key, {"alone": dict.fromkeys(tensors, 1.0) if alone is None else alone, **failed})
+    known: Mapping[str, float] = record["alone"]
+    return known
+
+
+def _of_weights(
+    run: Run, loudest: Mapping[Edge, Storage], floor: float, share: float
+) -> Mapping[tuple[str, str], float]:
     """What weights that alone are quantized do to the outputs, by tensor and name of the storage: measured in the one
     that keeps least, and in the others as much less as the weights themselves lose less."""
     model, key = run.subject.shaped, f"noise of weights:{floor:.3g}"
-    if not loudest:
-        return {}
     record = run.store.get(key)
     if record is None:
-        run.observer.stage("measuring what storing each weight in fewer bits does to the outputs")
         weights = {edge: stored_weight(model, edge, storage) for edge, storage in loudest.items()}
-        latest = _latest(run, SHARE / 2)
-        alone = sensitivities(
-            model,
-            weights,
-            run.subject.accuracy,
-            floor=floor,
-            listener=run.observer,
-            deadline=latest,
-            side_by_side=_side_by_side(run),
-        )
-        failed: Record = pack_result(alone) if isinstance(alone, Failure) else {}
-        if isinstance(alone, Failure):
-            alone = {edge.tensor: lost(model, edge, storage) for edge, storage in loudest.items()}
+        alone, failed = _measured(run, "storing each weight in fewer bits", model, weights, floor, share)
+        shares = {edge: lost(model, edge, storage) for edge, storage in loudest.items()}
+        noise = shares if alone is None else {edge: alone[edge.tensor] for edge in loudest}
         stored = [
-            [
-                edge.tensor,
-                storage.name,
-                alone[edge.tensor] * lost(model, edge, storage) / lost(model, edge, loudest[edge]),
-            ]
-            for edge, shares in run.ways.items()
-            for storage in shares
+            [edge.tensor, storage.name, noise[edge] * lost(model, edge, storage) / shares[edge]]
+            for edge, storages in run.ways.items()
+            for storage in storages
         ]
         record = run.store.put(key, {"stored": stored, **failed})
     return {(tensor, name): noise for tensor, name, noise in record["stored"]}
+
+
+def _measured(
+    run: Run, what: str, model: Model, pairs: Mapping[Edge, Quantization | StoredWeight], floor: float, share: float
+) -> tuple[dict[str, float] | None, Record]:
+    """What each of some tensors does to the outputs, within a share of the time that is left; None, and why, where
+    ONNX Runtime does not tell."""
+    run.observer.stage(f"measuring what {what} does to the outputs")
+    alone = sensitivities(
+        model,
+        pairs,
+        run.subject.accuracy,
+        floor=floor,
+        listener=run.observer,
+        deadline=_latest(run, share),
+        side_by_side=_side_by_side(run),
+    )
+    run.observer.stage(SEARCHING)
+    return (None, pack_result(alone)) if isinstance(alone, Failure) else (alone, {})
 
 
 def lost(model: Model, edge: Edge, storage: Storage) -> float:

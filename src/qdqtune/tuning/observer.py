@@ -10,6 +10,9 @@ from qdqtune.errors import Cancelled
 from qdqtune.measurement.timing import Ratio
 from qdqtune.types import Deaf, Listener, Placement, Trial
 
+SEARCHING = "searching"
+"""The stage in which candidates are measured; what a search has to find out on the way interrupts it."""
+
 
 @dataclass(frozen=True)
 class State:

@@ -53,6 +53,9 @@ MOST_BUILDS = 6
 SHARE = 0.1
 """Of a time budget, what they may take."""
 
+READINGS = 3.0
+"""What a rewrite takes at the least, in times that it took to read the model: that again, builds and rounds."""
+
 SAME_DB = 40.0
 """Outputs of a rewritten float model that are further than this from those before are no rounding."""
 
@@ -164,10 +167,16 @@ class _Contest:
                 return
 
     def _is_spent(self, form: Form) -> bool:
-        budget = self.ready.settings.time_budget
         wanted = 1 + (form not in self.champion.builds)
-        is_late = budget is not None and time.monotonic() - self.begun > SHARE * budget
-        return is_late or self.found.builds + wanted > MOST_BUILDS
+        return self._is_late(READINGS) or self.found.builds + wanted > MOST_BUILDS
+
+    def _is_late(self, readings: float = 0.0) -> bool:
+        """Whether what takes so many times as long as reading the model goes beyond the share of the time."""
+        budget, ends = self.ready.settings.time_budget, self.ready.ends
+        if budget is None or ends is None:
+            return False
+        reading = self.begun - (ends - budget)
+        return time.monotonic() + readings * reading > self.begun + SHARE * budget
 
     def _met(self, name: str, form: Form, challenger: _Champion) -> Tried | None:
         """The champion against who challenges it, in one form; None where there is nothing to compare."""
@@ -195,7 +204,8 @@ class _Contest:
         b = self._build(form, challenger, name)
         if b is None or isinstance(b, Failure):
             return b
-        result = compare(rounds_of(self._runner, a, b, plan, self.ready.settings.seed), plan, decided=settled)
+        rounds = rounds_of(self._runner, a, b, plan, self.ready.settings.seed)
+        result = compare(rounds, plan, decided=lambda ratio: settled(ratio) or self._is_late())
         if isinstance(result, Failure) or ratio(result, plan).verdict != "faster":
             return result
         return self._differing(challenger) or result

@@ -30,7 +30,7 @@ from qdqtune.search.costs.units import Ways
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.subject import Subject
-from qdqtune.types import Edge, Failure, Layer, Placement, Storage, Workload
+from qdqtune.types import Array, Edge, Failure, Layer, Placement, Storage, Workload
 
 LEAST_BYTES = 2**20
 """Weights of fewer bytes in all stay in a cache: reading less of them gains nothing."""
@@ -140,7 +140,7 @@ def products_of(settings: Settings, subject: Subject) -> Moments:
         )
     tensors, samples = sorted(sizes), subject.prepared.calibration
 
-    def met(model: Model) -> Awaited:
+    def met(model: Model) -> Awaited[str, Array]:
         return Awaited(tensors, lambda: moments(model, tensors, samples))
 
     return met
