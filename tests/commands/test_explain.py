@@ -21,6 +21,7 @@ from qdqtune.search.cut import CutSearch
 from qdqtune.tuning.finished import read_left
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
+from qdqtune.tuning.store import read_records
 from qdqtune.types import Edge, Layer, Measurement, Placement, Proposal, Storage, Trial
 from runs import hopeless, mixed, settings, write
 from workers import in_process
@@ -95,6 +96,8 @@ def test_damage_to_the_outputs_is_told_with_the_limit(tmp_path: Path) -> None:
     assert rows["second"].why == "inaccurate"
     assert "the limit is 45 dB" in rows["second"].reason
     assert (rows["second"].margin_ms or 0.0) < 0
+    keys = [record["key"].split(":")[0] for record in read_records(tmp_path / "out" / "autotuner_state.yaml")]
+    assert keys.index("trial") < keys.index("noise")  # what is built first waits for no noise of single tensors
 
 
 def test_nothing_faster_is_told_of_the_float_model(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ DAMPING = 0.01
 PANEL = 128
 """Inputs whose errors go to the ones behind them all at once."""
 
-CHUNK = 2**22
-"""Weights that are worked on at a time: the search needs several times their memory."""
+CHUNK = 2**18
+"""Weights that are worked on at a time: with what the search needs besides they stay in a cache."""
 
 NUMPY_TYPE = {(4, True): ml_dtypes.int4, (4, False): ml_dtypes.uint4, (8, True): np.int8, (8, False): np.uint8}
 
@@ -102,22 +102,32 @@ def rounded(weight: Array, scale: Array, zero: Array | None, storage: Storage) -
 
 def _closest(weight: Array, storage: Storage) -> tuple[Array, Array]:
     """Scale and zero point [blocks, out] of the least squared error over a weight [blocks, block, out]."""
-    low, high = ends(storage)
     least: Array | None = None
     best = zero = np.zeros(())
+    shifted, product = np.empty_like(weight), np.empty_like(weight)
     for scale, centre in _tried(weight, storage):
-        shifted = np.clip(np.rint(weight / scale) + centre, low, high) - centre
+        _shift(weight, scale, centre, storage, shifted)
         if storage.bits == 4:  # the scale that fits these integers best
-            power = np.square(shifted).sum(axis=1, keepdims=True)
-            fitting = (shifted * weight).sum(axis=1, keepdims=True) / np.where(power == 0, 1, power)
+            power = np.square(shifted, out=product).sum(axis=1, keepdims=True)
+            fitting = np.multiply(shifted, weight, out=product).sum(axis=1, keepdims=True)
+            fitting /= np.where(power == 0, 1, power)
             scale = np.where(fitting > 0, fitting, scale)
-            shifted = np.clip(np.rint(weight / scale) + centre, low, high) - centre
-        error = np.square(shifted * scale - weight).sum(axis=1, keepdims=True)
+            _shift(weight, scale, centre, storage, shifted)
+        np.subtract(np.multiply(shifted, scale, out=product), weight, out=product)
+        error = np.square(product, out=product).sum(axis=1, keepdims=True)
         if least is None:
             least, best, zero = error, scale, centre
         better = error < least
         least, best, zero = (np.where(better, a, b) for a, b in ((error, least), (scale, best), (centre, zero)))
     return best[:, 0], zero[:, 0]
+
+
+def _shift(weight: Array, scale: Array, centre: Array, storage: Storage, shifted: Array) -> None:
+    """The integers less their zero point that come closest to a weight, written over `shifted`."""
+    np.rint(np.divide(weight, scale, out=shifted), out=shifted)
+    np.add(shifted, centre, out=shifted)
+    np.clip(shifted, *ends(storage), out=shifted)
+    np.subtract(shifted, centre, out=shifted)
 
 
 def _tried(weight: Array, storage: Storage) -> Iterator[tuple[Array, Array]]:

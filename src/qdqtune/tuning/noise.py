@@ -67,9 +67,15 @@ def foresee(run: Run) -> Noise | None:
         accuracy = foretold(run, placement)
         return None if accuracy is None else accuracy.noise
 
-    alone = Awaited(tensors, lambda: _of_values(run, tensors, floor, share))
-    of_weights = Awaited(stored, lambda: _of_weights(run, loudest, floor, share))
-    return Noise(subject.shaped, alone, limits.max_noise, brought, of_weights)
+    def of_values() -> Mapping[str, float]:
+        return {} if run.budget.is_late else _of_values(run, tensors, floor, share)
+
+    def of_weights() -> Mapping[tuple[str, str], float]:
+        return {} if run.budget.is_late or not loudest else _of_weights(run, loudest, floor, share)
+
+    if is_front:  # whose points are offered by it
+        return Noise(subject.shaped, of_values(), limits.max_noise, brought, of_weights())
+    return Noise(subject.shaped, Awaited(tensors, of_values), limits.max_noise, brought, Awaited(stored, of_weights))
 
 
 def _side_by_side(run: Run) -> int:

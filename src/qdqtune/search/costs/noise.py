@@ -90,7 +90,7 @@ class Noise:
         worst = 1.0
         for trial in history:
             measured = 0.0 if trial.accuracy is None else trial.accuracy.noise
-            foretold = self.foretold(trial.placement) if measured > 0 else None
+            foretold = self.foretold(trial.placement) if measured > NEAR * limit else None
             if foretold is not None and NEAR * limit < foretold < limit / NEAR:
                 worst = max(worst, measured / foretold)
         return MARGIN * limit / worst

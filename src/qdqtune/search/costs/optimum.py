@@ -20,6 +20,9 @@ BISECTIONS = 20
 FORETOLD_BISECTIONS = 8
 """As many where each placement on the way is simulated, which takes longer than a cut."""
 
+NEAR_LIMIT = 0.9
+"""Share of the limit, foretold so, from which on closer is not worth the next simulation: 0.5 dB."""
+
 
 def everything(parts: Partition) -> Decision:
     """All units that can have a pair run quantized, and all their outputs are stored so."""
@@ -29,34 +32,41 @@ def everything(parts: Partition) -> Decision:
 
 def cut_within(costs: Costs, noise: Noise, allowed: float) -> Decision:
     """The optimum of the prices at the lowest price on noise that keeps its sum within what is allowed."""
-    return _cheapest(costs, noise, allowed, noise.predicted, BISECTIONS)
+    return _cheapest(costs, noise, allowed, noise.predicted, BISECTIONS, allowed)
 
 
 def cut_holding(costs: Costs, noise: Noise, limit: float) -> Decision:
     """The optimum at the lowest price on noise at which the outputs are foretold to hold a limit on it."""
-    return _cheapest(costs, noise, limit, noise.brought, FORETOLD_BISECTIONS)
+    return _cheapest(costs, noise, limit, noise.brought, FORETOLD_BISECTIONS, NEAR_LIMIT * limit)
 
 
 def _cheapest(
-    costs: Costs, noise: Noise, allowed: float, amount: Callable[[Placement], float], bisections: int
+    costs: Costs, noise: Noise, allowed: float, amount: Callable[[Placement], float], bisections: int, enough: float
 ) -> Decision:
-    def at(price: float) -> tuple[Decision, bool]:
-        decision = cut(costs, noise, price)
-        return decision, amount(costs.partition.placement(decision)) <= allowed
+    """`enough` noise ends the search for more within what is allowed."""
 
-    found, fits = at(0.0)
-    if fits:
+    def at(price: float) -> tuple[Decision, float]:
+        decision = cut(costs, noise, price)
+        return decision, amount(costs.partition.placement(decision))
+
+    found, brought = at(0.0)
+    if brought <= allowed:
         return found
     total = costs.float_ms
     low, high = 0.0, total / allowed  # where all the noise that is allowed costs as much as the whole float model
-    found, fits = at(high)
-    while not fits:
+    found, brought = at(high)
+    while brought > allowed:
         low, high = high, high * 8
-        found, fits = at(high)
+        found, brought = at(high)
     for _ in range(bisections):
+        if brought >= enough:
+            break
         middle = np.sqrt(low * high) if low else high / 8
-        decision, fits = at(middle)
-        found, low, high = (decision, low, middle) if fits else (found, middle, high)
+        decision, noisy = at(middle)
+        if noisy <= allowed:
+            found, brought, high = decision, noisy, middle
+        else:
+            low = middle
     return found
 
 
