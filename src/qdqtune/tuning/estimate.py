@@ -16,6 +16,7 @@ from qdqtune.tuning.budget import PAIRED, calibration_seconds, pace
 from qdqtune.tuning.folder import LOGS, OutputFolder
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.obstacles import check_files
+from qdqtune.tuning.rewritten import most_builds
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.station import profiled_runs
 from qdqtune.tuning.store import read_records
@@ -78,11 +79,14 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     proof = counts * 2 * (2 * build + 4 * slot * settings.proof[0]) if trials else 0.0
     float_model = start + build + latency * (2 * judged + profiled_runs(latency))
     foretelling = 2 * start + each * judged * (1 + PAIRED) + NOISE_INFERENCES * each if settings.limits.are_set else 0.0
+    rewriting = most_builds(settings, subject)
+    first = rewriting * (build + 2 * slot * settings.plan.looks[0])
     # Some comparisons take longer to decide; in return candidates are faster, and fewer than there may be.
-    seconds = calibrating + float_model + foretelling + trials * per_trial + proof
+    seconds = calibrating + float_model + foretelling + first + trials * per_trial + proof
     if settings.time_budget is not None:
         seconds = min(seconds, settings.time_budget)
-    return Estimate(subject.region_count, len(subject.patterns), trials + 1, latency, seconds, subject.notes)
+    builds = trials + 1 + rewriting
+    return Estimate(subject.region_count, len(subject.patterns), builds, latency, seconds, subject.notes)
 
 
 def _has_candidates(subject: Subject) -> bool:

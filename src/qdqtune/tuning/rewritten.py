@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from qdqtune.calibration.methods import Calibration
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadModel, writing
 from qdqtune.graph.files import one_constant_file
-from qdqtune.graph.float16 import load_for
+from qdqtune.graph.float16 import HALF, load_for
 from qdqtune.graph.model import Model
 from qdqtune.graph.outputs import Scratch
 from qdqtune.graph.rewrites import REWRITES
@@ -31,6 +31,7 @@ from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.tuning.gains import NO_REWRITES, Form, Found, Tried, pack_found, unpack_found
 from qdqtune.tuning.run import Ready
+from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.station import settled
 from qdqtune.tuning.store import pack_result, unpack_result
 from qdqtune.tuning.subject import Subject, open_subject
@@ -67,41 +68,50 @@ def with_rewrites(ready: Ready) -> Ready:
         OutputError: a file cannot be written.
         QdqtuneError: see `errors`.
     """
-    settings, store = ready.settings, ready.store
-    if settings.rewrites != "auto" or settings.from_qdq or settings.qdq_baseline or settings.graph_json:
-        return ready
+    store, subject = ready.store, ready.subject
     record = store.get("rewrites")
     if record is None and store.get("ranges") is not None:
         return ready  # it was begun by a version that tried none
     if record is None:
-        found = _search(ready)
+        found, subject = _search(ready)
         if found.tried or found.notes:
             store.put("rewrites", pack_found(found))
-    else:
-        found = unpack_found(record)
-    if not found.names:
-        return replace(ready, found=found)
-    rewrites = replace(ready.subject.rewrites, names=found.names)
-    return replace(ready, found=found, subject=open_subject(settings, ready.runner, rewrites))
+    elif (found := unpack_found(record)).names:
+        subject = open_subject(ready.settings, ready.runner, replace(subject.rewrites, names=found.names))
+    return replace(ready, found=found, subject=subject)
 
 
-def _search(ready: Ready) -> Found:
-    settings = ready.settings
-    plain = load_for(settings.model, "fp32", settings.fix_inputs, ready.subject.numbers.opset)
-    applicable = []
+def most_builds(settings: Settings, subject: Subject) -> int:
+    """How many builds a run may spend on rewrites: of what they meet in each form, and of each of them."""
+    names = _applicable(settings, subject)
+    forms = {form for name in names for form in FORMS[name]}
+    return min(MOST_BUILDS, len(forms) + sum(len(FORMS[name]) for name in names))
+
+
+def _applicable(settings: Settings, subject: Subject) -> list[str]:
+    """The rewrites that have something to do, those that fail among them: that is told when they are tried."""
+    if settings.rewrites != "auto" or settings.from_qdq or settings.qdq_baseline or settings.graph_json:
+        return []
+    names, model = [], subject.model
+    if any(info.dtype in HALF for info in model.tensors.values()):  # patterns are known before anything is converted
+        model = load_for(settings.model, "fp32", settings.fix_inputs, subject.numbers.opset)
     for name in FORMS:
-        try:
-            if REWRITES[name].apply(plain) is not plain:
-                applicable.append(name)
-        except BadModel:  # told when it is tried
-            applicable.append(name)
-    if not applicable:
-        return Found()
-    ready.observer.stage(f"trying rewrites: {', '.join(applicable)}")
+        with suppress(BadModel):
+            if REWRITES[name].apply(model) is model:
+                continue
+        names.append(name)
+    return names
+
+
+def _search(ready: Ready) -> tuple[Found, Subject]:
+    names = _applicable(ready.settings, ready.subject)
+    if not names:
+        return NO_REWRITES, ready.subject
+    ready.observer.stage(f"trying rewrites: {', '.join(names)}")
     with _contest(ready) as contest:
-        for name in applicable:
+        for name in names:
             contest.enter(name)
-        return contest.found
+        return contest.found, contest.champion.subject
 
 
 @contextmanager
