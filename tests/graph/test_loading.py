@@ -14,7 +14,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
 
 from qdqtune.errors import BadModel, BadOption
-from qdqtune.graph.loading import load, with_input_shapes
+from qdqtune.graph import wire
+from qdqtune.graph.loading import files_of, load, with_input_shapes
 from qdqtune.graph.model import bodies
 
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -107,7 +108,7 @@ def test_sparse_constant_nodes(file: Path, indices: list[Any]) -> None:
     assert load(file).constants["q"].array().tolist() == [[0, 5], [6, 0]]
 
 
-def test_large_constants_stay_outside_and_external_ones_on_disk(file: Path) -> None:
+def test_large_constants_stay_outside_and_external_ones_on_disk(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     constants = {"w": normal(8, 300), "b": normal(300), "small": normal(300)[:3]}
     proto = model(
         "g (float[N,8] x) => (float[N,300] y, float[3] z) { t = MatMul(x, w)\n y = Add(t, b)\n z = Relu(small) }",
@@ -115,6 +116,13 @@ def test_large_constants_stay_outside_and_external_ones_on_disk(file: Path) -> N
     )
     file.write_bytes(proto.SerializeToString())
     inline = load(file)
+    monkeypatch.setattr(wire, "APART", 0)
+    (link := file.with_name("link.onnx")).symlink_to(file)
+    apart = load(link)
+    assert wire.parsed(link).ByteSize() < 1000
+    assert apart.fingerprint == inline.fingerprint
+    assert apart.constants["w"].data() == inline.constants["w"].data()
+    assert files_of(link) == [link]
     external(proto, file)
     before = (file.read_bytes(), (file.parent / "weights.bin").read_bytes())
     loaded = load(file)
@@ -506,7 +514,11 @@ GOOD = model("g (float[300] x) => (float[300] y) { [n] y = Add(x, w) }", constan
         (GOOD.SerializeToString().replace(b"Add", b"\xff\xfe\xfd"), "model.onnx: "),
     ],
 )
-def test_files_that_are_no_models(file: Path, content: bytes | None, message: str) -> None:
+@pytest.mark.parametrize("apart", [wire.APART, 0])
+def test_files_that_are_no_models(
+    file: Path, content: bytes | None, message: str, apart: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "APART", apart)
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(BadModel, match=message) as caught:

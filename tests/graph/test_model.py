@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from onnx import TensorProto, parser
 
 from models import build, normal
 from qdqtune.errors import OutputError
-from qdqtune.graph.files import ConstantFile, constants_to_share, nbytes, one_constant_file, save
+from qdqtune.graph.files import WEIGHTS, ConstantFile, constants_to_share, nbytes, one_constant_file, save
 from qdqtune.graph.model import GRAPH, Constant, Model, TensorInfo, Use, captured
 
 TEXT = """<ir_version: 8, opset_import: ["": 17]>
@@ -184,6 +186,28 @@ def test_stages_share_one_file_of_constants(tmp_path: Path) -> None:
     assert loaded[0] == loaded[1] == model.constants["w"].data()
 
 
+def test_weights_of_the_model_are_written_once_and_ship_under_a_second_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.EPERM, "no second names here")
+
+    monkeypatch.setattr("qdqtune.graph.files.PROTOBUF_LIMIT", 6000)
+    (folder := tmp_path / "candidates").mkdir()
+    with one_constant_file(folder, model()) as constants:
+        constants.write(model(), "candidate")
+        constants.write(model(v=weights(3)), "other")
+        assert sum(path.stat().st_size for path in folder.glob("*.bin")) == 2 * 40 * 40 * 4
+        save(model(), tmp_path / "m.onnx", constants)
+        save(model(v=weights(3)), tmp_path / "both.onnx", constants)
+        monkeypatch.setattr(Path, "hardlink_to", refused)
+        save(model(), tmp_path / "copied.onnx", constants)
+        assert (folder / WEIGHTS).samefile(tmp_path / "m.onnx.data")
+        assert not (folder / WEIGHTS).samefile(tmp_path / "copied.onnx.data")
+    shutil.rmtree(folder)
+    assert [run(tmp_path / f"{name}.onnx")[0][0, 0] for name in ("m", "both", "copied")] == [3, 9, 3]
+
+
 def test_the_size_of_a_model_counts_its_external_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("g (float[4,300] x) => (float[4,8] y) { y = MatMul(x, w) }", {"w": normal(300, 8)})
     with ConstantFile(tmp_path / "w.bin") as constants:
@@ -191,8 +215,7 @@ def test_the_size_of_a_model_counts_its_external_data(tmp_path: Path, monkeypatc
     assert nbytes(small) == small.stat().st_size + 300 * 8 * 4
     save(model, tmp_path / "whole.onnx")
     assert nbytes(tmp_path / "whole.onnx") == (tmp_path / "whole.onnx").stat().st_size
-    monkeypatch.setattr("qdqtune.graph.files.SELF_CONTAINED", 10)
-    monkeypatch.setattr(onnx, "load", None)  # a large file is not looked into
+    monkeypatch.setattr("qdqtune.graph.wire.APART", 0)  # a large file is read without its weights
     assert nbytes(tmp_path / "whole.onnx") == (tmp_path / "whole.onnx").stat().st_size
 
 

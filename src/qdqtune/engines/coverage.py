@@ -15,6 +15,7 @@ import onnx
 from qdqtune.graph.loading import name_nodes
 from qdqtune.graph.model import bodies, captured
 from qdqtune.graph.operators import ASKS_SHAPE, COMPUTE
+from qdqtune.graph.wire import parsed
 from qdqtune.types import Layer
 
 HEADS = COMPUTE | {"DequantizeLinear"}
@@ -31,8 +32,8 @@ class Claim:
 
 
 def read_model(path: Path) -> onnx.ModelProto:
-    """A model file without external data. Unnamed nodes carry the names that `loading.load` gives them."""
-    model = onnx.load(path, load_external_data=False)
+    """A model file as `parsed` gives it. Unnamed nodes carry the names that `loading.load` gives them."""
+    model = parsed(path)
     name_nodes(model.graph)
     return model
 

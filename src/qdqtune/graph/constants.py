@@ -34,8 +34,9 @@ CHUNK = 2**20
 """Bytes of external data that are read at a time."""
 
 
-def take_external(proto: onnx.ModelProto, folder: Path) -> dict[str, Constant]:
-    """The large initializers that lie in files of `folder`; everything else that does is embedded.
+def take_external(proto: onnx.ModelProto, folder: Path, own: str = "") -> dict[str, Constant]:
+    """The large initializers that lie in files of `folder`; everything else that does is embedded. `own` is the name
+    of the model's own file, which may be a link.
 
     Raises:
         BadModel: a file is missing or too short.
@@ -43,7 +44,7 @@ def take_external(proto: onnx.ModelProto, folder: Path) -> dict[str, Constant]:
     large: dict[str, Constant] = {}
     external = [t for t in proto.graph.initializer if t.data_location == TensorProto.EXTERNAL]
     for tensor in external:
-        located = _located(tensor, folder)
+        located = _located(tensor, folder, own)
         if _is_large(tensor):
             dtype, shape = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type), tuple(tensor.dims)
             seen = Stamps.of([located.file])
@@ -51,20 +52,13 @@ def take_external(proto: onnx.ModelProto, folder: Path) -> dict[str, Constant]:
             read = partial(_values, located, seen, dtype, shape)
             large[tensor.name] = Constant(key, tensor.data_type, shape, read)
         else:
-            _embed(tensor, folder)
+            _embed(tensor, folder, own)
     if large:  # it copies those that stay
         replace(proto.graph.initializer, [t for t in proto.graph.initializer if t.name not in large])
-    for tensor in _inner_tensors(proto):
+    for tensor in inner_tensors(proto):
         if tensor.data_location == TensorProto.EXTERNAL:
-            _embed(tensor, folder)
+            _embed(tensor, folder, own)
     return large
-
-
-def places(proto: onnx.ModelProto) -> list[str]:
-    """The files of a model's external data, as it names them; those of bodies and attributes among them."""
-    tensors = (t for found in (proto.graph.initializer, _inner_tensors(proto)) for t in found)
-    named = {e.value for t in tensors for e in t.external_data if e.key == "location"}
-    return sorted(name for name in named if isinstance(name, str))  # what is no text, whoever loads the model refuses
 
 
 def settle(graph: onnx.GraphProto, large: MutableMapping[str, Constant]) -> None:
@@ -173,7 +167,7 @@ def _dense(sparse: onnx.SparseTensorProto, name: str) -> TensorProto:
     return tensor
 
 
-def _inner_tensors(proto: onnx.ModelProto) -> Iterator[TensorProto]:
+def inner_tensors(proto: onnx.ModelProto) -> Iterator[TensorProto]:
     """Tensors that are not initializers of the main graph: in attributes, bodies, functions and sparse tensors."""
     yield from (t for s in proto.graph.sparse_initializer for t in (s.values, s.indices))
     pending = [*proto.graph.node, *(node for function in proto.functions for node in function.node)]
@@ -188,8 +182,8 @@ def _inner_tensors(proto: onnx.ModelProto) -> Iterator[TensorProto]:
             pending.extend(body.node)
 
 
-def _embed(tensor: TensorProto, folder: Path) -> None:
-    tensor.raw_data = b"".join(_chunks(_located(tensor, folder)))
+def _embed(tensor: TensorProto, folder: Path, own: str) -> None:
+    tensor.raw_data = b"".join(_chunks(_located(tensor, folder, own)))
     tensor.ClearField("data_location")
     del tensor.external_data[:]
 
@@ -202,7 +196,7 @@ class _Located(NamedTuple):
     length: int
 
 
-def _located(tensor: TensorProto, folder: Path) -> _Located:
+def _located(tensor: TensorProto, folder: Path, own: str) -> _Located:
     """The place of a tensor's external data, checked."""
     what = f"external data of constant {tensor.name!r}"
     info = {entry.key: str(entry.value) for entry in tensor.external_data}
@@ -218,7 +212,7 @@ def _located(tensor: TensorProto, folder: Path) -> _Located:
     file = folder / location
     if not file.is_file():
         raise BadModel(f"{what}: {location} is missing beside the model")
-    if not file.resolve().is_relative_to(folder.resolve()):
+    if str(location) != own and not file.resolve().is_relative_to(folder.resolve()):
         raise BadModel(f"{what}: {location} is a link that leaves the model's folder; move the file there")
     if file.stat().st_size < offset + length:
         raise BadModel(f"{what}: {location} is too short ({file.stat().st_size} bytes, not {offset + length})")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from math import prod
@@ -15,19 +16,19 @@ from onnx import TensorProto
 from qdqtune.errors import writing
 from qdqtune.graph.model import Constant, Model
 from qdqtune.graph.outputs import appearing, temporary_folder
+from qdqtune.graph.wire import messages, parsed, refer
 
-CONSTANTS = "constants.bin"
-"""The usual name of a file that holds the constants of many models."""
-
-SELF_CONTAINED = 2**28
-"""Bytes that no model file has without the constants inside."""
+CONSTANTS, WEIGHTS = "constants.bin", "weights.bin"
+"""The usual names of a file that holds the constants of many models, and of one with those of a single one."""
 
 PROTOBUF_LIMIT = 2**31 - 2**20
 """Bytes beyond which a file needs external data."""
 
 
-def save(model: Model, path: Path) -> None:
+def save(model: Model, path: Path, known: ConstantFile | None = None) -> None:
     """Write `model` as one self-contained file; beyond 2 GB its constants go to `<name>.data` beside it.
+
+    Constants that are `known` are copied from there; a file that holds just these gets a second name.
 
     Raises:
         OutputError: the file cannot be written.
@@ -35,59 +36,27 @@ def save(model: Model, path: Path) -> None:
     with appearing(path) as fresh:
         if sum(c.nbytes for c in model.large.values()) + model.proto.ByteSize() < PROTOBUF_LIMIT:
             with fresh.open("wb") as file:
-                file.writelines(_messages(model))
-        else:
-            with ConstantFile(data_of(fresh)) as constants:
+                file.writelines(messages(model, Constant.data if known is None else known.data))
+        elif known is None or not known.named(data_of(fresh), model, fresh):
+            with ConstantFile(data_of(fresh), known) as constants:
                 constants.save(model, fresh)
 
 
-def _messages(model: Model) -> Iterator[bytes | memoryview]:
-    """A model with all its constants as protobuf writes it, piece by piece: one constant at a time is in memory.
-
-    https://protobuf.dev/programming-guides/encoding: a message is its fields in any order, each a tag, its length and
-    its bytes. So the constants follow on the rest of the graph, and the values of each on what describes it. The
-    model's own fields keep their order: OpenVINO looks at them to know an ONNX file.
-    """
-    field = onnx.ModelProto.GRAPH_FIELD_NUMBER
-    ahead, behind = onnx.ModelProto(), onnx.ModelProto()
-    for frame, keeps in ((ahead, field.__gt__), (behind, field.__lt__)):
-        frame.CopyFrom(model.proto)
-        for descriptor, _ in model.proto.ListFields():
-            if not keeps(descriptor.number):
-                frame.ClearField(descriptor.name)
-    graph = model.proto.graph.SerializeToString()
-    heads = []
+def _write(model: Model, path: Path, place: Callable[[Constant], tuple[str, int, int]]) -> None:
+    """Write a model whose large constants lie in other files: each by the name of its file, its offset and length."""
+    small = onnx.ModelProto()
+    small.CopyFrom(model.proto)
     for name, constant in model.large.items():
-        described = TensorProto(name=name, data_type=constant.dtype, dims=constant.shape).SerializeToString()
-        described += _field(TensorProto.RAW_DATA_FIELD_NUMBER, constant.nbytes)
-        heads.append(_field(onnx.GraphProto.INITIALIZER_FIELD_NUMBER, len(described) + constant.nbytes) + described)
-    size = len(graph) + sum(map(len, heads)) + sum(c.nbytes for c in model.large.values())
-    yield ahead.SerializeToString() + _field(field, size) + graph
-    for head, constant in zip(heads, model.large.values(), strict=True):
-        yield head
-        yield constant.data()
-    yield behind.SerializeToString()
-
-
-def _field(number: int, length: int) -> bytes:
-    """The tag and the length that precede a field of `length` bytes."""
-    written = bytearray()
-    for value in (number << 3 | 2, length):
-        while value > 0x7F:
-            written.append(value & 0x7F | 0x80)
-            value >>= 7
-        written.append(value)
-    return bytes(written)
+        tensor = small.graph.initializer.add(name=name, data_type=constant.dtype, dims=constant.shape)
+        refer(tensor, *place(constant))
+    path.write_bytes(small.SerializeToString())
 
 
 def nbytes(model: Path) -> int:
-    """Size of a model file with its external data. A file that is large itself is taken to hold its constants: to look
-    into it takes twice its size in memory."""
-    if model.stat().st_size >= SELF_CONTAINED:
-        return model.stat().st_size
-    tensors = onnx.load(model, load_external_data=False).graph.initializer
-    outside = (t for t in tensors if t.data_location == TensorProto.EXTERNAL)
-    sizes = (prod(t.dims) * onnx.helper.tensor_dtype_to_np_dtype(t.data_type).itemsize for t in outside)
+    """Size of a model file with its external data."""
+    outside = (t for t in parsed(model).graph.initializer if t.data_location == TensorProto.EXTERNAL)
+    others = (t for t in outside if all(e.value != model.name for e in t.external_data if e.key == "location"))
+    sizes = (prod(t.dims) * onnx.helper.tensor_dtype_to_np_dtype(t.data_type).itemsize for t in others)
     return model.stat().st_size + sum(sizes)
 
 
@@ -99,19 +68,20 @@ def data_of(path: Path) -> Path:
 class ConstantFile:
     """One file of constants that many small model files in the same folder refer to.
 
-    Each distinct content is written once, when the first model needs it. ONNX Runtime refuses references that leave
-    the model's folder.
+    Each distinct content is written once, when the first model needs it; what is in the file `before` it is not written
+    again, but read or referred to there. ONNX Runtime refuses references that leave the model's folder.
     """
 
     ALIGN = 4096  # engines map the file: pages must not be shared between tensors
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, known: ConstantFile | None = None) -> None:
         self.path = path
+        self._known = known
         self._spans: dict[str, tuple[int, int]] = {}
         self._lock = Lock()
         with writing(path):
             path.unlink(missing_ok=True)  # an engine may still have an earlier one mapped: do not cut it short there
-            self._file = path.open("wb")
+            self._file = path.open("w+b")
 
     def __enter__(self) -> ConstantFile:
         return self
@@ -120,14 +90,29 @@ class ConstantFile:
         with suppress(OSError):  # all that counts is flushed; on a full disk closing fails again
             self._file.close()
 
-    def _span(self, constant: Constant) -> tuple[int, int]:
+    def data(self, constant: Constant) -> bytes | memoryview:
+        """The bytes of a constant, read where they lie, here or in the known file, or else computed."""
+        if constant.key in self._spans:
+            self._file.flush()
+            offset, length = self._spans[constant.key]
+            return os.pread(self._file.fileno(), length, offset)
+        return constant.data() if self._known is None else self._known.data(constant)
+
+    def _span(self, constant: Constant) -> tuple[str, int, int]:
+        """The file in this folder that holds a constant, and where."""
+        if (
+            (known := self._known) is not None
+            and constant.key in known._spans
+            and known.path.parent == self.path.parent
+        ):
+            return known._span(constant)
         if constant.key not in self._spans:
+            data = self.data(constant)
             offset = -(-self._file.tell() // self.ALIGN) * self.ALIGN
             self._file.seek(offset)
-            data = constant.data()
             self._file.write(data)
-            self._spans[constant.key] = (offset, data.nbytes)
-        return self._spans[constant.key]
+            self._spans[constant.key] = (offset, len(data))
+        return self.path.name, *self._spans[constant.key]
 
     def save(self, model: Model, path: Path) -> None:
         """Write `model` to `path` (same folder as this file) with its large constants by reference; from any thread.
@@ -135,19 +120,22 @@ class ConstantFile:
         Raises:
             OutputError: a file cannot be written.
         """
-        candidate = onnx.ModelProto()
-        candidate.CopyFrom(model.proto)
         with self._lock, writing(path):
-            for name, constant in model.large.items():
-                offset, length = self._span(constant)
-                tensor = candidate.graph.initializer.add()
-                tensor.name, tensor.data_type = name, constant.dtype
-                tensor.dims.extend(constant.shape)
-                tensor.data_location = onnx.TensorProto.EXTERNAL
-                for key, value in (("location", self.path.name), ("offset", offset), ("length", length)):
-                    tensor.external_data.add(key=key, value=str(value))
+            _write(model, path, self._span)
             self._file.flush()
-            path.write_bytes(candidate.SerializeToString())
+
+    def named(self, data: Path, model: Model, path: Path) -> bool:
+        """Write `model` to `path` with its large constants in `data`, as a second name of this file or the known one,
+        if that holds these and no others, and may have one."""
+        if self._spans.keys() != {c.key for c in model.large.values()}:
+            return self._known is not None and self._known.named(data, model, path)
+        self._file.flush()
+        try:
+            data.hardlink_to(self.path)
+        except OSError:  # on another disk, or one that knows no second names
+            return False
+        _write(model, path, lambda constant: (data.name, *self._spans[constant.key]))
+        return True
 
     def write(self, model: Model, name: str) -> Path:
         """`save` as a new file beside this one: `<name>.onnx`, numbered if there is one.
@@ -167,15 +155,18 @@ _shared: ContextVar[ConstantFile | None] = ContextVar("constants that are writte
 
 
 @contextmanager
-def one_constant_file(folder: Path) -> Iterator[ConstantFile]:
-    """A file of constants in `folder` for all models that anybody writes by reference meanwhile.
+def one_constant_file(folder: Path, model: Model | None = None) -> Iterator[ConstantFile]:
+    """A file of constants in `folder` for all models that anybody writes by reference meanwhile; those of `model` in a
+    file of their own, so that they need not be written again where it ships.
 
     Without it every stage of a run writes the weights once more: calibration, judging, foretelling, search.
 
     Raises:
         OutputError: it cannot be made.
     """
-    with ConstantFile(folder / CONSTANTS) as constants:
+    with ConstantFile(folder / WEIGHTS) as weights, ConstantFile(folder / CONSTANTS, weights) as constants:
+        if model is not None:
+            weights.save(model, folder / "weights.onnx")
         token = _shared.set(constants)
         try:
             yield constants

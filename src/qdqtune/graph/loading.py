@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
 from graphlib import CycleError, TopologicalSorter
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 
@@ -17,12 +18,13 @@ from google.protobuf.message import DecodeError
 from onnx import ModelProto, inliner, numpy_helper, version_converter
 
 from qdqtune.errors import BadModel, BadOption
-from qdqtune.graph.constants import places, replace, settle, take_external
+from qdqtune.graph.constants import inner_tensors, replace, settle, take_external
 from qdqtune.graph.folding import Names, drop_identities, drop_unused
 from qdqtune.graph.folding import fix_inputs as fix
 from qdqtune.graph.model import Constant, Model, bodies, captured
 from qdqtune.graph.operators import COMPUTE
 from qdqtune.graph.soundness import check_sound
+from qdqtune.graph.wire import parsed
 
 OLDEST_OPSET = 7
 """The version converter knows no way up from anything older."""
@@ -45,7 +47,7 @@ def load(
     """
     proto = read(path)
     try:
-        return _ready(proto, path.absolute().parent, fix_inputs, min_opset)
+        return _ready(proto, path.absolute(), fix_inputs, min_opset)
     except BadModel as error:
         raise BadModel(f"{path}: {error}") from error
     except UnicodeDecodeError as error:
@@ -58,14 +60,14 @@ def load_proto(proto: ModelProto, *, min_opset: int = 13) -> Model:
     Raises:
         BadModel: the model is invalid, or its opset cannot be raised.
     """
-    return _ready(_copy(proto), Path.cwd(), {}, min_opset)
+    return _ready(_copy(proto), Path.cwd() / "model.onnx", {}, min_opset)
 
 
-def _ready(proto: ModelProto, folder: Path, fix_inputs: Mapping[str, float | int | str], min_opset: int) -> Model:
-    """Raises BadModel. `proto` is changed."""
+def _ready(proto: ModelProto, path: Path, fix_inputs: Mapping[str, float | int | str], min_opset: int) -> Model:
+    """Raises BadModel. `proto`, of the file `path`, is changed."""
     check_sound(proto)
     _open_negative_sizes(proto.graph)
-    large = take_external(proto, folder)
+    large = take_external(proto, path.parent, path.name)
     name_nodes(proto.graph)
     settle(proto.graph, large)
     proto = _copy(proto)
@@ -176,16 +178,15 @@ def infer(proto: ModelProto, large: Mapping[str, Constant]) -> ModelProto:
 
 
 def read(path: Path) -> ModelProto:
-    """The file as it is, external data left alone.
+    """The file as `parsed` gives it.
 
     Raises:
         BadModel: it is missing, or no ONNX file.
     """
-    proto = ModelProto()
     try:
         if path.stat().st_size >= 2**31:
             raise BadModel(f"{path}: not an ONNX file: those have less than 2 GB (with weights as external data)")
-        proto.ParseFromString(path.read_bytes())
+        proto = parsed(path)
     except IsADirectoryError as error:
         raise BadModel(f"{path} is a folder: name an ONNX file") from error
     except OSError as error:
@@ -213,9 +214,21 @@ def identities(path: Path) -> dict[str, str]:
 def files_of(path: Path) -> list[Path]:
     """A model's file and those of its external data; a file that cannot be read is alone."""
     try:
-        return [path, *(path.parent / place for place in places(read(path)))]
+        return [path, *(path.parent / place for place in data_files(path))]
     except BadModel:  # whoever loads it says so
         return [path]
+
+
+def data_files(path: Path) -> list[str]:
+    """The files of a model's external data, as it names them; those of bodies and attributes among them.
+
+    Raises:
+        BadModel: it cannot be read.
+    """
+    proto = read(path)
+    tensors = chain(proto.graph.initializer, inner_tensors(proto))
+    named = {e.value for t in tensors for e in t.external_data if e.key == "location"} - {path.name}
+    return sorted(name for name in named if isinstance(name, str))  # what is no text, whoever loads the model refuses
 
 
 def _copy(proto: ModelProto) -> ModelProto:

@@ -1,7 +1,8 @@
 """A model with pairs whose numbers are inputs: built once, run with as many scales and biases as one likes.
 
 A build of a large network takes longer than its inference, so numbers that are tried one after the other share one. The
-arithmetic is that of the file: what pairs round is rounded, weights stand in float as rounding leaves them.
+arithmetic is that of the file: what pairs round is rounded, weights stand in float as rounding leaves them, or as the
+integers that these are.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from qdqtune.calibration import scales
 from qdqtune.calibration.scales import Quantization
 from qdqtune.graph.model import Constant, Model, Node, rebuild
 from qdqtune.placement.bias_correction import Layer
+from qdqtune.placement.insertion import quantized
 from qdqtune.types import Array, Edge, QType
 
 SCALES, ZEROS, CHANNELS = "__scales", "__zeros", "__channels"
@@ -26,6 +28,9 @@ layers."""
 
 WIDE = 128
 """Most parts of a split vector: ONNX Runtime takes a time for them that grows with their square."""
+
+STORED = 2**22
+"""Bytes of a weight from which it is not written once more in float, as rounding leaves it."""
 
 MOVES = "__moves"
 """Output: one number for each channel of all layers."""
@@ -48,12 +53,8 @@ def feeds(quantized: Scales) -> dict[str, Array]:
     }
 
 
-def rounded(model: Model, constants: Mapping[Edge, Quantization]) -> dict[Edge, Constant]:
-    """Constants as rounding leaves them, in their own type, computed when somebody writes them."""
-    return {edge: _rounded(model.constants[edge.tensor], how) for edge, how in constants.items()}
-
-
 def _rounded(constant: Constant, how: Quantization) -> Constant:
+    """A constant as rounding leaves it, in its own type, computed when somebody writes it."""
     dtype = helper.tensor_dtype_to_np_dtype(constant.dtype)
     digest = hashlib.sha256(f"{how.qtype}{how.axis}{how.zero_point}".encode() + how.scale.tobytes()).hexdigest()[:16]
 
@@ -66,7 +67,7 @@ def _rounded(constant: Constant, how: Quantization) -> Constant:
 def adjustable(
     model: Model,
     activations: Scales,
-    constants: Mapping[Edge, Constant],
+    constants: Mapping[Edge, Quantization],
     paired: Collection[Edge],
     shown: Sequence[Edge],
     layers: Sequence[Layer],
@@ -74,7 +75,7 @@ def adjustable(
 ) -> Model:
     """The model with pairs on the edges `paired`, and what stands on the edges `shown` as its outputs.
 
-    `activations` are in the order of SCALES; those of `paired` that are constants become what `constants` has.
+    `activations` are in the order of SCALES; those of `paired` that are constants are rounded as `constants` say.
     """
     return _Writer(model, activations, constants, paired, layers, mode).written(shown)
 
@@ -83,10 +84,10 @@ class _Writer:
     """The new graph while it is written."""
 
     def __init__(
-        self, model: Model, activations: Scales, constants: Mapping[Edge, Constant], paired: Collection[Edge],
+        self, model: Model, activations: Scales, constants: Mapping[Edge, Quantization], paired: Collection[Edge],
         layers: Sequence[Layer], mode: Mode,
     ) -> None:  # fmt: skip
-        self._model, self._activations, self._rounded, self._paired = model, activations, constants, paired
+        self._model, self._activations, self._fixed, self._paired = model, activations, constants, paired
         self._numbers = {tensor: i for i, tensor in enumerate(activations)}
         self._layers = {layer.result: (i, layer) for i, layer in enumerate(layers)}
         self._mode = mode
@@ -178,13 +179,26 @@ class _Writer:
         """What the user of an edge reads."""
         if edge not in self._paired:
             return edge.tensor
-        if edge in self._rounded:
-            constant = self._rounded[edge]
-            self._constants[f"__{constant.key}"] = constant
-            return f"__{constant.key}"
+        if edge in self._fixed:
+            return self._constant(self._model.constants[edge.tensor], self._fixed[edge])
         if edge.tensor not in self._pairs:
             self._pairs[edge.tensor] = self._pair(edge.tensor)
         return self._pairs[edge.tensor]
+
+    def _constant(self, constant: Constant, how: Quantization) -> str:
+        """A rounded constant; of a large one its integers, which candidates have as well: ONNX Runtime folds them."""
+        is_stored = constant.nbytes >= STORED and constant.dtype == TensorProto.FLOAT
+        if not is_stored or how.qtype is not QType.INT8 or how.zero_point:
+            known = _rounded(constant, how)
+            self._constants[name := f"__{known.key}"] = known
+            return name
+        known = quantized(constant, how)
+        if known.key not in self._pairs:
+            integers, scale = f"__{known.key}", f"__{known.key}:scale"
+            self._constants |= {integers: known, scale: Constant.of(how.scale)}
+            axis: dict[str, Any] = {} if how.axis is None else {"axis": how.axis}
+            self._pairs[known.key] = self._node("DequantizeLinear", integers, scale, **axis)
+        return self._pairs[known.key]
 
     def _pair(self, tensor: str) -> str:
         number, dtype = self._numbers[tensor], self._model.tensors[tensor].dtype

@@ -17,7 +17,7 @@ from qdqtune.engines.runner import Handle, Runner
 from qdqtune.graph.files import ConstantFile, constants_to_share
 from qdqtune.graph.model import Model
 from qdqtune.graph.outputs import temporary_folder
-from qdqtune.measurement.adjustable import CHANNELS, MOVES, Mode, adjustable, feeds, rounded
+from qdqtune.measurement.adjustable import CHANNELS, MOVES, Mode, adjustable, feeds
 from qdqtune.measurement.criterion import judged
 from qdqtune.placement.bias_correction import by_layer, layers, shrunk_mean
 from qdqtune.placement.insertion import Inserter
@@ -60,8 +60,7 @@ class Judge:
         groups = judged(model)
         self._shown, self._parts = list(chain.from_iterable(groups)), tuple(map(len, groups))
         self._inserter = Inserter(model, ranges, numbers)
-        self._activations, fixed = self._inserter.scales(placement)
-        self._constants = rounded(model, fixed)
+        self._activations, self._constants = self._inserter.scales(placement)
         self._built: dict[Mode, Handle] = {}
         self._exact = self._run("means", [{}] * len(samples))
         self._means = [outputs.pop(MOVES) for outputs in self._exact] if self.layers else []

@@ -19,14 +19,13 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from qdqtune.calibration import scales
-from qdqtune.calibration.blocks import Stored, store
 from qdqtune.calibration.observe import Run, running_in_several
 from qdqtune.calibration.scales import Quantization, Range, Ranges
 from qdqtune.engines.crew import Crew
 from qdqtune.graph.loading import with_opset
-from qdqtune.graph.model import Model
+from qdqtune.graph.model import Constant, Model
 from qdqtune.measurement.accuracy import accuracy, is_finite
-from qdqtune.placement.compression import BLOCKS
+from qdqtune.placement.compression import BLOCKS, Compressor
 from qdqtune.placement.insertion import ONNX_TYPE
 from qdqtune.placement.possible import weight_at, weight_role
 from qdqtune.types import Array, Deaf, Edge, Failure, Listener, NumericFormat, Sample, Storage
@@ -34,9 +33,11 @@ from qdqtune.types import Array, Deaf, Edge, Failure, Listener, NumericFormat, S
 
 @dataclass(frozen=True, eq=False)
 class StoredWeight:
-    """A weight that alone is quantized: its numbers as [in, out], and whether its user reads them the other way."""
+    """A weight that alone is quantized: its parts by what they are, as `Compressor.parts` gives them, of blocks of so
+    many inputs (None: one a channel), and whether its user reads it the other way round."""
 
-    stored: Stored
+    parts: Mapping[str, Constant]
+    block: int | None
     turned: bool
 
 
@@ -173,25 +174,26 @@ def _switched(model: Model, pairs: Mapping[Edge, Quantization | StoredWeight]) -
     proto = onnx.ModelProto()
     proto.CopyFrom(model.proto)
     del proto.graph.node[:]
-    made: dict[str, str] = {}
+    large, made = dict(model.large), dict[str, str]()
 
-    def behind_switch(edge: Edge) -> str:
+    def behind_switch(edge: Edge, reads: Sequence[str] = ()) -> str:
         """The tensor that the user of an edge reads instead."""
         if edge not in pairs:
             return edge.tensor
         if edge.tensor not in made:
-            made[edge.tensor] = _add_switch(proto.graph, model, len(made), edge.tensor, pairs[edge])
+            after = [t for t in reads if t in model.producers and edge.tensor in model.large]
+            made[edge.tensor] = _add_switch(proto.graph, model, len(made), edge.tensor, pairs[edge], after[:1], large)
         return made[edge.tensor]
 
     for node, original in zip(model.nodes, model.proto.graph.node, strict=True):
         copy = onnx.NodeProto()
         copy.CopyFrom(original)
         for slot, tensor in enumerate(node.inputs):
-            copy.input[slot] = behind_switch(Edge(tensor, node.name, slot))
+            copy.input[slot] = behind_switch(Edge(tensor, node.name, slot), node.inputs)
         proto.graph.node.append(copy)
     for index, output in enumerate(proto.graph.output):
         output.name = behind_switch(Edge(output.name, "", index))
-    return _Switched(Model(proto, model.large), tuple(made))
+    return _Switched(Model(proto, large), tuple(made))
 
 
 def quantization(model: Model, ranges: Ranges, numbers: NumericFormat, edge: Edge) -> Quantization:
@@ -211,22 +213,35 @@ def _switch(number: int) -> str:
     return f"__switch_{number}"
 
 
-def stored_weight(model: Model, edge: Edge, storage: Storage) -> StoredWeight:
-    """A weight as `placement.compression` would store it."""
-    weight = weight_at(model, edge)
-    assert weight is not None  # only weights have storages
-    return StoredWeight(store(weight.array(), storage), weight.transposed != (edge.tensor in model.producers))
+def stored_weights(model: Model, storages: Mapping[Edge, Storage]) -> dict[Edge, StoredWeight]:
+    """Weights as candidates store them."""
+    compressor, found = Compressor(model), {}
+    for edge, storage in storages.items():
+        weight = weight_at(model, edge)
+        assert weight is not None  # only weights have storages
+        turned = weight.transposed != (edge.tensor in model.producers)
+        found[edge] = StoredWeight(compressor.parts(weight, storage), storage.block, turned)
+    return found
 
 
 def _add_switch(
-    graph: onnx.GraphProto, model: Model, number: int, tensor: str, how: Quantization | StoredWeight
+    graph: onnx.GraphProto,
+    model: Model,
+    number: int,
+    tensor: str,
+    how: Quantization | StoredWeight,
+    after: Sequence[str],
+    large: dict[str, Constant],
 ) -> str:
-    """Append the If of one switch; the name of what comes out."""
-    switch = _switch(number)
+    """Append the If of one switch; the name of what comes out. It waits for a tensor that it comes `after`: the copies
+    that all Ifs make of weights would else be there at the same time."""
+    switch = condition = _switch(number)
     graph.input.append(helper.make_tensor_value_info(switch, TensorProto.BOOL, []))
     dtype = model.tensors[tensor].dtype
     if isinstance(how, StoredWeight):
-        rounding = _from_stored(graph, switch, how)
+        parts = {f"{switch}_{what}": constant for what, constant in how.parts.items()}
+        large.update(parts)
+        rounding = _from_stored(switch, list(parts), how)
     else:
         rounding = _rounded(graph, switch, tensor, dtype, how)
     passing = [helper.make_node("Identity", [tensor], [f"{switch}_same"], f"{switch}_same")]
@@ -236,21 +251,21 @@ def _add_switch(
         )
         for name, nodes in (("then_branch", rounding), ("else_branch", passing))
     }
-    graph.node.append(helper.make_node("If", [switch], [f"{switch}_out"], f"{switch}_if", **branches))
+    for earlier in after:
+        none, size, never, condition = (f"{switch}_{name}" for name in ("none", "size", "never", "in_turn"))
+        graph.initializer.append(numpy_helper.from_array(np.zeros((), np.int64), none))
+        steps = ("Size", [earlier], size), ("Less", [size, none], never), ("Or", [switch, never], condition)
+        graph.node.extend(helper.make_node(op, inputs, [result], result) for op, inputs, result in steps)
+    graph.node.append(helper.make_node("If", [condition], [f"{switch}_out"], f"{switch}_if", **branches))
     return f"{switch}_out"
 
 
-def _from_stored(graph: onnx.GraphProto, switch: str, weight: StoredWeight) -> list[onnx.NodeProto]:
+def _from_stored(switch: str, names: Sequence[str], weight: StoredWeight) -> list[onnx.NodeProto]:
     """The nodes that make floats of a stored weight."""
-    parts = {"quantized": weight.stored.integers, "scale": weight.stored.scale, "zero": weight.stored.zero_point}
-    known = {f"{switch}_{name}": array for name, array in parts.items() if array is not None}
-    graph.initializer.extend(numpy_helper.from_array(np.ascontiguousarray(a), name) for name, a in known.items())
-    is_blocked = weight.stored.scale.ndim == 2
     result, turned = f"{switch}_floats", f"{switch}_turned"
-    nodes = [helper.make_node("DequantizeLinear", list(known), [result], result, axis=0 if is_blocked else 1)]
-    if is_blocked:
-        block = len(weight.stored.integers) // len(weight.stored.scale)
-        nodes[0].attribute.append(helper.make_attribute("block_size", block))
+    nodes = [helper.make_node("DequantizeLinear", names, [result], result, axis=1 if weight.block is None else 0)]
+    if weight.block is not None:
+        nodes[0].attribute.append(helper.make_attribute("block_size", weight.block))
     if weight.turned:
         nodes.append(helper.make_node("Transpose", [result], [turned], turned, perm=[1, 0]))
     return nodes

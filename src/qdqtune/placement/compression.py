@@ -114,25 +114,33 @@ class Compressor:
             helper.make_node("DequantizeLinear", [rows, scales], [result], own[1], axis=-1, block_size=block),
         )
 
-    def _constants(self, draft: Draft, tensor: str, weight: Weight, storage: Storage) -> tuple[str, ...]:
-        """Names of the integers, the scales and, where it is asymmetric, the zero points, as their node reads them."""
+    def parts(self, weight: Weight, storage: Storage) -> dict[str, Constant]:
+        """The integers, the scales and, where it is asymmetric, the zero points, as their node reads them; computed
+        when somebody writes them."""
         source, is_table = weight.constant, weight.node.op == "Gather"
         key = f"{source.key}:{storage.name}:{weight.transposed:d}{is_table:d}"
         if not is_table and weight.node.inputs[0] in self._moments:
             key += f":{weight.node.inputs[0]}"  # whose moment it is rounded for
-        if ("constants", tensor, key) not in draft.made:
-            integers = ONNX_TYPE[storage.bits, storage.symmetric]
-            rows, columns = weight.shape
-            scaled = (rows // (storage.block or rows), columns) if storage.block or is_table else (columns,)
-            parts = [("quantized", integers, (rows, columns)), ("scale", source.dtype, scaled)]
-            parts += [] if storage.symmetric else [("zero_point", integers, scaled)]
-            names = []
-            for number, (what, dtype, shape) in enumerate(parts):
-                names.append(draft.unique(f"{tensor}_{what}"))
-                read = partial(self._part, number, key, weight, storage, shape)
-                draft.constants[names[-1]] = Constant(f"{key}:{what}", dtype, shape[::-1] if is_table else shape, read)
-            draft.made["constants", tensor, key] = "\n".join(names)
-        return tuple(draft.made["constants", tensor, key].split("\n"))
+        integers = ONNX_TYPE[storage.bits, storage.symmetric]
+        rows, columns = weight.shape
+        scaled = (rows // (storage.block or rows), columns) if storage.block or is_table else (columns,)
+        described = [("quantized", integers, (rows, columns)), ("scale", source.dtype, scaled)]
+        described += [] if storage.symmetric else [("zero_point", integers, scaled)]
+        found = {}
+        for number, (what, dtype, shape) in enumerate(described):
+            read = partial(self._part, number, key, weight, storage, shape)
+            found[what] = Constant(f"{key}:{what}", dtype, shape[::-1] if is_table else shape, read)
+        return found
+
+    def _constants(self, draft: Draft, tensor: str, weight: Weight, storage: Storage) -> tuple[str, ...]:
+        """Names of the parts of a stored weight."""
+        parts = self.parts(weight, storage)
+        made = ("constants", tensor, *(constant.key for constant in parts.values()))
+        if made not in draft.made:
+            names = {draft.unique(f"{tensor}_{what}"): constant for what, constant in parts.items()}
+            draft.constants.update(names)
+            draft.made[made] = "\n".join(names)
+        return tuple(draft.made[made].split("\n"))
 
     def _rounded(self, weight: Weight, storage: Storage) -> Stored:
         moment = None if weight.node.op == "Gather" else self._moments.get(weight.node.inputs[0])

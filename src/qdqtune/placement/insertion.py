@@ -390,7 +390,7 @@ class Inserter:
         name = draft.unique(f"{tensor}_quantized")
         if not self._format.float_weights:
             if key not in self._forms:
-                self._forms[key] = _quantized(constant, quantization)
+                self._forms[key] = quantized(constant, quantization)
             draft.constants[name] = self._forms[key]
         parameters = self._parameters(draft, tensor, quantization)
         if self._format.float_weights:
@@ -438,7 +438,7 @@ def _numpy(dtype: int) -> np.dtype[np.generic]:
     return helper.tensor_dtype_to_np_dtype(dtype)
 
 
-def _quantized(constant: Constant, quantization: Quantization) -> Constant:
+def quantized(constant: Constant, quantization: Quantization) -> Constant:
     """The quantized form of a constant, computed when somebody writes or reads it."""
     scale = hashlib.sha256(quantization.scale.tobytes()).hexdigest()[:16]
     key = f"{constant.key}:{quantization.qtype.value}:{quantization.axis}:{quantization.zero_point}:{scale}"

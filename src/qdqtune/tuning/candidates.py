@@ -55,7 +55,7 @@ class Candidates:
         Raises:
             OutputError: it cannot be written.
         """
-        save(self._inserter.insert(placement), path)
+        save(self._inserter.insert(placement), path, self._constants)
 
 
 class Loaded:

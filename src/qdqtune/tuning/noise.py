@@ -14,7 +14,7 @@ from qdqtune.engines.cpu import cores
 from qdqtune.graph.equalization import scaled
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.model import Model
-from qdqtune.measurement.sensitivity import StoredWeight, quantization, sensitivities, stored_weight
+from qdqtune.measurement.sensitivity import StoredWeight, quantization, sensitivities, stored_weights
 from qdqtune.placement.possible import weight_at
 from qdqtune.search.costs.noise import Noise
 from qdqtune.tuning.observer import SEARCHING
@@ -117,7 +117,7 @@ def _of_weights(
     model, key = run.subject.shaped, f"noise of weights:{floor:.3g}"
     record = run.store.get(key)
     if record is None:
-        weights = {edge: stored_weight(model, edge, storage) for edge, storage in loudest.items()}
+        weights = stored_weights(model, loudest)
         alone, failed = _measured(run, "storing each weight in fewer bits", model, weights, floor, share)
         shares = {edge: lost(model, edge, storage) for edge, storage in loudest.items()}
         noise = shares if alone is None else {edge: alone[edge.tensor] for edge in loudest}

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from qdqtune.errors import BaselineFailed, writing
-from qdqtune.graph.constants import places as data_places
 from qdqtune.graph.files import data_of
-from qdqtune.graph.loading import load, read
+from qdqtune.graph.loading import data_files, load
 from qdqtune.graph.outputs import appearing, exchange
 from qdqtune.measurement.timing import Ratio
 from qdqtune.search import ratios_to_float
@@ -323,7 +322,7 @@ def copy_model(source: Path, target: Path) -> None:
         BadModel: it cannot be loaded.
         OutputError: it cannot be written.
     """
-    data = data_places(read(source))
+    data = data_files(source)
     missing = [
         p for p in data if not ((target.parent / p).exists() and (target.parent / p).samefile(source.parent / p))
     ]

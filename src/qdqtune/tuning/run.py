@@ -173,7 +173,7 @@ def open_run(ready: Ready) -> Iterator[Run]:
         with writing(f"to {ready.output.path}"):
             folder = stack.enter_context(Scratch(ready.output.path)) / CANDIDATES
             folder.mkdir()
-        constants = stack.enter_context(one_constant_file(folder))
+        constants = stack.enter_context(one_constant_file(folder, ready.subject.model))
         subject = calibrated(ready.subject, settings, store, observer, ready.ends)
         if ready.others:
             observer.stage(f"starting {1 + len(ready.others)} workers")

@@ -28,7 +28,7 @@ WARNING, ERROR = 2, 3
 WARMUP = 1
 """Inferences that are profiled in vain: the first one allocates."""
 
-LARGE = 2**30
+LARGE = 2**29
 """Bytes from which a model is never in memory twice. Such a one is slow, and what the profiler adds does not count."""
 
 NOWHERE = "constants"

@@ -1,0 +1,162 @@
+"""Model files as protobuf has them on disk: read and written piece by piece, where weights would not fit twice.
+
+https://protobuf.dev/programming-guides/encoding: a message is its fields in any order, each a tag, its length and its
+bytes. So constants may follow on the rest of a graph, and the values of each on what describes it; and what is read may
+leave them out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import onnx
+from google.protobuf.message import DecodeError
+from onnx import TensorProto
+
+from qdqtune.graph.model import LARGE, Constant, Model
+
+APART = 2**28
+"""Bytes from which a model file is read without its weights."""
+
+MESSAGE = 2
+"""The kind of a field that has a length."""
+
+SIZES = {1: 8, 5: 4}
+"""Bytes of the other kinds, but for numbers of any length (0)."""
+
+
+class _Field(NamedTuple):
+    """A field of a message: its number, where it begins with its tag, and where its bytes lie."""
+
+    number: int
+    start: int
+    content: int
+    end: int
+
+
+def parsed(path: Path) -> onnx.ModelProto:
+    """A model as its file has it, external data left alone. The weights of a large file stay there as well: they become
+    external data of that very file.
+
+    Raises:
+        DecodeError: it is no model, or cut short.
+        OSError: it cannot be read.
+    """
+    proto = onnx.ModelProto()
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        proto.ParseFromString(file.read() if size < APART else b"".join(_without_weights(file, size, path.name)))
+    return proto
+
+
+def _without_weights(file: IO[bytes], size: int, name: str) -> Iterator[bytes]:
+    for field in _fields(file, 0, size):
+        if field.number == onnx.ModelProto.GRAPH_FIELD_NUMBER:
+            graph = b"".join(_parts(file, field, name))
+            yield head(field.number, len(graph)) + graph
+        else:
+            yield _bytes(file, field.start, field.end)
+
+
+def _parts(file: IO[bytes], graph: _Field, name: str) -> Iterator[bytes]:
+    for field in _fields(file, graph.content, graph.end):
+        if field.number != onnx.GraphProto.INITIALIZER_FIELD_NUMBER or field.end - field.content < LARGE:
+            yield _bytes(file, field.start, field.end)
+            continue
+        tensor = bytearray()
+        for part in _fields(file, field.content, field.end):
+            if part.number != TensorProto.RAW_DATA_FIELD_NUMBER or part.end - part.content < LARGE:
+                tensor += _bytes(file, part.start, part.end)
+                continue
+            told = TensorProto(data_location=TensorProto.EXTERNAL)
+            refer(told, name, part.content, part.end - part.content)
+            tensor += told.SerializeToString()
+        yield head(field.number, len(tensor)) + tensor
+
+
+def _fields(file: IO[bytes], position: int, end: int) -> Iterator[_Field]:
+    """The fields of a message that lies between two places of a file.
+
+    Raises:
+        DecodeError: it is none.
+    """
+    while position < end:
+        file.seek(position)
+        tag = _number(file)
+        kind, length = tag & 7, 0
+        if kind == 0:
+            _number(file)
+        elif kind == MESSAGE:
+            length = _number(file)
+        elif kind in SIZES:
+            length = SIZES[kind]
+        else:
+            raise DecodeError("no field of a message")
+        content = file.tell()
+        if content + length > end:
+            raise DecodeError("cut short")
+        yield _Field(tag >> 3, position, content, content + length)
+        position = content + length
+
+
+def _number(file: IO[bytes]) -> int:
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = file.read(1)
+        value |= (byte[0] & 0x7F) << shift if byte else 0
+        if byte and byte[0] < 0x80:
+            return value
+    raise DecodeError("no number of a message")
+
+
+def _bytes(file: IO[bytes], start: int, end: int) -> bytes:
+    file.seek(start)
+    return file.read(end - start)
+
+
+def refer(tensor: TensorProto, location: str, offset: int, length: int) -> None:
+    """Let a tensor's values lie in another file."""
+    tensor.data_location = TensorProto.EXTERNAL
+    for key, value in (("location", location), ("offset", offset), ("length", length)):
+        tensor.external_data.add(key=key, value=str(value))
+
+
+def messages(model: Model, data: Callable[[Constant], bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """A model with all its constants as protobuf writes it, piece by piece: one constant at a time is in memory.
+
+    The model's own fields keep their order: OpenVINO looks at them to know an ONNX file. `data` gives the bytes of a
+    constant.
+    """
+    field = onnx.ModelProto.GRAPH_FIELD_NUMBER
+    ahead, behind = onnx.ModelProto(), onnx.ModelProto()
+    for frame, keeps in ((ahead, field.__gt__), (behind, field.__lt__)):
+        frame.CopyFrom(model.proto)
+        for descriptor, _ in model.proto.ListFields():
+            if not keeps(descriptor.number):
+                frame.ClearField(descriptor.name)
+    graph = model.proto.graph.SerializeToString()
+    heads = []
+    for name, constant in model.large.items():
+        described = TensorProto(name=name, data_type=constant.dtype, dims=constant.shape).SerializeToString()
+        described += head(TensorProto.RAW_DATA_FIELD_NUMBER, constant.nbytes)
+        heads.append(head(onnx.GraphProto.INITIALIZER_FIELD_NUMBER, len(described) + constant.nbytes) + described)
+    size = len(graph) + sum(map(len, heads)) + sum(c.nbytes for c in model.large.values())
+    yield ahead.SerializeToString() + head(field, size) + graph
+    for described, constant in zip(heads, model.large.values(), strict=True):
+        yield described
+        yield data(constant)
+    yield behind.SerializeToString()
+
+
+def head(number: int, length: int) -> bytes:
+    """The tag and the length that precede a field of `length` bytes."""
+    written = bytearray()
+    for value in (number << 3 | MESSAGE, length):
+        while value > 0x7F:
+            written.append(value & 0x7F | 0x80)
+            value >>= 7
+        written.append(value)
+    return bytes(written)
