@@ -54,7 +54,8 @@ def by_workers(entry: Entry, counts: list[int], kept: Path, given: argparse.Name
     for count in counts:
         out = kept / f"{entry.name}_{count}"
         asked = ("--mode", given.mode, "--builds", given.builds, "--workers", count, *how, *QUICK, *given.tune)
-        qdqtune("tune", entry.path, "-o", out, "-q", *data(entry), *asked)
+        if not (out / "summary.json").exists():  # else an earlier call with the same --keep has measured it
+            qdqtune("tune", entry.path, "-o", out, "-q", *data(entry), *asked)
         builds, seconds = searched(out)
         paces.append(builds / seconds)
         rows.append(
@@ -122,7 +123,7 @@ def main() -> None:
     parser.add_argument("--builds", type=int, default=52)
     parser.add_argument("--fleet", type=int, nargs="*", default=[], help="several models at a time, by number")
     parser.add_argument("--ray", help="address of a cluster, for what a request costs there")
-    parser.add_argument("--keep", type=Path, help="folder for the runs")
+    parser.add_argument("--keep", type=Path, help="folder for the runs; those that lie there are not repeated")
     parser.add_argument("--tune", nargs="*", default=[], help="more options of tune, each as one word: --seed=1")
     given = parser.parse_args()
     entries = zoo.find(given.models, given.names)

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from processes import until
 from qdqtune.engines import EngineSpec, crew, devices
-from qdqtune.engines.crew import Crew, check_alike
+from qdqtune.engines.crew import Crew, check_alike, shared, to_spare
 from qdqtune.engines.devices import Device, allot, cores_for, leased, pinned
 from qdqtune.engines.process import WorkerProcess
 from qdqtune.engines.runner import Runner
@@ -61,6 +62,36 @@ class TestJobs:
         assert list(stations) == ["good"]
         assert "its node is gone" in told[0]
         assert len(told) == 1
+
+    def test_parts_of_a_job_are_done_by_who_has_none(self) -> None:
+        meeting = threading.Barrier(3)
+
+        def met(station: str) -> str:
+            meeting.wait(timeout=60)
+            return station
+
+        def ask(station: str) -> tuple[str, list[str | None]]:
+            until(lambda: to_spare() == 2)
+            return shared(lambda: met(station), [met] * 2)
+
+        ((_, (own, others)),) = Crew(["a", "b", "c"]).answers([ask])
+        assert {own, *others} == {"a", "b", "c"}
+
+    def test_what_nobody_does_of_a_job_is_left_to_who_is_at_it(self) -> None:
+        gone = threading.Event()
+
+        def part(_: str) -> str:
+            gone.set()
+            raise EngineUnavailable("its node is gone")
+
+        def ask(station: str) -> list[str | None]:
+            until(lambda: to_spare() == 1)
+            return shared(lambda: gone.wait(timeout=60), [part, lambda _: "never begun"])[1]
+
+        told: list[str] = []
+        assert list(Crew(["a", "b"], told.append).answers([ask])) == [(0, [None, None])]
+        assert len(told) == 1
+        assert (to_spare(), shared(lambda: 1, [part])) == (None, (1, [None]))
 
     def test_without_stations_left_it_ends(self) -> None:
         def ask(_: str) -> None:

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Protocol, TypeVar
 
+from qdqtune.engines.crew import shared, to_spare
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.measurement.timing import BUILD_LOOKS, Plan, Ratio, Rounds, compare, compare_pairs, ratio, wants_builds
 from qdqtune.types import Failure, Measurement
+
+S = TypeVar("S", contravariant=True)
+
+FEW = 4
+"""Rounds until who measures alone looks again for stations that have nothing to do."""
+
+
+class Beside(Protocol[S]):
+    """Takes rounds of the same two files on another station, which builds both for it."""
+
+    def __call__(self, station: S, /, *, first: int, count: int) -> Measurement | Failure:
+        """`count` rounds from the number `first` on."""
 
 
 def start_inferences(plan: Plan) -> int:
@@ -24,6 +39,59 @@ def rounds_of(runner: Runner, a: Handle, b: Handle, plan: Plan, seed: int) -> Ro
     )
 
 
+def with_help(own: Rounds, beside: Beside[S], build_seconds: float, plan: Plan) -> Rounds:
+    """Rounds of which stations that have nothing else to do take a part, as far as building both files leaves them time
+    for it; they are done here where nobody else has done them."""
+    seconds = 4 * plan.slot_seconds  # what a round takes at the least
+
+    def rounds(first: int, count: int) -> Measurement | Failure:
+        """A few at a time: others may have become free by then."""
+        total, end = None, first + count
+        while first < end:
+            left, share, helpers = end - first, 0, to_spare()
+            if helpers and seconds:
+                share = max(0, int((left - build_seconds / seconds) / (1 + helpers)))
+            mine = left - (helpers or 0) * share if share or helpers is None else min(left, FEW)
+            starts = range(first + mine, end, share) if share else ()
+            part = _in_parts(own, beside, first, mine, starts, share)
+            if isinstance(part, Failure):
+                return part
+            total = part if total is None else total + part
+            first += len(part.a)
+        assert total is not None  # a look takes rounds
+        return total
+
+    return rounds
+
+
+def _in_parts(
+    own: Rounds, beside: Beside[S], first: int, mine: int, starts: Sequence[int], share: int
+) -> Measurement | Failure:
+    """Some rounds here, and parts of so many each beside them."""
+    total, parts = shared(partial(own, first, mine), [partial(beside, first=start, count=share) for start in starts])
+    for start, part in zip(starts, parts, strict=True):
+        more = own(start, share) if part is None or isinstance(part, Failure) else part
+        if isinstance(total, Failure) or isinstance(more, Failure):
+            return total if isinstance(total, Failure) else more
+        total += more
+    return total
+
+
+@contextmanager
+def fresh_builds(runner: Runner, a: Path, b: Path, log_name: str) -> Iterator[tuple[Handle, Handle] | Failure]:
+    """One build of each file, beside whatever is loaded of them."""
+    with ExitStack() as stack:
+        handles: list[Handle] = []
+        for file in (a, b):
+            handle = runner.load(file, f"{log_name}_{file.stem}", fresh=True)
+            if isinstance(handle, Failure):
+                yield handle
+                return
+            stack.callback(runner.unload, handle)
+            handles.append(handle)
+        yield handles[0], handles[1]
+
+
 def fresh_pair(
     runner: Runner,
     a: Path,
@@ -33,18 +101,11 @@ def fresh_pair(
     log_name: str,
     decided: Callable[[Ratio], bool] = lambda _: False,
 ) -> Measurement | Failure:
-    """Build both files, beside whatever is loaded of them, and compare them. By default all rounds are taken."""
-    first = runner.load(a, f"{log_name}_{a.stem}", fresh=True)
-    if isinstance(first, Failure):
-        return first
-    second = runner.load(b, f"{log_name}_{b.stem}", fresh=True)
-    if isinstance(second, Failure):
-        runner.unload(first)
-        return second
-    result = compare(rounds_of(runner, first, second, plan, seed), plan, decided=decided)
-    runner.unload(first)
-    runner.unload(second)
-    return result
+    """Build both files and compare them. By default all rounds are taken."""
+    with fresh_builds(runner, a, b, log_name) as pair:
+        if isinstance(pair, Failure):
+            return pair
+        return compare(rounds_of(runner, *pair, plan, seed), plan, decided=decided)
 
 
 def fresh_pairs(
@@ -61,14 +122,10 @@ def fresh_pairs(
     with ExitStack() as stack:
         pairs = []
         for seed, log_name in zip(seeds, log_names, strict=True):
-            handles = []
-            for file in (a, b):
-                handle = runner.load(file, f"{log_name}_{file.stem}", fresh=True)
-                if isinstance(handle, Failure):
-                    return handle
-                stack.callback(runner.unload, handle)
-                handles.append(handle)
-            pairs.append(rounds_of(runner, handles[0], handles[1], plan, seed))
+            pair = stack.enter_context(fresh_builds(runner, a, b, log_name))
+            if isinstance(pair, Failure):
+                return pair
+            pairs.append(rounds_of(runner, *pair, plan, seed))
         return compare_pairs(pairs, plan, is_late=is_late)
 
 

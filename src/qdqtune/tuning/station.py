@@ -1,21 +1,26 @@
-"""A station: one device with its engine, where candidates are measured against what was built on the same device."""
+"""A station: one device with its engine, where candidates are measured against what was built on the same device.
+
+A station that has no candidate takes rounds of one that another is still at, on builds of its own.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import ceil
 
 import numpy as np
 
-from qdqtune.engines.runner import Runner
+from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import EngineFailure
 from qdqtune.measurement.accuracy import accuracy, is_finite
 from qdqtune.measurement.limits import Limits
 from qdqtune.measurement.metric import Evaluation
-from qdqtune.measurement.pairing import fresh_pair, rounds_of
-from qdqtune.measurement.timing import Plan, Ratio, compare, judge
+from qdqtune.measurement.pairing import Beside, fresh_builds, rounds_of, with_help
+from qdqtune.measurement.timing import Plan, Ratio, Rounds, compare, judge
 from qdqtune.tuning.candidates import Candidates, Loaded
 from qdqtune.types import Array, Failure, Measurement, Placement, Proposal, Sample, Trial
 
@@ -81,7 +86,7 @@ class Station:
     def __init__(self, runner: Runner, candidates: Candidates, conditions: Conditions, number: int = 0) -> None:
         self.runner = runner
         self.loaded = Loaded(runner, candidates)
-        self._log_name = f"best-{number + 1}" if number else "best"
+        self._mark = f"-{number + 1}" if number else ""
         self._candidates, self._conditions = candidates, conditions
 
     def trial(self, job: Job, reference: Sequence[dict[str, Array]], deadline: float | None) -> Trial:
@@ -103,7 +108,7 @@ class Station:
 
     def _measured(self, job: Job, reference: Sequence[dict[str, Array]], deadline: float | None) -> Trial:
         conditions, told = self._conditions, (job.number, job.proposal, job.against)
-        opponent = self.loaded.load(job.against, self._log_name)
+        opponent = self._opponent(job)
         if isinstance(opponent, Failure):  # it was built before, so the candidate is not to blame
             raise EngineFailure(f"the engine does not build the best model so far again: {opponent.reason}")
         candidate = self.loaded.load(job.proposal.placement, f"trial_{job.number:03}")
@@ -114,7 +119,7 @@ class Station:
             return Trial(*told, outputs)
         if not is_finite(outputs):
             return Trial(*told, Failure("output", "the outputs hold NaN or infinite values"))
-        rounds = rounds_of(self.runner, opponent, candidate, conditions.plan, conditions.seed)
+        rounds = self._rounds(opponent, candidate, conditions.seed, partial(Station.rounds_beside, job=job))
         begun = time.monotonic()
         result = compare(rounds, conditions.plan, decided=lambda r: settled(r) or _is_late(begun, deadline))
         if isinstance(result, Failure):
@@ -127,9 +132,37 @@ class Station:
         return Trial(*told, result, accuracy=accuracy(reference, outputs), layers=report)
 
     def _checked(self, trial: Trial) -> Measurement | Failure:
+        with self._fresh(trial, "trial") as pair:
+            if isinstance(pair, Failure):
+                return pair
+            rounds = self._rounds(*pair, self._conditions.seed + 1, partial(Station.check_beside, trial=trial))
+            return compare(rounds, self._conditions.plan, decided=settled)
+
+    def rounds_beside(self, first: int, count: int, job: Job) -> Measurement | Failure:
+        """Rounds of a candidate that another station is at, on builds that stay until the batch has ended."""
+        opponent = self._opponent(job)
+        if isinstance(opponent, Failure):
+            return opponent
+        candidate = self.loaded.load(job.proposal.placement, f"beside_{job.number:03}{self._mark}")
+        if isinstance(candidate, Failure):
+            return candidate
+        return self._rounds(opponent, candidate, self._conditions.seed)(first, count)
+
+    def check_beside(self, first: int, count: int, trial: Trial) -> Measurement | Failure:
+        """The same of its check, on further builds."""
+        with self._fresh(trial, "beside") as pair:
+            return pair if isinstance(pair, Failure) else self._rounds(*pair, self._conditions.seed + 1)(first, count)
+
+    def _opponent(self, job: Job) -> Handle | Failure:
+        return self.loaded.load(job.against, f"best{self._mark}")
+
+    def _fresh(self, trial: Trial, log_name: str) -> AbstractContextManager[tuple[Handle, Handle] | Failure]:
         files = self._candidates.file(trial.against), self._candidates.file(trial.placement)
-        plan, seed = self._conditions.plan, self._conditions.seed + 1
-        return fresh_pair(self.runner, *files, plan, seed, f"trial_{trial.number:03}", settled)
+        return fresh_builds(self.runner, *files, f"{log_name}_{trial.number:03}{self._mark}")
+
+    def _rounds(self, a: Handle, b: Handle, seed: int, beside: Beside[Station] | None = None) -> Rounds:
+        own, plan = rounds_of(self.runner, a, b, self._conditions.plan, seed), self._conditions.plan
+        return own if beside is None else with_help(own, beside, a.build_seconds + b.build_seconds, plan)
 
 
 def profiled_runs(seconds: float) -> int:
