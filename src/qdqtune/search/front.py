@@ -220,7 +220,8 @@ class FrontSearch:
         known = {t.placement: t.exactness for t in history if t.sqnr_db is not None}
         summed_db = self._level({**heard, **known})
         tried = {t.placement for t in history} | {Placement()}
-        for decision in dict.fromkeys((*path, *between(costs, path), *flipped(costs, path))):
+        built = tuple(decision_of(costs, p.placement) for p in undominated(history, self.by_cut.plan))
+        for decision in dict.fromkeys((*path, *between(costs, path), *flipped(costs, (*path, *built)))):
             ratio = 1 - scale * (1 - costs.total(decision) / costs.float_ms)
             placement = costs.partition.placement(decision)
             if placement in tried or ratio > GAIN:

@@ -40,6 +40,10 @@ from qdqtune.types import Failure, Measurement, Placement
 SIDE_BY_SIDE = 512 * 2**20
 """Bytes of two model files of which two builds each are held at once; larger ones meet one pair after the other."""
 
+LEAST_SECONDS = 1.0
+"""How long a point of a front meets a build at least, but for the last look: what else the machine does by turns shows
+in all of them, and not in some."""
+
 TRIES = 3
 """How often a comparison is tried that was killed, too slow or short of room: what ships must not hang on that."""
 
@@ -194,7 +198,12 @@ class Opponents:
         if look is not None:
             look(handle)
         rounds = rounds_of(runner, self._handle(number), handle, plan, self._run.settings.seed + number)
-        result = compare(rounds, plan)
+        begun = time.monotonic()
+
+        def is_told(found: Ratio) -> bool:
+            return found.verdict != "undecided" and time.monotonic() - begun >= LEAST_SECONDS
+
+        result = compare(rounds, plan, decided=is_told)
         runner.unload(handle)
         return result
 
