@@ -22,7 +22,7 @@ from qdqtune.measurement.pairing import as_many_pairs_as_needed, fresh_pairs
 from qdqtune.measurement.timing import Plan, Ratio, Verdict, across_builds, ratio
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.threads import counts_of
-from qdqtune.types import Accuracy, Array, Failure, Measurement, Mix, Sample
+from qdqtune.types import Accuracy, Array, Failure, Measurement, Mix, Sample, Workload
 
 OWN = frozenset({"rounds", "is_same"})
 """Fields of a row that are not for machines."""
@@ -106,23 +106,26 @@ def comparable(files: Sequence[Path]) -> list[Model]:
 def compare_files(
     files: Sequence[Path],
     runner: Runner,
-    prepared: Prepared,
+    judging: Sequence[Sample],
     plan: Plan,
     *,
+    mix: Mix | None = None,
     builds: int | None = None,
     seed: int = 0,
     observer: Observer | None = None,
 ) -> list[Row]:
     """Pair the first file with each of the others, on so many fresh builds of both; by default on as many as needed.
-    They are timed on the workloads, or on the first sample.
+    They are timed
+    on the workloads of a mix, by default on the first sample that they are judged on.
 
     Raises:
         EngineFailure: the engine cannot build or run the first file.
     """
     observer = observer or Silent()
     observer.stage(f"running {files[0].name}")
-    runner.feed(prepared.mix)
-    reference = _outputs(files[0], runner, prepared.judging)
+    timed = mix or (Workload(judging[0]),)
+    runner.feed(timed)
+    reference = _outputs(files[0], runner, judging)
     if isinstance(reference, Failure):
         raise EngineFailure(f"{files[0]} does not run, so there is nothing to compare with: {reference.reason}")
     rows = []
@@ -133,8 +136,8 @@ def compare_files(
         if isinstance(measured, Failure):
             rows.append(Row(str(file), None, None, None, None, measured.reason))
         else:
-            row = _row(files[0], file, measured, plan, _accuracy(file, runner, prepared.judging, reference))
-            rows.append(replace(row, workloads=tuple(_parts(measured, prepared.mix, plan))))
+            row = _row(files[0], file, measured, plan, _accuracy(file, runner, judging, reference))
+            rows.append(replace(row, workloads=tuple(_parts(measured, timed, plan))))
     return rows
 
 
@@ -159,7 +162,8 @@ def compare_at(
     for count in (None,) if counts is None else counts_of(spec, counts):
         at = spec if count is None else replace(spec, options={**spec.options, "threads": count})
         with unlogged(at, time_limit_s=time_limit_s) as runner:
-            found = compare_files(files, runner, prepared, plan, seed=seed, observer=observer)
+            judging, mix = prepared.judging, prepared.mix
+            found = compare_files(files, runner, judging, plan, mix=mix, seed=seed, observer=observer)
         rows += [replace(row, threads=count) for row in found]
     return rows
 
