@@ -336,7 +336,7 @@ def test_other_integers_are_zero_or_one() -> None:
 
 
 def test_open_dimensions_are_refused_with_the_flag_that_closes_them() -> None:
-    with pytest.raises(BadOption, match="--input-shape x:1x3x1x1 ") as error:
+    with pytest.raises(BadOption, match=r"--input-shape x:1x3x224x224$") as error:
         open_samples(None, model("float[N,3,H,W] x"))
     one_line(error)
     assert open_samples(None, model("float[N,3] x")).first(1)[0]["x"].shape == (1, 3)

@@ -64,6 +64,14 @@ def told(outcome: str, ratio: Ratio | None, *, best: Placement, best_ratio: floa
         ),
         ("slower", BEST, OTHER, 0.5, 0.5, "1.25x [1.25x, 1.25x], slower than the best's 2.00x"),
         ("inaccurate", FASTER, Placement(), 1.0, 1.0, "2.00x [1.60x, 2.50x], not taken: too inaccurate: 15.1 dB"),
+        (
+            "inaccurate",
+            BEST,
+            OTHER,
+            0.5,
+            0.5,
+            "1.25x [1.25x, 1.25x], not taken: not any faster than the best's 2.00x, and too inaccurate: 15.1 dB",
+        ),
         ("failed", None, Placement(), 1.0, 1.0, "failed: no kernel"),
     ],
 )

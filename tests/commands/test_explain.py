@@ -166,7 +166,9 @@ def test_a_pick_of_another_placement_needs_no_new_prices(tuned: tuple[Path, Resu
     assert explain(evidence) == explain_run(tuned[0]).rows
 
 
-def test_the_command_line_tells_reasons_and_nodes(call: Call, tuned: tuple[Path, Result]) -> None:
+def test_the_command_line_tells_reasons_and_nodes(
+    call: Call, tuned: tuple[Path, Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tuned[0]
     code, out, _ = call("explain", folder)
     assert code == 0
@@ -186,10 +188,13 @@ def test_the_command_line_tells_reasons_and_nodes(call: Call, tuned: tuple[Path,
     code, _, err = call("explain", folder, "th")
     assert code == 2
     assert "near are third" in err
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "60")
+    assert max(map(len, call("explain", folder, "s*")[1].splitlines())) <= 60
 
 
 def test_what_is_no_finished_run_is_refused(tuned: tuple[Path, Result], tmp_path: Path) -> None:
-    with pytest.raises(BadOption, match="holds no finished run: there is no such folder"):
+    with pytest.raises(BadOption, match=r"there is no folder .*none: name the output folder"):
         explain_run(tmp_path / "none")
     shutil.copytree(tuned[0], tmp_path / "out")
     (tmp_path / "out" / "autotuner_state.yaml").rename(tmp_path / "elsewhere.yaml")

@@ -110,6 +110,9 @@ def test_a_file_that_is_no_cache_is_told_and_left_alone(content: str, model: Pat
     file = model.parent / "prices.json"
     assert notes.told == [f"{file} is no price cache of this version: the search goes on without"]
     assert (model.parent / "prices.json").read_text() == content
+    folder = Notes()
+    tune(replace(asked(model, "b"), price_cache=model.parent), folder)
+    assert folder.told == [f"{model.parent} is a folder, and --price-cache names a file: the search goes on without"]
 
 
 def test_prices_that_do_not_hold_cost_builds_and_no_speed(model: Path, workers: Workers) -> None:

@@ -35,6 +35,9 @@ HELD_OUT = 5
 """Every so many samples one is kept from calibration."""
 
 
+PICTURE, SEQUENCE = 224, 64
+"""Sizes that a user is told who has to give some: of a side, and of what is long as it comes."""
+
 NAMED = 6
 """Inputs of open sizes that an error names at most: a language model has two for the cache of each layer."""
 
@@ -381,11 +384,11 @@ def _names(specs: tuple[InputSpec, ...]) -> str:
 def _random(model: Model, specs: tuple[InputSpec, ...], seed: int, count: int) -> Samples:
     """Normal floats, integers that every lookup table of the model can answer, booleans."""
     if dynamic := [spec for spec in specs if None in spec.shape[1:]]:
-        flags = [f"--input-shape {s.name}:{'x'.join('1' if d is None else str(d) for d in s.shape)}" for s in dynamic]
+        flags = [f"--input-shape {s.name}:{'x'.join(map(str, _typical(s)))}" for s in dynamic]
         others = f" and {len(dynamic) - 1} more inputs have" if len(dynamic) > 1 else " has"
         wanted = " ".join([*flags[:NAMED], *["..."][: len(flags) > NAMED]])
         what = f"input {dynamic[0]}{others} dynamic dimensions"
-        raise BadOption(f"{what}: give {wanted} (with your sizes), or --calibration-data")
+        raise BadOption(f"{what}: give --calibration-data, which have sizes, or those you run with, like {wanted}")
     tops = {s.name: _index_end(model, s.name) for s in specs}
 
     def draw(rng: np.random.Generator, spec: InputSpec) -> Array:
@@ -405,6 +408,13 @@ def _random(model: Model, specs: tuple[InputSpec, ...], seed: int, count: int) -
                 raise BadModel(f"inputs are too large to make up: {_names(specs)}") from error
 
     return Samples("random inputs", f"random-{seed}-{count}", True, produce)
+
+
+def _typical(spec: InputSpec) -> tuple[int, ...]:
+    """Sizes that an input may well have: a picture where there are one, three or four channels, else a sequence."""
+    is_picture = len(spec.shape) == 4 and not {1, 3, 4}.isdisjoint((spec.shape[1], spec.shape[3]))
+    open_size = PICTURE if is_picture else SEQUENCE
+    return tuple((1 if at == 0 else open_size) if size is None else size for at, size in enumerate(spec.shape))
 
 
 def _index_end(model: Model, name: str) -> int:

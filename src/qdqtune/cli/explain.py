@@ -11,7 +11,7 @@ import click
 from qdqtune.cli import options
 from qdqtune.cli.grouped import command
 from qdqtune.cli.options import FILE, option
-from qdqtune.cli.output import print_json, print_lines
+from qdqtune.cli.output import print_json, print_lines, print_prose
 from qdqtune.commands.explain import Explained, explain_run
 from qdqtune.commands.explanation import IN_WORDS, Explanation, Tally
 
@@ -42,8 +42,7 @@ def explain_command(folder: Path, pattern: str | None, state_file: Path | None, 
     if as_machine:
         print_json(explained.to_dict())
     else:
-        lines = by_reason(explained) if pattern is None else by_node(explained.rows)
-        print_lines(lines)
+        print_lines(by_reason(explained)) if pattern is None else print_prose(by_node(explained.rows))
 
 
 def by_reason(explained: Explained) -> Iterator[str]:
@@ -81,4 +80,5 @@ def by_node(rows: Sequence[Explanation]) -> Iterator[str]:
         else:
             more = "cost" if row.margin_ms >= 0 else "save"
             guess = "" if row.measured else ", as far as one can guess"
-            yield f"    {row.otherwise} would {more} {abs(row.margin_ms):.3g} ms{guess}"
+            other = "without pairs it" if (row.why, row.otherwise) == ("no kernel", "float") else row.otherwise
+            yield f"    {other} would {more} {abs(row.margin_ms):.3g} ms{guess}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def say(text: str, style: str = "") -> None:
-    """One line for people. Standard output is for results."""
-    line = escaped(" ".join(text.splitlines()))
-    console(is_error=True).print(line, style=style, soft_wrap=True)
+    """One line for people, broken between words on a terminal alone. Standard output is for results."""
+    here = console(is_error=True)
+    here.print(escaped(" ".join(text.splitlines())), style=style, soft_wrap=not here.is_terminal)
 
 
 def say_error(text: str) -> None:
@@ -74,6 +75,14 @@ def show(table: Table) -> None:
 def print_lines(lines: Iterable[str]) -> None:
     """A result for people, of lines whose names may hold line breaks: those are spelled out."""
     print("\n".join(map(escaped, lines)))
+
+
+def print_prose(lines: Iterable[str]) -> None:
+    """The same, of lines that nobody copies to a shell: on a terminal they are broken between words."""
+    columns = width()
+    for line in map(escaped, lines):
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        print(textwrap.fill(line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False))
 
 
 def print_json(value: object) -> None:

@@ -195,7 +195,9 @@ def _verdict(trial: Trial, outcome: str, state: State) -> str:
             return f"slower than {rival}"
         case "inaccurate":
             exact = f": {trial.sqnr_db:.1f} dB" if trial.metric is None and trial.sqnr_db is not None else ""
-            return f"not taken: too inaccurate{exact}"
+            assert state.ratio is not None
+            slow = "" if state.ratio.median < state.against_ratio else f"not any faster than {rival}, and "
+            return f"not taken: {slow}too inaccurate{exact}"
         case "undecided" if state.best == trial.placement:
             return f"as fast as {rival} within noise, and more exact: the best so far"
         case "undecided":

@@ -246,7 +246,8 @@ def comparison_table(first: str, rows: Sequence[Row], samples: str) -> Table:
 def estimate_lines(estimate: Estimate) -> str:
     """What a run would do, in four lines, or that there is nothing to do."""
     return (
-        f"regions: {estimate.regions}\npatterns: {estimate.patterns}\nbuilds: at most {estimate.builds}\n"
+        f"regions: {estimate.regions}\npatterns: {estimate.patterns}\n"
+        f"builds: at most {estimate.builds}, without the proof\n"
         f"time: about {duration(estimate.seconds)} (float model: {estimate.latency * 1e3:.3f} ms)"
     )
 

@@ -84,11 +84,11 @@ def wins(trial: Trial, plan: Plan) -> bool:
 
 
 def outcome(trial: Trial, plan: Plan) -> Verdict | Literal["failed", "inaccurate"]:
-    """What came of a judged trial, in one word."""
+    """What came of a judged trial, in one word: of what is slower, that alone."""
     ratio = judge(trial, plan)
     if ratio is None:
         return "failed"
-    return "inaccurate" if trial.holds is False else ratio.verdict
+    return "inaccurate" if trial.holds is False and ratio.verdict != "slower" else ratio.verdict
 
 
 def is_unmet(history: Sequence[Trial], plan: Plan) -> bool:

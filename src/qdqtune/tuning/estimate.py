@@ -8,12 +8,12 @@ import numpy as np
 
 from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.calibration.scales import Range, Ranges
-from qdqtune.engines.runner import Runner, time_limit
+from qdqtune.engines.runner import time_limit, unlogged
 from qdqtune.errors import BaselineFailed
 from qdqtune.measurement.pairing import start_inferences
 from qdqtune.placement.possible import possible_edges
 from qdqtune.tuning.budget import PAIRED, calibration_seconds, pace
-from qdqtune.tuning.folder import LOGS, OutputFolder
+from qdqtune.tuning.folder import OutputFolder
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.obstacles import check_files
 from qdqtune.tuning.rewritten import most_builds
@@ -43,12 +43,12 @@ class Estimate:
 
 
 def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
-    """What `tune` would do, from one build of the float model. Calibrates nothing and leaves no state."""
+    """What `tune` would do, from one build of the float model. Calibrates nothing and leaves nothing behind."""
     observer = observer or Silent()
     with (
         time_limit(settings.time_limit),
-        OutputFolder(settings) as output,
-        Runner(settings.engine, log_dir=output.path / LOGS) as runner,
+        OutputFolder(settings),
+        unlogged(settings.engine) as runner,
     ):
         observer.stage(f"reading {settings.model.name}")
         subject = open_subject(settings, runner)

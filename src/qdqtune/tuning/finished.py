@@ -58,8 +58,9 @@ def read_left(folder: Path, state: Path | None = None) -> Left:
     """
     summary = _json(folder / SUMMARY)
     if not summary:
-        hint = "run qdqtune tune to its end" if folder.is_dir() else "there is no such folder"
-        raise BadOption(f"{folder} holds no finished run: {hint}")
+        if not folder.is_dir():
+            raise BadOption(f"there is no folder {folder}: name the output folder of a finished qdqtune tune")
+        raise BadOption(f"{folder} holds no finished run: let qdqtune tune write to it, and come to its end")
     if not fits(summary, SHIPPED):
         raise BadOption(f"{folder / SUMMARY} is not of this version")
     state = state or Path(summary.get("state_file") or folder / STATE)

@@ -104,6 +104,8 @@ def prove_front(history: Sequence[Trial], run: Run, search: FrontSearch | None) 
     kept = [p for p in held if not any(_beats(o, p) for o in held)]
     kept.sort(key=lambda p: p.ratio.median)
     kept = _settled(kept, candidacy.written, run)
+    if not kept:
+        run.output.clear(FRONT)
     trials, builds = candidacy.trials, candidacy.builds - len(candidacy.trials) + more
     elsewhere = sum(p.ratio.verdict == "faster" for p in proven) - len(held)
     notes = () if len(kept) >= ENOUGH else (candidacy.excuse(len(kept), max(0, elsewhere)),)

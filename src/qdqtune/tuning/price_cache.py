@@ -71,7 +71,8 @@ def _record(run: Run) -> Record | None:
             return None
         if (sections := _sections(run)) is None:
             file = run.settings.price_cache
-            run.observer.note(f"{file} is no price cache of this version: the search goes on without")
+            why = "a folder, and --price-cache names a file" if file.is_dir() else "no price cache of this version"
+            run.observer.note(f"{file} is {why}: the search goes on without")
         of, _ = _of(run)
         section = next((section for section in sections or () if section["of"] == of), None)
         prior = NOTHING if section is None else unpacked(section)
