@@ -39,6 +39,9 @@ from qdqtune.tuning.loop import tune
 from qdqtune.tuning.settings import Settings
 from qdqtune.types import Sample
 
+BITS = (4, 8)
+"""Of the weights of MatMulNBits."""
+
 SAMPLES, UNSEEN = 8, 4
 """Samples to calibrate on, and to judge by."""
 
@@ -85,7 +88,7 @@ def nbits(source: Path, target: Path, bits: int) -> None:
 def peers(entry: zoo.Entry, folder: Path) -> dict[str, Path]:
     """The files of the other quantizers, written once."""
     files = {name: folder / f"{entry.name}_{name}.onnx" for name in ("int4", "int8", "static")}
-    for bits in (4, 8):
+    for bits in BITS:
         if not files[f"int{bits}"].exists():
             nbits(entry.path, files[f"int{bits}"], bits)
     if not files["static"].exists():

@@ -1,77 +1,102 @@
-"""One file for calls of several shapes: tuned for their mix, and for each alone, all timed on the mix and on each.
+"""One file for calls of several shapes: tuned for their mix, and for each alone, beside what the quantizers of ONNX
+Runtime make (MatMulNBits of 4 and 8 bits, quantize_static on all workloads), all timed on the mix and on each.
 
-    python benchmarks/workloads.py model.onnx decode.npz:0.8 prefill.npz:0.2 [folder] [seconds]
+    python benchmarks/workloads.py model.onnx decode.npz:0.8 prefill.npz:0.2 --folder DIR --seconds 600 --threads 1
 
 Cells are the median ratio of time to the float model with its interval, and the output SQNR in dB over all workloads.
-`seconds` bound each of the searches. A file that is there already is not tuned again.
+`seconds` bound each of the searches. A file that is there already is not made again.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+from dataclasses import dataclass
 from pathlib import Path
 
+from formats import BITS, cell, nbits
+from quantizers import write_static
+
+from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.workloads import WorkloadFile
+from qdqtune.cli.workloads import workload_file
 from qdqtune.commands.compare import Row, compare_files
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.formats import numeric_format
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.loading import load
-from qdqtune.measurement.timing import Plan, Ratio
+from qdqtune.measurement.timing import Plan
 from qdqtune.tuning.folder import FINAL
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.settings import Settings
 
-ENGINE = EngineSpec("onnxruntime", {"threads": 1})
 
+@dataclass(frozen=True)
+class Asked:
+    """What the files are made of and where they go."""
 
-def workload(text: str) -> WorkloadFile:
-    """What FILE:WEIGHT names."""
-    file, _, weight = text.rpartition(":")
-    return WorkloadFile(Path(file), float(weight))
+    model: Path
+    mix: list[WorkloadFile]
+    folder: Path
+    seconds: float
+    threads: int
 
+    @property
+    def engine(self) -> EngineSpec:
+        """ONNX Runtime."""
+        return EngineSpec("onnxruntime", {"threads": self.threads})
 
-def tuned(model: Path, mix: list[WorkloadFile], folder: Path, seconds: float) -> Path:
-    """The file that ships for a mix."""
-    settings = Settings(
-        model, folder, ENGINE, workloads=tuple(mix), precision=None, time_budget=seconds, deploy_threads=(1,)
-    )
-    if not (folder / FINAL).exists():
-        tune(settings)
-    return folder / FINAL
+    def tuned(self, mix: list[WorkloadFile], name: str) -> Path:
+        """The file that ships for a mix."""
+        folder = self.folder / name
+        settings = Settings(
+            self.model, folder, self.engine, workloads=tuple(mix), time_budget=self.seconds,
+            calibration=Calibration("minmax", bias_correction=False), deploy_threads=(self.threads,),
+        )  # fmt: skip
+        if not (folder / FINAL).exists():
+            tune(settings)
+        return folder / FINAL
+
+    def peers(self) -> dict[str, Path]:
+        """The files of the other quantizers."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        files = {name: self.folder / f"{name}.onnx" for name in (*(f"int{bits}" for bits in BITS), "static")}
+        for bits in BITS:
+            if not files[f"int{bits}"].exists():
+                nbits(self.model, files[f"int{bits}"], bits)
+        if not files["static"].exists():
+            samples = prepare(load(self.model), Data(workloads=self.mix)).samples.first(len(self.mix))
+            write_static(load(self.model), samples, numeric_format("onnxruntime", "int8"), files["static"])
+        return files
 
 
 def cells(row: Row) -> list[str]:
-    """Ratios on the mix and on each workload, and the SQNR."""
-    if row.ratio is None:
-        return [f"fails: {row.reason[:60]}"]
-    exact = "exact" if row.sqnr_db is None else f"{row.sqnr_db:.1f} dB"
-    return [*(cell(ratio) for ratio in (row.ratio, *(part.ratio for part in row.workloads))), exact]
+    """Ratio on the mix with the SQNR, and the ratio on each workload."""
+    return [cell(row), *(str(part.ratio) for part in row.workloads)]
 
 
-def cell(ratio: Ratio) -> str:
-    """Median and interval."""
-    return str(ratio)
-
-
-def main(model: Path, mix: list[WorkloadFile], folder: Path, seconds: float) -> None:
+def main() -> None:
     """Tune for the mix and for each workload, and let all files meet the float model."""
-    files = {"the mix": tuned(model, mix, folder / "mix", seconds)}
-    files |= {f"{one.name} alone": tuned(model, [one], folder / one.name, seconds) for one in mix}
-    prepared = prepare(load(model), Data(workloads=mix))
-    shown = [["tuned for", "the mix", *(w.name for w in prepared.workloads), "SQNR"]]
-    with Runner(ENGINE, log_dir=folder / "logs") as runner:
-        samples = prepared.samples.first(len(mix))
-        rows = compare_files(
-            [model, *files.values()], runner, samples, Plan((12, 24)), mix=prepared.workloads, builds=2
-        )
-    shown += [[name, *cells(row)] for name, row in zip(files, rows, strict=True)]
-    for line in shown:
-        print("| " + " | ".join(line) + " |", flush=True)
+    asking = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asking.add_argument("model", type=Path)
+    asking.add_argument("mix", nargs="+", type=workload_file, help="FILE:WEIGHT")
+    asking.add_argument("--folder", type=Path, default=Path("workloads"))
+    asking.add_argument("--seconds", type=float, default=600.0)
+    asking.add_argument("--threads", type=int, default=1)
+    asking.add_argument("--alone", action="store_true", help="tune for each workload as well")
+    given = asking.parse_args()
+    asked = Asked(given.model, given.mix, given.folder, given.seconds, given.threads)
+    files = asked.peers() | {"tuned for the mix": asked.tuned(asked.mix, "mix")}
+    files |= {f"tuned for {one.name}": asked.tuned([one], one.name) for one in asked.mix if given.alone}
+    prepared = prepare(load(asked.model), Data(workloads=asked.mix))
+    print("| file | " + " | ".join(["the mix", *(w.name for w in prepared.workloads)]) + " |", flush=True)
+    samples = prepared.samples.first(len(asked.mix))
+    with Runner(asked.engine, log_dir=asked.folder / "logs") as runner:
+        for name, file in files.items():
+            pair = [asked.model, file]
+            (row,) = compare_files(pair, runner, samples, Plan((12, 24)), mix=prepared.workloads, builds=2)
+            print(f"| {name} | " + " | ".join(cells(row)) + " |", flush=True)
 
 
 if __name__ == "__main__":
-    given = sys.argv[1:]
-    named = [workload(text) for text in given[1:] if text.rpartition(":")[1]]
-    rest = [text for text in given[1:] if not text.rpartition(":")[1]]
-    main(Path(given[0]), named, Path(rest[0] if rest else "workloads"), float(rest[1]) if len(rest) > 1 else 600.0)
+    main()

@@ -238,13 +238,13 @@ def test_options_of_compare_reach_the_measurement(monkeypatch, call, made, tmp_p
                       "--input-shape", "x:5x64x64", "--calibration_samples", 2, "--seed", 4,
                       "--timing_runs", 30, "--warmup-runs", 1, "--threads", 2, "--provider", "P")  # fmt: skip
     assert code == 0
-    compared, _, prepared, plan = given.a
+    compared, _, samples, plan = given.a
     assert (compared, given.seed, plan.looks, plan.warmup) == ((path, path), 4, (30,), 1)
-    assert [s["x"].shape for s in prepared.judging] == [(5, 64, 64)] * 2
+    assert [s["x"].shape for s in samples] == [(5, 64, 64)] * 2
     assert made == [(EngineSpec("fake", {"noise": 0.1, "provider": "P"}), 180)]
     code, _, _ = call("compare", path, path, "--calibration-data", path.with_suffix(".npz"), "--threads", 2, "--json")
     assert code == 0
-    assert len(given.a[2].judging) == 3
+    assert len(given.a[2]) == 3
     assert made[1] == (EngineSpec("onnxruntime", {"threads": 2}), 600)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -308,12 +309,14 @@ def test_layers_have_the_times_of_the_average_call() -> None:
     assert other == (layer("c", 2.0), layer("d", 4.0))
 
 
-def test_compare_tells_each_workload(model: Path, call: Any) -> None:
+def test_compare_tells_each_workload(model: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qdqtune.commands.compare.LONG", 0.0)
     tune(settings(model, WEIGHTS))
     final = model.parent / "out" / "optimized_final.onnx"
     mix = [part for name in CALLS for part in ("--workload", f"{model.with_name(name)}.npz:{WEIGHTS[name]}")]
     code, out, err = call("compare", model, final, "--engine", "fake", *mix, "--json", "--timing-runs", "12")
     assert (code, "random" in err) == (0, False)
+    assert re.search(r"timing optimized_final.onnx against model.onnx: \d+ s, more where", err)
     (row,) = json.loads(out)["others"]
     assert row["ratio"]["median"] == pytest.approx(mean(final) / mean(model))
     assert [part["ratio"]["median"] for part in row["workloads"]] == pytest.approx(

@@ -17,10 +17,15 @@ from qdqtune.engines.shapes import ENGINES, spans, with_spans
 
 def _files(_: click.Context, __: click.Parameter, values: Sequence[str]) -> tuple[WorkloadFile, ...]:
     """Files with weights, of FILE:WEIGHT; a file alone has the weight 1."""
-    return tuple(map(_file, values))
+    return tuple(map(workload_file, values))
 
 
-def _file(value: str) -> WorkloadFile:
+def workload_file(value: str) -> WorkloadFile:
+    """What FILE:WEIGHT names.
+
+    Raises:
+        BadParameter: the weight is none.
+    """
     file, colon, weight = value.rpartition(":")
     if not colon or Path(value).exists():
         return WorkloadFile(Path(value))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,10 +20,13 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.stamps import content
 from qdqtune.measurement.accuracy import accuracy
 from qdqtune.measurement.pairing import as_many_pairs_as_needed, fresh_pairs
-from qdqtune.measurement.timing import Plan, Ratio, Verdict, across_builds, ratio
+from qdqtune.measurement.timing import PAIRS, Plan, Ratio, Verdict, across_builds, ratio
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.threads import counts_of
 from qdqtune.types import Accuracy, Array, Failure, Measurement, Mix, Sample, Workload
+
+LONG = 20.0
+"""Seconds from which on it is told how long a comparison takes."""
 
 OWN = frozenset({"rounds", "is_same"})
 """Fields of a row that are not for machines."""
@@ -115,8 +119,7 @@ def compare_files(
     observer: Observer | None = None,
 ) -> list[Row]:
     """Pair the first file with each of the others, on so many fresh builds of both; by default on as many as needed.
-    They are timed
-    on the workloads of a mix, by default on the first sample that they are judged on.
+    They are timed on the workloads of a mix, by default on the first sample that they are judged on.
 
     Raises:
         EngineFailure: the engine cannot build or run the first file.
@@ -128,15 +131,18 @@ def compare_files(
     reference = _outputs(files[0], runner, judging)
     if isinstance(reference, Failure):
         raise EngineFailure(f"{files[0]} does not run, so there is nothing to compare with: {reference.reason}")
+    slot = max(plan.slot_seconds, reference.seconds / len(judging))
+    seconds = PAIRS * plan.looks[0] * 4 * slot * len(timed)
+    told = f": {seconds:.0f} s, more where that does not decide" if seconds >= LONG else ""
     rows = []
     for file in files[1:]:
-        observer.stage(f"timing {file.name} against {files[0].name}")
-        pairs = _Pairs(runner, files[0], file, plan, seed)
+        observer.stage(f"timing {file.name} against {files[0].name}{told}")
+        pairs = _Pairs(runner, files[0], file, plan, seed, observer)
         measured = as_many_pairs_as_needed(pairs, plan) if builds is None else pairs(range(builds))
         if isinstance(measured, Failure):
             rows.append(Row(str(file), None, None, None, None, measured.reason))
         else:
-            row = _row(files[0], file, measured, plan, _accuracy(file, runner, judging, reference))
+            row = _row(files[0], file, measured, plan, _accuracy(file, runner, judging, reference.values))
             rows.append(replace(row, workloads=tuple(_parts(measured, timed, plan))))
     return rows
 
@@ -177,11 +183,12 @@ class _Pairs:
     file: Path
     plan: Plan
     seed: int
+    observer: Observer
 
     def __call__(self, numbers: Sequence[int]) -> list[Measurement] | Failure:
         """The rounds of these pairs."""
         seeds, names = [self.seed + n for n in numbers], [f"compare_{n}" for n in numbers]
-        return fresh_pairs(self.runner, self.first, self.file, self.plan, seeds, names)
+        return fresh_pairs(self.runner, self.first, self.file, self.plan, seeds, names, listener=self.observer)
 
 
 def _agree(a: InputSpec, b: InputSpec) -> bool:
@@ -212,22 +219,32 @@ def _parts(measured: Sequence[Measurement], mix: Mix, plan: Plan) -> Iterator[Pa
         yield Part(workload.name, workload.share, first, other, both)
 
 
-def _outputs(file: Path, runner: Runner, samples: Sequence[Sample]) -> list[dict[str, Array]] | Failure:
+class _Seen(NamedTuple):
+    """The outputs on all samples, and the seconds that they took."""
+
+    values: list[dict[str, Array]]
+    seconds: float
+
+
+def _outputs(file: Path, runner: Runner, samples: Sequence[Sample]) -> _Seen | Failure:
     handle = runner.load(file, f"compare_{file.stem}")
     if isinstance(handle, Failure):
         return handle
+    begun = time.monotonic()
     outputs = runner.outputs(handle, samples)
+    seconds = time.monotonic() - begun
     runner.unload(handle)
-    return outputs
+    return outputs if isinstance(outputs, Failure) else _Seen(outputs, seconds)
 
 
 def _accuracy(
     file: Path, runner: Runner, samples: Sequence[Sample], reference: list[dict[str, Array]]
 ) -> Accuracy | None:
     """Outputs against those of the first file, or None where they do not correspond."""
-    outputs = _outputs(file, runner, samples)
-    if isinstance(outputs, Failure) or outputs[0].keys() != reference[0].keys():
+    seen = _outputs(file, runner, samples)
+    if isinstance(seen, Failure) or seen.values[0].keys() != reference[0].keys():
         return None
+    outputs = seen.values
     if any(o[k].shape != r[k].shape for o, r in zip(outputs, reference, strict=True) for k in r):
         return None
     return accuracy(reference, outputs)

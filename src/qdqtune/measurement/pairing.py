@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 from qdqtune.engines.crew import shared, to_spare
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.measurement.timing import BUILD_LOOKS, Plan, Ratio, Rounds, compare, compare_pairs, ratio, wants_builds
-from qdqtune.types import Failure, Measurement
+from qdqtune.types import Failure, Listener, Measurement
 
 S = TypeVar("S", contravariant=True)
 
@@ -116,9 +116,10 @@ def fresh_pairs(
     seeds: Sequence[int],
     log_names: Sequence[str],
     is_late: Callable[[], bool] = lambda: False,
+    listener: Listener | None = None,
 ) -> list[Measurement] | Failure:
     """Several builds of both files side by side, each pair with a seed and a name, compared in turns until all are
-    decided: see `timing.compare_pairs`."""
+    decided: see `timing.compare_pairs`. `listener` hears of each turn."""
     with ExitStack() as stack:
         pairs = []
         for seed, log_name in zip(seeds, log_names, strict=True):
@@ -126,7 +127,7 @@ def fresh_pairs(
             if isinstance(pair, Failure):
                 return pair
             pairs.append(rounds_of(runner, *pair, plan, seed))
-        return compare_pairs(pairs, plan, is_late=is_late)
+        return compare_pairs(pairs, plan, is_late=is_late, listener=listener)
 
 
 def as_many_pairs_as_needed(

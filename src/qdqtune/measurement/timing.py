@@ -25,7 +25,7 @@ from typing import Literal
 import numpy as np
 from scipy.special import stdtrit
 
-from qdqtune.types import Failure, Measurement, Trial
+from qdqtune.types import Deaf, Failure, Listener, Measurement, Trial
 
 Verdict = Literal["faster", "slower", "undecided"]
 
@@ -246,7 +246,11 @@ def compare(rounds: Rounds, plan: Plan, *, decided: Callable[[Ratio], bool] | No
 
 
 def compare_pairs(
-    pairs: Sequence[Rounds], plan: Plan, *, is_late: Callable[[], bool] = lambda: False
+    pairs: Sequence[Rounds],
+    plan: Plan,
+    *,
+    is_late: Callable[[], bool] = lambda: False,
+    listener: Listener | None = None,
 ) -> list[Measurement] | Failure:
     """Several pairs of builds of the same two models in turns, look by look, each until it is decided.
 
@@ -254,8 +258,10 @@ def compare_pairs(
     `is_late`.
     """
     totals: dict[int, Measurement] = {}
-    for look in plan.looks:
+    heard = listener or Deaf()
+    for turn, look in enumerate(plan.looks):
         for number, rounds in enumerate(pairs):
+            heard.progress(turn * len(pairs) + number, len(plan.looks) * len(pairs))
             known = totals.get(number)
             if known is not None and ratio(known, plan).verdict != "undecided":
                 continue
