@@ -65,8 +65,8 @@ COVERED = 0.9
 left out."""
 
 HOLDS = 0.1
-"""By what share the best so far may take longer than earlier runs foretell for their prices to hold here: what builds
-of the same file differ by, and a little more."""
+"""By what share a build may take longer than foretold without a doubt about the prices: what builds of the same file
+differ by, and a little more."""
 
 ENOUGH = 2
 """Candidates that are built where they hold."""
@@ -167,7 +167,7 @@ class CutSearch:
         yield from self.first(history)
         failed = {t.placement for t in history if judge(t, self.plan) is None}
         stuck = any(proposal.placement in failed for proposal in optima)
-        for proposal in chain(self._polish(costs, history, stuck=stuck), _named(self.spares)):
+        for proposal in chain(self._polish(costs, history, stuck=stuck), self._hopeful(costs, history, stuck=stuck)):
             if self.noise is None or self.noise.fits(proposal.placement, history):
                 yield proposal
 
@@ -215,6 +215,13 @@ class CutSearch:
             other = flip(costs, base, group)
             predicted = ratio + (costs.total(other) - costs.total(base)) / self.float_ms
             yield Proposal("polish", costs.partition.placement(other), predicted=predicted, wants_layers=True)
+
+    def _hopeful(self, costs: Costs, history: Sequence[Trial], *, stuck: bool) -> Iterator[Proposal]:
+        """The spares that are not foretold to be clearly slower than the best so far."""
+        slowest = (1 + HOLDS) * costs.total(decision_of(costs, best_of(history)))
+        for spare in _named(self.spares):
+            if stuck or costs.total(decision_of(costs, spare.placement)) <= slowest:
+                yield spare
 
     def proposal(self, origin: str, costs: Costs, decision: Decision) -> Proposal:
         """A decision as something to build, with the ratio to float that the prices predict."""
