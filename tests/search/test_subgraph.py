@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from math import ceil, log2
 
@@ -16,8 +16,9 @@ from qdqtune.placement.possible import possible_edges
 from qdqtune.search import best_of
 from qdqtune.search.costs.profiles import Option, Profile, select
 from qdqtune.search.costs.units import Decision, Partition, partition
+from qdqtune.search.cut import CUT, CutSearch
 from qdqtune.search.subgraph import Change, SubgraphSearch
-from qdqtune.types import Failure, Layer, Measurement, Placement, Trial
+from qdqtune.types import Failure, Layer, Measurement, Placement, Proposal, Trial
 
 PLAN = Plan((12,), slot_seconds=0.0)
 GROUPS = 16
@@ -174,3 +175,26 @@ def test_mixing_keeps_what_neighbours_need() -> None:
     front = search.mixed(both, [Change(parts.owner["b"], Placement(), 1.0)])
     assert front == parts.placement(Decision.of({0}, {"t"}))
     assert search.mixed(both, []) == both
+
+
+class _Led(CutSearch):
+    """A cut that leads to some placements, one after the other."""
+
+    def optima(self, history: Sequence[Trial]) -> Iterator[Proposal]:
+        return (Proposal(CUT, p, wants_layers=True) for p in self.seeds.values())
+
+
+@pytest.mark.parametrize(("is_led_astray", "accepted"), [(False, 2), (True, 1)])
+def test_what_the_prices_of_the_first_builds_lead_to_is_tried_while_it_is_faster(
+    is_led_astray: bool, accepted: int
+) -> None:
+    search = search_of(ladder(), seeds={})
+    parts = search.parts
+    led = {str(n): parts.placement(Decision.of(range(2 * n))) for n in (2, 4, 6)}
+    by_cut = _Led(parts.model, parts.possible, (), led, PLAN)
+    faster = {led["2"]: 50.0, led["4"]: 90.0 if is_led_astray else 40.0, led["6"]: 30.0}
+    history = played(replace(search, by_cut=by_cut), lambda p: faster.get(p, 100.0))
+    crossing = [t.placement for t in history if t.proposal.origin == CUT]
+    assert crossing == list(led.values())[:2]
+    assert sum(t.accepted for t in history[1:3]) == accepted
+    assert best_of(history) == crossing[accepted - 1]

@@ -56,6 +56,9 @@ from qdqtune.search.costs.units import (
 )
 from qdqtune.types import Edge, Layer, Placement, Proposal, Trial
 
+CUT = "cut"
+"""What the optimum of the prices is called."""
+
 POLISH = 3
 """Kinds of units that one build of the polish decides otherwise; its layers price each of them by itself."""
 
@@ -160,7 +163,7 @@ class CutSearch:
             return
         for decision in self._optima(costs, history):
             if not is_known or self._is_worth(costs, decision, best_of(history)):
-                optima.append(self.proposal("cut", costs, decision))
+                optima.append(self._proposal(costs, decision))
                 yield optima[-1]
         if is_known:
             return
@@ -223,10 +226,16 @@ class CutSearch:
             if stuck or costs.total(decision_of(costs, spare.placement)) <= slowest:
                 yield spare
 
-    def proposal(self, origin: str, costs: Costs, decision: Decision) -> Proposal:
+    def optima(self, history: Sequence[Trial]) -> Iterator[Proposal]:
+        """What prices of the builds so far lead to, whoever has proposed them, if that is clearly faster than they."""
+        costs, best = self.costs(history), best_of(history)
+        worth = (decision for decision in self._optima(costs, history) if self._is_worth(costs, decision, best))
+        return (self._proposal(costs, decision) for decision in worth)
+
+    def _proposal(self, costs: Costs, decision: Decision) -> Proposal:
         """A decision as something to build, with the ratio to float that the prices predict."""
         predicted = costs.total(decision) / self.float_ms
-        return Proposal(origin, costs.partition.placement(decision), predicted=predicted, wants_layers=True)
+        return Proposal(CUT, costs.partition.placement(decision), predicted=predicted, wants_layers=True)
 
     def costs(self, history: Sequence[Trial], shipped: Placement | None = None) -> Costs:
         """Prices of the units that the builds so far suggest. Where builds disagree, a later one counts; of the first

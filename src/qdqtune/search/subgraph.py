@@ -1,8 +1,9 @@
 """Subgraph search: what groups gained alone is put together and validated on the whole model.
 
-All accepted groups come first, then what rules suggest, each against the best so far. Where all groups together do not
-win, or the layers of a build show groups that ran faster in another build, these groups are changed as one batch: the
-best expected gain first, and in halves where a batch is rejected: b bad ones among n groups cost b log n builds.
+All accepted groups come first, then what rules suggest, each against the best so far, and what the prices of all these
+builds lead to, since engines fuse in 8 bits across groups of the float build. Where all groups together do not win, or
+the layers of a build show groups that ran faster in another build, these groups are changed as one batch: the best
+expected gain first, and in halves where a batch is rejected: b bad ones among n groups cost b log n builds.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import takewhile
 
 from qdqtune.graph.model import Model
 from qdqtune.measurement.timing import Plan
@@ -19,11 +21,15 @@ from qdqtune.search.costs.noise import RESERVE, Noise
 from qdqtune.search.costs.optimum import cut_holding, cut_within, nearest
 from qdqtune.search.costs.profiles import Selection
 from qdqtune.search.costs.units import Partition
+from qdqtune.search.cut import CUT, CutSearch
 from qdqtune.search.region import QUIETER
 from qdqtune.types import Edge, Layer, Placement, Proposal, Storage, Trial
 
 WORTH = 0.002
 """A group is changed only where that is expected to save this share of the model's time."""
+
+ACROSS = 2
+"""Builds of what their prices lead to at most, as long as each is faster than all before."""
 
 WORTH_A_BUILD = 0.03
 """Groups that another build ran faster are changed only where all of them together are expected to save this share."""
@@ -47,7 +53,8 @@ class SubgraphSearch:
     """See the module.
 
     `seeds` are placements to try besides, in this order; `float_layers` the report of the float build, empty if there
-    is none. Without `incremental` there is one question only: whether all groups together are faster.
+    is none. Without `incremental` there is one question only: whether all groups together are faster. `by_cut` finds
+    what the layers of these builds lead to, groups divided and joined as they ran fastest.
     """
 
     selection: Selection
@@ -55,6 +62,7 @@ class SubgraphSearch:
     float_layers: Sequence[Layer] = ()
     plan: Plan = field(default_factory=Plan)
     incremental: bool = True
+    by_cut: CutSearch | None = None
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """See `Strategy`. One at a time: each answer decides what is asked next."""
@@ -70,7 +78,14 @@ class SubgraphSearch:
                 return (Proposal(name, placement, predicted=predicted, wants_layers=True),)
         if not self.incremental:
             return ()
-        return tuple(self._validated(history, len(fixed) - 1))
+        asked = len(fixed) - 1
+        crossing = list(takewhile(lambda t: t.proposal.origin == CUT, history[asked:]))
+        asked += len(crossing)
+        if self.by_cut is not None and len(crossing) < ACROSS and all(t.accepted for t in crossing):
+            for proposal in self.by_cut.optima(history[:asked]):
+                if proposal.placement not in tried:
+                    return (proposal,)
+        return tuple(self._validated(history, asked))
 
     @property
     def parts(self) -> Partition:

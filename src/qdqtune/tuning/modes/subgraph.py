@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from qdqtune.search.costs.priors import NOTHING
 from qdqtune.search.subgraph import SubgraphSearch, narrowed
 from qdqtune.tuning import price_cache
 from qdqtune.tuning.folder import RAW
+from qdqtune.tuning.modes.cut import cut_search
 from qdqtune.tuning.modes.mode import Recorded
 from qdqtune.tuning.noise import foresee
 from qdqtune.tuning.observer import Observer
@@ -32,7 +34,8 @@ class Subgraph:
 
     def record(self, history: Sequence[Trial], final: Placement) -> Recorded:
         """What became of every group; what ships goes into the price cache."""
-        price_cache.remember(self.run, final)
+        by_cut = self.strategy.by_cut
+        price_cache.remember(self.run, final, by_cut.lessons(history) if by_cut and history else NOTHING)
         groups = outcomes(self.profiled, history, final)
         return Recorded(groups, self.profiled.summary() | {"groups": record(groups)}, notes=self.profiled.notes)
 
@@ -41,5 +44,7 @@ def prepare(run: Run) -> Subgraph:
     """Time the groups alone."""
     profiled = profile(run)
     run.candidates.write_whole(profiled.search.raw, run.settings.output_dir / RAW)
-    search = replace(profiled.search, seeds=price_cache.found_before(run) | dict(profiled.search.seeds))
-    return Subgraph(narrowed(search, foresee(run)), profiled, run)
+    search, noise = profiled.search, foresee(run)
+    seeds = price_cache.found_before(run) | dict(search.seeds)
+    search = replace(search, seeds=seeds, by_cut=cut_search(run, noise) if search.incremental else None)
+    return Subgraph(narrowed(search, noise), profiled, run)
