@@ -32,9 +32,8 @@ from models import conv_net
 from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.cli import files, inspect, main, tune
-from qdqtune.commands.apply import Applied
+from qdqtune.commands.apply import Applied, Request
 from qdqtune.engines import EngineSpec, runner
-from qdqtune.engines.formats import numeric_format
 from qdqtune.errors import BadModel
 from qdqtune.tuning.settings import EFFORTS, Settings
 from qdqtune.types import Edge, Placement
@@ -251,8 +250,8 @@ def test_options_of_compare_reach_the_measurement(monkeypatch, call, made, tmp_p
 def test_options_of_apply_reach_it(monkeypatch, call, made, tuned, tmp_path):
     given = SimpleNamespace()
 
-    def caught(*arguments: Any, **options: Any) -> Applied:
-        given.a, given.k = arguments, options
+    def caught(request: Request) -> Applied:
+        given.request = request
         return Applied(Placement(), (Edge("t", "n", 1),), random_data=False)
 
     monkeypatch.setattr(files, "apply", caught)
@@ -262,14 +261,14 @@ def test_options_of_apply_reach_it(monkeypatch, call, made, tuned, tmp_path):
                           "--seed", 3, "--calibration-method", "percentile", "--percentile", 99,
                           "--precision", "fp16")  # fmt: skip
     assert code == 0
-    assert given.a == (tuned, placement, target, numeric_format("onnxruntime", "int8"))
-    assert given.k == {"calibration_data": "d.npz", "calibration": Calibration("percentile", 99, True, True),
-                       "input_shapes": {"x": (1, 2)}, "samples": 2, "seed": 3, "precision": "fp16",
-                       "rewrites": "auto", "calibration_cache": None, "engine": "onnxruntime"}  # fmt: skip
+    assert given.request == Request(
+        tuned, target, "fp16", "d.npz", 2, None, {"x": (1, 2)}, "auto", 3, placement, "onnxruntime",
+        Calibration("percentile", 99, True, True),
+    )  # fmt: skip
     assert out == f"{target}: 0 edges carry a pair\n"
     assert "note: 1 edges are not in this model, the first: t -> n[1]\n" in err
     call("apply", tuned, "--placement", placement)
-    assert given.a[2:] == (tuned.with_suffix(".qdq.onnx"), numeric_format("fake", "int8"))
+    assert given.request == Request(tuned, tuned.with_suffix(".qdq.onnx"), precision=None, placement=placement)
     assert not made  # numbers are known without the engine
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models import UINT8, build, feeds, normal
+from models import build, feeds, normal
 from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.prepare import Data
+from qdqtune.commands import apply as applying
 from qdqtune.commands import debug
 from qdqtune.commands.apply import apply
 from qdqtune.commands.quantize import Request, quantize
@@ -52,6 +53,14 @@ def written(model: Model, folder: Path, name: str = "model") -> Request:
     return Request(path, folder / f"{name}.q.onnx", calibration_data=str(data), calibration=MINMAX)
 
 
+def asked(retrained: Request, target: Path) -> applying.Request:
+    """The placement beside `target` on that model."""
+    data = retrained.calibration_data
+    return applying.Request(
+        retrained.model, target, calibration_data=data, placement=target.with_name("placement.yaml")
+    )
+
+
 def ops(path: Path) -> Counter[str]:
     return Counter(node.op for node in load(path).nodes)
 
@@ -74,9 +83,7 @@ def test_apply_folds_retrained_weights_as_the_placement_says(tmp_path: Path) -> 
         recorded = Recorded(placement, "int8", "onnxruntime", {}, MINMAX, made)
         write_placement(tmp_path / "placement.yaml", recorded, "model.onnx")
         target = tmp_path / "applied.onnx"
-        done = apply(
-            retrained.model, tmp_path / "placement.yaml", target, UINT8, calibration_data=request.calibration_data
-        )
+        done = apply(asked(retrained, target))
         assert not done.lost  # edges keep their names either way
         assert ops(target)["BatchNormalization"] == (0 if made.folded else 2)
         same = {name: c.array().tolist() for name, c in load(target).constants.items()}
@@ -103,7 +110,7 @@ def test_named_rewrites_are_made_again_by_apply_and_found_by_debug(tmp_path: Pat
     assert read_placement_file(tmp_path / "placement.yaml").rewrites == recorded.rewrites
     retrained, target = written(swishing(seed=7), tmp_path, "retrained"), tmp_path / "applied.onnx"
     data = request.calibration_data
-    again = apply(retrained.model, tmp_path / "placement.yaml", target, UINT8, calibration_data=data)
+    again = apply(asked(retrained, target))
     assert not again.lost
     assert ops(target)["HardSwish"] == 1
     looked = debug.debug(debug.Request(request.model, request.output, min_sqnr=60.0, data=Data(data)))
@@ -144,8 +151,8 @@ def test_channels_are_made_alike_and_apply_does_it_to_retrained_weights(tmp_path
     recorded = Recorded(done.placed.placement, "int8", "onnxruntime", {}, alike, Rewrites())
     write_placement(tmp_path / "placement.yaml", recorded, "model.onnx")
     retrained = written(uneven(seed=7), tmp_path, "retrained")
-    target, data = tmp_path / "applied.onnx", request.calibration_data
-    again = apply(retrained.model, tmp_path / "placement.yaml", target, UINT8, calibration_data=data)
+    target = tmp_path / "applied.onnx"
+    again = apply(asked(retrained, target))
     assert again.accuracy is not None
     assert again.accuracy.sqnr_db is not None
     assert again.accuracy.sqnr_db > plain.sqnr_db + 6

@@ -16,14 +16,12 @@ from qdqtune.cli.output import print_json, say_error, say_notes, show
 from qdqtune.cli.threads import DEPLOY_THREADS
 from qdqtune.cli.words import placed, samples
 from qdqtune.cli.workloads import WORKLOADS, engine
-from qdqtune.commands.apply import apply
+from qdqtune.commands.apply import Request, apply
 from qdqtune.commands.compare import comparable, compare_at
-from qdqtune.engines.formats import numeric_format
 from qdqtune.engines.runner import time_limit
 from qdqtune.errors import EngineFailure
 from qdqtune.measurement.accuracy import concern
 from qdqtune.measurement.timing import Plan
-from qdqtune.placement.files import read_placement_file
 from qdqtune.tuning import advice
 from qdqtune.tuning.threads import counts_of
 
@@ -102,36 +100,17 @@ APPLY = (
 
 
 @command("apply", APPLY)
-def apply_command(
-    model: Path, placement: Path, output: Path | None, engine: str | None, as_machine: bool, **given: Any
-) -> None:
+def apply_command(output: Path | None, as_machine: bool, **given: Any) -> None:
     """Put the Q/DQ pairs of an earlier search into MODEL, with scales calibrated anew: no search, no timing.
 
     For a network that was trained again: its placement holds, its scales do not. They are found as that search found
     its own, unless an option about ranges says otherwise.
     """
     options.check_cache(given)
-    recorded = read_placement_file(placement)
-    target = output or model.with_suffix(".qdq.onnx")
-    numbers = numeric_format(engine or recorded.engine, "fp8" if recorded.quant_type == "fp8" else "int8")
-    data = options.Data.of(given)
+    target = output or given["model"].with_suffix(".qdq.onnx")
     with time_limit(given["time_limit"]), progress.shown() as observer:
-        observer.stage(f"calibrating {model.name}")
-        done = apply(
-            model,
-            placement,
-            target,
-            numbers,
-            calibration_data=data.calibration_data,
-            calibration=options.calibration(given) if options.says_how() else None,
-            calibration_cache=given["calibration_cache"],
-            input_shapes=data.input_shapes,
-            samples=data.calibration_samples,
-            seed=data.seed,
-            precision=given["precision"],
-            engine=engine,
-            rewrites=given["rewrites"],
-        )
+        observer.stage(f"calibrating {given['model'].name}")
+        done = apply(request_of(given | {"output": target}, says_how=options.says_how()))
     say_notes(done.notes)
     if done.random_data:
         say_notes(["no --calibration-data: the scales come from random inputs"])
@@ -151,3 +130,9 @@ def apply_command(
     else:
         known = "" if done.accuracy is None else f", output SQNR against float: {done.accuracy}"
         print(f"{target}: {placed(done.placement)}{known}")
+
+
+def request_of(given: options.Given, *, says_how: bool) -> Request:
+    """What apply is told; `says_how` if that is also how ranges are found."""
+    how = options.calibration(given) if says_how else None
+    return Request(**options.named(Request, given), calibration=how)

@@ -14,13 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from qdqtune.calibration.matching import Matched, from_file
+from qdqtune.calibration.matching import Matched
 from qdqtune.calibration.methods import CLOSEST, Calibration
 from qdqtune.calibration.moments import moments
 from qdqtune.calibration.observe import MANY
-from qdqtune.calibration.prepare import LEAST_JUDGED, Data, Prepared, prepare
+from qdqtune.calibration.prepare import LEAST_JUDGED, Prepared
 from qdqtune.calibration.samples import HELD_OUT, files_named
 from qdqtune.calibration.scales import Ranges
+from qdqtune.commands.source import Source
 from qdqtune.commands.worst_tensors import Damage, damages
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.acceptance import accepted
@@ -29,16 +30,15 @@ from qdqtune.engines.formats import numeric_format, storages_like, usual_precisi
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadModel, BadOption, EngineFailure
 from qdqtune.graph.equalization import scaled
-from qdqtune.graph.files import data_of, one_constant_file, save
+from qdqtune.graph.files import one_constant_file, save
 from qdqtune.graph.float16 import Precision, load_for
-from qdqtune.graph.loading import files_of, load, with_input_shapes
+from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import elements, integer_operators
-from qdqtune.graph.outputs import check_output, temporary_folder
+from qdqtune.graph.outputs import temporary_folder
 from qdqtune.graph.rewrites import allowed
 from qdqtune.measurement.accuracy import accuracy, concern, cosine, is_finite
-from qdqtune.measurement.fitting import fitted
-from qdqtune.measurement.half_precision import by_ranges, finished, in_half
+from qdqtune.measurement.half_precision import finished
 from qdqtune.measurement.metric import Evaluation, evaluate, load_evaluation
 from qdqtune.placement import engine_rules, implicit, rules
 from qdqtune.placement.engine_rules import Placed
@@ -87,41 +87,25 @@ class Selection:
 
 
 @dataclass(frozen=True)
-class Request:
+class Request(Source):
     """All that `quantize` is told. `engine` names numbers and rules: its library is not needed.
 
-    `precision` is that of what carries no pair; None is as the engine is usually used, where that holds.
-    `calibration_cache` is a file of ranges that another tool has written, in place of calibration (see
-    `calibration.caches`). `placement_like` "implicit" puts pairs where TensorRT's implicit quantization had its scales.
+    `placement_like` "implicit" puts pairs where TensorRT's implicit quantization had its scales.
     `per_channel` None is as the engine wants it. `weight_only` is a storage, w4 or w8: weights alone are quantized.
     `evaluate` is the `module:callable` of a metric (see `evaluating`).
     """
 
-    model: Path
-    output: Path
     quant_type: QuantType = "int8"
     engine: str = "onnxruntime"
-    precision: Precision | None = "fp32"
-    calibration_data: str | None = None
-    calibration_samples: int | None = None
     calibration: Calibration = CLOSEST
-    calibration_cache: Path | None = None
     placement_like: Literal["rules", "implicit"] = "rules"
     per_channel: bool | None = None
     selection: Selection = field(default_factory=Selection)
     fix_inputs: Mapping[str, float | int | str] = field(default_factory=dict)
-    input_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     evaluate: str | None = None
     weight_only: str | None = None
     weight_rounding: Literal["nearest", "gptq"] = "nearest"
     report: bool = False
-    rewrites: str = "auto"
-    seed: int = 0
-
-    @property
-    def data(self) -> Data:
-        """What the model is fed."""
-        return Data(self.calibration_data, self.calibration_samples, self.input_shapes, self.seed)
 
     @property
     def is_fed(self) -> bool:
@@ -167,7 +151,7 @@ def quantize(request: Request, observer: Observer | None = None) -> Quantized:
     """
     observer = observer or Silent()
     if request.model.is_file():  # if it is not, reading it says so
-        _check_output(request)
+        request.check_output(metric=files_named(request.evaluate))
     with temporary_folder() as folder, one_constant_file(folder):
         return _quantized(request, observer)
 
@@ -183,16 +167,10 @@ def _quantized(request: Request, observer: Observer) -> Quantized:
     if present := _quantized_parts(graph):
         raise BadModel(f"{request.model} already has {present}: give the float model")
     request.selection.allowed(graph, frozenset())  # refuses names that fit nothing, before the work begins
-    prepared = prepare(graph, request.data, fixed=request.fix_inputs) if request.is_fed else None
-    notes: tuple[str, ...] = ()
-    if prepared is not None:
+    if request.is_fed:
         observer.stage("looking at the values")
-        prepared, _, notes = in_half(prepared, request.precision, usual)
-        graph, shaped = prepared.model, prepared.shaped
-    elif request.calibration_cache is not None:
-        graph, notes = by_ranges(graph, precision, request.calibration_cache, request.model)
-        shaped = with_input_shapes(graph, request.input_shapes)
-    matched = None if request.calibration_cache is None else from_file(request.calibration_cache, graph, request.model)
+    ready = request.ready(graph, request.fix_inputs, usual, is_fed=request.is_fed)
+    shaped, prepared = ready.shaped, ready.prepared
 
     def placed_by_rules(ranges: Ranges) -> Placed:
         if request.weight_only is not None:
@@ -202,18 +180,19 @@ def _quantized(request: Request, observer: Observer) -> Quantized:
             return implicit.place(shaped, possible, request.quant_type)
         return engine_rules.place(shaped, possible, request.engine, request.quant_type)
 
-    ranges = Ranges({}) if matched is None else matched.ranges
-    if matched is None and prepared is not None and request.weight_only is None:
-        observer.stage(f"calibrating on {prepared.samples.origin}")
-        ranges = fitted(prepared, request.calibration, numbers, lambda found: placed_by_rules(found).placement)
+    ranges = Ranges({})
+    if request.weight_only is None:
+        if prepared is not None and ready.matched is None:
+            observer.stage(f"calibrating on {prepared.samples.origin}")
+        ranges = ready.ranges(request.calibration, numbers, lambda found: placed_by_rules(found).placement)
     placed = placed_by_rules(ranges)
     if not placed.placement:
         chosen = " among the nodes that you chose" if request.selection != Selection() else ""
         what = f"the rules of {request.engine} find nothing to quantize in {request.model}{chosen}"
         raise BadModel(what + _keepers(placed))
     met = _moments(request, shaped, placed.placement, prepared, observer)
-    notes = (*notes, *_few_rows(request, shaped, placed.placement, prepared))
-    quantized = Inserter(graph, ranges, numbers, lambda _: met).insert(placed.placement)
+    notes = (*ready.notes, *_few_rows(request, shaped, placed.placement, prepared))
+    quantized = Inserter(ready.graph, ranges, numbers, lambda _: met).insert(placed.placement)
     done = Quantized(request.output, placed, None, None, 0, False)
     with accepted(request.output, request.engine, is_run=prepared is not None) as fresh:
         save(quantized, fresh)
@@ -224,10 +203,9 @@ def _quantized(request: Request, observer: Observer) -> Quantized:
             save(finished(quantized, precision), fresh)
     if prepared is not None and request.report:
         observer.stage("measuring what rounding each tensor does to the outputs")
-        plain = scaled(graph, ranges.factors)  # whose values have the scales of the pairs
+        plain = scaled(ready.graph, ranges.factors)  # whose values have the scales of the pairs
         done = _reported(done, damages(plain, quantized, placed.placement, prepared.judging))
-    matches = () if matched is None else matched.notes()
-    return replace(done, output=request.output, notes=(*notes, *matches, *done.notes), matched=matched)
+    return replace(done, output=request.output, notes=(*notes, *done.notes), matched=ready.matched)
 
 
 def _check_weight_only(request: Request) -> None:
@@ -320,18 +298,6 @@ def _keepers(placed: Placed) -> str:
     keepers = (r.name for r in engine_rules.RULES if isinstance(r, engine_rules.KeepFloat) and counts.get(r.name))
     kept = [f"{name} ({counts[name]} edges)" for name in keepers]
     return f": kept in float by {', '.join(kept)}; qdqtune rules has the reasons" if kept else ""
-
-
-def _check_output(request: Request) -> None:
-    """Refuse an output that cannot be written, or that would overwrite what is read, before any work."""
-    read = {
-        "model": files_of(request.model),
-        "calibration data": files_named(request.calibration_data),
-        "calibration cache": [] if request.calibration_cache is None else [request.calibration_cache],
-        "metric": files_named(request.evaluate),
-    }
-    for written in (request.output, data_of(request.output)):
-        check_output(written, read)
 
 
 def _numbers(request: Request) -> NumericFormat:

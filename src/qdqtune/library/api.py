@@ -28,7 +28,6 @@ from qdqtune.commands.check import allow, excuse, is_measured
 from qdqtune.commands.check import check as find
 from qdqtune.commands.compare import comparable, compare_at
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.formats import numeric_format
 from qdqtune.engines.runner import time_limit, unlogged
 from qdqtune.engines.shapes import ENGINES
 from qdqtune.errors import BadOption
@@ -69,7 +68,6 @@ from qdqtune.library.results import (
 )
 from qdqtune.library.telling import cancellable, tell_notes, telling
 from qdqtune.measurement.timing import Plan
-from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.reading import is_quantized
 from qdqtune.search.regions import discovery
 from qdqtune.search.regions.patterns import group
@@ -209,29 +207,13 @@ def apply(
     Raises:
         QdqtuneError: see `commands.apply.apply`.
     """
-    recorded = read_placement_file(Path(placement))
+    says_how = _says_how(given)
     with scratch() as folder:
         source = sample_source(calibration_data, folder, given.get("calibration_samples"))
-        path = model_file(model, folder)
-        own: dict[str, object] = {**given, "calibration_data": source, "placement": placement}
-        values = given_of(files.apply_command, [path], own)
-        data = options.Data.of(values)
-        says_how = _says_how(given)
+        own: dict[str, object] = {**given, "calibration_data": source, "placement": placement, "engine": engine}
+        values = given_of(files.apply_command, [model_file(model, folder)], own) | {"output": Path(output)}
         with time_limit(values["time_limit"]):
-            done = apply_command.apply(
-                path,
-                Path(placement),
-                Path(output),
-                numeric_format(engine or recorded.engine, "fp8" if recorded.quant_type == "fp8" else "int8"),
-                calibration_data=data.calibration_data,
-                calibration=options.calibration(values) if says_how else None,
-                calibration_cache=values["calibration_cache"],
-                input_shapes=data.input_shapes,
-                samples=data.calibration_samples,
-                seed=data.seed,
-                precision=values["precision"],
-                rewrites=values["rewrites"],
-            )
+            done = apply_command.apply(files.request_of(values, says_how=says_how))
     if done.random_data:
         tell_notes(["no calibration_data: the scales come from random inputs"])
     return Applied(**vars(done), output=Path(output))

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 from qdqtune.engines.crew import shared, to_spare
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.measurement.timing import BUILD_LOOKS, Plan, Ratio, Rounds, compare, compare_pairs, ratio, wants_builds
+from qdqtune.measurement.timing import BUILD_LOOKS, Plan, Ratio, Rounds, compare_pairs, ratio, wants_builds
 from qdqtune.types import Failure, Listener, Measurement
 
 S = TypeVar("S", contravariant=True)
@@ -90,22 +90,6 @@ def fresh_builds(runner: Runner, a: Path, b: Path, log_name: str) -> Iterator[tu
             stack.callback(runner.unload, handle)
             handles.append(handle)
         yield handles[0], handles[1]
-
-
-def fresh_pair(
-    runner: Runner,
-    a: Path,
-    b: Path,
-    plan: Plan,
-    seed: int,
-    log_name: str,
-    decided: Callable[[Ratio], bool] = lambda _: False,
-) -> Measurement | Failure:
-    """Build both files and compare them. By default all rounds are taken."""
-    with fresh_builds(runner, a, b, log_name) as pair:
-        if isinstance(pair, Failure):
-            return pair
-        return compare(rounds_of(runner, *pair, plan, seed), plan, decided=decided)
 
 
 def fresh_pairs(
