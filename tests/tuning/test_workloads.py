@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.proof import Standing, lost
 from qdqtune.tuning.run import open_run, prepared
 from qdqtune.tuning.settings import Settings
+from qdqtune.tuning.store import read_records
 from qdqtune.types import Failure, Layer, Measurement, Workload
 from workers import Workers
 
@@ -186,10 +188,29 @@ def test_calibration_data_stay_the_samples_where_they_are_given(model: Path, wor
     assert [row["name"] for row in result.summary["workloads"]] == ["decode", "prefill"]
 
 
+def test_the_command_tunes_a_decoder_for_a_mix_on_openvino(
+    model: Path, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("openvino")
+    monkeypatch.setattr("qdqtune.cli.tune.Plan", partial(Plan, slot_seconds=0.001))
+    out = model.parent / "out"
+    mix = ["--workload", f"{model.with_name('decode.npz')}:4", "--workload", f"{model.with_name('prefill.npz')}:1"]
+    how = ["--calibration-method", "minmax", "--no-bias-correction", "--min-sqnr", "none", "--no-report", "-q"]
+    at = ["--engine", "openvino", "--threads", 1, "--deploy-threads", 1, "--builds", 3, "--timing-runs", 12]
+    code, _, _ = call("tune", model, *at, *mix, *how, "-o", out)
+    assert code in (0, 3)  # faster, or not
+    told = json.loads((out / "summary.json").read_text())["workloads"]
+    assert [(row["name"], row["share"]) for row in told] == [("decode", 0.8), ("prefill", 0.2)]
+    records = read_records(out / "autotuner_state.yaml")
+    tried = [record["result"]["samples"] for record in records if record["key"].startswith("trial:")]
+    assert [len(samples["parts"]) for samples in tried] == [2, 2]
+    (floats,) = (record["layers"] for record in records if record["key"] == "layers")
+    assert any("up" in nodes for _, nodes, *_ in floats)
+    assert load(out / "optimized_final.onnx").tensors["ids"].shape == (None, None)
+
+
 @pytest.mark.usefixtures("workers")
-@pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
-def test_engines_time_batches_of_one_and_eight_together(engine: str, tmp_path: Path) -> None:
-    pytest.importorskip(engine)
+def test_onnxruntime_times_batches_of_one_and_eight_together(tmp_path: Path) -> None:
     net = build(
         """net (float[N,3,8,8] x) => (float[N,8,8,8] y) {
             [first] a = Conv<pads = [1, 1, 1, 1]>(x, w0)
@@ -198,7 +219,7 @@ def test_engines_time_batches_of_one_and_eight_together(engine: str, tmp_path: P
         {"w0": normal(8, 3, 3, 3), "w1": normal(8, 8, 3, 3)},
     )
     file = written(tmp_path, net, {})
-    with Runner(EngineSpec(engine), log_dir=tmp_path / "logs") as runner:
+    with Runner(EngineSpec("onnxruntime"), log_dir=tmp_path / "logs") as runner:
         runner.feed(
             (Workload({"x": normal(1, 3, 8, 8)}, 3.0, "one"), Workload({"x": normal(8, 3, 8, 8)}, 1.0, "eight"))
         )
