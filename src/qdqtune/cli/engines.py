@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import re
 import shlex
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from qdqtune.cli.grouped import command
 from qdqtune.cli.layers import profiled
 from qdqtune.cli.options import FILE, option, repeated
 from qdqtune.cli.output import print_json, print_lines, say_notes, show
+from qdqtune.cli.words import placed
 from qdqtune.commands.build import FORMATS, build
 from qdqtune.commands.check import Finding, allow, check, excuse, is_measured, lost_by_pairs
 from qdqtune.commands.cluster import ClusterState, examine_cluster
@@ -36,8 +36,7 @@ from qdqtune.graph.loading import load, read
 from qdqtune.graph.model import Model
 from qdqtune.graph.outputs import temporary_folder
 from qdqtune.measurement.accuracy import concern
-from qdqtune.placement.reading import is_quantized, stored_alone
-from qdqtune.placement.stored import tables_of
+from qdqtune.placement.reading import is_quantized, placement_in, strip_pairs
 from qdqtune.types import Layer, NumericFormat, QType, QuantType
 
 ORDER = ("float compute", "standalone pair", "reformat", "boundary")
@@ -154,8 +153,10 @@ def check_command(
             with time_limit(given["time_limit"]):
                 lost = lost_by_pairs(graph, prepared.judging)
             if lost is not None and (warning := concern(lost)):
-                made_up = "on random inputs, which tell little (give --calibration-data): "
-                say_notes([warning if given["calibration_data"] else made_up + warning])
+                inputs = (
+                    "" if given["calibration_data"] else " on random inputs, which tell little (--calibration-data)"
+                )
+                say_notes([f"as ONNX defines its pairs{inputs}: {warning}"])
     fails = not measured and any(finding.fails for finding in findings)
     engine = "tensorrt" if graph_json else given["engine"]
     if html is not None:
@@ -231,20 +232,9 @@ def _lines(
     low = sum(is_low(layer.precision) for layer in running)
     drawn_in = sum(bool(OF_WEIGHTS.fullmatch(layer.precision)) for layer in running)
     also = f", {drawn_in} on weights in fewer bits" if drawn_in else ""
-    carried = ", ".join((_counted(_pairs(graph) - _stored(graph).total(), "pair"), *_stored_in_words(graph)))
-    ran = f"{carried}, {low} of {len(running)} layers in 8 bits{also}"
+    ran = f"{placed(placement_in(strip_pairs(graph), graph))}, {low} of {len(running)} layers in 8 bits{also}"
     notes = _counted(len(findings) - len(failing), "note")
     yield f"{model} on {engine}: {ran}; {_counted(len(failing), 'finding')}{share}, {notes}"
-
-
-def _stored(graph: Model) -> Counter[int]:
-    """How many weights alone are stored in how many bits."""
-    return Counter(s.bits for s in (*stored_alone(graph).values(), *(table.storage for table in tables_of(graph))))
-
-
-def _stored_in_words(graph: Model) -> Iterator[str]:
-    for bits, count in sorted(_stored(graph).items()):
-        yield f"{_counted(count, 'weight')} stored in {bits} bits"
 
 
 def _counted(count: int, what: str) -> str:

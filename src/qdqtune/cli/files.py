@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -122,11 +121,7 @@ def apply_command(output: Path | None, as_machine: bool, **given: Any) -> None:
     if done.accuracy is not None and (warning := concern(done.accuracy)):
         say_notes([warning])
     if as_machine:
-        accuracy = None if done.accuracy is None else asdict(done.accuracy)
-        lost = [str(edge) for edge in done.lost]
-        cache = {} if done.matched is None else {"cache": done.matched.as_json()}
-        told = {"output": str(target), "edges": len(done.placement), "lost": lost, "accuracy": accuracy}
-        print_json(told | cache)
+        print_json(done.as_json(target))
     else:
         known = "" if done.accuracy is None else f", output SQNR against float: {done.accuracy}"
         print(f"{target}: {placed(done.placement)}{known}")

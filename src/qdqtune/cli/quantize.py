@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 import click
@@ -134,7 +133,8 @@ def quantize_command(**given: Any) -> int:
                 show(table)
         print_lines(_lines(request, done))
     elif search is None:
-        print_json(as_json(request, done))
+        stored = {"weight_only": dict(done.placed.counts)} if request.weight_only else {}
+        print_json({"engine": request.engine, "quant_type": request.quant_type, **stored, **done.as_json()})
     return 0 if search is None else tune.run(search)
 
 
@@ -162,27 +162,6 @@ def _search(request: Request, given: options.Given, more: str) -> options.Given:
     known = {name: given[name] for name in SHARED} | {"qdq_baseline": request.output}
     search = tune.typed(arguments, known)
     return search | {"as_machine": search["as_machine"] or given["as_machine"]}
-
-
-def as_json(request: Request, done: Quantized) -> dict[str, object]:
-    """The result for machines."""
-    return {
-        "output": str(done.output),
-        "engine": request.engine,
-        "quant_type": request.quant_type,
-        "edges": len(done.placed.placement),
-        **({"weight_only": dict(done.placed.counts)} if request.weight_only else {}),
-        "rules": dict(done.placed.counts),
-        "output_sqnr_db": done.sqnr_db,
-        "output_cosine": done.cosine,
-        "finite": done.is_finite,
-        "samples": done.judged,
-        "held_out": done.is_held_out,
-        "metric": None if done.metric is None else dict(zip(("before", "after"), done.metric, strict=True)),
-        "pairs": [asdict(damage) for damage in done.damages],
-        "nodes_to_exclude": to_exclude(done.damages, done.sqnr_db),
-        **({} if done.matched is None else {"cache": done.matched.as_json()}),
-    }
 
 
 def _lines(request: Request, done: Quantized) -> Iterator[str]:

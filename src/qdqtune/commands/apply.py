@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from qdqtune.calibration.matching import Matched
@@ -47,6 +47,13 @@ class Applied:
     matched: Matched | None = None
     """What the calibration cache had for the model, if one was given."""
     notes: tuple[str, ...] = ()
+
+    def as_json(self, output: Path) -> dict[str, object]:
+        """What was written to `output`, for machines."""
+        accuracy = None if self.accuracy is None else asdict(self.accuracy)
+        cache = {} if self.matched is None else {"cache": self.matched.as_json()}
+        lost = [str(edge) for edge in self.lost]
+        return {"output": str(output), "edges": len(self.placement), "lost": lost, "accuracy": accuracy, **cache}
 
 
 def apply(request: Request) -> Applied:

@@ -60,6 +60,9 @@ WORSE = 2.0
 OFF = 0.05
 """The share of a tensor's range by which two ranges may differ."""
 
+MOVED = 8.0
+"""Steps of a bias by which rounding alone does not move it."""
+
 COARSE = 3.0
 """How many times wider than the float tensor's a range is that wastes more than a bit."""
 
@@ -112,11 +115,13 @@ class Suspect:
         if self.cause == "engine":
             return "the engine computes other values than the pair says"
         low, high = self.quantized_range
+        least, most = self.float_range
         if not np.isfinite(self.quantized_range).all():
             return "its scale is no finite number"
         if low == high:
             return "its pair can give one value only"
-        least, most = self.float_range
+        if self.kind == "bias" and max(abs(low - least), abs(high - most)) > MOVED * max(map(abs, self.scale)):
+            return "it was moved to make up for what other pairs do (bias correction), and does harm where they do not"
         width = max(most - least, np.finfo(np.float64).tiny)
         if self.kind != "activation":
             off = max(abs(low - least), abs(high - most)) > OFF * width

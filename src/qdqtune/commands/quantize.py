@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from qdqtune.calibration.prepare import LEAST_JUDGED, Prepared
 from qdqtune.calibration.samples import HELD_OUT, files_named
 from qdqtune.calibration.scales import Ranges
 from qdqtune.commands.source import Source
-from qdqtune.commands.worst_tensors import Damage, damages
+from qdqtune.commands.worst_tensors import Damage, damages, to_exclude
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.acceptance import accepted
 from qdqtune.engines.cpu import cores
@@ -140,6 +140,23 @@ class Quantized:
     """Whether the outputs of both models are."""
     matched: Matched | None = None
     """What the calibration cache had for the model, if one was given."""
+
+    def as_json(self) -> dict[str, object]:
+        """The result for machines."""
+        return {
+            "output": str(self.output),
+            "edges": len(self.placed.placement),
+            "rules": dict(self.placed.counts),
+            "output_sqnr_db": self.sqnr_db,
+            "output_cosine": self.cosine,
+            "finite": self.is_finite,
+            "samples": self.judged,
+            "held_out": self.is_held_out,
+            "metric": None if self.metric is None else dict(zip(("before", "after"), self.metric, strict=True)),
+            "pairs": [asdict(damage) for damage in self.damages],
+            "nodes_to_exclude": to_exclude(self.damages, self.sqnr_db),
+            **({} if self.matched is None else {"cache": self.matched.as_json()}),
+        }
 
 
 def quantize(request: Request, observer: Observer | None = None) -> Quantized:

@@ -12,6 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from qdqtune.cli.words import decibels
 from qdqtune.commands import apply, build, explain, quantize
 from qdqtune.commands.check import Finding
 from qdqtune.commands.compare import Row
@@ -95,17 +96,17 @@ class Result(Shown, result.Result):
             held = " that holds the limits on accuracy" if self.unmet else ""
             return f"no improvement: nothing faster{held} among {len(self.history)} candidates"
         exact = self.summary["output_sqnr_db"]
-        return f"{_times(self.ratio)}, {'exact outputs' if exact is None else f'{exact:.1f} dB'}, {self.file}"
+        return f"{self.ratio.speedup}, {'exact outputs' if exact is None else decibels(exact)}, {self.file}"
 
     def table(self) -> Table:
         """Float and tuned model side by side."""
         told = self.summary
         rows = [("latency", f"{told['baseline_ms']:.3f} ms", f"{told['final_ms']:.3f} ms")]
         if self.ratio is not None:
-            rows.append(("speedup", "1x", _times(self.ratio)))
+            rows.append(("speedup", "1x", self.ratio.speedup))
         rows.append(("tensors with a pair", "0", str(told["pairs"])))
         if self.improved:
-            rows.append(("output SQNR", "", _db(told["output_sqnr_db"])))
+            rows.append(("output SQNR", "", decibels(told["output_sqnr_db"])))
         if told.get("metric_before") is not None and told.get("metric_after") is not None:
             rows.append(("metric", f"{told['metric_before']:g}", f"{told['metric_after']:g}"))
         rows.append(("candidates, builds, time", "", f"{told['trials']}, {told['builds']}, {told['seconds']:.0f} s"))
@@ -122,7 +123,7 @@ class Quantized(Shown, quantize.Quantized):
 
     def in_words(self) -> str:
         """Where it lies, and how near its outputs are."""
-        near = _db(self.sqnr_db) if self.is_finite else "not finite"
+        near = decibels(self.sqnr_db) if self.is_finite else "not finite"
         return f"{self.output}, {len(self.placed.placement)} edges with a pair, outputs {near}"
 
     def table(self) -> Table:
@@ -131,19 +132,7 @@ class Quantized(Shown, quantize.Quantized):
 
     def to_dict(self) -> dict[str, Any]:
         """The facts, and the report where it was asked for."""
-        return {
-            "output": str(self.output),
-            "edges": len(self.placed.placement),
-            "rules": dict(self.placed.counts),
-            "output_sqnr_db": self.sqnr_db,
-            "output_cosine": self.cosine,
-            "finite": self.is_finite,
-            "samples": self.judged,
-            "held_out": self.is_held_out,
-            "metric": None if self.metric is None else dict(zip(("before", "after"), self.metric, strict=True)),
-            "pairs": [asdict(damage) for damage in self.damages],
-            "notes": list(self.notes),
-        }
+        return {**self.as_json(), "notes": list(self.notes)}
 
 
 @dataclass(frozen=True, repr=False)
@@ -162,14 +151,14 @@ class Comparison(Shown):
     def in_words(self) -> str:
         """Each file with its verdict."""
         told = [
-            f"{row.name} {'failed' if row.ratio is None else f'{row.words}, {_times(row.ratio)}'}" for row in self.rows
+            f"{row.name} {'failed' if row.ratio is None else f'{row.words}, {row.ratio.speedup}'}" for row in self.rows
         ]
         return f"{'; '.join(told)} (against {self.first})"
 
     def table(self) -> Table:
         """A row for each file."""
         rows = [
-            (r.name, _ms(r.first_ms), _ms(r.ms), _times(r.ratio) if r.ratio else r.reason, r.words) for r in self.rows
+            (r.name, _ms(r.first_ms), _ms(r.ms), r.ratio.speedup if r.ratio else r.reason, r.words) for r in self.rows
         ]
         return ("file", "first, ms", "ms", "speedup", "verdict"), rows
 
@@ -195,9 +184,7 @@ class Applied(Shown, apply.Applied):
 
     def to_dict(self) -> dict[str, Any]:
         """As `qdqtune apply --json`."""
-        accuracy = None if self.accuracy is None else asdict(self.accuracy)
-        lost = [str(edge) for edge in self.lost]
-        return {"output": str(self.output), "edges": len(self.placement), "lost": lost, "accuracy": accuracy}
+        return self.as_json(self.output)
 
 
 @dataclass(frozen=True, repr=False)
@@ -339,15 +326,5 @@ def explained(folder: str | Path, pattern: str | None, state: str | Path | None 
     return Explained(whole.folder, whole.headline, rows, whole.tallies, pattern is not None)
 
 
-def _times(ratio: Ratio) -> str:
-    """How many times as fast b is as a, with its interval."""
-    low, high = ("?" if end is None else f"{1 / end:.2f}" for end in (ratio.high, ratio.low))
-    return f"{1 / ratio.median:.2f}x [{low}, {high}]"
-
-
 def _ms(ms: float | None) -> str:
     return "" if ms is None else f"{ms:.4g}"
-
-
-def _db(sqnr_db: float | None) -> str:
-    return "exact" if sqnr_db is None else f"{sqnr_db:.1f} dB"
