@@ -50,12 +50,6 @@ OBVIOUS = 0.7
 """A point that takes at most this share of the float model's time at one number of threads is expected to need one
 build to be told faster at another."""
 
-WORTH = 0.98
-"""What is foretold to take at most this share of the time of all that was met comes first, as a search would go on."""
-
-TRIES = 2
-"""How often."""
-
 SIMULATED = 72
 """Offers that are simulated at most."""
 
@@ -245,8 +239,6 @@ class Candidacy:
         if self._run.subject.rewrites.names and Placement() not in met:
             return Offer(Placement(), Spot(1.0, EQUAL_DB), is_foretold=True)
         offers = self._offers()
-        if (faster := self._faster(offers)) is not None:
-            return faster
         points = [p for p in unbeaten if p.trial.placement not in met]
         while True:
             before = len(self._heard)
@@ -284,19 +276,6 @@ class Candidacy:
         known = self._search.foretold(offer)
         self._heard[offer.placement] = known.spot.db
         return None if is_beyond(known.noise, self._search.noise.limit) else known
-
-    def _faster(self, offers: Sequence[Offer]) -> Offer | None:
-        """What holds the limit and is faster than all that was met, as far as prices have learned by now."""
-        limit, tried, least = self._run.limits.min_sqnr, 0, 1.0
-        for entry in self.entries:
-            tried += entry.is_fresh and entry.thought.ratio <= WORTH * least
-            least = min(least, entry.spot(self._run).ratio if entry.is_faster(self._run) else 1.0)
-        able = sorted((o for o in offers if o.spot.ratio <= WORTH * least), key=lambda o: o.spot.ratio)
-        for offer in able if tried < TRIES else ():
-            known = self._foretold(offer)
-            if known is not None and (limit is None or known.spot.db >= limit):
-                return known
-        return None
 
     def _standing(self) -> list[Entry]:
         """Those that prove faster and are not beaten. What the search took stays where a metric decides: what beats it

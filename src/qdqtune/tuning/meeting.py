@@ -40,7 +40,7 @@ from qdqtune.types import Failure, Measurement, Placement
 SIDE_BY_SIDE = 512 * 2**20
 """Bytes of two model files of which two builds each are held at once; larger ones meet one pair after the other."""
 
-LEAST_SECONDS = 1.0
+LEAST_SECONDS = 3.0
 """How long a point of a front meets a build at least, but for the last look: what else the machine does by turns shows
 in all of them, and not in some."""
 
