@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from qdqtune.engines.ray.host import Host
 from qdqtune.engines.ray.parcels import Receiver, Sender
 from qdqtune.errors import BadOption, EngineUnavailable, OutputError
 from qdqtune.graph.files import ConstantFile
+from qdqtune.graph.janitor import MARK, locked
 from qdqtune.graph.loading import load
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent, State
@@ -115,18 +117,13 @@ def _read(path: Path) -> bytes:
         return b""
 
 
-def leftovers() -> list[Path]:
+def leftovers(*places: Path) -> list[Path]:
     """Folders of temporary files that no process holds."""
     found = []
-    for folder in Path("/tmp").glob("qdqtune-*/files"):
-        descriptor = os.open(folder.parent, os.O_RDONLY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            found.append(folder)
-        except OSError:
-            pass
-        finally:
-            os.close(descriptor)
+    for mark in (m for place in (Path("/tmp"), *places) for m in place.glob(f"*qdqtune-*/{MARK}")):
+        with suppress(OSError):
+            os.close(locked(mark.parent))
+            found.append(mark.parent)
     return found
 
 
@@ -197,8 +194,29 @@ tune(asked(Path({str(model)!r}), "driver", ray={cluster.address!r}, engine=slow)
     assert driver.poll() is None
     driver.kill()
     driver.wait()
-    until(lambda: not actors() and not family(tmp_path) and not leftovers())
+    until(lambda: not actors() and not family(tmp_path) and not leftovers(out, tmp_path))
     assert tune(asked(model, "driver", ray=cluster.address)).history == history
+
+
+def test_a_node_that_is_lost_ends_the_run_in_words_and_leaves_nothing(tmp_path: Path) -> None:
+    """Ray ends whoever was connected through it."""
+    out, said = tmp_path / "out", tmp_path / "said"
+    words = f"tune {write(mixed(), tmp_path)} -o {out} --ray local --workers 1 --engine fake --builds 60"
+    quick = ["--calibration-method", "minmax", "--no-bias-correction", "--engine-option", "build_seconds=0.3", "-q"]
+    told = environment() | {"TMPDIR": str(tmp_path)}
+    with said.open("wb") as errors:
+        run = subprocess.Popen([sys.executable, "-m", "qdqtune", *words.split(), *quick], env=told, stderr=errors)
+    state = out / "autotuner_state.yaml"
+    until(lambda: run.poll() is not None or (state.exists() and b'"trial:' in state.read_bytes()), 300)
+    assert run.poll() is None, said.read_text()
+    (raylet,) = [pid for pid in family(tmp_path) if b"/raylet/raylet" in _read(Path(f"/proc/{pid}/cmdline"))]
+    os.kill(raylet, signal.SIGKILL)
+    assert run.wait() == EngineUnavailable.exit_code
+    assert said.read_text().endswith(
+        "error: the Ray node that the run was connected through is lost, and the run with it: what was measured is "
+        "kept, and the same command goes on from there\n"
+    )
+    until(lambda: not family(tmp_path) and not leftovers(out, tmp_path), 300)
 
 
 class TestParcels:

@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from qdqtune.cli import many, options, progress, report
+from qdqtune.cli import driver, many, options, progress, report
 from qdqtune.cli.grouped import command
 from qdqtune.cli.options import FILE, flag, option
 from qdqtune.cli.output import print_json, say, say_notes, show
@@ -168,6 +168,8 @@ def tune_command(**given: Any) -> int:
     options.check_cache(given)
     if isinstance(given["model"], tuple):
         return many.tune_all(given["model"], given)
+    if given["ray"] is not None and not driver.is_driver():
+        return driver.driven()
     return run(given)
 
 

@@ -16,6 +16,7 @@ from time import monotonic
 from typing import Any
 
 from qdqtune.engines.devices import ANYWHERE, Device, leased, pinned
+from qdqtune.graph import janitor
 from qdqtune.graph.outputs import WORKERS, Scratch
 
 LOOK_SECONDS = 0.1
@@ -56,6 +57,7 @@ class WorkerProcess:
         Raises:
             EngineUnavailable: another process has the device.
         """
+        janitor.hire()
         with leased(device) as held, pinned(device.cores):
             self._launch(log, held, device.environment)
 

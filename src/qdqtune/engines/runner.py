@@ -356,10 +356,17 @@ class Runner:
 
     def _ask(self, name: str, *arguments: Any) -> Any:
         """The result of a request that no model can be blamed for."""
-        try:
-            return self._call(name, *arguments, what="answering")
-        except _WorkerLostError as death:
-            raise EngineUnavailable(f"engine {self._spec.name!r} does not work here: {death.failure.reason}") from death
+
+        def ask() -> Any:
+            try:
+                return self._call(name, *arguments, what="answering")
+            except _WorkerLostError as death:
+                return death.failure
+
+        result = _twice(ask)
+        if isinstance(result, Failure):
+            raise EngineUnavailable(f"engine {self._spec.name!r} does not work here: {result.reason}")
+        return result
 
     def _call(self, name: str, *arguments: Any, what: str, log: Path | None = None, extra: float = 0.0) -> Any:
         return self._exchange(self._start(), name, arguments, what, self._limit + extra, log)

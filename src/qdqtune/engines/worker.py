@@ -16,9 +16,8 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -29,11 +28,7 @@ import numpy as np
 
 from qdqtune.engines import Built, Engine, EngineSpec, mixes, open_engine
 from qdqtune.errors import QdqtuneError
-from qdqtune.graph.outputs import SCRATCH, TEMPORARY, WORKERS, remove_left
 from qdqtune.types import Array, Layer, Measurement, Mix, NumericFormat, QuantType, Tensors, Workload
-
-GRACE_SECONDS = 10.0
-"""How long a parent may take to die."""
 
 _TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
 """What gives free memory back to the system, where the C library is glibc."""
@@ -163,25 +158,11 @@ def _no_collection() -> Iterator[None]:
 
 def _receive(channel: Connection[Any, Any], requests: SimpleQueue[Any]) -> None:
     """Pass requests on. A thread of its own notices that the parent is gone even while the engine hangs."""
-    parent = os.getppid()
     while True:
         try:
             requests.put(channel.recv())
         except (EOFError, OSError):
-            with suppress(Exception):
-                _put_away(parent)
             os.killpg(0, signal.SIGKILL)  # this process and what the engine may have started
-
-
-def _put_away(parent: int) -> None:
-    """Remove what a parent that was killed has left: folders for temporary files that nobody holds any more, beside our
-    own, and where its results or its logs lie."""
-    end = time.monotonic() + GRACE_SECONDS
-    while os.getppid() == parent and time.monotonic() < end:  # it closes one file after the other while it dies
-        time.sleep(0.01)
-    own = Path(os.environ.get("TMPDIR", os.devnull)).parent
-    for place, prefix in ((own, WORKERS), (own, SCRATCH), (own.parent, SCRATCH), (own.parent, TEMPORARY)):
-        remove_left(place, prefix)
 
 
 if __name__ == "__main__":

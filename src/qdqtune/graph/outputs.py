@@ -7,7 +7,6 @@ file.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 import tempfile
@@ -16,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from qdqtune.errors import BadOption, OutputError, writing
+from qdqtune.graph.janitor import MARK, locked, remove, remove_left, watch
 
 Inputs = Mapping[str, Iterable[Path]]
 """The files that a command reads, under what they are."""
@@ -28,9 +28,6 @@ TEMPORARY = "qdqtune-"
 
 WORKERS = "worker-"
 """The same for those of engine processes, beside their logs."""
-
-MARK = "temporary-files-of-qdqtune"
-"""The file in such a folder that says whose it is: a folder without it is somebody else's, whatever its name."""
 
 
 def check_output(output: Path, read: Inputs) -> None:
@@ -146,19 +143,11 @@ def temporary_folder() -> Scratch:
     return Scratch(Path(tempfile.gettempdir()), TEMPORARY)
 
 
-def remove_left(parent: Path, prefix: str = SCRATCH) -> None:
-    """Remove the folders for temporary files in `parent` whose processes were killed."""
-    for left in parent.glob(f"{prefix}*/{MARK}"):
-        with suppress(OSError):  # locked, or gone already
-            os.close(_locked(left.parent))
-            shutil.rmtree(left.parent, ignore_errors=True)
-
-
 class Scratch:
     """A folder of its own for temporary files. A context manager that gives its path and removes it at the end.
 
-    It is locked, so that one whose process was killed is known as left over; such folders are removed when the next
-    one is made in the same place.
+    It is locked, so that one whose process was killed is known as left over; such folders are removed by a janitor, or
+    when the next one is made in the same place.
     """
 
     def __init__(self, parent: Path, prefix: str = SCRATCH) -> None:
@@ -168,8 +157,9 @@ class Scratch:
             OSError: it cannot be made.
         """
         remove_left(parent, prefix)
+        watch(parent, prefix)
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent)).absolute()
-        self._lock = _locked(self.path)
+        self._lock = locked(self.path)
         (self.path / MARK).touch()
 
     def __enter__(self) -> Path:
@@ -181,21 +171,6 @@ class Scratch:
     def close(self) -> None:
         """Remove the folder; does nothing if that has been done."""
         if self._lock >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)  # what a worker had started may still write there
+            remove(self.path)
             os.close(self._lock)
         self._lock = -1
-
-
-def _locked(folder: Path) -> int:
-    """A descriptor of the folder, which holds a lock on it until it is closed.
-
-    Raises:
-        OSError: another one has the lock, or there is no such folder.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor

@@ -16,8 +16,9 @@ from typing import IO, Self
 from qdqtune.calibration.samples import files_named
 from qdqtune.errors import BadOption, BadState, parsed_json, reading, writing
 from qdqtune.graph.files import CONSTANTS, data_of
+from qdqtune.graph.janitor import remove_left
 from qdqtune.graph.loading import files_of
-from qdqtune.graph.outputs import Inputs, overwritten, remove_left
+from qdqtune.graph.outputs import SCRATCH, Inputs, overwritten
 from qdqtune.tuning.settings import STATE, Settings
 from qdqtune.tuning.store import HEAD as STATE_HEAD
 from qdqtune.tuning.store import is_state
@@ -75,7 +76,7 @@ class OutputFolder:
         with writing(f"to {self.path}"):
             logs.mkdir(parents=True, exist_ok=True)
             self._file = _taken(self.path)
-            remove_left(self.path)
+            remove_left(self.path, SCRATCH)
         for name in names:
             self.claim(self.path / name, is_folder=name.endswith("/"))
         for path in self._of_earlier_versions() if is_older else ():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,12 +21,20 @@ from qdqtune.engines.process import LOOK_SECONDS, look
 from qdqtune.engines.ray.host import Host, Place, Reply
 from qdqtune.engines.ray.parcels import Sender
 from qdqtune.errors import BadOption, EngineUnavailable, QdqtuneError, one_line
+from qdqtune.graph import janitor
+from qdqtune.graph.outputs import TEMPORARY, Scratch
 from qdqtune.version import __version__
 
 PLACING_SECONDS = 60.0
 """How long a worker may look for a device that is free."""
 
 CLOSING_SECONDS = 2.0
+
+LOCAL = "local"
+"""The address of a cluster that is started for one run."""
+
+LONGEST = 24
+"""Characters of a path below which Ray's sockets fit into the 107 that the system has for their names."""
 
 NETWORK_SECONDS = 60.0
 """How much later than on its own host an answer may come."""
@@ -165,7 +174,8 @@ def _reason(error: RayError) -> str:
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[None]:
-    """Be a driver of the cluster at an address; a connection that is there already is used, and stays.
+    """Be a driver of the cluster at an address, or of one that is started here (`LOCAL`) and leaves nothing; a
+    connection that is there already is used, and stays.
 
     Raises:
         EngineUnavailable: no cluster answers there.
@@ -173,16 +183,25 @@ def connected(address: str) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, ValueError, RuntimeError, RayError) as error:
-        raise EngineUnavailable(
-            f"no Ray cluster answers at {address}: {one_line(error)}; start one with: ray start --head"
-        ) from error
-    try:
+    janitor.hire()
+    quiet: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": logging.ERROR}
+    with contextlib.ExitStack() as stack:
+        if address == LOCAL:
+            quiet |= {"include_dashboard": False, "_temp_dir": str(stack.enter_context(_session_folder()))}
+        try:
+            stack.callback(ray.shutdown)
+            ray.init(**quiet)
+        except (ConnectionError, ValueError, RuntimeError, RayError) as error:
+            raise EngineUnavailable(
+                f"no Ray cluster answers at {address}: {one_line(error)}; start one with: ray start --head"
+            ) from error
         yield
-    finally:
-        ray.shutdown()
+
+
+def _session_folder() -> Scratch:
+    """Where a cluster that is started here has its logs and sockets."""
+    usual = tempfile.gettempdir()
+    return Scratch(Path(usual if len(usual) <= LONGEST else "/tmp"), TEMPORARY)
 
 
 def room(spec: EngineSpec, cores_each: int) -> int:

@@ -13,6 +13,7 @@ from qdqtune.engines.devices import LEASE_SECONDS, Device, allot
 from qdqtune.engines.process import WorkerProcess
 from qdqtune.engines.ray.parcels import Get, Receiver
 from qdqtune.errors import BadOption, EngineUnavailable, OutputError
+from qdqtune.graph import janitor
 from qdqtune.graph.outputs import temporary_folder
 from qdqtune.version import __version__
 
@@ -52,6 +53,7 @@ class Host:
     process with it; that removes the files of both."""
 
     def __init__(self, spec: EngineSpec, cores_each: int | None, get: Get) -> None:
+        janitor.hire()
         self._asked = spec, cores_each
         self._scratch = temporary_folder()
         self._folder = self._scratch.path
