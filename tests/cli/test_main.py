@@ -32,6 +32,7 @@ from models import conv_net
 from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.cli import files, inspect, main, tune
+from qdqtune.cli.driver import DRIVER
 from qdqtune.commands.apply import Applied, Request
 from qdqtune.engines import EngineSpec, runner
 from qdqtune.errors import BadModel
@@ -67,6 +68,7 @@ def settings_of(monkeypatch: pytest.MonkeyPatch, call: Call, *arguments: object)
         raise BadModel("caught")
 
     monkeypatch.setattr(tune, "tune", caught)
+    monkeypatch.setenv(DRIVER, "1")  # with --ray, too, it runs in this process
     assert call("tune", *arguments) == (2, "", "error: caught\n")
     return given[0]
 
