@@ -144,6 +144,13 @@ def input_specs(model: Model) -> tuple[InputSpec, ...]:
     return tuple(specs)
 
 
+def fixed_inputs(model: Model, fixed: Mapping[str, float | int | str]) -> Sample:
+    """The inputs that --fix-input has made constant, for files that still ask for them, as `model` does."""
+    specs = {spec.name: spec for spec in input_specs(model)} if fixed else {}
+    shapes = {name: tuple(d or 1 for d in specs[name].shape) for name in fixed}
+    return {name: np.full(shapes[name], value).astype(specs[name].dtype) for name, value in fixed.items()}
+
+
 def open_samples(
     source: str | None, model: Model, *, seed: int = 0, limit: int | None = None, fixed: Collection[str] = ()
 ) -> Samples:

@@ -18,12 +18,12 @@ from qdqtune.cli.grouped import command
 from qdqtune.cli.options import FILE, Number, option
 from qdqtune.cli.output import print_json, print_lines, say_notes, show
 from qdqtune.cli.streams import escaped
-from qdqtune.cli.words import placed, samples
 from qdqtune.commands.cut_off import WrongPart
 from qdqtune.commands.debug import FLOAT_LIMIT, LIMIT, Diagnosis, Request, Suspect, debug
 from qdqtune.commands.probes import NOT_FINITE
 from qdqtune.engines.runner import time_limit
 from qdqtune.errors import ConstraintUnmet
+from qdqtune.report.words import placed, samples
 
 OPTIONS = (
     options.MODEL,

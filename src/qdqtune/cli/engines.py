@@ -21,7 +21,6 @@ from qdqtune.cli.grouped import command
 from qdqtune.cli.layers import profiled
 from qdqtune.cli.options import FILE, option, repeated
 from qdqtune.cli.output import print_json, print_lines, say_notes, show
-from qdqtune.cli.words import placed
 from qdqtune.commands.build import FORMATS, build
 from qdqtune.commands.check import Finding, allow, check, excuse, is_measured, lost_by_pairs
 from qdqtune.commands.cluster import ClusterState, examine_cluster
@@ -37,6 +36,7 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.outputs import temporary_folder
 from qdqtune.measurement.accuracy import concern
 from qdqtune.placement.reading import is_quantized, placement_in, strip_pairs
+from qdqtune.report.words import placed
 from qdqtune.types import Layer, NumericFormat, QType, QuantType
 
 ORDER = ("float compute", "standalone pair", "reformat", "boundary")

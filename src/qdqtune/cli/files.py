@@ -13,7 +13,6 @@ from qdqtune.cli.grouped import command
 from qdqtune.cli.options import FILE, option
 from qdqtune.cli.output import print_json, say_error, say_notes, show
 from qdqtune.cli.threads import DEPLOY_THREADS
-from qdqtune.cli.words import placed, samples
 from qdqtune.cli.workloads import WORKLOADS, engine
 from qdqtune.commands.apply import Request, apply
 from qdqtune.commands.compare import comparable, compare_at
@@ -21,6 +20,7 @@ from qdqtune.engines.runner import time_limit
 from qdqtune.errors import EngineFailure
 from qdqtune.measurement.accuracy import concern
 from qdqtune.measurement.timing import Plan
+from qdqtune.report.words import placed, samples
 from qdqtune.tuning import advice
 from qdqtune.tuning.threads import counts_of
 

@@ -27,10 +27,10 @@ from rich.text import Text
 from qdqtune.cli.grouped import is_quiet
 from qdqtune.cli.output import console, say
 from qdqtune.cli.streams import INTERRUPTED, PARENT
-from qdqtune.cli.words import duration
 from qdqtune.engines.crew import Crew
 from qdqtune.engines.devices import Device, leased, pinned
 from qdqtune.engines.process import look
+from qdqtune.report.words import duration
 
 LOOK_SECONDS = 0.1
 ENDING_SECONDS = 20.0

@@ -24,11 +24,11 @@ from qdqtune.cli.grouped import command, is_quiet, is_verbose
 from qdqtune.cli.options import FILE
 from qdqtune.cli.output import print_json, say, show
 from qdqtune.cli.streams import INTERRUPTED
-from qdqtune.cli.words import duration, speed
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import ANYWHERE, Device, cores_for, needs_gpu
 from qdqtune.engines.places import places_for
 from qdqtune.errors import BadOption, reading
+from qdqtune.report.words import duration, speed
 
 WORST = (0, 3, 4)
 """Exit codes from the best on; all others are worse than these."""

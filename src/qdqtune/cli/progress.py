@@ -15,7 +15,7 @@ from rich.text import Text
 
 from qdqtune.cli.grouped import is_quiet, is_verbose
 from qdqtune.cli.output import console
-from qdqtune.cli.words import duration, speed
+from qdqtune.report.words import duration, speed
 from qdqtune.tuning.observer import State
 from qdqtune.types import Failure, Trial
 

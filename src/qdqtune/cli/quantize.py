@@ -16,13 +16,13 @@ from qdqtune.cli.grouped import command
 from qdqtune.cli.options import FILE, flag, option, repeated
 from qdqtune.cli.output import print_json, print_lines, say_notes, show
 from qdqtune.cli.streams import escaped
-from qdqtune.cli.words import decibels, placed, samples
 from qdqtune.commands.quantize import Quantized, Request, Selection, quantize
 from qdqtune.commands.worst_tensors import to_exclude
 from qdqtune.engines.formats import FORMATS
 from qdqtune.engines.runner import time_limit
 from qdqtune.errors import BadModel, BadOption
 from qdqtune.placement import engine_rules
+from qdqtune.report.words import decibels, placed, samples
 from qdqtune.types import QuantType
 
 ENGINES = click.Choice(sorted(FORMATS))

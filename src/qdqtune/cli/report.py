@@ -15,9 +15,9 @@ from rich.text import Text
 
 from qdqtune.cli.progress import failure
 from qdqtune.cli.streams import escaped
-from qdqtune.cli.words import decibels, duration, speed
 from qdqtune.commands.compare import Row
 from qdqtune.measurement.timing import Ratio
+from qdqtune.report.words import decibels, duration, speed
 from qdqtune.search.costs.explanation import UnitPrice
 from qdqtune.tuning.estimate import Estimate
 from qdqtune.tuning.result import Result

@@ -18,7 +18,7 @@ from onnx import TensorProto
 
 from qdqtune.calibration.observe import observe
 from qdqtune.calibration.prepare import Data, prepare
-from qdqtune.calibration.samples import input_specs
+from qdqtune.calibration.samples import fixed_inputs
 from qdqtune.commands.cut_off import CutOff, WrongPart, wrong_parts
 from qdqtune.commands.probes import Probe, reference_spec
 from qdqtune.engines import EngineSpec
@@ -196,7 +196,7 @@ def debug(request: Request, observer: Observer | None = None) -> Diagnosis:
         raise BadModel(f"{file} has no pair on a tensor of the float model: is it a version of {request.model}?")
     check_inputs(request.engine, plain)
     prepared = prepare(plain, request.data, fixed=request.fix_inputs)
-    fixed = _fixed(request)
+    fixed = fixed_inputs(load(request.model), request.fix_inputs) if request.fix_inputs else {}
     fed = [sample | fixed for sample in prepared.judging]
     with _probe(request, plain, quantized or plain, pairs, fed) as probe:
         done = _Debugging(probe, request, file, observer).done(unmatched)
@@ -241,17 +241,6 @@ def _models(request: Request) -> tuple[Model, Path, Model | None]:
     if plain.inputs != given.inputs and set(plain.inputs) != set(given.inputs):
         raise BadModel(f"{file} takes other inputs than {request.model}")
     return plain, file, given
-
-
-def _fixed(request: Request) -> Sample:
-    """What is fixed, for files that still ask for it; models without such an input pass it over."""
-    if not request.fix_inputs:
-        return {}
-    specs = {spec.name: spec for spec in input_specs(load(request.model))}
-    return {
-        name: np.full(tuple(d or 1 for d in specs[name].shape), value).astype(specs[name].dtype)
-        for name, value in request.fix_inputs.items()
-    }
 
 
 @contextmanager

@@ -12,13 +12,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from qdqtune.cli.words import decibels
 from qdqtune.commands import apply, build, explain, quantize
 from qdqtune.commands.check import Finding
 from qdqtune.commands.compare import Row
 from qdqtune.commands.explanation import IN_WORDS
 from qdqtune.commands.reasons import is_low
 from qdqtune.measurement.timing import Ratio
+from qdqtune.report.words import decibels
 from qdqtune.tuning import result
 from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT, REPORT
 from qdqtune.types import Layer

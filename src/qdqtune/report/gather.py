@@ -18,6 +18,7 @@ from qdqtune.measurement.limits import outcome
 from qdqtune.measurement.timing import Ratio, judge, ratio
 from qdqtune.report.graph import Ran, draw, everywhere
 from qdqtune.report.values import Bar, Candidate, Fact, Group, Map, Point, Report, Speed, Strip, Verdict
+from qdqtune.report.words import decibels, duration
 from qdqtune.search import ratios_to_float
 from qdqtune.search.costs.attribution import Priced, attribute
 from qdqtune.search.front import undominated
@@ -208,17 +209,10 @@ def _facts(run: Finished) -> Iterator[Fact]:
             yield Fact("rewrites gave", f"{gave:.3f}", f"of the time of your file: {names}{told}")
         yield Fact("tensors in 8 bits", str(summary["pairs"]), "values that carry a Q/DQ pair")
     elif (without := summary.get("fastest_without_limits")) is not None:
-        ends = "equal outputs" if without["sqnr_db"] is None else f"{without['sqnr_db']:.1f} dB"
+        ends = "equal outputs" if without["sqnr_db"] is None else decibels(without["sqnr_db"])
         yield Fact("fastest without limits", f"{1 / without['ratio']:.2f}×", f"as fast as float, at {ends}")
     builds = f"{summary['builds']} build{'s' * (summary['builds'] != 1)}"
     yield Fact("candidates", str(summary["trials"]), f"{builds} in {duration(summary['seconds'])}")
-
-
-def duration(seconds: float) -> str:
-    """Seconds for people."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def _points(run: Finished) -> Iterator[Point]:

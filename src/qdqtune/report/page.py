@@ -16,8 +16,8 @@ from markupsafe import Markup
 
 from qdqtune.graph.outputs import appearing
 from qdqtune.report import charts
-from qdqtune.report.gather import duration
 from qdqtune.report.values import Block, Map, Report
+from qdqtune.report.words import duration
 from qdqtune.types import EQUAL_DB
 from qdqtune.version import __version__
 

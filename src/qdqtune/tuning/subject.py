@@ -10,12 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 
 from qdqtune.calibration.matching import from_file
 from qdqtune.calibration.prepare import Data, Prepared, prepare
-from qdqtune.calibration.samples import Samples, input_specs
+from qdqtune.calibration.samples import Samples, fixed_inputs
 from qdqtune.calibration.scales import Ranges
 from qdqtune.calibration.workloads import told
 from qdqtune.engines.formats import usual_precision
@@ -38,7 +37,7 @@ from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.obstacles import hidden_work, insist_on_device
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import Store, pack_ranges, unpack_ranges
-from qdqtune.types import Array, Edge, Mix, NumericFormat, Placement, QType, Sample
+from qdqtune.types import Edge, Mix, NumericFormat, Placement, QType, Sample
 
 FOREMOST = ("imported", "static", "compute")
 """Suggestions that cut and subgraph mode build in any case: the user's, the usual static quantizer's, and the least
@@ -133,7 +132,7 @@ def open_subject(settings: Settings, runner: Runner, rewrites: Rewrites | None =
         come = "scales come" if settings.calibration_cache is None else "the SQNR comes"
         notes.append(f"no --calibration-data: {come} from random inputs, so latency is real but accuracy is not")
     notes += filter(None, [hidden_work(model, prepared.samples)])
-    fixed = _fixed(settings)
+    fixed = fixed_inputs(load(settings.model), settings.fix_inputs) if settings.fix_inputs else {}
     mix = tuple(replace(workload, inputs={**workload.inputs, **fixed}) for workload in prepared.mix)
     regions = discovery.find(
         shaped,
@@ -314,17 +313,6 @@ def _told(reading: Reading, notes: list[str]) -> Reading:
             f"(the first: {reading.unmatched[0]})"
         )
     return reading
-
-
-def _fixed(settings: Settings) -> dict[str, Array]:
-    """The inputs that --fix-input has made constant, for the user's own file, which still asks for them."""
-    if not settings.fix_inputs:
-        return {}
-    specs = {s.name: s for s in input_specs(load(settings.model))}
-    return {
-        name: np.full(tuple(d or 1 for d in specs[name].shape), value).astype(specs[name].dtype)
-        for name, value in settings.fix_inputs.items()
-    }
 
 
 def edges_within(found: tuple[Pattern, ...]) -> frozenset[Edge]:

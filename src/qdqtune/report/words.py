@@ -1,4 +1,4 @@
-"""How figures are told to people, the same way everywhere: speed as times as fast, durations, decibels."""
+"""How figures and counts are told to people, the same way everywhere: speed as times as fast, durations, decibels."""
 
 from __future__ import annotations
 
