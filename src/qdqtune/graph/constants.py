@@ -202,7 +202,8 @@ def _located(tensor: TensorProto, folder: Path, own: str) -> _Located:
     info = {entry.key: str(entry.value) for entry in tensor.external_data}
     location = Path(info.get("location", ""))
     if not location.parts or location.is_absolute() or ".." in location.parts:
-        raise BadModel(f"{what}: {str(location)!r} is not a file in the model's folder; move it there")
+        again = "save the model again with its weights beside it (onnx.save, save_as_external_data=True)"
+        raise BadModel(f"{what}: {str(location)!r} is not a file in the model's folder; {again}")
     try:
         offset, length = int(info.get("offset", 0)), int(info.get("length", _nbytes(tensor)))
     except ValueError as error:
@@ -211,11 +212,12 @@ def _located(tensor: TensorProto, folder: Path, own: str) -> _Located:
         raise BadModel(f"{what}: {length} bytes at {offset} do not fit its type and shape ({_nbytes(tensor)} bytes)")
     file = folder / location
     if not file.is_file():
-        raise BadModel(f"{what}: {location} is missing beside the model")
+        raise BadModel(f"{what}: {location} is missing beside the model; copy it there")
     if str(location) != own and not file.resolve().is_relative_to(folder.resolve()):
         raise BadModel(f"{what}: {location} is a link that leaves the model's folder; move the file there")
     if file.stat().st_size < offset + length:
-        raise BadModel(f"{what}: {location} is too short ({file.stat().st_size} bytes, not {offset + length})")
+        sizes = f"{file.stat().st_size} bytes, not {offset + length}"
+        raise BadModel(f"{what}: {location} is too short ({sizes}): cut short, or of another model; copy it again")
     return _Located(file, offset, length)
 
 

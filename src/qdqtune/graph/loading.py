@@ -185,7 +185,10 @@ def read(path: Path) -> ModelProto:
     """
     try:
         if path.stat().st_size >= 2**31:
-            raise BadModel(f"{path}: not an ONNX file: those have less than 2 GB (with weights as external data)")
+            raise BadModel(
+                f"{path}: not an ONNX file: those have less than 2 GB. A larger model has its weights beside it "
+                "(onnx.save, save_as_external_data=True)"
+            )
         proto = parsed(path)
     except IsADirectoryError as error:
         raise BadModel(f"{path} is a folder: name an ONNX file") from error

@@ -31,31 +31,33 @@ NEGLIGIBLE = 1e-3
 
 def state(unit: Unit, partition: Partition, placement: Placement) -> State:
     """What a placement makes of a unit."""
-    if any(e in placement for e in unit.inner):
+    placed = placement.edges
+    if not placed.isdisjoint(unit.inner):
         return "mixed"  # not the unit any more
-    entering = [e in placement for e in unit.inputs]
-    weights = [e in placement for e in unit.weights]
+    entering = [e in placed for e in unit.inputs]
+    weights = [e in placed for e in unit.weights]
     if not any(entering):
         return "float"
     if weights and not any(weights):
         return "fed"
     if not all(entering) or not all(weights):
         return "mixed" if weights else "fed"
-    leaving = [e in placement for t in unit.outputs for e in partition.edges.get(t, ())]
+    leaving = [e in placed for t in unit.outputs for e in partition.edges.get(t, ())]
     return "quantized" if all(leaving) else "handing"
 
 
-def behind(unit: Unit, partition: Partition, placement: Placement) -> Behind:
+def behind(unit: Unit, partition: Partition, placement: Placement, states: Sequence[State] = ()) -> Behind:
     """Whether the tensors that a unit reads are stored quantized: by pairs on all their edges, behind a unit that runs
-    quantized. Tensors that come from no unit say nothing."""
-    stored = [is_stored(t, partition, placement) for t in partition.storable(unit)]
+    quantized. Tensors that come from no unit say nothing. `states` are those of all units where they are known."""
+    stored = [is_stored(t, partition, placement, states) for t in partition.storable(unit)]
     return "quantized" if all(stored) else "both" if any(stored) else "float"
 
 
-def is_stored(tensor: str, partition: Partition, placement: Placement) -> bool:
+def is_stored(tensor: str, partition: Partition, placement: Placement, states: Sequence[State] = ()) -> bool:
     """Whether a tensor that a unit writes stays in 8 bits."""
-    producer = partition.units[partition.producer[tensor]]
-    return state(producer, partition, placement) == "quantized" and all(e in placement for e in partition.edges[tensor])
+    number = partition.producer[tensor]
+    how = states[number] if states else state(partition.units[number], partition, placement)
+    return how == "quantized" and placement.edges.issuperset(partition.edges[tensor])
 
 
 Sample = tuple[str, str, Behind]
@@ -126,7 +128,7 @@ def _take(samples: Samples, partition: Partition, times: Times, floats: Times) -
         elif how == "fed" or (how == "float" and given and spent > UNEQUAL * before):
             more.setdefault(unit.kind, []).append(spent - before)
         elif how != "mixed":
-            fresh.setdefault((unit.kind, how, behind(unit, partition, times.placement)), []).append(spent)
+            fresh.setdefault((unit.kind, how, behind(unit, partition, times.placement, states)), []).append(spent)
     samples.units |= fresh
     samples.disturbed |= {kind: max(0.0, median(ms)) for kind, ms in more.items()}
     for key, ms in fresh.items():
