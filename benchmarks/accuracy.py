@@ -30,7 +30,7 @@ from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidGraph
 from quantizers import write_nncf, write_static
 
 from qdqtune.calibration.methods import AUTO, CLOSEST, Calibration
-from qdqtune.calibration.prepare import Data, HoldOut, prepare
+from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.samples import HELD_OUT
 from qdqtune.commands.compare import compare_files
 from qdqtune.commands.quantize import Request, quantize
@@ -67,7 +67,7 @@ def row(entry: zoo.Entry, runner: Runner, folder: Path, given: argparse.Namespac
     """SQNR and seconds of one model by every quantizer, then top 1 if there are labels."""
     model, plain = load(entry.path, fix_inputs=entry.fixed), folder / "float.onnx"
     save(model, plain)
-    prepared = prepare(model, Data(entry.data), fixed=entry.fixed, hold_out=HoldOut())
+    prepared = prepare(model, Data(entry.data), fixed=entry.fixed)
     samples = list(prepared.samples)
     unseen = samples[HELD_OUT - 1 :: HELD_OUT] or samples
     exact, exact_unseen = outputs(plain, runner, samples), outputs(plain, runner, unseen)
@@ -108,7 +108,8 @@ def top_one(entry: zoo.Entry, runner: Runner, folder: Path, given: argparse.Name
         return ""
     (name,) = load(entry.path).inputs
     data, ours = folder / "labelled.npz", folder / "ours.onnx"
-    np.savez(data, **{name: np.concatenate([views[0] for views in inputs[::CALIBRATING]])})
+    shown: dict[str, Array] = {name: np.concatenate([views[0] for views in inputs[::CALIBRATING]])}
+    np.savez(data, allow_pickle=False, **shown)
     quantize(Request(entry.path, ours, calibration_data=str(data)))
     judged = [(view, classes[i]) for i, views in enumerate(inputs) if i % CALIBRATING for view in views]
     shares = []

@@ -94,7 +94,7 @@ def model_of(case: Case) -> onnx.ModelProto:
         return name
 
     def node(op: str, output: str, *inputs: str, **attributes: object) -> str:
-        nodes.append(helper.make_node(op, inputs, [output], output, **attributes))
+        nodes.append(helper.make_node(op, inputs, [output], output, None, None, None, **attributes))
         return output
 
     def paired(role: str, tensor: str, wanted: bool | None = None) -> str:

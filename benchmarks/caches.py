@@ -37,7 +37,7 @@ COLUMNS = ("model", "entries", "exact", "derived", "left", "passed over", "stran
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16")
 
 
-class Silent(trt.ILogger):
+class Silent(trt.ILogger):  # type: ignore[misc]
     def __init__(self) -> None:
         trt.ILogger.__init__(self)
 
@@ -117,7 +117,7 @@ def row(entry: zoo.Entry, folder: Path) -> list[str]:
     passed = sum(why in (CONSTANT, TENSORRTS) for why in matched.unused.values())
     cells = [entry.name, str(len(tensors)), str(len(matched.exact)), str(len(matched.derived)),
              str(len(matched.lacking)), str(passed), str(len(matched.unused) - passed)]  # fmt: skip
-    exact = []
+    exact = list[str]()
     for precision in PRECISIONS:
         output = folder / f"{precision}.onnx"
         quantize(Request(entry.path, output, engine="tensorrt-rtx", precision=precision, calibration_cache=cache,

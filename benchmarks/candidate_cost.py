@@ -31,7 +31,7 @@ from qdqtune.calibration.calibrate import calibrate
 from qdqtune.calibration.samples import open_samples
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines import EngineSpec, open_engine
-from qdqtune.graph.files import ConstantFile
+from qdqtune.graph.files import ConstantFile, nbytes
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Constant, Model
 from qdqtune.placement import rules
@@ -156,7 +156,7 @@ def row(entry: zoo.Entry, count: int) -> list[str]:
     own = cost(model, ranges, tried)
     small, big = (cost(resized(model, factor), ranges, tried) for factor in (0.25, 4.0))
     return [
-        entry.name, str(len(model.nodes)), str(len(tried[0])), f"{model.large_bytes / MB:.0f}",
+        entry.name, str(len(model.nodes)), str(len(tried[0])), f"{nbytes(entry.path) / MB:.0f}",
         f"{loading:.2f}", f"{finding:.2f}", f"{grouping:.2f}", f"{enumerating + ruling:.2f}", f"{own.first:.2f}",
         f"{own.insert:.1f}", f"{own.save:.1f}", f"{own.total:.1f}", f"{own.traced:.1f}", f"{own.resident:.1f}",
         f"{small.total:.1f}", f"{big.total:.1f}", f"{big.resident:.1f}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from multiprocessing.queues import Queue
+from typing import Protocol
 
 
 def shares(jobs: int) -> list[list[int]]:
@@ -16,6 +16,13 @@ def shares(jobs: int) -> list[list[int]]:
     return [cores[i * size : (i + 1) * size] for i in range(jobs)]
 
 
-def take_place(places: Queue[list[int]]) -> None:
+class Places(Protocol):
+    """A queue of shares, of whatever kind of process."""
+
+    def get(self) -> list[int]:
+        """The next one."""
+
+
+def take_place(places: Places) -> None:
     """Pin this process, and with it all that it starts, to a share of the cores."""
     os.sched_setaffinity(0, places.get())

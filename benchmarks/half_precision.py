@@ -30,7 +30,7 @@ def told(half: Half) -> str:
 def row(entry: zoo.Entry) -> list[str]:
     model = load(entry.path, fix_inputs=entry.fixed, min_opset=OPSET)
     data = prepare(model, Data(entry.data, CALIBRATED), fixed=entry.fixed)
-    ranges, samples = calibrate(data.shaped, data.calibration, Calibration()), data.judging.first(SAMPLES)
+    ranges, samples = calibrate(data.shaped, data.calibration, Calibration()), data.judging[:SAMPLES]
     plain = keeping(model, "fp16", data.shaped, {}, samples)
     half = lowered(model, "fp16", ranges, data.shaped, samples)
     wide = lowered(model, "bf16", ranges, data.shaped, samples)

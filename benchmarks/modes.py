@@ -13,7 +13,7 @@ import argparse
 import json
 import logging
 import multiprocessing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from multiprocessing.queues import Queue
@@ -37,11 +37,14 @@ from qdqtune.graph.model import Model
 from qdqtune.measurement.timing import Plan, Ratio
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.settings import EFFORTS, Mode, Settings
-from qdqtune.types import NumericFormat
+from qdqtune.types import NumericFormat, Sample
 
 Facts = dict[str, Any]
 
-PEERS = {"static": write_static, "nncf": write_nncf}
+PEERS: Mapping[str, Callable[[Model, Samples, NumericFormat, Path], None]] = {
+    "static": write_static,
+    "nncf": write_nncf,
+}
 """How each quantizer writes its file."""
 
 
@@ -68,7 +71,7 @@ def run(entry: zoo.Entry, task: Task) -> Facts:
         samples = open_samples(entry.data, model, limit=task.samples, fixed=entry.fixed)
         plain = folder / "float.onnx"
         save(model, plain)
-        columns = {mode: tuned(entry, task, mode, folder / mode) for mode in task.modes}
+        columns: dict[str, Facts] = {mode: tuned(entry, task, mode, folder / mode) for mode in task.modes}
         with Runner(task.engine, time_limit_s=300, log_dir=folder / "logs") as runner:
             numbers = runner.numeric_format("int8")
             columns |= {peer: quantized(peer, model, samples, numbers, folder) for peer in task.peers}
@@ -109,7 +112,7 @@ def quantized(peer: str, model: Model, samples: Samples, numbers: NumericFormat,
 
 
 def paired(
-    first: Path, others: Mapping[str, Path], runner: Runner, samples: Sequence[Mapping[str, Any]], rounds: int
+    first: Path, others: Mapping[str, Path], runner: Runner, samples: Sequence[Sample], rounds: int
 ) -> list[tuple[str, Row]]:
     """Each of the other files against the first, by name."""
     rows = compare_files([first, *others.values()], runner, samples, Plan((rounds,), 0.001))

@@ -18,7 +18,7 @@ from qdqtune.engines.runner import Runner
 from qdqtune.errors import QdqtuneError
 from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
-from qdqtune.measurement.pairing import as_many_pairs_as_needed, fresh_pair, fresh_pairs
+from qdqtune.measurement.pairing import as_many_pairs_as_needed, fresh_pairs
 from qdqtune.measurement.timing import PAIRS, Plan, across_builds, envelope, ratio
 from qdqtune.tuning.settings import EFFORTS
 from qdqtune.types import Failure, Measurement
@@ -31,10 +31,8 @@ AFTER = Plan(EFFORTS["default"].proof)
 
 def before(runner: Runner, a: Path, b: Path) -> tuple[list[Measurement], str]:
     """Each pair of builds until it is decided."""
-    found = [
-        fresh_pair(runner, a, b, BEFORE, n, f"before_{n}", lambda r: r.verdict != "undecided") for n in range(PAIRS)
-    ]
-    measured = [m for m in found if isinstance(m, Measurement)]
+    found = [fresh_pairs(runner, a, b, BEFORE, [n], [f"before_{n}"]) for n in range(PAIRS)]
+    measured = [m for pairs in found if not isinstance(pairs, Failure) for m in pairs]
     return measured, envelope([ratio(m, BEFORE) for m in measured]).verdict
 
 
@@ -57,8 +55,10 @@ def row(entry: zoo.Entry, runner: Runner, folder: Path) -> list[str]:
     save(model, plain)
     runner.feed(open_samples(entry.data, model, limit=1, fixed=entry.fixed).first(1)[0])
     try:
-        options = {"calibration_samples": 8, "calibration_method": "minmax", "bias_correction": False}
-        quantize(plain, quantized, calibration_data=entry.data, engine="onnxruntime", **options)
+        quantize(
+            entry.path, quantized, calibration_data=entry.data, engine="onnxruntime", calibration_samples=8,
+            calibration_method="minmax", bias_correction=False, fix_inputs=entry.fixed,
+        )  # fmt: skip
     except QdqtuneError as error:
         return [entry.name, str(error)[:40], "", "", ""]
     cells = [told(way, runner, plain, file) for file in (quantized, plain) for way in (before, after)]

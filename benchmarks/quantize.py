@@ -23,9 +23,10 @@ import zoo
 from parity import LESS_ACCURATE, as_fast
 from quantizers import write_static
 
+from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.samples import open_samples
 from qdqtune.commands.compare import compare_files
-from qdqtune.commands.quantize import Request, quantize, split
+from qdqtune.commands.quantize import Request, quantize
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
@@ -46,7 +47,8 @@ def row(entry: zoo.Entry, runner: Runner, folder: Path, given: argparse.Namespac
     ratios = []
     for fold in range(given.folds):
         data = rotated(samples, fold, folder / "data.npz")
-        write_static(model, split(open_samples(str(data), model))[0], runner.numeric_format("int8"), theirs)
+        prepared = prepare(model, Data(str(data)), fixed=entry.fixed)
+        write_static(model, prepared.calibration, runner.numeric_format("int8"), theirs)
         quantize(Request(entry.path, ours, calibration_data=str(data), fix_inputs=entry.fixed))
         exact, *found = (outputs(file, runner, samples) for file in files)
         ratios.append([sqnr_db(exact, rounded) or np.nan for rounded in found])
@@ -66,7 +68,8 @@ def row(entry: zoo.Entry, runner: Runner, folder: Path, given: argparse.Namespac
 def rotated(samples: Sequence[Sample], by: int, path: Path) -> Path:
     """The samples in a file, beginning with number `by`."""
     order = [*samples[by:], *samples[:by]]
-    np.savez(path, **{name: np.stack([s[name] for s in order]) for name in order[0]})
+    stacked: dict[str, Array] = {name: np.stack([s[name] for s in order]) for name in order[0]}
+    np.savez(path, allow_pickle=False, **stacked)
     return path
 
 

@@ -43,7 +43,7 @@ CLICKED = """() => new Promise(done => {
 
 def network(count: int) -> Model:
     """Residual blocks of four nodes."""
-    nodes, value = [], "x"
+    nodes, value = list[onnx.NodeProto](), "x"
     while len(nodes) < count:
         stem = f"/stage{len(nodes) // 400}/block{len(nodes) // 4}"
         for op, inputs, output in (
@@ -87,8 +87,8 @@ def look(browser: Browser, file: Path, repeats: int = 5) -> tuple[float, float, 
         page = browser.new_page(viewport={"width": 1200, "height": 800})
         urls: list[str] = []
         messages: list[str] = []
-        page.on("request", lambda request, urls=urls: urls.append(request.url))
-        page.on("console", lambda message, messages=messages: messages.append(message.text))
+        page.on("request", lambda request: urls.append(request.url))  # noqa: B023  closed before the next page
+        page.on("console", lambda message: messages.append(message.text))  # noqa: B023
         page.goto(file.as_uri())
         page.wait_for_selector("html[data-ready]")
         page.wait_for_timeout(200)

@@ -32,7 +32,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import QdqtuneError
 from qdqtune.graph.loading import load
-from qdqtune.measurement.pairing import fresh_pair
+from qdqtune.measurement.pairing import fresh_pairs
 from qdqtune.measurement.timing import Plan, Ratio, ratio
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.settings import EFFORTS, Settings
@@ -96,9 +96,10 @@ def meet(one: Tuned, engine: str, threads: int, rounds: int) -> Met:
     ):
         runner.feed(sample)
         plan = Plan((rounds,), slot_seconds=0.01)
-        found = fresh_pair(runner, one.entry.path, one.file, plan, 0, "meet")
-    if isinstance(found, Failure):
+        pairs = fresh_pairs(runner, one.entry.path, one.file, plan, [0], ["meet"])
+    if isinstance(pairs, Failure):
         return Met(one, threads, 0.0, None)
+    (found,) = pairs
     return Met(one, threads, 1e3 * float(np.median(found.a)), ratio(found, plan))
 
 
@@ -192,8 +193,8 @@ def main() -> None:
     entries = zoo.find(given.models, given.names)
     files: list[Tuned] = []
     for at in given.tune_at:
-        jobs = [partial(tuned, e, given.engine, at, given.keep.absolute(), given.time_budget) for e in entries]
-        for one in side_by_side(jobs, at):
+        tunes = [partial(tuned, e, given.engine, at, given.keep.absolute(), given.time_budget) for e in entries]
+        for one in side_by_side(tunes, at):
             print(
                 f"{time.monotonic() - begun:5.0f} s  {one.entry.name} at {at}: {one.failed or f'{one.seconds:.0f} s'}",
                 flush=True,
