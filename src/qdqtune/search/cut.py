@@ -154,6 +154,11 @@ class CutSearch:
         """Whether a placement may hold the limits on noise, before anything is built."""
         return self.noise is None or self.noise.fits(placement, ())
 
+    @property
+    def _is_free(self) -> bool:
+        """Whether no limit on noise can be missed."""
+        return self.noise is None or self.noise.is_harmless
+
     def _later(self, costs: Costs, history: Sequence[Trial]) -> Iterator[Proposal]:
         """The optimum of what is known (if it was built already, the prices are at a fixed point), what is near to the
         best placement, and the spares."""
@@ -171,7 +176,7 @@ class CutSearch:
         failed = {t.placement for t in history if judge(t, self.plan) is None}
         stuck = any(proposal.placement in failed for proposal in optima)
         for proposal in chain(self._polish(costs, history, stuck=stuck), self._hopeful(costs, history, stuck=stuck)):
-            if self.noise is None or self.noise.fits(proposal.placement, history):
+            if self.noise is None or self._is_free or self.noise.fits(proposal.placement, history):
                 yield proposal
 
     def is_as_foretold(self, history: Sequence[Trial]) -> bool:
@@ -189,7 +194,7 @@ class CutSearch:
     def _optima(self, costs: Costs, history: Sequence[Trial]) -> Iterator[Decision]:
         """The optimum of the prices; within the limits on noise, if there are any: as they are foretold to be held, or
         at several guesses of how much noise holds them."""
-        if self.noise is None:
+        if self.noise is None or self._is_free:
             yield cut(costs)
         elif (bound := self.noise.bound(history)) is not None:
             yield cut_holding(costs, self.noise, bound)

@@ -42,8 +42,15 @@ FINE = 1e-7
 
 
 def foresee(run: Run) -> Noise | None:
+    """`noise_of` a run, for searches that need it at once: None as well if even the placement of all pairs holds the
+    limits."""
+    noise = noise_of(run)
+    return None if noise is None or noise.is_harmless else noise
+
+
+def noise_of(run: Run) -> Noise | None:
     """What the search knows about noise without building anything. Unless a front is asked for, None if nothing limits
-    noise, or if even the placement of all pairs holds the limits.
+    noise.
 
     Noise of single tensors takes long to measure on a large model, and what is built first does not ask for it: it is
     found when a search does, and then read from the store. Where ONNX Runtime does not run the model with switches, all
@@ -53,11 +60,6 @@ def foresee(run: Run) -> Noise | None:
     is_front = run.settings.front
     if run.budget.is_late or (not limits.are_set and not is_front):
         return None
-    if limits.max_drop is None and not is_front:
-        run.observer.stage("foretelling what rounding does to the outputs")
-        fullest = [foretold(run, p) for p in (Placement(subject.possible), Placement.of((), loudest.items())) if p]
-        if all(f is not None and limits.is_exact_enough(f) for f in fullest):
-            return None
     floor = FINE if is_front else NOTHING * limits.max_noise if limits.max_noise is not None else 0.0
     share = SHARE / 2 if loudest else SHARE
     tensors = sorted({e.tensor for e in subject.possible})
@@ -67,6 +69,15 @@ def foresee(run: Run) -> Noise | None:
         accuracy = foretold(run, placement)
         return None if accuracy is None else accuracy.noise
 
+    def harmless() -> bool:
+        if is_front or limits.max_drop is not None or run.budget.is_late:
+            return False
+        run.observer.stage("foretelling what rounding does to the outputs")
+        fullest = (foretold(run, p) for p in (Placement(subject.possible), Placement.of((), loudest.items())) if p)
+        holds = all(f is not None and limits.is_exact_enough(f) for f in fullest)
+        run.observer.stage(SEARCHING)
+        return holds
+
     def of_values() -> Mapping[str, float]:
         return {} if run.budget.is_late else _of_values(run, tensors, floor, share)
 
@@ -75,7 +86,8 @@ def foresee(run: Run) -> Noise | None:
 
     if is_front:  # whose points are offered by it
         return Noise(subject.shaped, of_values(), limits.max_noise, brought, of_weights())
-    return Noise(subject.shaped, Awaited(tensors, of_values), limits.max_noise, brought, Awaited(stored, of_weights))
+    alone, of_storages = Awaited(tensors, of_values), Awaited(stored, of_weights)
+    return Noise(subject.shaped, alone, limits.max_noise, brought, of_storages, harmless)
 
 
 def _side_by_side(run: Run) -> int:

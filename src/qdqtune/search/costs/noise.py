@@ -45,7 +45,7 @@ class Noise:
     tensor that holds them, `aliases` knows the others. `limit` is the most noise that the output SQNR allows; None if
     only the user's metric counts, and then trials tell how much noise it takes. `foretold` gives the noise of a whole
     placement without a build, None where it cannot. `stored` is what weights alone bring, by tensor and name of the
-    storage.
+    storage. `harmless` finds out whether all that may be placed holds the limits, so that nobody needs to ask.
     """
 
     model: Model
@@ -53,6 +53,12 @@ class Noise:
     limit: float | None = None
     foretold: Callable[[Placement], float | None] | None = field(default=None, compare=False)
     stored: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    harmless: Callable[[], bool] = field(default=lambda: False, compare=False)
+
+    @cached_property
+    def is_harmless(self) -> bool:
+        """What `harmless` has found, asked once."""
+        return self.harmless()
 
     def value(self, tensor: str) -> str:
         """The first tensor that holds the values of this one."""
@@ -99,7 +105,8 @@ class Noise:
         """Whether a placement may hold the limits."""
         bound = self.bound(history)
         if bound is None:
-            return self.predicted(placement) <= self.allowed(history)
+            allowed = self.allowed(history)
+            return allowed == inf or self.predicted(placement) <= allowed
         return self.brought(placement) <= bound
 
     def allowed(self, history: Sequence[Trial]) -> float:

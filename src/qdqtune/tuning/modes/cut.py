@@ -18,7 +18,7 @@ from qdqtune.search.region import QUIETER
 from qdqtune.tuning import price_cache
 from qdqtune.tuning.folder import UNITS
 from qdqtune.tuning.modes.mode import Recorded
-from qdqtune.tuning.noise import foresee
+from qdqtune.tuning.noise import noise_of
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.run import Run
 from qdqtune.types import Placement, Trial
@@ -48,7 +48,7 @@ class Cut:
 
 def prepare(run: Run) -> Cut:
     """Read the layers of the float build."""
-    subject, noise = run.subject, foresee(run)
+    subject, noise = run.subject, noise_of(run)
     if (by_layers := cut_search(run, noise)) is not None:
         strategy = (
             FrontSearch(by_layers, noise, run.settings.builds - run.found.builds, len(run.settings.thread_counts))
@@ -57,7 +57,7 @@ def prepare(run: Run) -> Cut:
         )
         return Cut(strategy, by_layers, run)
     suggestions = subject.suggestions()
-    if noise is not None:
+    if noise is not None and not noise.is_harmless:
         suggestions[QUIETER] = guesses(subject.shaped, subject.possible, noise)(noise.levels(())[0])
     seeds = price_cache.found_before(run) | suggestions | by_bits(run.ways)
     return Cut(GroupedSearch(subject.shaped, subject.possible, seeds, run.width), None, run)
