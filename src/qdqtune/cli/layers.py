@@ -17,11 +17,11 @@ from qdqtune.cli.grouped import command
 from qdqtune.cli.options import FILE, option
 from qdqtune.cli.output import print_json, show, width
 from qdqtune.cli.streams import escaped
-from qdqtune.engines.runner import Runner, unlogged
+from qdqtune.engines.runner import Runner, insist, unlogged
 from qdqtune.engines.tensorrt.report import read_report
-from qdqtune.errors import BadOption, EngineFailure
+from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load, read
-from qdqtune.types import Failure, Layer, Sample
+from qdqtune.types import Layer, Sample
 
 FIXED = 4 + 8 + 9 + 9 + 5 + 2 * 7
 """Characters of a table's row besides the names, gaps included."""
@@ -93,10 +93,7 @@ def profiled(runner: Runner, model: Path, sample: Sample, runs: int, *, refusal:
     Raises:
         EngineFailure: `refusal`, and why.
     """
-    result = runner.report(model, sample, runs, "layers")
-    if isinstance(result, Failure):
-        raise EngineFailure(f"{refusal}: {result.reason}")
-    return result
+    return insist(runner.report(model, sample, runs, "layers"), refusal)
 
 
 def table(layers: Sequence[Layer], width: int) -> Table:

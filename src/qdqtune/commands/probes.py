@@ -10,7 +10,7 @@ import numpy as np
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.cpu import cores
-from qdqtune.engines.runner import Handle, Runner
+from qdqtune.engines.runner import Handle, Runner, insist
 from qdqtune.errors import EngineFailure
 from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.model import Model
@@ -24,6 +24,8 @@ NOT_FINITE = 1e3
 
 LOUDEST = 999.0
 """The most that finite outputs count for."""
+
+SWITCHLESS = "ONNX Runtime cannot run the model with a switch at every pair"
 
 Outputs = list[dict[str, Array]]
 
@@ -134,16 +136,10 @@ class Probe:
         if self._switched is None:
             path = self.folder / "switched.onnx"
             self._save(graft_switched(self.float_model, self.pairs, self.quantized), path)
-            handle = self.exact.load(path)
-            if isinstance(handle, Failure):
-                raise EngineFailure(f"ONNX Runtime cannot run the model with a switch at every pair: {handle.reason}")
-            self._switched = handle
+            self._switched = insist(self.exact.load(path), SWITCHLESS)
         chosen = set(on)
         switches = {f"{SWITCH}{i}": np.asarray(i in chosen) for i in range(len(self.pairs))}
-        outputs = self.exact.outputs(self._switched, [{**sample, **switches} for sample in self.samples])
-        if isinstance(outputs, Failure):
-            raise EngineFailure(f"ONNX Runtime cannot run the model with a switch at every pair: {outputs.reason}")
-        return outputs
+        return insist(self.exact.outputs(self._switched, [sample | switches for sample in self.samples]), SWITCHLESS)
 
     def _save(self, model: Model, path: Path) -> None:
         if self._constants is None:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 from qdqtune.calibration.matching import Matched
 from qdqtune.calibration.methods import CLOSEST, Calibration
@@ -27,8 +27,8 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.acceptance import accepted
 from qdqtune.engines.cpu import cores
 from qdqtune.engines.formats import numeric_format, storages_like, usual_precision, wanted_storage
-from qdqtune.engines.runner import Handle, Runner
-from qdqtune.errors import BadModel, BadOption, EngineFailure
+from qdqtune.engines.runner import Handle, Runner, insist
+from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph.equalization import scaled
 from qdqtune.graph.files import one_constant_file, save
 from qdqtune.graph.float16 import Precision, load_for
@@ -48,7 +48,7 @@ from qdqtune.placement.reading import is_quantized
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.types import Array, Edge, Failure, NumericFormat, Placement, QuantType, Sample
 
-T = TypeVar("T")
+REFUSED = "ONNX Runtime cannot run the model"
 
 
 @dataclass(frozen=True)
@@ -335,8 +335,8 @@ def _judged(
     is_fused = request.engine == "onnxruntime" and len(model.nodes) <= MANY
     spec = EngineSpec("onnxruntime", {"threads": cores(), "fuse": is_fused})
     with Runner(spec, log_dir=folder) as runner:
-        before, after = (_checked(runner.load(file)) for file in (plain, written))
-        expected, returned = (_checked(runner.outputs(handle, samples)) for handle in (before, after))
+        before, after = (insist(runner.load(file), REFUSED) for file in (plain, written))
+        expected, returned = (insist(runner.outputs(handle, samples), REFUSED) for handle in (before, after))
         measured = None
         if metric is not None:
             measured = _measured(metric, runner, before), _measured(metric, runner, after)
@@ -360,15 +360,4 @@ def _measured(metric: Evaluation, runner: Runner, handle: Handle) -> float:
     value = evaluate(metric, runner, handle)
     if isinstance(value, Failure) and value.stage in ("output", "run"):
         raise BadOption(f"--evaluate {metric.source} cannot be used: {value.reason}")
-    return _checked(value)
-
-
-def _checked(result: T | Failure) -> T:
-    """The result of a request to the engine.
-
-    Raises:
-        EngineFailure: it has failed.
-    """
-    if isinstance(result, Failure):
-        raise EngineFailure(f"ONNX Runtime cannot run the model: {result.reason}")
-    return result
+    return insist(value, REFUSED)

@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.runner import unlogged
+from qdqtune.engines.runner import insist, unlogged
 from qdqtune.errors import BadModel, EngineFailure, EngineUnavailable
 from qdqtune.graph.loading import load
 from qdqtune.graph.outputs import appearing
-from qdqtune.types import Failure
 
 LOADED_BY = {"fake": "onnxruntime", "onnxruntime": "onnxruntime", "openvino": "openvino"}
 """Engines that load any model in seconds, and need to be told nothing for it. TensorRT builds for minutes, and may need
@@ -43,9 +42,7 @@ def check_loads(model: Path, engine: str) -> None:
     try:
         if engine in LOADED_BY:
             with unlogged(EngineSpec(LOADED_BY[engine])) as runner:
-                handle = runner.load(model)
-            if isinstance(handle, Failure):
-                raise EngineFailure(f"{engine} does not load what was written, so nothing was kept: {handle.reason}")
+                insist(runner.load(model), f"{engine} does not load what was written, so nothing was kept")
             return
     except EngineUnavailable:
         pass

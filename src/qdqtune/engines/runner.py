@@ -433,6 +433,17 @@ def _tail(log: Path | None, more: str = "") -> str:
     return "\n".join((text + more).splitlines()[-LOG_LINES:])
 
 
+def insist(result: T | Failure, otherwise: str, error: type[QdqtuneError] = EngineFailure) -> T:
+    """What an engine has given.
+
+    Raises:
+        EngineFailure: it has given nothing: `otherwise`, and why. Or another `error`.
+    """
+    if isinstance(result, Failure):
+        raise error(f"{otherwise}: {result.reason}")
+    return result
+
+
 @contextlib.contextmanager
 def unlogged(spec: EngineSpec, *, time_limit_s: float | None = None) -> Iterator[Runner]:
     """A runner whose logs are gone when it ends."""

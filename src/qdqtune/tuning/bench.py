@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 from qdqtune.engines.crew import Crew
-from qdqtune.engines.runner import Runner
+from qdqtune.engines.runner import Runner, insist
 from qdqtune.errors import BaselineFailed
 from qdqtune.measurement.accuracy import accuracy, is_finite
 from qdqtune.measurement.metric import evaluate
@@ -253,15 +253,11 @@ class Bench:
 
     @cached_property
     def _float_run(self) -> _FloatRun:
-        handle = self._loaded.load(Placement(), "baseline")
-        if isinstance(handle, Failure):
-            raise BaselineFailed(f"the engine cannot run the float model: {handle.reason}")
-        outputs = self._runner.outputs(handle, self._conditions.samples)
-        if isinstance(outputs, Failure):
-            raise BaselineFailed(f"the engine cannot run the float model: {outputs.reason}")
-        timed = self._runner.rounds(handle, handle, 1, seed=0, first_round=0, slot_seconds=0.0, warmup=0)
-        if isinstance(timed, Failure):
-            raise BaselineFailed(f"the engine cannot time the float model: {timed.reason}")
+        refused = "the engine cannot run the float model", BaselineFailed
+        handle = insist(self._loaded.load(Placement(), "baseline"), *refused)
+        outputs = insist(self._runner.outputs(handle, self._conditions.samples), *refused)
+        rounds = self._runner.rounds(handle, handle, 1, seed=0, first_round=0, slot_seconds=0.0, warmup=0)
+        timed = insist(rounds, "the engine cannot time the float model", BaselineFailed)
         if not is_finite(outputs):
             raise BaselineFailed("the float model's outputs hold NaN or infinite values on the calibration data")
         turn = 1.5 * sum(part.a[0] for part in timed.parts) or timed.a[0]

@@ -8,7 +8,7 @@ import numpy as np
 
 from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.calibration.scales import Range, Ranges
-from qdqtune.engines.runner import time_limit, unlogged
+from qdqtune.engines.runner import insist, time_limit, unlogged
 from qdqtune.errors import BaselineFailed
 from qdqtune.measurement.pairing import start_inferences
 from qdqtune.placement.possible import possible_edges
@@ -21,7 +21,6 @@ from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.station import profiled_runs
 from qdqtune.tuning.store import read_records
 from qdqtune.tuning.subject import Subject, open_subject
-from qdqtune.types import Failure
 
 NOISE_INFERENCES = 50
 """That finding the noise of single tensors takes: up to 256 where not all pairs hold the limits, else none."""
@@ -57,12 +56,10 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
             read_records(settings.state)  # which a run opens at this point
         runner.feed(subject.mix)
         observer.stage("measuring the float model")
-        handle = runner.load(settings.model, "estimate")
-        if isinstance(handle, Failure):
-            raise BaselineFailed(f"the engine cannot run the float model: {handle.reason}")
-        measured = runner.rounds(handle, handle, 2, seed=0, first_round=0, slot_seconds=0.0, warmup=1)
-        if isinstance(measured, Failure):
-            raise BaselineFailed(f"the engine cannot run the float model: {measured.reason}")
+        refused = "the engine cannot run the float model", BaselineFailed
+        handle = insist(runner.load(settings.model, "estimate"), *refused)
+        rounds = runner.rounds(handle, handle, 2, seed=0, first_round=0, slot_seconds=0.0, warmup=1)
+        measured = insist(rounds, *refused)
         observer.stage("timing what calibration takes")
         start, each = pace(subject.prepared)
     latency = float(np.median(measured.a))
