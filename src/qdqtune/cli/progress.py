@@ -54,7 +54,7 @@ class _Steps:
         return max(0.0, pace * (self.total - self.done) - (time.monotonic() - self._heard))
 
     def __str__(self) -> str:
-        return f"{self.done} of {self.total}" if self.total is not None else str(self.done)
+        return f"{self.done} of {self.total}" if self.total is not None else f"{self.done} so far"
 
 
 class Live:

@@ -53,7 +53,9 @@ def result_table(result: Result) -> Table:
         rows.append(("your metric", f"{summary['metric_before']:g}", "failed" if after is None else f"{after:g}"))
     table = _table(("", "baseline", "final"), rows)
     failed = sum(failure(trial) is not None for trial in result.history)
-    candidates = f"candidates: {summary['trials']}" + (f" ({failed} failed)" if failed else "")
+    between = sum(trial.proposal.origin == "front" for trial in result.history)  # which the search has not shown
+    besides = (f"{number} {what}" for number, what in ((failed, "failed"), (between, "made for the front")) if number)
+    candidates = f"candidates: {summary['trials']}" + (f" ({told})" if (told := ", ".join(besides)) else "")
     proof = f" and {summary['proof_builds']} for the proof" if summary["proof_builds"] else ""
     spent = f"{candidates}, builds: {summary['builds']}{proof}"
     table.caption = f"{spent}, time: {duration(summary['seconds'])}"
@@ -125,8 +127,9 @@ def front_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def met_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Candidates of the search that no other one beat in both latency and accuracy."""
+def met_table(rows: Sequence[Mapping[str, Any]], *, is_front: bool = False) -> Table:
+    """Candidates of the search that no other one beat in both latency and accuracy; `is_front` where they were to prove
+    it, and did not."""
     cells = [
         (
             row.get("name", ""),  # which the summaries of earlier versions lack
@@ -139,7 +142,8 @@ def met_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         for row in rows
     ]
     table = _table(("candidate", "from", "speedup", "SQNR, dB", "tensors", ""), cells)
-    table.caption = "what no other candidate beat in both, as the search measured it; --front proves such points"
+    proven = "none proved to be a point of the front" if is_front else "--front proves such points"
+    table.caption = f"what no other candidate beat in both, as the search measured it; {proven}"
     return table
 
 

@@ -241,7 +241,7 @@ def _print(result: Result, final: Path, *, verbose: bool) -> None:
     if result.summary.get("front"):
         show(report.front_table(result.summary["front"]))
     elif len(result.summary["met"]) > 1:
-        show(report.met_table(result.summary["met"]))
+        show(report.met_table(result.summary["met"], is_front="front" in result.summary))
     show(report.result_table(result))
     print(report.result_line(result, final))
 

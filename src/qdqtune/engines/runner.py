@@ -167,11 +167,6 @@ class Runner:
             self._forget(number)
 
     @property
-    def held(self) -> frozenset[int]:
-        """Numbers of the builds that the worker holds; others that are loaded are made again when they are asked."""
-        return frozenset(self._present)
-
-    @property
     def place(self) -> str:
         """Its device and where that is, for people."""
         where = "" if self._worker is None else self._worker.place
