@@ -131,6 +131,7 @@ def held(folders: Sequence[Path]) -> dict[tuple[int, int], int]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=float, default=4.0, help="GB of weights (default: %(default)s)")
+    parser.add_argument("--embedded", action="store_true", help="one file with its weights inside, of less than 2 GB")
     parser.add_argument("--folder", type=Path, help="where the model, the results and temporary files go")
     parser.add_argument("options", nargs="*", help="options of `tune`, behind --")
     args = parser.parse_args(argv)
@@ -138,6 +139,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = Path(name)
         (folder / "tmp").mkdir()
         model = generate(folder / "model", args.size * GB)
+        if args.embedded:
+            onnx.save(onnx.load(model), model)
+            (model.parent / "model.data").unlink()
         size = sum(f.stat().st_size for f in model.parent.iterdir())
         command = [sys.executable, "-m", "qdqtune", "tune", str(model), "--calibration-data"]
         command += [str(model.parent / "calib.npz"), "-o", str(folder / "out"), *args.options]
