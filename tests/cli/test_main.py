@@ -80,7 +80,7 @@ TUNE: dict[str, tuple[Sequence[str], Callable[[Settings], object], object]] = {
     "--quant-type": (["fp8"], lambda s: s.quant_type, "fp8"),
     "--precision": (["fp16"], lambda s: s.precision, "fp16"),
     "--engine": (["fake"], lambda s: s.engine, EngineSpec("fake")),
-    "--threads": (["3"], lambda s: s.engine.options.get("threads"), 3),
+    "--threads": (["3", "--deploy-threads", "1"], lambda s: s.engine.options.get("threads"), 3),
     "--deploy-threads": (["1"], lambda s: s.deploy_threads, (1,)),
     "--workers": (["3"], lambda s: s.workers, 3),
     "--ray": (["auto"], lambda s: s.ray, "auto"),
@@ -197,6 +197,13 @@ def test_every_field_of_the_settings_has_an_option(monkeypatch, call, tmp_path):
 def test_defaults_are_those_of_settings(monkeypatch, call):
     given = settings_of(monkeypatch, call, "m.onnx", "--price-cache", "none")
     assert given == Settings(Path("m.onnx"), engine=EngineSpec("onnxruntime", {"threads": 1}), precision=None)
+
+
+def test_a_search_runs_at_the_largest_number_of_threads_that_is_deployed(monkeypatch, call):
+    monkeypatch.setattr("qdqtune.tuning.threads.cores", lambda: 16)
+    for asked, counts in (((), (16, 1, 4)), (("--threads", 4), (4, 1, 16))):
+        given = settings_of(monkeypatch, call, "m.onnx", "--deploy-threads", "1,4,16", *asked)
+        assert (given.engine.options["threads"], given.thread_counts) == (counts[0], counts)
 
 
 def test_explicit_options_win_over_the_preset(monkeypatch, call):

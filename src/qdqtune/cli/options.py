@@ -185,9 +185,9 @@ ENGINE = (
     option("--engine", f"Engine to build and time on: {ENGINE_NAMES}.", metavar="NAME", default="onnxruntime"),
     option(
         "--threads",
-        "CPU threads of onnxruntime and openvino. One gives the most stable timing.",
+        "CPU threads of onnxruntime and openvino. One gives the most stable timing.  [default: 1; a search takes the "
+        "largest of --deploy-threads]",
         click.IntRange(1, MOST_THREADS),
-        default=1,
     ),
     option("--provider", "onnxruntime: execution provider (default: CPUExecutionProvider)."),
     option("--target", "tensorrt-rtx: GPU to build for, such as sm89; needs none here."),
@@ -425,7 +425,7 @@ def engine(given: Given) -> EngineSpec:
         if own in chosen:
             chosen[own] = {tensor: list(shape) for tensor, shape in chosen[own].items()}
     if name in THREADED:
-        chosen["threads"] = given["threads"]
+        chosen["threads"] = given["threads"] or 1
     if "plugin_libraries" in chosen:
         chosen["plugin_libraries"] = list(chosen["plugin_libraries"])
     for text in given["engine_options"]:

@@ -22,6 +22,7 @@ DEPLOY_THREADS = repeated(
     "--deploy-threads",
     "1,4,16",
     "Numbers of threads that the model will run with: the result is proven at each, and ships only if it is slower at "
-    "none of them and faster at one.  [default: --threads, and what the engine takes by itself here: a thread a core]",
+    "none of them and faster at one. A search runs at the largest, unless --threads says otherwise.  "
+    "[default: --threads, and what the engine takes by itself here: a thread a core]",
     callback=counts,
 )

@@ -257,6 +257,7 @@ def settings_of(given: options.Given) -> Settings:
         "builds": FRONT_BUILDS if given["front"] else effort.builds[given["mode"]],
         "schemes_per_region": effort.schemes_per_region,
         "timing_runs": effort.looks[-1],
+        "threads": max(given["deploy_threads"] or [1]),  # what is faster there holds with fewer: docs/measured.md
     }
     given = {name: preset.get(name) if value is None else value for name, value in given.items()}
     spec = engine(given)
