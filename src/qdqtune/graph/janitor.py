@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from typing import IO
 
 MARK = "temporary-files-of-qdqtune"
 """The file in such a folder that says whose it is: a folder without it is somebody else's, whatever its name."""
@@ -27,7 +26,8 @@ family still write meanwhile."""
 
 _lock = threading.Lock()
 _places: set[bytes] = set()
-_janitor: IO[bytes] | None = None
+_janitor: int | None = None
+"""Where it is told places."""
 
 
 def remove_left(parent: str | os.PathLike[str], prefix: str) -> bool:
@@ -83,19 +83,17 @@ def hire() -> None:
         if _janitor is not None:
             return
         program = [sys.executable, "-I", "-S", os.path.abspath(__file__)]
+        reads, _janitor = os.pipe()
         nowhere = subprocess.DEVNULL
-        with subprocess.Popen(
-            program, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, start_new_session=True
-        ) as first:
-            _janitor, first.stdin = first.stdin, None  # which ends at once, and leaves a second one that has no parent
+        subprocess.run(program, stdin=reads, stdout=nowhere, stderr=nowhere, start_new_session=True, check=False)
+        os.close(reads)  # what was run has ended, and left one that has no parent
         _tell(b"".join(_places))
 
 
 def _tell(places: bytes) -> None:
     if _janitor is not None:
         with suppress(BrokenPipeError):  # somebody has ended it
-            _janitor.write(places)
-            _janitor.flush()
+            os.write(_janitor, places)
 
 
 def main() -> None:
