@@ -180,16 +180,16 @@ def on_these_builds(ratios: Sequence[Ratio]) -> Ratio:
     return Ratio(float(np.exp(np.mean(logs))), end([r.low for r in ratios]), end([r.high for r in ratios]))
 
 
-def across_builds(ratios: Sequence[Ratio], plan: Plan, seen: Spread = USUAL) -> Ratio:
+def across_builds(ratios: Sequence[Ratio], plan: Plan, seen: Spread = USUAL, looks: int = len(BUILD_LOOKS)) -> Ratio:
     """What pairs of builds say of any builds of the two files.
 
     Two builds of one file differ for good, by memory layout say, so that each pair has a median of its own. Their mean
     is off as Student's t has it, with the deviations that are known from elsewhere (`seen`) besides their own, and by
-    what the rounds leave open. Each of the `BUILD_LOOKS` spends an equal share of the error.
+    what the rounds leave open. Each of so many looks spends an equal share of the error.
     """
     these, logs = on_these_builds(ratios), np.log([r.median for r in ratios])
     known = seen + Spread(float(np.sum((logs - np.mean(logs)) ** 2)), len(ratios) - 1)
-    quantile = float(stdtrit(known.free, 1 - plan.error / len(BUILD_LOOKS)))
+    quantile = float(stdtrit(known.free, 1 - plan.error / looks))
     builds = quantile * float(np.sqrt(known.squares / known.free / len(ratios)))
 
     def wider(end: float | None, side: int) -> float | None:

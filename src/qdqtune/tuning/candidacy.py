@@ -2,8 +2,8 @@
 
 What the search would ship proves itself first, on as many pairs of builds as without a front. Then one after the other
 meets a build of the user's file, which all have in common, the one next that lies farthest from all that were met. What
-does not seem faster there, or is beaten by others, makes room for another; what is left meets a second build, and what
-that does not tell faster more of them, where builds are left.
+does not seem faster there, or is beaten by others, makes room for another. What may ship meets a second build, as does
+what one does not tell faster, and what two do not more of them, where builds are left.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from qdqtune.errors import writing
 from qdqtune.graph.files import data_of
 from qdqtune.measurement.accuracy import accuracy, is_finite
 from qdqtune.measurement.pairing import as_many_pairs_as_needed
-from qdqtune.measurement.timing import BUILD_LOOKS, PAIRS, Ratio, on_these_builds, ratio
+from qdqtune.measurement.timing import PAIRS, Ratio, on_these_builds, ratio
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.front import (
+    APART,
     ENOUGH,
     GAIN,
     NEAR,
@@ -38,7 +39,7 @@ from qdqtune.search.front import (
 )
 from qdqtune.tuning.budget import builds_of
 from qdqtune.tuning.folder import FRONT
-from qdqtune.tuning.meeting import Opponents, confirmed
+from qdqtune.tuning.meeting import LOOKS, Opponents, confirmed
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import PROOF_BUILDS
 from qdqtune.tuning.station import profiled_runs
@@ -46,9 +47,8 @@ from qdqtune.tuning.store import Record, pack_accuracy, pack_layers, pack_result
 from qdqtune.tuning.threads import Place
 from qdqtune.types import EQUAL_DB, Failure, Measurement, Placement, Proposal, Trial
 
-OBVIOUS = 0.7
-"""A point that takes at most this share of the float model's time at one number of threads is expected to need one
-build to be told faster at another."""
+OBVIOUS = 0.8
+"""A point that takes at most this share of the float model's time is expected to be told faster by one build."""
 
 SIMULATED = 72
 """Offers that are simulated at most."""
@@ -112,7 +112,7 @@ class Candidacy:
         return tuple(entry.trial for entry in self.entries if entry.is_fresh and entry.trial.placement)
 
     def met(self) -> list[Entry]:
-        """Those that are left in the end, each with two pairs of builds or more.
+        """Those that are left in the end.
 
         Raises:
             BaselineFailed: the engine does not build the float model again.
@@ -122,17 +122,13 @@ class Candidacy:
             while self._has_room() and (point := self._next()) is not None:
                 self.entries.append(self._usual(self._entry(point)))
             begun = time.monotonic()
-            for number in range(1, PAIRS):
-                for entry in self._standing():
-                    if len(entry.measured) == number:
-                        self._put(self._met_again(entry, number))
-            for few, many in pairwise(BUILD_LOOKS):
+            for few, many in pairwise(LOOKS):
                 if self._run.budget.lacks((many - few) * (time.monotonic() - begun)):
                     break
-                waiting = self._undecided(few, many - few)
+                waiting = self._undecided(few, many)
                 for number in range(few, many):
                     waiting = [self._put(self._met_again(entry, number)) for entry in waiting]
-        return [entry for entry in self._standing() if len(entry.measured) >= PAIRS]
+        return self._standing()
 
     def _usual(self, entry: Entry) -> Entry:
         """What the search would ship has met as many builds as it needs and there is room for."""
@@ -164,15 +160,23 @@ class Candidacy:
         self.entries[same] = entry
         return entry
 
-    def _undecided(self, pairs: int, more: int) -> list[Entry]:
-        """Those that so many pairs of builds do not tell faster, the nearest to it first: as many as there are builds
-        for `more` pairs of each."""
+    def _undecided(self, few: int, many: int) -> list[Entry]:
+        """Those that a `few` pairs of builds do not tell faster, the nearest to it first, behind what may ship and has
+        met fewer builds than that takes: as many as there are builds for `many` pairs of each."""
         standing = self._standing()
         told = zip(standing, confirmed([e.measured for e in standing], self._run.settings.proof_plan), strict=True)
-        known = [(entry, met.ratio) for entry, met in told if met is not None and len(entry.measured) == pairs]
+        known = [(entry, met.ratio) for entry, met in told if met is not None and len(entry.measured) == few]
         waiting = [(found.high, entry) for entry, found in known if found.verdict == "undecided" and found.high]
-        room = (self._left - self._for_threads(standing)) // more - 1
-        return [entry for _, entry in sorted(waiting, key=itemgetter(0))[: max(0, room)]]
+        first = [entry for entry in self._shippable() if len(entry.measured) == few < PAIRS]
+        ordered = [*first, *(e for _, e in sorted(waiting, key=itemgetter(0)) if e not in first)]
+        opened = sum(not self._opponents.is_open(number) for number in range(few, many))
+        return ordered[: max(0, (self._left - self._for_threads(standing) - opened) // (many - few))]
+
+    def _shippable(self) -> list[Entry]:
+        """Those that hold the limits and may be the fastest that do."""
+        holding = [e for e in self._standing() if self._run.limits.is_exact_enough(e.trial.accuracy)]
+        least = min((e.spot(self._run).ratio for e in holding), default=0.0)
+        return [e for e in holding if e.spot(self._run).ratio <= least * (1 + APART[0])]
 
     def excuse(self, count: int, elsewhere: int) -> str:
         """Why there are no more points than so many, in a sentence. `elsewhere` are those that failed only at another
@@ -200,9 +204,10 @@ class Candidacy:
         return self._has_builds() and met < self._run.budget.points
 
     def _has_builds(self) -> bool:
-        """Whether one more can be met on two builds beside what is to come."""
+        """Whether one more can be met beside what is to come, on two builds where one is not enough."""
         standing = self._standing()
-        waiting = [entry for entry in standing if len(entry.measured) < PAIRS]
+        again = [*self._shippable(), *(entry for entry in standing if not self._is_obvious(entry))]
+        waiting = {entry.trial.placement for entry in again if len(entry.measured) < PAIRS}
         holds = any(self._run.limits.is_exact_enough(entry.trial.accuracy) for entry in standing)
         least = 0 if holds or not self.entries else PROOF_BUILDS  # the usual proof, where no point can ship
         opened = sum(not self._opponents.is_open(number) for number in range(PAIRS))
@@ -210,9 +215,12 @@ class Candidacy:
 
     def _for_threads(self, standing: Sequence[Entry], others: int = 0) -> int:
         """Builds that points take at other numbers of threads, and so many others of which nothing is known."""
-        seen = [entry.seems(self._run) for entry in standing]
-        clear = sum(ratio is not None and ratio.median < OBVIOUS for ratio in seen)
+        clear = sum(map(self._is_obvious, standing))
         return self._elsewhere(clear, 1) + self._elsewhere(len(standing) + others - clear, PAIRS)
+
+    def _is_obvious(self, entry: Entry) -> bool:
+        seems = entry.seems(self._run)
+        return seems is not None and seems.median <= OBVIOUS
 
     @property
     def _left(self) -> int:

@@ -32,7 +32,7 @@ from qdqtune.types import Failure, Measurement, Mix, Placement, Trial
 
 @dataclass(frozen=True)
 class Proven:
-    """A point of the front as it lies on disk: its time against the user's file, on two fresh builds of both.
+    """A point of the front as it lies on disk: its time against the user's file, on so many fresh pairs of `builds`.
 
     `metric` is the user's own, `holds` whether the point holds the limits on accuracy, `content` what the file held.
     """
@@ -45,6 +45,7 @@ class Proven:
     metric: float | None
     holds: bool
     content: str
+    builds: int
     standings: tuple[Standing, ...] = ()
     """The same at each number of threads."""
 
@@ -109,7 +110,7 @@ def prove_front(history: Sequence[Trial], run: Run, search: FrontSearch | None) 
     trials, builds = candidacy.trials, candidacy.builds - len(candidacy.trials) + more
     elsewhere = sum(p.ratio.verdict == "faster" for p in proven) - len(held)
     notes = () if len(kept) >= ENOUGH else (candidacy.excuse(len(kept), max(0, elsewhere)),)
-    if not (holding := [p for p in kept if p.holds]):
+    if not (holding := [p for p in kept if p.holds and p.builds >= PAIRS]):
         again = best_of(history)  # as without a front, where its builds have not told that it is slower
         tried = {e.trial.placement for e in candidacy.entries if e.trial.placement != again or e.is_slower(run)}
         usual = prove([t for t in history if t.placement not in tried], run)
@@ -212,7 +213,8 @@ def _proven(entries: Sequence[Entry], run: Run) -> list[Proven]:
             holds = holds and not isinstance(metric, Failure) and run.limits.is_good_enough(metric)
         value = None if isinstance(metric, Failure) else metric
         standing = Standing.of(threads_of(run.settings.engine), met)
-        found.append(Proven("", trial, met.ratio, met.a_seconds, met.b_seconds, value, holds, "", (standing,)))
+        pairs = len(entry.measured)
+        found.append(Proven("", trial, met.ratio, met.a_seconds, met.b_seconds, value, holds, "", pairs, (standing,)))
     return found
 
 

@@ -19,6 +19,7 @@ from qdqtune.graph.loading import files_of
 from qdqtune.graph.stamps import content
 from qdqtune.measurement.pairing import as_many_pairs_as_needed, fresh_pairs, rounds_of
 from qdqtune.measurement.timing import (
+    BUILD_LOOKS,
     PAIRS,
     USUAL,
     Plan,
@@ -44,6 +45,10 @@ LEAST_SECONDS = 3.0
 """How long a point of a front meets a build at least, but for the last look: what else the machine does by turns shows
 in all of them, and not in some."""
 
+LOOKS = (1, *BUILD_LOOKS)
+"""After how many pairs of builds a front looks: many points together may tell from one what two tell of a point alone.
+"""
+
 TRIES = 3
 """How often a comparison is tried that was killed, too slow or short of room: what ships must not hang on that."""
 
@@ -62,12 +67,15 @@ class Confirmed:
     parts: tuple[Confirmed, ...] = ()
 
     @classmethod
-    def of(cls, measured: Sequence[Measurement], plan: Plan, seen: Spread = USUAL) -> Self:
-        """What several pairs of builds say together; `seen` is how much builds differ, as far as others have shown."""
+    def of(
+        cls, measured: Sequence[Measurement], plan: Plan, seen: Spread = USUAL, looks: int = len(BUILD_LOOKS)
+    ) -> Self:
+        """What several pairs of builds say together, at one of so many looks; `seen` is how much builds differ, as far
+        as others have shown."""
         a_seconds = float(np.median([seconds for m in measured for seconds in m.a]))
         b_seconds = float(np.median([seconds for m in measured for seconds in m.b]))
-        both = across_builds([ratio(m, plan) for m in measured], plan, seen)
-        parts = tuple(cls.of(same, plan, seen) for same in zip(*(m.parts for m in measured), strict=True))
+        both = across_builds([ratio(m, plan) for m in measured], plan, seen, looks)
+        parts = tuple(cls.of(same, plan, seen, looks) for same in zip(*(m.parts for m in measured), strict=True))
         return cls(both, a_seconds, b_seconds, 2 * len(measured), parts)
 
 
@@ -80,7 +88,7 @@ def confirmed(measured: Sequence[Sequence[Measurement | Failure]], plan: Plan) -
     for at, (row, known) in enumerate(zip(parts, measured, strict=True)):
         others = [other for number, other in enumerate(rows) if number != at and len(other) == PAIRS]
         is_whole = 0 < len(row) == len(known)
-        found.append(Confirmed.of(row, plan, USUAL + spread_of(others)) if is_whole else None)
+        found.append(Confirmed.of(row, plan, USUAL + spread_of(others), len(LOOKS)) if is_whole else None)
     return found
 
 
