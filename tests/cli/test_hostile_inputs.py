@@ -41,6 +41,20 @@ def test_a_negative_size_is_an_open_one(call: Call, model: Path, tmp_path: Path,
     assert call("tune", model, *QUICK, *data, "--mode", mode, "-o", tmp_path / "out")[0] in (0, 3, 4)
 
 
+@pytest.mark.parametrize("scale", [np.nan, np.inf, -1.0])
+def test_a_scale_that_no_tensor_has_is_named(call: Call, model: Path, tmp_path: Path, scale: float) -> None:
+    data, broken = ["--calibration-data", model.with_suffix(".npz")], tmp_path / "q.onnx"
+    how = ("--calibration-method", "minmax", "--no-bias-correction")
+    assert call("quantize", model, *data, *how, "-o", broken)[0] == 0
+    proto = onnx.load(broken)
+    tensor = next(t for t in proto.graph.initializer if t.name == "x_scale")
+    tensor.CopyFrom(numpy_helper.from_array(np.full((), scale, np.float32), tensor.name))
+    onnx.save(proto, broken)
+    told = "the pair on x has a scale that no tensor has: see qdqtune debug"
+    fails(call, told, "tune", broken, "--from-qdq", *QUICK, *data, "-o", tmp_path / "out")
+    fails(call, told, "tune", model, "--qdq-baseline", broken, *QUICK, *data, "-o", tmp_path / "out")
+
+
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
 def test_a_constant_product_of_any_rank_runs_on_its_engine(call: Call, tmp_path: Path, batch: tuple[int, ...]) -> None:
     weight = numpy_helper.from_array(np.random.default_rng(0).normal(size=(*batch, 16, 32)).astype(np.float32), "w")

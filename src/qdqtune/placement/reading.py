@@ -12,6 +12,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from qdqtune.calibration.scales import Range, Ranges
+from qdqtune.errors import BadModel
 from qdqtune.graph.loading import infer
 from qdqtune.graph.model import FLOATS, GRAPH, Constant, Model, Node, rebuild
 from qdqtune.graph.operators import KEEPS_SIGN, LOWER_BOUNDS, QDQ
@@ -73,11 +74,16 @@ def read_placement(float_model: Model, qdq_model: Model) -> Reading:
     Nodes are matched by name, then by the name of an output tensor; the edge is the float node's own input. Pairs of
     int32 biases follow from the others and are left out. A weight without a pair on what it meets, in blocks or of 4
     bits is compressed.
+
+    Raises:
+        BadModel: a scale is no finite number, or below zero.
     """
     found, unmatched, stored = _uses(float_model, qdq_model)
     activations: dict[str, Range] = {}
     weights: dict[str, tuple[float, ...]] = {}
     for edge, pair in found.items():
+        if not (np.isfinite(pair.scale) & (pair.scale >= 0)).all():
+            raise BadModel(f"the pair on {edge.tensor} has a scale that no tensor has: see qdqtune debug")
         if edge.tensor in float_model.constants and weight_role(float_model, edge) is not None:
             weights[edge.tensor] = tuple(float(s) for s in pair.scale.reshape(-1))
         else:
