@@ -251,8 +251,8 @@ def test_seeds_are_priced_in_the_first_batch() -> None:
     bench = Bench(mixed())
     seed = rules.compute_inputs(bench.model, bench.possible)
     search = replace(bench.search(), seeds={"mine": seed, "empty": Placement()})
-    assert [p.origin for p in search.propose([])] == ["fused units", "single nodes", "mine"]
-    assert search.propose([])[-1].placement == seed
+    assert [p.origin for p in search.propose([])] == ["mine", "fused units"]
+    assert search.propose([])[0].placement == seed
 
 
 def test_attention_and_convolutions_improve_or_stay_float() -> None:

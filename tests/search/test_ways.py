@@ -115,9 +115,9 @@ def test_the_first_builds_have_every_weight_in_4_and_in_8_bits() -> None:
     layers = [Layer(n.name, (n.name,), "FP32", 1.0, "compute") for n in MODEL.nodes]
     search = CutSearch(MODEL, possible_edges(MODEL, ranges(MODEL)), layers, ways=WAYS)
     first = {p.origin: p.placement for p in search.propose([])}
-    assert list(first) == ["weights in 4 bits", "weights in 8 bits", "single nodes"]
+    assert list(first) == ["weights in 4 bits", "weights in 8 bits", "fused units"]
     assert first["weights in 4 bits"] == Placement.of((), dict.fromkeys(WAYS, W4).items())
-    assert [p.origin for p in replace(search, ways={}).propose([])] == ["single nodes"]
+    assert [p.origin for p in replace(search, ways={}).propose([])] == ["fused units"]
 
 
 def test_of_storages_that_take_as_long_the_one_that_keeps_more_is_built() -> None:

@@ -105,7 +105,7 @@ def test_a_search_with_builds_left_ends_in_time(model: Path, clock: Clock, worke
 
 @pytest.mark.usefixtures("clock")
 def test_a_front_that_time_ended_asks_for_no_builds(model: Path, workers: Workers) -> None:
-    result, _ = slow_run(model, workers, 0.2, 150.0, front=True, builds=60)
+    result, _ = slow_run(model, workers, 0.2, 110.0, front=True, builds=60)
     told = next(note for note in result.notes if note.startswith("the front has"))
     assert told.endswith("--time-budget has no room for others: give more")
 
@@ -124,7 +124,7 @@ def test_nothing_is_paired_where_nothing_was_tried(model: Path, workers: Workers
 
 @pytest.mark.parametrize("each", [0.01, 0.2, 3.8])
 def test_the_estimate_covers_the_whole_run(model: Path, clock: Clock, workers: Workers, each: float) -> None:
-    usual: dict[str, Any] = {"mode": "cut", "builds": 12, "accuracy_samples": 8}
+    usual: dict[str, Any] = {"mode": "cut", "builds": 6, "accuracy_samples": 8}
     workers.drift, workers.untimed = each / cost(model), each
     expected = estimate(settings(model, **usual, output_dir=model.parent / "dry"))
     begun = clock.now
@@ -152,9 +152,9 @@ def test_a_proof_at_threads_that_nobody_named_leaves_time_for_the_search(
 
 @pytest.mark.usefixtures("clock")
 def test_a_search_that_time_has_ended_says_so(model: Path, workers: Workers) -> None:
-    result, _ = slow_run(model, workers, 0.2, 120.0, builds=12)
+    result, _ = slow_run(model, workers, 0.2, 90.0, builds=12)
     spent = 1 + len(result.history)
-    assert 1 < spent < 12
+    assert 1 < spent < 6
     told = f"--time-budget has ended the search after {spent} of 12 builds"
     assert [note for note in result.notes if note.startswith(told)]
     result, _ = slow_run(model, workers, 0.01, 1200.0, output_dir=model.parent / "enough")

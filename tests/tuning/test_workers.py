@@ -70,8 +70,9 @@ def test_a_run_goes_on_as_it_began_with_another_number_of_workers(model: Path, m
     expected = tune(asked)
     lines = (asked.output_dir / "autotuner_state.yaml").read_bytes().splitlines(keepends=True)
     trials = [n for n, line in enumerate(lines) if b'"key": "trial:' in line]
-    for count, workers in ((1, 4), (4, 1), (7, 2)):
+    for count, workers in ((1, 4), (3, 1), (-1, 2)):
         cut = lines[: trials[count]]
+        left = sum(b'"key": "trial:' in line for line in lines[trials[count] :])
         shuffled = [*(line for line in cut if b'"key": "trial:' not in line),
                     *reversed([line for line in cut if b'"key": "trial:' in line])]  # fmt: skip
         folder = model.parent / f"killed_{count}"
@@ -81,7 +82,7 @@ def test_a_run_goes_on_as_it_began_with_another_number_of_workers(model: Path, m
         found = tune(replace(asked, output_dir=folder, workers=workers))
         assert found.history == expected.history
         asked_again = [b for b in many_cores.builds if b.log.name.startswith("trial_")]
-        assert len(asked_again) == len(expected.history) - count
+        assert len(asked_again) == left
 
 
 def test_a_search_that_learns_from_batches_is_not_given_all_builds_in_one(model: Path) -> None:

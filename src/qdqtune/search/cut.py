@@ -99,9 +99,12 @@ class CutSearch:
     found: Mapping[str, Placement] = field(default_factory=dict)
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
-        """See `Strategy`. The first batch prices every unit: as the engine fuses, apart, and as the seeds have it.
-        Where earlier runs have priced nearly all, the cut comes first, behind what one has found for this model."""
-        if first := _untried(_named(self.found) if self.is_covered else self._first, history):
+        """See `Strategy`. The first batch prices every unit, as the engine fuses and as the seeds have it; nodes apart
+        come behind the first cut, which they hardly change where time ends the search soon (docs/measured.md). Where
+        earlier runs have priced nearly all, the cut comes first, behind what one has found for this model."""
+        has_cut = any(t.proposal.predicted is not None for t in history)
+        known = _named(self.found) if self.is_covered else (*self._first, *self._apart[:has_cut])
+        if first := _untried(known, history):
             return first
         tried = {t.placement for t in history} | {Placement()}
         fresh: dict[Placement, Proposal] = {}
@@ -114,7 +117,7 @@ class CutSearch:
 
     def first(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """What prices every unit and was not tried yet."""
-        return _untried(self._first, history)
+        return _untried((*self._first, *self._apart), history)
 
     @cached_property
     def is_covered(self) -> bool:
@@ -142,13 +145,19 @@ class CutSearch:
 
     @cached_property
     def _first(self) -> tuple[Proposal, ...]:
-        """What earlier runs have found, all weights in fewer bits, everything quantized, as coarse units and as single
-        nodes, and the seeds: what is likely to ship as it is comes first, where no time is left to build all."""
-        whole = {}
-        for name, groups in (("fused units", self.groups), ("single nodes", [])):
-            parts = partition(self.model, self.possible, groups)
-            whole[name] = parts.placement(everything(parts))
-        return tuple(_named(dict(self.found) | by_bits(self.ways, self._may_hold) | whole | dict(self.seeds)))
+        """What earlier runs have found, all weights in fewer bits, the seeds, and everything quantized in coarse units.
+        What is likely to ship as it is comes first, where no time is left to build all."""
+        seeds = dict(self.found) | by_bits(self.ways, self._may_hold) | dict(self.seeds)
+        return (*_named(seeds), self._whole("fused units", self.groups))
+
+    @cached_property
+    def _apart(self) -> tuple[Proposal, ...]:
+        """Everything quantized, in single nodes."""
+        return (self._whole("single nodes", []),)
+
+    def _whole(self, name: str, groups: Sequence[Group]) -> Proposal:
+        parts = partition(self.model, self.possible, groups)
+        return Proposal(name, parts.placement(everything(parts)), wants_layers=True)
 
     def _may_hold(self, placement: Placement) -> bool:
         """Whether a placement may hold the limits on noise, before anything is built."""

@@ -12,6 +12,7 @@ from qdqtune.calibration.observe import outputs_on, passes
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.measurement.fitting import inferences
 from qdqtune.measurement.pairing import start_inferences
+from qdqtune.measurement.timing import BUILD_LOOKS, PAIRS
 from qdqtune.search.front import POINTS
 from qdqtune.tuning.bench import Bench
 from qdqtune.tuning.observer import Observer
@@ -75,7 +76,9 @@ class Budget:
         proof = tuple(n for n in settings.proof if n <= most) or (max(LEAST_ROUNDS, min(most, settings.proof[0])),)
         rounds = each_round * proof[0] + start_inferences(settings.plan) * bench.turn_seconds
         meeting = (1 + files) * bench.float_build_seconds + files * rounds
-        proving = 2 * counts * meeting
+        # Two pairs of builds are bounded to some 15 %: four, where they are cheap, decide on smaller gains.
+        pairs = next((n for n in BUILD_LOOKS[1::-1] if n * counts * meeting <= share * settings.time_budget), PAIRS)
+        proving = (PAIRS if settings.front else pairs) * counts * meeting
         return Budget(
             settings.search_builds,
             settings.trial_builds,

@@ -41,7 +41,7 @@ CANDIDATES = "candidates"
 BATCH = "batch"
 """The record of how many candidates are proposed at a time; without it, that is one."""
 
-FIRST, LESSONS = 4, 3
+FIRST, LESSONS = 3, 3
 """Builds of a first batch, which prices every unit, and how often a search that learns from layers is to learn from a
 batch behind that: eight workers would else spend all builds on what it knows from the first."""
 
