@@ -39,18 +39,18 @@ def rounds_of(runner: Runner, a: Handle, b: Handle, plan: Plan, seed: int) -> Ro
     )
 
 
-def with_help(own: Rounds, beside: Beside[S], build_seconds: float, plan: Plan) -> Rounds:
+def with_help(own: Rounds, beside: Beside[S], build_seconds: float, plan: Plan, *, is_ready: bool = False) -> Rounds:
     """Rounds of which stations that have nothing else to do take a part, as far as building both files leaves them time
-    for it; they are done here where nobody else has done them."""
+    for it, unless it `is_ready` there when rounds begin; they are done here where nobody else has done them."""
     seconds = 4 * plan.slot_seconds  # what a round takes at the least
 
     def rounds(first: int, count: int) -> Measurement | Failure:
         """A few at a time: others may have become free by then."""
-        total, end = None, first + count
+        total, end, lead = None, first + count, 0.0 if is_ready and first == 0 else build_seconds
         while first < end:
             left, share, helpers = end - first, 0, to_spare()
             if helpers and seconds:
-                share = max(0, int((left - build_seconds / seconds) / (1 + helpers)))
+                share = max(0, int((left - lead / seconds) / (1 + helpers)))
             mine = left - (helpers or 0) * share if share or helpers is None else min(left, FEW)
             starts = range(first + mine, end, share) if share else ()
             part = _in_parts(own, beside, first, mine, starts, share)

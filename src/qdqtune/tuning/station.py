@@ -14,6 +14,7 @@ from math import ceil
 
 import numpy as np
 
+from qdqtune.engines.crew import shared, to_spare
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import EngineFailure
 from qdqtune.measurement.accuracy import accuracy, is_finite
@@ -111,15 +112,18 @@ class Station:
         opponent = self._opponent(job)
         if isinstance(opponent, Failure):  # it was built before, so the candidate is not to blame
             raise EngineFailure(f"the engine does not build the best model so far again: {opponent.reason}")
-        candidate = self.loaded.load(job.proposal.placement, f"trial_{job.number:03}")
+        self._candidates.file(job.proposal.placement)  # which takes long enough for others to have nothing to do
+        helpers = [partial(Station.pair_beside, job=job)] * (to_spare() or 0) if conditions.plan.slot_seconds else []
+        (candidate, outputs), ready = shared(partial(self._ran, job), helpers)
         if isinstance(candidate, Failure):
             return Trial(*told, candidate)
-        outputs = self.runner.outputs(candidate, conditions.samples)
         if isinstance(outputs, Failure):
             return Trial(*told, outputs)
         if not is_finite(outputs):
             return Trial(*told, Failure("output", "the outputs hold NaN or infinite values"))
-        rounds = self._rounds(opponent, candidate, conditions.seed, partial(Station.rounds_beside, job=job))
+        is_ready = any(isinstance(pair, tuple) for pair in ready)
+        beside = partial(Station.rounds_beside, job=job)
+        rounds = self._rounds(opponent, candidate, conditions.seed, beside, is_ready=is_ready)
         begun = time.monotonic()
         result = compare(rounds, conditions.plan, decided=lambda r: settled(r) or _is_late(begun, deadline))
         if isinstance(result, Failure):
@@ -138,15 +142,25 @@ class Station:
             rounds = self._rounds(*pair, self._conditions.seed + 1, partial(Station.check_beside, trial=trial))
             return compare(rounds, self._conditions.plan, decided=settled)
 
-    def rounds_beside(self, first: int, count: int, job: Job) -> Measurement | Failure:
-        """Rounds of a candidate that another station is at, on builds that stay until the batch has ended."""
+    def _ran(self, job: Job) -> tuple[Handle | Failure, list[dict[str, Array]] | Failure]:
+        """A build of a candidate, and its outputs."""
+        candidate = self.loaded.load(job.proposal.placement, f"trial_{job.number:03}")
+        if isinstance(candidate, Failure):
+            return candidate, candidate
+        return candidate, self.runner.outputs(candidate, self._conditions.samples)
+
+    def pair_beside(self, job: Job) -> tuple[Handle, Handle] | Failure:
+        """Builds of a candidate that another station is at and of what it meets; they stay as long as the batch."""
         opponent = self._opponent(job)
         if isinstance(opponent, Failure):
             return opponent
         candidate = self.loaded.load(job.proposal.placement, f"beside_{job.number:03}{self._mark}")
-        if isinstance(candidate, Failure):
-            return candidate
-        return self._rounds(opponent, candidate, self._conditions.seed)(first, count)
+        return candidate if isinstance(candidate, Failure) else (opponent, candidate)
+
+    def rounds_beside(self, first: int, count: int, job: Job) -> Measurement | Failure:
+        """Rounds of these."""
+        pair = self.pair_beside(job)
+        return pair if isinstance(pair, Failure) else self._rounds(*pair, self._conditions.seed)(first, count)
 
     def check_beside(self, first: int, count: int, trial: Trial) -> Measurement | Failure:
         """The same of its check, on further builds."""
@@ -160,9 +174,15 @@ class Station:
         files = self._candidates.file(trial.against), self._candidates.file(trial.placement)
         return fresh_builds(self.runner, *files, f"{log_name}_{trial.number:03}{self._mark}")
 
-    def _rounds(self, a: Handle, b: Handle, seed: int, beside: Beside[Station] | None = None) -> Rounds:
+    def _rounds(
+        self, a: Handle, b: Handle, seed: int, beside: Beside[Station] | None = None, *, is_ready: bool = False
+    ) -> Rounds:
         own, plan = rounds_of(self.runner, a, b, self._conditions.plan, seed), self._conditions.plan
-        return own if beside is None else with_help(own, beside, a.build_seconds + b.build_seconds, plan)
+        return (
+            own
+            if beside is None
+            else with_help(own, beside, a.build_seconds + b.build_seconds, plan, is_ready=is_ready)
+        )
 
 
 def profiled_runs(seconds: float) -> int:
