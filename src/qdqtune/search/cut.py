@@ -48,6 +48,7 @@ from qdqtune.search.costs.units import (
     Group,
     Ways,
     by_bits,
+    expected_share,
     fusion_groups,
     inner_edges,
     kind_of,
@@ -58,6 +59,9 @@ from qdqtune.types import Edge, Layer, Placement, Proposal, Trial
 
 CUT = "cut"
 """What the optimum of the prices is called."""
+
+QUANTIZED = 0.6
+"""Share of their float time that products usually take with pairs, at most."""
 
 POLISH = 3
 """Kinds of units that one build of the polish decides otherwise; its layers price each of them by itself."""
@@ -146,9 +150,12 @@ class CutSearch:
     @cached_property
     def _first(self) -> tuple[Proposal, ...]:
         """What earlier runs have found, all weights in fewer bits, the seeds, and everything quantized in coarse units.
-        What is likely to ship as it is comes first, where no time is left to build all."""
-        seeds = dict(self.found) | by_bits(self.ways, self._may_hold) | dict(self.seeds)
-        return (*_named(seeds), self._whole("fused units", self.groups))
+        What is likely to ship as it is comes first, where no time is left to build all: fewer bits come last where they
+        promise less than pairs usually give."""
+        bits = by_bits(self.ways, self._may_hold)
+        rest = {name: p for name, p in bits.items() if expected_share(self.ways, p) >= QUANTIZED}
+        seeds = dict(self.found) | {n: p for n, p in bits.items() if n not in rest} | dict(self.seeds)
+        return (*_named(seeds), self._whole("fused units", self.groups), *_named(rest))
 
     @cached_property
     def _apart(self) -> tuple[Proposal, ...]:

@@ -266,6 +266,12 @@ def ways_in(placements: Iterable[Placement]) -> Ways:
     return found
 
 
+def expected_share(ways: Ways, placement: Placement) -> float:
+    """The mean share of the float time that products take, alone, whose weights a placement stores."""
+    shares = [ways[edge][storage] for edge, storage in placement.compressed]
+    return sum(shares) / len(shares)
+
+
 def by_bits(ways: Ways, holds: Callable[[Placement], bool] = lambda _: True) -> dict[str, Placement]:
     """Every weight in 4 bits, and every one in 8, as far as they may be: in the storage that is the fastest alone, or
     keeps more of the weights and takes hardly longer; in the one that keeps most of them where that does not hold what
