@@ -62,13 +62,14 @@ class Session:
         """Build a model and keep it; the seconds that took."""
         start = perf_counter()
         self._models[number] = self._engine.build(path, log)
-        return perf_counter() - start
+        seconds = perf_counter() - start
+        _give_back()
+        return seconds
 
     def unload(self, number: int) -> None:
-        """Free a model, and give its memory back: the C library keeps what lies between blocks that are in use."""
+        """Free a model."""
         self._models.pop(number).close()
-        if _TRIM is not None:
-            _TRIM(0)
+        _give_back()
 
     def run(self, number: int, inputs: Tensors) -> dict[str, Array]:
         """`Built.run`."""
@@ -106,6 +107,12 @@ class Session:
                     second.time(workload.inputs, 1)
                 rounds[-1].append(_round(first, second, workload.inputs, count, a_is_outside=coin))
         return mixes.measurement(self._mix, rounds)
+
+
+def _give_back() -> None:
+    """Return free memory to the system: glibc keeps what lies between blocks that are in use."""
+    if _TRIM is not None:
+        _TRIM(0)
 
 
 def _quickest(model: Built, inputs: Tensors) -> float:

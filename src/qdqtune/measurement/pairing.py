@@ -79,17 +79,18 @@ def _in_parts(
 
 @contextmanager
 def fresh_builds(runner: Runner, a: Path, b: Path, log_name: str) -> Iterator[tuple[Handle, Handle] | Failure]:
-    """One build of each file, beside whatever is loaded of them."""
+    """One build of each file, beside whatever is loaded of them; b first: what reading it takes is free again when a
+    comes, which is the float model as a rule, and the larger one."""
     with ExitStack() as stack:
         handles: list[Handle] = []
-        for file in (a, b):
+        for file in (b, a):
             handle = runner.load(file, f"{log_name}_{file.stem}", fresh=True)
             if isinstance(handle, Failure):
                 yield handle
                 return
             stack.callback(runner.unload, handle)
             handles.append(handle)
-        yield handles[0], handles[1]
+        yield handles[1], handles[0]
 
 
 def fresh_pairs(
