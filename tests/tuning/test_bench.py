@@ -167,7 +167,7 @@ def test_a_win_is_repeated_on_second_builds_of_both_and_kept_loaded(opened: Open
     trial, _ = setup.measure(1, winner)
     assert trial.check == trial.result
     assert trial.builds == 3
-    assert [p.stem for p in setup.runner.builds] == [FLOAT.digest, winner.digest, FLOAT.digest, winner.digest]
+    assert [p.stem for p in setup.runner.builds] == [FLOAT.digest, winner.digest, winner.digest, FLOAT.digest]
     assert {h.path.stem for h in setup.runner.present} == {FLOAT.digest, winner.digest}
     setup.bench.keep_only(winner)
     assert {h.path.stem for h in setup.runner.present} == {winner.digest}
@@ -298,7 +298,7 @@ def test_the_proof_takes_all_rounds_on_two_fresh_builds_of_each_file(opened: Ope
     assert proven.ratio == across_builds(each, setup.run.settings.proof_plan)
     assert proven.ratio.median == pytest.approx((0.8 * 0.82) ** 0.5)
     assert (proven.a_seconds, proven.b_seconds) == (1.0, pytest.approx(0.81))
-    assert [p.name for p in setup.runner.builds] == ["baseline.onnx", "final.onnx"] * 2
+    assert [p.name for p in setup.runner.builds] == ["final.onnx", "baseline.onnx"] * 2
     assert setup.runner.present == set()
     later = opened()
     assert confirm("proof:x", *files, later.run, Place(None, later.run.runner)) == proven
