@@ -87,7 +87,10 @@ def test_it_builds_and_runs_in_8_bits(
     assert callable(make)
     model = make()
     save(model, tmp_path / "model.onnx")
-    quantize(Request(tmp_path / "model.onnx", tmp_path / "q.onnx", quant_type, "tensorrt-rtx", precision))
+    asked = Request(
+        tmp_path / "model.onnx", tmp_path / "q.onnx", quant_type=quant_type, engine="tensorrt-rtx", precision=precision
+    )
+    quantize(asked)
     shapes = {name: [d or 2 for d in model.tensors[name].shape] for name in model.inputs}
     engine = open_engine(EngineSpec("tensorrt-rtx", {"target": "sm89", "opt_shapes": shapes}))
     layers = engine.build(tmp_path / "q.onnx", tmp_path / "build.log").layers({}, 1)
@@ -131,7 +134,8 @@ def test_half_precision_with_nodes_in_float32_builds(
     for module in ("cuda.bindings.runtime", "cuda.cudart"):
         monkeypatch.setitem(sys.modules, module, None)
     save(build(LOUD, {"w": normal(32, 32, 3, 3, scale=20.0)}), tmp_path / "model.onnx")
-    done = quantize(Request(tmp_path / "model.onnx", tmp_path / "q.onnx", "int8", "tensorrt-rtx", precision))
+    asked = Request(tmp_path / "model.onnx", tmp_path / "q.onnx", engine="tensorrt-rtx", precision=precision)
+    done = quantize(asked)
     kept = [note for note in done.notes if "square (s reaches" in note and "root (s reaches" in note]
     assert len(kept) == (1 if precision == "fp16" else 0)
     engine = open_engine(EngineSpec("tensorrt-rtx", {"target": "sm89"}))

@@ -114,7 +114,7 @@ def test_points_of_a_front_have_intervals_and_another_pick_ships(model: Path, wo
     again = report_of_run(out)
     assert [point.name for point in again.points if point.shipped] == [other.name]
     assert again.verdict.speed == other.speed
-    assert len(again.proof) == 2
+    assert 1 <= len(again.proof) <= 2
     assert f"{other.speed.median:.2f} times as fast" in (out / "report.html").read_text()
 
 

@@ -86,7 +86,7 @@ def test_a_time_budget_has_room_for_one_more_candidate_and_the_proof() -> None:
     assert budget(None, 0.5).deadline is None
     ample = budget(3600, 0.001)
     assert ample.proof == Settings(Path("m")).proof
-    assert ample.seconds_left == pytest.approx(3600 - (1 + 0.08 * 12) - 2 * (2 + 0.08 * 12 + 0.008), abs=1)
+    assert ample.seconds_left == pytest.approx(3600 - (1 + 0.08 * 12) - 4 * (2 + 0.08 * 12 + 0.008), abs=1)
     tight = budget(120, 0.5)
     assert tight.proof == (12,)
     assert tight.seconds_left == pytest.approx(120 - (1 + 2 * 12) - 2 * (2 + 2 * 12 + 4), abs=1)

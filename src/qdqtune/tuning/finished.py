@@ -175,7 +175,7 @@ def _proof(records: Mapping[str, Record], final: Placement, summary: Mapping[str
     for kind in kinds:
         found = [records.get(f"{kind}:{final.digest}:{number}") for number in range(MOST_PAIRS)]
         measured = [m for record in found if record and isinstance(m := unpack_result(record), Measurement)]
-        if len(measured) >= PAIRS:
+        if len(measured) >= (1 if kind == "front" else PAIRS):  # where points stand together, one may do
             yield from measured
             return
 
