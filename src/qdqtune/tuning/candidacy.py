@@ -118,17 +118,24 @@ class Candidacy:
             BaselineFailed: the engine does not build the float model again.
             OutputError: a file cannot be written.
         """
+        known = -1
         with self._opponents:
-            while self._has_room() and (point := self._next()) is not None:
-                self.entries.append(self._usual(self._entry(point)))
-            begun = time.monotonic()
-            for few, many in pairwise(LOOKS):
-                if self._run.budget.lacks((many - few) * (time.monotonic() - begun)):
-                    break
-                waiting = self._undecided(few, many)
-                for number in range(few, many):
-                    waiting = [self._put(self._met_again(entry, number)) for entry in waiting]
+            while known < len(self.entries):  # what needs no further build leaves room for others
+                known = len(self.entries)
+                while self._has_room() and (point := self._next()) is not None:
+                    self.entries.append(self._usual(self._entry(point)))
+                self._meet_again()
         return self._standing()
+
+    def _meet_again(self) -> None:
+        """Further pairs of builds of what those so far do not tell."""
+        begun = time.monotonic()
+        for few, many in pairwise(LOOKS):
+            if self._run.budget.lacks((many - few) * (time.monotonic() - begun)):
+                break
+            waiting = self._undecided(few, many)
+            for number in range(few, many):
+                waiting = [self._put(self._met_again(entry, number)) for entry in waiting]
 
     def _usual(self, entry: Entry) -> Entry:
         """What the search would ship has met as many builds as it needs and there is room for."""
