@@ -197,12 +197,11 @@ class Candidacy:
         lost = ", ".join(f"{number} {what}" for what, number in reasons.items() if number > 0)
         many = f"of {len(self.entries)} candidates that met your model"
         met = "" if not lost else f"{many} {lost}" if len(self.entries) > 1 else f"the only candidate: {lost}"
-        if self._next() is None:
-            rest = f"prices foretell no others that differ and take at most {GAIN:.1%} of the float model's time"
-        elif self._run.settings.time_budget is not None and self._has_builds():
-            rest = "--time-budget has no room for others: give more"
-        else:
-            rest = f"--builds {self._run.settings.builds} has no room for others: give more"
+        rest = f"prices foretell no others that differ and take at most {GAIN:.1%} of the float model's time"
+        if (is_late := self._run.budget.is_late) or self._next() is not None:
+            is_timed = self._run.settings.time_budget is not None and (is_late or self._has_builds())
+            ended = "--time-budget" if is_timed else f"--builds {self._run.settings.builds}"
+            rest = f"{ended} has no room for others: give more"
         return f"the front has {count} point{'s' * (count != 1)}: {'; '.join(filter(None, (met, rest)))}"
 
     def _has_room(self) -> bool:
