@@ -223,7 +223,7 @@ def result_line(result: Result, final: Path) -> str:
         kind = "tuned" if result.placement else "rewritten float"
         return f"{final} is the {kind} model"
     copied = "the baseline" if result.shipped == "baseline" else "a copy of the model that you gave"
-    untried = "no improvement found" if result.history else "there was nothing to try"
+    untried = "no improvement found" if result.history else "nothing was tried"
     outcome = "nothing faster holds the limits on accuracy" if result.unmet else untried
     return f"{outcome}: {final} is {copied}"
 

@@ -102,7 +102,7 @@ def headline(evidence: Evidence) -> str:
         if evidence.shipped == "tuned":
             return "the float model ships with its rewrites, which are faster alone than with any pair that was tried"
         if not evidence.history:
-            return "the float model ships: there was nothing to try"
+            return "the float model ships: nothing was tried"
         return f"the float model ships: of {len(evidence.history)} candidates none was proven faster within the limits"
     trial, ratios = evidence.trial, ratios_to_float(evidence.history, evidence.plan)
     share = f", {ratios[evidence.placement]:.3f} of the time of float in the search" if trial else ""
