@@ -180,35 +180,59 @@ def _between(partition: Partition, tensor: str, known: Mapping[str, str]) -> str
     return between(kind(partition.producer.get(tensor)), map(kind, partition.users(tensor)))
 
 
+@dataclass(frozen=True)
+class _Earlier:
+    """What earlier runs have shown of a partition: in models of the same sizes, or else in those of others."""
+
+    partition: Partition
+    prior: Prior
+
+    @cached_property
+    def _known_as(self) -> Sequence[Mapping[str, str]]:
+        return _known_as(self.partition) if self.prior else ()
+
+    @cached_property
+    def _digests(self) -> Sequence[Mapping[str, str]]:
+        return [{kind: digest(text) for kind, text in known.items()} for known in self._known_as]
+
+    def share(self, unit: Unit, how: str, *where: str) -> float | None:
+        """The share of its float time that a unit took, in the first of these places in which one has run so."""
+        keys = ((known[unit.kind], how, w) for known in self._digests for w in where)
+        return next((self.prior.shares[key] for key in keys if key in self.prior.shares), None)
+
+    def conversion(self, tensor: str, op: Conversion, size: float) -> float | None:
+        """The ms of a tensor's conversion, as many bytes as `size` says."""
+        for known in self._known_as:
+            if (paid := self.prior.conversions.get((op, _between(self.partition, tensor, known)))) is not None:
+                before, ms = paid
+                return ms * size / before if before > 0 else ms
+        return None
+
+    def guessed(self, unit: Unit) -> float:
+        """The share of a unit of which nobody has seen any like it."""
+        operators, where = operators_of(unit, self.partition), ("quantized", "both", "float")
+        keys = ((operators, "quantized", w) for w in where)
+        return next((self.prior.usual[key] for key in keys if key in self.prior.usual), HOPE)
+
+
 def _priced(partition: Partition, samples: Samples, prior: Prior) -> Costs:
     fixed, per_byte = _line(samples.sizes or prior.sizes)
-    known_as = _known_as(partition) if prior else ()
-    digests = [{kind: digest(text) for kind, text in known.items()} for known in known_as]
+    earlier = _Earlier(partition, prior)
 
     def conversion(tensor: str, op: Conversion, seen: Mapping[str, float]) -> float:
         if tensor in seen:
             return seen[tensor]
         size = bytes_of(partition.model, tensor)
-        for known in known_as:
-            if (paid := prior.conversions.get((op, _between(partition, tensor, known)))) is not None:
-                before, ms = paid
-                return ms * size / before if before > 0 else ms
-        return fixed + per_byte * size
+        before = earlier.conversion(tensor, op, size)
+        return fixed + per_byte * size if before is None else before
 
     medians = {key: median(sampled) for key, sampled in samples.units.items() if sampled}
 
     def price(unit: Unit, how: State, *where: Behind) -> float | None:
         own = next((medians[key] for w in where if (key := (unit.kind, how, w)) in medians), None)
-        if own is not None or not prior or how == "float":
+        if own is not None or how == "float" or (share := earlier.share(unit, how, *where)) is None:
             return own
-        before = price(unit, "float", "float", "quantized") or 0.0
-        keys = ((known[unit.kind], how, w) for known in digests for w in where)
-        return next((prior.shares[key] * before for key in keys if key in prior.shares), None)
-
-    def guessed(unit: Unit) -> float:
-        operators, where = operators_of(unit, partition), ("quantized", "both", "float")
-        keys = ((operators, "quantized", w) for w in where)
-        return next((prior.usual[key] for key in keys if key in prior.usual), HOPE)
+        return share * (price(unit, "float", "float", "quantized") or 0.0)
 
     dequantize = {t: conversion(t, "dequantize", samples.dequantize) for t in partition.edges}
     corrections, known = _corrections(partition, samples), []
@@ -224,15 +248,14 @@ def _priced(partition: Partition, samples: Samples, prior: Prior) -> Costs:
             more = 0.0  # what was seen is what it takes behind floats, and nothing comes on top of that
         e1 = None if more is None else max(0.0, more) / max(1, len(entering))
         there = (e1 or 0.0) * len(entering)
-        c1 = guessed(unit) * c0 if seen is None else max(0.0, seen - there) if inside is None else seen
+        c1 = earlier.guessed(unit) * c0 if seen is None else max(0.0, seen - there) if inside is None else seen
         leaving = sum(t in partition.edges for t in unit.outputs)
         o = None
         if handed is not None:
             o = max(0.0, handed - c1 - (there if handed_inside is None else 0.0)) / max(1, leaving)
         g = samples.disturbed.get(unit.kind)
-        if g is None:
-            keys = ((known[unit.kind], DISTURBED, "") for known in digests)
-            g = next((c0 * prior.shares[key] for key in keys if key in prior.shares), None)
+        if g is None and (share := earlier.share(unit, DISTURBED, "")) is not None:
+            g = c0 * share
         if handed is not None and not unit.weights and entering:  # the same build as a float unit behind DQs
             g = max(g or 0.0, handed - c0 - sum(dequantize[t] for t in entering))
         stored = _stored(partition, unit, c0, medians, corrections)
