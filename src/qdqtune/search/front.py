@@ -202,12 +202,14 @@ class FrontSearch:
         left = most - 1 - sum(t.builds for t in history)
         return self.by_cut.propose(history)[: max(0, left)]
 
-    def offers(self, history: Sequence[Trial], heard: Mapping[Placement, float]) -> tuple[Offer, ...]:
-        """What may be points of the front and was not built, far from each other. Times are what prices foretell, as
-        far as builds have shown those to be off; noise is what was `heard` in a simulation, an SQNR in dB by
-        placement, or else the sum of what values bring alone, off as it is for placements with such sums."""
-        costs, chosen = self.by_cut.costs(history), list[Offer]()
-        best = unbeaten(self._worth(costs, history, heard))
+    def offers(
+        self, times: Sequence[tuple[Placement, float]], history: Sequence[Trial], heard: Mapping[Placement, float]
+    ) -> tuple[Offer, ...]:
+        """What may be points of the front, of what `times` have, far from each other. Noise is what was `heard` in a
+        simulation, an SQNR in dB by placement, or else the sum of what values bring alone, off as it is for placements
+        with such sums."""
+        chosen = list[Offer]()
+        best = unbeaten(self._quiet(times, history, heard))
         while len(chosen) < OFFERED and (found := farthest(best, [o.spot for o in chosen])) is not None:
             chosen.append(found)
         return tuple(chosen)
@@ -216,17 +218,24 @@ class FrontSearch:
         """The offer with its noise as simulated."""
         return replace(offer, spot=Spot(offer.spot.ratio, _db(self.noise.brought(offer.placement))), is_foretold=True)
 
-    def _worth(self, costs: Costs, history: Sequence[Trial], heard: Mapping[Placement, float]) -> Iterator[Offer]:
+    def times(self, history: Sequence[Trial]) -> tuple[tuple[Placement, float], ...]:
+        """What is worth a build and had none, and the share of the float model's time that prices foretell of it, as
+        far as builds have shown those to be off."""
+        costs = self.by_cut.costs(history)
         path, scale = self._path(costs), self._scale(costs, history)
-        known = {t.placement: t.exactness for t in history if t.sqnr_db is not None}
-        summed_db = self._level({**heard, **known})
         tried = {t.placement for t in history} | {Placement()}
         built = tuple(decision_of(costs, p.placement) for p in undominated(history, self.by_cut.plan))
-        for decision in dict.fromkeys((*path, *between(costs, path), *flipped(costs, (*path, *built)))):
-            ratio = 1 - scale * (1 - costs.total(decision) / costs.float_ms)
-            placement = costs.partition.placement(decision)
-            if placement in tried or ratio > GAIN:
-                continue
+        decisions = dict.fromkeys((*path, *between(costs, path), *flipped(costs, (*path, *built))))
+        ratios = ((d, 1 - scale * (1 - costs.total(d) / costs.float_ms)) for d in decisions)
+        worth = ((costs.partition.placement(d), ratio) for d, ratio in ratios if ratio <= GAIN)
+        return tuple((placement, ratio) for placement, ratio in worth if placement not in tried)
+
+    def _quiet(
+        self, times: Sequence[tuple[Placement, float]], history: Sequence[Trial], heard: Mapping[Placement, float]
+    ) -> Iterator[Offer]:
+        known = {t.placement: t.exactness for t in history if t.sqnr_db is not None}
+        summed_db = self._level({**heard, **known})
+        for placement, ratio in times:
             db = heard.get(placement)
             offer = Offer(placement, Spot(ratio, summed_db(placement) if db is None else db), db is not None)
             if not is_beyond(offer.noise, self.noise.limit):

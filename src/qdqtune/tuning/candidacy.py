@@ -252,14 +252,15 @@ class Candidacy:
             return waiting[0]
         if self._run.subject.rewrites.names and Placement() not in met:
             return Offer(Placement(), Spot(1.0, EQUAL_DB), is_foretold=True)
-        offers = self._offers()
+        history = [*self._history, *self.trials]
+        times = () if self._search is None else self._search.times(history)
         points = [p for p in unbeaten if p.trial.placement not in met]
         while True:
-            before = len(self._heard)
+            before = len(self._heard)  # what was simulated says more of the others
+            offers = () if self._search is None else self._search.offers(times, history, self._heard)
             found = self._far([*points, *offers])
             if found is not None or len(self._heard) == before:
                 return found
-            offers = self._offers()  # what was simulated says more of the others
 
     def _far(self, candidates: Sequence[Point | Offer]) -> Point | Offer | None:
         """The one that is farthest from all that were met, and by all that is known not beaten."""
@@ -276,16 +277,9 @@ class Candidacy:
             left.remove(found)
             left += filter(None, [self._foretold(found)])
 
-    def _offers(self) -> tuple[Offer, ...]:
-        if self._search is None:
-            return ()
-        return self._search.offers([*self._history, *self.trials], self._heard)
-
     def _foretold(self, offer: Offer) -> Offer | None:
         """The offer with its noise as simulated; None if it is too noisy, or enough were simulated."""
-        if self._search is None or offer.is_foretold:
-            return offer
-        if len(self._heard) >= SIMULATED:
+        if self._search is None or len(self._heard) >= SIMULATED:
             return None
         known = self._search.foretold(offer)
         self._heard[offer.placement] = known.spot.db
