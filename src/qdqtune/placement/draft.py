@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
 
 import numpy as np
 import onnx
@@ -92,12 +92,10 @@ def converter(
     draft.nodes.append(Made(node, inputs, (output,)))
 
 
-TYPES: dict[np.dtype[Any], int] = {}
-
-
 def _tensor(name: str, array: Array) -> onnx.TensorProto:
     """A small constant as `numpy_helper.from_array` makes it, a few times as fast."""
-    dtype = TYPES.get(array.dtype)
-    if dtype is None:
-        dtype = TYPES[array.dtype] = helper.np_dtype_to_tensor_dtype(array.dtype)
-    return onnx.TensorProto(name=name, data_type=dtype, dims=array.shape, raw_data=array.tobytes())
+    return onnx.TensorProto(name=name, data_type=_type(array.dtype), dims=array.shape, raw_data=array.tobytes())
+
+
+_type = cache(helper.np_dtype_to_tensor_dtype)
+"""The lookup takes longer than all the rest of a small constant."""
