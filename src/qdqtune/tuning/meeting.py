@@ -133,7 +133,7 @@ class _Pair:
             if any(isinstance(result, Failure) for result in measured.values()):
                 break
             self.run.observer.progress(done, len(turns))
-            results = insist(partial(self._fresh, turn, len(turns) - done))
+            results = patiently(partial(self._fresh, turn, len(turns) - done))
             told: Sequence[Measurement | Failure] = [results] if isinstance(results, Failure) else results
             for number, result in zip(turn, told, strict=False):
                 measured[number] = unpack_result(store.put(f"{self.key}:{number}", pack_result(result) | files))
@@ -195,7 +195,7 @@ class Opponents:
         key = f"front:{placement.digest}{self._place.suffix}:{number}"
         record = known(run.store, key, files, run.settings.proof_plan.looks[0])
         if record is None or look is not None:
-            record = run.store.put(key, pack_result(insist(partial(self._fresh, number, file, look))) | files)
+            record = run.store.put(key, pack_result(patiently(partial(self._fresh, number, file, look))) | files)
         return unpack_result(record)
 
     def _fresh(self, number: int, file: Path, look: Callable[[Handle], None] | None) -> Measurement | Failure:
@@ -243,7 +243,7 @@ def known(store: Store, key: str, files: Record, least: int) -> Record | None:
     return record if "failure" in record or len(record["samples"]["a"]) >= least else None
 
 
-def insist(ask: Callable[[], T | Failure]) -> T | Failure:
+def patiently(ask: Callable[[], T | Failure]) -> T | Failure:
     """What is asked for, tried again where the failure is transient."""
     result = ask()
     for _ in range(TRIES - 1):

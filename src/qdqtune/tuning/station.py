@@ -178,11 +178,9 @@ class Station:
         self, a: Handle, b: Handle, seed: int, beside: Beside[Station] | None = None, *, is_ready: bool = False
     ) -> Rounds:
         own, plan = rounds_of(self.runner, a, b, self._conditions.plan, seed), self._conditions.plan
-        return (
-            own
-            if beside is None
-            else with_help(own, beside, a.build_seconds + b.build_seconds, plan, is_ready=is_ready)
-        )
+        if beside is None:
+            return own
+        return with_help(own, beside, a.build_seconds + b.build_seconds, plan, is_ready=is_ready)
 
 
 def profiled_runs(seconds: float) -> int:
