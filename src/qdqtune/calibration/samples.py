@@ -27,6 +27,7 @@ import numpy as np
 import onnx
 
 from qdqtune.errors import BadData, BadModel, BadOption, one_line
+from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import COPIES
 from qdqtune.types import Array, Sample
@@ -144,9 +145,13 @@ def input_specs(model: Model) -> tuple[InputSpec, ...]:
     return tuple(specs)
 
 
-def fixed_inputs(model: Model, fixed: Mapping[str, float | int | str]) -> Sample:
-    """The inputs that --fix-input has made constant, for files that still ask for them, as `model` does."""
-    specs = {spec.name: spec for spec in input_specs(model)} if fixed else {}
+def fixed_inputs(file: Path, fixed: Mapping[str, float | int | str]) -> Sample:
+    """The inputs that --fix-input has made constant, for files that still ask for them, as this one does.
+
+    Raises:
+        BadModel: it cannot be read; it is not where nothing is fixed.
+    """
+    specs = {spec.name: spec for spec in input_specs(load(file))} if fixed else {}
     shapes = {name: tuple(d or 1 for d in specs[name].shape) for name in fixed}
     return {name: np.full(shapes[name], value).astype(specs[name].dtype) for name, value in fixed.items()}
 

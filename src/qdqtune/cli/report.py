@@ -17,7 +17,7 @@ from qdqtune.cli.progress import failure
 from qdqtune.cli.streams import escaped
 from qdqtune.commands.compare import Row
 from qdqtune.measurement.timing import Ratio
-from qdqtune.report.words import decibels, duration, speed
+from qdqtune.report.words import decibels, duration, rewrites_gave, speed
 from qdqtune.search.costs.explanation import UnitPrice
 from qdqtune.tuning.estimate import Estimate
 from qdqtune.tuning.result import Result
@@ -63,16 +63,13 @@ def result_table(result: Result) -> Table:
 
 
 def _rewritten(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """What rewrites of the float model gave where they were measured, and what the placement did: without one, all
-    that the proof has measured is theirs."""
+    """What rewrites of the float model gave where they were measured, and what the placement did."""
     rewrites = summary.get("rewrites", {})
     if "gave" not in rewrites:
         return []
-    what = f"of its time by {', '.join(rewrites['names'])}"
-    if not summary["edges"] and not summary.get("weights"):
-        return [(what, "1", f"{summary['ratio']:.3f}")]
-    gave, placed = (f"{rewrites[name]:.3f}" for name in ("gave", "placement_gave"))
-    return [(what, "1", gave), ("  and by the placement", "1", placed)]
+    gave, placed = rewrites_gave(summary)
+    rows = [(f"of its time by {', '.join(rewrites['names'])}", "1", f"{gave:.3f}")]
+    return rows if placed is None else [*rows, ("  and by the placement", "1", f"{placed:.3f}")]
 
 
 def _latencies(result: Result) -> list[tuple[str, str, str]]:

@@ -196,7 +196,7 @@ def debug(request: Request, observer: Observer | None = None) -> Diagnosis:
         raise BadModel(f"{file} has no pair on a tensor of the float model: is it a version of {request.model}?")
     check_inputs(request.engine, plain)
     prepared = prepare(plain, request.data, fixed=request.fix_inputs)
-    fixed = fixed_inputs(load(request.model), request.fix_inputs) if request.fix_inputs else {}
+    fixed = fixed_inputs(request.model, request.fix_inputs)
     fed = [sample | fixed for sample in prepared.judging]
     with _probe(request, plain, quantized or plain, pairs, fed) as probe:
         done = _Debugging(probe, request, file, observer).done(unmatched)

@@ -18,7 +18,7 @@ from qdqtune.measurement.limits import outcome
 from qdqtune.measurement.timing import Ratio, judge, ratio
 from qdqtune.report.graph import Ran, draw, everywhere
 from qdqtune.report.values import Bar, Candidate, Fact, Group, Map, Point, Report, Speed, Strip, Verdict
-from qdqtune.report.words import decibels, duration
+from qdqtune.report.words import decibels, duration, rewrites_gave
 from qdqtune.search import ratios_to_float
 from qdqtune.search.costs.attribution import Priced, attribute
 from qdqtune.search.front import undominated
@@ -203,10 +203,11 @@ def _facts(run: Finished) -> Iterator[Fact]:
         if summary.get("metric_before") is not None and summary.get("metric_after") is not None:
             yield Fact("your metric", f"{summary['metric_after']:.4g}", f"float: {summary['metric_before']:.4g}")
         if "gave" in (rewrites := summary.get("rewrites", {})):
-            names, gave, told = ", ".join(rewrites["names"]), summary["ratio"], ""
-            if summary["edges"] or summary.get("weights"):
-                gave, told = rewrites["gave"], f"; the placement gave {rewrites['placement_gave']:.3f} of the rest"
-            yield Fact("rewrites gave", f"{gave:.3f}", f"of the time of your file: {names}{told}")
+            gave, placed = rewrites_gave(summary)
+            told = "" if placed is None else f"; the placement gave {placed:.3f} of the rest"
+            yield Fact(
+                "rewrites gave", f"{gave:.3f}", f"of the time of your file: {', '.join(rewrites['names'])}{told}"
+            )
         yield Fact("tensors in 8 bits", str(summary["pairs"]), "values that carry a Q/DQ pair")
     elif (without := summary.get("fastest_without_limits")) is not None:
         ends = "equal outputs" if without["sqnr_db"] is None else decibels(without["sqnr_db"])

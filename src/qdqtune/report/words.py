@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from qdqtune.types import Placement
 
 
@@ -31,6 +34,14 @@ def placed(placement: Placement) -> str:
         return weights
     edges = len(placement)
     return f"{edges} {'edge carries' if edges == 1 else 'edges carry'} a pair{f', {weights}' if stored else ''}"
+
+
+def rewrites_gave(summary: Mapping[str, Any]) -> tuple[float, float | None]:
+    """The share of its time that rewrites left to a model, where that was measured, and what the placement left of
+    this; None where there is none, and all that the proof has measured is theirs."""
+    if not summary["edges"] and not summary.get("weights"):
+        return summary["ratio"], None
+    return summary["rewrites"]["gave"], summary["rewrites"]["placement_gave"]
 
 
 def decibels(sqnr_db: float | None) -> str:
