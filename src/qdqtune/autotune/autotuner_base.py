@@ -260,21 +260,15 @@ class QDQAutotunerBase:
         graph, edges = self._known_graph(), self._placement(best=True).edges
         if not edges:
             return [], [], [], []
-        readers = {graph.index_of[e.node] for e in edges if e.node}
-        makers = {graph.producers[e.tensor] for e in edges if e.tensor in graph.producers}
-        covered = {(graph.index_of[e.node], e.index) for e in edges if e.node}
-        nodes = [graph.nodes[n] for n in sorted(readers | makers)]
+        ends = [(graph.maker(e.tensor), graph.user(e)) for e in edges]
+        nodes = [graph.nodes[n] for n in sorted({end.index for pair in ends for end in pair if end})]
         bare = [
-            (graph.nodes[graph.producers[tensor]], node, tensor)
+            (maker, node, tensor)
             for node in nodes
             for slot, tensor in enumerate(node.inputs)
-            if tensor in graph.producers and (node.index, slot) not in covered
+            if (maker := graph.maker(tensor)) is not None and Edge(tensor, node.name, slot) not in edges
         ]
-        activated = {
-            graph.nodes[graph.producers[e.tensor]].op
-            for e in edges
-            if e.tensor in graph.producers and e.node and graph.nodes[graph.index_of[e.node]].op in ACTIVATIONS
-        }
+        activated = {maker.op for maker, user in ends if maker and user and user.op in ACTIVATIONS}
         ops = get_autotuner_quantizable_ops()
         if self.config.default_quant_type == "fp8":
             ops &= {"Add", "Conv", "Gemm", "MatMul"}

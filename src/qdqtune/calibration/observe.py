@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from functools import cache, partial
 from itertools import islice
 from math import prod
@@ -135,8 +136,7 @@ def _outputs(
 
 def with_outputs(model: Model, nodes: Sequence[onnx.NodeProto], outputs: Iterable[str] | None = None) -> Model:
     """The model with more nodes at its end, and with `outputs` instead of its own: by default what each node makes."""
-    proto = onnx.ModelProto()
-    proto.CopyFrom(model.proto)
+    proto = deepcopy(model.proto)
     proto.graph.node.extend(nodes)
     del proto.graph.output[:]
     for name in [node.output[0] for node in nodes] if outputs is None else outputs:

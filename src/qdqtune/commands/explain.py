@@ -176,5 +176,5 @@ def _with_engine(evidence: Evidence, final: Path, engine: str) -> Evidence:
     trial = evidence.trial
     numbers = numeric_format(engine, "fp8" if evidence.quant_type == "fp8" else "int8")
     reasons = Reasons(model, (trial.layers if trial else None) or (), numbers)
-    told = {name: reasons.of_float(model.nodes[model.index_of[name]]) for name in paired & model.index_of.keys()}
+    told = {name: reasons.of_float(model.node(name)) for name in paired & model.index_of.keys()}
     return replace(evidence, in_float=told)

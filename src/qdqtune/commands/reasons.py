@@ -117,7 +117,7 @@ class Reasons:
     def of_quantize(self, q: Node) -> Reason:
         """Why a Q runs: what makes its input runs in float, or somebody else reads that input."""
         tensor = q.inputs[0]
-        maker = self._maker(tensor)
+        maker = self._model.maker(tensor)
         if tensor in self._model.constants:
             return Reason("it quantizes a constant, which the engine has not done in advance")
         if self._comes_from_input(tensor):
@@ -156,7 +156,7 @@ class Reasons:
         return replace(first, text=first.text + told_too)
 
     def _in_float(self, node: Node) -> Reason:
-        before = self._maker(node.inputs[0]) if node.op in FUSED_BEHIND else None
+        before = self._model.maker(node.inputs[0]) if node.op in FUSED_BEHIND else None
         if before is not None and not is_conversion(before) and not self.runs_in_8_bits(before):
             return self._in_float(before)
         return Reason(f"{told(node)} runs in float: {self.of_float(node)}", node.name)
@@ -187,7 +187,7 @@ class Reasons:
 
     def _clamp_before(self, node: Node) -> str:
         source = self.operands(node)[0].source
-        before = self._maker(source) if source else None
+        before = self._model.maker(source) if source else None
         if node.op in FUSED_BEHIND and before is not None and before.op in COMPUTE:
             return f"a pair stands between {told(before)} and it, which engines fuse: put the pair behind it instead"
         return ""
@@ -217,7 +217,7 @@ class Reasons:
 
     def _scale(self, node: Node, number: int, operand: Operand, dq: Node) -> str:
         scale = self._constant(dq, 1)
-        q = self._maker(dq.inputs[0])
+        q = self._model.maker(dq.inputs[0])
         if scale is None:
             return f"the scale of {dq.name} is no constant"
         if q is not None and q.op == "QuantizeLinear" and not self._same_numbers(q, dq):
@@ -266,7 +266,7 @@ class Reasons:
     def _has_quantized_bias(self, node: Node) -> bool | None:
         if node.op not in COMPUTE or len(node.inputs) < 3 or not node.inputs[2]:
             return None
-        dq = self._maker(node.inputs[2])
+        dq = self._model.maker(node.inputs[2])
         return dq is not None and dq.op == "DequantizeLinear"
 
     def _like(self, node: Node) -> list[Node]:
@@ -321,7 +321,7 @@ class Reasons:
         seen, stack = {node.index}, [node]
         while stack:
             here = stack.pop()
-            makers = (self._maker(t) for t in here.inputs)
+            makers = (self._model.maker(t) for t in here.inputs)
             near = [r for t in here.outputs for r in self._readers(t)] if forward else [m for m in makers if m]
             if any(n.op == "Softmax" for n in near):
                 return True
@@ -332,9 +332,9 @@ class Reasons:
 
     def _unmoved(self, tensor: str) -> Node | None:
         """The DQ whose values a tensor holds, be it in another shape or order."""
-        maker = self._maker(tensor)
+        maker = self._model.maker(tensor)
         while maker is not None and maker.op in KEEPS_VALUES:
-            maker = self._maker(maker.inputs[0])
+            maker = self._model.maker(maker.inputs[0])
         return maker if maker is not None and maker.op == "DequantizeLinear" else None
 
     def _twice(self, dq: Node, q: Node) -> str:
@@ -356,18 +356,18 @@ class Reasons:
         return ", ".join(users[:2]) + (f" and {len(users) - 2} more" if len(users) > 2 else "")
 
     def _operand(self, tensor: str) -> Operand | None:
-        maker = self._maker(tensor)
+        maker = self._model.maker(tensor)
         if maker is None or maker.op != "DequantizeLinear":
             info = self._model.tensors.get(tensor)
             is_known = info is not None and info.is_float
             return Operand(tensor, None, tensor, tensor in self._model.constants) if is_known else None
-        q = self._maker(maker.inputs[0])
+        q = self._model.maker(maker.inputs[0])
         source = q.inputs[0] if q is not None and q.op == "QuantizeLinear" else None
         fixed = (source or maker.inputs[0]) in self._model.constants
         return Operand(tensor, maker, source, fixed)
 
     def _comes_from_input(self, tensor: str) -> bool:
-        while (maker := self._maker(tensor)) is not None and maker.op in PASSES and not self.runs_in_8_bits(maker):
+        while (maker := self._model.maker(tensor)) and maker.op in PASSES and not self.runs_in_8_bits(maker):
             tensor = maker.inputs[0]
         return tensor in self._model.inputs
 
@@ -376,10 +376,6 @@ class Reasons:
         while len(readers := self._readers(tensor)) == 1 and readers[0].op in PASSES and not self._is_output(tensor):
             tensor = readers[0].outputs[0]
         return not readers and self._is_output(tensor)
-
-    def _maker(self, tensor: str) -> Node | None:
-        index = self._model.producers.get(tensor)
-        return None if index is None else self._model.nodes[index]
 
     def _readers(self, tensor: str) -> list[Node]:
         """The nodes that read a tensor's values; its shape, engines know or take from either form."""

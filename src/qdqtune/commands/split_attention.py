@@ -50,7 +50,7 @@ def splits(model: Model, layers: Sequence[Layer]) -> Iterator[Split]:
     for attention in Scene(plain, frozenset()).attentions:
         names = [plain.nodes[i].name for i in (attention.scores, attention.softmax, attention.context)]
         if all(name in home for name in names) and len({home[name] for name in names}) > 1:
-            asked = _Asked(model, attention, *(model.nodes[model.index_of[name]] for name in names))
+            asked = _Asked(model, attention, *map(model.node, names))
             yield Split(names[0], names[1], names[2], asked.reason(), any(asked.pairs()))
 
 
@@ -122,9 +122,9 @@ class _Asked:
 
     def _dq(self, tensor: str) -> Node | None:
         """The DQ that a tensor comes from, behind copies."""
-        node = self._maker(tensor)
+        node = self.model.maker(tensor)
         while node is not None and node.op in COPIES:
-            node = self._maker(node.inputs[0])
+            node = self.model.maker(node.inputs[0])
         return node if node is not None and node.op == "DequantizeLinear" else None
 
     def _is_quantized_between(self) -> bool:
@@ -132,7 +132,7 @@ class _Asked:
         pending, seen = [self.softmax.inputs[0]], set[str]()
         while pending:
             tensor = pending.pop()
-            node = self._maker(tensor)
+            node = self.model.maker(tensor)
             if node is None or tensor in seen or node.index == self.scores.index:
                 continue
             if node.op in QDQ:
@@ -144,12 +144,8 @@ class _Asked:
     def _is_quantized_behind(self) -> bool:
         """Whether all that reads the second product's result, behind copies, are Qs."""
         readers = list(Scene(self.model, frozenset()).readers(self.context.outputs[0]))
-        users = [self.model.nodes[self.model.index_of[e.node]].op if e.node else "" for e in readers]
-        return bool(users) and all(op == "QuantizeLinear" for op in users)
-
-    def _maker(self, tensor: str) -> Node | None:
-        index = self.model.producers.get(tensor)
-        return None if index is None else self.model.nodes[index]
+        users = [self.model.user(e) for e in readers]
+        return bool(users) and all(u is not None and u.op == "QuantizeLinear" for u in users)
 
 
 def _listed(numbers: Sequence[int]) -> str:

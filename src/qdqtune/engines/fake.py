@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import exp, prod, sqrt
@@ -274,8 +275,7 @@ def _is_fixed(value: onnx.ValueInfoProto) -> bool:
 
 def _sized(model: onnx.ModelProto, sizes: Mapping[str, tuple[int, ...]]) -> onnx.ModelProto:
     """The model with what its inputs leave open as these sizes have it; other values are left to inference."""
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
+    copy = deepcopy(model)
     for value in copy.graph.input:
         for dim, size in zip(value.type.tensor_type.shape.dim, sizes.get(value.name, ()), strict=False):
             dim.dim_value = dim.dim_value or size

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from copy import deepcopy
 from math import prod
 from pathlib import Path
 from threading import Lock
@@ -44,8 +45,7 @@ def save(model: Model, path: Path, known: ConstantFile | None = None) -> None:
 
 def _write(model: Model, path: Path, place: Callable[[Constant], tuple[str, int, int]]) -> None:
     """Write a model whose large constants lie in other files: each by the name of its file, its offset and length."""
-    small = onnx.ModelProto()
-    small.CopyFrom(model.proto)
+    small = deepcopy(model.proto)
     for name, constant in model.large.items():
         tensor = small.graph.initializer.add(name=name, data_type=constant.dtype, dims=constant.shape)
         refer(tensor, *place(constant))

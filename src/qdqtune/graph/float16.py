@@ -9,6 +9,7 @@ that both stay in float32 would cut off what these are to keep: they go. bfloat1
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Set
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -199,8 +200,7 @@ def _as_bfloat16(model: Model, half: Model) -> Model:
     """`half`, which was made of `model`, with bfloat16 in place of what became float16."""
     was = {t for t, info in model.tensors.items() if info.dtype == TensorProto.FLOAT16}
     own = {n.name for n in model.nodes if n.op == "Cast"}
-    proto = onnx.ModelProto()
-    proto.CopyFrom(half.proto)
+    proto = deepcopy(half.proto)
     for value in (*proto.graph.value_info, *proto.graph.input, *proto.graph.output):
         if value.type.tensor_type.elem_type == TensorProto.FLOAT16 and value.name not in was:
             value.type.tensor_type.elem_type = TensorProto.BFLOAT16
@@ -236,8 +236,7 @@ def _shown(model: Model, full: Set[str]) -> onnx.ModelProto:
 
     Those in `full`, which stay in float32, are left out: the converter does not miss them.
     """
-    proto = onnx.ModelProto()
-    proto.CopyFrom(model.proto)
+    proto = deepcopy(model.proto)
     for name, constant in model.large.items():
         if name not in full:
             proto.graph.input.append(helper.make_tensor_value_info(name, constant.dtype, constant.shape))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from copy import deepcopy
 from itertools import count
 
 import numpy as np
@@ -191,8 +192,7 @@ def computed(
 
 def _chosen(graph: onnx.GraphProto, node: onnx.NodeProto, condition: bool) -> list[onnx.NodeProto]:
     """The nodes of one body of an If that is no longer in the graph; the body's initializers become the graph's."""
-    body = onnx.GraphProto()
-    body.CopyFrom(next(a.g for a in node.attribute if a.name == ("then_branch" if condition else "else_branch")))
+    body = deepcopy(next(a.g for a in node.attribute if a.name == ("then_branch" if condition else "else_branch")))
     if len(body.output) != len(node.output):
         raise BadModel(
             f"invalid graph: If node {node.name!r} has {len(node.output)} outputs, its body {len(body.output)}"

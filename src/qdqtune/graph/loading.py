@@ -7,6 +7,7 @@ graph inputs in place of the large constants.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
+from copy import deepcopy
 from graphlib import CycleError, TopologicalSorter
 from itertools import chain
 from pathlib import Path
@@ -149,8 +150,7 @@ def with_float_type(model: Model, dtype: int) -> Model:
 
     Behind a custom operator types are unknown; what a convolution or a matrix product reads is float all the same.
     """
-    result = ModelProto()
-    result.CopyFrom(model.proto)
+    result = deepcopy(model.proto)
     unknown = {t for n in model.nodes if n.op in COMPUTE for t in n.inputs[:2]}
     for tensor in sorted(unknown - set(model.tensors)):
         result.graph.value_info.append(onnx.helper.make_tensor_value_info(tensor, dtype, None))

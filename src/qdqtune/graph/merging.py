@@ -241,8 +241,8 @@ def _vector_behind(model: Model, node: Node, op: str, width: int) -> tuple[Node,
 
 def maker(model: Model, tensor: str) -> Node | None:
     """The node that makes a tensor, of the default domain."""
-    index = model.producers.get(tensor)
-    return None if index is None or model.nodes[index].domain else model.nodes[index]
+    node = model.maker(tensor)
+    return None if node is None or node.domain else node
 
 
 def reader(model: Model, node: Node) -> Node | None:

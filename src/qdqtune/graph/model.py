@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from qdqtune.types import Array
+from qdqtune.types import Array, Edge
 
 LARGE = 1024
 """Constants of this many bytes or more stay outside the protobuf; smaller ones may be shapes that inference reads."""
@@ -175,6 +176,27 @@ class Model:
         """The uses of one tensor; empty if there are none."""
         return self.consumers.get(tensor, ())
 
+    def edge(self, tensor: str, use: Use) -> Edge:
+        """One use of a tensor as an edge."""
+        return Edge(tensor, "" if use.node == GRAPH else self.nodes[use.node].name, use.slot)
+
+    def edges(self, tensor: str) -> list[Edge]:
+        """Every edge out of a tensor, graph outputs included."""
+        return [self.edge(tensor, use) for use in self.uses(tensor)]
+
+    def node(self, name: str) -> Node:
+        """The node of that name."""
+        return self.nodes[self.index_of[name]]
+
+    def user(self, edge: Edge) -> Node | None:
+        """The node that an edge leads to; None for a graph output."""
+        return self.node(edge.node) if edge.node else None
+
+    def maker(self, tensor: str) -> Node | None:
+        """The node that makes a tensor; None for graph inputs and constants."""
+        index = self.producers.get(tensor)
+        return None if index is None else self.nodes[index]
+
     @cached_property
     def inputs(self) -> tuple[str, ...]:
         """Names of the graph inputs that a caller must feed (initializers that are also listed as inputs are not)."""
@@ -205,8 +227,7 @@ class Model:
     @cached_property
     def frame(self) -> onnx.ModelProto:
         """The protobuf without nodes, constants and types of tensors inside the graph."""
-        bare = onnx.ModelProto()
-        bare.CopyFrom(self.proto)
+        bare = deepcopy(self.proto)
         del bare.graph.node[:], bare.graph.initializer[:], bare.graph.value_info[:]
         return bare
 
@@ -230,8 +251,7 @@ class Model:
 
     def to_proto(self) -> onnx.ModelProto:
         """The whole model in memory, every constant inside."""
-        whole = onnx.ModelProto()
-        whole.CopyFrom(self.proto)
+        whole = deepcopy(self.proto)
         for name, constant in self.large.items():
             whole.graph.initializer.append(constant.to_proto(name))
         return whole
@@ -255,8 +275,7 @@ def rebuild(
     `nodes` are in topological order and make every graph output; a number stands for that node of `model`. `added` take
     the place of constants of their names; those that are protobufs are small.
     """
-    result = onnx.ModelProto()
-    result.CopyFrom(model.frame)
+    result = deepcopy(model.frame)
     graph, before = result.graph, model.proto.graph
     own, written = model.nodes, list(before.node) if any(isinstance(n, int) for n in nodes) else []
     graph.node.extend(written[n] if isinstance(n, int) else n.proto if isinstance(n, Made) else n for n in nodes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -139,8 +140,7 @@ def _written(model: Model, changed: dict[int, _Layer], gone: set[int]) -> Model:
     for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
         if node.index in gone:
             continue
-        copy = onnx.NodeProto()
-        copy.CopyFrom(proto)
+        copy = deepcopy(proto)
         if (layer := changed.get(node.index)) is not None:
             weight, bias = node.inputs[1], node.inputs[2] if len(node.inputs) > 2 else ""
             inputs = [node.inputs[0], free(weight, weight), free(bias, f"{node.name}.bias")]

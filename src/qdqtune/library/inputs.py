@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -59,8 +60,7 @@ def model_file(model: ModelLike, folder: Path, name: str = "model") -> Path:
         raise BadModel(f"a model is a path or an onnx.ModelProto, not {type(model).__name__}")
     path = folder / f"{name}.onnx"
     large = sum(len(tensor.raw_data) for tensor in model.graph.initializer) > PROTOBUF_LIMIT
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)  # with large weights `save` would move them out of the user's own
+    copy = deepcopy(model)  # with large weights `save` would move them out of the user's own
     onnx.save(copy, path, save_as_external_data=large, location=f"{path.name}.data" if large else None)
     return path
 

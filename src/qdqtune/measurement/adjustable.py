@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
 from typing import Any, Literal
 
 import numpy as np
@@ -120,8 +121,7 @@ class _Writer:
         return Model(written.proto, written.large)
 
     def _add_node(self, node: Node, proto: onnx.NodeProto) -> None:
-        copy = onnx.NodeProto()
-        copy.CopyFrom(proto)
+        copy = deepcopy(proto)
         for slot, tensor in enumerate(node.inputs):
             copy.input[slot] = self._read(Edge(tensor, node.name, slot))
         self._nodes.append(copy)

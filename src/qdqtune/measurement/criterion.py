@@ -6,7 +6,7 @@ each sample counts, but so do the scores of classes that are out of the question
 
 from __future__ import annotations
 
-from qdqtune.graph.model import Model, Node
+from qdqtune.graph.model import Model
 from qdqtune.graph.operators import COPIES, is_float
 from qdqtune.types import Edge
 
@@ -27,19 +27,13 @@ def judged(model: Model) -> tuple[tuple[Edge, ...], ...]:
 def _scores(model: Model, edge: Edge) -> Edge:
     """The input of the first in a row of squashing operators that ends at `edge`; itself if there is none."""
     best = edge
-    while (maker := model.producers.get(edge.tensor)) is not None:
-        node = model.nodes[maker]
+    while (node := model.maker(edge.tensor)) is not None:
         if node.domain or node.op not in COPIES | SQUASHES | {"Div"}:
             break
         if node.op == "Div":  # a Softmax that was taken apart
-            exponential = model.nodes[i] if (i := model.producers.get(node.inputs[0])) is not None else None
-            if exponential is None or exponential.op != "Exp":
+            node = model.maker(node.inputs[0])
+            if node is None or node.op != "Exp":
                 break
-            node = exponential
         edge = Edge(node.inputs[0], node.name, 0)
-        best = edge if _is_squash(node) else best
+        best = edge if node.op in SQUASHES | {"Exp"} else best
     return best
-
-
-def _is_squash(node: Node) -> bool:
-    return node.op in SQUASHES | {"Exp"}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -314,8 +315,7 @@ def rounded(model: Model, precision: HalfPrecision, kept: Collection[str]) -> Mo
     for tensor in sorted(seen):
         nodes += _casts(tensor, f"{tensor}__rounded", dtype)
     for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
-        copy = onnx.NodeProto()
-        copy.CopyFrom(proto)
+        copy = deepcopy(proto)
         nodes.append(copy)
         for i, tensor in enumerate(node.inputs) if node.index not in full else ():
             if tensor in seen or f"{tensor}__rounded" in constants:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -171,8 +172,7 @@ def _halves(block: tuple[float, int, int]) -> set[Block]:
 def _switched(model: Model, pairs: Mapping[Edge, Quantization | StoredWeight]) -> _Switched:
     if any(isinstance(how, StoredWeight) for how in pairs.values()):
         model = with_opset(model, BLOCKS)
-    proto = onnx.ModelProto()
-    proto.CopyFrom(model.proto)
+    proto = deepcopy(model.proto)
     del proto.graph.node[:]
     large, made = dict(model.large), dict[str, str]()
 
@@ -186,8 +186,7 @@ def _switched(model: Model, pairs: Mapping[Edge, Quantization | StoredWeight]) -
         return made[edge.tensor]
 
     for node, original in zip(model.nodes, model.proto.graph.node, strict=True):
-        copy = onnx.NodeProto()
-        copy.CopyFrom(original)
+        copy = deepcopy(original)
         for slot, tensor in enumerate(node.inputs):
             copy.input[slot] = behind_switch(Edge(tensor, node.name, slot), node.inputs)
         proto.graph.node.append(copy)

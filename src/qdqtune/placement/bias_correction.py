@@ -61,10 +61,10 @@ def layer_at(model: Model, placement: Placement, node: Node) -> Layer | None:
 def _behind_product(model: Model, placement: Placement, add: Node) -> Layer | None:
     """An Add of a constant vector behind a MatMul."""
     for slot, tensor in enumerate(add.inputs):
-        bias, maker = model.constants.get(tensor), model.producers.get(add.inputs[1 - slot])
-        if bias is None or maker is None or model.nodes[maker].op != "MatMul":
+        bias, maker = model.constants.get(tensor), model.maker(add.inputs[1 - slot])
+        if bias is None or maker is None or maker.op != "MatMul":
             continue
-        shape = _weight(model, placement, model.nodes[maker])
+        shape = _weight(model, placement, maker)
         fits = shape is not None and len(shape) == 2 and bias.shape == shape[1:]
         if fits and Edge(tensor, add.name, slot) not in placement:
             return Layer(add.name, slot, add.outputs[0], bias.shape[0])

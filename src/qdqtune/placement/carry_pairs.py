@@ -53,7 +53,7 @@ def concat(scene: Scene, placed: frozenset[Edge]) -> Iterator[Edge]:
             data = scene.data(node)
             if any(_made_low(scene, e.tensor, placed) for e in data):
                 yield from data
-                yield from scene.uses(node.outputs[0])
+                yield from scene.model.edges(node.outputs[0])
 
 
 def max_pool(scene: Scene, placed: frozenset[Edge]) -> Iterator[Edge]:
@@ -80,9 +80,9 @@ def average_pool(scene: Scene, placed: frozenset[Edge]) -> Iterator[Edge]:
         if node.op not in AVERAGE_POOLS or not _all_read_low(scene, node, placed):
             continue
         tensor = node.inputs[0]
-        others = [e for e in scene.uses(tensor) if e.node != node.name]
+        others = [e for e in scene.model.edges(tensor) if e.node != node.name]
         if _made_low(scene, tensor, placed) and all(e in placed for e in others):
-            yield from (*scene.data(node), *scene.uses(node.outputs[0]))
+            yield from (*scene.data(node), *scene.model.edges(node.outputs[0]))
 
 
 def compute_results(scene: Scene, placed: frozenset[Edge]) -> Iterator[Edge]:
@@ -90,7 +90,7 @@ def compute_results(scene: Scene, placed: frozenset[Edge]) -> Iterator[Edge]:
     for node in scene.computes():
         if node.op == "Gemm" or not scene.runs_low(node, placed):
             continue
-        uses = scene.uses(result(scene, node))
+        uses = scene.model.edges(result(scene, node))
         if node.op != "MatMul" or any(_adds_bias(scene, e) for e in uses):
             yield from uses
 
@@ -101,7 +101,7 @@ def integer_operators(scene: Scene, placed: frozenset[Edge]) -> Iterable[Edge]:
 
 
 def _adds_bias(scene: Scene, edge: Edge) -> bool:
-    user = scene.user(edge)
+    user = scene.model.user(edge)
     return user is not None and user.op == "Add" and any(t in scene.model.constants for t in user.inputs)
 
 

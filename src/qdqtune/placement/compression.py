@@ -71,8 +71,7 @@ class Compressor:
         model, stored = self._model, {edge for edge, _ in placement.compressed}
         found = set()
         for tensor in {e.tensor for e in stored} & model.producers.keys():
-            uses = model.uses(tensor)
-            if all(u.node >= 0 and Edge(tensor, model.nodes[u.node].name, u.slot) in stored for u in uses):
+            if all(edge in stored for edge in model.edges(tensor)):
                 found.add(model.producers[tensor])
         return frozenset(found)
 

@@ -140,8 +140,7 @@ def _behind_casts(model: Model, edge: Edge) -> Edge:
 
 def _uncast(model: Model, tensor: str) -> str:
     """The tensor in front of casts between float types."""
-    while tensor in model.producers:
-        node = model.nodes[model.producers[tensor]]
+    while (node := model.maker(tensor)) is not None:
         if node.op != "Cast" or node.domain or not is_float(model, node.inputs[0]):
             break
         tensor = node.inputs[0]

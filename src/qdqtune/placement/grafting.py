@@ -7,6 +7,7 @@ whatever is wrong with them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Literal
 
@@ -80,9 +81,8 @@ def standing_pairs(float_model: Model, qdq_model: Model) -> tuple[tuple[Standing
 
 def _before_clamp(float_model: Model, qdq_model: Model, tensor: str, source: str, kept: Set[str]) -> str:
     """What comes into the Relu or Clip that makes a tensor, if the file has dropped it; else the tensor."""
-    maker, there = (m.producers.get(t) for m, t in ((float_model, tensor), (qdq_model, source)))
-    clamp = None if maker is None else float_model.nodes[maker]
-    is_clamped = there is not None and qdq_model.nodes[there].op in CLAMPS
+    clamp, there = float_model.maker(tensor), qdq_model.maker(source)
+    is_clamped = there is not None and there.op in CLAMPS
     if clamp is None or clamp.op not in CLAMPS or clamp.name in kept or is_clamped:
         return tensor
     return clamp.inputs[0]
@@ -142,8 +142,7 @@ class _Grafting:
     def written(self, opset_of: Model) -> Model:
         model = self._model
         for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
-            copy = onnx.NodeProto()
-            copy.CopyFrom(proto)
+            copy = deepcopy(proto)
             for slot, tensor in enumerate(node.inputs):
                 copy.input[slot] = self._read(Edge(tensor, node.name, slot))
             for slot, tensor in enumerate(node.outputs):
@@ -207,8 +206,7 @@ class _Grafting:
         """The pair's nodes under names of their own, the first reading `source` unless it reads a constant."""
         before = source
         for step, node in enumerate(pair.nodes):
-            copy = onnx.NodeProto()
-            copy.CopyFrom(node)
+            copy = deepcopy(node)
             copy.name = f"__pair_{number}_{node.op_type}"
             for slot, name in enumerate(node.input):
                 if name in pair.constants:

@@ -36,7 +36,7 @@ def _into(scene: Scene, node: Node) -> Iterator[Edge]:
         yield from compute_edges(scene.model, node, scene.possible)
     elif node.op in QUANTIZABLE:
         data = scene.data(node)
-        outputs = [e for e in scene.uses(node.outputs[0]) if not e.is_graph_output]
+        outputs = [e for e in scene.model.edges(node.outputs[0]) if not e.is_graph_output]
         is_whole = len(data) == 2 or node.op not in JOINS  # with a constant it joins the kernel in front of it
         if data and is_whole and all(e in scene.possible for e in (*data, *outputs)):
             yield from data

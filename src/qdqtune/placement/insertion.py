@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Set
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import numpy as np
-import onnx
 from onnx import TensorProto, helper
 
 from qdqtune.calibration import scales
@@ -251,7 +250,7 @@ class Inserter:
                 and len(model.uses(source)) == 1
                 and source in model.producers
                 and source not in activations
-                and all(_edge(model, result, *use) in placement for use in model.uses(result))
+                and all(edge in placement for edge in model.edges(result))
                 and result not in model.outputs
                 and activations[result].covers(*bounds)
             ):
@@ -305,8 +304,7 @@ class Inserter:
             if node.index not in changed:
                 draft.nodes.append(node.index)
                 continue
-            copy = onnx.NodeProto()
-            copy.CopyFrom(proto)
+            copy = deepcopy(proto)
             for i, tensor in enumerate(node.inputs):
                 edge = Edge(tensor, node.name, i)
                 if edge in placement:
@@ -370,8 +368,8 @@ class Inserter:
 
         TensorRT would give a number the rank of the other operand, and cannot where it is quantized.
         """
-        others = self._model.nodes[self._model.index_of[edge.node]].inputs if edge.node else ()
-        known = [self._model.tensors[t].shape for t in others if t in self._model.tensors]
+        user = self._model.user(edge)
+        known = [self._model.tensors[t].shape for t in (user.inputs if user else ()) if t in self._model.tensors]
         if constant.shape or not any(known):
             return constant
         return Constant(f"{constant.key}:vector", constant.dtype, (1,), lambda: constant.array().reshape(1))

@@ -42,8 +42,8 @@ def half_precision(scene: Scene) -> Iterator[Edge]:
 def result(scene: Scene, node: Node) -> str:
     """What a compute operator makes once the clamps behind it are drawn in."""
     tensor = node.outputs[0]
-    while len(uses := scene.uses(tensor)) == 1:
-        user = scene.user(uses[0])
+    while len(uses := scene.model.edges(tensor)) == 1:
+        user = scene.model.user(uses[0])
         if user is None or user.op not in CLAMPS or user.domain:
             break
         tensor = user.outputs[0]
@@ -84,7 +84,7 @@ def stem_swish(scene: Scene) -> Iterator[Edge]:
         if node.op != "Mul" or len(node.inputs) != 2:
             continue
         for x, gate in (node.inputs, node.inputs[::-1]):
-            layer, first = scene.maker(x), _gate_of(scene, x, gate)
+            layer, first = scene.model.maker(x), _gate_of(scene, x, gate)
             if first is None or layer is None or layer.op != "Conv" or layer.inputs[0] in behind:
                 continue
             channels = (scene.sizes(layer.inputs[0]) or (None, None))[1]
@@ -105,9 +105,9 @@ def _behind_compute(scene: Scene) -> set[str]:
 
 def _gate_of(scene: Scene, x: str, gate: str) -> Node | None:
     """The node that reads x in a gate: Sigmoid(x), HardSigmoid(x), or Clip(x + 3) with a constant factor."""
-    node = scene.maker(gate)
+    node = scene.model.maker(gate)
     while node is not None and node.op in ("Clip", "Div", "Mul") and len(scene.data(node)) == 1:
-        node = scene.maker(scene.data(node)[0].tensor)
+        node = scene.model.maker(scene.data(node)[0].tensor)
     read = [e.tensor for e in scene.data(node)] if node is not None else []
     return node if node is not None and read == [x] and node.op in ("Sigmoid", "HardSigmoid", "Add") else None
 
@@ -137,7 +137,7 @@ def follows_convolution(scene: Scene, node: Node) -> Node | None:
     made_by = scene.model.nodes[root]
     if made_by.op in CONVOLUTIONS:
         return made_by
-    users = [scene.user(e) for e in scene.readers(node.outputs[0])]
+    users = [scene.model.user(e) for e in scene.readers(node.outputs[0])]
     is_residual = source.op == "Add" and scene.skip(source) is not None
     return made_by if is_residual and any(u is not None and u.op == "Conv" for u in users) else None
 

@@ -111,7 +111,7 @@ def weight_role(model: Model, edge: Edge) -> WeightRole | None:
     Conv: [out, in/group, ...], ConvTranspose: [in, out/group, ...], Gemm: [in, out] or transposed, MatMul: [in, out].
     The scale of a normalization is a weight without channels.
     """
-    node = model.nodes[model.index_of[edge.node]] if edge.node else None
+    node = model.user(edge)
     rank = len(model.constants[edge.tensor].shape)
     if node is None or node.domain:
         return None
@@ -156,14 +156,13 @@ def weight_at(model: Model, edge: Edge) -> Weight | None:
 
     A product may read it through a Transpose, as heads do that share the table of their embedding.
     """
-    node = model.nodes[model.index_of[edge.node]] if edge.node in model.index_of else None
+    node = model.user(edge) if edge.node in model.index_of else None
     if node is None or node.domain or edge.index >= len(node.inputs) or node.inputs[edge.index] != edge.tensor:
         return None
     tensor, turned = edge.tensor, False
-    if tensor in model.producers and node.op != "Gather":
-        maker = model.nodes[model.producers[tensor]]
-        if maker.op == "Transpose" and not maker.domain and list(maker.attributes.get("perm", (1, 0))) == [1, 0]:
-            tensor, turned = maker.inputs[0], True
+    turn = None if node.op == "Gather" else model.maker(tensor)
+    if turn and (turn.op, turn.domain, [*turn.attributes.get("perm", (1, 0))]) == ("Transpose", "", [1, 0]):
+        tensor, turned = turn.inputs[0], True
     constant = model.constants.get(tensor)
     if constant is None or len(constant.shape) != 2 or constant.dtype not in STORED_FROM:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Literal
 
@@ -128,8 +129,8 @@ def _is_alone(model: Model, pair: Pair, node: int) -> bool:
     if not pair.is_constant or node == GRAPH or model.nodes[node].op not in STORING:
         return False
     is_ours = pair.block is not None or pair.zero_point.dtype.name.endswith("int4") or len(pair.dq.inputs) < 3
-    maker = model.producers.get(model.nodes[node].inputs[0])
-    return is_ours and (maker is None or model.nodes[maker].op != "DequantizeLinear")
+    maker = model.maker(model.nodes[node].inputs[0])
+    return is_ours and (maker is None or maker.op != "DequantizeLinear")
 
 
 def stored_alone(model: Model) -> dict[str, Storage]:
@@ -206,8 +207,7 @@ def _names_back(model: Model, source: Mapping[str, str], clamped: set[str]) -> M
 
 
 def _renamed(node: onnx.NodeProto, source: Mapping[str, str], final: Mapping[str, str]) -> onnx.NodeProto:
-    copy = onnx.NodeProto()
-    copy.CopyFrom(node)
+    copy = deepcopy(node)
     for i, name in enumerate(node.input):
         copy.input[i] = final.get(source.get(name, name), source.get(name, name))
     for i, name in enumerate(node.output):
@@ -225,7 +225,7 @@ def pairs_of(model: Model) -> Iterator[Pair]:
             continue
         values = scale.array().astype(np.float32)
         axis = node.attributes.get("axis", 1)
-        q = model.nodes[model.producers[node.inputs[0]]] if node.inputs[0] in model.producers else None
+        q = model.maker(node.inputs[0])
         constant = model.constants.get(node.inputs[0])
         if q is not None and q.op == "QuantizeLinear":
             source = q.inputs[0]

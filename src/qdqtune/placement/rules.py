@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from qdqtune.graph.model import GRAPH, Model
+from qdqtune.graph.model import Model
 from qdqtune.graph.operators import CLAMPS, COMPUTE, FUSED_BEHIND, INTEGER_KERNELS, MOVERS, is_float, takes_data
 from qdqtune.placement.possible import compute_edges, consistent, unstorable, weight_at
 from qdqtune.types import Edge, Placement, Storage
@@ -66,7 +66,7 @@ def integer_islands(
             data = [t for i, t in enumerate(node.inputs) if takes_data(node, i) and is_float(model, t)]
             if data and all(t in integer for t in data):
                 edges.update(Edge(t, node.name, i) for i, t in enumerate(node.inputs) if t in data)
-                edges.update(_uses(model, node.outputs))
+                edges.update(e for t in node.outputs for e in model.edges(t))
                 integer.update(node.outputs)
     return Placement.of(_whole(model, (e for e in edges if e in possible and not e.is_graph_output)))
 
@@ -90,7 +90,7 @@ def static(model: Model, possible: frozenset[Edge]) -> Placement:
             if node.op in CLAMPS and len(model.uses(node.inputs[0])) == 1:
                 marked.difference_update({node.inputs[0]} - set(model.inputs))
             marked.update(node.outputs)
-    return Placement.of(set(_uses(model, marked)) & possible)
+    return Placement.of(e for t in marked for e in model.edges(t) if e in possible)
 
 
 def everything(model: Model, possible: frozenset[Edge]) -> Placement:
@@ -137,8 +137,7 @@ def placements(model: Model, possible: frozenset[Edge]) -> Mapping[str, Placemen
 
 def _behind_compute(model: Model, tensor: str) -> bool:
     """Whether a compute operator makes the tensor, fused followers between."""
-    while tensor in model.producers:
-        node = model.nodes[model.producers[tensor]]
+    while (node := model.maker(tensor)) is not None:
         if node.op in COMPUTE:
             return True
         if node.op not in FUSED_BEHIND and not (node.op == "Add" and any(t in model.constants for t in node.inputs)):
@@ -147,15 +146,9 @@ def _behind_compute(model: Model, tensor: str) -> bool:
     return False
 
 
-def _uses(model: Model, tensors: Iterable[str]) -> Iterator[Edge]:
-    for tensor in tensors:
-        for use in model.uses(tensor):
-            yield Edge(tensor, "" if use.node == GRAPH else model.nodes[use.node].name, use.slot)
-
-
 def _whole(model: Model, edges: Iterator[Edge]) -> Iterator[Edge]:
     """The edges, less a clamp's input where its output is there too (the clamp belongs to its producer)."""
     for edge in edges:
-        node = model.nodes[model.index_of[edge.node]] if edge.node else None
+        node = model.user(edge)
         if node is None or node.op not in FUSED_BEHIND or len(model.uses(edge.tensor)) > 1:
             yield edge

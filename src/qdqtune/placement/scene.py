@@ -58,26 +58,10 @@ class Scene:
             if takes_data(node, e.index) and e.tensor not in self.model.constants and is_float(self.model, e.tensor)
         ]
 
-    def uses(self, tensor: str) -> list[Edge]:
-        """Every edge out of a tensor, graph outputs included."""
-        return [
-            Edge(tensor, "" if u.node == GRAPH else self.model.nodes[u.node].name, u.slot)
-            for u in self.model.uses(tensor)
-        ]
-
-    def user(self, edge: Edge) -> Node | None:
-        """The node that an edge leads to; None for a graph output."""
-        return self.model.nodes[self.model.index_of[edge.node]] if edge.node else None
-
-    def maker(self, tensor: str) -> Node | None:
-        """The node that makes a tensor; None for graph inputs and constants."""
-        index = self.model.producers.get(tensor)
-        return None if index is None else self.model.nodes[index]
-
     def source(self, tensor: str) -> Node | None:
         """The node behind the copies that a tensor comes through, along their data input only."""
         for _ in range(DEPTH + 1):
-            node = self.maker(tensor)
+            node = self.model.maker(tensor)
             if node is None or node.op not in COPIES:
                 return node
             tensor = node.inputs[0]
@@ -88,12 +72,12 @@ class Scene:
 
         What asks for the shape alone does not count.
         """
-        pending = [(e, 0) for e in self.uses(tensor)]
+        pending = [(e, 0) for e in self.model.edges(tensor)]
         while pending:
             edge, depth = pending.pop()
-            node = self.user(edge)
+            node = self.model.user(edge)
             if node is not None and node.op in copies and edge.index == 0 and depth < DEPTH:
-                pending += [(e, depth + 1) for o in node.outputs if o for e in self.uses(o)]
+                pending += [(e, depth + 1) for o in node.outputs if o for e in self.model.edges(o)]
             elif node is None or node.op not in ASKS_SHAPE:
                 yield edge
 
@@ -141,7 +125,7 @@ class Scene:
     def is_inside(self, edge: Edge) -> bool:
         """Whether an edge lies within a fusion: its tensor never leaves the kernel."""
         root = self.fusions.get(self.model.producers.get(edge.tensor, GRAPH))
-        users = [self.user(e) for e in self.readers(edge.tensor, copies=frozenset())]
+        users = [self.model.user(e) for e in self.readers(edge.tensor, copies=frozenset())]
         return root is not None and all(u is not None and self.fusions.get(u.index) == root for u in users)
 
     def runs_low(self, node: Node, placed: frozenset[Edge]) -> bool:
@@ -156,7 +140,7 @@ class Scene:
             if node.op != "Softmax" or node.domain:
                 continue
             scores = self._scores(node.inputs[0])
-            users = {u.index: u for e in self.readers(node.outputs[0]) if (u := self.user(e)) is not None}
+            users = {u.index: u for e in self.readers(node.outputs[0]) if (u := self.model.user(e)) is not None}
             context = next((u for u in users.values() if u.op == "MatMul"), None)
             if scores is not None and context is not None:
                 sequence = next(iter(self.sizes(scores.inputs[1])[-1:]), None)
@@ -172,7 +156,7 @@ class Scene:
             return known[0]
         heads = next(iter(self.sizes(scores.outputs[0])[-3:-2]), None)
         for edge in self.readers(context.outputs[0]):
-            node = self.user(edge)
+            node = self.model.user(edge)
             weights = None if node is None or node.op != "MatMul" else self.model.constants.get(node.inputs[1])
             if heads and weights is not None and edge.tensor != context.outputs[0] and len(weights.shape) == 2:
                 return None if weights.shape[0] % heads else weights.shape[0] // heads
@@ -183,7 +167,7 @@ class Scene:
         pending, seen = [tensor], set[str]()
         while pending:
             tensor = pending.pop()
-            node = self.maker(tensor)
+            node = self.model.maker(tensor)
             if node is None or tensor in seen:
                 continue
             seen.add(tensor)
@@ -201,7 +185,7 @@ def _branch(scene: Scene, data: list[Edge], roots: list[int | None]) -> int | No
     fresh = [
         (root, i)
         for i, (edge, root) in enumerate(zip(data, roots, strict=True))
-        if root is not None and len(scene.uses(edge.tensor)) == 1
+        if root is not None and len(scene.model.edges(edge.tensor)) == 1
     ]
     return max(fresh)[1] if fresh else None
 

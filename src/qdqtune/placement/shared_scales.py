@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 from qdqtune.calibration.scales import Range
-from qdqtune.graph.model import GRAPH, Model, Node
+from qdqtune.graph.model import Model, Node
 from qdqtune.graph.operators import CLAMPS
 from qdqtune.placement.possible import clamp_bounds
 from qdqtune.types import Edge, Placement
@@ -85,15 +85,15 @@ def _width(values: Range) -> float:
 
 def _is_paired(model: Model, tensor: str, placement: Placement) -> bool:
     """Whether each use of a tensor carries a pair: nobody reads it in float."""
-    uses = [Edge(tensor, "" if n == GRAPH else model.nodes[n].name, i) for n, i in model.uses(tensor)]
-    return bool(uses) and all(e in placement for e in uses)
+    edges = model.edges(tensor)
+    return bool(edges) and all(e in placement for e in edges)
 
 
 def _reads_alone(
     model: Model, join: Node, edges: Iterable[Edge], operators: Set[str], root: Mapping[Member, Member], of: Member
 ) -> bool:
     """Whether nothing reads integers of a group but a Concat, and operators that hand them on within the group."""
-    readers = [None if e.is_graph_output else model.nodes[model.index_of[e.node]] for e in edges]
+    readers = [model.user(e) for e in edges]
     return all(
         n is not None and (n is join or (n.op in operators and all(root.get(o) == of for o in n.outputs if o)))
         for n in readers
@@ -102,9 +102,8 @@ def _reads_alone(
 
 def _still_clamps(model: Model, members: Sequence[Member], own: Range, given: Range) -> bool:
     """Whether a pair with the `given` range saturates where the Relu or Clip before it does, which then goes."""
-    for tensor in (m for m in members if isinstance(m, str) and m in model.producers):
-        node = model.nodes[model.producers[tensor]]
-        bounds = clamp_bounds(model, node) if node.op in CLAMPS and not node.domain else None
+    for node in (model.maker(m) for m in members if isinstance(m, str)):
+        bounds = clamp_bounds(model, node) if node and node.op in CLAMPS and not node.domain else None
         if bounds is not None and not (given.low >= bounds[0] and given.high <= max(bounds[1], own.high)):
             return False
     return True

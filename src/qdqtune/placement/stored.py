@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 
 import numpy as np
-import onnx
 from onnx import helper
 
 from qdqtune.graph.model import Constant, Model, Node, rebuild
@@ -49,7 +49,7 @@ def tables_of(model: Model) -> Iterator[Table]:
     for dq in model.nodes:
         if dq.op != "DequantizeLinear" or len(dq.inputs) > 2 or not dq.attributes.get("block_size"):
             continue
-        makers = [model.nodes[model.producers[t]] for t in dq.inputs if t in model.producers]
+        makers = [maker for t in dq.inputs if (maker := model.maker(t)) is not None]
         if [m.op for m in makers] == ["Gather"] * 2 and all(m.inputs[0] in model.constants for m in makers):
             rows, block = model.constants[makers[0].inputs[0]], int(dq.attributes["block_size"])
             storage = storage_in(np.zeros((), helper.tensor_dtype_to_np_dtype(rows.dtype)), _inside(rows, block))
@@ -69,8 +69,7 @@ def with_tables(model: Model) -> Model:
     gone = {node.index for table in tables.values() for node in (table.scaling, table.dq)}
     nodes, added = [], dict[str, Constant]()
     for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
-        copy = onnx.NodeProto()
-        copy.CopyFrom(proto)
+        copy = deepcopy(proto)
         if node.index in tables:
             name = f"{node.inputs[0]}_float"
             added[name] = _floats(model, tables[node.index])

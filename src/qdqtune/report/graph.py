@@ -44,8 +44,8 @@ def flows(model: Model, groups: Sequence[Sequence[str]]) -> tuple[tuple[int, int
     found = set()
     for node in model.nodes:
         for tensor in (*node.inputs, *node.captures):
-            if (maker := model.producers.get(tensor)) is not None:
-                found.add((owner.get(model.nodes[maker].name), owner.get(node.name)))
+            if (maker := model.maker(tensor)) is not None:
+                found.add((owner.get(maker.name), owner.get(node.name)))
     return tuple(sorted((a, b) for a, b in found if a is not None and b is not None and a != b))
 
 
@@ -136,7 +136,7 @@ def everywhere(model: Model) -> frozenset[Edge]:
 
 def op_of(model: Model, name: str) -> str:
     """The operator of a node."""
-    return model.nodes[model.index_of[name]].op
+    return model.node(name).op
 
 
 def scope(name: str) -> tuple[str, ...]:
@@ -200,7 +200,7 @@ def _group(
 ) -> Group:
     operators = [op_of(model, name) for name in group]
     eight = sum(name in quantized for name in group)
-    nodes = [model.nodes[model.index_of[n]] for n in group]
+    nodes = [model.node(n) for n in group]
     written = [t for node in nodes for t in node.outputs if t in error_db]
     float_ms = _spent(before, group)
     tuned_ms = None if after is None else _spent(after, group)
@@ -239,7 +239,7 @@ def _converted(model: Model, group: Sequence[str], ran: Ran) -> float:
     spent = 0.0
     inside = set(group)
     for name in group:
-        node = model.nodes[model.index_of[name]]
+        node = model.node(name)
         spent += sum(ran.times.quantize.get(t, 0.0) for t in node.outputs)
         for tensor in dict.fromkeys(t for t in node.inputs if t):
             uses = model.uses(tensor)
@@ -248,7 +248,7 @@ def _converted(model: Model, group: Sequence[str], ran: Ran) -> float:
                 spent += ran.times.dequantize.get(tensor, 0.0)
                 spent += 0.0 if tensor in model.producers else ran.times.quantize.get(tensor, 0.0)
     for name in group:  # what is read by nobody but the graph
-        for tensor in model.nodes[model.index_of[name]].outputs:
+        for tensor in model.node(name).outputs:
             if tensor and all(u.node < 0 for u in model.uses(tensor)):
                 spent += ran.times.dequantize.get(tensor, 0.0)
     return spent

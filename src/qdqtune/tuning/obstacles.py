@@ -100,8 +100,8 @@ def _deciding_inputs(model: Model) -> list[str]:
         tensor = waiting.pop()
         if tensor and tensor not in seen:
             seen.add(tensor)
-            producer = model.producers.get(tensor)
-            waiting += [] if producer is None else model.nodes[producer].inputs
+            producer = model.maker(tensor)
+            waiting += [] if producer is None else producer.inputs
     return [spec.name for spec in input_specs(model) if spec.name in seen]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 
 import onnx
 
@@ -95,8 +96,7 @@ def assign(
     claims: list[list[str]] = [[] for _ in layers]
     for name, number in home.items():
         claims[number].append(name)
-    named = onnx.GraphProto()
-    named.CopyFrom(model.graph)
+    named = deepcopy(model.graph)
     for node, name in zip(named.node, names.nodes, strict=True):
         node.name = name
     return cover(named, [Claim(tuple(own)) for own in claims])

@@ -63,7 +63,7 @@ def attribute(model: Model, build: Priced, float_ms: float) -> Times:
         real = [n for n in layer.nodes if n in model.index_of]
         pairs = [m for n in layer.nodes if n not in model.index_of and (m := CONVERSION.match(n))]
         if real:
-            weights = np.array([1.0 + work(model, model.nodes[model.index_of[n]]) for n in real])
+            weights = np.array([1.0 + work(model, model.node(n)) for n in real])
             for name, part in zip(real, weights / weights.sum(), strict=True):
                 nodes[name] = nodes.get(name, 0.0) + float((own + waiting) * part)
             waiting = 0.0

@@ -203,9 +203,9 @@ def split(model: Model, group: Collection[str], cuts: Collection[Edge]) -> list[
             name = parent[name]
         return name
 
-    made = {t: model.nodes[model.index_of[n]].name for n in group for t in model.nodes[model.index_of[n]].outputs}
+    made = {t: n for n in group for t in model.node(n).outputs}
     for name in group:
-        for slot, tensor in enumerate(model.nodes[model.index_of[name]].inputs):
+        for slot, tensor in enumerate(model.node(name).inputs):
             if tensor in made and Edge(tensor, name, slot) not in cuts:
                 parent[root(name)] = root(made[tensor])
     parts: dict[str, list[str]] = {}
@@ -220,7 +220,7 @@ def _unit(model: Model, by_node: Mapping[str, Sequence[Edge]], number: int, node
     edges = [e for n in nodes for e in by_node.get(model.nodes[n].name, ())]
     entering = tuple(e for e in edges if e.tensor not in made and e.tensor not in model.constants)
     constants = [e for e in edges if e.tensor in model.constants]
-    of_products = [e for e in constants if model.nodes[model.index_of[e.node]].op in COMPUTE]
+    of_products = [e for e in constants if model.node(e.node).op in COMPUTE]
     weights = tuple(of_products or constants)
     inner = tuple(e for e in edges if e.tensor in made or (e.tensor in model.constants and e not in weights))
     written = (t for n in nodes for t in model.nodes[n].outputs if t)

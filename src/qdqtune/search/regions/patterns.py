@@ -18,7 +18,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
 
-from qdqtune.graph.model import GRAPH, Model
+from qdqtune.graph.model import Model
 from qdqtune.placement.possible import can_carry
 from qdqtune.search.regions.discovery import Regions
 from qdqtune.search.regions.region import ChildInput, NodeInput, Point, Region, RegionOutput, RegionType, Scheme
@@ -282,6 +282,6 @@ def _outputs(listing: Listing, child: Mapping[int, int]) -> Iterator[_Exit]:
 
 
 def _uses_outside(model: Model, tensor: str, inside: frozenset[int]) -> Iterator[Edge]:
-    for node, slot in model.uses(tensor):
-        if node not in inside and can_carry(model, tensor, node, slot):
-            yield Edge(tensor, "" if node == GRAPH else model.nodes[node].name, slot)
+    for use in model.uses(tensor):
+        if use.node not in inside and can_carry(model, tensor, use.node, use.slot):
+            yield model.edge(tensor, use)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,8 +80,7 @@ def by_rules(model: Model, possible: frozenset[Edge]) -> Grouping:
 
 def _named(model: Model) -> onnx.ModelProto:
     """The graph with a name for each constant, as what reads a report asks for."""
-    proto = onnx.ModelProto()
-    proto.CopyFrom(model.proto)
+    proto = deepcopy(model.proto)
     for name in model.large:
         proto.graph.initializer.add(name=name)
     return proto
