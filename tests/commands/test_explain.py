@@ -81,7 +81,7 @@ def test_a_rule_that_won_is_not_told_as_the_prices_decision(tuned: tuple[Path, R
     explained = explain_run(folder)
     rows = by_name(explained)
     assert "the rule 'compute'" in explained.headline
-    assert "the best cut of the prices took 0.501" in explained.headline
+    assert "the best cut of the prices was 2.00x as fast" in explained.headline
     assert rows["relu"].why == "placement"
     assert "part of the rule 'compute'" in rows["relu"].reason
     assert (rows["relu"].margin_ms or 0.0) < 0
@@ -114,9 +114,9 @@ def test_a_search_without_layers_tells_what_candidates_took(tmp_path: Path) -> N
     rows = by_name(explained)
     assert all(row.margin_ms is None and "no layer times" in row.unknown for row in explained.rows)
     assert rows["second"].quantized
-    assert "of the time of float" in rows["second"].reason
+    assert "x as fast as float" in rows["second"].reason
     assert rows["softmax"].why == "slower"
-    assert "of its opponent's time" in rows["softmax"].reason
+    assert "x as fast as its opponent" in rows["softmax"].reason
     assert explained.tallies[0].ms is None
 
 
@@ -126,7 +126,7 @@ def test_a_region_search_knows_the_layers_of_float_and_of_what_ships(tmp_path: P
     assert rows["second"].margin_ms is not None
     assert rows["third"].why == "slower"
     assert "a guess: no build ran it so" in rows["third"].reason
-    assert "of its opponent's time" in rows["third"].reason
+    assert "x as fast as its opponent" in rows["third"].reason
 
 
 def test_subgraph_mode_adds_what_it_found_alone(tmp_path: Path) -> None:

@@ -29,8 +29,8 @@ def explain_command(folder: Path, pattern: str | None, state_file: Path | None, 
     """Explain a finished run: why each node runs in 8 bits or in float, and what the other way would cost.
 
     DIR is the output folder of `qdqtune tune`. Without a node: the nodes by reason, what takes the most time first.
-    Times are those of the layers in the builds of the run, in ms; conversions around a node count with it. Nothing is
-    run.
+    Times are in ms: what rounds have measured of the whole model, shared out over its layers as the engine told of the
+    builds; conversions around a node count with it. Nothing is run.
 
     \b
     qdqtune explain qdqtune_output

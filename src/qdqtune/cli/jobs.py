@@ -28,7 +28,8 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import ANYWHERE, Device, cores_for, needs_gpu
 from qdqtune.engines.places import places_for
 from qdqtune.errors import BadOption, reading
-from qdqtune.report.words import duration, speed
+from qdqtune.measurement.timing import speed
+from qdqtune.report.words import duration
 
 WORST = (0, 3, 4)
 """Exit codes from the best on; all others are worse than these."""

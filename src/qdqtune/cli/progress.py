@@ -15,7 +15,8 @@ from rich.text import Text
 
 from qdqtune.cli.grouped import is_quiet, is_verbose
 from qdqtune.cli.output import console
-from qdqtune.report.words import duration, speed
+from qdqtune.measurement.timing import speed
+from qdqtune.report.words import duration
 from qdqtune.tuning.observer import State
 from qdqtune.types import Failure, Trial
 

@@ -16,8 +16,8 @@ from rich.text import Text
 from qdqtune.cli.progress import failure
 from qdqtune.cli.streams import escaped
 from qdqtune.commands.compare import Row
-from qdqtune.measurement.timing import Ratio
-from qdqtune.report.words import decibels, duration, rewrites_gave, speed
+from qdqtune.measurement.timing import Ratio, speed
+from qdqtune.report.words import decibels, duration, rewrites_gave
 from qdqtune.search.costs.explanation import UnitPrice
 from qdqtune.tuning.estimate import Estimate
 from qdqtune.tuning.result import Result
@@ -63,13 +63,13 @@ def result_table(result: Result) -> Table:
 
 
 def _rewritten(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """What rewrites of the float model gave where they were measured, and what the placement did."""
+    """The speedup by rewrites of the float model where they were measured, and that by the placement."""
     rewrites = summary.get("rewrites", {})
     if "gave" not in rewrites:
         return []
     gave, placed = rewrites_gave(summary)
-    rows = [(f"of its time by {', '.join(rewrites['names'])}", "1", f"{gave:.3f}")]
-    return rows if placed is None else [*rows, ("  and by the placement", "1", f"{placed:.3f}")]
+    rows = [(f"speedup by {', '.join(rewrites['names'])}", "1x", speed(gave))]
+    return rows if placed is None else [*rows, ("  and by the placement", "1x", speed(placed))]
 
 
 def _latencies(result: Result) -> list[tuple[str, str, str]]:
@@ -183,7 +183,8 @@ def units_table(units: Sequence[UnitPrice]) -> Table:
     weights = ["weights, ms"] if has_stored else []
     columns = ("unit", "float, ms", *weights, "8 bits, ms", "borders, ms", "runs in", "otherwise, ms")
     table = _table(columns, rows)
-    table.caption = "the largest units; ?: guessed, not measured; otherwise: what the other decision would cost more"
+    table.caption = "the largest units, in inferences that are profiled, which take longer; ?: guessed, not measured; "
+    table.caption += "otherwise: what the other decision would cost more"
     return table
 
 

@@ -19,7 +19,7 @@ from qdqtune.commands.explanation import NOT_TAKEN, ORIGINS, RULED, Explanation,
 from qdqtune.commands.reasons import is_float, is_low
 from qdqtune.graph.model import Model, Node
 from qdqtune.measurement.limits import Limits, outcome
-from qdqtune.measurement.timing import Plan, judge
+from qdqtune.measurement.timing import Plan, judge, speed
 from qdqtune.placement.possible import refusal
 from qdqtune.search import ratios_to_float
 from qdqtune.search.costs.noise import Noise
@@ -105,14 +105,14 @@ def headline(evidence: Evidence) -> str:
             return "the float model ships: nothing was tried"
         return f"the float model ships: of {len(evidence.history)} candidates none was proven faster within the limits"
     trial, ratios = evidence.trial, ratios_to_float(evidence.history, evidence.plan)
-    share = f", {ratios[evidence.placement]:.3f} of the time of float in the search" if trial else ""
+    share = f", {speed(ratios[evidence.placement])} as fast as float in the search" if trial else ""
     text = f"what ships is {evidence.origin}{share}"
     if trial and trial.proposal.origin not in FORETOLD:
         cuts = [t for t in evidence.history if t.proposal.origin == "cut" and t.placement in ratios]
         if cuts:
             best = min(cuts, key=lambda t: ratios[t.placement])
             came = NOT_TAKEN[outcome(best, evidence.plan)]
-            text += f"; the best cut of the prices took {ratios[best.placement]:.3f}, {came}"
+            text += f"; the best cut of the prices was {speed(ratios[best.placement])} as fast, {came}"
     return text
 
 
@@ -409,7 +409,7 @@ class _Reasons:
         evidence = self._evidence
         if verdict.quantized and evidence.trial is not None:
             share = ratios_to_float(evidence.history, evidence.plan).get(evidence.placement)
-            told = "" if share is None else f", which took {share:.3f} of the time of float"
+            told = "" if share is None else f", which was {speed(share)} as fast as float"
             return replace(verdict, why="faster", reason=f"part of {evidence.origin}{told}")
         if verdict.quantized:
             return replace(verdict, why="placement", reason=f"part of {evidence.origin}")
@@ -430,7 +430,7 @@ class _Reasons:
         said, ratio = outcome(trial, evidence.plan), judge(trial, evidence.plan)
         if said == "inaccurate":
             return replace(verdict, why="inaccurate", reason=f"{name} missed the limits on accuracy: {trial.accuracy}")
-        took = "" if ratio is None else f" took {ratio.median:.3f} of its opponent's time"
+        took = "" if ratio is None else f" was {speed(ratio.median)} as fast as its opponent"
         if into_8_bits and said == "faster":
             return replace(verdict, why="unproven", reason=f"{name}{took} and won, but did not ship")
         words = "" if said != "undecided" else ": not clearly faster"

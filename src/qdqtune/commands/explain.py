@@ -30,7 +30,7 @@ from qdqtune.tuning.bench import trial_of
 from qdqtune.tuning.finished import Left, read_left
 from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT
 from qdqtune.tuning.price_cache import RECORD
-from qdqtune.tuning.store import Record, unpack_layers, unpack_ranges
+from qdqtune.tuning.store import Record, unpack_ranges
 from qdqtune.tuning.subject import edges_within, filtered
 from qdqtune.types import Edge, Placement, Trial
 
@@ -98,7 +98,6 @@ def evidence_of(left: Left) -> Evidence:
     able = possible_edges(shaped, unpack_ranges(_only(records, "ranges", folder))) | seen
     possible = able & _chosen(shaped, fingerprint) | seen
     limits = left.limits
-    layers = next((unpack_layers(r["layers"]) for r in records if r["key"] == "layers"), ())
     noise = next((r for r in records if r["key"].startswith("noise:")), None)
     evidence = Evidence(
         model=shaped,
@@ -107,7 +106,7 @@ def evidence_of(left: Left) -> Evidence:
         placement=placement,
         shipped=shipped,
         quant_type=recorded.quant_type,
-        float_layers=layers,
+        float_layers=left.float_layers,
         history=tuple(_judged(history, limits, records)),
         limits=limits,
         plan=left.plan,

@@ -59,6 +59,11 @@ CLOSE = 0.005
 """Whose ratio is within this of 1 differs by nothing that anybody would notice."""
 
 
+def speed(ratio: float) -> str:
+    """How many times as fast something is that takes `ratio` of the time, as people are told everywhere."""
+    return f"{1 / ratio:.2f}x"
+
+
 @dataclass(frozen=True)
 class Ratio:
     """Median of b/a with the interval that holds the true median except with `Plan.error` on either side.
@@ -85,8 +90,8 @@ class Ratio:
     @property
     def speedup(self) -> str:
         """How many times as fast b is as a, with the interval: 1.50x [1.42x, 1.61x]."""
-        low, high = ("?" if end is None else f"{1 / end:.2f}x" for end in (self.high, self.low))
-        return f"{1 / self.median:.2f}x [{low}, {high}]"
+        low, high = ("?" if end is None else speed(end) for end in (self.high, self.low))
+        return f"{speed(self.median)} [{low}, {high}]"
 
     def scaled(self, by: float) -> Ratio:
         """Of b to something else, to which a has the ratio `by`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -116,8 +117,10 @@ def _map(run: Finished, model: Model, whys: Mapping[str, str]) -> Map:
     known: dict[Placement, Sequence[Layer]] = {t.placement: t.layers for t in run.history if t.layers}
     if run.final:
         known[run.final] = run.final_layers
-    float_ms = sum(layer.time_ms or 0.0 for layer in run.float_layers)
-    ratios = {run.final: run.summary["ratio"]} | ratios_to_float(run.history, run.plan)
+    float_ms = run.left.float_ms
+    ratios = ratios_to_float(run.history, run.plan)
+    if run.final:
+        ratios[run.final] = run.left.here["final_ms"] / float_ms  # fresh builds count before those of the search
     before = _ran(model, Placement(), run.float_layers, 1.0, float_ms)
     after = _ran(model, shown, known.get(shown, ()), ratios.get(shown, 1.0), float_ms) if shown else None
     error_db = {tensor: _db(noise) for tensor, noise in run.alone.items()}
@@ -173,9 +176,10 @@ def tail(name: str) -> str:
 
 def _bars_lead(drawn: Map, run: Finished) -> str:
     spent = sum(g.conversion_ms for g in drawn.groups)
-    in_all = sum(g.float_ms or 0.0 for g in drawn.groups)
-    told = f"What the engine told of single layers, in inferences that were profiled: {in_all:.4g} ms in float, where "
-    told += f"{run.summary['baseline_ms']:.4g} ms were measured without."
+    told = f"{run.left.float_ms:.4g} ms in float, as measured"
+    if run.final:
+        told += f", and {run.left.here['final_ms']:.4g} ms tuned"
+    told += ", shared out over layers as the engine told of inferences that it profiled."
     if not drawn.tuned:
         return told
     what = "the tuned model" if run.final else f"{drawn.tuned}, the fastest that was tried, which does not ship"
@@ -204,9 +208,9 @@ def _facts(run: Finished) -> Iterator[Fact]:
             yield Fact("your metric", f"{summary['metric_after']:.4g}", f"float: {summary['metric_before']:.4g}")
         if "gave" in (rewrites := summary.get("rewrites", {})):
             gave, placed = rewrites_gave(summary)
-            told = "" if placed is None else f"; the placement gave {placed:.3f} of the rest"
+            told = "" if placed is None else f"; the placement gave {1 / placed:.2f}× on top"
             yield Fact(
-                "rewrites gave", f"{gave:.3f}", f"of the time of your file: {', '.join(rewrites['names'])}{told}"
+                "rewrites gave", f"{1 / gave:.2f}×", f"as fast as your file: {', '.join(rewrites['names'])}{told}"
             )
         yield Fact("tensors in 8 bits", str(summary["pairs"]), "values that carry a Q/DQ pair")
     elif (without := summary.get("fastest_without_limits")) is not None:
@@ -325,9 +329,10 @@ def _spent(run: Finished) -> str:
     """Seconds by stage, those that took longest first; empty for runs of versions that wrote no diary."""
     stages = run.told.get("stages", ())
     ends = [*(seconds for _, seconds in stages[1:]), run.told.get("seconds", run.summary["seconds"])]
-    took = [(end - begin, text) for (text, begin), end in zip(stages, ends, strict=False)]
-    longest = sorted(took, reverse=True)[:4]
-    return ", ".join(f"{text} {duration(seconds)}" for seconds, text in longest if seconds >= 1)
+    took = Counter[str]()
+    for (text, begin), end in zip(stages, ends, strict=False):
+        took[text] += end - begin  # a stage may come twice
+    return ", ".join(f"{text} {duration(seconds)}" for text, seconds in took.most_common(4) if seconds >= 1)
 
 
 def _commands(run: Finished) -> Iterator[Fact]:

@@ -1,4 +1,4 @@
-"""How figures and counts are told to people, the same way everywhere: speed as times as fast, durations, decibels."""
+"""How figures and counts are told to people, the same way everywhere: durations, counts, decibels."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from qdqtune.types import Placement
-
-
-def speed(ratio: float) -> str:
-    """How many times as fast something is that takes `ratio` of the time."""
-    return f"{1 / ratio:.2f}x"
 
 
 def duration(seconds: float) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.cpu import cores as usable_cores
-from qdqtune.measurement.timing import Plan, Ratio, judge, overlap
+from qdqtune.measurement.timing import Plan, Ratio, judge, overlap, speed
 from qdqtune.search import ratios_to_float
 from qdqtune.types import Trial
 
@@ -58,7 +58,7 @@ def elsewhere(searched: int | None, proven: Sequence[tuple[int | None, Ratio]]) 
     home = known[searched]
     if least.median <= LESS * home.median or overlap(least, home):
         return None
-    told = f"{1 / least.median:.2f}x at {threads} threads, {1 / home.median:.2f}x at {searched}"
+    told = f"{speed(least.median)} at {threads} threads, {speed(home.median)} at {searched}"
     return f"{told}: who deploys at {threads} may gain more by a search there (--threads {threads} --restart)"
 
 

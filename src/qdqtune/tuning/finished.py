@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from qdqtune.measurement.timing import MOST_PAIRS, PAIRS, Plan
 from qdqtune.placement.files import read_placement_file
 from qdqtune.tuning.bench import trial_of
 from qdqtune.tuning.folder import PLACEMENT, RUN, SUMMARY
-from qdqtune.tuning.forms import DIARY, SHIPPED, fits
+from qdqtune.tuning.forms import DIARY, fits
 from qdqtune.tuning.forms import SUMMARY as SUMMARY_FORM
 from qdqtune.tuning.settings import STATE
 from qdqtune.tuning.store import Record, read_records, unpack_layers, unpack_placement, unpack_result
@@ -39,6 +40,33 @@ class Left:
         )
 
     @property
+    def here(self) -> Mapping[str, Any]:
+        """The times and the ratio of what ships at the number of threads that the search and its layers ran with."""
+        rows, threads = self.summary.get("by_threads", ()), self.summary["engine"].get("threads")
+        return next((row for row in rows if str(row["threads"]) == threads), self.summary)
+
+    @property
+    def float_ms(self) -> float:
+        """What the float model took that pairs were placed in, as rounds have measured it: the user's file, or what
+        rewrites have made of it."""
+        gave = self.summary.get("rewrites", {}).get("gave")
+        if gave is None:
+            return float(self.here["baseline_ms"])
+        has_pairs = self.summary.get("edges") or self.summary.get("weights")
+        return float(gave * self.here["baseline_ms"] if has_pairs else self.here["final_ms"])
+
+    @cached_property
+    def float_layers(self) -> tuple[Layer, ...]:
+        """The layers of the float build. Inferences that are profiled take longer than others: their times are shares
+        of what rounds have measured, and add up to it."""
+        layers = next((unpack_layers(r["layers"]) for r in self.records if r["key"] == "layers"), ())
+        told = sum(layer.time_ms or 0.0 for layer in layers)
+        if not told:
+            return layers
+        scale = self.float_ms / told
+        return tuple(replace(x, time_ms=None if x.time_ms is None else scale * x.time_ms) for x in layers)
+
+    @property
     def plan(self) -> Plan:
         """How candidates were judged: the fingerprint holds the plan as it prints itself."""
         try:
@@ -61,8 +89,8 @@ def read_left(folder: Path, state: Path | None = None) -> Left:
         if not folder.is_dir():
             raise BadOption(f"there is no folder {folder}: name the output folder of a finished qdqtune tune")
         raise BadOption(f"{folder} holds no finished run: let qdqtune tune write to it, and come to its end")
-    if not fits(summary, SHIPPED):
-        raise BadOption(f"{folder / SUMMARY} is not of this version")
+    if not fits(summary, SUMMARY_FORM):
+        raise BadOption(f"{folder / SUMMARY} is not what a run has written: tune again, or restore it")
     state = state or Path(summary.get("state_file") or folder / STATE)
     if not state.is_file():
         raise BadState(f"{folder} is explained by its state file, and {state} is not there: name it with --state-file")
@@ -109,9 +137,8 @@ def read_run(folder: Path) -> Finished:
         BadState: its state file is damaged.
     """
     left, told = read_left(folder), _json(folder / RUN)
-    for name, content, form in ((SUMMARY, left.summary, SUMMARY_FORM), (RUN, told, DIARY)):
-        if not fits(content, form):
-            raise BadOption(f"{folder / name} is not what a run has written: tune again, or restore it")
+    if not fits(told, DIARY):
+        raise BadOption(f"{folder / RUN} is not what a run has written: tune again, or restore it")
     records = {record["key"]: record for record in left.records}
     plan = left.plan
     proven = replace(plan, looks=tuple(told["plan"]["proof"])) if "plan" in told else plan
@@ -126,7 +153,7 @@ def read_run(folder: Path) -> Finished:
         history,
         final,
         tuple(_proof(records, final, left.summary)),
-        unpack_layers(records.get("layers", {}).get("layers", [])),
+        left.float_layers,
         _final_layers(records, history, final),
         next((dict(r["alone"]) for key, r in records.items() if key.startswith("noise:") and "failure" not in r), {}),
     )

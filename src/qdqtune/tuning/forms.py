@@ -93,11 +93,9 @@ TRIED: Form = {
 }
 """A rewrite that was measured."""
 
-SHIPPED: Mapping[str, Form] = {"shipped": OneOf(("tuned", "baseline", "given"))}
-
 SUMMARY: Form = {
     **dict.fromkeys(("model", "mode"), str),
-    **SHIPPED,
+    "shipped": OneOf(("tuned", "baseline", "given")),
     **dict.fromkeys(("baseline_ms", "final_ms", "ratio", "seconds"), float),
     **dict.fromkeys(("ratio_low", "ratio_high", "output_sqnr_db"), MAYBE_NUMBER),
     **dict.fromkeys(("builds", "trials", "pairs", "seed"), int),
