@@ -23,7 +23,7 @@ from qdqtune.commands.doctor import (
     find_gpus,
     processor,
 )
-from qdqtune.engines import MODULES, EngineSpec
+from qdqtune.engines import MODULES, EngineSpec, devices
 from qdqtune.errors import EngineUnavailable
 from runs import environment
 
@@ -84,7 +84,7 @@ def test_no_driver_and_a_driver_that_hangs(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find_gpus() == ((), "no NVIDIA driver: there is no nvidia-smi")
     nvidia_smi(tmp_path, monkeypatch, "exec sleep 60")
-    monkeypatch.setattr(doctor, "NVIDIA_SMI_SECONDS", 0.2)
+    monkeypatch.setattr(devices, "NVIDIA_SMI_SECONDS", 0.2)
     gpus, note = find_gpus()
     assert gpus == ()
     assert note.startswith("nvidia-smi does not answer: ")

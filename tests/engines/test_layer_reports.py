@@ -15,7 +15,7 @@ from onnx import numpy_helper, parser
 
 from models import attention
 from qdqtune.engines import EngineSpec, open_engine
-from qdqtune.engines.coverage import Claim, cover, folded, read_model
+from qdqtune.engines.coverage import Claim, cover, never_run, read_model
 from qdqtune.engines.onnxruntime import engine as onnxruntime_engine
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
 from qdqtune.errors import BadOption, EngineFailure
@@ -149,8 +149,8 @@ def test_shapes_that_were_known_in_advance_are_folded() -> None:
 
 
 def test_nothing_left_over_makes_no_layer() -> None:
-    assert folded(()) == ()
-    assert folded(("a", "b")) == (Layer("folded", ("a", "b"), "", 0.0, "folded"),)
+    assert never_run(()) == ()
+    assert never_run(("a", "b")) == (Layer("folded", ("a", "b"), "", 0.0, "folded"),)
 
 
 def test_unnamed_nodes_have_the_names_that_loading_gives(tmp_path: Path) -> None:

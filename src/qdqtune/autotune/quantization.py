@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from qdqtune.autotune.benchmark import default_engine
 from qdqtune.autotune.graphs import escaped
+from qdqtune.engines.shapes import read_shapes
 from qdqtune.errors import BadOption
 from qdqtune.graph.files import save
 from qdqtune.graph.loading import files_of, load
@@ -77,7 +78,7 @@ def quantize(
         calibration_method=METHODS.get(calibration_method or "", calibration_method),
         calibration_cache=calibration_cache_path,
         precision=high_precision_dtype,
-        input_shape=_shapes(shapes) if shapes else None,
+        input_shape=read_shapes(shapes) if shapes else None,
     )
     chosen = _told(
         nodes_to_quantize=nodes_to_quantize,
@@ -156,21 +157,6 @@ def _searched(others: Mapping[str, Any]) -> dict[str, Any]:
 def _read(reader: Reader) -> Iterator[Mapping[str, npt.ArrayLike]]:
     while (sample := reader.get_next()) is not None:
         yield sample
-
-
-def _shapes(text: str) -> dict[str, tuple[int, ...]]:
-    """Shapes by input.
-
-    Raises:
-        BadOption: the text is none.
-    """
-    found = {}
-    for part in text.split(","):
-        name, _, sizes = part.strip().rpartition(":")
-        if not name or not re.fullmatch(r"\d+(x\d+)*", sizes):
-            raise BadOption(f"{part!r} is no shape: give input0:1x3x224x224,input1:1x8")
-        found[name] = tuple(map(int, sizes.split("x")))
-    return found
 
 
 def _matching(names: Sequence[str], expressions: Sequence[str] | None) -> list[str]:

@@ -26,9 +26,8 @@ from qdqtune.commands.check import Finding, allow, check, excuse, is_measured, l
 from qdqtune.commands.cluster import ClusterState, examine_cluster
 from qdqtune.commands.doctor import Diagnosis, examine
 from qdqtune.commands.reasons import is_low
-from qdqtune.engines import EngineSpec
+from qdqtune.engines import TENSORRT_FAMILY, EngineSpec
 from qdqtune.engines.runner import time_limit, unlogged
-from qdqtune.engines.shapes import ENGINES
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption, ConstraintUnmet, EngineUnavailable
 from qdqtune.graph.loading import load, read
@@ -144,7 +143,7 @@ def check_command(
             if graph_json
             else run_here(model, graph, options.engine(given), given)
         )
-        fuses_attention = bool(graph_json) or given["engine"] in ENGINES
+        fuses_attention = bool(graph_json) or given["engine"] in TENSORRT_FAMILY
         found = check(graph, ran.layers, ran.numbers, fuses_attention=fuses_attention)
         layers, findings = ran.layers, allow(found, allowed)
         measured = ran.described is not None and is_measured(model, graph, ran.described)

@@ -21,8 +21,8 @@ from click.core import ParameterSource
 
 from qdqtune.calibration import prepare
 from qdqtune.calibration.methods import CLOSEST, Calibration, Method
-from qdqtune.engines import MODULES, THREADED, EngineSpec
-from qdqtune.engines.shapes import ENGINES, OPTIONS, check_inputs
+from qdqtune.engines import MODULES, TENSORRT_FAMILY, THREADED, EngineSpec
+from qdqtune.engines.shapes import OPTIONS, check_inputs
 from qdqtune.errors import BadOption, parsed_json
 from qdqtune.graph.float16 import Precision
 from qdqtune.graph.loading import files_of
@@ -419,7 +419,7 @@ def engine(given: Given) -> EngineSpec:
     """
     name, input_shapes = given["engine"], given.get("input_shapes")
     chosen = {own: given[own] for own in OWN if given[own]}
-    if name in ENGINES and input_shapes and "opt_shapes" not in chosen:
+    if name in TENSORRT_FAMILY and input_shapes and "opt_shapes" not in chosen:
         chosen["opt_shapes"] = input_shapes
     for own in OPTIONS:
         if own in chosen:

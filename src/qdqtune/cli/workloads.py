@@ -11,8 +11,8 @@ import click
 from qdqtune.calibration.workloads import WorkloadFile, spans_of
 from qdqtune.cli import options
 from qdqtune.cli.options import Given, repeated
-from qdqtune.engines import EngineSpec
-from qdqtune.engines.shapes import ENGINES, spans, with_spans
+from qdqtune.engines import TENSORRT_FAMILY, EngineSpec
+from qdqtune.engines.shapes import spans, with_spans
 
 
 def _files(_: click.Context, __: click.Parameter, values: Sequence[str]) -> tuple[WorkloadFile, ...]:
@@ -46,7 +46,7 @@ def engine(given: Given) -> EngineSpec:
         BadData: a workload cannot be read.
     """
     spec = options.engine(given)
-    if spec.name not in ENGINES or not given["workloads"] or spans(spec):
+    if spec.name not in TENSORRT_FAMILY or not given["workloads"] or spans(spec):
         return spec
     return with_spans(spec, spans_of(given["workloads"], given.get("fix_inputs") or ()))
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 import platform
-import shutil
-import subprocess
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from qdqtune.engines import MODULES, EngineSpec, cpu
+from qdqtune.engines.devices import nvidia_smi
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import QdqtuneError, one_line
 
@@ -32,8 +30,6 @@ NEEDS = {
 """The Python packages without which an engine cannot be opened, and the command that installs them."""
 
 OPENING_SECONDS = 120.0
-NVIDIA_SMI_SECONDS = 30.0
-QUERY = ("--query-gpu=name,driver_version,compute_cap,memory.total", "--format=csv,noheader")
 
 
 @dataclass(frozen=True)
@@ -113,9 +109,8 @@ def _described(spec: EngineSpec, log_dir: Path) -> dict[str, str]:
 
 def processor() -> Processor:
     """The CPU of this machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     isa = tuple(cpu.instruction_sets().split())
-    return Processor(cpu.model_name(), cores, isa, consequence(platform.machine(), isa))
+    return Processor(cpu.model_name(), cpu.cores(), isa, consequence(platform.machine(), isa))
 
 
 def consequence(machine: str, isa: Collection[str]) -> str:
@@ -132,22 +127,5 @@ def consequence(machine: str, isa: Collection[str]) -> str:
 
 def find_gpus() -> tuple[tuple[Gpu, ...], str]:
     """The NVIDIA GPUs, or why there is none."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return (), "no NVIDIA driver: there is no nvidia-smi"
-    try:
-        done = subprocess.run(
-            [program, *QUERY],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=NVIDIA_SMI_SECONDS,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return (), f"nvidia-smi does not answer: {one_line(error)}"
-    rows = [line.split(", ") for line in done.stdout.splitlines()]
-    gpus = tuple(Gpu(*row) for row in rows if len(row) == QUERY[0].count(",") + 1)
-    if done.returncode or not gpus:
-        return (), f"nvidia-smi finds none: {one_line(done.stderr.strip() or done.stdout)}"
-    return gpus, ""
+    rows, reason = nvidia_smi("name,driver_version,compute_cap,memory.total")
+    return tuple(Gpu(*row) for row in rows), reason

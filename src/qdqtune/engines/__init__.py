@@ -101,6 +101,9 @@ class Engine(Protocol):
         """
 
 
+TENSORRT_FAMILY = frozenset({"tensorrt", "tensorrt-rtx", "trtexec"})
+"""Engines of NVIDIA's: they run on its GPUs, build for given input sizes, and usually start from a float16 model."""
+
 THREADED = frozenset({"onnxruntime", "openvino"})
 """Engines that compute on threads of the CPU, unless a provider of theirs computes elsewhere."""
 

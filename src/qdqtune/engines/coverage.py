@@ -49,7 +49,7 @@ def cover(graph: onnx.GraphProto, claims: Sequence[Claim]) -> tuple[list[tuple[s
     return _Assignment(graph, claims).result()
 
 
-def folded(nodes: tuple[str, ...]) -> tuple[Layer, ...]:
+def never_run(nodes: tuple[str, ...]) -> tuple[Layer, ...]:
     """The layer that stands for nodes that nothing runs at inference; none if there are no such nodes."""
     return (Layer("folded", nodes, "", 0.0, "folded"),) if nodes else ()
 

@@ -6,21 +6,20 @@ import contextlib
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import DEVNULL, TimeoutExpired, run
 
-from qdqtune.engines import CPU_PROVIDER, EngineSpec
-from qdqtune.errors import BadOption, EngineUnavailable
+from qdqtune.engines import CPU_PROVIDER, TENSORRT_FAMILY, EngineSpec
+from qdqtune.errors import BadOption, EngineUnavailable, one_line
 
 LEASE_SECONDS = 30.0
 """How long a worker waits for a device whose last owner is still ending: a GPU's memory is freed late."""
 
 NVIDIA_SMI_SECONDS = 30.0
-GPU_ENGINES = frozenset({"tensorrt", "tensorrt-rtx", "trtexec"})
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
@@ -111,7 +110,7 @@ def is_free(part: str) -> bool:
 def needs_gpu(spec: EngineSpec) -> bool:
     """Whether an engine runs on a GPU, so that each worker wants one of its own."""
     provider = str(spec.options.get("provider") or CPU_PROVIDER)
-    return (spec.name in GPU_ENGINES and not spec.options.get("target")) or provider != CPU_PROVIDER
+    return (spec.name in TENSORRT_FAMILY and not spec.options.get("target")) or provider != CPU_PROVIDER
 
 
 def cores_for(spec: EngineSpec, given: int | None) -> int:
@@ -184,12 +183,20 @@ def gpus_here() -> tuple[str, ...]:
     """The GPUs that this process may use, as CUDA numbers them."""
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return tuple(name for name in visible.split(",") if name and name != "-1")
+    return tuple(index for (index,) in nvidia_smi("index")[0] if index.isdigit())
+
+
+def nvidia_smi(fields: str, *more: str) -> tuple[list[list[str]], str]:
+    """What nvidia-smi says of the GPUs of this host, a row of these fields for each; or why it says nothing."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return ()
+        return [], "no NVIDIA driver: there is no nvidia-smi"
+    asked = [program, f"--query-gpu={fields}", "--format=csv,noheader", *more]
     try:
-        asked = [program, "--query-gpu=index", "--format=csv,noheader"]
-        done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=NVIDIA_SMI_SECONDS)
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    return tuple(line.strip() for line in done.stdout.splitlines() if line.strip().isdigit())
+        done = run(asked, stdin=DEVNULL, capture_output=True, text=True, check=False, timeout=NVIDIA_SMI_SECONDS)
+    except (OSError, TimeoutExpired) as error:
+        return [], f"nvidia-smi does not answer: {one_line(error)}"
+    rows = [row for line in done.stdout.splitlines() if len(row := line.split(", ")) == fields.count(",") + 1]
+    if done.returncode or not rows:
+        return [], f"nvidia-smi finds none: {one_line(done.stderr.strip() or done.stdout)}"
+    return rows, ""

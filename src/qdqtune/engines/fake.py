@@ -21,7 +21,7 @@ import os
 import time
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import exp, prod, sqrt
 from pathlib import Path
@@ -34,7 +34,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from qdqtune.engines import formats
-from qdqtune.engines.coverage import read_model
+from qdqtune.engines.coverage import never_run, read_model
 from qdqtune.errors import BadOption, EngineFailure, one_line
 from qdqtune.graph.operators import CLAMPS, COMPUTE, QDQ
 from qdqtune.types import Array, Layer, NumericFormat, QType, QuantType, Tensors
@@ -54,7 +54,6 @@ DEQUANTIZES = 19
 
 MOVES = frozenset({"Flatten", "MaxPool", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 INTEGER_KERNELS = COMPUTE | MOVES | {"Add", "AveragePool", "Concat", "GlobalAveragePool", "Mul"}
-EPILOGUES = CLAMPS
 FAULTS = ("crash", "hang", "nan", "refuse")
 
 
@@ -93,34 +92,25 @@ def create(
     return Fake(_Noise(seed, noise, drift, spikes), asymmetric, build_seconds, dict(faults or {}), hide_times, threads)
 
 
+@dataclass(frozen=True)
 class Fake:
     """Builds models for the reference evaluator and the cost model."""
 
-    def __init__(
-        self,
-        noise: _Noise,
-        asymmetric: bool,
-        build_seconds: float,
-        faults: Mapping[str, str],
-        hide_times: bool,
-        threads: int,
-    ) -> None:
-        self._noise = noise
-        self._asymmetric = asymmetric
-        self._build_seconds = build_seconds
-        self._faults = faults
-        self._hide_times = hide_times
-        self._threads = threads
+    noise: _Noise
+    asymmetric: bool
+    build_seconds: float
+    faults: Mapping[str, str]
+    hide_times: bool
+    threads: int
 
     def describe(self) -> dict[str, str]:
         """Name, version of the cost model, and what shapes its answers."""
-        numbers = "asymmetric" if self._asymmetric else "symmetric"
-        threads = str(self._threads)
+        numbers, threads = "asymmetric" if self.asymmetric else "symmetric", str(self.threads)
         return {"engine": "fake", "version": "1", "device": "cost model", "threads": threads, "numbers": numbers}
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
         """Like TensorRT; int8 like ONNX Runtime's CPU with the option `asymmetric`."""
-        if quant_type == "int8" and self._asymmetric:
+        if quant_type == "int8" and self.asymmetric:
             return NumericFormat(
                 QType.UINT8, QType.INT8, symmetric=False, bias="int32", drop_clamps=True, shared_scale_ops=MOVES
             )
@@ -132,7 +122,7 @@ class Fake:
         Raises:
             EngineFailure: the model is invalid, or an option says that it is refused.
         """
-        time.sleep(self._build_seconds)
+        time.sleep(self.build_seconds)
         log.write_text(f"building {model}\n", encoding="utf-8", errors="replace")
         try:
             onnx.checker.check_model(str(model))
@@ -141,7 +131,8 @@ class Fake:
                 if len(tensor.raw_data) > SHAPE_BYTES:
                     tensor.ClearField("raw_data")
             fault = self._fault(proto)
-            seconds = latency(proto, self._threads)  # also a check that the cost model can read it
+            costs = _Costs(proto, self.threads)
+            seconds = costs.of({}).seconds()  # also a check that the cost model can read it
         except Exception as error:  # protobuf, the checker and shape inference raise what they like
             with log.open("a") as file:
                 file.write(f"{error}\n")
@@ -154,25 +145,21 @@ class Fake:
             os._exit(70)
         while fault == "hang":
             time.sleep(3600)
-        costs = _Costs(proto, self._threads)
-        return FakeModel(model, costs, self._noise, spoiled=fault == "nan", timed=not self._hide_times)
+        return FakeModel(model, costs, self.noise, spoiled=fault == "nan", timed=not self.hide_times)
 
     def _fault(self, proto: onnx.ModelProto) -> str | None:
         dequantized = {n.output[0] for n in proto.graph.node if n.op_type == "DequantizeLinear"}
         named = [n.name for n in proto.graph.node if n.op_type != "QuantizeLinear" and dequantized & set(n.input)]
-        known = (kind for kind in FAULTS if kind in self._faults)
-        return next((k for k in known if any(fnmatchcase(name, self._faults[k]) for name in named)), None)
+        known = (kind for kind in FAULTS if kind in self.faults)
+        return next((k for k in known if any(fnmatchcase(name, self.faults[k]) for name in named)), None)
 
 
 class FakeModel:
     """A model with its modelled latency."""
 
     def __init__(self, path: Path, costs: _Costs, noise: _Noise, *, spoiled: bool, timed: bool) -> None:
-        self._path = path
-        self._costs = costs
-        self._noise = noise
-        self._spoiled = spoiled
-        self._timed = timed
+        self._path, self._costs, self._noise = path, costs, noise
+        self._spoiled, self._timed = spoiled, timed
         self._evaluator: ReferenceEvaluator | None = None
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
@@ -326,8 +313,8 @@ class _CostModel:
                 owner = home[node.input[0]]
                 covered[owner].append(node.name)
                 home.update(dict.fromkeys(node.output, owner))
-        ran = [self._layer(self.nodes[number], tuple(names)) for number, names in covered.items()]
-        return (*ran, Layer("folded", tuple(folded), "", 0.0, "folded")) if folded else tuple(ran)
+        ran = (self._layer(self.nodes[number], tuple(names)) for number, names in covered.items())
+        return (*ran, *never_run(tuple(folded)))
 
     def _layer(self, node: onnx.NodeProto, names: tuple[str, ...]) -> Layer:
         kind: Literal["compute", "quantize"] = "quantize" if node.op_type in QDQ else "compute"
@@ -338,11 +325,11 @@ class _CostModel:
         """The tensor that a node gives to others: its output, or that of the epilogue fused into it."""
         readers = self.readers.get(node.output[0], [])
         if node.op_type in COMPUTE and len(readers) == 1 and readers[0] is not None:
-            return readers[0].output[0] if readers[0].op_type in EPILOGUES else node.output[0]
+            return readers[0].output[0] if readers[0].op_type in CLAMPS else node.output[0]
         return node.output[0]
 
     def _is_epilogue(self, node: onnx.NodeProto) -> bool:
-        before = self.producer.get(node.input[0]) if node.op_type in EPILOGUES else None
+        before = self.producer.get(node.input[0]) if node.op_type in CLAMPS else None
         return before is not None and self._end(before) == node.output[0]
 
     def _runs_in_integers(self, node: onnx.NodeProto) -> bool:

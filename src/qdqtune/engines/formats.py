@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Literal
 
-from qdqtune.engines import MODULES, cpu
+from qdqtune.engines import MODULES, TENSORRT_FAMILY, cpu
 from qdqtune.errors import BadOption
 from qdqtune.types import NumericFormat, QType, QuantType, Storage
 
@@ -23,10 +23,6 @@ TENSORRT_SHARED = frozenset({
     "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze",
 })  # fmt: skip
 """What TensorRT moves a Q or a DQ across: with one scale on both sides, the pairs around it become one."""
-
-
-HALVES = frozenset({"tensorrt", "tensorrt-rtx", "trtexec"})
-"""Engines whose usual baseline is a float16 model."""
 
 
 def numeric_format(engine: str, quant_type: QuantType) -> NumericFormat:
@@ -48,7 +44,7 @@ def usual_precision(engine: str, version: str = "") -> Literal["fp32", "fp16"]:
     """
     major = version.split(".")[0]
     chooses = engine != "tensorrt-rtx" and major.isdecimal() and int(major) < 10
-    return "fp16" if engine in HALVES and not chooses else "fp32"
+    return "fp16" if engine in TENSORRT_FAMILY and not chooses else "fp32"
 
 
 def onnxruntime(quant_type: QuantType) -> NumericFormat:
@@ -117,8 +113,7 @@ def fake(quant_type: QuantType) -> NumericFormat:
 
 
 FORMATS: Mapping[str, Callable[[QuantType], NumericFormat]] = MappingProxyType({
-    "fake": fake, "onnxruntime": onnxruntime, "openvino": openvino,
-    "tensorrt": tensorrt, "tensorrt-rtx": tensorrt, "trtexec": tensorrt,
+    "fake": fake, "onnxruntime": onnxruntime, "openvino": openvino, **dict.fromkeys(TENSORRT_FAMILY, tensorrt),
 })  # fmt: skip
 
 

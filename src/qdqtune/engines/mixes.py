@@ -33,8 +33,8 @@ def layers(mix: Mix, reports: Sequence[Layers]) -> Layers:
     """Layers with the times of the average call. Where an engine runs other layers for other shapes, those of the
     workload that takes the largest share of the time stand for all, and their times add up to that of the call."""
     shares = [workload.share for workload in mix]
-    first = reports[0]
-    if all(_alike(first, other) for other in reports):
+    names = [[(layer.name, layer.nodes) for layer in report] for report in reports]
+    if all(each == names[0] for each in names):
         return tuple(
             replace(together[0], time_ms=_mean([layer.time_ms for layer in together], shares))
             for together in zip(*reports, strict=True)
@@ -45,10 +45,6 @@ def layers(mix: Mix, reports: Sequence[Layers]) -> Layers:
     factor = sum(totals) / spent[most] if spent[most] else 1.0
     told = ((layer, layer.time_ms) for layer in reports[most])
     return tuple(layer if ms is None else replace(layer, time_ms=factor * ms) for layer, ms in told)
-
-
-def _alike(one: Layers, other: Layers) -> bool:
-    return [(x.name, x.nodes) for x in one] == [(x.name, x.nodes) for x in other]
 
 
 def _mean(times: Sequence[float | None], shares: Sequence[float]) -> float | None:

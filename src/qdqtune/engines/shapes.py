@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from qdqtune.engines import EngineSpec
+from qdqtune.engines import TENSORRT_FAMILY, EngineSpec
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
 
@@ -26,9 +26,6 @@ class Span(NamedTuple):
         return None if size is None else Span(tuple(low or size), tuple(size), tuple(high or size))
 
 
-ENGINES = frozenset({"tensorrt", "tensorrt-rtx", "trtexec"})
-"""Engines that build for given input sizes."""
-
 OPTIONS = ("min_shapes", "opt_shapes", "max_shapes")
 UNSPEAKABLE = frozenset(",'")
 """What ends a name on trtexec's command line, and cannot be escaped there."""
@@ -42,14 +39,14 @@ def spans(spec: EngineSpec) -> dict[str, Span]:
     Raises:
         BadOption: the shapes inside trtexec_args cannot be read.
     """
-    if spec.name not in ENGINES:
+    if spec.name not in TENSORRT_FAMILY:
         return {}
     given = [dict(spec.options.get(name) or {}) for name in OPTIONS]
     for word in _words(spec):
         if match := FLAG.fullmatch(word):
             for i, which in enumerate(("min", "opt", "max")):
                 if match[1] in (None, which):
-                    given[i] |= _read(match[2])
+                    given[i] |= read_shapes(match[2], "trtexec_args: ")
     low, usual, high = given
     named = {name: Span.of(low.get(name), usual.get(name), high.get(name)) for name in low | usual | high}
     return {name: span for name, span in named.items() if span is not None}
@@ -103,13 +100,17 @@ def _words(spec: EngineSpec) -> list[str]:
         raise BadOption(f"trtexec_args cannot be read ({error}): {spec.options['trtexec_args']!r}") from error
 
 
-def _read(text: str) -> dict[str, tuple[int, ...]]:
-    """Sizes by input, of `a:1x3x224x224,b:1x8`."""
+def read_shapes(text: str, where: str = "") -> dict[str, tuple[int, ...]]:
+    """Sizes by input, of `a:1x3x224x224,b:1x8`.
+
+    Raises:
+        BadOption: the text, which stands `where`, is none.
+    """
     shapes = {}
     for part in text.split(","):
-        name, _, sizes = part.strip("'\"").rpartition(":")
+        name, _, sizes = part.strip(" '\"").rpartition(":")
         if not name or not re.fullmatch(r"\d+(x\d+)*", sizes):
-            raise BadOption(f"trtexec_args: {part!r} is no shape: give NAME:1x3x224x224")
+            raise BadOption(f"{where}{part!r} is no shape: give NAME:1x3x224x224")
         shapes[name] = tuple(map(int, sizes.split("x")))
     return shapes
 

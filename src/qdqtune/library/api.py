@@ -27,9 +27,8 @@ from qdqtune.commands import quantize as quantize_command
 from qdqtune.commands.check import allow, excuse, is_measured
 from qdqtune.commands.check import check as find
 from qdqtune.commands.compare import comparable, compare_at
-from qdqtune.engines import EngineSpec
+from qdqtune.engines import TENSORRT_FAMILY, EngineSpec
 from qdqtune.engines.runner import time_limit, unlogged
-from qdqtune.engines.shapes import ENGINES
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
 from qdqtune.library.inputs import (
@@ -121,8 +120,9 @@ def tune(
             more = {"calibration_data": source, "evaluate": metric, **workloads}
             own, fields = split_fields(Settings, tune_cli.tune_command, {**given, **more, **_engine(engine)})
             values = given_of(tune_cli.tune_command, [model_file(model, folder)], own)
-            settings = replace(tune_cli.settings_of(values), node_filter=tuple(node_filter) or values["node_filter"])
-            settings = replace(_with_engine(settings, engine), **fields)
+            fields |= {"node_filter": tuple(node_filter) or values["node_filter"]}
+            fields |= {} if isinstance(engine, str) else {"engine": engine}
+            settings = replace(tune_cli.settings_of(values), **fields)
         done = loop.tune(settings, told)
         if not isinstance(model, Settings) and values["report"]:
             leave_report(settings.output_dir)
@@ -239,7 +239,7 @@ def check(
         if not is_quantized(graph):
             return Checked(spec.name, (), ())
         ran = engines.run_here(path, graph, spec, values)
-        found = find(graph, ran.layers, ran.numbers, fuses_attention=spec.name in ENGINES)
+        found = find(graph, ran.layers, ran.numbers, fuses_attention=spec.name in TENSORRT_FAMILY)
         findings = allow(found, values["allowed"])
         measured = ran.described is not None and is_measured(path, graph, ran.described)
     return Checked(spec.name, ran.layers, excuse(findings) if measured else findings, measured)
@@ -333,10 +333,6 @@ def _engine(engine: Engine) -> dict[str, object]:
 
 def _spec(engine: Engine, values: Mapping[str, Any]) -> EngineSpec:
     return options.engine(values) if isinstance(engine, str) else engine
-
-
-def _with_engine(settings: Settings, engine: Engine) -> Settings:
-    return settings if isinstance(engine, str) else replace(settings, engine=engine)
 
 
 def _says_how(given: Mapping[str, Any]) -> bool:

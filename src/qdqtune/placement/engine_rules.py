@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from qdqtune.engines import TENSORRT_FAMILY
 from qdqtune.graph.model import Model
 from qdqtune.placement import carry_pairs as pairs
 from qdqtune.placement import keep_float as floats
@@ -17,7 +18,7 @@ from qdqtune.placement.possible import consistent
 from qdqtune.placement.scene import Scene
 from qdqtune.types import Edge, Placement, QuantType
 
-TENSORRT = frozenset({"tensorrt", "tensorrt-rtx", "trtexec", "fake"})
+TENSORRT = TENSORRT_FAMILY | {"fake"}
 FUSING = TENSORRT | {"openvino"}
 """Engines that draw pointwise operators into the kernel in front of them."""
 RTX = frozenset({"tensorrt-rtx"})

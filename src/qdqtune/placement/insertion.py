@@ -428,10 +428,6 @@ class Inserter:
         return Parameters(draft.constant(f"{tensor}_scale", values), draft.constant(f"{tensor}_zero_point", zeros))
 
 
-def _edge(model: Model, tensor: str, node: int, index: int) -> Edge:
-    return Edge(tensor, "" if node == GRAPH else model.nodes[node].name, index)
-
-
 def _numpy(dtype: int) -> np.dtype[np.generic]:
     return helper.tensor_dtype_to_np_dtype(dtype)
 

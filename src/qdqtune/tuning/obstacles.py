@@ -9,7 +9,7 @@ import onnx
 
 from qdqtune.calibration.matching import from_file
 from qdqtune.calibration.samples import Samples, input_specs
-from qdqtune.engines import EngineSpec
+from qdqtune.engines import TENSORRT_FAMILY, EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import EngineUnavailable
 from qdqtune.graph.model import Model, bodies
@@ -23,8 +23,6 @@ LOOKED_AT = 256
 """Samples that an input must have one value in, to count as constant."""
 
 KINDS = sorted(COMPUTE)
-
-TENSORRT = ("tensorrt", "tensorrt-rtx", "trtexec")
 
 WITHOUT_GPU = (
     "without a GPU: `qdqtune quantize MODEL --engine tensorrt -o quantized.onnx` places pairs by rules, and "
@@ -41,7 +39,7 @@ def insist_on_device(spec: EngineSpec, runner: Runner) -> None:
     try:
         device = runner.describe().get("device")
     except EngineUnavailable as error:
-        if spec.name in TENSORRT:
+        if spec.name in TENSORRT_FAMILY:
             raise EngineUnavailable(f"{str(error).rstrip('.')}; {WITHOUT_GPU}") from error
         raise
     if device == "none":

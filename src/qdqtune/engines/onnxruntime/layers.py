@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from qdqtune.engines.coverage import Claim, cover, folded
+from qdqtune.engines.coverage import Claim, cover, never_run
 from qdqtune.errors import EngineFailure
 from qdqtune.graph.operators import QDQ
 from qdqtune.types import Layer, LayerKind
@@ -66,7 +66,7 @@ def report(
     for i, (node, names, time_ms) in enumerate(zip(nodes, covered, times.tolist(), strict=True)):
         name = node.name or " + ".join(names) or node.output[0]
         layers.append(Layer(name, names, _precision(node, runs[-1][i]["args"]), time_ms, _kind(node, names)))
-    return (*layers, *folded(rest))
+    return (*layers, *never_run(rest))
 
 
 def trimmed_mean(times: Sequence[float]) -> float:

@@ -8,14 +8,14 @@ operation is renamed after the nodes that it comes from.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import onnx
 
-from qdqtune.engines.coverage import Claim, cover, folded
+from qdqtune.engines.coverage import Claim, cover, never_run
 from qdqtune.graph.operators import QDQ
 from qdqtune.types import Layer, LayerKind
 
@@ -56,7 +56,8 @@ def tag(model: Any, graph: onnx.GraphProto) -> tuple[Tag, ...]:
         tensors = frozenset(name for output in operation.outputs() for name in output.get_names())
         nodes = sorted({makers[t] for t in tensors if t in makers}, key=order.__getitem__)
         if not tensors:
-            nodes = next((list(owners[u]) for u in _users(operation) if owners.get(u)), [])
+            users = (port.get_node() for output in operation.outputs() for port in output.get_target_inputs())
+            nodes = next((list(known) for user in users if (known := owners.get(user.get_friendly_name()))), [])
         operation.set_friendly_name(f"@{len(tags)}@")
         owners[operation.get_friendly_name()] = tuple(nodes)
         if operation.get_type_name() == "Constant":
@@ -76,11 +77,11 @@ def report(
     `executed` are the operations of the runtime model, `profiles` the profiling information of each inference.
     """
     times = _times(profiles)
-    infos = {op.get_friendly_name(): _info(op) for op in executed}
-    before = {
-        op.get_friendly_name(): [i.get_source_output().get_node().get_friendly_name() for i in op.inputs()]
-        for op in executed
-    }
+    infos, before = dict[str, dict[str, str]](), dict[str, list[str]]()
+    for op in executed:
+        infos[op.get_friendly_name()] = {key: value.astype(str) for key, value in op.get_rt_info().items()}
+        sources = (port.get_source_output().get_node() for port in op.inputs())
+        before[op.get_friendly_name()] = [source.get_friendly_name() for source in sources]
     fixed = _fixed(infos, before)
     running = sorted(
         (name for name, info in infos.items() if name not in fixed and info["layerType"] not in BORDERS),
@@ -105,13 +106,7 @@ def report(
         if kind == "quantize":
             precision = _type(infos[name]["outputPrecisions"])
         layers.append(Layer(known, nodes, precision, times.get(name, 0.0), kind))
-    return (*layers, *folded(rest))
-
-
-def _users(operation: Any) -> Iterator[str]:
-    for output in operation.outputs():
-        for user in output.get_target_inputs():
-            yield user.get_node().get_friendly_name()
+    return (*layers, *never_run(rest))
 
 
 def _times(profiles: Sequence[Iterable[Any]]) -> dict[str, float]:
@@ -121,10 +116,6 @@ def _times(profiles: Sequence[Iterable[Any]]) -> dict[str, float]:
         for entry in profile:
             samples.setdefault(entry.node_name, []).append(1e3 * entry.real_time.total_seconds())
     return {name: median(values) for name, values in samples.items()}
-
-
-def _info(operation: Any) -> dict[str, str]:
-    return {key: value.astype(str) for key, value in operation.get_rt_info().items()}
 
 
 def _fixed(infos: Mapping[str, Mapping[str, str]], before: Mapping[str, Sequence[str]]) -> frozenset[str]:

@@ -77,16 +77,11 @@ class Sender:
                 part = self.part(np.fromfile(path.parent / told["location"], np.uint8, length, offset=start))
                 constants[f"{part.digest}.bin"] = part
                 del tensor.external_data[:]
-                for key, value in (("location", f"{part.digest}.bin"), ("offset", 0), ("length", part_length(told))):
-                    if value is not None:
-                        tensor.external_data.add(key=key, value=str(value))
+                for key, value in (told | {"location": f"{part.digest}.bin", "offset": "0"}).items():
+                    if key in ("location", "offset", "length"):
+                        tensor.external_data.add(key=key, value=value)
         data = np.frombuffer(proto.SerializeToString(), np.uint8)
         return ModelParcel(path.name, self.part(data) if data.nbytes >= LARGE else data, constants)
-
-
-def part_length(told: Mapping[str, str]) -> int | None:
-    """How many bytes a tensor has in its file, where its model says so."""
-    return int(told["length"]) if "length" in told else None
 
 
 def external(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:

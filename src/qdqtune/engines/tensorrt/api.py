@@ -10,21 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import onnx
-
 from qdqtune.engines import Built, formats, output_to
-from qdqtune.engines.tensorrt.build import (
-    TimingCache,
-    build_plan,
-    is_strongly_typed,
-    load_plugins,
-    logger_of,
-)
+from qdqtune.engines.tensorrt.build import TimingCache, build_plan, is_strongly_typed, load_plugins, logger_of
 from qdqtune.engines.tensorrt.cuda import Cuda
 from qdqtune.engines.tensorrt.execution import Execution
 from qdqtune.engines.tensorrt.options import CachedOptions, Options, taking
-from qdqtune.engines.tensorrt.report import read_report
-from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, InputError, one_line
+from qdqtune.engines.tensorrt.report import layers_of
+from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
 from qdqtune.types import Array, Layer, NumericFormat, QuantType, Tensors
 
 
@@ -60,11 +52,7 @@ class TensorRt:
     """Builds engines through the vendor's module `trt`, and runs them on one GPU."""
 
     def __init__(self, name: str, trt: Any, cuda: Cuda, options: Options, times: TimingCache | None) -> None:
-        self._name = name
-        self._trt = trt
-        self._cuda = cuda
-        self._options = options
-        self._times = times
+        self._name, self._trt, self._cuda, self._options, self._times = name, trt, cuda, options, times
 
     def describe(self) -> dict[str, str]:
         """Version, GPU, its driver and compute capability, and the options that shape latency."""
@@ -156,10 +144,7 @@ class TensorRtModel:
             with contextlib.closing(Execution(self._trt, self._cuda, self._engine)) as execution:
                 execution.bind(inputs)
                 graph, times = execution.report(runs)
-            try:
-                return read_report(graph, times, onnx.load(self._model, load_external_data=False))
-            except InputError as error:  # what TensorRT says of itself is no fault of the user's
-                raise EngineFailure(f"TensorRT: {one_line(error)}") from error
+            return layers_of(self._model, graph, times)
 
     def save(self, path: Path) -> None:
         """Write the plan, for this version of TensorRT and this kind of GPU, and load the file.

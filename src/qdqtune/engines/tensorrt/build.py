@@ -130,7 +130,8 @@ def build_plan(trt: Any, model: Path, options: Options, times: TimingCache | Non
     logger = logger_of(trt)
     logger.clear()
     builder = trt.Builder(logger)
-    network = builder.create_network(_network_flags(trt))
+    typing = "STRONGLY_TYPED" if is_strongly_typed(trt) else "EXPLICIT_BATCH"
+    network = builder.create_network(1 << int(getattr(trt.NetworkDefinitionCreationFlag, typing)))
     parser = trt.OnnxParser(network, logger)  # holds weights until the build is done
     if not parser.parse_from_file(str(model)):
         raise EngineFailure(f"TensorRT: {_refusal(parser, model)}")
@@ -149,12 +150,6 @@ def build_plan(trt: Any, model: Path, options: Options, times: TimingCache | Non
 def is_strongly_typed(trt: Any) -> bool:
     """Whether this version takes all precisions from the graph."""
     return hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED")
-
-
-def _network_flags(trt: Any) -> int:
-    flags = trt.NetworkDefinitionCreationFlag
-    wanted = "STRONGLY_TYPED" if is_strongly_typed(trt) else "EXPLICIT_BATCH"
-    return 1 << int(getattr(flags, wanted))
 
 
 def _config(trt: Any, builder: Any, network: Any, options: Options) -> Any:

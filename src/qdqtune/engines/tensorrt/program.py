@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from qdqtune.engines.devices import nvidia_smi
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
 
 OLDEST = (8, 6)
@@ -172,10 +173,5 @@ def _reason(status: int, printed: str) -> str:
 
 def gpu(device: str) -> tuple[str, str]:
     """Name and driver version of the GPU, as far as nvidia-smi tells."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return "unknown", "unknown"
-    query = [program, f"--id={device}", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    answer = subprocess.run(query, stdin=subprocess.DEVNULL, capture_output=True, check=False, text=True)
-    name, _, driver = answer.stdout.strip().partition(", ")
-    return (name, driver) if answer.returncode == 0 and driver else ("unknown", "unknown")
+    rows, _ = nvidia_smi("name,driver_version", f"--id={device}")
+    return (rows[0][0], rows[0][1]) if rows else ("unknown", "unknown")

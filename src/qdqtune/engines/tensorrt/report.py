@@ -16,8 +16,9 @@ from typing import Any
 
 import onnx
 
+from qdqtune.engines.coverage import never_run
 from qdqtune.engines.tensorrt.nodes import COPY_NODE, Names, assign, mentioned
-from qdqtune.errors import BadOption, parsed_json, reading
+from qdqtune.errors import BadOption, EngineFailure, InputError, one_line, parsed_json, reading
 from qdqtune.graph.operators import QDQ
 from qdqtune.types import Layer, LayerKind
 
@@ -120,9 +121,21 @@ def read_report(
         for entry, covered, time, kind in zip(entries, nodes, aligned, kinds, strict=True)
     ]
     layers += [Layer(name, (), "", milliseconds, "unknown") for name, milliseconds in strangers]
-    if folded:
-        layers.append(Layer("folded", folded, "", 0.0, "folded"))
-    return tuple(layers)
+    return (*layers, *never_run(folded))
+
+
+def layers_of(
+    model: Path, graph: Path | str, profile: Path | Times | None = None, vendor: str = "TensorRT"
+) -> tuple[Layer, ...]:
+    """`read_report` of what an engine that was built of the file `model` says of itself: no fault of the user's.
+
+    Raises:
+        EngineFailure: it cannot be read.
+    """
+    try:
+        return read_report(graph, profile, onnx.load(model, load_external_data=False))
+    except InputError as error:
+        raise EngineFailure(f"{vendor}: {one_line(error)}") from error
 
 
 def _text(source: Path | str, what: str) -> str:
@@ -258,17 +271,13 @@ def _aligned(
         )
     strangers: dict[str, float] = {}
     for name, milliseconds in left:
-        home = _home(_mentions(_Entry(name), names), mentions)
+        own = set(_mentions(_Entry(name), names))  # the first layer that mentions all that the row does
+        home = next((i for i, others in enumerate(mentions) if own and own <= set(others)), None)
         if home is None:
             strangers[name] = strangers.get(name, 0.0) + milliseconds
         else:
             found[home] = (found[home] or 0.0) + milliseconds
     return found, list(strangers.items())
-
-
-def _home(own: tuple[str, ...], mentions: Sequence[tuple[str, ...]]) -> int | None:
-    """The first layer that mentions all that a row does."""
-    return next((i for i, others in enumerate(mentions) if own and set(own) <= set(others)), None)
 
 
 def _mentions(entry: _Entry, known: Names | None) -> tuple[str, ...]:

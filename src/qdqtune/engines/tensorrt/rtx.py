@@ -13,15 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import onnx
-
 from qdqtune.engines import Built, output_to
 from qdqtune.engines.tensorrt.api import TensorRt, numeric_format, save_plan, translated, vendor_module
 from qdqtune.engines.tensorrt.build import build_plan, load_plugins, logger_of
 from qdqtune.engines.tensorrt.cuda import Cuda
 from qdqtune.engines.tensorrt.options import Options, taking
-from qdqtune.engines.tensorrt.report import read_report
-from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, InputError, one_line
+from qdqtune.engines.tensorrt.report import layers_of
+from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.types import Array, Layer, NumericFormat, QuantType, Tensors
 
 FIELD = re.compile(r"(?:^|, )(LayerType|Inputs|Constants|Outputs|TacticName|StreamId|Metadata): ")
@@ -44,7 +42,8 @@ def create(options: RtxOptions) -> TensorRt | AheadOfTime:
         EngineUnavailable: TensorRT-RTX or a plug-in library is missing, or a GPU is, without a `target`.
     """
     trt = vendor_module("tensorrt_rtx_bindings", "TensorRT-RTX", "pip install 'qdqtune[tensorrt-rtx]'")
-    target, known = options.target, _targets(trt)
+    target = options.target
+    known = [name.lower() for name in trt.ComputeCapability.__members__ if name.startswith("SM")]
     if target and target not in known:
         raise BadOption(f"TensorRT-RTX {trt.__version__} does not build for {target!r}; it does for {', '.join(known)}")
     load_plugins(trt, options.plugin_libraries)
@@ -65,16 +64,11 @@ def create(options: RtxOptions) -> TensorRt | AheadOfTime:
     return TensorRt("tensorrt-rtx", trt, cuda, options, None)
 
 
-def _targets(trt: Any) -> list[str]:
-    return [name.lower() for name in trt.ComputeCapability.__members__ if name.startswith("SM")]
-
-
 class AheadOfTime:
     """Builds for a GPU that this machine does not have."""
 
     def __init__(self, trt: Any, options: RtxOptions) -> None:
-        self._trt = trt
-        self._options = options
+        self._trt, self._options = trt, options
 
     def describe(self) -> dict[str, str]:
         """Version and target; there is no device."""
@@ -132,11 +126,7 @@ class AheadOfTimeModel:
         """
         if not self._layers:
             raise EngineFailure("TensorRT-RTX listed no layers in this build")
-        model = onnx.load(self._model, load_external_data=False)
-        try:
-            return read_report(layers_from_log(self._layers), None, model)
-        except InputError as error:
-            raise EngineFailure(f"TensorRT-RTX: {one_line(error)}") from error
+        return layers_of(self._model, layers_from_log(self._layers), vendor="TensorRT-RTX")
 
     def save(self, path: Path) -> None:
         """Write the plan.

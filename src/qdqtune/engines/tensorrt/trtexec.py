@@ -25,8 +25,8 @@ from google.protobuf.message import DecodeError
 from qdqtune.engines import formats
 from qdqtune.engines.tensorrt.options import CachedOptions, taking
 from qdqtune.engines.tensorrt.program import Launch, Program, find, flag_name, gpu, launch_process
-from qdqtune.engines.tensorrt.report import read_report
-from qdqtune.errors import BadOption, EngineFailure, InputError, one_line
+from qdqtune.engines.tensorrt.report import layers_of
+from qdqtune.errors import BadOption, EngineFailure, one_line
 from qdqtune.types import Array, Layer, NumericFormat, QuantType, Tensors
 
 STRONG_TYPING = (10, 0)
@@ -77,28 +77,28 @@ def create(options: TrtexecOptions, *, launch: Launch = launch_process) -> Trtex
     return Trtexec(program, options, tuple(files))
 
 
+@dataclass(frozen=True)
 class Trtexec:
-    """Builds plans with trtexec and times them with it."""
+    """Builds plans with trtexec and times them with it. `files` are flags for files that builds read or share."""
 
-    def __init__(self, program: Program, options: TrtexecOptions, files: tuple[str, ...]) -> None:
-        self._program = program
-        self._options = options
-        self._files = files
+    program: Program
+    options: TrtexecOptions
+    files: tuple[str, ...]
 
     def describe(self) -> dict[str, str]:
         """Version, GPU, driver, and the options that shape latency."""
-        device = next((f.partition("=")[2] for f in self._program.arguments if flag_name(f) == "device"), "0")
+        device = next((f.partition("=")[2] for f in self.program.arguments if flag_name(f) == "device"), "0")
         name, driver = gpu(device)
-        strong = self._program.version >= STRONG_TYPING and not self._precisions()
+        strong = self.program.version >= STRONG_TYPING and not self._precisions()
         return {
             "engine": "trtexec",
-            "version": str(self._program.version),
+            "version": str(self.program.version),
             "device": name,
             "driver": driver,
             "threads": "1",
             "typing": "strong" if strong else "weak",
-            "arguments": shlex.join(self._program.arguments),
-            **self._options.described(),
+            "arguments": shlex.join(self.program.arguments),
+            **self.options.described(),
         }
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
@@ -107,9 +107,9 @@ class Trtexec:
         Raises:
             BadOption: FP8 before version 10.
         """
-        if quant_type == "fp8" and self._program.version < STRONG_TYPING:
+        if quant_type == "fp8" and self.program.version < STRONG_TYPING:
             raise BadOption("TensorRT 8.6 reads no FP8: use --quant-type int8, or TensorRT 10 or later")
-        return formats.tensorrt(quant_type, explicit_weights=self._program.version >= STRONG_TYPING)
+        return formats.tensorrt(quant_type, explicit_weights=self.program.version >= STRONG_TYPING)
 
     def build(self, model: Path, log: Path) -> TrtexecModel:
         """A plan, in a temporary folder. What trtexec prints now and later goes to the log.
@@ -124,19 +124,14 @@ class Trtexec:
         except (OSError, DecodeError) as error:
             log.write_text(f"{error}\n")
             raise EngineFailure(f"trtexec: cannot read {model.name}: {one_line(error)}") from error
-        flags = [
-            f"--onnx={model}",
-            "--skipInference",
-            "--profilingVerbosity=detailed",
-            *self._files,
-            *self._typing(signature),
-        ]
-        if self._options.workspace_mb is not None:
-            flags.append(f"--memPoolSize=workspace:{self._options.workspace_mb}")
-        if self._options.builder_level is not None:
-            flags.append(f"--builderOptimizationLevel={self._options.builder_level}")
+        flags = [f"--onnx={model}", "--skipInference", "--profilingVerbosity=detailed", *self.files]
+        flags += self._typing(signature)
+        if self.options.workspace_mb is not None:
+            flags.append(f"--memPoolSize=workspace:{self.options.workspace_mb}")
+        if self.options.builder_level is not None:
+            flags.append(f"--builderOptimizationLevel={self.options.builder_level}")
         shapes = self._given_shapes(signature)
-        built = TrtexecModel(self._program, model, signature, flags, shapes, log, self._options.warmup_ms)
+        built = TrtexecModel(self, model, signature, flags, shapes, log)
         try:
             built.plan({name: [size or 1 for size in spec.sizes] for name, spec in signature.inputs.items()})
         except EngineFailure:
@@ -147,18 +142,18 @@ class Trtexec:
     def _typing(self, signature: _Signature) -> list[str]:
         if self._precisions():
             return []  # the user's, and strong typing excludes them
-        if self._program.version >= STRONG_TYPING:
-            return ["--stronglyTyped"] if self._program.version < BETTER_DEFAULTS else []
+        if self.program.version >= STRONG_TYPING:
+            return ["--stronglyTyped"] if self.program.version < BETTER_DEFAULTS else []
         return ["--fp16", *(["--int8"] if signature.has_pairs else [])]
 
     def _precisions(self) -> bool:
-        return any(flag_name(flag) in PRECISIONS for flag in self._program.arguments)
+        return any(flag_name(flag) in PRECISIONS for flag in self.program.arguments)
 
     def _given_shapes(self, signature: _Signature) -> list[str] | None:
         """Flags for the shapes that the user gives; None if there are none for a model that needs some."""
-        if any(flag_name(flag) in SHAPES for flag in self._program.arguments) or not signature.dynamic:
+        if any(flag_name(flag) in SHAPES for flag in self.program.arguments) or not signature.dynamic:
             return []
-        shapes = {name: self._options.shapes(name) for name in signature.dynamic}
+        shapes = {name: self.options.shapes(name) for name in signature.dynamic}
         given = {name: three for name, three in shapes.items() if three is not None}
         if not given:
             return None
@@ -174,21 +169,12 @@ class TrtexecModel:
     """A model with its plans: one, or where no shapes are given, one for each set of input sizes that it met."""
 
     def __init__(
-        self,
-        program: Program,
-        model: Path,
-        signature: _Signature,
-        flags: Sequence[str],
-        shapes: Sequence[str] | None,
+        self, engine: Trtexec, model: Path, signature: _Signature, flags: Sequence[str], shapes: Sequence[str] | None,
         log: Path,
-        warmup_ms: int,
-    ) -> None:
-        self._program = program
-        self._model = model
-        self._signature = signature
+    ) -> None:  # fmt: skip
+        self._program, self._warmup_ms = engine.program, engine.options.warmup_ms
+        self._model, self._signature, self._log = model, signature, log
         self._flags, self._shapes = flags, shapes
-        self._log = log
-        self._warmup_ms = warmup_ms
         self._folder = tempfile.TemporaryDirectory(prefix="trtexec-")
         self._plans: dict[str, Path] = {}
         self._fed: Tensors | None = None
@@ -258,8 +244,8 @@ class TrtexecModel:
             raise EngineFailure("trtexec: this one knows no profiling flags, so it cannot tell its layers")
         try:
             shutil.copyfile(graph, self._log.with_suffix(".graph.json"))
-            return read_report(graph, profile, onnx.load(self._model, load_external_data=False))
-        except (InputError, OSError) as error:
+            return layers_of(self._model, graph, profile, "trtexec")
+        except OSError as error:
             raise EngineFailure(f"trtexec: {one_line(error)}") from error
 
     def save(self, path: Path) -> None:
