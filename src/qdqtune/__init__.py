@@ -8,7 +8,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from qdqtune.version import __version__
+from qdqtune.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from qdqtune.commands.explanation import Explanation as Explanation
@@ -50,29 +50,7 @@ _HOMES = {
 }
 """Public names by module: each is imported when somebody asks for it, since numpy and onnx take their time."""
 
-__all__ = [
-    "Cancelled",
-    "Edge",
-    "EngineSpec",
-    "Explanation",
-    "Observer",
-    "Placement",
-    "QdqtuneError",
-    "Result",
-    "Settings",
-    "State",
-    "Trial",
-    "__version__",
-    "apply",
-    "build",
-    "check",
-    "compare",
-    "explain",
-    "inspect",
-    "layers",
-    "quantize",
-    "tune",
-]
+__all__ = [*_HOMES, "__version__"]
 
 _FORMER = {
     "data": "calibration.samples",

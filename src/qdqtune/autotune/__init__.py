@@ -51,31 +51,7 @@ _NAMES = {
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 """Public names by module: each is imported when somebody asks for it, as in the package above."""
 
-__all__ = [
-    "MODE_PRESETS",
-    "AutotunerError",
-    "AutotunerNotInitializedError",
-    "ChildRegionInputInsertionPoint",
-    "ChildRegionOutputInsertionPoint",
-    "CombinedRegionSearch",
-    "Config",
-    "InsertionScheme",
-    "InvalidSchemeError",
-    "NodeInputInsertionPoint",
-    "PatternCache",
-    "PatternSchemes",
-    "QDQAutotuner",
-    "QDQAutotunerBase",
-    "Region",
-    "RegionOutputInsertionPoint",
-    "RegionPattern",
-    "RegionType",
-    "ResolvedInsertionPoint",
-    "StoreWithExplicitFlag",
-    "TensorRTPyBenchmark",
-    "TrtExecBenchmark",
-    "get_node_filter_list",
-]
+__all__ = [*_HOMES, "RegionOutputInsertionPoint"]
 
 
 def __getattr__(name: str) -> Any:

@@ -247,7 +247,10 @@ def _texts(name: str, value: object, option: click.Option) -> Iterator[str]:
         if not option.multiple:
             raise BadOption(f"{name} is one value, not a dictionary")
         for key, item in value.items():
-            yield f"{key}:{'x'.join(map(str, item))}" if _is_shape(item) else f"{key}={_json(item)}"
+            if isinstance(item, Sequence) and not isinstance(item, str):
+                yield f"{key}:{'x'.join(map(str, item))}"
+            else:
+                yield f"{key}={item if isinstance(item, str) else json.dumps(item)}"
     elif option.multiple and isinstance(value, Sequence) and not isinstance(value, str):
         yield from map(str, value)
     elif isinstance(value, bool):
@@ -261,11 +264,3 @@ def _in_python(message: str) -> str:
     told = re.sub(r"^Invalid value for (.+?): ", r"\1: ", message)
     flags = re.compile(r"'(?:-\w' / ')?--([\w-]+)'")
     return flags.sub(lambda flag: flag[1].replace("-", "_"), told)
-
-
-def _is_shape(item: object) -> bool:
-    return isinstance(item, Sequence) and not isinstance(item, str)
-
-
-def _json(item: object) -> str:
-    return item if isinstance(item, str) else json.dumps(item)

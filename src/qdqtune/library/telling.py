@@ -36,62 +36,17 @@ class _Log(Silent):
         LOGGER.info("%s", lines.line(trial, outcome, state).strip())
 
 
-class _Stopping:
-    """Ends the call as soon as it is cancelled."""
-
-    def __init__(self, cancel: Cancel) -> None:
-        self._cancel = cancel
-
-    def stage(self, text: str) -> None:
-        check_cancel(self._cancel)
-
-    def progress(self, done: int, total: int | None) -> None:
-        check_cancel(self._cancel)
-
-    def note(self, text: str) -> None:
-        check_cancel(self._cancel)
-
-    def trial(self, trial: Trial, outcome: str, state: State) -> None:
-        check_cancel(self._cancel)
-
-
-class _Partial:
-    """An observer that may lack some of the methods: of an earlier version, say."""
-
-    def __init__(self, observer: Observer) -> None:
-        self._observer = observer
-
-    def stage(self, text: str) -> None:
-        getattr(self._observer, "stage", SILENT.stage)(text)
-
-    def progress(self, done: int, total: int | None) -> None:
-        getattr(self._observer, "progress", SILENT.progress)(done, total)
-
-    def note(self, text: str) -> None:
-        getattr(self._observer, "note", SILENT.note)(text)
-
-    def trial(self, trial: Trial, outcome: str, state: State) -> None:
-        getattr(self._observer, "trial", SILENT.trial)(trial, outcome, state)
-
-
-SILENT = Silent()
-
-
 @contextmanager
 def telling(observer: Observer | None, progress: bool, cancel: Cancel | None) -> Iterator[Observer]:
     """All who hear of a call. What is shown of its progress vanishes at the end, or stays as lines."""
-    heard: list[Observer] = [_Log()]
-    if observer is not None:
-        heard.append(_Partial(observer))
-    if cancel is not None:
-        heard.append(_Stopping(cancel))
+    heard: list[Observer] = [_Log()] if observer is None else [_Log(), observer]
     with ExitStack() as stack:
         stack.enter_context(cancellable(cancel))
         if progress:
             shown = _shown()
             stack.enter_context(shown)
             heard.insert(0, shown)
-        yield Several(heard)
+        yield Several(heard, cancel)
 
 
 @contextmanager

@@ -76,27 +76,30 @@ class Silent(Deaf):
 
 
 class Several:
-    """Observers that hear the same, one after the other."""
+    """Observers that hear the same, one after the other, until the call is cancelled; each of them what it has a method
+    for: one of an earlier version lacks some."""
 
-    def __init__(self, observers: Sequence[Observer]) -> None:
-        self._observers = observers
+    def __init__(self, observers: Sequence[Observer], cancel: Cancel | None = None) -> None:
+        self._observers, self._cancel = observers, cancel
+
+    def _tell(self, what: str, *told: object) -> None:
+        for observer in self._observers:
+            getattr(observer, what, lambda *_: None)(*told)
+        if self._cancel is not None:
+            check_cancel(self._cancel)
 
     def stage(self, text: str) -> None:
         """See `Observer`."""
-        for observer in self._observers:
-            observer.stage(text)
+        self._tell("stage", text)
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
         """See `Observer`."""
-        for observer in self._observers:
-            observer.trial(trial, outcome, state)
+        self._tell("trial", trial, outcome, state)
 
     def progress(self, done: int, total: int | None) -> None:
         """See `Observer`."""
-        for observer in self._observers:
-            observer.progress(done, total)
+        self._tell("progress", done, total)
 
     def note(self, text: str) -> None:
         """See `Observer`."""
-        for observer in self._observers:
-            observer.note(text)
+        self._tell("note", text)
