@@ -258,7 +258,7 @@ def test_the_fake_engines_builds_are_predicted_exactly() -> None:
 
     def priced(placement: Placement) -> tuple[Times, float]:
         found = _CostModel(inserter.insert(placement).to_proto(), 1)
-        return attribute(model, Priced(placement, found.layers()), 1e3 * found.seconds()), 1e3 * found.seconds()
+        return attribute(model, Priced(placement, found.layers()), 1e3 * found.seconds), 1e3 * found.seconds
 
     whole = everything(parts)
     base, seconds = priced(Placement())

@@ -92,7 +92,7 @@ class Bench:
         return _CostModel(self.inserter.insert(placement).to_proto(), 1)
 
     def seconds(self, placement: Placement) -> float:
-        return self.costs(placement).seconds()
+        return self.costs(placement).seconds
 
     def layers(self, placement: Placement) -> tuple[Layer, ...]:
         return self.costs(placement).layers()

@@ -173,7 +173,7 @@ def test_the_selection_is_the_best_of_all_for_the_exact_engine() -> None:
     inserter = Inserter(parts.model, ranges(parts.model), INT8)
 
     def seconds(placement: Placement) -> float:
-        return _CostModel(inserter.insert(placement).to_proto(), 1).seconds()
+        return _CostModel(inserter.insert(placement).to_proto(), 1).seconds
 
     best = min(map(seconds, rules.placements(parts.model, parts.possible).values()))
     assert seconds(chosen.placement()) <= best * 1.0001

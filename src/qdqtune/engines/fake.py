@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from math import exp, prod, sqrt
 from pathlib import Path
 from types import MappingProxyType
@@ -132,7 +133,7 @@ class Fake:
                     tensor.ClearField("raw_data")
             fault = self._fault(proto)
             costs = _Costs(proto, self.threads)
-            seconds = costs.of({}).seconds()  # also a check that the cost model can read it
+            seconds = costs.of({}).seconds  # also a check that the cost model can read it
         except Exception as error:  # protobuf, the checker and shape inference raise what they like
             with log.open("a") as file:
                 file.write(f"{error}\n")
@@ -180,7 +181,7 @@ class FakeModel:
 
     def time(self, inputs: Tensors, runs: int) -> float:
         """The modelled seconds with noise. Does not wait."""
-        return self._costs.of(inputs).seconds() * self._noise.factor()
+        return self._costs.of(inputs).seconds * self._noise.factor()
 
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
         """One layer for each node that costs time, with what it absorbed. Exact: the times add up to the latency."""
@@ -235,7 +236,7 @@ class _Noise:
 
 def latency(model: onnx.ModelProto, threads: int = 1, inputs: Tensors = MappingProxyType({})) -> float:
     """Modelled seconds of one inference (see the module's text). Constants may be external."""
-    return _Costs(model, threads).of(inputs).seconds()
+    return _Costs(model, threads).of(inputs).seconds
 
 
 class _Costs:
@@ -291,6 +292,7 @@ class _CostModel:
             self.readers.setdefault(output.name, []).append(None)
         self.integer = {node.output[0] for node in self.nodes if self._runs_in_integers(node)}
 
+    @cached_property
     def seconds(self) -> float:
         return sum(self._node_seconds(node) for node in self.nodes)
 
