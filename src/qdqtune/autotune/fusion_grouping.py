@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from qdqtune.autotune.benchmark import TrtExecBenchmark
 from qdqtune.autotune.graphs import GraphLike, as_model
@@ -15,7 +14,7 @@ from qdqtune.errors import EngineFailure, parsed_json, reading
 from qdqtune.graph.loading import load
 from qdqtune.graph.operators import COMPUTE
 from qdqtune.tuning.subgraphs.extraction import borders
-from qdqtune.types import Failure, Layer
+from qdqtune.types import Failure
 
 DEFAULT_QUANTIZABLE_OPS = frozenset({*COMPUTE, "Einsum"})
 
@@ -54,12 +53,12 @@ def parse_graph_json(path: str | Path) -> list[TRTLayer]:
         text = Path(path).read_text(encoding="utf-8")
     layers = read_report(text)
     details = {row["Name"]: row for row in parsed_json(text)["Layers"] if isinstance(row, dict)}
-    return [_told(layer, details.get(layer.name, {})) for layer in layers]
-
-
-def _told(layer: Layer, row: Mapping[str, Any]) -> TRTLayer:
-    names = ([tensor["Name"] for tensor in row.get(side, ())] for side in ("Inputs", "Outputs"))
-    return TRTLayer(layer.name, row.get("LayerType", ""), list(layer.nodes), *names)
+    found = []
+    for layer in layers:
+        row = details.get(layer.name, {})
+        names = ([tensor["Name"] for tensor in row.get(side, ())] for side in ("Inputs", "Outputs"))
+        found.append(TRTLayer(layer.name, row.get("LayerType", ""), list(layer.nodes), *names))
+    return found
 
 
 def create_fusion_groups(

@@ -70,7 +70,7 @@ class RegionPattern:
 
     def get_full_insertion_scheme(self, region: Region, graph: GraphLike) -> InsertionScheme:
         """All insertion points of a region that has this pattern."""
-        return InsertionScheme.of(self._found(region, as_model(graph))[1].everything)
+        return InsertionScheme.of(self._found(region, as_model(graph)).everything)
 
     @overload
     def matches(self, other: RegionPattern, graph: None = None, scheme: None = None) -> bool:
@@ -117,9 +117,8 @@ class RegionPattern:
         lines += [self.format_tree(child, model, indent + 1) for child in region.get_children()]
         return "\n".join(lines)
 
-    def _found(self, region: Region, model: Model) -> tuple[Grouping, patterns.Pattern]:
-        grouping = Grouping.of(model, [region])
-        pattern = grouping.pattern_of(model, region)
+    def _found(self, region: Region, model: Model) -> patterns.Pattern:
+        pattern = Grouping.of(model, [region]).pattern_of(model, region)
         if pattern.digest != self.digest:
             raise InvalidSchemeError(f"{region} has another pattern")
-        return grouping, pattern
+        return pattern

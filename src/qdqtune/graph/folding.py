@@ -13,7 +13,6 @@ from itertools import count
 import numpy as np
 import onnx
 from onnx import numpy_helper
-from onnx.reference import ReferenceEvaluator
 
 from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph.constants import replace, settle
@@ -174,6 +173,8 @@ def computed(
     proto: onnx.ModelProto, node: onnx.NodeProto, inputs: list[onnx.TensorProto], most: int = LARGE
 ) -> list[onnx.TensorProto] | None:
     """The results of a node with constant inputs; None if one may exceed `most` bytes, or none are to be had here."""
+    from onnx.reference import ReferenceEvaluator  # slow to import
+
     if node.op_type in RANDOM or any(True for _ in bodies(node)):
         return None
     names = [name for name in node.output if name]

@@ -49,7 +49,8 @@ def paying_factors(
         return ()
     trial = _Trial(model, numbers, placed, samples)
     placement = placed(trial.ranges(0))
-    used = [site for site in found if _has_pair(model, site, placement)]
+    readers = ((site, [model.nodes[r] for r in site.readers]) for site in found)
+    used = [site for site, nodes in readers if any(Edge(n.inputs[0], n.name, 0) in placement for n in nodes)]
     behind = [model.nodes[site.producer].op in NORMALIZED_BY_CHANNEL for site in used]
     kinds = [[s for s, is_behind in zip(used, behind, strict=True) if is_behind == kind] for kind in (True, False)]
     try:
@@ -57,10 +58,6 @@ def paying_factors(
     except CannotJudgeError:
         return ()
     return equalizing(model, paying, prepared.calibration) if paying else ()
-
-
-def _has_pair(model: Model, site: Site, placement: Placement) -> bool:
-    return any(Edge(model.nodes[r].inputs[0], model.nodes[r].name, 0) in placement for r in site.readers)
 
 
 class _Trial:

@@ -93,16 +93,14 @@ class Half:
     def notes(self) -> tuple[str, ...]:
         """For people: that it is in half precision, what that costs, and what stays in float32."""
         name = NAMES[self.precision]
-        lost = "" if self.accuracy is None else f"; alone it leaves an output SQNR of {self._told()}"
+        left = f"nothing: {self.accuracy.reason}" if isinstance(self.accuracy, Failure) else str(self.accuracy)
+        lost = "" if self.accuracy is None else f"; alone it leaves an output SQNR of {left}"
         told = f"{name} where no pair stands (--precision fp32 keeps float32){lost}"
         if not self.kept:
             return (told,)
         shown = "; ".join(f"{node} ({why})" for node, why in islice(self.kept.items(), LISTED))
         more = f"; and {len(self.kept) - LISTED} more" if len(self.kept) > LISTED else ""
         return told, f"nodes that stay in float32, {len(self.kept)}: {shown}{more}"
-
-    def _told(self) -> str:
-        return "nothing: " + self.accuracy.reason if isinstance(self.accuracy, Failure) else str(self.accuracy)
 
 
 def in_half(
@@ -309,7 +307,8 @@ def rounded(model: Model, precision: HalfPrecision, kept: Collection[str]) -> Mo
     """The float32 model with everything rounded to half precision that other nodes than `kept` make or read."""
     full = blocked(model) | {n.index for n in model.nodes if n.name in kept or n.op in CONTROL_FLOW}
     dtype = HALF_TYPES[precision]
-    constants = {f"{t}__rounded": _rounded(model.constants[t], precision) for t in _low_constants(model, full)}
+    floats = {t: c for t, c in model.constants.items() if c.dtype == TensorProto.FLOAT and _read_low(model, t, full)}
+    constants = {f"{t}__rounded": _rounded(c, precision) for t, c in floats.items()}
     nodes: list[onnx.NodeProto] = []
     seen = {t for t in model.inputs if model.tensors[t].dtype == TensorProto.FLOAT and _read_low(model, t, full)}
     for tensor in sorted(seen):
@@ -339,11 +338,6 @@ def _casts(source: str, target: str, dtype: int) -> Iterator[onnx.NodeProto]:
 
 def _read_low(model: Model, tensor: str, full: Collection[int]) -> bool:
     return any(use.node != GRAPH and use.node not in full for use in model.uses(tensor))
-
-
-def _low_constants(model: Model, full: Collection[int]) -> list[str]:
-    floats = (t for t, c in model.constants.items() if c.dtype == TensorProto.FLOAT)
-    return [t for t in floats if _read_low(model, t, full)]
 
 
 def _rounded(constant: Constant, precision: HalfPrecision) -> Constant:

@@ -27,6 +27,7 @@ from qdqtune.graph.loading import with_opset
 from qdqtune.graph.model import Constant, Model
 from qdqtune.measurement.accuracy import accuracy, is_finite
 from qdqtune.placement.compression import BLOCKS, Compressor
+from qdqtune.placement.grafting import behind_switch
 from qdqtune.placement.insertion import ONNX_TYPE
 from qdqtune.placement.possible import weight_at, weight_role
 from qdqtune.types import Array, Deaf, Edge, Failure, Listener, NumericFormat, Sample, Storage
@@ -58,14 +59,6 @@ DEAFENING = 1e3
 """Relative noise of a block whose outputs are not finite."""
 
 
-@dataclass(frozen=True)
-class _Switched:
-    """The model with switches, and the value behind each, in graph order."""
-
-    model: Model
-    values: tuple[str, ...]
-
-
 def sensitivities(
     model: Model,
     pairs: Mapping[Edge, Quantization | StoredWeight],
@@ -88,13 +81,13 @@ def sensitivities(
     """
     if not pairs:
         return {}
-    switched = _switched(model, pairs)
-    count = len(switched.values)
+    switched, values = _switched(model, pairs)
+    count = len(values)
     measurements = min(2 * count, MEASUREMENTS) if loudest is None else min(count, INFERENCES)
     most = len(samples) if loudest is not None else SAMPLES
     asked, heard = 0, listener or Deaf()
     used = list(samples[: max(1, min(most, INFERENCES // measurements))])
-    with running_in_several(switched.model, side_by_side) as runs:
+    with running_in_several(switched, side_by_side) as runs:
         crew = Crew(runs, is_patient=True)
 
         def outputs(start: int, stop: int, run: Run) -> list[dict[str, Array]] | Failure:
@@ -124,7 +117,7 @@ def sensitivities(
             shares = noise([(i, i + 1) for i in range(count)])
         else:
             shares = _shares(count, noise, measurements, floor, loudest, is_late, side_by_side)
-    return dict(zip(switched.values, shares, strict=True))
+    return dict(zip(values, shares, strict=True))
 
 
 def _shares(
@@ -169,14 +162,15 @@ def _halves(block: tuple[float, int, int]) -> set[Block]:
     return {(start, middle), (middle, stop)} if stop - start > 1 else set()
 
 
-def _switched(model: Model, pairs: Mapping[Edge, Quantization | StoredWeight]) -> _Switched:
+def _switched(model: Model, pairs: Mapping[Edge, Quantization | StoredWeight]) -> tuple[Model, tuple[str, ...]]:
+    """The model with switches, and the value behind each, in graph order."""
     if any(isinstance(how, StoredWeight) for how in pairs.values()):
         model = with_opset(model, BLOCKS)
     proto = deepcopy(model.proto)
     del proto.graph.node[:]
     large, made = dict(model.large), dict[str, str]()
 
-    def behind_switch(edge: Edge, reads: Sequence[str] = ()) -> str:
+    def switched(edge: Edge, reads: Sequence[str] = ()) -> str:
         """The tensor that the user of an edge reads instead."""
         if edge not in pairs:
             return edge.tensor
@@ -188,11 +182,11 @@ def _switched(model: Model, pairs: Mapping[Edge, Quantization | StoredWeight]) -
     for node, original in zip(model.nodes, model.proto.graph.node, strict=True):
         copy = deepcopy(original)
         for slot, tensor in enumerate(node.inputs):
-            copy.input[slot] = behind_switch(Edge(tensor, node.name, slot), node.inputs)
+            copy.input[slot] = switched(Edge(tensor, node.name, slot), node.inputs)
         proto.graph.node.append(copy)
     for index, output in enumerate(proto.graph.output):
-        output.name = behind_switch(Edge(output.name, "", index))
-    return _Switched(Model(proto, large), tuple(made))
+        output.name = switched(Edge(output.name, "", index))
+    return Model(proto, large), tuple(made)
 
 
 def quantization(model: Model, ranges: Ranges, numbers: NumericFormat, edge: Edge) -> Quantization:
@@ -243,19 +237,12 @@ def _add_switch(
         rounding = _from_stored(switch, list(parts), how)
     else:
         rounding = _rounded(graph, switch, tensor, dtype, how)
-    passing = [helper.make_node("Identity", [tensor], [f"{switch}_same"], f"{switch}_same")]
-    branches: dict[str, Any] = {
-        name: helper.make_graph(
-            nodes, f"{switch}_{name}", [], [helper.make_tensor_value_info(nodes[-1].output[0], dtype, None)]
-        )
-        for name, nodes in (("then_branch", rounding), ("else_branch", passing))
-    }
     for earlier in after:
         none, size, never, condition = (f"{switch}_{name}" for name in ("none", "size", "never", "in_turn"))
         graph.initializer.append(numpy_helper.from_array(np.zeros((), np.int64), none))
         steps = ("Size", [earlier], size), ("Less", [size, none], never), ("Or", [switch, never], condition)
         graph.node.extend(helper.make_node(op, inputs, [result], result) for op, inputs, result in steps)
-    graph.node.append(helper.make_node("If", [condition], [f"{switch}_out"], f"{switch}_if", **branches))
+    graph.node.append(behind_switch(condition, rounding, tensor, dtype, f"{switch}_out", switch))
     return f"{switch}_out"
 
 

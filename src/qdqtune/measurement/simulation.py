@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import NamedTuple, Self
+from functools import cached_property
+from typing import Self
 
 import onnx
 
@@ -30,13 +31,6 @@ from qdqtune.types import Accuracy, Array, Failure, Placement, Sample
 MICROSOFT = "com.microsoft"
 
 
-class _Opened(NamedTuple):
-    """ONNX Runtime, the folder that its models are written to, and their large constants there."""
-
-    runner: Runner
-    constants: ConstantFile
-
-
 class Simulation:
     """Placements of one model on some samples, for one `engine`. A context manager; ONNX Runtime starts when somebody
     asks."""
@@ -44,7 +38,6 @@ class Simulation:
     def __init__(self, inserter: Inserter, samples: Sequence[Sample], engine: str = "") -> None:
         self._inserter, self._samples, self._is_engine = inserter, samples, engine == "onnxruntime"
         self._stack = ExitStack()
-        self._opened: _Opened | None = None
         self._reference: list[dict[str, Array]] | Failure | None = None
 
     def __enter__(self) -> Self:
@@ -66,7 +59,7 @@ class Simulation:
         return outputs if isinstance(outputs, Failure) else accuracy(self._reference, outputs)
 
     def _outputs(self, placement: Placement, inserter: Inserter | None = None) -> list[dict[str, Array]] | Failure:
-        runner, constants = self._open()
+        runner, constants = self._opened
         model = (inserter or self._inserter).insert(placement)
         written = with_integer_softmax(model) if self._is_engine else model
         path = constants.write(written, f"simulated_{placement.digest}")
@@ -80,14 +73,13 @@ class Simulation:
             return Failure("output", "the outputs hold NaN or infinite values")
         return outputs
 
-    def _open(self) -> _Opened:
-        if self._opened is None:
-            folder = self._stack.enter_context(temporary_folder())
-            constants = self._stack.enter_context(constants_to_share())
-            spec = EngineSpec("onnxruntime", {"threads": cores(), "fuse": False, "rewrite": self._is_engine})
-            runner = self._stack.enter_context(Runner(spec, log_dir=folder))
-            self._opened = _Opened(runner, constants)
-        return self._opened
+    @cached_property
+    def _opened(self) -> tuple[Runner, ConstantFile]:
+        """ONNX Runtime, and the large constants of its models beside which these are written."""
+        folder = self._stack.enter_context(temporary_folder())
+        constants = self._stack.enter_context(constants_to_share())
+        spec = EngineSpec("onnxruntime", {"threads": cores(), "fuse": False, "rewrite": self._is_engine})
+        return self._stack.enter_context(Runner(spec, log_dir=folder)), constants
 
 
 def with_integer_softmax(model: Model) -> Model:

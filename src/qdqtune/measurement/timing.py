@@ -23,7 +23,6 @@ from math import comb
 from typing import Literal
 
 import numpy as np
-from scipy.special import stdtrit
 
 from qdqtune.types import Deaf, Failure, Listener, Measurement, Trial
 
@@ -192,6 +191,8 @@ def across_builds(ratios: Sequence[Ratio], plan: Plan, seen: Spread = USUAL, loo
     is off as Student's t has it, with the deviations that are known from elsewhere (`seen`) besides their own, and by
     what the rounds leave open. Each of so many looks spends an equal share of the error.
     """
+    from scipy.special import stdtrit  # slow to import
+
     these, logs = on_these_builds(ratios), np.log([r.median for r in ratios])
     known = seen + Spread(float(np.sum((logs - np.mean(logs)) ** 2)), len(ratios) - 1)
     quantile = float(stdtrit(known.free, 1 - plan.error / looks))

@@ -37,30 +37,29 @@ LIBRARY = "TensorRT developer guide, multi-head attention fusion"
 
 
 @dataclass(frozen=True)
-class KeepFloat:
-    """A rule that names edges which may carry no pair."""
+class PlacementRule:
+    """What one rule does for some engines and types, and where it is from."""
 
     name: str
     reason: str
     source: str
     engines: frozenset[str]
     quant_types: frozenset[QuantType]
+
+
+@dataclass(frozen=True)
+class KeepFloat(PlacementRule):
+    """A rule that names edges which may carry no pair."""
+
     find: Callable[[Scene], Iterable[Edge]]
 
 
 @dataclass(frozen=True)
-class CarryPair:
+class CarryPair(PlacementRule):
     """A rule that names edges to carry a pair, given those that do already."""
 
-    name: str
-    reason: str
-    source: str
-    engines: frozenset[str]
-    quant_types: frozenset[QuantType]
     find: Callable[[Scene, frozenset[Edge]], Iterable[Edge]]
 
-
-PlacementRule = KeepFloat | CarryPair
 
 RULES: tuple[PlacementRule, ...] = (
     KeepFloat("graph-outputs", "what leaves the graph is not rounded to 256 values", GUIDE, FUSING, BOTH,

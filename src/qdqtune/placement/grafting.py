@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-import ml_dtypes
 import numpy as np
 import onnx
 from onnx import TensorProto, helper
@@ -19,7 +18,7 @@ from onnx import TensorProto, helper
 from qdqtune.graph.model import Constant, Model, rebuild
 from qdqtune.graph.operators import CLAMPS
 from qdqtune.placement.insertion import RAW_OUTPUT
-from qdqtune.placement.reading import counterpart, pairs_of, twins_of
+from qdqtune.placement.reading import counterpart, ends, pairs_of, twins_of
 from qdqtune.placement.stored import without_blocks
 from qdqtune.types import Array, Edge
 
@@ -111,7 +110,7 @@ def representable(pair: StandingPair) -> tuple[float, float]:
     shape = [-1 if i == pair.axis else 1 for i in range(_rank(pair))] if pair.scale.size > 1 else ()
     scale, zero = (a.astype(np.float64).reshape(shape) for a in (pair.scale, pair.zero_point.astype(np.float64)))
     if pair.kind == "activation" or len(pair.nodes) > 1:
-        values = np.stack([(end - zero) * scale for end in _ends(pair.zero_point.dtype)])
+        values = np.stack([(end - zero) * scale for end in ends(pair.zero_point.dtype)])
     else:
         values = (pair.constants[pair.nodes[0].input[0]].array().astype(np.float64) - zero) * scale
     return float(values.min()), float(values.max())
@@ -120,11 +119,6 @@ def representable(pair: StandingPair) -> tuple[float, float]:
 def _rank(pair: StandingPair) -> int:
     source = pair.constants.get(pair.nodes[0].input[0])
     return len(source.shape) if source is not None else pair.axis + 1
-
-
-def _ends(dtype: np.dtype[np.generic]) -> tuple[float, float]:
-    info = (ml_dtypes.finfo if "float" in dtype.name else ml_dtypes.iinfo)(dtype)
-    return float(info.min), float(info.max)
 
 
 class _Grafting:
@@ -186,20 +180,7 @@ class _Grafting:
             self._nodes += nodes
             return result
         dtype = self._model.tensors[pair.tensor].dtype
-        same = f"__pair_{number}_same"
-        passing = [helper.make_node("Identity", [same_as], [same], same)]
-        branches = [
-            helper.make_graph(
-                body, f"__pair_{number}_{name}", [], [helper.make_tensor_value_info(body[-1].output[0], dtype, None)]
-            )
-            for name, body in (("on", nodes), ("off", passing))
-        ]
-        name = f"__pair_{number}_if"
-        self._nodes.append(
-            helper.make_node(
-                "If", [f"{SWITCH}{number}"], [result], name, then_branch=branches[0], else_branch=branches[1]
-            )
-        )
+        self._nodes.append(behind_switch(f"{SWITCH}{number}", nodes, same_as, dtype, result, f"__pair_{number}"))
         return result
 
     def _copies(self, number: int, pair: StandingPair, source: str) -> Iterator[onnx.NodeProto]:
@@ -216,6 +197,20 @@ class _Grafting:
                     copy.input[slot] = before
             copy.output[0] = before = f"__pair_{number}_{step}"
             yield copy
+
+
+def behind_switch(
+    switch: str, nodes: Sequence[onnx.NodeProto], otherwise: str, dtype: int, result: str, name: str
+) -> onnx.NodeProto:
+    """An If: where `switch` holds, what the last of `nodes` makes, else the tensor `otherwise`, of the same type."""
+    passing = helper.make_node("Identity", [otherwise], [f"{name}_same"], f"{name}_same")
+    branches: dict[str, Any] = {
+        branch: helper.make_graph(
+            body, f"{name}_{branch}", [], [helper.make_tensor_value_info(body[-1].output[0], dtype, None)]
+        )
+        for branch, body in (("then_branch", nodes), ("else_branch", [passing]))
+    }
+    return helper.make_node("If", [switch], [result], f"{name}_if", **branches)
 
 
 def _raise_opsets(proto: onnx.ModelProto, source: onnx.ModelProto) -> None:

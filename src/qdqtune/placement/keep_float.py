@@ -64,13 +64,9 @@ def inside_fusions(scene: Scene) -> Iterator[Edge]:
 
 def swish(scene: Scene) -> Iterator[Edge]:
     """The inside of SiLU and HardSwish: x to its gate, x to the product, the gate to the product."""
-    for node in scene.model.nodes:
-        if node.op != "Mul" or len(node.inputs) != 2:
-            continue
-        for x, gate in (node.inputs, node.inputs[::-1]):
-            if (first := _gate_of(scene, x, gate)) is not None:
-                yield from scene.into(node)
-                yield from (e for e in scene.into(first) if e.tensor == x)
+    for node, x, _, first in _gated(scene):
+        yield from scene.into(node)
+        yield from (e for e in scene.into(first) if e.tensor == x)
 
 
 def stem_swish(scene: Scene) -> Iterator[Edge]:
@@ -80,18 +76,15 @@ def stem_swish(scene: Scene) -> Iterator[Edge]:
     First means that no other compute operator stands in front; fewer channels go in than fill a tile.
     """
     behind = _behind_compute(scene)
-    for node in scene.model.nodes:
-        if node.op != "Mul" or len(node.inputs) != 2:
+    for node, x, gate, first in _gated(scene):
+        layer = scene.model.maker(x)
+        if layer is None or layer.op != "Conv" or layer.inputs[0] in behind:
             continue
-        for x, gate in (node.inputs, node.inputs[::-1]):
-            layer, first = scene.model.maker(x), _gate_of(scene, x, gate)
-            if first is None or layer is None or layer.op != "Conv" or layer.inputs[0] in behind:
-                continue
-            channels = (scene.sizes(layer.inputs[0]) or (None, None))[1]
-            if layer.attributes.get("group", 1) == 1 and (channels or CHANNELS) < CHANNELS:
-                yield from scene.into(layer)
-                tensors = {x, gate, node.outputs[0], *first.outputs}
-                yield from (e for e in scene.possible if e.tensor in tensors)
+        channels = (scene.sizes(layer.inputs[0]) or (None, None))[1]
+        if layer.attributes.get("group", 1) == 1 and (channels or CHANNELS) < CHANNELS:
+            yield from scene.into(layer)
+            tensors = {x, gate, node.outputs[0], *first.outputs}
+            yield from (e for e in scene.possible if e.tensor in tensors)
 
 
 def _behind_compute(scene: Scene) -> set[str]:
@@ -101,6 +94,14 @@ def _behind_compute(scene: Scene) -> set[str]:
         if node.op in COMPUTE or not found.isdisjoint((*node.inputs, *node.captures)):
             found.update(node.outputs)
     return found
+
+
+def _gated(scene: Scene) -> Iterator[tuple[Node, str, str, Node]]:
+    """Every product of an x and its gate, the names of both, and the node that reads x in the gate."""
+    for node in scene.model.nodes:
+        for x, gate in (node.inputs, node.inputs[::-1]) if node.op == "Mul" and len(node.inputs) == 2 else ():
+            if (first := _gate_of(scene, x, gate)) is not None:
+                yield node, x, gate, first
 
 
 def _gate_of(scene: Scene, x: str, gate: str) -> Node | None:

@@ -57,11 +57,15 @@ class Pair:
     def end(self, which: Literal["min", "max"]) -> float:
         """One end of the range; NaN where the scale is."""
         scale, zero = float(np.max(self.scale)), float(np.max(self.zero_point.astype(np.float32)))
-        dtype = self.zero_point.dtype
-        ends = (ml_dtypes.finfo if "float" in dtype.name else ml_dtypes.iinfo)(dtype)
-        low, high = float(ends.min), float(ends.max)
+        low, high = ends(self.zero_point.dtype)
         low = -high if zero == 0 and low < 0 else low
         return ((low if which == "min" else high) - zero) * scale
+
+
+def ends(dtype: np.dtype[np.generic]) -> tuple[float, float]:
+    """The least and the largest number of a type of quantized values."""
+    info = (ml_dtypes.finfo if "float" in dtype.name else ml_dtypes.iinfo)(dtype)
+    return float(info.min), float(info.max)
 
 
 def is_quantized(model: Model) -> bool:
@@ -168,8 +172,8 @@ def strip_pairs(model: Model) -> Model:
             continue
         clamps_at_zero = pair.end("min") == 0 and bounds.get(pair.source, -1.0) < 0
         if clamps_at_zero and pair.source not in clamps:
-            clamps[pair.source], ends = _lost_clamp(model, pair)
-            added |= ends
+            clamps[pair.source], bound = _lost_clamp(model, pair)
+            added |= bound
         source[name] = clamps[pair.source].output[0] if pair.source in clamps else pair.source
     gone = {p.dq.index for p in pairs.values()}
     gone |= {
