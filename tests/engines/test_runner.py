@@ -355,7 +355,7 @@ from pathlib import Path
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.graph import janitor
-janitor.hire = lambda: None  # or it would remove what this process leaves
+janitor.Janitor.hire = lambda _: None  # or it would remove what this process leaves
 runner = Runner({trtexec(tmp_path)!r}, time_limit_s=600, log_dir=Path({str(tmp_path / "logs")!r}))
 runner.load(Path({str(files.plain)!r}))
 print(runner._worker._process.pid, flush=True)

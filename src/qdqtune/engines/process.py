@@ -57,7 +57,7 @@ class WorkerProcess:
         Raises:
             EngineUnavailable: another process has the device.
         """
-        janitor.hire()
+        janitor.own().hire()
         with leased(device) as held, pinned(device.cores):
             self._launch(log, held, device.environment)
 

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from functools import cache
 
 MARK = "temporary-files-of-qdqtune"
 """The file in such a folder that says whose it is: a folder without it is somebody else's, whatever its name."""
@@ -23,11 +24,6 @@ MARK = "temporary-files-of-qdqtune"
 PAUSES = (0.0, 0.05, 0.2, 1.0, 3.0)
 """Seconds before each time that a janitor looks: a process that dies closes one file after the other, and others of its
 family still write meanwhile."""
-
-_lock = threading.Lock()
-_places: set[bytes] = set()
-_janitor: int | None = None
-"""Where it is told places."""
 
 
 def remove_left(parent: str | os.PathLike[str], prefix: str) -> bool:
@@ -67,33 +63,44 @@ def locked(folder: str | os.PathLike[str]) -> int:
     return descriptor
 
 
-def watch(parent: str | os.PathLike[str], prefix: str) -> None:
-    """Have folders in this place removed if this process is killed, once it has a janitor."""
-    place = b"%s\0%s\n" % (os.fsencode(os.path.abspath(parent)), prefix.encode())
-    with _lock:
-        if place not in _places:
-            _places.add(place)
-            _tell(place)
+class Janitor:
+    """The janitor of a process, which is told the same places once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._places: set[bytes] = set()
+        self._pipe: int | None = None
+
+    def watch(self, parent: str | os.PathLike[str], prefix: str) -> None:
+        """Have folders in this place removed if this process is killed, once the janitor is hired."""
+        place = b"%s\0%s\n" % (os.fsencode(os.path.abspath(parent)), prefix.encode())
+        with self._lock:
+            if place not in self._places:
+                self._places.add(place)
+                self._tell(place)
+
+    def hire(self) -> None:
+        """Have it begin, if it has not; it ends a moment after this process, in whatever way that ends."""
+        with self._lock:
+            if self._pipe is not None:
+                return
+            program = [sys.executable, "-I", "-S", os.path.abspath(__file__)]
+            reads, self._pipe = os.pipe()
+            nowhere = subprocess.DEVNULL
+            subprocess.run(program, stdin=reads, stdout=nowhere, stderr=nowhere, start_new_session=True, check=False)
+            os.close(reads)  # what was run has ended, and left one that has no parent
+            self._tell(b"".join(self._places))
+
+    def _tell(self, places: bytes) -> None:
+        if self._pipe is not None:
+            with suppress(BrokenPipeError):  # somebody has ended it
+                os.write(self._pipe, places)
 
 
-def hire() -> None:
-    """Give this process a janitor; it ends a moment after this process, in whatever way that ends."""
-    global _janitor
-    with _lock:
-        if _janitor is not None:
-            return
-        program = [sys.executable, "-I", "-S", os.path.abspath(__file__)]
-        reads, _janitor = os.pipe()
-        nowhere = subprocess.DEVNULL
-        subprocess.run(program, stdin=reads, stdout=nowhere, stderr=nowhere, start_new_session=True, check=False)
-        os.close(reads)  # what was run has ended, and left one that has no parent
-        _tell(b"".join(_places))
-
-
-def _tell(places: bytes) -> None:
-    if _janitor is not None:
-        with suppress(BrokenPipeError):  # somebody has ended it
-            os.write(_janitor, places)
+@cache
+def own() -> Janitor:
+    """That of this process."""
+    return Janitor()
 
 
 def main() -> None:

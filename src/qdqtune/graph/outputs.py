@@ -15,7 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from qdqtune.errors import BadOption, OutputError, writing
-from qdqtune.graph.janitor import MARK, locked, remove, remove_left, watch
+from qdqtune.graph import janitor
+from qdqtune.graph.janitor import MARK, locked, remove, remove_left
 
 Inputs = Mapping[str, Iterable[Path]]
 """The files that a command reads, under what they are."""
@@ -157,7 +158,7 @@ class Scratch:
             OSError: it cannot be made.
         """
         remove_left(parent, prefix)
-        watch(parent, prefix)
+        janitor.own().watch(parent, prefix)
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent)).absolute()
         self._lock = locked(self.path)
         (self.path / MARK).touch()

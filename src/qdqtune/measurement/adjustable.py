@@ -24,7 +24,7 @@ from qdqtune.placement.insertion import quantized
 from qdqtune.types import Array, Edge, QType
 
 SCALES, ZEROS, CHANNELS = "__scales", "__zeros", "__channels"
-"""Inputs: of the activations with pairs, in the order of `Adjustable.tensors`; one number for each channel of all
+"""Inputs: of the activations with pairs, in the order in which they are given; one number for each channel of all
 layers."""
 
 WIDE = 128
@@ -65,24 +65,11 @@ def _rounded(constant: Constant, how: Quantization) -> Constant:
     return Constant(f"{constant.key}:rounded:{digest}", constant.dtype, constant.shape, values)
 
 
-def adjustable(
-    model: Model,
-    activations: Scales,
-    constants: Mapping[Edge, Quantization],
-    paired: Collection[Edge],
-    shown: Sequence[Edge],
-    layers: Sequence[Layer],
-    mode: Mode,
-) -> Model:
-    """The model with pairs on the edges `paired`, and what stands on the edges `shown` as its outputs.
+class Adjustable:
+    """The model with pairs on the edges `paired`, while it is written.
 
     `activations` are in the order of SCALES; those of `paired` that are constants are rounded as `constants` say.
     """
-    return _Writer(model, activations, constants, paired, layers, mode).written(shown)
-
-
-class _Writer:
-    """The new graph while it is written."""
 
     def __init__(
         self, model: Model, activations: Scales, constants: Mapping[Edge, Quantization], paired: Collection[Edge],
@@ -98,6 +85,7 @@ class _Writer:
         self._moves: list[str] = []
 
     def written(self, shown: Sequence[Edge]) -> Model:
+        """The model, with what stands on the edges `shown` as its outputs."""
         model, inputs = self._model, []
         if self._activations:
             inputs += [(SCALES, TensorProto.FLOAT), (ZEROS, TensorProto.UINT8)]

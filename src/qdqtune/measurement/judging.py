@@ -17,7 +17,7 @@ from qdqtune.engines.runner import Handle, Runner
 from qdqtune.graph.files import ConstantFile, constants_to_share
 from qdqtune.graph.model import Model
 from qdqtune.graph.outputs import temporary_folder
-from qdqtune.measurement.adjustable import CHANNELS, MOVES, Mode, adjustable, feeds
+from qdqtune.measurement.adjustable import CHANNELS, MOVES, Adjustable, Mode, feeds
 from qdqtune.measurement.criterion import judged
 from qdqtune.placement.bias_correction import by_layer, layers, shrunk_mean
 from qdqtune.placement.insertion import Inserter
@@ -125,8 +125,8 @@ class Judge:
         paired = frozenset[Edge]() if is_float else self._placement.edges
         activations = {} if is_float else self._activations
         shown = () if mode == "centred" else self._shown
-        written = adjustable(self._model, activations, self._constants, paired, shown, self.layers, mode)
-        handle = self._runner.load(self._file.write(written, mode))
+        written = Adjustable(self._model, activations, self._constants, paired, self.layers, mode)
+        handle = self._runner.load(self._file.write(written.written(shown), mode))
         if isinstance(handle, Failure):
             raise CannotJudgeError(handle.reason)
         return handle

@@ -183,7 +183,7 @@ def connected(address: str) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    janitor.hire()
+    janitor.own().hire()
     quiet: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": logging.ERROR}
     with contextlib.ExitStack() as stack:
         if address == LOCAL:

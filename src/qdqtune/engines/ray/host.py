@@ -53,7 +53,7 @@ class Host:
     process with it; that removes the files of both."""
 
     def __init__(self, spec: EngineSpec, cores_each: int | None, get: Get) -> None:
-        janitor.hire()
+        janitor.own().hire()
         self._asked = spec, cores_each
         self._scratch = temporary_folder()
         self._folder = self._scratch.path
