@@ -189,8 +189,7 @@ class Runner:
         Raises:
             BadOption, EngineUnavailable: the engine cannot be opened.
         """
-        description: dict[str, str] = self._ask("describe")
-        return description
+        return dict(self._ask("describe"))
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
         """`Engine.numeric_format`.
@@ -340,7 +339,7 @@ class Runner:
     def _try(self, name: str, *arguments: Any, what: str, log: Path | None = None, extra: float = 0.0) -> Any:
         """The result of a request, or the failure of engine or worker."""
         try:
-            return self._call(name, *arguments, what=what, log=log, extra=extra)
+            return self._exchange(self._start(), name, arguments, what, self._limit + extra, log)
         except _WorkerLostError as death:
             return death.failure
         except EngineFailure as error:
@@ -351,20 +350,10 @@ class Runner:
 
     def _ask(self, name: str, *arguments: Any) -> Any:
         """The result of a request that no model can be blamed for."""
-
-        def ask() -> Any:
-            try:
-                return self._call(name, *arguments, what="answering")
-            except _WorkerLostError as death:
-                return death.failure
-
-        result = _twice(ask)
+        result = _twice(lambda: self._try(name, *arguments, what="answering"))
         if isinstance(result, Failure):
             raise EngineUnavailable(f"engine {self._spec.name!r} does not work here: {result.reason}")
         return result
-
-    def _call(self, name: str, *arguments: Any, what: str, log: Path | None = None, extra: float = 0.0) -> Any:
-        return self._exchange(self._start(), name, arguments, what, self._limit + extra, log)
 
     def _start(self) -> Worker:
         """The worker, with the engine open and the sample fed."""

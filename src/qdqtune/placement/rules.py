@@ -6,7 +6,7 @@ A rule says where pairs stand in general; which of them pays on an engine is for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from types import MappingProxyType
 
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import CLAMPS, COMPUTE, FUSED_BEHIND, INTEGER_KERNELS, MOVERS, is_float, takes_data
@@ -22,23 +22,15 @@ JOINS = INTEGER_KERNELS - {"GlobalAveragePool"}  # it has one input
 """Operators of INTEGER_KERNELS whose values come from several tensors."""
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A named way to place pairs, and the reason for it."""
-
-    name: str
-    reason: str
-    place: Callable[[Model, frozenset[Edge]], Placement]
-
-
 def compute_inputs(model: Model, possible: frozenset[Edge]) -> Placement:
-    """All inputs of Conv, ConvTranspose, Gemm and MatMul."""
+    """All inputs of Conv, ConvTranspose, Gemm and MatMul: only these gain from 8 bits, all else stays in float."""
     nodes = (n for n in model.nodes if n.op in COMPUTE and not n.domain)
     return Placement.of(e for n in nodes for e in compute_edges(model, n, possible))
 
 
 def residual_inputs(model: Model, possible: frozenset[Edge]) -> Placement:
-    """`compute_inputs`, and the skip input of every Add whose other input comes fresh out of a compute operator."""
+    """`compute_inputs`, and the skip input of every Add whose other input comes fresh out of a compute operator, which
+    the Add joins then."""
     edges = set(compute_inputs(model, possible).edges)
     for node in model.nodes:
         if node.op != "Add" or node.domain:
@@ -55,7 +47,8 @@ def residual_inputs(model: Model, possible: frozenset[Edge]) -> Placement:
 def integer_islands(
     model: Model, possible: frozenset[Edge], joining: frozenset[str] = INTEGER_KERNELS - {"Mul"}
 ) -> Placement:
-    """Compute operators and everything between them that can stay in integers: `joining` operators and movers."""
+    """Compute operators and everything between them that can stay in integers, so that fewer conversions run: `joining`
+    operators and movers."""
     edges = set(compute_inputs(model, possible).edges)
     integer: set[str] = set()
     for node in model.nodes:
@@ -105,13 +98,10 @@ def everything(model: Model, possible: frozenset[Edge]) -> Placement:
     return Placement.of(e for e in possible - inside if not e.is_graph_output)
 
 
-RULES: tuple[Rule, ...] = (
-    Rule("compute", "only Conv, Gemm and MatMul gain from 8 bits; all else stays in float", compute_inputs),
-    Rule("residual", "a quantized skip input lets the Add join the convolution in front of it", residual_inputs),
-    Rule("islands", "values stay integers between compute operators, so fewer conversions run", integer_islands),
-    Rule("static", "what ONNX Runtime's quantize_static does", static),
-    Rule("everything", "all that can be quantized", everything),
-)
+RULES: Mapping[str, Callable[[Model, frozenset[Edge]], Placement]] = MappingProxyType({
+    "compute": compute_inputs, "residual": residual_inputs, "islands": integer_islands, "static": static,
+    "everything": everything,
+})  # fmt: skip
 
 
 def weights_only(model: Model, edges: Iterable[Edge], choose: Callable[[str], Sequence[Storage]]) -> Placement:
@@ -128,10 +118,10 @@ def weights_only(model: Model, edges: Iterable[Edge], choose: Callable[[str], Se
 def placements(model: Model, possible: frozenset[Edge]) -> Mapping[str, Placement]:
     """Every rule's placement by the rule's name; equal placements once, under the first name, empty ones not at all."""
     guesses: dict[str, Placement] = {}
-    for rule in RULES:
-        placement = consistent(model, rule.place(model, possible))
+    for name, place in RULES.items():
+        placement = consistent(model, place(model, possible))
         if placement.edges and placement not in guesses.values():
-            guesses[rule.name] = placement
+            guesses[name] = placement
     return guesses
 
 
