@@ -248,9 +248,7 @@ class QDQAutotunerBase:
             log.debug("%d pairs", len(edges))
         return {ResolvedInsertionPoint(e.tensor, index_of.get(e.node), e.index) for e in edges}
 
-    def get_ort_quantization_config(
-        self,
-    ) -> tuple[list[str], list[str], list[tuple[Node, Node, str]], list[str]]:
+    def get_ort_quantization_config(self) -> tuple[list[str], list[str], list[tuple[Node, Node, str]], list[str]]:
         """The best placement as ONNX Runtime's quantizer is told of one.
 
         Names of the nodes that read or make what carries a pair; the operators that may be quantized; the inputs of

@@ -96,11 +96,7 @@ def tensorrt(quant_type: QuantType, *, explicit_weights: bool = True) -> Numeric
     """
     if quant_type == "int8":
         return NumericFormat(
-            QType.INT8,
-            QType.INT8,
-            symmetric=True,
-            shared_scale_ops=TENSORRT_SHARED,
-            float_weights=not explicit_weights,
+            QType.INT8, QType.INT8, symmetric=True, shared_scale_ops=TENSORRT_SHARED, float_weights=not explicit_weights
         )
     return NumericFormat(QType.FP8, QType.FP8, symmetric=True, per_channel=False, shared_scale_ops=TENSORRT_SHARED)
 

@@ -431,8 +431,5 @@ def insist(result: T | Failure, otherwise: str, error: type[QdqtuneError] = Engi
 @contextlib.contextmanager
 def unlogged(spec: EngineSpec, *, time_limit_s: float | None = None) -> Iterator[Runner]:
     """A runner whose logs are gone when it ends."""
-    with (
-        temporary_folder() as folder,
-        Runner(spec, time_limit_s=time_limit_s, log_dir=folder) as runner,
-    ):
+    with temporary_folder() as folder, Runner(spec, time_limit_s=time_limit_s, log_dir=folder) as runner:
         yield runner

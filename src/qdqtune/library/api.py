@@ -31,6 +31,7 @@ from qdqtune.engines import TENSORRT_FAMILY, EngineSpec
 from qdqtune.engines.runner import time_limit, unlogged
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
+from qdqtune.graph.outputs import temporary_folder
 from qdqtune.library.inputs import (
     MetricLike,
     ModelLike,
@@ -38,7 +39,6 @@ from qdqtune.library.inputs import (
     metric_source,
     model_file,
     sample_source,
-    scratch,
     workload_files,
 )
 from qdqtune.library.keywords import (
@@ -109,7 +109,7 @@ def tune(
         QdqtuneError: see `errors`; Cancelled if that was asked for.
     """
     _says_how(given)
-    with scratch() as folder, metric_source(evaluate) as metric, telling(observer, progress, cancel) as told:
+    with temporary_folder() as folder, metric_source(evaluate) as metric, telling(observer, progress, cancel) as told:
         if isinstance(model, Settings):
             if given:
                 raise BadOption(f"Settings hold everything: {', '.join(given)} cannot be given besides")
@@ -149,7 +149,7 @@ def quantize(
     """
     command = quantize_cli.quantize_command
     _says_how(given)
-    with scratch() as folder, metric_source(evaluate) as metric, telling(observer, progress, cancel) as told:
+    with temporary_folder() as folder, metric_source(evaluate) as metric, telling(observer, progress, cancel) as told:
         source = sample_source(calibration_data, folder, given.get("calibration_samples"))
         more = {"calibration_data": source, "evaluate": metric, "engine": engine}
         own, fields = split_fields(quantize_command.Request, command, {**given, **more})
@@ -176,7 +176,7 @@ def compare(
         QdqtuneError: see `commands.compare`.
     """
     command = files.compare_command
-    with scratch() as folder, telling(observer, progress, cancel) as told:
+    with temporary_folder() as folder, telling(observer, progress, cancel) as told:
         paths = [model_file(m, folder, f"model_{n}") for n, m in enumerate((first, *others), 1)]
         workloads = workload_files(given.get("workload"), folder)
         source = sample_source(calibration_data, folder)
@@ -208,7 +208,7 @@ def apply(
         QdqtuneError: see `commands.apply.apply`.
     """
     says_how = _says_how(given)
-    with scratch() as folder:
+    with temporary_folder() as folder:
         source = sample_source(calibration_data, folder, given.get("calibration_samples"))
         own: dict[str, object] = {**given, "calibration_data": source, "placement": placement, "engine": engine}
         values = given_of(files.apply_command, [model_file(model, folder)], own) | {"output": Path(output)}
@@ -232,7 +232,7 @@ def check(
     Raises:
         QdqtuneError: the engine cannot run the model, say.
     """
-    with scratch() as folder, cancellable(cancel):
+    with temporary_folder() as folder, cancellable(cancel):
         path = model_file(model, folder)
         values, spec = _given(engines.check_command, [path], engine, given, sample_source(calibration_data, folder))
         graph = load(path)
@@ -258,7 +258,7 @@ def layers(
     Raises:
         QdqtuneError: the engine cannot run the model, or has no layers of it.
     """
-    with scratch() as folder, cancellable(cancel):
+    with temporary_folder() as folder, cancellable(cancel):
         path = model_file(model, folder)
         values, spec = _given(layers_cli.layers_command, [path], engine, given, sample_source(calibration_data, folder))
         (sample,) = options.Data.of(values).prepared(load(path), spec, 0).samples.first(1)
@@ -280,7 +280,7 @@ def build(
     Raises:
         QdqtuneError: see `commands.build.build`.
     """
-    with scratch() as folder, cancellable(cancel):
+    with temporary_folder() as folder, cancellable(cancel):
         path, target = model_file(model, folder), Path(output)
         own: dict[str, object] = {**given, "output": target}
         values = given_of(engines.build_command, [path], {**own, **_engine(engine)})
@@ -295,7 +295,7 @@ def inspect(model: ModelLike, **given: Unpack[InspectOptions]) -> Inspection:
     Raises:
         QdqtuneError: the model cannot be read.
     """
-    with scratch() as folder:
+    with temporary_folder() as folder:
         path = model_file(model, folder)
         values = given_of(inspect_cli.inspect_command, [path], dict(given))
         graph = load(path, fix_inputs=values["fix_inputs"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -39,13 +38,6 @@ WorkloadsLike = Sequence[str] | Mapping[str | Path, float | tuple[Mapping[str, n
 
 MetricLike = str | Callable[[Predict], float]
 """A metric: a function, or module:callable."""
-
-
-@contextmanager
-def scratch() -> Iterator[Path]:
-    """A folder for what was in memory, gone at the end."""
-    with tempfile.TemporaryDirectory(prefix="qdqtune-") as folder:
-        yield Path(folder)
 
 
 def model_file(model: ModelLike, folder: Path, name: str = "model") -> Path:

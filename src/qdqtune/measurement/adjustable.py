@@ -48,10 +48,7 @@ def feeds(quantized: Scales) -> dict[str, Array]:
     """SCALES and ZEROS. int8 is uint8 with 128 more."""
     found = list(quantized.values())
     zeros = [q.zero_point + (128 if q.qtype is QType.INT8 else 0) for q in found]
-    return {
-        SCALES: np.asarray([float(q.scale) for q in found], np.float32),
-        ZEROS: np.asarray(zeros, np.uint8),
-    }
+    return {SCALES: np.asarray([float(q.scale) for q in found], np.float32), ZEROS: np.asarray(zeros, np.uint8)}
 
 
 def _rounded(constant: Constant, how: Quantization) -> Constant:

@@ -139,9 +139,5 @@ def judging(
     """A judge of `placement` on some samples; `ranges` decide nothing but how constants are rounded."""
     written = len(model.nodes) + 2 * len(placement)
     spec = EngineSpec("onnxruntime", {"threads": cores(), "fuse": written <= MANY, "fuse_pairs": False})
-    with (
-        temporary_folder() as folder,
-        constants_to_share() as constants,
-        Runner(spec, log_dir=folder) as runner,
-    ):
+    with temporary_folder() as folder, constants_to_share() as constants, Runner(spec, log_dir=folder) as runner:
         yield Judge(runner, constants, model, placement, numbers, ranges, samples)
