@@ -256,6 +256,16 @@ EQUAL_DB = 200.0
 """What counts as the SQNR of outputs that are equal: more than float32 can tell."""
 
 
+def noise_of(sqnr_db: float) -> float:
+    """The power of an error relative to the signal: 10^(-SQNR/10)."""
+    return float(10 ** (-sqnr_db / 10))
+
+
+def sqnr_of(noise: float) -> float | None:
+    """The SQNR in dB of an error of such relative power; None where there is no error."""
+    return None if noise == 0 else float(-10 * np.log10(noise))
+
+
 @dataclass(frozen=True)
 class Accuracy:
     """How far a model's outputs are from the float model's, on `samples` samples.
@@ -276,7 +286,7 @@ class Accuracy:
     @property
     def noise(self) -> float:
         """Power of the error over the power of the worst float output, 10^(-SQNR/10); 0 for equal outputs."""
-        return 0.0 if self.sqnr_db is None else float(10 ** (-self.sqnr_db / 10))
+        return 0.0 if self.sqnr_db is None else noise_of(self.sqnr_db)
 
     def __post_init__(self) -> None:
         if any(share is not None and not 0 <= share <= 1 for share in (self.agreement, self.top1)):

@@ -24,6 +24,7 @@ from qdqtune.commands.probes import NOT_FINITE
 from qdqtune.engines.runner import time_limit
 from qdqtune.errors import ConstraintUnmet
 from qdqtune.report.words import placed, samples
+from qdqtune.types import sqnr_of
 
 OPTIONS = (
     options.MODEL,
@@ -93,17 +94,17 @@ def as_json(file: Path, request: Request, done: Diagnosis) -> dict[str, Any]:
         "samples": done.samples,
         "held_out": done.is_held_out,
         "runs": done.runs,
-        "min_sqnr_db": _decibels(done.limit),
+        "min_sqnr_db": sqnr_of(done.limit),
         "healthy": done.is_healthy,
-        "output_sqnr_db": _decibels(done.noise),
+        "output_sqnr_db": sqnr_of(done.noise),
         "finite": done.noise < NOT_FINITE,
-        "examined": {"samples": done.examined, "output_sqnr_db": _decibels(done.noise_there)},
-        "sqnr_db_as_defined": None if done.by_numbers is None else _decibels(done.by_numbers),
-        "rest_sqnr_db": None if done.rest is None else _decibels(done.rest),
+        "examined": {"samples": done.examined, "output_sqnr_db": sqnr_of(done.noise_there)},
+        "sqnr_db_as_defined": None if done.by_numbers is None else sqnr_of(done.by_numbers),
+        "rest_sqnr_db": None if done.rest is None else sqnr_of(done.rest),
         "guilty": [_suspect(suspect) for suspect in done.guilty],
         "largest": [_suspect(suspect) for suspect in done.largest],
         "wrong_parts": [
-            {"nodes": part.nodes, "sqnr_db": _decibels(part.noise), "reason": part.reason} for part in done.wrong_parts
+            {"nodes": part.nodes, "sqnr_db": sqnr_of(part.noise), "reason": part.reason} for part in done.wrong_parts
         ],
         "nodes_to_exclude": done.excluded,
         "flags": _flags(done),
@@ -112,7 +113,7 @@ def as_json(file: Path, request: Request, done: Diagnosis) -> dict[str, Any]:
 
 
 def _suspect(suspect: Suspect) -> dict[str, Any]:
-    levels = {"with_db": _decibels(suspect.noise), "without_db": _decibels(suspect.without)}
+    levels = {"with_db": sqnr_of(suspect.noise), "without_db": sqnr_of(suspect.without)}
     kept = {name: value for name, value in asdict(suspect).items() if name not in ("noise", "without")}
     ends = {
         name: [_number(end) for end in kept[name]] for name in ("float_range", "quantized_range", "scale", "zero_point")
@@ -125,14 +126,10 @@ def _number(value: float) -> float | str:
     return value if np.isfinite(value) else str(value)
 
 
-def _decibels(noise: float) -> float | None:
-    return None if noise == 0 else float(-10 * np.log10(noise))
-
-
 def _told(noise: float) -> str:
     if noise >= NOT_FINITE:
         return "NaN or no outputs"
-    return "exact" if noise == 0 else f"{_decibels(noise):.1f} dB"
+    return "exact" if noise == 0 else f"{sqnr_of(noise):.1f} dB"
 
 
 def _show(file: Path, request: Request, done: Diagnosis) -> None:

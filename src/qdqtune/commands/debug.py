@@ -37,7 +37,7 @@ from qdqtune.placement.moved_channels import moved_channels
 from qdqtune.placement.reading import is_quantized, placement_in, strip_pairs, twins_of
 from qdqtune.placement.stored import tables_of
 from qdqtune.tuning.observer import Observer, Silent
-from qdqtune.types import Placement, Sample
+from qdqtune.types import Placement, Sample, noise_of
 
 LIMIT = 20.0
 """Output SQNR in dB from which on a quantized model is healthy."""
@@ -262,7 +262,7 @@ class _Debugging:
         self._probe, self._file, self._observer = probe, file, observer
         self._name = request.engine.name
         usual = LIMIT if probe.pairs else FLOAT_LIMIT
-        self._limit = float(10 ** (-(usual if request.min_sqnr is None else request.min_sqnr) / 10))
+        self._limit = noise_of(usual if request.min_sqnr is None else request.min_sqnr)
         self._all: Parts = tuple(range(len(probe.pairs)))
         self._judged, self._loss = len(probe.samples), 0.0
         self._notes: list[str] = []

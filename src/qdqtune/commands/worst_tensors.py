@@ -13,7 +13,7 @@ from qdqtune.calibration.observe import observe
 from qdqtune.calibration.scales import NUMPY_TYPE, Quantization
 from qdqtune.graph.model import Model
 from qdqtune.measurement.sensitivity import sensitivities
-from qdqtune.types import Edge, Failure, Placement, Sample
+from qdqtune.types import Edge, Failure, Placement, Sample, sqnr_of
 
 WORST = 10
 """Pairs that a report lists."""
@@ -54,7 +54,7 @@ def damages(
         return alone
     worst = sorted(alone, key=alone.__getitem__, reverse=True)[:WORST]
     own = _own(float_model, {e.tensor: how for e, how in pairs.items() if e.tensor in worst}, samples)
-    return [Damage(t, _nodes(float_model, placement, t), _decibels(alone[t]), own[t]) for t in worst]
+    return [Damage(t, _nodes(float_model, placement, t), sqnr_of(alone[t]), own[t]) for t in worst]
 
 
 def to_exclude(found: Sequence[Damage], output_db: float | None) -> tuple[str, ...]:
@@ -89,9 +89,4 @@ def _own(model: Model, pairs: Mapping[str, Quantization], samples: Sequence[Samp
     for tensor, exact in chain(fixed.items(), seen):
         error = exact - scales.dequantize(scales.quantize(exact, pairs[tensor]), pairs[tensor])
         power[tensor] += np.square(exact.astype(np.float64)).sum(), np.square(error).sum()
-    return {tensor: _decibels(noise / signal if noise else 0.0) for tensor, (signal, noise) in power.items()}
-
-
-def _decibels(noise: float) -> float | None:
-    """SQNR of a relative noise power; None where nothing is lost."""
-    return None if noise == 0 else float(-10 * np.log10(noise))
+    return {tensor: sqnr_of(noise / signal if noise else 0.0) for tensor, (signal, noise) in power.items()}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from qdqtune.measurement.timing import Plan, Verdict, judge
-from qdqtune.types import Accuracy, Failure, Placement, Trial
+from qdqtune.types import Accuracy, Failure, Placement, Trial, noise_of
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Limits:
     @property
     def max_noise(self) -> float | None:
         """The most noise power relative to the signal that the SQNR allows: 10^(-dB/10)."""
-        return None if self.min_sqnr is None else float(10 ** (-self.min_sqnr / 10))
+        return None if self.min_sqnr is None else noise_of(self.min_sqnr)
 
     def is_exact_enough(self, accuracy: Accuracy | None) -> bool:
         """Whether outputs hold the limits on them; None stands for what failed and has none."""
