@@ -55,5 +55,5 @@ class TestAgainstTheBestSoFar:
 def test_what_ships_stands_among_what_nothing_beats_and_each_has_a_name(tmp_path: Path) -> None:
     rows = tune(settings(write(mixed(), tmp_path), mode="cut", builds=12)).summary["met"]
     assert [row["shipped"] for row in rows].count(True) == 1
-    assert len({row["name"] for row in rows}) == len(rows)
+    assert len({row["name"] for row in rows}) == len({row["number"] for row in rows}) == len(rows)
     assert [row["ratio"] for row in rows] == sorted(row["ratio"] for row in rows)

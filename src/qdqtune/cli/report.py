@@ -56,8 +56,10 @@ def result_table(result: Result) -> Table:
     between = sum(trial.proposal.origin == "front" for trial in result.history)  # which the search has not shown
     besides = (f"{number} {what}" for number, what in ((failed, "failed"), (between, "made for the front")) if number)
     candidates = f"candidates: {summary['trials']}" + (f" ({told})" if (told := ", ".join(besides)) else "")
+    rewriting = summary["rewrites"].get("builds", 0)
+    first = f" ({rewriting} for rewrites)" if rewriting else ""
     proof = f" and {summary['proof_builds']} for the proof" if summary["proof_builds"] else ""
-    spent = f"{candidates}, builds: {summary['builds']}{proof}"
+    spent = f"{candidates}, builds: {summary['builds']}{first}{proof}"
     table.caption = f"{spent}, time: {duration(summary['seconds'])}"
     return table
 
@@ -129,7 +131,7 @@ def met_table(rows: Sequence[Mapping[str, Any]], *, is_front: bool = False) -> T
     it, and did not."""
     cells = [
         (
-            row.get("name", ""),  # which the summaries of earlier versions lack
+            str(row.get("number", "")),  # which the summaries of earlier versions lack
             row["origin"],
             speed(row["ratio"]),
             _db(row["sqnr_db"]),
@@ -247,9 +249,10 @@ def comparison_table(first: str, rows: Sequence[Row], samples: str) -> Table:
 
 def estimate_lines(estimate: Estimate) -> str:
     """What a run would do, in four lines, or that there is nothing to do."""
+    rewriting = f" ({estimate.rewrite_builds} for rewrites)" if estimate.rewrite_builds else ""
     return (
         f"regions: {estimate.regions}\npatterns: {estimate.patterns}\n"
-        f"builds: at most {estimate.builds}, without the proof\n"
+        f"builds: at most {estimate.builds}{rewriting}, without the proof\n"
         f"time: about {duration(estimate.seconds)} (float model: {estimate.latency * 1e3:.3f} ms)"
     )
 

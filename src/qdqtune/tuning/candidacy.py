@@ -195,7 +195,9 @@ class Candidacy:
             "lost to others or on a second pair of builds": len(self.entries) - slow - elsewhere - count,
         }
         lost = ", ".join(f"{number} {what}" for what, number in reasons.items() if number > 0)
-        many = f"of {len(self.entries)} candidates that met your model"
+        sources = {"of the search": sum(not e.is_fresh for e in self.entries), "made for the front": len(self.trials)}
+        came = ", ".join(f"{number} {what}" for what, number in sources.items() if number)
+        many = f"of {len(self.entries)} candidates that met your model ({came})"
         met = "" if not lost else f"{many} {lost}" if len(self.entries) > 1 else f"the only candidate: {lost}"
         rest = f"prices foretell no others that differ and take at most {GAIN:.1%} of the float model's time"
         if (is_late := self._run.budget.is_late) or self._next() is not None:

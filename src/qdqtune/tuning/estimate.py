@@ -28,7 +28,8 @@ NOISE_INFERENCES = 50
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run would do (`--dry-run`). Times in seconds; latency of the float model.
+    """What a run would do (`--dry-run`). Times in seconds; latency of the float model. `rewrite_builds` are those of
+    `builds` that rewrites may take.
 
     `notes` say what stands in the way.
     """
@@ -39,6 +40,7 @@ class Estimate:
     latency: float
     seconds: float
     notes: tuple[str, ...] = ()
+    rewrite_builds: int = 0
 
 
 def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
@@ -82,8 +84,8 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     seconds = calibrating + float_model + foretelling + first + trials * per_trial + proof
     if settings.time_budget is not None:
         seconds = min(seconds, settings.time_budget)
-    builds = trials + 1 + rewriting
-    return Estimate(subject.region_count, len(subject.patterns), builds, latency, seconds, subject.notes)
+    regions, patterns, builds = subject.region_count, len(subject.patterns), trials + 1 + rewriting
+    return Estimate(regions, patterns, builds, latency, seconds, subject.notes, rewriting)
 
 
 def _has_candidates(subject: Subject) -> bool:

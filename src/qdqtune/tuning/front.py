@@ -168,7 +168,8 @@ def _picked(folder: Path, name: str) -> Mapping[str, Any]:
     files = {row["name"]: file for row in rows if (file := folder / FRONT / f"{Path(row['name']).name}.onnx").is_file()}
     row = next((row for row in rows if row["name"] == name), None)
     if row is None or name not in files:
-        raise BadOption(f"{folder} has no point {name!r}: its points are {', '.join(files) or 'none'}")
+        points = f"its points are {', '.join(files)}" if files else "no candidate of its run proved to be one"
+        raise BadOption(f"{folder} has no point {name!r}: {points}")
     file, changed = files[name], _as_shipped(row, rows)
     if row.get("content", held := content(files_of(file))) != held:  # earlier versions did not say what they held
         raise BadOption(f"{file} is not the file that was proven: run tune with --front again, which writes it anew")

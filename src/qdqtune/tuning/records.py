@@ -143,6 +143,7 @@ def _met(history: Sequence[Trial], proof: Proof, plan: Plan) -> Iterator[dict[st
         accuracy = point.trial.accuracy
         yield {
             "name": name,
+            "number": point.trial.number,
             "origin": point.trial.proposal.origin,
             "ratio": point.ratio,
             "sqnr_db": point.trial.sqnr_db,
