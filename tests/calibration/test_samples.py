@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from models import build, embedding, normal
+from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.samples import Samples, input_specs, open_samples
 from qdqtune.errors import BadData, BadModel, BadOption, InputError
 from qdqtune.graph.model import Model
@@ -389,3 +390,30 @@ def test_samples_are_taken_from_all_of_the_data(total: int, wanted: list[int]) -
 def test_no_sample_cannot_be_spread() -> None:
     with pytest.raises(BadData, match="holds no sample"):
         Samples("test", "", False, lambda: iter(())).spread(4)
+
+
+# What samples tell
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (np.zeros((3, 3)), "hold one value throughout"),
+        (np.ones((3, 1)) * [0.0, 1.0, 2.0], "are all equal"),
+        (np.arange(9.0).reshape(3, 3), None),
+    ],
+)
+def test_samples_that_tell_nothing_are_told_in_one_sentence(tmp_path: Path, rows: Array, words: str | None) -> None:
+    prepared = prepare(model(), Data(saved(tmp_path, x=rows.astype(np.float32))))
+    assert [words in doubt for doubt in prepared.doubts if words] == [True] * bool(words)
+    assert not words or "data.npz" in prepared.doubts[0]
+    assert words or not prepared.doubts
+
+
+def test_a_large_model_compares_fewer_outputs_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qdqtune.calibration.prepare.JUDGED_WORK", 9.0)  # work counts an element as one at the least
+    prepared = prepare(model(), Data(saved(tmp_path, x=normal(20, 3))))
+    assert 8 <= len(prepared.judging) < 20
+    assert prepared.doubts == (
+        f"outputs are compared on {len(prepared.judging)} samples: more of so large a model take too long",
+    )

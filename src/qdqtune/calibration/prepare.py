@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from qdqtune.calibration.calibrate import calibrate, calibrate_by_every_method
 from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.samples import Samples, open_samples
@@ -47,7 +49,7 @@ class Prepared:
     open where those of workloads differ.
 
     `judging` is what outputs are compared on, in every command: the first of those that calibration does not see if
-    `is_held_out`, else of all.
+    `is_held_out`, else of all; fewer than asked for where `is_capped`.
     """
 
     model: Model
@@ -56,6 +58,7 @@ class Prepared:
     calibration: Samples
     judging: tuple[Sample, ...]
     is_held_out: bool = False
+    is_capped: bool = False
     sizes: Sizes = field(default_factory=dict)
     workloads: Mix = ()
 
@@ -67,6 +70,24 @@ class Prepared:
             BadData: there is none.
         """
         return self.workloads or (Workload(self.samples.first(1)[0]),)
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """What to say of samples that tell little, and of how few outputs are compared on."""
+        first, told = self.judging[:1], []
+        wide = [array for sample in self.judging for array in sample.values() if array.size > 1]
+        if first and not self.samples.is_random and not self.workloads:
+            is_one = len(self.judging) > 1 and all(_is_equal(first[0], sample) for sample in self.judging[1:])
+            is_flat = bool(wide) and all((array == array.flat[0]).all() for array in wide)
+            if is_one or is_flat:
+                what = "hold one value throughout" if is_flat else "are all equal"
+                told.append(
+                    f"the samples in {self.samples.origin} {what}: scales and accuracy that are found on them do not "
+                    "hold for real inputs; give typical ones"
+                )
+        if self.is_capped:
+            told.append(f"outputs are compared on {len(self.judging)} samples: more of so large a model take too long")
+        return tuple(told)
 
     def ranges(self, how: Calibration | None, numbers: NumericFormat) -> Ranges:
         """See `calibrate`; takes one pass over the samples."""
@@ -102,8 +123,14 @@ def prepare(model: Model, data: Data, *, fixed: Collection[str] = (), most: int 
         samples = open_samples(own, shaped, seed=data.seed, limit=limit, fixed=fixed)
     parts = None if samples.is_random or not most else samples.apart(min(LEAST_JUDGED, most), most)
     seen, unseen = parts or (samples, samples)
-    judging = tuple(unseen.first(_affordable(shaped, most))) if most else ()
-    return Prepared(model, shaped, samples, seen, judging, parts is not None, sizes, mix)
+    count = _affordable(shaped, most)
+    judging = tuple(unseen.first(count + 1)) if most else ()
+    is_capped = most > count < len(judging)
+    return Prepared(model, shaped, samples, seen, judging[:count], parts is not None, is_capped, sizes, mix)
+
+
+def _is_equal(a: Sample, b: Sample) -> bool:
+    return all(np.array_equal(array, b[name]) for name, array in a.items())
 
 
 def _affordable(model: Model, most: int) -> int:

@@ -17,7 +17,7 @@ from qdqtune.cli.progress import failure
 from qdqtune.cli.streams import escaped
 from qdqtune.commands.compare import Row
 from qdqtune.measurement.timing import Ratio, speed
-from qdqtune.report.words import decibels, duration, rewrites_gave
+from qdqtune.report.words import decibels, duration, rewrites_gave, samples
 from qdqtune.search.costs.explanation import UnitPrice
 from qdqtune.tuning.estimate import Estimate
 from qdqtune.tuning.result import Result
@@ -61,6 +61,10 @@ def result_table(result: Result) -> Table:
     proof = f" and {summary['proof_builds']} for the proof" if summary["proof_builds"] else ""
     spent = f"{candidates}, builds: {summary['builds']}{first}{proof}"
     table.caption = f"{spent}, time: {duration(summary['seconds'])}"
+    if result.improved:
+        judged, is_held_out = summary["accuracy_samples"], summary["accuracy_held_out"]
+        seen = "" if is_held_out else ", which calibration saw: of forty or more, every fifth is kept apart"
+        table.caption += f"\noutputs compared on {samples(judged, is_held_out)}{seen}"
     return table
 
 

@@ -80,7 +80,7 @@ class Source:
         if cache is None or is_fed:
             data = Data(self.calibration_data, self.calibration_samples, self.input_shapes, self.seed)
             prepared, _, notes = in_half(prepare(graph, data, fixed=fixed), self.precision, usual)
-            graph, shaped = prepared.model, prepared.shaped
+            graph, shaped, notes = prepared.model, prepared.shaped, (*notes, *prepared.doubts)
         else:
             graph, notes = by_ranges(graph, self.precision or usual, cache, self.model)
             shaped = with_input_shapes(graph, self.input_shapes)

@@ -131,7 +131,7 @@ def open_subject(settings: Settings, runner: Runner, rewrites: Rewrites | None =
     if prepared.samples.is_random:
         come = "scales come" if settings.calibration_cache is None else "the SQNR comes"
         notes.append(f"no --calibration-data: {come} from random inputs, so latency is real but accuracy is not")
-    notes += filter(None, [hidden_work(model, prepared.samples)])
+    notes += [*prepared.doubts, *filter(None, [hidden_work(model, prepared.samples)])]
     fixed = fixed_inputs(settings.model, settings.fix_inputs)
     mix = tuple(replace(workload, inputs={**workload.inputs, **fixed}) for workload in prepared.mix)
     regions = discovery.find(
