@@ -11,7 +11,7 @@ from models import FORMATS, Arrays, attention, build, conv_net, feeds, ranges, r
 from qdqtune.calibration.scales import Ranges
 from qdqtune.graph.loading import load_proto
 from qdqtune.graph.model import Model
-from qdqtune.placement.grafting import SWITCH, graft, graft_switched, representable, standing_pairs
+from qdqtune.placement.grafting import SWITCH, graft, representable, standing_pairs
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.types import Edge, Placement, Storage
@@ -56,7 +56,7 @@ def test_switches_choose_the_same_as_a_model_of_its_own(name: str) -> None:
     model = NETS[name]()
     file, samples = quantized(model, "uint8"), feeds(model)
     pairs, _ = standing_pairs(model, file)
-    switched = graft_switched(model, pairs, file)
+    switched = graft(model, pairs, file, switched=True)
     onnx.checker.check_model(switched.to_proto())
     for chosen in ([], [0], [len(pairs) - 1], range(0, len(pairs), 2), range(len(pairs))):
         switches = {f"{SWITCH}{i}": np.asarray(i in chosen) for i in range(len(pairs))}
@@ -99,7 +99,7 @@ def test_a_clamp_that_the_file_dropped_is_missed_if_the_pair_does_not_clamp(swit
     assert {p.tensor: p.source for p in pairs if p.source != p.tensor}["r0"] == "c0"
     if switched:
         switches = {f"{SWITCH}{i}": np.asarray(True) for i in range(len(pairs))}
-        found = run(graft_switched(model, pairs, file), [{**sample, **switches} for sample in samples])
+        found = run(graft(model, pairs, file, switched=True), [{**sample, **switches} for sample in samples])
     else:
         assert "stem_relu" not in graft(model, pairs, file).index_of
         found = run(graft(model, pairs, file), samples)

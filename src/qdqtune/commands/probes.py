@@ -16,7 +16,7 @@ from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.model import Model
 from qdqtune.measurement.accuracy import accuracy, is_finite
 from qdqtune.measurement.bisection import Parts
-from qdqtune.placement.grafting import SWITCH, StandingPair, graft, graft_switched
+from qdqtune.placement.grafting import SWITCH, StandingPair, graft
 from qdqtune.types import Array, Failure, Sample
 
 NOT_FINITE = 1e3
@@ -135,7 +135,7 @@ class Probe:
         self.runs += 1
         if self._switched is None:
             path = self.folder / "switched.onnx"
-            self._save(graft_switched(self.float_model, self.pairs, self.quantized), path)
+            self._save(graft(self.float_model, self.pairs, self.quantized, switched=True), path)
             self._switched = insist(self.exact.load(path), SWITCHLESS)
         chosen = set(on)
         switches = {f"{SWITCH}{i}": np.asarray(i in chosen) for i in range(len(self.pairs))}

@@ -87,14 +87,10 @@ def _before_clamp(float_model: Model, qdq_model: Model, tensor: str, source: str
     return clamp.inputs[0]
 
 
-def graft(model: Model, pairs: Sequence[StandingPair], opset_of: Model) -> Model:
-    """The float model with these pairs, and no others. Operator sets are those of the model that the pairs are from."""
-    return _Grafting(model, pairs, switched=False).written(opset_of)
-
-
-def graft_switched(model: Model, pairs: Sequence[StandingPair], opset_of: Model) -> Model:
-    """The float model with all these pairs, each behind an If that a scalar input named `SWITCH` and number decides."""
-    return _Grafting(model, pairs, switched=True).written(opset_of)
+def graft(model: Model, pairs: Sequence[StandingPair], opset_of: Model, *, switched: bool = False) -> Model:
+    """The float model with these pairs, and no others; if `switched`, each behind an If that an input named `SWITCH` and
+    its number decides. Operator sets are those of the model that the pairs are from."""
+    return _Grafting(model, pairs, switched=switched).written(opset_of)
 
 
 def representable(pair: StandingPair) -> tuple[float, float]:
