@@ -159,9 +159,11 @@ def check_command(
     fails = not measured and any(finding.fails for finding in findings)
     engine = "tensorrt" if graph_json else given["engine"]
     if html is not None:
-        from qdqtune.cli.pages import leave_check
+        from qdqtune.report.of_commands import of_check
+        from qdqtune.report.page import write_report
 
-        leave_check(html, model, graph, engine, layers, findings, measured)
+        typed = options.command_line()
+        write_report(of_check(model.name, graph, engine, layers, findings, measured, typed), html)
     if as_machine:
         judged = excuse(findings) if measured else findings
         print_json(_as_json(model, engine, graph, layers, judged) | {"measured": measured})

@@ -70,9 +70,10 @@ def compare_command(
     notes += [f"{row.name}: {note}" for row in rows if row.ratio is not None and (note := advice.wide(row.ratio))]
     say_notes(notes)
     if html is not None:
-        from qdqtune.cli.pages import leave_comparison
+        from qdqtune.report.of_commands import of_compare
+        from qdqtune.report.page import write_report
 
-        leave_comparison(html, files[0], rows, plan, notes)
+        write_report(of_compare(str(files[0]), rows, plan, notes, options.command_line()), html)
     refused = [row for row in rows if row.ratio is None]
     for row in refused:
         say_error(f"{row.name} cannot be compared: {row.reason}")

@@ -78,9 +78,11 @@ def layers_command(
         with unlogged(spec, time_limit_s=given["time_limit"]) as runner:
             layers = profiled(runner, model, sample, runs, refusal=f"{engine} has no layers of {model}")
     if html is not None:
-        from qdqtune.cli.pages import leave_layers
+        from qdqtune.report.of_commands import of_layers
+        from qdqtune.report.page import write_report
 
-        leave_layers(html, model, engine, layers)
+        graph, name = (None, f"an engine of {engine}") if model is None else (load(model), model.name)
+        write_report(of_layers(name, graph, engine, layers, options.command_line()), html)
     if as_machine:
         print_json({"engine": engine, "layers": [asdict(layer) for layer in layers]})
     else:

@@ -21,7 +21,9 @@ from qdqtune.commands.worst_tensors import to_exclude
 from qdqtune.engines.formats import FORMATS
 from qdqtune.engines.runner import time_limit
 from qdqtune.errors import BadModel, BadOption
+from qdqtune.graph.loading import load
 from qdqtune.placement import engine_rules
+from qdqtune.placement.reading import strip_pairs
 from qdqtune.report.words import decibels, placed, samples
 from qdqtune.types import QuantType
 
@@ -124,9 +126,11 @@ def quantize_command(**given: Any) -> int:
         done = quantize(request, observer)
     say_notes(done.notes)
     if given["html"] is not None:
-        from qdqtune.cli.pages import leave_quantized
+        from qdqtune.report.of_commands import of_quantize
+        from qdqtune.report.page import write_report
 
-        leave_quantized(given["html"], request, done)
+        plain = strip_pairs(load(done.output))
+        write_report(of_quantize(request, done, plain, options.command_line()), given["html"])
     if not as_machine:
         if request.report:
             for table in (rule_counts(done), worst_tensors(done)):

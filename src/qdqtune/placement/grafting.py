@@ -88,8 +88,8 @@ def _before_clamp(float_model: Model, qdq_model: Model, tensor: str, source: str
 
 
 def graft(model: Model, pairs: Sequence[StandingPair], opset_of: Model, *, switched: bool = False) -> Model:
-    """The float model with these pairs, and no others; if `switched`, each behind an If that an input named `SWITCH` and
-    its number decides. Operator sets are those of the model that the pairs are from."""
+    """The float model with these pairs, and no others; if `switched`, each behind an If that an input decides, named
+    `SWITCH` and its number. Operator sets are those of the model that the pairs are from."""
     return _Grafting(model, pairs, switched=switched).written(opset_of)
 
 
