@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from models import build, normal, ranges
+from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.moments import no_moments
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines import EngineSpec
@@ -20,6 +21,7 @@ from qdqtune.engines.mixes import mix_of
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
+from qdqtune.measurement.timing import Plan
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
@@ -134,10 +136,17 @@ def test_placements_with_stored_weights_survive_the_state_file() -> None:
     assert unpack_placement(packed) == placement
 
 
+@pytest.mark.usefixtures("workers")
 def test_a_run_of_weights_alone_ends_to_end_and_goes_on(tmp_path: Path) -> None:
     """ONNX Runtime, one thread. Whatever wins, nothing carries a pair, and the same command asks nothing again."""
     path = write(model(4), tmp_path)
-    settings = Settings(path, tmp_path / "out", formats=("w8", "w4"), builds=6, min_sqnr=15.0, rewrites="off")
+    quick = {
+        "plan": Plan((12,), slot_seconds=0.001),
+        "proof": (12,),
+        "calibration": Calibration(),
+        "deploy_threads": (1,),
+    }
+    settings = Settings(path, tmp_path / "out", formats=("w8", "w4"), builds=6, min_sqnr=15.0, rewrites="off", **quick)
     result = tune(settings)
     tried = {t.proposal.origin: t for t in result.history}
     assert "weights in 8 bits" in tried
