@@ -11,8 +11,7 @@ from onnx import helper
 
 from qdqtune.calibration.observe import with_outputs
 from qdqtune.commands.probes import NOT_FINITE, Outputs, noise
-from qdqtune.engines.runner import Runner
-from qdqtune.errors import EngineFailure
+from qdqtune.engines.runner import Runner, insist
 from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.model import Model
 from qdqtune.tuning.subgraphs.extraction import Resolved, borders, extract
@@ -58,11 +57,7 @@ class CutOff:
         path = self.folder / f"part_{start}_{stop}.onnx"
         with ConstantFile(self.folder / f"part_{start}_{stop}.bin") as constants:
             constants.save(extract(self.model, nodes, Resolved(sizes), {}), path)
-        handle = self.engine.load(path)
-        fed = [{t: sample[t] for t in reads} for sample in values]
-        computed = handle if isinstance(handle, Failure) else self.engine.outputs(handle, fed)
-        if not isinstance(handle, Failure):
-            self.engine.unload(handle)
+        computed = self.engine.outputs_of(path, [{t: sample[t] for t in reads} for sample in values])
         path.unlink()
         constants.path.unlink()
         if isinstance(computed, Failure):
@@ -79,11 +74,7 @@ class CutOff:
         path = self.folder / "shown.onnx"
         with ConstantFile(self.folder / "shown.bin") as constants:
             constants.save(shown, path)
-        handle = self.exact.load(path)
-        values = handle if isinstance(handle, Failure) else self.exact.outputs(handle, self.samples)
-        if isinstance(handle, Failure) or isinstance(values, Failure):
-            raise EngineFailure(f"ONNX Runtime cannot run the float model: {_reason(handle, values)}")
-        self.exact.unload(handle)
+        values = insist(self.exact.outputs_of(path, self.samples), "ONNX Runtime cannot run the float model")
         return [{tensor: sample[name] for tensor, name in names.items()} for sample in values]
 
 
@@ -120,7 +111,3 @@ def _first(low: int, high: int, holds: Callable[[int], bool]) -> int:
 
 def _is_usable(values: np.ndarray) -> bool:
     return values.dtype.kind != "f" or bool(np.isfinite(values).all())
-
-
-def _reason(*results: object) -> str:
-    return next(r.reason for r in results if isinstance(r, Failure))

@@ -105,10 +105,7 @@ class Probe:
     def of_file(self, path: Path) -> float:
         """Noise of a model file on the engine under test."""
         self.runs += 1
-        handle = self.engine.load(path)
-        outputs = handle if isinstance(handle, Failure) else self.engine.outputs(handle, self.samples)
-        if not isinstance(handle, Failure):
-            self.engine.unload(handle)
+        outputs = self.engine.outputs_of(path, self.samples)
         if isinstance(outputs, Failure):
             self.failures.append(outputs)
         elif missing := self.reference()[0].keys() - outputs[0].keys():

@@ -244,6 +244,15 @@ class Runner:
             results.append(result)
         return results
 
+    def outputs_of(self, path: Path, samples: Iterable[Tensors]) -> list[dict[str, Array]] | Failure:
+        """`outputs` of a file that is built for them alone."""
+        handle = self.load(path)
+        if isinstance(handle, Failure):
+            return handle
+        outputs = self.outputs(handle, samples)
+        self.unload(handle)
+        return outputs
+
     def layers(self, handle: Handle, runs: int) -> tuple[Layer, ...] | Failure:
         """`Built.layers` on what was fed, with the times of the average call."""
         what = f"profiling {handle.path.name}"

@@ -63,11 +63,7 @@ class Simulation:
         model = (inserter or self._inserter).insert(placement)
         written = with_integer_softmax(model) if self._is_engine else model
         path = constants.write(written, f"simulated_{placement.digest}")
-        handle = runner.load(path)
-        if isinstance(handle, Failure):
-            return handle
-        outputs = runner.outputs(handle, self._samples)
-        runner.unload(handle)
+        outputs = runner.outputs_of(path, self._samples)
         path.unlink()
         if not isinstance(outputs, Failure) and not is_finite(outputs):
             return Failure("output", "the outputs hold NaN or infinite values")
