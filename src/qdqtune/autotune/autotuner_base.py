@@ -261,10 +261,10 @@ class QDQAutotunerBase:
         ends = [(graph.maker(e.tensor), graph.user(e)) for e in edges]
         nodes = [graph.nodes[n] for n in sorted({end.index for pair in ends for end in pair if end})]
         bare = [
-            (maker, node, tensor)
+            (maker, node, edge.tensor)
             for node in nodes
-            for slot, tensor in enumerate(node.inputs)
-            if (maker := graph.maker(tensor)) is not None and Edge(tensor, node.name, slot) not in edges
+            for edge in node.into
+            if (maker := graph.maker(edge.tensor)) is not None and edge not in edges
         ]
         activated = {maker.op for maker, user in ends if maker and user and user.op in ACTIVATIONS}
         ops = get_autotuner_quantizable_ops()
@@ -283,10 +283,8 @@ class QDQAutotunerBase:
             edges = read_placement(self.graph, quantized_tensors.model).placement.edges & possible
         else:
             edges = frozenset(e for e in possible if e.tensor in set(quantized_tensors))
-            compute = (
-                n for n in self.graph.nodes if n.op in operators.COMPUTE and Edge(n.inputs[0], n.name, 0) in edges
-            )
-            edges |= {Edge(n.inputs[1], n.name, 1) for n in compute} & possible
+            compute = (n for n in self.graph.nodes if n.op in operators.COMPUTE and n.into[0] in edges)
+            edges |= {n.into[1] for n in compute} & possible
         for pattern in self._grouping.patterns.values():
             schemes = (patterns.scheme_of(self.graph, pattern, region, edges) for region in pattern.instances)
             if scheme := next((s for s in schemes if s.points), None):

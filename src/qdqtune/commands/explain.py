@@ -151,7 +151,7 @@ def _chosen(model: Model, fingerprint: Mapping[str, Any]) -> frozenset[Edge]:
     """The edges that the user's list of nodes leaves."""
     wildcards = tuple(fingerprint.get("node filter") or ())
     if not wildcards:
-        edges = {Edge(t, n.name, slot) for n in model.nodes for slot, t in enumerate(n.inputs)}
+        edges = {edge for node in model.nodes for edge in node.into}
         return frozenset(edges | {Edge(t, "", slot) for slot, t in enumerate(model.outputs)})
     regions = discovery.find(model, fingerprint.get("regions", "auto"))
     return edges_within(filtered(model, patterns.group(model, regions), wildcards))

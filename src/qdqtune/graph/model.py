@@ -46,6 +46,11 @@ class Node:
     attributes: Mapping[str, Any]
     captures: tuple[str, ...] = ()
 
+    @property
+    def into(self) -> tuple[Edge, ...]:
+        """The edges into its inputs, in their order."""
+        return tuple(Edge(tensor, self.name, slot) for slot, tensor in enumerate(self.inputs))
+
 
 class Use(NamedTuple):
     """Where a tensor is used: input number `slot` of node number `node`; of the graph if `node` is GRAPH.

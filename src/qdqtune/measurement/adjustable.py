@@ -107,8 +107,8 @@ class Adjustable:
 
     def _add_node(self, node: Node, proto: onnx.NodeProto) -> None:
         copy = deepcopy(proto)
-        for slot, tensor in enumerate(node.inputs):
-            copy.input[slot] = self._read(Edge(tensor, node.name, slot))
+        for slot, edge in enumerate(node.into):
+            copy.input[slot] = self._read(edge)
         self._nodes.append(copy)
         if not node.outputs or node.outputs[0] not in self._layers:
             return

@@ -34,6 +34,6 @@ def _scores(model: Model, edge: Edge) -> Edge:
             node = model.maker(node.inputs[0])
             if node is None or node.op != "Exp":
                 break
-        edge = Edge(node.inputs[0], node.name, 0)
+        edge = node.into[0]
         best = edge if node.op in SQUASHES | {"Exp"} else best
     return best

@@ -17,7 +17,7 @@ from qdqtune.calibration.scales import Ranges
 from qdqtune.graph.equalization import NORMALIZED_BY_CHANNEL, Factor, Site, scaled, sites
 from qdqtune.graph.model import Model
 from qdqtune.measurement.judging import CannotJudgeError, Outcome, judging
-from qdqtune.types import Edge, NumericFormat, Placement, Sample
+from qdqtune.types import NumericFormat, Placement, Sample
 
 SAMPLES = 32
 """Samples that judge, at most: either half those numbers that the other half has been asked for."""
@@ -50,7 +50,7 @@ def paying_factors(
     trial = _Trial(model, numbers, placed, samples)
     placement = placed(trial.ranges(0))
     readers = ((site, [model.nodes[r] for r in site.readers]) for site in found)
-    used = [site for site, nodes in readers if any(Edge(n.inputs[0], n.name, 0) in placement for n in nodes)]
+    used = [site for site, nodes in readers if any(node.into[0] in placement for node in nodes)]
     behind = [model.nodes[site.producer].op in NORMALIZED_BY_CHANNEL for site in used]
     kinds = [[s for s, is_behind in zip(used, behind, strict=True) if is_behind == kind] for kind in (True, False)]
     try:

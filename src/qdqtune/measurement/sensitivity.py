@@ -181,8 +181,8 @@ def _switched(model: Model, pairs: Mapping[Edge, Quantization | StoredWeight]) -
 
     for node, original in zip(model.nodes, model.proto.graph.node, strict=True):
         copy = deepcopy(original)
-        for slot, tensor in enumerate(node.inputs):
-            copy.input[slot] = switched(Edge(tensor, node.name, slot), node.inputs)
+        for slot, edge in enumerate(node.into):
+            copy.input[slot] = switched(edge, node.inputs)
         proto.graph.node.append(copy)
     for index, output in enumerate(proto.graph.output):
         output.name = switched(Edge(output.name, "", index))

@@ -15,7 +15,7 @@ import numpy as np
 
 from qdqtune.graph.model import Model, Node
 from qdqtune.graph.operators import COMPUTE, CONVOLUTIONS, is_float
-from qdqtune.types import Array, Edge, Placement
+from qdqtune.types import Array, Placement
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def _behind_product(model: Model, placement: Placement, add: Node) -> Layer | No
             continue
         shape = _weight(model, placement, maker)
         fits = shape is not None and len(shape) == 2 and bias.shape == shape[1:]
-        if fits and Edge(tensor, add.name, slot) not in placement:
+        if fits and add.into[slot] not in placement:
             return Layer(add.name, slot, add.outputs[0], bias.shape[0])
     return None
 
@@ -74,7 +74,7 @@ def _behind_product(model: Model, placement: Placement, add: Node) -> Layer | No
 def _weight(model: Model, placement: Placement, node: Node) -> tuple[int, ...] | None:
     """The shape of the constant weight of a compute operator, if it and the input carry pairs."""
     weight = model.constants.get(node.inputs[1]) if node.op in COMPUTE and not node.domain else None
-    both = all(Edge(t, node.name, i) in placement for i, t in enumerate(node.inputs[:2]))
+    both = all(edge in placement for edge in node.into[:2])
     return weight.shape if weight is not None and both else None
 
 

@@ -43,7 +43,7 @@ def convolution_to_layernorm(scene: Scene, placed: frozenset[Edge]) -> Iterator[
     for node in scene.model.nodes:
         source = follows_convolution(scene, node)
         if source is not None and scene.runs_low(source, placed):
-            yield Edge(node.inputs[0], node.name, 0)
+            yield node.into[0]
 
 
 def concat(scene: Scene, placed: frozenset[Edge]) -> Iterator[Edge]:

@@ -133,8 +133,8 @@ class _Grafting:
         model = self._model
         for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
             copy = deepcopy(proto)
-            for slot, tensor in enumerate(node.inputs):
-                copy.input[slot] = self._read(Edge(tensor, node.name, slot))
+            for slot, edge in enumerate(node.into):
+                copy.input[slot] = self._read(edge)
             for slot, tensor in enumerate(node.outputs):
                 copy.output[slot] = self._raw.get(tensor, tensor)
             self._nodes.append(copy)

@@ -268,7 +268,7 @@ class Inserter:
         for node in model.nodes:
             if node.op not in HAS_BIAS or node.domain or (len(node.inputs) < 3 and node.index not in shifted):
                 continue
-            x, w = Edge(node.inputs[0], node.name, 0), Edge(node.inputs[1], node.name, 1)
+            x, w = node.into[:2]
             own = None if node.index in shifted else model.constants.get(node.inputs[2])
             values = own.array() if own is not None else shifted[node.index].values if node.index in shifted else None
             if x.tensor not in activations or x not in placement or w not in weights or values is None:
@@ -305,12 +305,11 @@ class Inserter:
                 draft.nodes.append(node.index)
                 continue
             copy = deepcopy(proto)
-            for i, tensor in enumerate(node.inputs):
-                edge = Edge(tensor, node.name, i)
+            for i, edge in enumerate(node.into):
                 if edge in placement:
                     copy.input[i] = self._dequantized(draft, decision, edge, raw)
-                elif tensor in raw:
-                    copy.input[i] = raw[tensor]
+                elif edge.tensor in raw:
+                    copy.input[i] = raw[edge.tensor]
             if node.index in decision.biases or node.index in decision.shifted:
                 slot = 2 if node.op in HAS_BIAS else decision.shifted[node.index].slot
                 del copy.input[2:]
@@ -318,7 +317,7 @@ class Inserter:
                 copy.input[slot] = self._bias(draft, node, slot, decision)
             for i, tensor in enumerate(node.outputs):
                 copy.output[i] = raw.get(tensor, renamed.get(tensor, tensor))
-            stored = (e for i, t in enumerate(node.inputs) if storages and (e := Edge(t, node.name, i)) in storages)
+            stored = (e for e in node.into if storages and e in storages)
             behind = [n for e in stored for n in self._compressor.write(draft, copy, e, storages[e])]
             draft.nodes += [copy, *behind]
         for edge in paired.values():

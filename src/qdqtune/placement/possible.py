@@ -191,25 +191,22 @@ def unstorable(weight: Weight, storage: Storage) -> str | None:
 
 def storable_edges(model: Model) -> frozenset[Edge]:
     """Every use of a weight that may be stored in fewer bits: its values are finite."""
-    found = ((Edge(t, n.name, slot), t) for n in model.nodes if n.op in STORING for slot, t in enumerate(n.inputs))
-    weights = ((edge, w) for edge, _ in found if (w := weight_at(model, edge)) is not None)
+    read = (edge for node in model.nodes if node.op in STORING for edge in node.into)
+    weights = ((edge, w) for edge in read if (w := weight_at(model, edge)) is not None)
     return frozenset(edge for edge, w in weights if np.isfinite(w.constant.array()).all())
 
 
 def compute_edges(model: Model, node: Node, possible: frozenset[Edge]) -> frozenset[Edge]:
     """Activation and weight of a compute node together, or nothing: one alone runs in float and costs a conversion."""
-    both = frozenset(Edge(t, node.name, i) for i, t in enumerate(node.inputs[:2]))
+    both = frozenset(node.into[:2])
     return both if both <= possible else frozenset()
 
 
 def consistent(model: Model, placement: Placement) -> Placement:
     """The placement without pairs on only one input of a compute operator: such a pair costs and brings nothing."""
-    lonely = set()
-    for node in model.nodes:
-        if node.op in COMPUTE and not node.domain:
-            both = [Edge(t, node.name, i) for i, t in enumerate(node.inputs[:2])]
-            if len(present := [e for e in both if e in placement]) == 1:
-                lonely.update(present)
+    computing = (node for node in model.nodes if node.op in COMPUTE and not node.domain)
+    present = ([e for e in node.into[:2] if e in placement] for node in computing)
+    lonely = {edges[0] for edges in present if len(edges) == 1}
     return Placement(placement.edges - lonely, placement.compressed) if lonely else placement
 
 

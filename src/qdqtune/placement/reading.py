@@ -150,7 +150,7 @@ def stored_alone(model: Model) -> dict[str, Storage]:
 
 def _of_table(float_model: Model, table: Table, twins: Mapping[int, Node]) -> Edge | None:
     twin = twins.get(table.gather.index)
-    edge = None if twin is None else Edge(twin.inputs[0], twin.name, 0)
+    edge = None if twin is None else twin.into[0]
     return edge if edge is not None and weight_at(float_model, edge) is not None else None
 
 
@@ -274,9 +274,8 @@ def counterpart(
     twin = twins.get(node)
     if twin is None or not 0 <= slot < len(twin.inputs) or not twin.inputs[slot]:
         return None
-    tensor = twin.inputs[slot]
+    tensor, edge = twin.inputs[slot], twin.into[slot]
     info = float_model.tensors.get(tensor)
-    edge = Edge(tensor, twin.name, slot)
     is_fixed = tensor in float_model.constants or (pair.is_constant and weight_at(float_model, edge) is not None)
     return edge if is_fixed == pair.is_constant and (info is None or info.is_float) else None
 

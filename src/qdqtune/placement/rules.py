@@ -56,9 +56,9 @@ def integer_islands(
         if is_compute or (node.op in FUSED_BEHIND and node.inputs[0] in integer):
             integer.update(node.outputs)
         elif node.op in MOVERS | joining:
-            data = [t for i, t in enumerate(node.inputs) if takes_data(node, i) and is_float(model, t)]
-            if data and all(t in integer for t in data):
-                edges.update(Edge(t, node.name, i) for i, t in enumerate(node.inputs) if t in data)
+            data = [e for e in node.into if takes_data(node, e.index) and is_float(model, e.tensor)]
+            if data and all(e.tensor in integer for e in data):
+                edges.update(data)
                 edges.update(e for t in node.outputs for e in model.edges(t))
                 integer.update(node.outputs)
     return Placement.of(_whole(model, (e for e in edges if e in possible and not e.is_graph_output)))
@@ -89,11 +89,9 @@ def static(model: Model, possible: frozenset[Edge]) -> Placement:
 def everything(model: Model, possible: frozenset[Edge]) -> Placement:
     """Every possible edge but those inside a fusion and those of graph outputs."""
     inside = {
-        e
+        n.into[0]
         for n in model.nodes
-        if n.op in FUSED_BEHIND and _behind_compute(model, n.inputs[0])
-        for e in [Edge(n.inputs[0], n.name, 0)]
-        if len(model.uses(n.inputs[0])) == 1
+        if n.op in FUSED_BEHIND and len(model.uses(n.inputs[0])) == 1 and _behind_compute(model, n.inputs[0])
     }
     return Placement.of(e for e in possible - inside if not e.is_graph_output)
 

@@ -48,7 +48,7 @@ class Scene:
 
     def into(self, node: Node) -> Iterator[Edge]:
         """Edges to all inputs of a node."""
-        return (Edge(t, node.name, i) for i, t in enumerate(node.inputs) if t)
+        return (e for e in node.into if e.tensor)
 
     def data(self, node: Node) -> list[Edge]:
         """Edges to the float inputs of a node that are neither settings nor constants."""

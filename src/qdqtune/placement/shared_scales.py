@@ -38,8 +38,7 @@ def common_ranges(
     for node in model.nodes if operators else ():
         if node.op not in operators or not any(o in group for o in node.outputs):
             continue
-        data = node.inputs if node.op == "Concat" else node.inputs[:1]
-        uses = [e for i, t in enumerate(data) if (e := Edge(t, node.name, i)) in placement]
+        uses = [e for e in (node.into if node.op == "Concat" else node.into[:1]) if e in placement]
         ends: list[Member] = [e if e in group else e.tensor for e in uses]
         for other in (*ends[1:], *(o for o in node.outputs if o in group)) if ends else ():
             group[root(other)] = root(ends[0])
@@ -67,7 +66,7 @@ def _join(
         edges[edge.tensor].append(edge)
     for join in reversed(joins):
         given = common[root[join.outputs[0]]]
-        uses = [e for i, t in enumerate(join.inputs) if (e := Edge(t, join.name, i)) in placement]
+        uses = [e for e in join.into if e in placement]
         for of in {root[e if e in root else e.tensor] for e in uses}:
             read = (e for m in members[of] for e in ([m] if isinstance(m, Edge) else edges[m]))
             if not 1 / NEAR <= _width(given) / (_width(common[of]) or 1.0) <= NEAR:

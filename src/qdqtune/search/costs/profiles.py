@@ -104,7 +104,7 @@ def edges_of(parts: Partition, unit: Unit, points: Collection[Point]) -> frozens
             edges.update(parts.edges.get(unit.outputs[index], ()))
         else:
             node = parts.model.nodes[unit.nodes[number]]
-            edges.add(Edge(node.inputs[index], node.name, index))
+            edges.add(node.into[index])
     return frozenset(edges & parts.possible)
 
 
@@ -124,7 +124,7 @@ def signature(parts: Partition, unit: Unit, sizes: Mapping[str, tuple[int, ...]]
         for tensor in (*node.inputs, *node.captures, *node.outputs):
             if tensor:
                 names.setdefault(tensor, f"t{len(names)}:{described(tensor)}")
-        able = [i for i, t in enumerate(node.inputs) if t and Edge(t, node.name, i) in parts.possible]
+        able = [e.index for e in node.into if e in parts.possible]
         attributes = sorted((key, str(value)) for key, value in node.attributes.items())
         wires = [[names.get(t, "") for t in side] for side in (node.inputs, node.outputs)]
         lines.append(f"{node.domain}:{node.op}{attributes}{wires}{able}")
@@ -199,7 +199,7 @@ def passing(parts: Partition, unit: Unit, float_ms: float) -> Profile:
     nodes = [parts.model.nodes[n] for n in unit.nodes]
     if not unit.inputs or unit.weights or any(n.domain or n.op not in operators.MOVERS for n in nodes):
         return Profile(float_ms)
-    inside = {e for n in nodes for i, t in enumerate(n.inputs) if (e := Edge(t, n.name, i)) in parts.possible}
+    inside = {e for n in nodes for e in n.into if e in parts.possible}
     position = {parts.model.nodes[n].name: k for k, n in enumerate(unit.nodes)}
     points = {(position[e.node], e.index) for e in inside} | {(-1, k) for k in range(len(unit.outputs))}
     return Profile(float_ms, (Option("passing", frozenset(points), float_ms),))

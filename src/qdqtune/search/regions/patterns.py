@@ -226,8 +226,7 @@ def _edges(model: Model, points: Iterable[Point], region: Region, listing: Listi
     edges_at: dict[Point, set[Edge]] = {p: set() for p in points}
 
     def add(point: Point, node: int, slot: int) -> None:
-        user = model.nodes[node]
-        edges_at[point].add(Edge(user.inputs[slot], user.name, slot))
+        edges_at[point].add(model.nodes[node].into[slot])
 
     child, inside = _children(region, listing), frozenset(listing.nodes)
     for taken in _node_inputs(listing, child):
