@@ -49,6 +49,7 @@ def test_what_makes_no_sense_is_refused(typed: list[str], said: str, call: Call,
     code, out, err = call("tune", "a.onnx", tmp_path / "empty", *typed)
     assert (code, out) == (2, "")
     assert said in err
+    assert "empty holds no .onnx file" in call("tune", tmp_path / "empty")[2]
 
 
 def test_a_model_that_fails_does_not_end_the_others_and_all_go_on(

@@ -375,7 +375,8 @@ def test_an_engine_that_does_not_build_a_part_is_quoted(conv: Files, workers: Wo
 
 def test_files_that_are_no_pair(conv: Files, tmp_path: Path) -> None:
     for request, why in (
-        (Request(conv.float, conv.float), "has no Q/DQ pairs"),
+        (Request(conv.float, conv.float), "given twice, has no Q/DQ pairs: nothing is quantized"),
+        (Request(conv.quantized, conv.float), "give the quantized model second"),
         (Request(conv.quantized, conv.quantized), "give the float model first"),
         (Request(tmp_path / "missing.onnx"), "missing.onnx"),
     ):

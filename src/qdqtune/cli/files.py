@@ -109,8 +109,7 @@ def apply_command(output: Path | None, as_machine: bool, **given: Any) -> None:
     options.check_cache(given)
     target = output or given["model"].with_suffix(".qdq.onnx")
     with time_limit(given["time_limit"]), progress.shown() as observer:
-        observer.stage(f"calibrating {given['model'].name}")
-        done = apply(request_of(given | {"output": target}, says_how=options.says_how()))
+        done = apply(request_of(given | {"output": target}, says_how=options.says_how()), observer)
     say_notes(done.notes)
     if done.random_data:
         say_notes(["no --calibration-data: the scales come from random inputs"])

@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import click
+
+from qdqtune.cli.output import say_notes
 
 GROUPS = {
     "Output": (
@@ -155,6 +158,14 @@ class Grouped(click.Command):
         names = {param.name for param in own}
         common = [option for option in (SILENCE, CHATTER) if option.human_readable_name not in names]
         return [*own[:-1], *common, HELP_ALL, own[-1]]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """See click, where the last of several values counts; that is said."""
+        if not ctx.resilient_parsing:
+            given = Counter(p for p in self.make_parser(ctx).parse_args([*args])[2] if isinstance(p, click.Option))
+            twice = [p for p, times in given.items() if times > 1 and not (p.multiple or p.is_flag or p.count)]
+            say_notes(f"{max(p.opts, key=len)} is given more than once: the last one counts" for p in twice)
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """See click."""

@@ -28,7 +28,7 @@ SINGLE = {
 
 def _one_or_many(_: click.Context, __: click.Parameter, given: tuple[Path, ...]) -> Path | tuple[Path, ...]:
     """One file is what it is; folders of models and several files are many models."""
-    return given[0] if len(given) == 1 and not any(given[0].glob("*.onnx")) else given
+    return given[0] if len(given) == 1 and not given[0].is_dir() else given
 
 
 MODELS = click.Argument(["model"], type=options.FILE, nargs=-1, metavar="MODEL", required=True, callback=_one_or_many)
@@ -62,7 +62,7 @@ def _models(given: Sequence[Path]) -> Iterator[Path]:
             continue
         found = sorted(path.glob("*.onnx"))
         if not found:
-            raise BadOption(f"{path} holds no .onnx file")
+            raise BadOption(f"{path} holds no .onnx file: name a model, or a folder that holds some")
         yield from found
 
 

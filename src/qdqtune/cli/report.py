@@ -56,13 +56,13 @@ def result_table(result: Result) -> Table:
     between = sum(trial.proposal.origin == "front" for trial in result.history)  # which the search has not shown
     besides = (f"{number} {what}" for number, what in ((failed, "failed"), (between, "made for the front")) if number)
     candidates = f"candidates: {summary['trials']}" + (f" ({told})" if (told := ", ".join(besides)) else "")
-    rewriting = summary["rewrites"].get("builds", 0)
+    rewriting = summary.get("rewrites", {}).get("builds", 0)
     first = f" ({rewriting} for rewrites)" if rewriting else ""
     proof = f" and {summary['proof_builds']} for the proof" if summary["proof_builds"] else ""
     spent = f"{candidates}, builds: {summary['builds']}{first}{proof}"
     table.caption = f"{spent}, time: {duration(summary['seconds'])}"
-    if result.improved:
-        judged, is_held_out = summary["accuracy_samples"], summary["accuracy_held_out"]
+    if result.improved and (judged := summary.get("accuracy_samples")) is not None:  # earlier versions did not tell
+        is_held_out = summary["accuracy_held_out"]
         seen = "" if is_held_out else ", which calibration saw: of forty or more, every fifth is kept apart"
         table.caption += f"\noutputs compared on {samples(judged, is_held_out)}{seen}"
     return table

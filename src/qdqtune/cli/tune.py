@@ -197,7 +197,8 @@ def run(given: options.Given, listener: Observer | None = None) -> int:
             result = tune(settings, observer if listener is None else Several((observer, listener)))
     except KeyboardInterrupt:
         without = " without --restart" if settings.restart else ""
-        say(f"interrupted: what was measured is kept; the same command{without} goes on from there")
+        kept = f"what was measured is kept; the same command{without} goes on from there"
+        say("interrupted" if given["dry_run"] else f"interrupted: {kept}")
         return INTERRUPTED
     why = report.failure_note(result, settings.output_dir / "logs")
     say_notes((*result.notes, *filter(None, [why])))

@@ -17,10 +17,11 @@ from qdqtune.graph.float16 import load_for
 from qdqtune.graph.rewrites import allowed
 from qdqtune.measurement.half_precision import finished
 from qdqtune.measurement.simulation import Simulation
-from qdqtune.placement.files import existing, read_placement_file
+from qdqtune.placement.files import every_edge, existing, read_placement_file
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import is_quantized
+from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.types import Accuracy, Edge, Placement
 
 
@@ -56,7 +57,7 @@ class Applied:
         return {"output": str(output), "edges": len(self.placement), "lost": lost, "accuracy": accuracy, **cache}
 
 
-def apply(request: Request) -> Applied:
+def apply(request: Request, observer: Observer | None = None) -> Applied:
     """Insert the pairs of a placement file into a model with freshly calibrated scales, and write it.
 
     Raises:
@@ -64,6 +65,8 @@ def apply(request: Request) -> Applied:
         EngineFailure: the engine does not load what was made.
         OutputError: the output cannot be written.
     """
+    observer = observer or Silent()
+    observer.stage(f"reading {request.model.name}")
     request.check_output(placement=[request.placement])
     recorded = read_placement_file(request.placement)
     engine = request.engine or recorded.engine
@@ -79,11 +82,15 @@ def apply(request: Request) -> Applied:
     def known(ranges: Ranges) -> tuple[Placement, tuple[Edge, ...]]:
         return existing(ready.shaped, recorded.placement, possible_edges(ready.shaped, ranges))
 
+    if recorded.placement and not existing(ready.shaped, recorded.placement, every_edge(ready.shaped))[0]:
+        many = f"none of the {len(recorded.placement)} edges of {request.placement}"
+        raise BadModel(f"{request.model} has {many}: is it the same network?")
+    if ready.prepared is not None and ready.matched is None:
+        observer.stage(f"calibrating on {ready.prepared.samples.origin}")
     ranges = ready.ranges(request.calibration or recorded.calibration, numbers, lambda found: known(found)[0])
     placed, lost = known(ranges)
     if recorded.placement and not placed:
-        many = f"none of the {len(recorded.placement)} edges of {request.placement}"
-        raise BadModel(f"{request.model} has {many}: is it the same network?")
+        raise BadModel(f"on none of the edges of {request.placement} can a pair stand in {request.model}")
     inserter = Inserter(ready.graph, ranges, numbers)
     with accepted(request.output, engine) as fresh:
         save(finished(inserter.insert(placed), precision), fresh)

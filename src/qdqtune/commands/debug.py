@@ -218,7 +218,10 @@ def _models(request: Request) -> tuple[Model, Path, Model | None]:
         given = load(file, fix_inputs=here)
     if not is_quantized(given):
         if request.quantized is not None:
-            raise BadModel(f"{file} has no Q/DQ pairs: give the quantized model second, the float model first")
+            if is_quantized(load(request.model)):
+                raise BadModel(f"{file} has no Q/DQ pairs: give the quantized model second, the float model first")
+            either = "neither file has" if file != request.model else f"{file}, given twice, has no"
+            raise BadModel(f"{either} Q/DQ pairs: nothing is quantized that could break the outputs")
         return given, file, None
     if request.quantized is None:
         return strip_pairs(given), file, given

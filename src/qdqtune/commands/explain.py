@@ -20,7 +20,7 @@ from qdqtune.errors import BadOption, BadState
 from qdqtune.graph.loading import load, with_input_shapes
 from qdqtune.graph.model import Model
 from qdqtune.measurement.limits import Limits
-from qdqtune.placement.files import read_placement_file
+from qdqtune.placement.files import every_edge, read_placement_file
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import placement_in
 from qdqtune.search.costs.noise import Noise
@@ -151,8 +151,7 @@ def _chosen(model: Model, fingerprint: Mapping[str, Any]) -> frozenset[Edge]:
     """The edges that the user's list of nodes leaves."""
     wildcards = tuple(fingerprint.get("node filter") or ())
     if not wildcards:
-        edges = {edge for node in model.nodes for edge in node.into}
-        return frozenset(edges | {Edge(t, "", slot) for slot, t in enumerate(model.outputs)})
+        return every_edge(model)
     regions = discovery.find(model, fingerprint.get("regions", "auto"))
     return edges_within(filtered(model, patterns.group(model, regions), wildcards))
 

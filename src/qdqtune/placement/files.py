@@ -128,6 +128,12 @@ def existing(model: Model, placement: Placement, possible: frozenset[Edge]) -> t
     return Placement.of(known.values(), stored.items()), tuple(lost)
 
 
+def every_edge(model: Model) -> frozenset[Edge]:
+    """All edges of a model, whatever may stand on them."""
+    edges = {edge for node in model.nodes for edge in node.into}
+    return frozenset(edges | {Edge(t, "", slot) for slot, t in enumerate(model.outputs)})
+
+
 def _behind_casts(model: Model, edge: Edge) -> Edge:
     """The edge into the same input of the same node, if that has the same values as float of another type."""
     index = model.index_of.get(edge.node)
