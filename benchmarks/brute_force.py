@@ -1,9 +1,10 @@
 """Cut mode against the best of all placements, measured: every way to quantize the units of a few small networks.
 
-Each network is tuned with `--mode cut`. Then every set of its units that may run quantized, with every choice of which
-of their outputs stay in 8 bits, is built and paired with the cut's model; the fastest ones meet it again in more rounds
-on fresh builds, since the first among many is flattered by its luck. 'best/cut' is the ratio of the fastest of them
-to the cut's model: 0.98 or more means that at most 2 % were left.
+Each network is tuned by default, without limits on accuracy. Then every set of its units that may run quantized, with
+every choice of which of their outputs stay in 8 bits, is built once and paired with the cut's model in a few short
+rounds; the fastest of these in more, and the fastest of those meet it on fresh builds, since the first among many is
+flattered by its luck. 'best/cut' is the ratio of the fastest of them to the cut's model: 0.98 or more means that at
+most 2 % were left. A few minutes a network: each row is printed as it comes, and which stage a network is at.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import onnx
 import zoo
 from onnx import numpy_helper
 
+from qdqtune.calibration.methods import Calibration
 from qdqtune.commands.compare import compare_files
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.crew import Crew
@@ -35,7 +37,7 @@ from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.station import Conditions, Station
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.subject import calibrated, open_subject
-from qdqtune.types import Placement, Proposal
+from qdqtune.types import Placement, Proposal, Sample
 
 RESIDUAL = """residual (float[1,64,56,56] x) => (float[1,10] y) {
     a = Conv<pads=[1,1,1,1]>(x, w0)
@@ -77,7 +79,12 @@ GRAPHS: Mapping[str, tuple[str, Sequence[tuple[int, ...]]]] = {
 """Text of each network, and the shapes of its weights w0, w1, ..."""
 
 COLUMNS = ("network", "units", "placements", "cut/float", "builds", "best/cut")
-SCREENING, FINALISTS = Plan((12,), 0.01, slot_seconds=0.008), 4
+SHORT = Plan((4,), 0.1, slot_seconds=0.003, warmup=1)
+STAGES = ((SHORT, 24), (Plan((16,), 0.01, slot_seconds=0.008), 3))
+"""How placements meet the cut's model, stage by stage, and how many of them go on."""
+
+PAIRED = Plan((24,), 0.001)
+"""How the last ones do, on two fresh builds of each."""
 
 
 def write(name: str, path: Path) -> None:
@@ -110,7 +117,11 @@ def row(name: str, folder: Path) -> list[str]:
     """The numbers of one network, in the order of `COLUMNS`."""
     path = folder / "model.onnx"
     write(name, path)
-    settings = Settings(path, folder / "out", EngineSpec("onnxruntime", {"threads": 1}), "cut", builds=12, seed=1)
+    engine, how = EngineSpec("onnxruntime", {"threads": 1}), Calibration("minmax", bias_correction=False)
+    settings = Settings(
+        path, folder / "out", engine, seed=1, calibration=how, min_sqnr=None, min_agreement=None, deploy_threads=(1,),
+        rewrites="off", formats=("int8",),
+    )  # fmt: skip
     result = tune(settings)
     with Runner(settings.engine, time_limit_s=60, log_dir=folder / "logs") as runner:
         subject = open_subject(settings, runner)
@@ -120,35 +131,49 @@ def row(name: str, folder: Path) -> list[str]:
             inserter = Inserter(subject.model, subject.ranges, subject.numbers)
             with one_constant_file(folder) as constants:
                 candidates = Candidates(inserter, constants)
-                conditions = Conditions(SCREENING, subject.accuracy, seed=0, check_wins=False)
-                station = Station(runner, candidates, conditions)
-                bench = Bench(Crew([station]), store, conditions)
-                parts = partition(subject.shaped, subject.possible, fusion_groups(subject.shaped, bench.float_layers()))
-                found = ranked(placements(parts), result.placement, bench, station)
+                bench, _ = _bench(runner, candidates, SHORT, subject.accuracy[:1], store)
+                groups = fusion_groups(subject.shaped, bench.float_layers())
+                parts = partition(subject.shaped, subject.possible, groups)
+                found = every = list(placements(parts))
+                for plan, count in STAGES:
+                    print(f"{name}: {len(found)} placements in {plan.looks[-1]} rounds each", flush=True)
+                    with Store(folder / f"{count}.yaml", {}) as own:
+                        stage = _bench(runner, candidates, plan, subject.accuracy[:1], own)
+                        found = ranked(found, result.placement, plan, *stage)[:count]
                 files = [folder / "out" / "optimized_final.onnx"]
-                for number, placement in enumerate(found[:FINALISTS]):
+                for number, placement in enumerate(found):
                     files.append(folder / f"best{number}.onnx")
                     candidates.write_whole(placement, files[-1])
-        rows = compare_files(files, runner, subject.accuracy, Plan((48,), 0.001))
+        rows = compare_files(files, runner, subject.accuracy, PAIRED)
     best = min((r.ratio for r in rows if r.ratio is not None), key=lambda r: r.median)
     units = sum(bool(u.inputs) for u in parts.units)
     return [
         name,
         str(units),
-        str(len(found)),
-        f"{result.summary['ratio']:.3f}",
+        str(len(every)),
+        f"{result.summary['ratio'] or 1:.3f}",
         str(result.summary["builds"]),
         str(best),
     ]
 
 
-def ranked(placements: Iterable[Placement], against: Placement, bench: Bench, station: Station) -> list[Placement]:
+def _bench(
+    runner: Runner, candidates: Candidates, plan: Plan, samples: Sequence[Sample], store: Store
+) -> tuple[Bench, Station]:
+    conditions = Conditions(plan, samples, seed=0, check_wins=False)
+    station = Station(runner, candidates, conditions)
+    return Bench(Crew([station]), store, conditions), station
+
+
+def ranked(
+    placements: Iterable[Placement], against: Placement, plan: Plan, bench: Bench, station: Station
+) -> list[Placement]:
     """All that the engine runs, the fastest first."""
     ratios: dict[Placement, float] = {}
     for number, placement in enumerate(placements, 1):
         if placement != against:
             ((trial, _),) = bench.measured(number, [Proposal("all", placement)], against)
-            if (judged := judge(trial, SCREENING)) is not None:
+            if (judged := judge(trial, plan)) is not None:
                 ratios[placement] = judged.median
             station.loaded.keep_only(against)
     return sorted(ratios, key=lambda p: ratios[p])
@@ -163,6 +188,7 @@ def main() -> None:
     for name in given.names:
         with TemporaryDirectory() as folder:
             rows.append(row(name, Path(folder)))
+        print("  ".join(rows[-1]), flush=True)
     zoo.print_table(COLUMNS, rows)
 
 
