@@ -104,6 +104,19 @@ class Engine(Protocol):
 TENSORRT_FAMILY = frozenset({"tensorrt", "tensorrt-rtx", "trtexec"})
 """Engines of NVIDIA's: they run on its GPUs, build for given input sizes, and usually start from a float16 model."""
 
+
+class Compiler(Engine, Protocol):
+    """An engine that can do what takes long in a build (`compile`) in another process, disturbs nothing there that is
+    timed here, and goes on from what that has written (`load`). Both raise what `build` does. The option `builds_aside`
+    says how many builds may do so at once."""
+
+    def compile(self, model: Path, log: Path, plan: Path) -> None:
+        """Write to the file `plan`."""
+
+    def load(self, plan: Path, model: Path, log: Path) -> Built:
+        """Read what was written of the model."""
+
+
 THREADED = frozenset({"onnxruntime", "openvino"})
 """Engines that compute on threads of the CPU, unless a provider of theirs computes elsewhere."""
 

@@ -68,6 +68,7 @@ def create(
     faults: Mapping[str, str] | None = None,
     hide_times: bool = False,
     threads: int = 1,
+    builds_aside: int = 0,
 ) -> Fake:
     """The engine.
 
@@ -82,13 +83,14 @@ def create(
             a model that has a Q/DQ pair on an input of such a node.
         hide_times: layer reports have no times, like those of engines that cannot tell.
         threads: multiply-adds are divided among so many; all else takes as long as on one.
+        builds_aside: how many builds are made at once in processes beside the one that times.
 
     Raises:
         BadOption: an unknown kind of fault, or a negative number.
     """
     if unknown := sorted(set(faults or {}) - set(FAULTS)):
         raise BadOption(f"engine 'fake' knows no fault {unknown[0]!r}; it has {', '.join(FAULTS)}")
-    if min(noise, drift, spikes, build_seconds, seed, threads - 1) < 0:
+    if min(noise, drift, spikes, build_seconds, seed, threads - 1, builds_aside) < 0:
         raise BadOption("engine 'fake' takes no negative numbers")
     return Fake(_Noise(seed, noise, drift, spikes), asymmetric, build_seconds, dict(faults or {}), hide_times, threads)
 
@@ -124,6 +126,14 @@ class Fake:
             EngineFailure: the model is invalid, or an option says that it is refused.
         """
         time.sleep(self.build_seconds)
+        return self.load(model, model, log)
+
+    def compile(self, model: Path, log: Path, plan: Path) -> None:
+        """Take the time of a build, and refuse what it refuses; there is nothing to write."""
+        self.build(model, log)
+
+    def load(self, plan: Path, model: Path, log: Path) -> FakeModel:
+        """What `build` gives, without its time."""
         log.write_text(f"building {model}\n", encoding="utf-8", errors="replace")
         try:
             onnx.checker.check_model(str(model))

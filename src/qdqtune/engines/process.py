@@ -18,9 +18,12 @@ from typing import Any
 from qdqtune.engines.devices import ANYWHERE, Device, leased, pinned
 from qdqtune.graph import janitor
 from qdqtune.graph.outputs import WORKERS, Scratch
+from qdqtune.types import Failure
 
 LOOK_SECONDS = 0.1
 """How often the parent looks up while it waits, if it is told to."""
+
+LOG_LINES = 50
 
 _look: ContextVar[Callable[[], None] | None] = ContextVar("look", default=None)
 
@@ -127,3 +130,16 @@ class WorkerProcess:
         with self._log.open("rb") as file:
             file.seek(self._log_start)
             return file.read().decode(errors="replace")
+
+
+def finish_log(log: Path, path: Path, seconds: float | Failure) -> None:
+    """Say at the end of a build's log what was built, and what came of it: many engines print nothing."""
+    outcome = f"failed: {seconds.reason}" if isinstance(seconds, Failure) else f"built in {seconds:.3f} s"
+    with contextlib.suppress(OSError), log.open("a") as file:  # a full disk is told by what matters more
+        file.write(f"[qdqtune] {path.name}: {outcome}\n")
+
+
+def last_lines(log: Path | None, more: str = "") -> str:
+    """Of a build's log and of what came after it."""
+    text = log.read_text(errors="replace") if log is not None and log.exists() else ""
+    return "\n".join((text + more).splitlines()[-LOG_LINES:])

@@ -13,16 +13,16 @@ from time import monotonic
 from typing import Any, Protocol, Self, TypeVar
 
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.ahead import Ahead
 from qdqtune.engines.devices import ANYWHERE, Device
 from qdqtune.engines.mixes import mix_of
-from qdqtune.engines.process import WorkerProcess
+from qdqtune.engines.process import WorkerProcess, finish_log, last_lines
 from qdqtune.engines.room import current_room
 from qdqtune.errors import EngineFailure, EngineUnavailable, QdqtuneError, writing
 from qdqtune.graph.files import nbytes
 from qdqtune.graph.outputs import temporary_folder
 from qdqtune.types import Array, Failure, Layer, Measurement, Mix, NumericFormat, QuantType, Tensors
 
-LOG_LINES = 50
 START_SECONDS = 120.0
 """Least time limit for opening an engine: how long a library takes to load says nothing about a candidate."""
 
@@ -139,6 +139,8 @@ class Runner:
         self.log_dir = log_dir
         self._start_worker = start or start_worker
         self.device = device
+        self.ahead = Ahead()
+        """What builds beside it."""
         self.before_start: Callable[[], None] = lambda: None
         """Called before a worker starts."""
         self._own_log = log_dir / f"{device.name or 'worker'}.log"
@@ -220,12 +222,21 @@ class Runner:
         number = next(self._numbers)
         log = self.log_dir / f"{log_name or f'{path.stem}-{number}'}.log"
         seconds = _twice(lambda: self._build(number, path, log))
-        _close(log, path, seconds)
+        finish_log(log, path, seconds)
         if isinstance(seconds, Failure):
             return seconds
         handle = Handle(path, number, seconds)
         self._logs[handle] = log
         return handle
+
+    def begin(self, path: Path, log_name: str) -> None:
+        """Start a build that will be loaded by that name from a file, where that disturbs nothing which is timed."""
+        if self._room is None:
+            self.ahead.begin(path.absolute(), self.log_dir / f"{log_name}.log")
+
+    def compile(self, path: Path, log: Path, plan: Path) -> float | Failure:
+        """Write the part of a build that another process goes on from to the file `plan`; the seconds that took."""
+        return _twice(lambda: self._try("compile", path, log, plan, what=f"building {path.name}", log=log))
 
     def unload(self, handle: Handle) -> None:
         """Free one build. Does nothing if that has been done."""
@@ -307,11 +318,17 @@ class Runner:
         if self._room is not None:
             size = nbytes(path)
             self._room.make(size, frozenset((id(self), build) for build in needed))
-        result: float | Failure = self._try("build", number, path, log, what=f"building {path.name}", log=log)
+        begun, made = monotonic(), self.ahead.take(log)
+        self.engine_seconds += monotonic() - begun
+        if isinstance(made, Failure):
+            return made
+        plan, seconds = made or (None, 0.0)
+        result: float | Failure = self._try("build", number, path, log, plan, what=f"building {path.name}", log=log)
         if not isinstance(result, Failure):
             self._present.add(number)
             if self._room is not None:
                 self._room.hold((id(self), number), size, lambda: self._free(number))
+            result += seconds
         return result
 
     def _free(self, number: int) -> None:
@@ -352,7 +369,7 @@ class Runner:
         except _WorkerLostError as death:
             return death.failure
         except EngineFailure as error:
-            printed = _tail(log) if log else ""
+            printed = last_lines(log) if log else ""
             if SHORT.search(str(error)):
                 return Failure("resources", str(error), printed)
             return Failure("build" if name == "build" else "run", str(error), printed)
@@ -394,10 +411,10 @@ class Runner:
             answered = True
         except TimeoutError:
             reason = f"{what} took longer than {limit:.4g} s"
-            raise _WorkerLostError(Failure("timeout", reason, _tail(log, worker.printed()))) from None
+            raise _WorkerLostError(Failure("timeout", reason, last_lines(log, worker.printed()))) from None
         except (EOFError, OSError):
             reason = f"the engine process ended with {worker.exit_reason()} while {what}"
-            raise _WorkerLostError(Failure("crash", reason, _tail(log, worker.printed()))) from None
+            raise _WorkerLostError(Failure("crash", reason, last_lines(log, worker.printed()))) from None
         finally:
             self.engine_seconds += monotonic() - start
             if not answered:  # also when the wait is interrupted: a late answer must not meet the next request
@@ -407,23 +424,10 @@ class Runner:
         return result
 
 
-def _close(log: Path, path: Path, seconds: float | Failure) -> None:
-    """Say at the end of a build's log what was built, and what came of it: many engines print nothing."""
-    outcome = f"failed: {seconds.reason}" if isinstance(seconds, Failure) else f"built in {seconds:.3f} s"
-    with contextlib.suppress(OSError), log.open("a") as file:  # a full disk is told by what matters more
-        file.write(f"[qdqtune] {path.name}: {outcome}\n")
-
-
 def _twice(ask: Callable[[], T | Failure]) -> T | Failure:
     """What `ask` gives; if the worker has ended, what it gives then: that one was killed is not the model's fault."""
     result = ask()
     return ask() if isinstance(result, Failure) and result.stage == "crash" else result
-
-
-def _tail(log: Path | None, more: str = "") -> str:
-    """The last lines of a build's log and of what came after it."""
-    text = log.read_text(errors="replace") if log is not None and log.exists() else ""
-    return "\n".join((text + more).splitlines()[-LOG_LINES:])
 
 
 def insist(result: T | Failure, otherwise: str, error: type[QdqtuneError] = EngineFailure) -> T:

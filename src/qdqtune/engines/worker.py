@@ -22,11 +22,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from qdqtune.engines import Built, Engine, EngineSpec, mixes, open_engine
+from qdqtune.engines import Built, Compiler, Engine, EngineSpec, mixes, open_engine
 from qdqtune.errors import QdqtuneError
 from qdqtune.types import Array, Layer, Measurement, Mix, NumericFormat, QuantType, Tensors, Workload
 
@@ -58,10 +58,16 @@ class Session:
         """Keep the workloads that timing uses."""
         self._mix = mix
 
-    def build(self, number: int, path: Path, log: Path) -> float:
-        """Build a model and keep it; the seconds that took."""
+    def compile(self, path: Path, log: Path, plan: Path) -> float:
+        """`Compiler.compile`; the seconds that took."""
         start = perf_counter()
-        self._models[number] = self._engine.build(path, log)
+        cast(Compiler, self._engine).compile(path, log, plan)
+        return perf_counter() - start
+
+    def build(self, number: int, path: Path, log: Path, plan: Path | None = None) -> float:
+        """Build a model, or go on from its plan, and keep it; the seconds that took."""
+        start, engine = perf_counter(), self._engine
+        self._models[number] = engine.build(path, log) if plan is None else cast(Compiler, engine).load(plan, path, log)
         seconds = perf_counter() - start
         _give_back()
         return seconds

@@ -106,6 +106,10 @@ def fresh_pairs(
     """Several builds of both files side by side, each pair with a seed and a name, compared in turns until all are
     decided: see `timing.compare_pairs`. `listener` hears of each turn."""
     with ExitStack() as stack:
+        stack.callback(runner.ahead.close)
+        for log_name in log_names:
+            for file in (b, a):
+                runner.begin(file, f"{log_name}_{file.stem}")
         pairs = []
         for seed, log_name in zip(seeds, log_names, strict=True):
             pair = stack.enter_context(fresh_builds(runner, a, b, log_name))

@@ -130,8 +130,10 @@ class Bench:
         if not jobs:
             return
         reference = self.reference()
+        for job in jobs if len(self._crew) == 1 else ():
+            self._loaded.begin(job.proposal.placement, job.log_name)
         ask = [partial(_trial, job=job, reference=reference, deadline=self.deadline) for job in jobs]
-        with closing(self._crew.answers(ask)) as answers:
+        with closing(self._crew.answers(ask)) as answers, closing(self._runner.ahead):
             for _, trial in answers:
                 self._store.put(job_key("trial", trial.placement, trial.against), _record(trial))
                 yield trial

@@ -80,6 +80,11 @@ class Loaded:
             self._loaded[placement] = handle
         return self._loaded[placement]
 
+    def begin(self, placement: Placement, log_name: str) -> None:
+        """See `Runner.begin`."""
+        if placement not in self._loaded:
+            self._runner.begin(self._candidates.file(placement), log_name)
+
     def drop(self, placement: Placement) -> None:
         """Unload a placement and delete its file, if it is loaded."""
         if placement in self._loaded:

@@ -9,14 +9,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from qdqtune.engines.ahead import Ahead
 from qdqtune.engines.crew import Crew, check_alike
+from qdqtune.engines.devices import ANYWHERE, Device
 from qdqtune.engines.places import places_for
 from qdqtune.engines.room import bounded_memory
 from qdqtune.engines.runner import Runner, time_limit
 from qdqtune.errors import BadOption, BaselineFailed, writing
 from qdqtune.graph.files import one_constant_file
 from qdqtune.graph.loading import files_of
-from qdqtune.graph.outputs import Scratch
+from qdqtune.graph.outputs import Scratch, temporary_folder
 from qdqtune.graph.stamps import Stamps
 from qdqtune.measurement.limits import Limits
 from qdqtune.measurement.metric import Evaluation, load_evaluation
@@ -119,6 +121,10 @@ def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
             with bounded_memory(nbytes):  # nobody frees what another thread uses
                 others.append(Runner(settings.engine, log_dir=logs, device=device, start=places.start))
                 stack.enter_context(others[-1])
+        if isinstance(count := settings.engine.options.get("builds_aside"), int) and runner.device == ANYWHERE:
+            beside = [runner.elsewhere(settings.engine, Device(f"builder-{n + 1}")) for n in range(count)]
+            builders = [stack.enter_context(one).compile for one in beside]
+            runner.ahead = Ahead(stack.enter_context(temporary_folder()), builders, observer.note)
         observer.stage(f"reading {settings.model.name}")
         if (told := restored_state(settings)) is not None:
             observer.note(told)

@@ -87,6 +87,16 @@ class TensorRt:
             plan = build_plan(self._trt, model, self._options, self._times)
             return TensorRtModel(self._trt, self._cuda, plan, model)
 
+    def compile(self, model: Path, log: Path, plan: Path) -> None:
+        """Serialize an engine: see `Compiler`."""
+        with output_to(log), translated(self._cuda):
+            save_plan(build_plan(self._trt, model, self._options, self._times), plan)
+
+    def load(self, plan: Path, model: Path, log: Path) -> Built:
+        """Load it onto the GPU."""
+        with translated(self._cuda):
+            return TensorRtModel(self._trt, self._cuda, plan.read_bytes(), model)
+
 
 def numeric_format(trt: Any, quant_type: QuantType) -> NumericFormat:
     """See `TensorRt.numeric_format`."""

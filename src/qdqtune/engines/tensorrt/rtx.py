@@ -28,9 +28,11 @@ TENSOR = re.compile(r"\{ Name: (.*?), Dimensions: \[(.*?)\].*?, Datatype: (\w+)"
 
 @dataclass(frozen=True)
 class RtxOptions(Options):
-    """Options with the architecture to build for: sm75, sm80, sm86, sm89, sm120, sm121."""
+    """Options with the architecture to build for: sm75, sm80, sm86, sm89, sm120, sm121; and how many builds the CPU may
+    make at once while the GPU times others."""
 
     target: str | None = None
+    builds_aside: int = 0
 
 
 @taking(RtxOptions)
