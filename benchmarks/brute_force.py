@@ -132,7 +132,7 @@ def row(name: str, folder: Path) -> list[str]:
             with one_constant_file(folder) as constants:
                 candidates = Candidates(inserter, constants)
                 bench, _ = _bench(runner, candidates, SHORT, subject.accuracy[:1], store)
-                groups = fusion_groups(subject.shaped, bench.float_layers())
+                groups = fusion_groups(subject.shaped, bench.layers())
                 parts = partition(subject.shaped, subject.possible, groups)
                 found = every = list(placements(parts))
                 for plan, count in STAGES:

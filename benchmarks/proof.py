@@ -40,7 +40,7 @@ def after(runner: Runner, a: Path, b: Path) -> tuple[list[Measurement], str]:
     """In turns, and more builds where two agree on too little."""
 
     def measure(numbers: Sequence[int]) -> list[Measurement] | Failure:
-        return fresh_pairs(runner, a, b, AFTER, list(numbers), [f"after_{n}" for n in numbers])
+        return fresh_pairs(runner, a, b, AFTER, list(numbers), [f"after_{n}" for n in numbers], to_decide=True)
 
     measured = as_many_pairs_as_needed(measure, AFTER)
     if isinstance(measured, Failure):

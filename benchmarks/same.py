@@ -66,7 +66,8 @@ class _Builds:
     def __call__(self, numbers: Sequence[int]) -> list[Measurement] | Failure:
         """The rounds of these pairs."""
         seeds = [self.seed + number for number in numbers]
-        return fresh_pairs(self.runner, self.file, self.file, self.plan, seeds, [f"same_{s}" for s in seeds])
+        names = [f"same_{seed}" for seed in seeds]
+        return fresh_pairs(self.runner, self.file, self.file, self.plan, seeds, names, to_decide=True)
 
 
 def compared(entry: zoo.Entry, setting: Setting, seeds: range, until: float) -> list[Seen]:

@@ -30,6 +30,7 @@ from qdqtune.measurement.timing import (
     envelope,
     judge,
     least_rounds,
+    on_these_builds,
     ratio,
     spread_of,
 )
@@ -398,6 +399,18 @@ def test_rounds_that_can_change_nothing_are_not_taken(first: float, second: floa
     found = compare_pairs(sources, PROOF)
     assert of_pairs(found, PROOF) == "undecided"
     assert [source.asked for source in sources] == [[(0, rounds)]] * 2
+
+
+@pytest.mark.parametrize(("gain", "ends", "verdict"), [(1.0, 24, "undecided"), (0.98, 96, "faster")])
+def test_rounds_that_are_unlikely_to_decide_anything_are_not_taken(gain: float, ends: int, verdict: str) -> None:
+    """Equal files, and a gain that only the last look can tell from noise of 5 %."""
+    noise = np.exp(0.05 * np.random.default_rng(0).standard_normal((2, 96)))
+    pairs = [source(np.ones(96), gain * row / np.median(row)) for row in noise]
+    plan = Plan((12, 24, 48, 96))
+    found = compare_pairs(pairs, plan, to_decide=True)
+    assert isinstance(found, list)
+    assert [len(m.a) for m in found] == [ends] * 2
+    assert on_these_builds([ratio(m, plan) for m in found]).verdict == verdict
 
 
 def test_pairs_end_in_time_and_fail_together() -> None:

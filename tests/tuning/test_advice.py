@@ -77,7 +77,7 @@ def test_the_best_candidate_of_none_that_is_faster_is_named() -> None:
 
 def budget(seconds: float | None, latency: float, build: float = 1.0) -> Budget:
     first = build + 4 * max(latency, 0.02) * 12
-    bench = SimpleNamespace(turn_seconds=latency, float_build_seconds=build, trial_seconds=first)
+    bench = SimpleNamespace(floats=SimpleNamespace(turn_seconds=latency, build_seconds=build), trial_seconds=first)
     settings = Settings(Path("m"), time_budget=seconds, deploy_threads=(1,))
     return Budget.of(settings, cast(Bench, bench), None if seconds is None else time.monotonic() + seconds)
 

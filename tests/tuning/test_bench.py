@@ -15,6 +15,7 @@ import onnx
 import pytest
 
 from models import feeds, ranges
+from qdqtune.engines.ahead import Ahead
 from qdqtune.engines.crew import Crew
 from qdqtune.engines.fake import create
 from qdqtune.engines.runner import Handle, Runner
@@ -51,6 +52,7 @@ class Script:
     contents: dict[Path, bytes] = field(default_factory=dict)
     present: set[Handle] = field(default_factory=set)
     timed: int = 0
+    ahead = Ahead()
 
     def load(self, path: Path, log_name: str | None = None, *, fresh: bool = False) -> Handle | Failure:
         kept = [h for h in self.present if h.path == path]
@@ -258,21 +260,21 @@ def test_a_candidate_is_not_blamed_when_its_opponent_fails(opened: Open) -> None
 )
 def test_a_float_model_that_fails_ends_the_run(opened: Open, script: dict[str, Any], message: str) -> None:
     with pytest.raises(BaselineFailed, match=message):
-        opened(**script).bench.reference()
+        assert opened(**script).bench.floats
 
 
 def test_a_float_model_with_nan_outputs_ends_the_run(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     setup = opened()
     monkeypatch.setattr(setup.runner, "outputs", lambda *_: [{"y": np.array([np.nan])}])
     with pytest.raises(BaselineFailed, match="NaN"):
-        setup.bench.reference()
+        assert setup.bench.floats
 
 
 def test_a_hopeless_candidate_costs_one_look_a_close_one_all(opened: Open) -> None:
     setup = opened()
     slower, close = setup.placements[:2]
     setup = opened(speed=by_digest({slower.digest: 1.001}))
-    setup.bench.reference()
+    assert setup.bench.floats
     setup.runner.timed = 0
     setup.measure(1, slower)
     assert setup.runner.timed == 12

@@ -247,8 +247,8 @@ def refusal(model: Path, **changes: Any) -> str:
 @pytest.mark.usefixtures("workers")
 def test_a_budget_knows_that_a_round_calls_every_workload(model: Path) -> None:
     with prepared(settings(model, WEIGHTS), Silent()) as ready, open_run(ready) as run:
-        assert run.bench.float_seconds == pytest.approx(mean(model))
-        assert run.bench.turn_seconds == pytest.approx(1.5 * sum(cost(model, call) for call in CALLS.values()))
+        assert run.bench.floats.seconds == pytest.approx(mean(model))
+        assert run.bench.floats.turn_seconds == pytest.approx(1.5 * sum(cost(model, call) for call in CALLS.values()))
 
 
 @pytest.mark.usefixtures("workers")

@@ -28,7 +28,7 @@ class Ahead:
     def __init__(
         self, folder: Path = Path(), builders: Sequence[Builder] = (), told: Callable[[str], None] = lambda _: None
     ) -> None:
-        self._folder, self._told, self._count = folder, told, len(builders)
+        self._folder, self._told, self.count = folder, told, len(builders)
         self._idle = SimpleQueue[Builder]()
         for builder in builders:
             self._idle.put(builder)
@@ -39,8 +39,8 @@ class Ahead:
     def begin(self, path: Path, log: Path) -> None:
         """Build a file, which has to stay until that is taken; once, however often it is asked for, and not without
         builders."""
-        if self._count and log not in self._begun:
-            self._pool = self._pool or ThreadPoolExecutor(self._count)
+        if self.count and log not in self._begun:
+            self._pool = self._pool or ThreadPoolExecutor(self.count)
             self._begun[log] = self._pool.submit(copy_context().run, self._made, path, log)
 
     def take(self, log: Path) -> tuple[Path, float] | Failure | None:

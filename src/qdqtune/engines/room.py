@@ -6,9 +6,17 @@ times its size; there a build makes room for the next one, and is made again whe
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+
+SHORT = re.compile(
+    r"out of ?memory|bad[ _]alloc|(failed|cannot|unable) to allocate|cannot allocate|no space left|disk quota"
+    r"|file too large|too many open files",
+    re.IGNORECASE,
+)
+"""How engines and systems say that memory or disk was short, which is no word about the model."""
 
 Build = tuple[int, int]
 """Who holds it, and its number there."""

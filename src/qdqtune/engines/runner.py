@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from qdqtune.engines.ahead import Ahead
 from qdqtune.engines.devices import ANYWHERE, Device
 from qdqtune.engines.mixes import mix_of
 from qdqtune.engines.process import WorkerProcess, finish_log, last_lines
-from qdqtune.engines.room import current_room
+from qdqtune.engines.room import SHORT, current_room
 from qdqtune.errors import EngineFailure, EngineUnavailable, QdqtuneError, writing
 from qdqtune.graph.files import nbytes
 from qdqtune.graph.outputs import temporary_folder
@@ -77,13 +76,6 @@ StartWorker = Callable[[Path, Device], Worker]
 start_worker: StartWorker = WorkerProcess
 """How runners that are not told otherwise start theirs."""
 
-
-SHORT = re.compile(
-    r"out of ?memory|bad[ _]alloc|(failed|cannot|unable) to allocate|cannot allocate|no space left|disk quota"
-    r"|file too large|too many open files",
-    re.IGNORECASE,
-)
-"""How engines and systems say that memory or disk was short, which is no word about the model."""
 
 TIME_LIMIT = 600.0
 """Seconds that a build or an inference may take where nobody says otherwise."""

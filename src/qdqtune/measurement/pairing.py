@@ -102,12 +102,14 @@ def fresh_pairs(
     log_names: Sequence[str],
     is_late: Callable[[], bool] = lambda: False,
     listener: Listener | None = None,
+    *,
+    to_decide: bool = False,
 ) -> list[Measurement] | Failure:
     """Several builds of both files side by side, each pair with a seed and a name, compared in turns until all are
     decided: see `timing.compare_pairs`. `listener` hears of each turn."""
     with ExitStack() as stack:
         stack.callback(runner.ahead.close)
-        for log_name in log_names:
+        for log_name in log_names if runner.ahead.count else ():
             for file in (b, a):
                 runner.begin(file, f"{log_name}_{file.stem}")
         pairs = []
@@ -116,7 +118,7 @@ def fresh_pairs(
             if isinstance(pair, Failure):
                 return pair
             pairs.append(rounds_of(runner, *pair, plan, seed))
-        return compare_pairs(pairs, plan, is_late=is_late, listener=listener)
+        return compare_pairs(pairs, plan, is_late=is_late, listener=listener, to_decide=to_decide)
 
 
 def as_many_pairs_as_needed(

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import count
 from math import comb
+from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
@@ -206,6 +207,21 @@ def across_builds(ratios: Sequence[Ratio], plan: Plan, seen: Spread = USUAL, loo
     return Ratio(these.median, wider(these.low, -1), wider(these.high, 1))
 
 
+UNLIKELY = 0.05
+"""The chance of a verdict below which further rounds are not worth their time."""
+
+
+def is_futile(found: Ratio, rounds: int, plan: Plan) -> bool:
+    """Whether the last look is unlikely to decide what so many rounds have not, if things go on as they are: by then
+    the interval is narrower by the root of the rounds, and the median off by what those that come bring."""
+    if found.low is None or found.high is None:
+        return False
+    quantile = NormalDist().inv_cdf
+    width, share = float(np.log(found.high / found.low)) / 2, min(1.0, rounds / plan.looks[-1])
+    moves = width / quantile(plan.error / len(plan.looks)) * quantile(UNLIKELY) * np.sqrt(1 - share)
+    return bool(abs(np.log(found.median)) + moves < width * np.sqrt(share))
+
+
 def wants_builds(ratios: Sequence[Ratio], plan: Plan) -> bool:
     """Whether more pairs of builds would tell: rounds on these show a difference worth having, which is no more than
     builds may differ by."""
@@ -257,11 +273,12 @@ def compare_pairs(
     *,
     is_late: Callable[[], bool] = lambda: False,
     listener: Listener | None = None,
+    to_decide: bool = False,
 ) -> list[Measurement] | Failure:
     """Several pairs of builds of the same two models in turns, look by look, each until it is decided.
 
     All end together where more rounds change nothing: where two disagree, or no difference is worth having, or it
-    `is_late`.
+    `is_late`; `to_decide`, where they can be expected to decide nothing, too.
     """
     totals: dict[int, Measurement] = {}
     heard = listener or Deaf()
@@ -280,6 +297,6 @@ def compare_pairs(
         verdicts = {r.verdict for r in found}
         if verdicts in ({"faster"}, {"slower"}) or verdicts >= {"faster", "slower"} or envelope(found).is_close:
             break
-        if is_late():
+        if is_late() or (to_decide and is_futile(on_these_builds(found), look, plan)):
             break
     return [totals[number] for number in range(len(pairs))]

@@ -30,14 +30,19 @@ from qdqtune.tuning.store import (
 )
 from qdqtune.types import Accuracy, Array, Failure, Layer, Placement, Proposal, Trial
 
+FLOAT = Placement()
+
 FORETOLD = frozenset({"cut", "front", "polish"})
 """Origins of candidates whose ratio prices have predicted: records of earlier versions do not hold what it was."""
 
 
 @dataclass(frozen=True)
-class _FloatRun:
-    """The float model's outputs on the samples, and the seconds of one inference, of its part in a round, and of its
-    build."""
+class FloatRun:
+    """The float model's outputs on the samples, and the seconds of its build and, roughly, of one inference.
+
+    `turn_seconds` are those of a fourth of a round of two builds like it: one inference, or one of each workload, and
+    half of one more for that the shapes change.
+    """
 
     outputs: Sequence[dict[str, Array]]
     seconds: float
@@ -54,34 +59,6 @@ class Bench:
         """By this time of `time.monotonic` comparisons decide with what they have."""
 
     @property
-    def float_build_seconds(self) -> float:
-        """How long the engine took to build the float model.
-
-        Raises:
-            BaselineFailed: it cannot build or run it.
-        """
-        return self._float_run.build_seconds
-
-    @property
-    def float_seconds(self) -> float:
-        """Seconds of one inference of the float model, roughly.
-
-        Raises:
-            BaselineFailed: the engine cannot build or run the float model.
-        """
-        return self._float_run.seconds
-
-    @property
-    def turn_seconds(self) -> float:
-        """Seconds of a fourth of a round of two builds like the float model: one inference, or one of each workload,
-        and half of one more for that the shapes change.
-
-        Raises:
-            BaselineFailed: the engine cannot build or run the float model.
-        """
-        return self._float_run.turn_seconds
-
-    @property
     def trial_seconds(self) -> float:
         """What one candidate takes at the least, if it is as fast as the float model: its build, its outputs, the first
         look of its comparison, and its layers.
@@ -89,9 +66,10 @@ class Bench:
         Raises:
             BaselineFailed: the engine cannot build or run the float model.
         """
-        seconds, turn, plan = self.float_seconds, self.turn_seconds, self._conditions.plan
-        inferences = len(self._conditions.samples) * seconds + (profiled_runs(seconds) + start_inferences(plan)) * turn
-        return self.float_build_seconds + inferences + 4 * max(turn, plan.slot_seconds) * plan.looks[0]
+        floats, turn, plan = self.floats, self.floats.turn_seconds, self._conditions.plan
+        inferences = len(self._conditions.samples) * floats.seconds
+        inferences += (profiled_runs(floats.seconds) + start_inferences(plan)) * turn
+        return floats.build_seconds + inferences + 4 * max(turn, plan.slot_seconds) * plan.looks[0]
 
     def measured(self, number: int, proposals: Sequence[Proposal], against: Placement) -> Generator[tuple[Trial, bool]]:
         """Time candidates against another placement, side by side where there are several devices; and whether each
@@ -112,27 +90,23 @@ class Bench:
             else:
                 jobs.append(Job(number + place, proposal, against, known))
         with closing(self._answers(jobs)) as answers:
-            fresh = iter(list(answers)) if self._is_gathered else answers
+            # The user's metric asks the first device about each trial: then a batch is measured to its end before that.
+            is_gathered = len(self._crew) > 1 and self._conditions.evaluation is not None
+            fresh = iter(list(answers)) if is_gathered else answers
             for place in range(len(proposals)):
                 while place not in done:
                     trial = next(fresh)
                     done[trial.number - number] = trial, False
                 yield done.pop(place)
 
-    @property
-    def _is_gathered(self) -> bool:
-        """Whether a batch is measured to its end before anybody hears of it: the user's metric asks the first device
-        about each of its trials."""
-        return len(self._crew) > 1 and self._conditions.evaluation is not None
-
     def _answers(self, jobs: Sequence[Job]) -> Generator[Trial]:
         """What the engine says of each job, as it comes."""
         if not jobs:
             return
-        reference = self.reference()
-        for job in jobs if len(self._crew) == 1 else ():
+        reference = self.floats.outputs
+        for job in jobs if self._runner.ahead.count else ():
             self._loaded.begin(job.proposal.placement, job.log_name)
-        ask = [partial(_trial, job=job, reference=reference, deadline=self.deadline) for job in jobs]
+        ask = [partial(Station.trial, job=job, reference=reference, deadline=self.deadline) for job in jobs]
         with closing(self._crew.answers(ask)) as answers, closing(self._runner.ahead):
             for _, trial in answers:
                 self._store.put(job_key("trial", trial.placement, trial.against), _record(trial))
@@ -181,53 +155,22 @@ class Bench:
         known = record["failure"]  # earlier versions kept the reason alone
         return Failure("run", known) if isinstance(known, str) else Failure(**known)
 
-    def float_layers(self) -> tuple[Layer, ...]:
-        """The layer report of the float build; empty if the engine has none.
+    def layers(self, placement: Placement = FLOAT) -> tuple[Layer, ...]:
+        """The layer report of the float model, or of a placement that was measured; empty if the engine has none.
 
         Raises:
             BaselineFailed: the engine cannot build or run the float model.
         """
-        record = self._store.get("layers")
-        if record is None:
-            runs = profiled_runs(self._float_run.seconds)
-            handle = self._loaded.load(Placement(), "baseline")
+        packed, key = pack_placement(placement), f"layers:{placement.digest}" if placement else "layers"
+        told = (r for r in self._store.records() if r["key"] == key or (placement and r.get("placement") == packed))
+        if (record := next((r for r in told if r.get("layers")), self._store.get(key))) is None:
+            handle = self._loaded.load(placement, "final_layers" if placement else "baseline")
+            runs = profiled_runs(self.floats.seconds)
             layers = handle if isinstance(handle, Failure) else self._runner.layers(handle, runs)
-            told = (
-                {"layers": [], **pack_result(layers)}
-                if isinstance(layers, Failure)
-                else {"layers": pack_layers(layers)}
-            )
-            record = self._store.put("layers", told)
-        return unpack_layers(record["layers"])
-
-    def layers(self, placement: Placement) -> tuple[Layer, ...] | None:
-        """The layer report of a placement that was measured; None if the engine gives none.
-
-        Raises:
-            BaselineFailed: the engine cannot build or run the float model.
-        """
-        if not placement:
-            return self.float_layers() or None
-        packed, key = pack_placement(placement), f"layers:{placement.digest}"
-        records = (record for record in self._store.records() if record.get("placement") == packed)
-        if found := next((record["layers"] for record in records if record.get("layers")), None):
-            return unpack_layers(found)
-        record = self._store.get(key)
-        if record is None:
-            runs = profiled_runs(self._float_run.seconds)
-            handle = self._loaded.load(placement, "final_layers")
-            layers = handle if isinstance(handle, Failure) else self._runner.layers(handle, runs)
-            told = pack_result(layers) if isinstance(layers, Failure) else {"layers": pack_layers(layers)}
-            record = self._store.put(key, told)
-        return unpack_layers(record["layers"]) if "layers" in record else None
-
-    def reference(self) -> Sequence[dict[str, Array]]:
-        """The float model's outputs on the samples.
-
-        Raises:
-            BaselineFailed: the engine cannot build or run the float model.
-        """
-        return self._float_run.outputs
+            failure = pack_result(layers) if isinstance(layers, Failure) else {}
+            shown = [] if isinstance(layers, Failure) else pack_layers(layers)
+            record = self._store.put(key, {"layers": shown, **failure})
+        return unpack_layers(record.get("layers", ()))
 
     def repeatability(self) -> Accuracy:
         """The float model's outputs against those of the same build once more: what no candidate can exceed.
@@ -237,7 +180,7 @@ class Bench:
         """
         record = self._store.get("repeated")
         if record is None:
-            first = self.reference()
+            first = self.floats.outputs
             handle = self._loaded.load(Placement(), "baseline")
             again = handle if isinstance(handle, Failure) else self._runner.outputs(handle, self._conditions.samples)
             if isinstance(again, Failure):
@@ -254,7 +197,12 @@ class Bench:
         return self._crew.first.loaded
 
     @cached_property
-    def _float_run(self) -> _FloatRun:
+    def floats(self) -> FloatRun:
+        """What a build of the float model has shown.
+
+        Raises:
+            BaselineFailed: the engine cannot build or run it.
+        """
         refused = "the engine cannot run the float model", BaselineFailed
         handle = insist(self._loaded.load(Placement(), "baseline"), *refused)
         outputs = insist(self._runner.outputs(handle, self._conditions.samples), *refused)
@@ -263,11 +211,7 @@ class Bench:
         if not is_finite(outputs):
             raise BaselineFailed("the float model's outputs hold NaN or infinite values on the calibration data")
         turn = 1.5 * sum(part.a[0] for part in timed.parts) or timed.a[0]
-        return _FloatRun(outputs, timed.a[0], turn, handle.build_seconds)
-
-
-def _trial(station: Station, job: Job, reference: Sequence[dict[str, Array]], deadline: float | None) -> Trial:
-    return station.trial(job, reference, deadline)
+        return FloatRun(outputs, timed.a[0], turn, handle.build_seconds)
 
 
 def _record(trial: Trial) -> Record:

@@ -339,9 +339,9 @@ class Candidacy:
             return pack_result(outputs)
         if not is_finite(outputs):
             return pack_result(Failure("output", "the outputs hold NaN or infinite values"))
-        layers = runner.layers(handle, profiled_runs(bench.float_seconds))
+        layers = runner.layers(handle, profiled_runs(bench.floats.seconds))
         told = [] if isinstance(layers, Failure) else pack_layers(layers)
-        return pack_accuracy(accuracy(bench.reference(), outputs)) | {"layers": told}
+        return pack_accuracy(accuracy(bench.floats.outputs, outputs)) | {"layers": told}
 
 
 def _slower(met: Measurement, by: float) -> Measurement:

@@ -18,7 +18,7 @@ from qdqtune.tuning.answer import recalled, remember
 from qdqtune.tuning.budget import Budget, builds_of
 from qdqtune.tuning.diary import Diary
 from qdqtune.tuning.folder import RUN, SUMMARY
-from qdqtune.tuning.front import Front, prove_front
+from qdqtune.tuning.front import prove_front
 from qdqtune.tuning.modes.table import MODES
 from qdqtune.tuning.observer import SEARCHING, Observer, Several, Silent, State
 from qdqtune.tuning.proof import lost, prove
@@ -58,7 +58,7 @@ def _finished(run: Run, watch: Stopwatch, diary: Diary) -> Result:
     """Search and prove, and write down what came out."""
     settings, budget = run.settings, run.budget
     if not budget.is_late:
-        run.bench.float_layers()  # kept for whoever looks at the run, as long as the float build is at hand
+        run.bench.layers()  # kept for whoever looks at the run, as long as the float build is at hand
     mode = MODES[settings.mode](run)
     run.observer.stage(SEARCHING)
     history = search(mode.strategy, run, Several((*mode.observers, run.observer)), budget)
@@ -66,7 +66,8 @@ def _finished(run: Run, watch: Stopwatch, diary: Diary) -> Result:
     run.bench.stand_alone()
     if history or settings.time_budget is None:
         run.observer.stage("proving the result on fresh builds")
-    front = _front(history, mode.strategy, run) if settings.front else None
+    by_points = mode.strategy if isinstance(mode.strategy, FrontSearch) and history else None
+    front = prove_front(history, run, by_points) if settings.front else None
     proof = front.proof if front else prove(history, run)
     history = [*history, *front.trials] if front else history
     write_records(history, proof, run)
@@ -88,10 +89,6 @@ def _finished(run: Run, watch: Stopwatch, diary: Diary) -> Result:
     for name, content in {SUMMARY: summary, RUN: told, **recorded.files}.items():
         write_json(settings.output_dir / name, content)
     return Result(proof.shipped, proof.placement, proof.ratio, summary, tuple(history), notes, recorded)
-
-
-def _front(history: Sequence[Trial], strategy: Strategy, run: Run) -> Front:
-    return prove_front(history, run, strategy if isinstance(strategy, FrontSearch) and history else None)
 
 
 def search(strategy: Strategy, run: Run, observer: Observer, budget: Budget) -> list[Trial]:

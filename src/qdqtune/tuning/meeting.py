@@ -150,7 +150,8 @@ class _Pair:
             """Each look takes about as long as all before it; later turns are to have the time of this one."""
             return self.run.budget.lacks(turns * (time.monotonic() - begun))
 
-        return fresh_pairs(self.place.runner, self.a, self.b, settings.proof_plan, seeds, names, is_late)
+        both = self.a, self.b
+        return fresh_pairs(self.place.runner, *both, settings.proof_plan, seeds, names, is_late, to_decide=True)
 
 
 class Opponents:

@@ -235,7 +235,7 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
     is_given = pairs_hold if settings.from_qdq else is_slower or contest.is_rewritten
     copy_model(settings.model if is_given else folder / BASELINE, folder / FINAL)
     kept = "given" if is_given else "baseline"
-    seconds = run.bench.float_seconds if met is None else met.standing.float_seconds
+    seconds = run.bench.floats.seconds if met is None else met.standing.float_seconds
     return Proof(kept, Placement(), None, None, seconds, seconds, tuple(contest.notes), contest.builds)
 
 
@@ -293,18 +293,14 @@ def _meet(placement: Placement, run: Run, place: Place, *, is_won: bool) -> _Mee
     given = confirm(f"given:{placement.digest}", settings.model, final, run, place, is_won=is_won)
     to_given, note = (None, given.reason) if isinstance(given, Failure) else (given.ratio, "")
     if isinstance(given, Confirmed) and not settings.from_qdq:
-        return _Meeting(_standing(given, place), given.ratio, given.builds)
+        return _Meeting(Standing.of(place.threads, given), given.ratio, given.builds)
     if note:
         note = f"the engine does not run {settings.model.name} as it is, so it was not compared: {note}"
     beside = confirm(f"proof:{placement.digest}", settings.output_dir / BASELINE, final, run, place, is_won=is_won)
     if isinstance(beside, Failure):
         raise BaselineFailed(f"the engine failed on the finished files: {beside.reason}")
     builds = beside.builds + (given.builds if isinstance(given, Confirmed) else 0)
-    return _Meeting(_standing(beside, place), to_given, builds, note)
-
-
-def _standing(met: Confirmed, place: Place) -> Standing:
-    return Standing.of(place.threads, met)
+    return _Meeting(Standing.of(place.threads, beside), to_given, builds, note)
 
 
 def _move(source: Path, target: Path) -> None:

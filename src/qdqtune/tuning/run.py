@@ -93,7 +93,7 @@ class Run(Ready):
         """The storages that weights may have; the engine is asked of them the first time."""
         if self.budget.is_late:
             return {}
-        return ways(self.subject, self.settings, self.runner, self.store, self.bench.float_layers)
+        return ways(self.subject, self.settings, self.runner, self.store, self.bench.layers)
 
 
 @contextmanager
@@ -220,7 +220,7 @@ def _widths(ready: Ready) -> tuple[int, int]:
 
 def _limits(settings: Settings, bench: Bench, budget: Budget, observer: Observer) -> Limits:
     """The limits on accuracy, with the metric of the float model."""
-    holds_floats = any(a.dtype.kind == "f" for a in bench.reference()[0].values())
+    holds_floats = any(a.dtype.kind == "f" for a in bench.floats.outputs[0].values())
     if isinstance(settings.min_sqnr, float) and not holds_floats:
         raise BadOption("--min-sqnr is about float outputs, and the model has none: use --min-agreement or --evaluate")
     limits = settings.limits if holds_floats else replace(settings.limits, min_sqnr=None)

@@ -67,7 +67,7 @@ def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
     """The search that prices units from layer times; None if the engine tells none, or no time is left to ask it."""
     if run.budget.is_late:
         return None
-    subject, layers = run.subject, run.bench.float_layers()
+    subject, layers = run.subject, run.bench.layers()
     if not any(layer.time_ms for layer in layers):
         return None
     first = subject.foremost()

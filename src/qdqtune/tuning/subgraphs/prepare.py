@@ -74,7 +74,7 @@ def profile(run: Run) -> Profiled:
         now = time.monotonic()
         deadline = now + PATIENCE * (deadline - now)
     observer.stage("grouping as the engine fuses")
-    layers = run.bench.float_layers()
+    layers = run.bench.layers()
     timed = any(layer.time_ms for layer in layers)
     grouped = _grouped(settings, subject, layers)
     parts = partition(subject.shaped, subject.possible, grouped.groups, run.ways)
