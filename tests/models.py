@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 import onnxruntime
+from hypothesis import strategies as st
 from onnx import parser
 from onnx.reference import ReferenceEvaluator
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
@@ -24,7 +25,7 @@ from qdqtune.graph.files import save
 from qdqtune.graph.loading import infer, load
 from qdqtune.graph.model import Constant, Model
 from qdqtune.placement.possible import possible_edges
-from qdqtune.types import Edge, NumericFormat, QType
+from qdqtune.types import Edge, NumericFormat, Placement, QType
 
 Array = npt.NDArray[Any]
 Arrays = dict[str, Array]
@@ -283,3 +284,27 @@ def static(name: str, **options: bool) -> tuple[Model, Model]:
 def held(constant: Constant) -> Constant:
     """A constant whose file may go."""
     return Constant.of(np.array(constant.array()), constant.key)
+
+
+def edges(*written: str) -> set[Edge]:
+    """Edges from `tensor node index` triples."""
+    return {Edge(t, n, int(i)) for t, n, i in (w.split() for w in written)}
+
+
+def known(model: Model) -> Ranges:
+    """A range for every tensor, whatever its type."""
+    return Ranges({t: Range(-1, 1) for t in (*model.inputs, *model.producers)})
+
+
+def placements(possible: Iterable[Edge]) -> st.SearchStrategy[Placement]:
+    """Any subset of some edges."""
+    ordered = sorted(possible)
+    return st.lists(st.booleans(), min_size=len(ordered), max_size=len(ordered)).map(
+        lambda chosen: Placement.of(e for e, use in zip(ordered, chosen, strict=True) if use)
+    )
+
+
+def valid(model: Model) -> bool:
+    """Also as to element types, which the checker alone does not compare."""
+    onnx.shape_inference.infer_shapes(model.to_proto(), strict_mode=True, check_type=True)
+    return True

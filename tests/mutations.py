@@ -30,7 +30,7 @@ from models import ATTENTION, build, conv_net, normal
 from qdqtune.cli import main
 from qdqtune.graph.files import save
 from qdqtune.tuning.store import _line
-from runs import mixed, write
+from runs import contents, mixed, write
 from workers import in_process
 
 PROMISED = (0, 2, 3, 4, 5)
@@ -436,11 +436,6 @@ KINDS: dict[int, Callable[[random.Random, Path, Path], Case]] = dict(
 """Kinds of cases, models the most."""
 
 # ---------------------------------------------------------------- what is owed
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 def broken(code: int, out: str, err: str, before: dict[str, bytes], after: dict[str, bytes]) -> list[str]:

@@ -81,6 +81,11 @@ def settings(model: Path, /, **changes: Any) -> Settings:
     return replace(base, **changes)
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
 def cost(path: Path) -> float:
     """Exact latency on the fake engine, in seconds."""
     return latency(onnx.load(path))

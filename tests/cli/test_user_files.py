@@ -14,7 +14,7 @@ from conftest import Call
 from qdqtune.errors import BadState
 from qdqtune.tuning.folder import LIST, OutputFolder
 from qdqtune.tuning.loop import tune
-from runs import mixed, settings, write
+from runs import contents, mixed, settings, write
 
 QUICK = ("--engine", "fake", "--engine-option", "asymmetric=true", "--builds", "4", "-q")
 
@@ -31,10 +31,6 @@ def external(tmp_path: Path) -> Path:
 def placement(external: Path) -> Path:
     tune(settings(external, builds=3, mode="cut", output_dir=external.parent / "tuned"))
     return external.parent / "tuned" / "placement.yaml"
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 def linked(target: Path, name: Path, how: Callable[[Path, Path], None]) -> Path:

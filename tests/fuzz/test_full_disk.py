@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from mutations import FAKE, PLAIN, contents
+from mutations import FAKE, PLAIN
 from qdqtune.cli import main
-from runs import environment, mixed, write
+from runs import contents, environment, mixed, write
 from workers import in_process
 
 SIZES = (48, 200)

@@ -8,7 +8,7 @@ import onnx
 import pytest
 from onnx import TensorProto
 
-from models import INT8, attention, build, conv_net, feeds, normal, ranges, run, sqnr
+from models import INT8, attention, build, conv_net, feeds, normal, ranges, run, sqnr, valid
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadModel
 from qdqtune.graph.float16 import to_float16
@@ -25,12 +25,6 @@ from runs import settings, write
 def dtypes(model: Model) -> dict[str, str]:
     names = {TensorProto.FLOAT: "float32", TensorProto.FLOAT16: "float16"}
     return {t: names.get(i.dtype, "other") for t, i in model.tensors.items()}
-
-
-def valid(model: Model) -> bool:
-    """Also as to element types, which the checker alone does not compare."""
-    onnx.shape_inference.infer_shapes(model.to_proto(), strict_mode=True, check_type=True)
-    return True
 
 
 @pytest.mark.parametrize("make", [conv_net, attention])

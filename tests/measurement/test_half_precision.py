@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
 from onnx import TensorProto
 
 from conftest import Call
-from models import attention, build, conv_net, feeds, normal, run, sqnr
+from models import attention, build, conv_net, feeds, normal, run, sqnr, valid
 from qdqtune.calibration.calibrate import calibrate, candidate_tensors
 from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.prepare import Data, prepare
@@ -61,11 +60,6 @@ def ranges_of(model: Model) -> Ranges:
 
 def types(model: Model) -> dict[str, int]:
     return {name: info.dtype for name, info in model.tensors.items()}
-
-
-def valid(model: Model) -> bool:
-    onnx.shape_inference.infer_shapes(model.to_proto(), strict_mode=True, check_type=True)
-    return True
 
 
 # Which nodes

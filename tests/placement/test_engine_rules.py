@@ -7,7 +7,7 @@ import onnx
 import pytest
 from hypothesis import given, settings
 
-from models import FORMATS, attention, branching, build, conv_net, embedding, normal, tapped
+from models import FORMATS, attention, branching, build, conv_net, edges, embedding, known, normal, tapped
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.engines import MODULES
 from qdqtune.engines.formats import numeric_format
@@ -20,18 +20,8 @@ from qdqtune.types import Edge, QuantType
 from region_models import networks
 
 
-def known(model: Model) -> Ranges:
-    """A range for every tensor, whatever its type."""
-    return Ranges({t: Range(-1, 1) for t in (*model.inputs, *model.producers)})
-
-
 def placed(model: Model, engine: str = "tensorrt", quant_type: QuantType = "int8") -> Placed:
     return place(model, possible_edges(model, known(model)), engine, quant_type)
-
-
-def edges(*written: str) -> set[Edge]:
-    """Edges from `tensor node index` triples."""
-    return {Edge(t, n, int(i)) for t, n, i in (w.split() for w in written)}
 
 
 def users(found: Placed) -> set[str]:

@@ -32,6 +32,7 @@ from models import (
     evaluate,
     feeds,
     normal,
+    placements,
     ranges,
     run,
     sqnr,
@@ -60,14 +61,6 @@ def of_type(model: Model, op: str) -> list[Node]:
 
 def everything(given: Case) -> Placement:
     return Placement(given.possible)
-
-
-def placements(name: str) -> st.SearchStrategy[Placement]:
-    """Any subset of the possible edges."""
-    edges = sorted(case(name).possible)
-    return st.lists(st.booleans(), min_size=len(edges), max_size=len(edges)).map(
-        lambda chosen: Placement.of(e for e, use in zip(edges, chosen, strict=True) if use)
-    )
 
 
 def constant(model: Model, tensor: str) -> Any:
@@ -110,7 +103,7 @@ def test_the_empty_placement_is_the_model_itself(name: str, fmt: NumericFormat) 
 def test_any_placement_gives_a_valid_model_that_computes_the_same(name: str, data: st.DataObject) -> None:
     given_case = case(name)
     model, samples, found, _, outputs = given_case
-    placement = data.draw(placements(name))
+    placement = data.draw(placements(case(name).possible))
     fmt = data.draw(st.sampled_from(list(FORMATS.values())))
     quantized = insert(model, placement, found, fmt)
     check(quantized)
@@ -129,7 +122,7 @@ def test_any_placement_gives_a_valid_model_that_computes_the_same(name: str, dat
 @given(data=st.data())
 def test_any_placement_runs_in_integer_kernels(name: str, data: st.DataObject) -> None:
     model, samples, found, _, outputs = case(name)
-    quantized = insert(model, data.draw(placements(name)), found, replace(UINT8, reduced_weights=True))
+    quantized = insert(model, data.draw(placements(case(name).possible)), found, replace(UINT8, reduced_weights=True))
     assert sqnr(outputs, run(quantized, samples, fused=True)) > 20
 
 

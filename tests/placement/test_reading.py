@@ -22,6 +22,7 @@ from models import (
     case,
     feeds,
     normal,
+    placements,
     ranges,
     run,
     sqnr,
@@ -35,13 +36,6 @@ from qdqtune.placement.reading import is_quantized, read_placement, strip_pairs
 from qdqtune.types import Edge, Placement
 
 CASES = ("conv_net", "attention", "tapped", "embedding", "conv_net_half", "attention_half")
-
-
-def placements(name: str) -> st.SearchStrategy[Placement]:
-    edges = sorted(case(name).possible)
-    return st.lists(st.booleans(), min_size=len(edges), max_size=len(edges)).map(
-        lambda chosen: Placement.of(e for e, use in zip(edges, chosen, strict=True) if use)
-    )
 
 
 def counts(model: Model) -> Counter[str]:
@@ -61,7 +55,7 @@ def sorted_nodes(model: Model) -> list[tuple[str, str]]:
 def test_our_own_models_are_read_exactly(name: str, data: st.DataObject) -> None:
     """Placement, scales and zero points: inserted again, the same model comes out, bit for bit."""
     model, _, found, _, _ = case(name)
-    placement = data.draw(placements(name))
+    placement = data.draw(placements(case(name).possible))
     fmt = data.draw(st.sampled_from(list(FORMATS.values())))
     quantized = insert(model, placement, found, fmt)
     reading = read_placement(model, quantized)
@@ -75,7 +69,7 @@ def test_our_own_models_are_read_exactly(name: str, data: st.DataObject) -> None
 @given(data=st.data())
 def test_stripping_gives_the_float_model_back(name: str, data: st.DataObject) -> None:
     model, samples, found, _, outputs = case(name)
-    placement = data.draw(placements(name))
+    placement = data.draw(placements(case(name).possible))
     fmt = data.draw(st.sampled_from([UINT8, PLAIN, INT8, FP8]))
     quantized = insert(model, placement, found, fmt)
     stripped = strip_pairs(quantized)
@@ -96,7 +90,7 @@ def test_pairs_can_be_put_back_on_a_stripped_model(name: str, data: st.DataObjec
     """What `--from-qdq` does: strip, read against the stripped model, insert with the scales that came."""
     model, samples, found, _, _ = case(name)
     fmt = data.draw(st.sampled_from([UINT8, INT8, FP8]))
-    quantized = insert(model, data.draw(placements(name)), found, fmt)
+    quantized = insert(model, data.draw(placements(case(name).possible)), found, fmt)
     stripped = strip_pairs(quantized)
     reading = read_placement(stripped, quantized)
     assert reading.unmatched == ()

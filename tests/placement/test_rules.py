@@ -7,7 +7,7 @@ import onnx
 import pytest
 from hypothesis import given, settings
 
-from models import UINT8, branching, build, case, conv_net, normal, ranges, static
+from models import UINT8, branching, build, case, conv_net, edges, known, normal, ranges, static
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.graph import operators
 from qdqtune.graph.model import GRAPH, Model
@@ -20,16 +20,6 @@ from qdqtune.types import Edge, Placement
 from region_models import networks
 
 CASES = ("conv_net", "attention", "tapped", "embedding", "conv_net_half")
-
-
-def edges(*written: str) -> set[Edge]:
-    """Edges from `tensor node index` triples."""
-    return {Edge(t, n, int(i)) for t, n, i in (w.split() for w in written)}
-
-
-def known(model: Model) -> Ranges:
-    """A range for every tensor, whatever its type."""
-    return Ranges({t: Range(-1, 1) for t in (*model.inputs, *model.producers)})
 
 
 def possible(model: Model) -> frozenset[Edge]:
