@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from qdqtune.errors import OutputError, reading
+from qdqtune.errors import reading, writing
 from qdqtune.types import Array
 
 LARGE = 2**16
@@ -114,7 +114,7 @@ class Receiver:
             OutputError: the disk is full.
         """
         path = self.folder / f"{number}-{parcel.name}"
-        try:
+        with writing(path):
             for name, part in parcel.constants.items():
                 if not (self.folder / name).exists():
                     fresh = self.folder / f"{name}.part"
@@ -122,6 +122,4 @@ class Receiver:
                     fresh.rename(self.folder / name)
             proto = self.get(parcel.proto.reference) if isinstance(parcel.proto, Part) else parcel.proto
             proto.tofile(path)
-        except OSError as error:
-            raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
         return path
