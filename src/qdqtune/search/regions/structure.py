@@ -258,14 +258,8 @@ class _Labelling:
         return new
 
 
-class _Rank(NamedTuple):
-    """What inputs that may change places are sorted by."""
-
-    group: int
-    label: int
-    surroundings: int
-    producer: int
-    position: int
+_Rank = tuple[int, int, int, int, int]
+"""What inputs that may change places are sorted by: group, label, surroundings, producer, position."""
 
 
 class _Numbering:
@@ -290,6 +284,8 @@ class _Numbering:
         )
 
     def _levels(self) -> dict[int, list[int]]:
+        if len(self._part.order) == 1:
+            return {1: self._part.order}
         depth: dict[int, int] = {}
         levels: dict[int, list[int]] = {}
         for n in self._part.order:
@@ -327,6 +323,8 @@ class _Numbering:
             return range(len(roles))
         free = tensors[first:]
         number, border = self._number, self._border
+        if first == 0 and all(t.producer in number for t in free):
+            return sorted(range(len(free)), key=[(number[t.producer], t.position) for t in free].__getitem__)
         outer = [t.name for t in free if t.source == "activation" and t.producer not in number]
         unknown = [t for t in outer if t not in border]
         several = len(unknown) > 1 and len(set(unknown)) > 1
@@ -348,7 +346,7 @@ class _Numbering:
                 surroundings = self._structure.fingerprints[producer] if producer >= 0 else 0
         else:
             group, label = 3, self._structure.hash(tensor.letter)
-        return _Rank(group, label, surroundings, producer, tensor.position)
+        return group, label, surroundings, producer, tensor.position
 
     def _exits(self, nodes: Iterable[int]) -> Iterator[tuple[tuple[int, int], bool]]:
         for number, node in enumerate(nodes):
