@@ -14,13 +14,13 @@ from qdqtune.calibration import scales
 from qdqtune.calibration.scales import Range
 from qdqtune.graph.model import Model
 from qdqtune.measurement.accuracy import sqnr_db
-from qdqtune.measurement.sensitivity import DEAFENING, Block, _shares, sensitivities
+from qdqtune.measurement.sensitivity import DEAFENING, Block, _shares, sensitivities, stored_weights
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search.costs.noise import Noise
 from qdqtune.tuning.noise import each_value
-from qdqtune.types import Edge, Failure, NumericFormat, Placement
+from qdqtune.types import Edge, Failure, NumericFormat, Placement, Storage
 
 NETS = {"conv": conv_net, "attention": attention}
 
@@ -103,6 +103,25 @@ def test_blocks_in_several_processes_are_found_as_in_one() -> None:
     known = ranges(model)
     pairs = each_value(model, known, PLAIN, possible_edges(model, known))
     assert sensitivities(model, pairs, feeds(model), side_by_side=3) == alone(model)
+
+
+def test_weights_that_are_stored_in_fewer_bits_do_what_they_do_in_a_file() -> None:
+    model = build("net (float[2,32] x) => (float[2,8] y) { [product] y = MatMul(x, w) }", {"w": normal(32, 8)}, 21)
+    edge, storage = Edge("w", "product", 1), Storage(4, 32)
+    known = noise_of(model, Placement.of((), {edge: storage}.items()), PLAIN)
+    found = sensitivities(model, stored_weights(model, {edge: storage}), feeds(model))
+    assert isinstance(found, dict)
+    assert found["w"] == pytest.approx(known, rel=0.1)
+
+
+def test_measurements_that_time_has_no_room_for_are_left_out_and_told() -> None:
+    model, told = conv_net(), list[tuple[int, int]]()
+    known = ranges(model)
+    pairs = each_value(model, known, PLAIN, possible_edges(model, known))
+    found = sensitivities(model, pairs, feeds(model), deadline=0.0, thinned=lambda *seen: told.append(seen[:2]))
+    assert isinstance(found, dict)
+    assert len(set(found.values())) == 1
+    assert told == [(1, 2 * len(found))]
 
 
 @pytest.mark.parametrize("measured", [400, 16])

@@ -1,8 +1,9 @@
 """What quantizing each value alone does to the outputs: one build of the float model with a switch at every value.
 
-A switch is an If that hands a value on as it is, or through a Q/DQ pair. Blocks of neighbouring values are
-switched on together, and the loudest block is halved until a number of inferences is spent. The values of a block that
-was not halved share its noise. Who asks for the loudest values only has each measured alone, if they are not too many.
+A switch is an If that hands a value on as it is, or through a Q/DQ pair; that of a weight is one around its reader, as
+an If copies what it hands on. Blocks of neighbouring values are switched on together, and the loudest block is halved
+until a number of inferences is spent. The values of a block that was not halved share its noise. Who asks for the
+loudest values only has each measured alone, if they are not too many.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from qdqtune.calibration.observe import Run, running_in_several
 from qdqtune.calibration.scales import Quantization, Range, Ranges
 from qdqtune.engines.crew import Crew
 from qdqtune.graph.loading import with_opset
-from qdqtune.graph.model import Constant, Model
+from qdqtune.graph.model import Constant, Model, Node
 from qdqtune.measurement.accuracy import accuracy, is_finite
 from qdqtune.placement.compression import BLOCKS, Compressor
-from qdqtune.placement.grafting import behind_switch
-from qdqtune.placement.insertion import ONNX_TYPE
+from qdqtune.placement.grafting import behind_switch, either
+from qdqtune.placement.insertion import ONNX_TYPE, quantized
 from qdqtune.placement.possible import weight_at, weight_role
 from qdqtune.types import Array, Deaf, Edge, Failure, Listener, NumericFormat, Sample, Storage
 
@@ -69,15 +70,16 @@ def sensitivities(
     listener: Listener | None = None,
     deadline: float | None = None,
     side_by_side: int = 1,
+    thinned: Callable[[int, int, float], None] = lambda fewer, wanted, seconds: None,
 ) -> dict[str, float] | Failure:
     """Relative noise power that rounding each tensor of `pairs` brings to the worst output (see `strategies.noise`).
 
     Runs on ONNX Runtime, on at most `SAMPLES` samples. Blocks whose noise is below `floor` are not divided further, and
-    none is once `time.monotonic` is past `deadline`. If only the `loudest` so many count, up to `INFERENCES` tensors
-    are measured one by one, on as many samples as that leaves; among more, the blocks are halved until so many stand
-    alone. So many blocks as `side_by_side` says are measured at a time, each in a process of its own; what is found is
-    the same. A failure if ONNX Runtime does not run the model with switches, or the float model's outputs are not
-    finite.
+    none is once `time.monotonic` is past `deadline`: where that has room for fewer measurements, `thinned` is told how
+    many, of how many, and the seconds of one. If only the `loudest` so many count, up to `INFERENCES` tensors are
+    measured one by one, on as many samples as that leaves; among more, the blocks are halved until so many stand alone.
+    So many blocks as `side_by_side` says are measured at a time, each in a process of its own; what is found is the
+    same. A failure if ONNX Runtime does not run the model with switches, or the float model's outputs are not finite.
     """
     if not pairs:
         return {}
@@ -87,18 +89,28 @@ def sensitivities(
     most = len(samples) if loudest is not None else SAMPLES
     asked, heard = 0, listener or Deaf()
     used = list(samples[: max(1, min(most, INFERENCES // measurements))])
-    with running_in_several(switched, side_by_side) as runs:
+    with running_in_several(switched, side_by_side, fuse=False) as runs:  # whose fusions do not look outside of an If
         crew = Crew(runs, is_patient=True)
 
         def outputs(start: int, stop: int, run: Run) -> list[dict[str, Array]] | Failure:
             on = {_switch(i): np.asarray(start <= i < stop) for i in range(count)}
             return run({**sample, **on} for sample in used)
 
+        if deadline is not None:
+            outputs(0, 0, crew.first)  # builds it
+        begun = time.monotonic()
         reference = outputs(0, 0, crew.first)
+        took = time.monotonic() - begun
         if isinstance(reference, Failure):
             return reference
         if not is_finite(reference):
             return Failure("output", "outputs of the float model are NaN or infinite")
+
+        if deadline is not None:
+            fitting = max(1, side_by_side * int((deadline - time.monotonic()) / took))
+            if fitting < measurements:
+                thinned(fitting, measurements, took)
+                measurements = fitting
 
         def is_late() -> bool:
             return deadline is not None and time.monotonic() > deadline
@@ -170,23 +182,38 @@ def _switched(model: Model, pairs: Mapping[Edge, Quantization | StoredWeight]) -
     del proto.graph.node[:]
     large, made = dict(model.large), dict[str, str]()
 
-    def switched(edge: Edge, reads: Sequence[str] = ()) -> str:
+    def switched(edge: Edge) -> str:
         """The tensor that the user of an edge reads instead."""
         if edge not in pairs:
             return edge.tensor
         if edge.tensor not in made:
-            after = [t for t in reads if t in model.producers and edge.tensor in model.large]
-            made[edge.tensor] = _add_switch(proto.graph, model, len(made), edge.tensor, pairs[edge], after[:1], large)
+            switch, dtype = _switch(len(made)), model.tensors[edge.tensor].dtype
+            rounding = _behind_switch(proto.graph, model, len(made), edge.tensor, pairs[edge], large)
+            made[edge.tensor] = f"{switch}_out"
+            proto.graph.node.append(behind_switch(switch, rounding, edge.tensor, dtype, made[edge.tensor], switch))
         return made[edge.tensor]
 
     for node, original in zip(model.nodes, model.proto.graph.node, strict=True):
         copy = deepcopy(original)
-        for slot, edge in enumerate(node.into):
-            copy.input[slot] = switched(edge, node.inputs)
+        weight = next((e for e in node.into if e in pairs and _is_of_one_reader(model, e, node)), None)
+        for edge in node.into:
+            if edge != weight:
+                copy.input[edge.index] = switched(edge)
+        if weight is not None:
+            rounding = _behind_switch(proto.graph, model, len(made), weight.tensor, pairs[weight], large)
+            dtype = model.tensors[node.outputs[0]].dtype
+            copy = _switched_reader(_switch(len(made)), copy, weight.index, dtype, rounding)
+            made[weight.tensor] = weight.tensor
         proto.graph.node.append(copy)
     for index, output in enumerate(proto.graph.output):
         output.name = switched(Edge(output.name, "", index))
     return Model(proto, large), tuple(made)
+
+
+def _is_of_one_reader(model: Model, edge: Edge, node: Node) -> bool:
+    """Whether an edge is the only use of a large constant, by a node that makes one tensor."""
+    is_alone = edge.tensor in model.large and len(model.uses(edge.tensor)) == 1
+    return is_alone and len(node.outputs) == 1 and node.outputs[0] in model.tensors
 
 
 def quantization(model: Model, ranges: Ranges, numbers: NumericFormat, edge: Edge) -> Quantization:
@@ -217,33 +244,38 @@ def stored_weights(model: Model, storages: Mapping[Edge, Storage]) -> dict[Edge,
     return found
 
 
-def _add_switch(
+def _behind_switch(
     graph: onnx.GraphProto,
     model: Model,
     number: int,
     tensor: str,
     how: Quantization | StoredWeight,
-    after: Sequence[str],
     large: dict[str, Constant],
-) -> str:
-    """Append the If of one switch; the name of what comes out. It waits for a tensor that it comes `after`: the copies
-    that all Ifs make of weights would else be there at the same time."""
-    switch = condition = _switch(number)
+) -> list[onnx.NodeProto]:
+    """The nodes that round a tensor where a switch is on, an input of its own. Weights are stored as in candidates."""
+    switch, constant = _switch(number), model.large.get(tensor)
     graph.input.append(helper.make_tensor_value_info(switch, TensorProto.BOOL, []))
-    dtype = model.tensors[tensor].dtype
     if isinstance(how, StoredWeight):
-        parts = {f"{switch}_{what}": constant for what, constant in how.parts.items()}
+        parts = {f"{switch}_{what}": part for what, part in how.parts.items()}
         large.update(parts)
-        rounding = _from_stored(switch, list(parts), how)
-    else:
-        rounding = _rounded(graph, switch, tensor, dtype, how)
-    for earlier in after:
-        none, size, never, condition = (f"{switch}_{name}" for name in ("none", "size", "never", "in_turn"))
-        graph.initializer.append(numpy_helper.from_array(np.zeros((), np.int64), none))
-        steps = ("Size", [earlier], size), ("Less", [size, none], never), ("Or", [switch, never], condition)
-        graph.node.extend(helper.make_node(op, inputs, [result], result) for op, inputs, result in steps)
-    graph.node.append(behind_switch(condition, rounding, tensor, dtype, f"{switch}_out", switch))
-    return f"{switch}_out"
+        return _from_stored(switch, list(parts), how)
+    if constant is None or constant.dtype != TensorProto.FLOAT:
+        return _rounded(graph, switch, tensor, model.tensors[tensor].dtype, how)
+    large[integers := f"{switch}_integers"] = quantized(constant, how)
+    names, result = (integers, *_parameters(graph, switch, how)), f"{switch}_floats"
+    return [helper.make_node("DequantizeLinear", names, [result], result, **_axis(how))]
+
+
+def _switched_reader(
+    switch: str, reader: onnx.NodeProto, slot: int, dtype: int, rounding: Sequence[onnx.NodeProto]
+) -> onnx.NodeProto:
+    """An If between two copies of the only reader of a weight: of what is `rounding` it, and of its floats."""
+    copies = []
+    for name in ("rounded", "plain"):
+        copies.append(copy := deepcopy(reader))
+        copy.name = copy.output[0] = f"{switch}_{name}"
+    copies[0].input[slot] = rounding[-1].output[0]
+    return either(switch, [*rounding, copies[0]], copies[1:], dtype, reader.output[0], switch)
 
 
 def _from_stored(switch: str, names: Sequence[str], weight: StoredWeight) -> list[onnx.NodeProto]:
@@ -259,13 +291,7 @@ def _from_stored(switch: str, names: Sequence[str], weight: StoredWeight) -> lis
 
 def _rounded(graph: onnx.GraphProto, switch: str, tensor: str, dtype: int, how: Quantization) -> list[onnx.NodeProto]:
     """The nodes of a pair, which rounds in float32 whatever the tensor's type."""
-    zeros = np.full(how.scale.shape, how.zero_point, scales.NUMPY_TYPE[how.qtype])
-    graph.initializer.append(numpy_helper.from_array(how.scale, f"{switch}_scale"))
-    graph.initializer.append(
-        onnx.TensorProto(
-            name=f"{switch}_zero", dims=zeros.shape, raw_data=zeros.tobytes(), data_type=ONNX_TYPE[how.qtype]
-        )
-    )
+    parameters = _parameters(graph, switch, how)
     rounding: list[onnx.NodeProto] = []
     value = tensor
 
@@ -277,9 +303,23 @@ def _rounded(graph: onnx.GraphProto, switch: str, tensor: str, dtype: int, how: 
 
     if dtype != TensorProto.FLOAT:
         node("Cast", to=TensorProto.FLOAT)
-    axis = {} if how.axis is None else {"axis": how.axis}
     for op in ("QuantizeLinear", "DequantizeLinear"):
-        node(op, f"{switch}_scale", f"{switch}_zero", **axis)
+        node(op, *parameters, **_axis(how))
     if dtype != TensorProto.FLOAT:
         node("Cast", to=dtype)
     return rounding
+
+
+def _parameters(graph: onnx.GraphProto, switch: str, how: Quantization) -> tuple[str, str]:
+    """The scale and the zero point of a switch, written into the graph."""
+    zeros = np.full(how.scale.shape, how.zero_point, scales.NUMPY_TYPE[how.qtype])
+    scale, zero = f"{switch}_scale", f"{switch}_zero"
+    graph.initializer.append(numpy_helper.from_array(how.scale, scale))
+    graph.initializer.append(
+        onnx.TensorProto(name=zero, dims=zeros.shape, raw_data=zeros.tobytes(), data_type=ONNX_TYPE[how.qtype])
+    )
+    return scale, zero
+
+
+def _axis(how: Quantization) -> dict[str, Any]:
+    return {} if how.axis is None else {"axis": how.axis}

@@ -200,11 +200,18 @@ def behind_switch(
 ) -> onnx.NodeProto:
     """An If: where `switch` holds, what the last of `nodes` makes, else the tensor `otherwise`, of the same type."""
     passing = helper.make_node("Identity", [otherwise], [f"{name}_same"], f"{name}_same")
+    return either(switch, nodes, [passing], dtype, result, name)
+
+
+def either(
+    switch: str, nodes: Sequence[onnx.NodeProto], others: Sequence[onnx.NodeProto], dtype: int, result: str, name: str
+) -> onnx.NodeProto:
+    """An If: where `switch` holds, what the last of `nodes` makes, else what the last of the `others` does."""
     branches: dict[str, Any] = {
         branch: helper.make_graph(
             body, f"{name}_{branch}", [], [helper.make_tensor_value_info(body[-1].output[0], dtype, None)]
         )
-        for branch, body in (("then_branch", nodes), ("else_branch", [passing]))
+        for branch, body in (("then_branch", nodes), ("else_branch", others))
     }
     return helper.make_node("If", [switch], [result], f"{name}_if", **branches)
 

@@ -29,6 +29,9 @@ NOTHING = 0.01
 SHARE = 0.25
 """Of the time that is left, what finding the noise of single tensors may take."""
 
+LONG = 300.0
+"""Seconds that it may take in any case; without a time budget beyond that `SHARE` of what the search's builds take."""
+
 MEMORY = 2**30
 """Bytes of models that are held side by side to find the noise of single tensors, if one alone is not larger."""
 
@@ -97,10 +100,12 @@ def _side_by_side(run: Run) -> int:
     return max(1, min(1 + len(run.others), cores(), MEMORY // max(size, 1)))
 
 
-def _latest(run: Run, share: float) -> float | None:
-    """When measuring noise has to end that may take a share of the time that is left; None without a time budget."""
+def _latest(run: Run, share: float) -> float:
+    """When measuring noise has to end that may take a share of the time that is left, or of the time of all builds."""
     deadline, now = run.bench.deadline, time.monotonic()
-    return None if deadline is None else now + share * (deadline - now)
+    if deadline is None:
+        return now + max(LONG, share * run.budget.builds * run.bench.trial_seconds)
+    return now + share * (deadline - now)
 
 
 def _loudest(run: Run) -> dict[Edge, Storage]:
@@ -148,6 +153,13 @@ def _measured(
     """What each of some tensors does to the outputs, within a share of the time that is left; None, and why, where
     ONNX Runtime does not tell."""
     run.observer.stage(f"measuring what {what} does to the outputs")
+
+    def thinned(fewer: int, wanted: int, seconds: float) -> None:
+        run.observer.note(
+            f"what {what} does to the outputs is measured {fewer} times in place of {wanted}, as each takes "
+            f"{seconds:.1f} s: tensors that are not told apart share what they do together"
+        )
+
     alone = sensitivities(
         model,
         pairs,
@@ -156,6 +168,7 @@ def _measured(
         listener=run.observer,
         deadline=_latest(run, share),
         side_by_side=_side_by_side(run),
+        thinned=thinned,
     )
     run.observer.stage(SEARCHING)
     return (None, pack_result(alone)) if isinstance(alone, Failure) else (alone, {})
