@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -303,6 +304,30 @@ class Accuracy:
         return ", ".join([f"{self.sqnr_db:.1f} dB{spread}", *parts])
 
 
+LONG = 0.04
+"""Seconds of an inference that says as much as two that are short: what disturbs it evens out meanwhile."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """`runs` back-to-back inferences of either model, of which the slower takes `seconds` each. In a round each has two
+    slots, A B B A, so that a steady drift cancels; one, A B, if inferences are long."""
+
+    runs: int
+    turns: int
+    seconds: float
+
+    @classmethod
+    def of(cls, seconds: float, least: float) -> Slot:
+        """That keeps a model busy for at least so many seconds."""
+        return cls(max(1, math.ceil(least / seconds)) if seconds else 1, 1 if seconds >= LONG else 2, seconds)
+
+    @property
+    def round_seconds(self) -> float:
+        """What a round takes, of two models that are as slow."""
+        return 2 * self.turns * self.runs * self.seconds
+
+
 @dataclass(frozen=True)
 class Measurement:
     """Samples of one paired comparison, in seconds per inference: `a[i]` and `b[i]` belong to round i.
@@ -387,7 +412,6 @@ class Trial:
 
 Array = npt.NDArray[Any]
 
-
 Tensors = Mapping[str, Array]
 """Arrays by the name of a graph input or output."""
 
@@ -407,7 +431,6 @@ Mix = tuple[Workload, ...]
 
 QuantType = Literal["int8", "fp8"]
 
-
 Sample = dict[str, Array]
 
 
@@ -423,11 +446,5 @@ class Listener(Protocol):
         return
 
 
-class Deaf:
+class Deaf(Listener):
     """A listener that does not listen."""
-
-    def stage(self, text: str) -> None:
-        """Ignore it."""
-
-    def progress(self, done: int, total: int | None) -> None:
-        """Ignore it."""

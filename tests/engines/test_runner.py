@@ -27,7 +27,7 @@ from qdqtune.engines.runner import Handle, Runner
 from qdqtune.engines.worker import Session
 from qdqtune.errors import BadOption, EngineUnavailable, OutputError
 from qdqtune.graph.files import nbytes
-from qdqtune.types import Failure, Measurement, NumericFormat, QType
+from qdqtune.types import Failure, Measurement, NumericFormat, QType, Slot
 from runs import environment
 from trtexec_stand_in import stand_in
 from workers import Workers
@@ -159,8 +159,8 @@ def _scripted(a_seconds: float = 1.0, b_seconds: float = 1.0) -> tuple[Session, 
 
 def test_a_round_is_abba_or_baab_by_its_own_coin() -> None:
     session, slots = _scripted()
-    samples = session.rounds(0, 1, 5, range(64), [7], 3)
-    assert slots[:2] == [("A", 3), ("B", 3)]
+    samples = session.rounds(0, 1, 5, range(64), [Slot(7, 2, 0.01)], 2)
+    assert slots[:2] == [("A", 2), ("B", 2)]
     assert {runs for _, runs in slots[2:]} == {7}
     orders = ["".join(name for name, _ in slots[i : i + 4]) for i in range(2, len(slots), 4)]
     assert set(orders) == {"ABBA", "BAAB"}
@@ -168,16 +168,16 @@ def test_a_round_is_abba_or_baab_by_its_own_coin() -> None:
     assert samples.a == samples.b  # a steady drift hits both sides alike
 
     later, later_slots = _scripted()
-    later.rounds(0, 1, 5, range(10, 12), [7], 0)
+    later.rounds(0, 1, 5, range(10, 12), [Slot(7, 2, 0.01)], 0)
     assert ["".join(name for name, _ in later_slots[i : i + 4]) for i in (0, 4)] == orders[10:12]
 
 
 def test_the_slower_model_fills_a_slot(tmp_path: Path, files: SimpleNamespace) -> None:
     with opened(tmp_path) as runner:
         runner.rounds(loaded(runner, files.plain), loaded(runner, files.large), 1, **ROUNDS | {"slot_seconds": 0.01})
-        (((runs, seconds),),) = runner._slots.values()
-    assert seconds == latency(conv_model(32))
-    assert (runs - 1) * seconds < 0.01 <= runs * seconds
+        ((slot,),) = runner._slots.values()
+    assert slot.seconds == latency(conv_model(32))
+    assert (slot.runs - 1) * slot.seconds < 0.01 <= slot.runs * slot.seconds
 
 
 @pytest.mark.parametrize(

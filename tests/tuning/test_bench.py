@@ -342,6 +342,8 @@ def test_records_are_plain_json(opened: Open, tmp_path: Path) -> None:
     assert record["sqnr_db"] is None
 
 
-@pytest.mark.parametrize(("seconds", "runs"), [(0.0, 400), (5e-5, 400), (1e-3, 50), (4.1e-3, 13), (0.2, 12)])
-def test_short_models_are_profiled_for_longer(seconds: float, runs: int) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "runs"), [(0.0, 400), (5e-5, 400), (1e-3, 50), (4.1e-3, 13), (0.05, 12), (0.2, 5), (2.0, 4)]
+)
+def test_short_models_are_profiled_more_often_and_long_ones_less(seconds: float, runs: int) -> None:
     assert profiled_runs(seconds) == runs

@@ -152,7 +152,7 @@ def test_a_proof_at_threads_that_nobody_named_leaves_time_for_the_search(
 
 @pytest.mark.usefixtures("clock")
 def test_a_search_that_time_has_ended_says_so(model: Path, workers: Workers) -> None:
-    result, _ = slow_run(model, workers, 0.2, 90.0, builds=12)
+    result, _ = slow_run(model, workers, 0.2, 60.0, builds=12)
     spent = 1 + len(result.history)
     assert 1 < spent < 6
     told = f"--time-budget has ended the search after {spent} of 12 builds"

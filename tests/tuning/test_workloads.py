@@ -36,7 +36,7 @@ from qdqtune.tuning.proof import Standing, lost
 from qdqtune.tuning.run import open_run, prepared
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import read_records
-from qdqtune.types import Failure, Layer, Measurement, Workload
+from qdqtune.types import Failure, Layer, Measurement, Slot, Workload
 from workers import Workers
 
 DECODER = """net (int64[B,S] ids, float[B,2,P,32] past) => (float[B,S,256] y, float[B,2,T,32] present) {
@@ -307,15 +307,28 @@ class Scripted:
 
 def test_a_round_has_every_workload_in_its_part_of_a_slot() -> None:
     session = Session(EngineSpec("fake"))
-    a, b = Scripted(1.0), Scripted(0.5)
+    a, b = Scripted(0.001), Scripted(0.0005)
     session._models = {0: a, 1: b}  # type: ignore[dict-item]
     session.feed(mixes.mix_of((Workload({"x": 1.0}, 3.0), Workload({"x": 10.0}, 1.0))))  # type: ignore[dict-item]
-    assert session.probe(0, 1, 20.0) == [(10, 1.0), (1, 10.0)]
+    slots = session.probe(0, 1, 0.02)
+    assert slots == [Slot(10, 2, 0.001), Slot(1, 2, 0.01)]
     a.asked.clear()
-    measured = session.rounds(0, 1, 5, range(3), [10, 1], 2)
+    measured = session.rounds(0, 1, 5, range(3), slots, 2)
     assert a.asked == [(1.0, 2), (10.0, 2), *([(1.0, 1), (1.0, 10), (1.0, 10), (10.0, 1), (10.0, 1), (10.0, 1)] * 3)]
-    assert measured.a == pytest.approx([3.25] * 3)
-    assert [(part.a, part.b) for part in measured.parts] == [((1.0,) * 3, (0.5,) * 3), ((10.0,) * 3, (5.0,) * 3)]
+    assert measured.a == pytest.approx([0.00325] * 3)
+    assert [(p.a, p.b) for p in measured.parts] == [((0.001,) * 3, (0.0005,) * 3), ((0.01,) * 3, (0.005,) * 3)]
+
+
+def test_of_two_models_with_long_inferences_each_has_one_in_a_round() -> None:
+    session = Session(EngineSpec("fake"))
+    a, b = Scripted(0.05), Scripted(0.02)
+    session._models = {0: a, 1: b}  # type: ignore[dict-item]
+    session.feed(mixes.mix_of({"x": 1.0}))  # type: ignore[dict-item]
+    slots = session.probe(0, 1, 0.02)
+    a.asked.clear()
+    measured = session.rounds(0, 1, 5, range(8), slots, 2)
+    assert a.asked == [(1.0, 1)] * 9, "one to warm up"
+    assert (measured.a, measured.b) == ((0.05,) * 8, (0.02,) * 8), "whichever comes first"
 
 
 def layer(name: str, ms: float | None) -> Layer:

@@ -131,8 +131,7 @@ def compare_files(
     reference = _outputs(files[0], runner, judging)
     if isinstance(reference, Failure):
         raise EngineFailure(f"{files[0]} does not run, so there is nothing to compare with: {reference.reason}")
-    slot = max(plan.slot_seconds, reference.seconds / len(judging))
-    seconds = PAIRS * plan.looks[0] * 4 * slot * len(timed)
+    seconds = PAIRS * plan.looks[0] * plan.round_seconds(reference.seconds / len(judging)) * len(timed)
     told = f": {seconds:.0f} s, more where that does not decide" if seconds >= LONG else ""
     rows = []
     for file in files[1:]:

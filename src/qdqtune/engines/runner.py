@@ -20,7 +20,7 @@ from qdqtune.engines.room import SHORT, current_room
 from qdqtune.errors import EngineFailure, EngineUnavailable, QdqtuneError, writing
 from qdqtune.graph.files import nbytes
 from qdqtune.graph.outputs import temporary_folder
-from qdqtune.types import Array, Failure, Layer, Measurement, Mix, NumericFormat, QuantType, Tensors
+from qdqtune.types import Array, Failure, Layer, Measurement, Mix, NumericFormat, QuantType, Slot, Tensors
 
 START_SECONDS = 120.0
 """Least time limit for opening an engine: how long a library takes to load says nothing about a candidate."""
@@ -142,7 +142,7 @@ class Runner:
         self._logs: dict[Handle, Path] = {}
         self._present: set[int] = set()
         self._room = current_room()
-        self._slots: dict[tuple[frozenset[Handle], float], list[tuple[int, float]]] = {}
+        self._slots: dict[tuple[frozenset[Handle], float], list[Slot]] = {}
         with writing(log_dir):
             log_dir.mkdir(parents=True, exist_ok=True)
 
@@ -282,10 +282,10 @@ class Runner:
     ) -> Measurement | Failure:
         """Time two models against each other on what was fed, in one exchange with the worker.
 
-        Round r runs A B B A or B A A B, by a coin of (seed, r), and gives the mean of each side's two slots in seconds
-        per inference. A slot is a number of back-to-back inferences, the same for both sides and for all rounds of
-        this pair, that keeps the slower one busy for `slot_seconds`. Before the first round come `warmup` inferences
-        of each. Several workloads have their turns in each round, and share the slots.
+        Round r runs A B B A or B A A B, by a coin of (seed, r), of long inferences A B or B A, and gives the mean of
+        each side's slots in seconds per inference. A `Slot` is the same for both sides and for all rounds of this
+        pair; several workloads have their turns in each round, and share `slot_seconds`. Before the first round come
+        `warmup` inferences of each, at most as many as it has slots in a round.
         """
         if not self._mix:
             raise ValueError("rounds need a sample: call feed first")
@@ -296,11 +296,11 @@ class Runner:
             if isinstance(probed, Failure):
                 return probed
             self._slots[key] = probed
-        runs = [number for number, _ in self._slots[key]]
+        slots = self._slots[key]
         numbers = range(first_round, first_round + count)
-        allowance = SLACK * sum(s * (2 * (warmup + count) + 4 * count * number) for number, s in self._slots[key])
+        allowance = SLACK * sum(2 * (warmup + count) * slot.seconds + count * slot.round_seconds for slot in slots)
         result: Measurement | Failure = self._asked(
-            [a, b], "rounds", a.build, b.build, seed, numbers, runs, warmup, what=what, extra=allowance
+            [a, b], "rounds", a.build, b.build, seed, numbers, slots, warmup, what=what, extra=allowance
         )
         return result
 

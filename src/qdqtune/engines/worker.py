@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import gc
-import math
 import os
 import signal
 import sys
@@ -28,13 +27,13 @@ import numpy as np
 
 from qdqtune.engines import Built, Compiler, Engine, EngineSpec, mixes, open_engine
 from qdqtune.errors import QdqtuneError
-from qdqtune.types import Array, Layer, Measurement, Mix, NumericFormat, QuantType, Tensors, Workload
+from qdqtune.types import Array, Layer, Measurement, Mix, NumericFormat, QuantType, Slot, Tensors, Workload
 
 _TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
 """What gives free memory back to the system, where the C library is glibc."""
 
 PROBES = 3
-PROBE_SECONDS = 1.0
+PROBE_SECONDS = 0.2
 """A model that takes this long is not probed again."""
 
 
@@ -90,28 +89,28 @@ class Session:
         """`Built.save`."""
         self._models[number].save(path)
 
-    def probe(self, a: int, b: int, slot_seconds: float) -> list[tuple[int, float]]:
-        """By workload, how many inferences of the slower model fill its part of a slot, and how long one takes."""
-        models, part = (self._models[a], self._models[b]), slot_seconds / len(self._mix)
+    def probe(self, a: int, b: int, slot_seconds: float) -> list[Slot]:
+        """The slot of each workload, so that the slower model is busy for its part of `slot_seconds`."""
+        models, part = [self._models[n] for n in dict.fromkeys((a, b))], slot_seconds / len(self._mix)
         slower = [max(_quickest(model, workload.inputs) for model in models) for workload in self._mix]
-        return [(max(1, math.ceil(part / seconds)), seconds) for seconds in slower]
+        return [Slot.of(seconds, part) for seconds in slower]
 
-    def rounds(self, a: int, b: int, seed: int, numbers: range, runs: Sequence[int], warmup: int) -> Measurement:
-        """Paired rounds: of each workload A B B A or B A A B, with its number of `runs` a slot."""
+    def rounds(self, a: int, b: int, seed: int, numbers: range, slots: Sequence[Slot], warmup: int) -> Measurement:
+        """Paired rounds: each workload in its slots."""
         first, second = self._models[a], self._models[b]
         coins = [bool(np.random.default_rng((seed, number)).integers(2)) for number in numbers]
-        if warmup:
-            for workload in self._mix:
-                first.time(workload.inputs, warmup)
-                second.time(workload.inputs, warmup)
+        for workload, slot in zip(self._mix, slots, strict=True):
+            if count := min(warmup, slot.turns):
+                first.time(workload.inputs, count)
+                second.time(workload.inputs, count)
         rounds: list[list[tuple[float, float]]] = []
         for coin in coins:
             rounds.append([])
-            for workload, count in zip(self._mix, runs, strict=True):
+            for workload, slot in zip(self._mix, slots, strict=True):
                 if len(self._mix) > 1:  # engines make ready for other shapes, which is no part of a call
                     first.time(workload.inputs, 1)
                     second.time(workload.inputs, 1)
-                rounds[-1].append(_round(first, second, workload.inputs, count, a_is_outside=coin))
+                rounds[-1].append(_round(first, second, workload.inputs, slot, a_is_first=coin))
         return mixes.measurement(self._mix, rounds)
 
 
@@ -129,11 +128,12 @@ def _quickest(model: Built, inputs: Tensors) -> float:
     return min(samples)
 
 
-def _round(a: Built, b: Built, inputs: Tensors, runs: int, *, a_is_outside: bool) -> tuple[float, float]:
-    order = (a, b, b, a) if a_is_outside else (b, a, a, b)
-    slots = [model.time(inputs, runs) for model in order]
-    outside, inside = (slots[0] + slots[3]) / 2, (slots[1] + slots[2]) / 2
-    return (outside, inside) if a_is_outside else (inside, outside)
+def _round(a: Built, b: Built, inputs: Tensors, slot: Slot, *, a_is_first: bool) -> tuple[float, float]:
+    """Seconds of an inference of each: A B B A or B A A B, or the first half of these."""
+    first, second = (a, b) if a_is_first else (b, a)
+    seconds = [model.time(inputs, slot.runs) for model in (first, second, second, first)[: 2 * slot.turns]]
+    outside, inside = (sum(seconds[0::3]) / slot.turns, sum(seconds[1:3]) / slot.turns)
+    return (outside, inside) if a_is_first else (inside, outside)
 
 
 def main() -> None:

@@ -26,12 +26,6 @@ class Beside(Protocol[S]):
         """`count` rounds from the number `first` on."""
 
 
-def start_inferences(plan: Plan) -> int:
-    """Inferences that come before the first round of two slow models: each is warmed up, and timed twice to find how
-    many fill a slot."""
-    return 2 * plan.warmup + 4
-
-
 def rounds_of(runner: Runner, a: Handle, b: Handle, plan: Plan, seed: int) -> Rounds:
     """Rounds of two builds, for `timing.compare`."""
     return lambda first, count: runner.rounds(

@@ -25,7 +25,7 @@ from typing import Literal
 
 import numpy as np
 
-from qdqtune.types import Deaf, Failure, Listener, Measurement, Trial
+from qdqtune.types import Deaf, Failure, Listener, Measurement, Slot, Trial
 
 Verdict = Literal["faster", "slower", "undecided"]
 
@@ -47,6 +47,15 @@ class Plan:
             raise ValueError("looks are round counts in rising order")
         if not 0 < self.error < 0.5:
             raise ValueError("error lies in (0, 0.5)")
+
+    def round_seconds(self, inference: float) -> float:
+        """What a round takes of two models whose inferences take so many seconds."""
+        return Slot.of(inference, self.slot_seconds).round_seconds
+
+    def start_seconds(self, inference: float) -> float:
+        """What comes before the first round: either model is warmed up, and timed twice to find how many inferences
+        fill a slot."""
+        return 2 * (min(self.warmup, Slot.of(inference, self.slot_seconds).turns) + 2) * inference
 
 
 def least_rounds(error: float, looks: int) -> int:

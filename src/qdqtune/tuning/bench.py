@@ -13,7 +13,6 @@ from qdqtune.engines.runner import Runner, insist
 from qdqtune.errors import BaselineFailed
 from qdqtune.measurement.accuracy import accuracy, is_finite
 from qdqtune.measurement.metric import evaluate
-from qdqtune.measurement.pairing import start_inferences
 from qdqtune.tuning.candidates import Loaded
 from qdqtune.tuning.station import Conditions, Job, Station, profiled_runs
 from qdqtune.tuning.store import (
@@ -60,16 +59,17 @@ class Bench:
 
     @property
     def trial_seconds(self) -> float:
-        """What one candidate takes at the least, if it is as fast as the float model: its build, its outputs, the first
-        look of its comparison, and its layers.
+        """What one candidate takes at the least, if it is as fast as the float model: its build, its outputs, which are
+        foretold as well where they have a limit to hold, the first look of its comparison, and its layers.
 
         Raises:
             BaselineFailed: the engine cannot build or run the float model.
         """
         floats, turn, plan = self.floats, self.floats.turn_seconds, self._conditions.plan
-        inferences = len(self._conditions.samples) * floats.seconds
-        inferences += (profiled_runs(floats.seconds) + start_inferences(plan)) * turn
-        return floats.build_seconds + inferences + 4 * max(turn, plan.slot_seconds) * plan.looks[0]
+        judged = len(self._conditions.samples) * (2 if self._conditions.limits.are_set else 1)
+        inferences = judged * floats.seconds + profiled_runs(floats.seconds) * turn
+        comparison = plan.start_seconds(turn) + plan.round_seconds(turn) * plan.looks[0]
+        return floats.build_seconds + inferences + comparison
 
     def measured(self, number: int, proposals: Sequence[Proposal], against: Placement) -> Generator[tuple[Trial, bool]]:
         """Time candidates against another placement, side by side where there are several devices; and whether each

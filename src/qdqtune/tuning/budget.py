@@ -11,7 +11,6 @@ from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.observe import outputs_on, passes
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.measurement.fitting import inferences
-from qdqtune.measurement.pairing import start_inferences
 from qdqtune.measurement.timing import BUILD_LOOKS, PAIRS
 from qdqtune.search.front import POINTS
 from qdqtune.tuning.bench import Bench
@@ -64,7 +63,7 @@ class Budget:
     @staticmethod
     def of(settings: Settings, bench: Bench, ends: float | None) -> Budget:
         """The budget of a run that has to end at that time, and whose search begins now."""
-        each_round, counts = 4 * max(bench.floats.turn_seconds, settings.plan.slot_seconds), len(settings.thread_counts)
+        each_round, counts = settings.plan.round_seconds(bench.floats.turn_seconds), len(settings.thread_counts)
         if settings.time_budget is None or ends is None:
             takes = 2 * counts * (2 * bench.floats.build_seconds + each_round * settings.proof[0])
             return Budget(settings.search_builds, settings.trial_builds, None, settings.proof, proof_seconds=takes)
@@ -74,7 +73,7 @@ class Budget:
             share, files = FRONT_SHARE, max(2, min(POINTS, int(FRONT_SHARE * settings.time_budget / least)))
         most = int(share * settings.time_budget / (2 * counts * files * each_round))
         proof = tuple(n for n in settings.proof if n <= most) or (max(LEAST_ROUNDS, min(most, settings.proof[0])),)
-        rounds = each_round * proof[0] + start_inferences(settings.plan) * bench.floats.turn_seconds
+        rounds = each_round * proof[0] + settings.plan.start_seconds(bench.floats.turn_seconds)
         meeting = (1 + files) * bench.floats.build_seconds + files * rounds
         # Two pairs of builds are bounded to some 15 %: four, where they are cheap, decide on smaller gains.
         pairs = next((n for n in BUILD_LOOKS[1::-1] if n * counts * meeting <= share * settings.time_budget), PAIRS)

@@ -10,7 +10,6 @@ from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.engines.runner import insist, time_limit, unlogged
 from qdqtune.errors import BaselineFailed
-from qdqtune.measurement.pairing import start_inferences
 from qdqtune.placement.possible import possible_edges
 from qdqtune.tuning.budget import PAIRED, calibration_seconds, pace
 from qdqtune.tuning.folder import OutputFolder
@@ -65,21 +64,21 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
         observer.stage("timing what calibration takes")
         start, each = pace(subject.prepared)
     latency = float(np.median(measured.a))
-    slot = max(latency, settings.plan.slot_seconds)
     schemes = len(subject.patterns) * settings.config.schemes_per_region
     trials = min(settings.search_builds, schemes + 5) if _has_candidates(subject) else 0
     build, judged = handle.build_seconds, len(subject.accuracy)
     calibrating = 0.0
     if settings.calibration_cache is None:
         calibrating = calibration_seconds(subject.prepared, settings.calibration, start, each)
-    inferences = judged + profiled_runs(latency) + start_inferences(settings.plan)
-    per_trial = build + latency * inferences + 4 * slot * settings.plan.looks[0]
+    plan, each_round = settings.plan, settings.plan.round_seconds(latency)
+    per_trial = build + latency * (judged + profiled_runs(latency)) + plan.start_seconds(latency)
+    per_trial += each_round * plan.looks[0]
     counts = len(settings.thread_counts)
-    proof = counts * 2 * (2 * build + 4 * slot * settings.proof[0]) if trials else 0.0
+    proof = counts * 2 * (2 * build + each_round * settings.proof[0]) if trials else 0.0
     float_model = start + build + latency * (2 * judged + profiled_runs(latency))
     foretelling = 2 * start + each * judged * (1 + PAIRED) + NOISE_INFERENCES * each if settings.limits.are_set else 0.0
     rewriting = most_builds(settings, subject)
-    first = rewriting * (build + 2 * slot * settings.plan.looks[0])
+    first = rewriting * (build + each_round / 2 * plan.looks[0])
     # Some comparisons take longer to decide; in return candidates are faster, and fewer than there may be.
     seconds = calibrating + float_model + foretelling + first + trials * per_trial + proof
     if settings.time_budget is not None:

@@ -28,11 +28,11 @@ from qdqtune.types import Array, Failure, Measurement, Placement, Proposal, Samp
 FUTILE = 0.997
 """A candidate whose median ratio is no better than this at a look is not worth more rounds."""
 
-PROFILED = (12, 400)
-"""The least and the most inferences behind a layer report."""
+PROFILED = (4, 12, 400)
+"""Inferences behind a layer report: the least, those that are enough in most cases, and the most."""
 
-PROFILED_SECONDS = 0.05
-"""How long they are to take in all, where that is within these numbers: short layers need many."""
+PROFILED_SECONDS = (0.05, 1.0)
+"""How long they are to take in all: at least, since short layers need many, and at most."""
 
 
 @dataclass(frozen=True)
@@ -190,8 +190,10 @@ class Station:
 
 def profiled_runs(seconds: float) -> int:
     """Inferences for a layer report of a model that takes so many seconds each."""
-    least, most = PROFILED
-    return most if seconds * most <= PROFILED_SECONDS else max(least, ceil(PROFILED_SECONDS / seconds))
+    (least, enough, most), (short, long) = PROFILED, PROFILED_SECONDS
+    if seconds * most <= short:
+        return most
+    return max(ceil(short / seconds), min(enough, max(least, ceil(long / seconds))))
 
 
 def _is_late(begun: float, deadline: float | None) -> bool:

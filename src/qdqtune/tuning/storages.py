@@ -48,7 +48,11 @@ MOST_KINDS = 6
 MOST_WEIGHTS = 2**22
 """Of one product that is tried: a larger one is tried with fewer outputs."""
 
-RUNS = 24
+RUNS = (4, 24)
+"""Inferences of a product in float and in each storage: the least and the most."""
+
+OPERATIONS = 2e10
+"""That these may take in all, multiplications with their additions: about a second."""
 
 MOST_MOMENTS = 2**31
 """Bytes of what products meet that are held for rounding by it."""
@@ -227,14 +231,21 @@ def _layers(size: Size, wanted: Sequence[Storage], subject: Subject, runner: Run
         Workload({"x": random.standard_normal((rows, size.inputs)).astype(dtype)}, workload.share)
         for rows, workload in zip(size.rows, subject.mix, strict=True)
     )
+    once = sum(size.rows) * size.inputs * _columns(size) * (1 + len(wanted))
+    runs = int(min(max(OPERATIONS / once, RUNS[0]), RUNS[1]))
     with temporary_folder() as folder, writing(folder):
         path = folder / "storages.onnx"
         save(Inserter(model, Ranges({}), subject.numbers).insert(Placement.of((), stored)), path)
-        return runner.report(path, mix, RUNS, f"storages_{size.name}")
+        return runner.report(path, mix, runs, f"storages_{size.name}")
+
+
+def _columns(size: Size) -> int:
+    """Outputs of the product that stands for all of such a size."""
+    return max(1, min(size.outputs, MOST_WEIGHTS // size.inputs))
 
 
 def _side_by_side(size: Size, wanted: Sequence[Storage]) -> Model:
-    columns = max(1, min(size.outputs, MOST_WEIGHTS // size.inputs))
+    columns = _columns(size)
     dtype = helper.tensor_dtype_to_np_dtype(size.dtype)
     rows = size.rows[0] if len(size.rows) == 1 else None
     random, names = np.random.default_rng(1), ["float", *(s.name for s in wanted)]
