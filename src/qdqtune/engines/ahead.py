@@ -21,6 +21,10 @@ Builder = Callable[[Path, Path, Path], float | Failure]
 """`Runner.compile` of a process that is there for it."""
 
 
+Plan = tuple[Path, float]
+"""What a build has written, and the seconds that it took."""
+
+
 class Ahead:
     """Builds by their logs, as many at once as there are builders, in the order in which they were begun. What they
     write lies in `folder`; `told` hears of those that nobody has taken."""
@@ -33,7 +37,7 @@ class Ahead:
         for builder in builders:
             self._idle.put(builder)
         self._pool: ThreadPoolExecutor | None = None
-        self._begun: dict[Path, Future[float | Failure]] = {}
+        self._begun: dict[Path, Future[Plan | Failure | None]] = {}
         self._is_over = False
 
     def begin(self, path: Path, log: Path) -> None:
@@ -43,21 +47,15 @@ class Ahead:
             self._pool = self._pool or ThreadPoolExecutor(self.count)
             self._begun[log] = self._pool.submit(copy_context().run, self._made, path, log)
 
-    def take(self, log: Path) -> tuple[Path, float] | Failure | None:
-        """What a build has written with the seconds that it took, when it is there, or why there is nothing; None where
-        none was begun, or one may succeed that has the machine for itself."""
+    def take(self, log: Path) -> Plan | Failure | None:
+        """What was built, when it is there, or why nothing was; None where nothing was begun, or where a build may
+        succeed that has the machine for itself."""
         if (build := self._begun.pop(log, None)) is None:
             return None
         while not wait([build], LOOK_SECONDS).done:
             if (looks := look()) is not None:
                 looks()
-        try:
-            made = build.result()
-        except EngineUnavailable:
-            return None
-        if isinstance(made, Failure):
-            return None if made.is_transient else made
-        return self._plan(log), made
+        return build.result()
 
     def close(self) -> None:
         """Give up what nobody has taken."""
@@ -69,16 +67,18 @@ class Ahead:
         if vain:
             self._told(f"{vain} build{'s' * (vain > 1)} made ahead of time for nothing")
 
-    def _plan(self, log: Path) -> Path:
-        return self._folder / f"{log.stem}.plan"
-
-    def _made(self, path: Path, log: Path) -> float | Failure:
-        builder = self._idle.get()
+    def _made(self, path: Path, log: Path) -> Plan | Failure | None:
+        plan, builder = self._folder / f"{log.stem}.plan", self._idle.get()
         try:
             with looking(self._check):
-                return builder(path, log, self._plan(log))
+                made = builder(path, log, plan)
+        except EngineUnavailable:
+            return None
         finally:
             self._idle.put(builder)
+        if isinstance(made, Failure):
+            return None if made.is_transient else made
+        return plan, made
 
     def _check(self) -> None:
         if self._is_over:

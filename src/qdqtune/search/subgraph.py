@@ -122,7 +122,9 @@ class SubgraphSearch:
         base, lost = best_of(history[:asked]), set[int]()
         has_won = any(t.placement == self.raw and t.accepted for t in history[:asked])
         faster = self._faster_elsewhere(base, history[:asked])
-        pending = [faster if faster or has_won else self._missing(base)]
+        accepted = (Change(n, self.raw, saved) for n, saved in self.gains.items())
+        missing = [change for change in accepted if self._differs(change.number, base, self.raw)]
+        pending = [faster if faster or has_won else missing]
         least = WORTH_A_BUILD * self.total_ms if has_won else 0.0
         while pending:
             batch, *pending = pending
@@ -142,10 +144,6 @@ class SubgraphSearch:
                 pending = [batch[: len(batch) // 2], batch[len(batch) // 2 :], *pending]
             else:
                 lost.add(batch[0].number)
-
-    def _missing(self, base: Placement) -> Batch:
-        """The accepted groups that the best placement lacks."""
-        return [Change(n, self.raw, saved) for n, saved in self.gains.items() if self._differs(n, base, self.raw)]
 
     def _faster_elsewhere(self, base: Placement, history: Sequence[Trial]) -> Batch:
         """Groups by what they would save if they were as in the build that ran them fastest."""

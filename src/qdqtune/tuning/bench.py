@@ -105,7 +105,7 @@ class Bench:
             return
         reference = self.floats.outputs
         for job in jobs if self._runner.ahead.count else ():
-            self._loaded.begin(job.proposal.placement, job.log_name)
+            self._loaded.begin(job.proposal.placement, f"trial_{job.number:03}")
         ask = [partial(Station.trial, job=job, reference=reference, deadline=self.deadline) for job in jobs]
         with closing(self._crew.answers(ask)) as answers, closing(self._runner.ahead):
             for _, trial in answers:

@@ -302,7 +302,7 @@ class Candidacy:
         proposal = Proposal("front", point.placement, predicted=point.spot.ratio)
         number = len(self._history) + len(self.trials) + 1
         trial = Trial(number, proposal, Placement(), Failure("run", "not measured yet"))
-        seen, store = _seen_key(point.placement), self._run.store
+        seen, store = f"seen:{point.placement.digest}", self._run.store
 
         def look(handle: Handle) -> None:
             store.put(seen, self._looked_at(handle))
@@ -351,10 +351,6 @@ def _slower(met: Measurement, by: float) -> Measurement:
 
 def _noise(trial: Trial) -> float:
     return 0.0 if trial.accuracy is None else trial.accuracy.noise
-
-
-def _seen_key(placement: Placement) -> str:
-    return f"seen:{placement.digest}"
 
 
 def move_model(file: Path, target: Path, run: Run, placement: Placement) -> None:

@@ -59,7 +59,8 @@ def noise_of(run: Run) -> Noise | None:
     found when a search does, and then read from the store. Where ONNX Runtime does not run the model with switches, all
     values count the same, and the builds tell the rest.
     """
-    subject, limits, loudest = run.subject, run.limits, _loudest(run)
+    subject, limits = run.subject, run.limits
+    loudest = {edge: min(shares, key=lambda s: (s.bytes_per_weight, s.name)) for edge, shares in run.ways.items()}
     is_front = run.settings.front
     if run.budget.is_late or (not limits.are_set and not is_front):
         return None
@@ -106,11 +107,6 @@ def _latest(run: Run, share: float) -> float:
     if deadline is None:
         return now + max(LONG, share * run.budget.builds * run.bench.trial_seconds)
     return now + share * (deadline - now)
-
-
-def _loudest(run: Run) -> dict[Edge, Storage]:
-    """The storage of each weight that keeps least of it."""
-    return {edge: min(shares, key=lambda s: (s.bytes_per_weight, s.name)) for edge, shares in run.ways.items()}
 
 
 def _of_values(run: Run, tensors: Iterable[str], floor: float, share: float) -> Mapping[str, float]:

@@ -164,7 +164,8 @@ class _Contest:
         for form in FORMS[name]:
             if form == "pairs" and not settings.has_pairs:
                 continue
-            if self._is_spent(form):
+            wanted = 1 + (form not in self.champion.builds)
+            if self._is_late(READINGS) or self.found.builds + wanted > MOST_BUILDS:
                 self._note(f"rewrite {name} was not tried: no room for its builds")
                 return
             tried = self._met(name, form, challenger)
@@ -175,10 +176,6 @@ class _Contest:
                 self.champion = challenger
             if tried.kept or tried.ratio is None:
                 return
-
-    def _is_spent(self, form: Form) -> bool:
-        wanted = 1 + (form not in self.champion.builds)
-        return self._is_late(READINGS) or self.found.builds + wanted > MOST_BUILDS
 
     def _is_late(self, readings: float = 0.0) -> bool:
         """Whether what takes so many times as long as reading the model goes beyond the share of the time."""

@@ -80,11 +80,6 @@ class Job:
     against: Placement
     known: Trial | None = None
 
-    @property
-    def log_name(self) -> str:
-        """Of the log of its build."""
-        return f"trial_{self.number:03}"
-
 
 class Station:
     """Measures on one device. Only ratios of what was built here leave it, as pairs of samples."""
@@ -149,7 +144,7 @@ class Station:
 
     def _ran(self, job: Job) -> tuple[Handle | Failure, list[dict[str, Array]] | Failure]:
         """A build of a candidate, and its outputs."""
-        candidate = self.loaded.load(job.proposal.placement, job.log_name)
+        candidate = self.loaded.load(job.proposal.placement, f"trial_{job.number:03}")
         if isinstance(candidate, Failure):
             return candidate, candidate
         return candidate, self.runner.outputs(candidate, self._conditions.samples)

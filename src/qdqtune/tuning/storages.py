@@ -89,7 +89,8 @@ def ways(
     wants none, the engine has none, or the model has nothing to gain."""
     wanted = wanted_storages(settings)
     weights = {e: w for e in storable_edges(subject.shaped) if (w := weight_at(subject.shaped, e)) is not None}
-    weights = {e: w for e, w in weights.items() if w.node.op != "Gather" and _is_chosen(subject, settings, e)}
+    chosen = {e.node for e in (subject.possible if settings.node_filter else weights)}
+    weights = {e: w for e, w in weights.items() if w.node.op != "Gather" and e.node in chosen}
     if not wanted or sum(w.constant.nbytes for w in weights.values()) < LEAST_BYTES:
         return {}
     spent = _spent(subject.shaped, float_layers(), weights)
@@ -148,10 +149,6 @@ def products_of(settings: Settings, subject: Subject) -> Moments:
         return Awaited(tensors, lambda: moments(model, tensors, samples))
 
     return met
-
-
-def _is_chosen(subject: Subject, settings: Settings, edge: Edge) -> bool:
-    return not settings.node_filter or any(e.node == edge.node for e in subject.possible)
 
 
 def _spent(model: Model, layers: Sequence[Layer], weights: Mapping[Edge, Weight]) -> dict[Edge, float]:

@@ -166,7 +166,7 @@ def fingerprint(settings: Settings, subject: Subject, engine: Mapping[str, str])
         "graph JSON": _digest("--graph-json", settings.graph_json),
         "quant type": settings.quant_type,
         "rewrites": settings.rewrites,
-        "formats": _formats(settings),
+        "formats": ",".join("pairs" if f == settings.quant_type else f for f in settings.formats or ("all",)),
         "weight rounding": settings.weight_rounding,
         "equalization": how.equalization,
         "seed": settings.seed,
@@ -184,11 +184,6 @@ def fingerprint(settings: Settings, subject: Subject, engine: Mapping[str, str])
         + (f", {len(subject.accuracy)} of them held out)" if subject.held_out else ")"),
         "calibration cache": _digest("--calibration-cache", settings.calibration_cache),
     }
-
-
-def _formats(settings: Settings) -> str:
-    names = ("pairs" if name == settings.quant_type else name for name in settings.formats or ("all",))
-    return ",".join(names)
 
 
 def _digest(option: str, path: Path | None) -> str | None:

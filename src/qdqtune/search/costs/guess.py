@@ -15,7 +15,7 @@ from qdqtune.graph.operators import elements, work
 from qdqtune.search.costs.noise import Noise
 from qdqtune.search.costs.optimum import cut_within
 from qdqtune.search.costs.prices import Costs, Price
-from qdqtune.search.costs.units import Partition, Unit, partition, usual_groups
+from qdqtune.search.costs.units import Unit, partition, usual_groups
 from qdqtune.types import Edge, Placement
 
 ELEMENTS = 0.2
@@ -30,18 +30,14 @@ def guesses(model: Model, possible: frozenset[Edge], noise: Noise | None) -> Cal
     if noise is None:
         return lambda _: Placement()
     parts = partition(model, possible, usual_groups(model, possible))
-    costs = _presumed(parts)
+    # Prices in elements that are copied.
+    border = {tensor: elements(model, tensor) for tensor in parts.edges}
+    costs = Costs(parts, tuple(_price(model, unit) for unit in parts.units), quantize=border, dequantize=border)
 
     def guess(allowed: float) -> Placement:
         return parts.placement(cut_within(costs, noise, allowed))
 
     return guess
-
-
-def _presumed(parts: Partition) -> Costs:
-    """Prices in elements that are copied."""
-    border = {tensor: elements(parts.model, tensor) for tensor in parts.edges}
-    return Costs(parts, tuple(_price(parts.model, unit) for unit in parts.units), quantize=border, dequantize=border)
 
 
 def _price(model: Model, unit: Unit) -> Price:

@@ -9,7 +9,6 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from qdqtune.engines import shapes
@@ -95,7 +94,8 @@ def profile(run: Run) -> Profiled:
         settings.incremental_validation,
     )
     notes = _notes(grouped, layers, timed)
-    _write_log(settings.output_dir / "logs" / LOG, [*grouped.lines(), *notes])
+    with writing(log := settings.output_dir / "logs" / LOG):
+        log.write_text("\n".join([*grouped.lines(), *notes, ""]), encoding="utf-8")
     return Profiled(search, progress, kinds, why, notes, profiler.builds, profiler.engine_seconds)
 
 
@@ -157,8 +157,3 @@ def _notes(grouped: Grouping, layers: Sequence[Layer], timed: bool) -> tuple[str
         what = "no layer times" if layers else "no layers"
         notes.append(f"the engine reports {what}: groups were compared by their total latency, reformats included")
     return tuple(notes)
-
-
-def _write_log(path: Path, lines: Sequence[str]) -> None:
-    with writing(path):
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -299,15 +299,13 @@ class Profiler:
         result: Measurement | Failure | None = None
         if isinstance(layers, Failure):
             result, layers = layers, ()
-        elif self._is_hopeful(part, Answer(scheme, part.schemes[scheme], None, layers), floats):
-            rounds = rounds_of(runner, float_form, handle, ROUNDS, self._seed)
-            result = compare(rounds, ROUNDS, decided=lambda r: abs(r.median - 1) > CLEAR)
+        else:
+            known = profile_of(part.model, floats, [Answer(scheme, part.schemes[scheme], None, layers)])
+            if not self._timed or any(option.ms < HOPE * known.float_ms for option in known.options):
+                rounds = rounds_of(runner, float_form, handle, ROUNDS, self._seed)
+                result = compare(rounds, ROUNDS, decided=lambda r: abs(r.median - 1) > CLEAR)
         runner.unload(handle)
         return {"result": None if result is None else pack_result(result), "layers": pack_layers(layers)}
-
-    def _is_hopeful(self, part: _Part, answer: Answer, floats: Sequence[Layer]) -> bool:
-        known = profile_of(part.model, floats, [answer])
-        return not self._timed or any(option.ms < HOPE * known.float_ms for option in known.options)
 
     def _layers(self, runner: Runner, handle: Handle) -> tuple[Layer, ...] | Failure:
         return runner.layers(handle, PROFILED_RUNS) if self._timed else ()
