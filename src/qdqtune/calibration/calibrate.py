@@ -99,7 +99,7 @@ def _minmax(model: Model, tensors: Sequence[str], samples: Iterable[Sample]) -> 
 
 def _histograms(model: Model, tensors: Sequence[str], samples: Iterable[Sample]) -> dict[str, Histogram]:
     histograms = {tensor: Histogram() for tensor in tensors}
-    for _, tensor, values in observe(model, tensors, samples):
+    for tensor, values in observe(model, tensors, samples):
         histograms[tensor].add(values)
     return histograms
 

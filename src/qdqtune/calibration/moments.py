@@ -60,7 +60,7 @@ def moments(model: Model, tensors: Sequence[str], samples: Iterable[Sample]) -> 
     """
     sums: dict[str, Array] = {}
     rows: dict[str, int] = {}
-    for _, tensor, values in observe(model, list(tensors), samples):
+    for tensor, values in observe(model, list(tensors), samples):
         flat = np.asarray(values, np.float64).reshape(-1, values.shape[-1])
         sums[tensor] = sums[tensor] + flat.T @ flat if tensor in sums else flat.T @ flat
         rows[tensor] = rows.get(tensor, 0) + len(flat)

@@ -11,7 +11,6 @@ from copy import deepcopy
 from functools import cache, partial
 from itertools import islice
 from math import prod
-from typing import NamedTuple
 
 import onnx
 from onnx import TensorProto, helper
@@ -38,29 +37,15 @@ MANY = 4000
 """Nodes beyond which a model is run as it is: ONNX Runtime takes a time to optimize that grows with their square."""
 
 
-class Seen(NamedTuple):
-    """The values of a tensor on sample number `sample`."""
-
-    sample: int
-    tensor: str
-    values: Array
-
-
 def observe(
-    model: Model,
-    tensors: Sequence[str],
-    samples: Iterable[Sample],
-    *,
-    widen: bool = True,
-    memory: int | None = MEMORY,
-    threads: int = 0,
-) -> Iterator[Seen]:
-    """The values of any tensors of the main graph on all samples, in memory that does not grow with their number.
+    model: Model, tensors: Sequence[str], samples: Iterable[Sample], *, widen: bool = True, memory: int | None = MEMORY
+) -> Iterator[tuple[str, Array]]:
+    """Any tensors of the main graph with their values on each sample, in memory that does not grow with their number.
 
     Tensors come in their order, one batch after the other, and each batch sample by sample. A batch holds as many as
     fit into `memory` bytes (those of the first sample, where shapes are not static; None: all), and takes a pass over
     the samples, which are no iterator therefore. float16 and bfloat16 values are widened to float32 unless `widen` is
-    False. `threads` 0 stands for all cores.
+    False.
 
     Raises:
         BadData: no sample.
@@ -68,9 +53,9 @@ def observe(
     """
     for batch in _batches(model, tensors, samples, memory):
         shown = _showing(model, batch, widen=widen)
-        for number, outputs in enumerate(outputs_on(shown, samples, threads=threads)):
+        for outputs in outputs_on(shown, samples):
             for tensor, name in zip(batch, shown.outputs, strict=True):
-                yield Seen(number, tensor, outputs.pop(name))
+                yield tensor, outputs.pop(name)
 
 
 def passes(model: Model, tensors: Sequence[str], samples: Iterable[Sample]) -> int:
@@ -84,10 +69,10 @@ def values_on(model: Model, tensors: Sequence[str], sample: Sample) -> dict[str,
     Raises:
         BadModel: ONNX Runtime cannot run the model.
     """
-    return {seen.tensor: seen.values for seen in observe(model, tensors, [sample], widen=False, memory=None)}
+    return dict(observe(model, tensors, [sample], widen=False, memory=None))
 
 
-def outputs_on(model: Model, samples: Iterable[Sample], *, threads: int = 0) -> Iterator[dict[str, Array]]:
+def outputs_on(model: Model, samples: Iterable[Sample]) -> Iterator[dict[str, Array]]:
     """All outputs of a model by name, sample by sample.
 
     Raises:
@@ -95,7 +80,7 @@ def outputs_on(model: Model, samples: Iterable[Sample], *, threads: int = 0) -> 
         BadModel: ONNX Runtime cannot run the model.
     """
     sample = None
-    with running(model, threads=threads, fuse=len(model.proto.graph.node) <= MANY) as run:
+    with running(model, fuse=len(model.proto.graph.node) <= MANY) as run:
         for sample in samples:
             outputs = run([sample])
             if isinstance(outputs, Failure):
@@ -107,17 +92,17 @@ def outputs_on(model: Model, samples: Iterable[Sample], *, threads: int = 0) -> 
 
 
 @contextmanager
-def running(model: Model, *, threads: int = 0, fuse: bool = True) -> Iterator[Run]:
+def running(model: Model, *, fuse: bool = True) -> Iterator[Run]:
     """A model in a process of its own. One that cannot be built gives that failure for whatever it is asked."""
-    with running_in_several(model, 1, threads=threads, fuse=fuse) as (run,):
+    with running_in_several(model, 1, fuse=fuse) as (run,):
         yield run
 
 
 @contextmanager
-def running_in_several(model: Model, count: int, *, threads: int = 0, fuse: bool = True) -> Iterator[tuple[Run, ...]]:
-    """`running` in so many processes side by side, which share the cores: `threads` are those of all together. Each
-    builds the model when it is asked for the first time, and may be asked in another thread."""
-    spec = EngineSpec("onnxruntime", {"threads": max(1, (threads or cores()) // count), "fuse": fuse})
+def running_in_several(model: Model, count: int, *, fuse: bool = True) -> Iterator[tuple[Run, ...]]:
+    """`running` in so many processes side by side, which share the cores. Each builds the model when it is asked for
+    the first time, and may be asked in another thread."""
+    spec = EngineSpec("onnxruntime", {"threads": max(1, cores() // count), "fuse": fuse})
     with ExitStack() as stack:
         folder = stack.enter_context(temporary_folder())
         path = stack.enter_context(constants_to_share()).write(model, "observed")

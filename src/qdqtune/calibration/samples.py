@@ -175,12 +175,12 @@ def open_samples(
         return _random(model, specs, seed, limit or 8)
     path = Path(source)
     if path.suffix == ".npz" or path.is_file():
-        produce, digest = _from_file(path, specs, fixed), _digest([path])
+        produce, digest = _from_files([path], specs, fixed), _digest([path])
     elif path.is_dir():
         files = sorted(f for f in path.iterdir() if f.suffix in (".npy", ".npz"))
         if not files:
             raise BadData(f"{path} holds no .npy or .npz file")
-        produce, digest = _from_folder(files, specs, fixed), _digest(files)
+        produce, digest = _from_files(files, specs, fixed), _digest(files)
     elif ":" in source and os.sep + ":" not in source:
         produce, digest = _from_callable(source, specs, fixed)
     else:
@@ -227,11 +227,7 @@ def _digest(files: Iterable[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _from_file(path: Path, specs: tuple[InputSpec, ...], fixed: Collection[str]) -> Callable[[], Iterator[Sample]]:
-    return lambda: _split(read_arrays(path, specs), specs, fixed, str(path))
-
-
-def _from_folder(
+def _from_files(
     files: list[Path], specs: tuple[InputSpec, ...], fixed: Collection[str]
 ) -> Callable[[], Iterator[Sample]]:
     return lambda: (sample for path in files for sample in _split(read_arrays(path, specs), specs, fixed, str(path)))

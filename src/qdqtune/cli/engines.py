@@ -20,7 +20,7 @@ from qdqtune.cli import options
 from qdqtune.cli.grouped import command
 from qdqtune.cli.layers import profiled
 from qdqtune.cli.options import FILE, option, repeated
-from qdqtune.cli.output import print_json, print_lines, say_notes, show
+from qdqtune.cli.output import counted, print_json, print_lines, say_notes, show
 from qdqtune.commands.build import FORMATS, build
 from qdqtune.commands.check import Finding, allow, check, excuse, is_measured, lost_by_pairs
 from qdqtune.commands.cluster import ClusterState, examine_cluster
@@ -234,12 +234,8 @@ def _lines(
     drawn_in = sum(bool(OF_WEIGHTS.fullmatch(layer.precision)) for layer in running)
     also = f", {drawn_in} on weights in fewer bits" if drawn_in else ""
     ran = f"{placed(placement_in(strip_pairs(graph), graph))}, {low} of {len(running)} layers in 8 bits{also}"
-    notes = _counted(len(findings) - len(failing), "note")
-    yield f"{model} on {engine}: {ran}; {_counted(len(failing), 'finding')}{share}, {notes}"
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
+    notes = counted(len(findings) - len(failing), "note")
+    yield f"{model} on {engine}: {ran}; {counted(len(failing), 'finding')}{share}, {notes}"
 
 
 def _advice(findings: Sequence[Finding], measured: bool) -> Iterator[str]:
@@ -317,7 +313,7 @@ def _cluster(found: ClusterState) -> Table:
 def _verdict(found: ClusterState) -> str:
     count = len(found.devices)
     if found.difference is None:
-        return f"{count} device{'s' * (count > 1)}, all alike: a run may use them together"
+        return f"{counted(count, 'device')}, all alike: a run may use them together"
     return f"not alike, so that no run may use them together: {found.difference}"
 
 
@@ -334,7 +330,7 @@ def _engines(diagnosis: Diagnosis) -> Table:
 
 def _remarks(diagnosis: Diagnosis) -> Iterator[str]:
     cpu = diagnosis.processor
-    cores = f"{cpu.cores} core" + "s" * (cpu.cores != 1)
+    cores = counted(cpu.cores, "core")
     yield f"CPU: {cpu.name}, {cores} ({' '.join(cpu.isa) or 'no known instruction sets'}); {cpu.consequence}"
     for gpu in diagnosis.gpus:
         yield f"GPU: {gpu.name}, {gpu.memory}, compute capability {gpu.compute_capability}, driver {gpu.driver}"

@@ -13,7 +13,7 @@ import click
 from qdqtune.cli import options
 from qdqtune.cli.grouped import command
 from qdqtune.cli.options import flag, option
-from qdqtune.cli.output import print_json
+from qdqtune.cli.output import counted, print_json
 from qdqtune.cli.streams import escaped
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
@@ -87,7 +87,7 @@ def render(
     for region in shown:
         lines += _tree_lines(model, region, pattern_of.get(region), verbose)
     if hidden := summary.regions - len(shown):
-        lines += ["", f"Hidden: {_count(hidden, 'region')} without quantizable operators (--include-all-regions)"]
+        lines += ["", f"Hidden: {counted(hidden, 'region')} without quantizable operators (--include-all-regions)"]
     return "\n".join(map(escaped, (*lines, "", *_histogram(summary), "", *_pattern_lines(patterns))))
 
 
@@ -180,12 +180,12 @@ def _tree_lines(model: Model, region: Region, pattern: Pattern | None, verbose: 
     facts = [f"Direct nodes: {len(region.nodes)}", f"Total nodes (recursive): {len(region.all_nodes())}"]
     facts += [f"Children: {len(region.children)}", f"Flow: {flow_type(model, region)}"]
     if pattern is not None:
-        facts.append(f"Pattern: {pattern.digest} ({_count(len(pattern.instances), 'instance')})")
+        facts.append(f"Pattern: {pattern.digest} ({counted(len(pattern.instances), 'instance')})")
     if region.type is RegionType.LEAF:
         facts.append(f"Nodes: {', '.join(model.nodes[n].op for n in region.nodes)}")
         facts += [f"  - {model.nodes[n].name}" for n in region.nodes if verbose]
     for title, tensors in (("Inputs", region.inputs), ("Outputs", region.outputs)):
-        facts.append(f"{title}: {_count(len(tensors), 'tensor')}")
+        facts.append(f"{title}: {counted(len(tensors), 'tensor')}")
         facts += [f"  - {t}" for t in tensors if verbose]
     last = max(i for i, fact in enumerate(facts) if not fact.startswith(" "))
     for i, fact in enumerate(facts):
@@ -206,9 +206,5 @@ def _pattern_lines(patterns: Sequence[Pattern]) -> Iterator[str]:
     frequent = sorted(patterns, key=lambda p: -len(p.instances))[:MOST_FREQUENT]
     for p in frequent:
         ops = ", ".join(p.ops[:8]) + (f", ... ({len(p.ops)} nodes)" if len(p.ops) > 8 else "")
-        counts = f"{_count(len(p.instances), 'instance')}, {_count(len(p.points), 'point')}"
+        counts = f"{counted(len(p.instances), 'instance')}, {counted(len(p.points), 'point')}"
         yield f"  {p.digest}  {p.type.value:9s}  {counts}: {ops}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -35,10 +35,7 @@ NO_IMPROVEMENT = 3
 OPTIONS = (
     many.MODELS,
     option(
-        "-o --output-dir",
-        "Where everything goes. The same folder again resumes.",
-        FILE,
-        default=Path("qdqtune_output"),
+        "-o --output-dir", "Where everything goes. The same folder again resumes.", FILE, default=Path("qdqtune_output")
     ),
     option(
         "--mode",
@@ -114,11 +111,7 @@ OPTIONS = (
         "cut: besides the fastest, give points from the fastest to the most exact: front/NAME.onnx, each proven.",
     ),
     option("--pick", "Ship point NAME of a finished run with --front; measures nothing.", metavar="NAME"),
-    option(
-        "--time-budget",
-        "How long the whole run may take, proof included: 90s, 10m, 1h.",
-        callback=options.seconds,
-    ),
+    option("--time-budget", "How long the whole run may take, proof included: 90s, 10m, 1h.", callback=options.seconds),
     option("--timing-runs", "Most rounds of one comparison.  [20 | 48 | 96]", click.IntRange(12)),
     options.WARMUP_RUNS,
     options.REGIONS,

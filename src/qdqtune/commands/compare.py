@@ -202,20 +202,21 @@ def _listed(specs: Mapping[str, InputSpec]) -> str:
 
 
 def _row(a: Path, file: Path, measured: Sequence[Measurement], plan: Plan, exact: Accuracy | None) -> Row:
-    both = across_builds([ratio(m, plan) for m in measured], plan)
-    first = 1e3 * float(np.median([s for m in measured for s in m.a]))
-    other = 1e3 * float(np.median([s for m in measured for s in m.b]))
     sqnr, is_same = None if exact is None else exact.sqnr_db, content([a]) == content([file])
-    return Row(str(file), first, other, both, sqnr, rounds=tuple(measured), accuracy=exact, is_same=is_same)
+    return Row(str(file), *_judged(measured, plan), sqnr, rounds=tuple(measured), accuracy=exact, is_same=is_same)
 
 
 def _parts(measured: Sequence[Measurement], mix: Mix, plan: Plan) -> Iterator[Part]:
     """What the pairs of builds say of each of several workloads."""
     for workload, rounds in zip(mix, zip(*(m.parts for m in measured), strict=True), strict=False):
-        first = 1e3 * float(np.median([s for m in rounds for s in m.a]))
-        other = 1e3 * float(np.median([s for m in rounds for s in m.b]))
-        both = across_builds([ratio(m, plan) for m in rounds], plan)
-        yield Part(workload.name, workload.share, first, other, both)
+        yield Part(workload.name, workload.share, *_judged(rounds, plan))
+
+
+def _judged(measured: Sequence[Measurement], plan: Plan) -> tuple[float, float, Ratio]:
+    """The median milliseconds of either file, and how they compare."""
+    first = 1e3 * float(np.median([s for m in measured for s in m.a]))
+    other = 1e3 * float(np.median([s for m in measured for s in m.b]))
+    return first, other, across_builds([ratio(m, plan) for m in measured], plan)
 
 
 class _Seen(NamedTuple):

@@ -17,6 +17,9 @@ from qdqtune.graph.model import Model
 from qdqtune.tuning.subgraphs.extraction import Resolved, borders, extract
 from qdqtune.types import Failure, Sample
 
+MOST = 8
+"""Wrong parts that are looked for in one model."""
+
 
 @dataclass(frozen=True)
 class WrongPart:
@@ -78,15 +81,15 @@ class CutOff:
         return [{tensor: sample[name] for tensor, name in names.items()} for sample in values]
 
 
-def wrong_parts(cut: CutOff, limit: float, most: int = 8) -> tuple[WrongPart, ...]:
-    """The parts that an engine computes with more noise than `limit`, at most so many, by halving.
+def wrong_parts(cut: CutOff, limit: float) -> tuple[WrongPart, ...]:
+    """The parts that an engine computes with more noise than `limit`, at most `MOST`, by halving.
 
     Two searches each: the earliest end at which the outputs are wrong, then the latest start. One wrong part among n
     nodes takes about 2 log2(n) parts on the engine, and the exact values around each.
     """
     start, stop = 0, len(cut.model.nodes)
     wrong: list[WrongPart] = []
-    while start < stop and len(wrong) < most and cut.noise(start, stop) > limit:
+    while start < stop and len(wrong) < MOST and cut.noise(start, stop) > limit:
         start, end = _narrowed(cut, start, stop, limit)
         loud = cut.noise(start, end)
         names = tuple(node.name for node in cut.model.nodes[start:end])

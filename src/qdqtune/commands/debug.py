@@ -358,7 +358,7 @@ class _Debugging:
         found = {p.tensor: _ends(model.constants[p.tensor].array()) for p in pairs if p.tensor in model.constants}
         if computed := [p.tensor for p in pairs if p.tensor not in found]:
             self._probe.runs += 1
-            for _, tensor, values in observe(model, list(dict.fromkeys(computed)), self._probe.samples):
+            for tensor, values in observe(model, list(dict.fromkeys(computed)), self._probe.samples):
                 low, high = _ends(values)
                 before = found.get(tensor, (low, high))
                 found[tensor] = min(low, before[0]), max(high, before[1])

@@ -85,8 +85,7 @@ def _own(model: Model, pairs: Mapping[str, Quantization], samples: Sequence[Samp
     fixed = {t: model.constants[t].array() for t in pairs if t in model.constants}
     computed = [t for t in pairs if t not in fixed]
     power = {tensor: np.zeros(2) for tensor in pairs}
-    seen = ((tensor, values) for _, tensor, values in observe(model, computed, samples))
-    for tensor, exact in chain(fixed.items(), seen):
+    for tensor, exact in chain(fixed.items(), observe(model, computed, samples)):
         error = exact - scales.dequantize(scales.quantize(exact, pairs[tensor]), pairs[tensor])
         power[tensor] += np.square(exact.astype(np.float64)).sum(), np.square(error).sum()
     return {tensor: sqnr_of(noise / signal if noise else 0.0) for tensor, (signal, noise) in power.items()}

@@ -45,11 +45,7 @@ class Estimate:
 def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     """What `tune` would do, from one build of the float model. Calibrates nothing and leaves nothing behind."""
     observer = observer or Silent()
-    with (
-        time_limit(settings.time_limit),
-        OutputFolder(settings),
-        unlogged(settings.engine) as runner,
-    ):
+    with time_limit(settings.time_limit), OutputFolder(settings), unlogged(settings.engine) as runner:
         observer.stage(f"reading {settings.model.name}")
         subject = open_subject(settings, runner)
         check_files(settings, subject.shaped)
