@@ -125,6 +125,17 @@ def test_a_run_that_ran_out_of_time_goes_on(model: Path) -> None:
     assert len(short.history) < len(whole.history)
 
 
+def test_a_run_that_ended_within_its_time_answers_at_once(model: Path, workers: Workers) -> None:
+    bounded = settings(model, **MODES["cut"], time_budget=1e6)
+    first, before = tune(bounded), left(model)
+    workers.builds.clear()
+    assert replace(tune(bounded), summary={}, recorded=first.recorded) == replace(first, summary={})
+    assert left(model) == before
+    assert not workers.builds
+    tune(replace(bounded, time_budget=2e6))
+    assert workers.builds
+
+
 def test_a_version_that_makes_other_candidates_ships_nothing_else(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, before = run(model), left(model)
     monkeypatch.setattr(store, "CANDIDATES", store.CANDIDATES + 1)

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -26,12 +27,15 @@ PARTS = Path(__file__).parent / "page"
 
 
 def write_report(report: Report, path: Path) -> None:
-    """Write a report.
+    """Write a report, unless it is written already.
 
     Raises:
         OutputError: the file cannot be written.
     """
     page = render(report)
+    with suppress(OSError, UnicodeDecodeError):
+        if path.read_text(encoding="utf-8") == page:
+            return
     with appearing(path) as fresh:
         fresh.write_text(page, encoding="utf-8")
 

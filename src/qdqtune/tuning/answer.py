@@ -30,7 +30,8 @@ from qdqtune.types import Placement, Proposal, Trial
 
 PLACES = frozenset({"workers", "cores_per_worker", "ray"})
 UNASKED = PLACES | {"output_dir", "state_file", "restart", "time_budget", "time_limit", "command", "price_cache"}
-"""Settings that a finished run does not hang on: one that ran out of time is not finished."""
+"""Settings that a finished run does not hang on. A time budget counts where it was given: one that was too short may
+have left something to find."""
 
 ROWS = (UnitPrice, GroupOutcome)
 """What modes tell of their parts."""
@@ -69,14 +70,14 @@ def remember(result: Result, ready: Ready) -> None:
         "summary": _lasting(dict(result.summary)),
         "files": dict(_files(ready)),
     }
-    key = _key(ready)
+    key, _ = _keys(ready)
     if ready.store.get(key) != {"key": key, **json.loads(json.dumps(record))}:
         ready.store.put(key, record)
 
 
 def recalled(ready: Ready) -> Result | None:
     """What the same command has answered before; None if it has not, or if its files are not as it left them."""
-    record = ready.store.get(_key(ready))
+    record = next((known for key in _keys(ready) if (known := ready.store.get(key)) is not None), None)
     if record is None:
         return None
     try:
@@ -101,15 +102,19 @@ def recalled(ready: Ready) -> Result | None:
     )
 
 
-def _key(ready: Ready) -> str:
-    """The name of the question: all settings that matter, and what they refer to."""
+def _keys(ready: Ready) -> tuple[str, str]:
+    """The names of the question, all settings that matter and what they refer to: as it was asked, and without a limit
+    of time, which answers it as well."""
     settings = ready.settings
     asked = [f"{f.name} {getattr(settings, f.name)!r}" for f in fields(settings) if f.name not in UNASKED]
     asked += [f"thread_counts {settings.thread_counts}"] if settings.deploy_threads is None else []
     more = (path for path in (settings.qdq_baseline, settings.pattern_cache) if path is not None and path.is_file())
     read = [*files_of(settings.model), *more]
     metric = ready.evaluation.digest if ready.evaluation else ""
-    return "finished:" + hashlib.sha256("\n".join([*asked, metric, content(read)]).encode()).hexdigest()[:16]
+    budget = [] if settings.time_budget is None else [f"time_budget {settings.time_budget!r}"]
+    both = ("\n".join([*asked, *limit, metric, content(read)]) for limit in (budget, []))
+    bounded, free = (f"finished:{hashlib.sha256(text.encode()).hexdigest()[:16]}" for text in both)
+    return bounded, free
 
 
 def _files(ready: Ready) -> Iterator[tuple[str, str]]:

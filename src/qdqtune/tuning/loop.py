@@ -21,7 +21,7 @@ from qdqtune.tuning.folder import RUN, SUMMARY
 from qdqtune.tuning.front import prove_front
 from qdqtune.tuning.modes.table import MODES
 from qdqtune.tuning.observer import SEARCHING, Observer, Several, Silent, State
-from qdqtune.tuning.proof import lost, prove
+from qdqtune.tuning.proof import Proof, lost, prove
 from qdqtune.tuning.records import summary_of, write_json, write_records
 from qdqtune.tuning.result import Result
 from qdqtune.tuning.rewritten import with_rewrites
@@ -48,14 +48,14 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
         if (note := advice.busy(settings.engine)) is not None:
             observer.note(note)
         with open_run(with_rewrites(ready)) as run:
-            result = _finished(run, watch, diary)
-        if settings.time_budget is None:  # else there may be more to find
+            result, is_done = _finished(run, watch, diary)
+        if is_done:
             remember(result, ready)
         return result
 
 
-def _finished(run: Run, watch: Stopwatch, diary: Diary) -> Result:
-    """Search and prove, and write down what came out."""
+def _finished(run: Run, watch: Stopwatch, diary: Diary) -> tuple[Result, bool]:
+    """Search and prove, and write down what came out; and whether the same command would find nothing more."""
     settings, budget = run.settings, run.budget
     if not budget.is_late:
         run.bench.layers()  # kept for whoever looks at the run, as long as the float build is at hand
@@ -88,7 +88,14 @@ def _finished(run: Run, watch: Stopwatch, diary: Diary) -> Result:
     told = {**told, "notes": notes, "seconds": round(watch.session, 2)}
     for name, content in {SUMMARY: summary, RUN: told, **recorded.files}.items():
         write_json(settings.output_dir / name, content)
-    return Result(proof.shipped, proof.placement, proof.ratio, summary, tuple(history), notes, recorded)
+    result = Result(proof.shipped, proof.placement, proof.ratio, summary, tuple(history), notes, recorded)
+    return result, shortfall is None and (not budget.is_late or _is_proven(proof, history, run))
+
+
+def _is_proven(proof: Proof, history: Sequence[Trial], run: Run) -> bool:
+    """Whether what the search was for has proven itself, so that more time for the proof would change nothing."""
+    is_told = proof.ratio is not None or not run.subject.rewrites.names
+    return bool(history) and is_told and proof.placement == best_of(history) and not run.settings.front
 
 
 def search(strategy: Strategy, run: Run, observer: Observer, budget: Budget) -> list[Trial]:
