@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,16 @@ import onnx
 import pytest
 
 from models import feeds
-from qdqtune.calibration.methods import CLOSEST
+from qdqtune.calibration.methods import CLOSEST, Calibration
+from qdqtune.calibration.prepare import Data, prepare
+from qdqtune.calibration.samples import Samples
 from qdqtune.engines import EngineSpec
+from qdqtune.tuning.budget import affordable
 from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.result import Result
+from qdqtune.types import Sample
 from runs import cost, mixed, settings, write
 from workers import Workers
 
@@ -101,6 +106,19 @@ def test_a_search_with_builds_left_ends_in_time(model: Path, clock: Clock, worke
     assert 1 <= len(result.history) < 30
     shipped, baseline = (cost(model.parent / "out" / name) for name in ("optimized_final.onnx", "baseline.onnx"))
     assert shipped <= baseline <= 1.0001 * cost(model)
+
+
+def test_calibration_ends_where_a_pass_takes_longer_than_foretold(clock: Clock) -> None:
+    def produce() -> Iterator[Sample]:
+        for sample in feeds(mixed(), SAMPLES):
+            clock.spend(1.0)
+            yield sample
+
+    prepared, notes = prepare(mixed(), Data(), most=0), Notes()
+    prepared = replace(prepared, calibration=Samples("slow", "", False, produce))
+    given = affordable(prepared, Calibration("minmax"), clock.now + 40.0, notes)
+    assert 3 <= sum(1 for _ in given.prepared.calibration) <= 5  # an eighth of the time that is left
+    assert notes.said[0].startswith("--time-budget has no room for all calibration samples: ")
 
 
 @pytest.mark.usefixtures("clock")

@@ -153,20 +153,21 @@ def affordable(prepared: Prepared, how: Calibration, ends: float | None, observe
         observer.note("--time-budget has no room to compare ways to calibrate: ranges by mse, without bias correction")
         how, share = Calibration("mse", how.percentile), 1.0
     most = max(1, int(share * left / max(seconds * _inferences(prepared, how), 1e-9)))
-
-    def produce() -> Iterator[Sample]:
-        for number, sample in enumerate(prepared.calibration):
-            if number == most:
-                tell()
-                return
-            yield sample
-
+    each_pass = share * left / (1 if how.method == "minmax" else _passes(prepared))
     told: list[str] = []
 
-    def tell() -> None:
-        if not told:
-            told.append(f"--time-budget has no room for all calibration samples: {most} of them")
-            observer.note(told[0])
+    def produce() -> Iterator[Sample]:
+        nonlocal most
+        started = time.monotonic()
+        for number, sample in enumerate(prepared.calibration):
+            if number and time.monotonic() - started > each_pass:  # it takes longer than foretold
+                most = min(most, number)
+            if number == most:
+                if not told:
+                    told.append(f"--time-budget has no room for all calibration samples: {most} of them")
+                    observer.note(told[0])
+                return
+            yield sample
 
     limited = replace(prepared.calibration, produce=produce)
     return Calibrating(replace(prepared, calibration=limited), how, lambda: time.monotonic() > begun + left)
@@ -196,7 +197,8 @@ def calibration_seconds(prepared: Prepared, how: Calibration, start: float, each
 def _inferences(prepared: Prepared, how: Calibration) -> float:
     """Inferences that take as long as calibrating on one sample: each pass runs what its tensors need, half of the
     model on average."""
-    model = prepared.shaped
-    if how.method == "minmax":
-        return SHOWN
-    return SHOWN * (1 + passes(model, candidate_tensors(model), prepared.calibration)) / 2
+    return SHOWN if how.method == "minmax" else SHOWN * (1 + _passes(prepared)) / 2
+
+
+def _passes(prepared: Prepared) -> int:
+    return passes(prepared.shaped, candidate_tensors(prepared.shaped), prepared.calibration)

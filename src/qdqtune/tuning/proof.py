@@ -181,9 +181,13 @@ class _Contest:
         return False
 
     def _meetings(self, placement: Placement) -> Iterator[_Meeting]:
-        """Place by place, until one says no; the float model is no other one at other threads."""
+        """Place by place, until one says no, or there is no time to win at another one; the float model is no other
+        one at other threads."""
         found, is_won = self.places if placement or self.is_rewritten else self.places[:1], False
-        for place in found:
+        begun = time.monotonic()
+        for number, place in enumerate(found):
+            if number and not is_won and self.run.budget.lacks((time.monotonic() - begun) / number):
+                return
             met = _meet(placement, self.run, place, is_won=is_won)
             self.builds += met.builds
             self.notes |= {met.note: None} if met.note else {}
