@@ -17,6 +17,7 @@ from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search import best_of
+from qdqtune.search.costs.noise import Noise
 from qdqtune.search.costs.optimum import Formulation, cut, formulate
 from qdqtune.search.costs.prices import Costs, Price
 from qdqtune.search.costs.units import Decision, Partition, partition
@@ -253,6 +254,19 @@ def test_seeds_are_priced_in_the_first_batch() -> None:
     search = replace(bench.search(), seeds={"mine": seed, "empty": Placement()})
     assert [p.origin for p in search.propose([])] == ["mine", "fused units"]
     assert search.propose([])[0].placement == seed
+
+
+@pytest.mark.parametrize(("limit", "third"), [(1.0, "single nodes"), (0.5, "cut")])
+def test_nodes_apart_come_last_where_they_miss_the_limit(limit: float, third: str) -> None:
+    bench = Bench(mixed())
+    noise = Noise(bench.model, {}, limit, foretold=lambda p: 0.9 if p.edges == every.placement.edges else 0.1)
+    search = replace(bench.search(), noise=noise)
+    (every,) = search._apart
+    history = [bench.measured(1, search.propose([])[0], Placement())]
+    history.append(bench.measured(2, search.propose(history)[0], Placement()))
+    assert history[-1].proposal.origin == "cut"
+    assert search.propose(history)[0].origin == third
+    assert every in search._later(search.costs(history), history)
 
 
 def test_attention_and_convolutions_improve_or_stay_float() -> None:

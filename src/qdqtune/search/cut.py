@@ -104,10 +104,12 @@ class CutSearch:
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """See `Strategy`. The first batch prices every unit, as the engine fuses and as the seeds have it; nodes apart
-        come behind the first cut, which they hardly change where time ends the search soon (docs/measured.md). Where
-        earlier runs have priced nearly all, the cut comes first, behind what one has found for this model."""
+        come behind the first cut, which they hardly change where time ends the search soon (docs/measured.md), or last
+        where they may not ship. Where earlier runs have priced nearly all, the cut comes first, behind what one has
+        found for this model."""
         has_cut = any(t.proposal.predicted is not None for t in history)
-        known = _named(self.found) if self.is_covered else (*self._first, *self._apart[:has_cut])
+        apart = [p for p in self._apart if has_cut and (self._is_free or self._may_hold(p.placement))]
+        known = _named(self.found) if self.is_covered else (*self._first, *apart)
         if first := _untried(known, history):
             return first
         tried = {t.placement for t in history} | {Placement()}
