@@ -41,7 +41,7 @@ from qdqtune.tuning.modes.cut import cut_search
 from qdqtune.tuning.noise import foresee
 from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.result import Result
-from qdqtune.tuning.run import open_run, prepared
+from qdqtune.tuning.run import open_run, prepared, written_once
 from qdqtune.tuning.settings import EFFORTS
 from qdqtune.types import Placement
 
@@ -98,7 +98,11 @@ def why(settings: Settings, result: Result, best: Placement) -> str:
         return "acceptance"
     if best_of(result.history) != result.placement:
         return "proof"
-    with prepared(settings, Silent()) as ready, open_run(ready) as run:
+    with (
+        prepared(settings, Silent()) as ready,
+        written_once(ready) as constants,
+        open_run(ready, constants) as run,
+    ):
         search = cut_search(run, foresee(run))
         if search is None:
             return "budget"

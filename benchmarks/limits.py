@@ -33,7 +33,7 @@ from qdqtune.placement.possible import consistent
 from qdqtune.search.costs.noise import Noise
 from qdqtune.tuning.noise import foretold
 from qdqtune.tuning.observer import Silent
-from qdqtune.tuning.run import Run, open_run, prepared
+from qdqtune.tuning.run import Run, open_run, prepared, written_once
 from qdqtune.tuning.settings import FRONT_BUILDS
 from qdqtune.tuning.store import read_records, unpack_placement
 from qdqtune.types import Placement, Proposal
@@ -107,7 +107,11 @@ def row(entry: zoo.Entry, folder: Path, before: Path | None, options: Sequence[s
         entry.path, folder / "tuned", EngineSpec("onnxruntime", {"threads": 1}), calibration_data=entry.data,
         fix_inputs=entry.fixed, front=True, builds=FRONT_BUILDS,
     )  # fmt: skip
-    with prepared(settings, Silent()) as ready, open_run(ready) as run:
+    with (
+        prepared(settings, Silent()) as ready,
+        written_once(ready) as constants,
+        open_run(ready, constants) as run,
+    ):
         beside = usual(run)
         missed = errors(run, [settings.state])
     beaten = sum(

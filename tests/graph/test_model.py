@@ -200,12 +200,18 @@ def test_weights_of_the_model_are_written_once_and_ship_under_a_second_name(
         assert sum(path.stat().st_size for path in folder.glob("*.bin")) == 2 * 40 * 40 * 4
         save(model(), tmp_path / "m.onnx", constants)
         save(model(v=weights(3)), tmp_path / "both.onnx", constants)
+        constants.keep(model(v=weights(5)))
+        save(model(), tmp_path / "half.onnx", constants)
+        monkeypatch.setattr("qdqtune.graph.files.MOSTLY", 0.4)
+        save(model(), tmp_path / "most.onnx", constants)
         monkeypatch.setattr(Path, "hardlink_to", refused)
         save(model(), tmp_path / "copied.onnx", constants)
+        assert (folder / WEIGHTS).samefile(tmp_path / "most.onnx.data")
+        assert not (folder / WEIGHTS).samefile(tmp_path / "half.onnx.data")
         assert (folder / WEIGHTS).samefile(tmp_path / "m.onnx.data")
         assert not (folder / WEIGHTS).samefile(tmp_path / "copied.onnx.data")
     shutil.rmtree(folder)
-    assert [run(tmp_path / f"{name}.onnx")[0][0, 0] for name in ("m", "both", "copied")] == [3, 9, 3]
+    assert [run(tmp_path / f"{name}.onnx")[0][0, 0] for name in ("m", "both", "most", "copied")] == [3, 9, 3, 3]
 
 
 def test_the_size_of_a_model_counts_its_external_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from qdqtune.commands.explain import explain_run
 from qdqtune.engines.fake import latency
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadModel
+from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.loading import infer, load
-from qdqtune.graph.model import Model
+from qdqtune.graph.model import Constant, Model
 from qdqtune.graph.rewrites import REWRITES, Rewrites
 from qdqtune.placement.files import read_placement_file
 from qdqtune.tuning import rewritten
@@ -65,6 +67,24 @@ def test_a_rewrite_that_pays_is_kept_and_told(tmp_path: Path) -> None:
     assert "HardSwish" in {n.op for n in final.nodes}
     assert read_placement_file(asked.output_dir / "placement.yaml").rewrites == Rewrites(True, ("hardswish",))
     assert any(row.op == "HardSwish" for row in explain_run(asked.output_dir).rows)
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_weights_are_written_once_whether_a_rewrite_pays_or_not(
+    pays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rewritten, "SAME_DB", 40.0 if pays else 1e9)
+    computed, data, model = Counter[str](), ConstantFile.data, swishing()
+
+    def counted(self: ConstantFile, constant: Constant) -> bytes | memoryview:
+        if self._known is None:
+            computed[constant.key] += constant.key not in self._spans
+        return data(self, constant)
+
+    monkeypatch.setattr(ConstantFile, "data", counted)
+    result = tune(run(tmp_path, model))
+    assert bool(result.summary["rewrites"]["names"]) == pays
+    assert [computed[model.constants[weight].key] for weight in ("w0", "w1", "w2")] == [1, 1, 1]
 
 
 def test_a_run_goes_on_as_it_began(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from qdqtune.measurement.timing import Plan, Ratio
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.proof import Standing, lost
-from qdqtune.tuning.run import open_run, prepared
+from qdqtune.tuning.run import open_run, prepared, written_once
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import read_records
 from qdqtune.types import Failure, Layer, Measurement, Slot, Workload
@@ -246,7 +246,11 @@ def refusal(model: Path, **changes: Any) -> str:
 
 @pytest.mark.usefixtures("workers")
 def test_a_budget_knows_that_a_round_calls_every_workload(model: Path) -> None:
-    with prepared(settings(model, WEIGHTS), Silent()) as ready, open_run(ready) as run:
+    with (
+        prepared(settings(model, WEIGHTS), Silent()) as ready,
+        written_once(ready) as constants,
+        open_run(ready, constants) as run,
+    ):
         assert run.bench.floats.seconds == pytest.approx(mean(model))
         assert run.bench.floats.turn_seconds == pytest.approx(1.5 * sum(cost(model, call) for call in CALLS.values()))
 

@@ -22,6 +22,9 @@ from qdqtune.graph.wire import messages, parsed, refer
 CONSTANTS, WEIGHTS = "constants.bin", "weights.bin"
 """The usual names of a file that holds the constants of many models, and of one with those of a single one."""
 
+MOSTLY = 0.99
+"""Share of a file of constants that a model needs which ships with all of it: what rewrites replaced may stay there."""
+
 PROTOBUF_LIMIT = 2**31 - 2**20
 """Bytes beyond which a file needs external data."""
 
@@ -124,10 +127,21 @@ class ConstantFile:
             _write(model, path, self._span)
             self._file.flush()
 
+    def keep(self, model: Model) -> None:
+        """Write the large constants of a model that may ship to the known file, those that are not yet there.
+
+        Raises:
+            OutputError: a file cannot be written.
+        """
+        if self._known is not None:
+            self._known.save(model, self.path.with_name("weights.onnx"))
+
     def named(self, data: Path, model: Model, path: Path) -> bool:
         """Write `model` to `path` with its large constants in `data`, as a second name of this file or the known one,
-        if that holds these and no others, and may have one."""
-        if self._spans.keys() != {c.key for c in model.large.values()}:
+        if that holds these and hardly any others, and may have one."""
+        keys = {c.key for c in model.large.values()}
+        needed = sum(length for key, (_, length) in self._spans.items() if key in keys)
+        if not keys or not self._spans.keys() >= keys or needed < MOSTLY * self._file.tell():
             return self._known is not None and self._known.named(data, model, path)
         self._file.flush()
         try:
@@ -166,7 +180,7 @@ def one_constant_file(folder: Path, model: Model | None = None) -> Iterator[Cons
     """
     with ConstantFile(folder / WEIGHTS) as weights, ConstantFile(folder / CONSTANTS, weights) as constants:
         if model is not None:
-            weights.save(model, folder / "weights.onnx")
+            constants.keep(model)
         token = _shared.set(constants)
         try:
             yield constants

@@ -25,7 +25,7 @@ from qdqtune.tuning.proof import Proof, lost, prove
 from qdqtune.tuning.records import summary_of, write_json, write_records
 from qdqtune.tuning.result import Result
 from qdqtune.tuning.rewritten import with_rewrites
-from qdqtune.tuning.run import Run, open_run, prepared
+from qdqtune.tuning.run import Run, open_run, prepared, written_once
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.stopwatch import Stopwatch
 from qdqtune.types import Trial
@@ -47,7 +47,7 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
             return before
         if (note := advice.busy(settings.engine)) is not None:
             observer.note(note)
-        with open_run(with_rewrites(ready)) as run:
+        with written_once(ready) as constants, open_run(with_rewrites(ready, constants), constants) as run:
             result, is_done = _finished(run, watch, diary)
         if is_done:
             remember(result, ready)

@@ -9,19 +9,18 @@ Whatever ships has to prove itself against the user's file in the end.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from qdqtune.calibration.calibrate import calibrate
 from qdqtune.calibration.methods import Calibration
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.errors import BadModel, writing
-from qdqtune.graph.files import one_constant_file
+from qdqtune.errors import BadModel
+from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.float16 import HALF, load_for
 from qdqtune.graph.model import Model
-from qdqtune.graph.outputs import Scratch
 from qdqtune.graph.rewrites import REWRITES
 from qdqtune.measurement.accuracy import accuracy
 from qdqtune.measurement.pairing import rounds_of
@@ -61,8 +60,9 @@ SAME_DB = 40.0
 """Outputs of a rewritten float model that are further than this from those before are no rounding."""
 
 
-def with_rewrites(ready: Ready) -> Ready:
-    """`ready` with the model as the rewrites leave it that pay; as it is where none does, or none is to be tried.
+def with_rewrites(ready: Ready, constants: ConstantFile) -> Ready:
+    """`ready` with the model as the rewrites leave it that pay; as it is where none does, or none is to be tried. What
+    is built on the way refers to `constants`.
 
     Raises:
         OutputError: a file cannot be written.
@@ -73,7 +73,7 @@ def with_rewrites(ready: Ready) -> Ready:
     if record is None and store.get("ranges") is not None:
         return ready  # it was begun by a version that tried none
     if record is None:
-        found, subject = _search(ready)
+        found, subject = _search(ready, constants)
         if found.tried or found.notes:
             store.put("rewrites", pack_found(found))
     elif (found := unpack_found(record)).names:
@@ -103,28 +103,20 @@ def _applicable(settings: Settings, subject: Subject) -> list[str]:
     return names
 
 
-def _search(ready: Ready) -> tuple[Found, Subject]:
+def _search(ready: Ready, constants: ConstantFile) -> tuple[Found, Subject]:
     names = _applicable(ready.settings, ready.subject)
     if not names:
         return NO_REWRITES, ready.subject
     ready.observer.stage(f"trying rewrites: {', '.join(names)}")
-    with _contest(ready) as contest:
+    constants.keep(ready.subject.model)
+    ready.runner.feed(ready.subject.mix)
+    contest = _Contest(ready, constants.write, _Champion(ready.subject), time.monotonic())
+    try:
         for name in names:
             contest.enter(name)
-        return contest.found, contest.champion.subject
-
-
-@contextmanager
-def _contest(ready: Ready) -> Iterator[_Contest]:
-    with ExitStack() as stack:
-        with writing(f"to {ready.output.path}"):
-            folder = stack.enter_context(Scratch(ready.output.path)) / "rewrites"
-            folder.mkdir()
-        constants = stack.enter_context(one_constant_file(folder))
-        ready.runner.feed(ready.subject.mix)
-        contest = _Contest(ready, constants.write, _Champion(ready.subject), time.monotonic())
-        stack.callback(contest.close)
-        yield contest
+    finally:
+        contest.close()
+    return contest.found, contest.champion.subject
 
 
 @dataclass

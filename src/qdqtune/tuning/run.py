@@ -16,7 +16,7 @@ from qdqtune.engines.places import places_for
 from qdqtune.engines.room import bounded_memory
 from qdqtune.engines.runner import Runner, time_limit
 from qdqtune.errors import BadOption, BaselineFailed, writing
-from qdqtune.graph.files import one_constant_file
+from qdqtune.graph.files import ConstantFile, one_constant_file
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.outputs import Scratch, temporary_folder
 from qdqtune.graph.stamps import Stamps
@@ -166,8 +166,22 @@ def _room(model: Path) -> float | None:
 
 
 @contextmanager
-def open_run(ready: Ready) -> Iterator[Run]:
-    """Calibrate the model, and measure it in float.
+def written_once(ready: Ready) -> Iterator[ConstantFile]:
+    """The constants of all that a run writes before it ships, in a folder for its candidates.
+
+    Raises:
+        OutputError: they cannot be written.
+    """
+    with ExitStack() as stack:
+        with writing(f"to {ready.output.path}"):
+            folder = stack.enter_context(Scratch(ready.output.path)) / CANDIDATES
+            folder.mkdir()
+        yield stack.enter_context(one_constant_file(folder))
+
+
+@contextmanager
+def open_run(ready: Ready, constants: ConstantFile) -> Iterator[Run]:
+    """Calibrate the model, and measure it in float. Its candidates refer to `constants`.
 
     Raises:
         QdqtuneError: see `errors`; BadState if another version of qdqtune has made the candidates so far;
@@ -176,10 +190,7 @@ def open_run(ready: Ready) -> Iterator[Run]:
     settings, runner, store, observer = ready.settings, ready.runner, ready.store, ready.observer
     store.check_candidates()
     with ExitStack() as stack:
-        with writing(f"to {ready.output.path}"):
-            folder = stack.enter_context(Scratch(ready.output.path)) / CANDIDATES
-            folder.mkdir()
-        constants = stack.enter_context(one_constant_file(folder, ready.subject.model))
+        constants.keep(ready.subject.model)
         subject = calibrated(ready.subject, settings, store, observer, ready.ends)
         if ready.others:
             observer.stage(f"starting {1 + len(ready.others)} workers")
