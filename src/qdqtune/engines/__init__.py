@@ -59,7 +59,7 @@ class Built(Protocol):
         """
 
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
-        """What the engine made of the model, in the order in which it runs, with the median time of `runs` inferences.
+        """What the engine made of the model, in the order in which it runs, with the usual time in `runs` inferences.
 
         `Layer.nodes` are names of nodes of the model file: the layers together hold each of them once. A node that the
         engine fused away stands in the layer that absorbed it; nodes that it computed in advance stand in one last
