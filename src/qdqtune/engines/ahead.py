@@ -17,12 +17,8 @@ class _Ended(BaseException):
     """Nobody waits any more for a build. No `Exception`: nothing on the way may catch it."""
 
 
-Builder = Callable[[Path, Path, Path], float | Failure]
-"""`Runner.compile` of a process that is there for it."""
-
-
-Plan = tuple[Path, float]
-"""What a build has written, and the seconds that it took."""
+Builder = Callable[[Path, Path, Path], float | Failure]  # `Runner.compile`
+Plan = tuple[Path, float]  # what a build has written, and the seconds that it took
 
 
 class Ahead:

@@ -127,7 +127,8 @@ class RegionSearch:
         if self.noise is None:
             yield from ideas
             return
-        yield from self._quieter(history, self.noise)
+        if sum(t.proposal.origin == QUIETER for t in history) < TRIES:  # again when builds have shown more about noise
+            yield from (Proposal(QUIETER, self.within(level)) for level in self.noise.levels(history))
         yield from (idea for idea in ideas if self._may_hold(consistent(self.model, idea.placement), history))
 
     def _may_hold(self, placement: Placement, history: Sequence[Trial]) -> bool:
@@ -136,12 +137,6 @@ class RegionSearch:
         if noise is None or noise.bound(history) is not None:
             return noise is None or noise.fits(placement, history)
         return noise.predicted(placement) <= DOUBT * noise.allowed(history)
-
-    def _quieter(self, history: Sequence[Trial], noise: Noise) -> Iterator[Proposal]:
-        """What is presumed to be the fastest within the limit; again when builds have shown more about noise."""
-        if sum(t.proposal.origin == QUIETER for t in history) < TRIES:
-            for level in noise.levels(history):
-                yield Proposal(QUIETER, self.within(level))
 
     def _recalled(self) -> Placement:
         """The fastest cached scheme of every pattern that has one."""

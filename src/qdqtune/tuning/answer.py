@@ -24,7 +24,7 @@ from qdqtune.tuning.forms import MAYBE_NUMBER, Form, ListOf, OneOf, fits
 from qdqtune.tuning.modes.mode import Recorded
 from qdqtune.tuning.result import Result
 from qdqtune.tuning.run import Ready
-from qdqtune.tuning.store import Record, Store, pack_placement, unpack_placement
+from qdqtune.tuning.store import Record, Store, is_transient, pack_placement, unpack_placement
 from qdqtune.tuning.subgraphs.outcomes import GroupOutcome
 from qdqtune.types import Placement, Proposal, Trial
 
@@ -57,7 +57,7 @@ def remember(result: Result, ready: Ready) -> None:
     Raises:
         OutputError: it cannot be written.
     """
-    if not ready.store.is_complete:
+    if any(map(is_transient, ready.store.records())):  # it is not written
         return
     rows = result.recorded.rows
     record: Record = {

@@ -126,9 +126,8 @@ class Bench:
 
     def stand_alone(self) -> None:
         """End all workers but the first, so that nothing runs beside what it measures."""
-        for station in self._crew:
-            if station is not self._crew.first:
-                station.runner.close()
+        for station in list(self._crew)[1:]:
+            station.runner.close()
 
     def keep(self, trial: Trial) -> None:
         """Remember a trial that was measured elsewhere."""

@@ -19,7 +19,7 @@ from qdqtune.tuning.rewritten import most_builds
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.station import profiled_runs
 from qdqtune.tuning.store import read_records
-from qdqtune.tuning.subject import Subject, open_subject
+from qdqtune.tuning.subject import open_subject
 
 NOISE_INFERENCES = 50
 """That finding the noise of single tensors takes: up to 256 where not all pairs hold the limits, else none."""
@@ -61,7 +61,9 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
         start, each = pace(subject.prepared)
     latency = float(np.median(measured.a))
     schemes = len(subject.patterns) * settings.config.schemes_per_region
-    trials = min(settings.search_builds, schemes + 5) if _has_candidates(subject) else 0
+    ranges = Ranges(dict.fromkeys(candidate_tensors(subject.shaped), Range(0.0, 1.0)))
+    everywhere = replace(subject, possible=possible_edges(subject.shaped, ranges))
+    trials = min(settings.search_builds, schemes + 5) if any(everywhere.suggestions().values()) else 0
     build, judged = handle.build_seconds, len(subject.accuracy)
     calibrating = 0.0
     if settings.calibration_cache is None:
@@ -81,9 +83,3 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
         seconds = min(seconds, settings.time_budget)
     regions, patterns, builds = subject.region_count, len(subject.patterns), trials + 1 + rewriting
     return Estimate(regions, patterns, builds, latency, seconds, subject.notes, rewriting)
-
-
-def _has_candidates(subject: Subject) -> bool:
-    """Whether the rules would place any pair, if every tensor had a range."""
-    ranges = Ranges(dict.fromkeys(candidate_tensors(subject.shaped), Range(0.0, 1.0)))
-    return any(replace(subject, possible=possible_edges(subject.shaped, ranges)).suggestions().values())

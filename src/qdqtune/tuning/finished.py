@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -145,6 +145,8 @@ def read_run(folder: Path) -> Finished:
     shipped = left.summary["shipped"] == "tuned"
     final = read_placement_file(folder / PLACEMENT).placement if shipped else Placement()
     history = tuple(_history(records, told, final, plan, left.limits))
+    kept = records.get(f"layers:{final.digest}", {}).get("layers")
+    reported = (t.layers for t in reversed(history) if t.placement == final and t.layers)
     return Finished(
         left,
         told,
@@ -154,7 +156,7 @@ def read_run(folder: Path) -> Finished:
         final,
         tuple(_proof(records, final, left.summary)),
         left.float_layers,
-        _final_layers(records, history, final),
+        unpack_layers(kept) if kept else next(reported, ()),
         next((dict(r["alone"]) for key, r in records.items() if key.startswith("noise:") and "failure" not in r), {}),
     )
 
@@ -205,9 +207,3 @@ def _proof(records: Mapping[str, Record], final: Placement, summary: Mapping[str
         if len(measured) >= (1 if kind == "front" else PAIRS):  # where points stand together, one may do
             yield from measured
             return
-
-
-def _final_layers(records: Mapping[str, Record], history: Sequence[Trial], final: Placement) -> tuple[Layer, ...]:
-    if kept := records.get(f"layers:{final.digest}", {}).get("layers"):
-        return unpack_layers(kept)
-    return next((t.layers for t in reversed(history) if t.placement == final and t.layers), ())

@@ -79,8 +79,10 @@ class OutputFolder:
             remove_left(self.path, SCRATCH)
         for name in names:
             self.claim(self.path / name, is_folder=name.endswith("/"))
-        for path in self._of_earlier_versions() if is_older else ():
-            self.claim(path)
+        if is_older:
+            named = (path for name in NAMES if (path := self.path / name).is_file())
+            for path in (*named, *(path for folder in OURS for path in self._below(folder))):
+                self.claim(path)
 
     def __enter__(self) -> Self:
         return self
@@ -128,12 +130,6 @@ class OutputFolder:
             if (self.path / folder).is_dir() and not any((self.path / folder).iterdir()):
                 (self.path / folder).rmdir()
         return self.path / folder
-
-    def _of_earlier_versions(self) -> Iterator[Path]:
-        """The files there that carry our names."""
-        yield from (path for name in NAMES if (path := self.path / name).is_file())
-        for folder in OURS:
-            yield from self._below(folder)
 
     def _below(self, folder: str) -> Iterator[Path]:
         """The files in a folder below that are named as ours are."""

@@ -142,16 +142,15 @@ class _Pair:
 
     def _fresh(self, numbers: Sequence[int], turns: int) -> list[Measurement] | Failure:
         """Rounds of pairs of builds, in the first of so many turns that have to have room in the time that is left."""
-        settings, begun = self.run.settings, time.monotonic()
-        seeds = [settings.seed + number for number in numbers]
+        plan, begun = self.run.settings.proof_plan, time.monotonic()
+        seeds = [self.run.settings.seed + number for number in numbers]
         names = [f"final_{number}{self.place.mark}" for number in numbers]
 
         def is_late() -> bool:
             """Each look takes about as long as all before it; later turns are to have the time of this one."""
             return self.run.budget.lacks(turns * (time.monotonic() - begun))
 
-        both = self.a, self.b
-        return fresh_pairs(self.place.runner, *both, settings.proof_plan, seeds, names, is_late, to_decide=True)
+        return fresh_pairs(self.place.runner, self.a, self.b, plan, seeds, names, is_late, to_decide=True)
 
 
 class Opponents:

@@ -15,7 +15,7 @@ from qdqtune.engines.formats import wanted_storage
 from qdqtune.engines.runner import TIME_LIMIT
 from qdqtune.errors import BadOption
 from qdqtune.graph.float16 import Precision
-from qdqtune.graph.rewrites import Rewrites, allowed
+from qdqtune.graph.rewrites import allowed
 from qdqtune.measurement.accuracy import FLOOR_DB, MOST_EQUAL
 from qdqtune.measurement.limits import Limits
 from qdqtune.measurement.timing import Plan, least_rounds
@@ -192,11 +192,6 @@ class Settings:
         return Limits(
             None if self.min_sqnr == "auto" else self.min_sqnr, None if self.max_drop == "auto" else self.max_drop
         )
-
-    @property
-    def made_rewrites(self) -> Rewrites:
-        """How the float model is rewritten. Where pairs come with the model, so do their numbers: it stays."""
-        return allowed(self.rewrites) if not self.from_qdq else Rewrites()
 
     @property
     def thread_counts(self) -> tuple[int | None, ...]:

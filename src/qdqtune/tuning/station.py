@@ -58,8 +58,8 @@ class Conditions:
     def may_be_taken(self, trial: Trial) -> bool:
         """Whether its build is kept until the batch is judged: a win, or what is no slower and may be more exact."""
         measured = judge(trial, self.plan)
-        is_even = measured is not None and measured.verdict == "undecided" and measured.median <= 1
-        return self.won(trial) or (is_even and self.limits.is_exact_enough(trial.accuracy))
+        is_slower = measured is None or measured.verdict == "slower" or measured.median > 1
+        return not is_slower and self.limits.is_exact_enough(trial.accuracy)
 
     def needs_check(self, trial: Trial) -> bool:
         """Whether a win is to be repeated on second builds.

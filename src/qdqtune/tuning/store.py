@@ -116,11 +116,6 @@ class Store:
         self._file.seek(0)
         return self._file.read().decode().split("\n")[:-1]
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether everything is written: no transient failure is among what is known."""
-        return not any(is_transient(record) for record in self._found.values())
-
     def check_candidates(self) -> None:
         """Refuse to go on with what another version has begun that makes other candidates.
 

@@ -24,7 +24,7 @@ from qdqtune.errors import BadModel, BadOption, reading
 from qdqtune.graph.float16 import OPSET, Precision, converted, load_as, load_for
 from qdqtune.graph.loading import load, with_float_type
 from qdqtune.graph.model import Model
-from qdqtune.graph.rewrites import Rewrites
+from qdqtune.graph.rewrites import Rewrites, allowed
 from qdqtune.measurement.fitting import fitted
 from qdqtune.measurement.half_precision import in_half
 from qdqtune.placement import engine_rules, rules
@@ -108,7 +108,7 @@ def open_subject(settings: Settings, runner: Runner, rewrites: Rewrites | None =
         EngineUnavailable: the engine times nothing here.
     """
     insist_on_device(settings.engine, runner)
-    rewrites = rewrites or settings.made_rewrites
+    rewrites = rewrites or (Rewrites() if settings.from_qdq else allowed(settings.rewrites))
     numbers = runner.numeric_format(settings.quant_type)
     notes: list[str] = []
     usual = _usual_precision(settings, runner)
