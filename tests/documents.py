@@ -127,7 +127,8 @@ def _run_ours(arguments: list[str], code: int, *, on_gpu: bool, builds: int | No
     quick = ["--engine", "fake"] if fake and arguments[0] not in WITHOUT_ENGINE else []
     if arguments[0] == "tune":
         quick += ["--builds", str(builds)] if builds else []
-        quick += [] if "--calibration-samples" in arguments else ["--calibration-samples", "2"]
+    if arguments[0] in ("tune", "quantize") and "--calibration-samples" not in arguments:
+        quick += ["--calibration-samples", "2"]
     _ends(lambda: main.main([*arguments, *quick]), code, shlex.join(arguments))
 
 

@@ -6,6 +6,7 @@ For a network of your own, count right answers on labelled data instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 
 import numpy as np
 import onnxruntime
@@ -16,10 +17,13 @@ Predict = Callable[[Mapping[str, np.ndarray]], Mapping[str, np.ndarray]]
 
 def agreement(predict: Predict) -> float:
     """`predict` runs the model that is judged: inputs by name to outputs by name. Higher is better."""
+    hits = [predict(inputs)["logits"].argmax() == answer for inputs, answer in answered()]
+    return float(np.mean(hits))
+
+
+@cache
+def answered() -> list[tuple[dict[str, np.ndarray], int]]:
+    """New pictures, and what `model.onnx` answers: computed once, for all models that are judged."""
     original = onnxruntime.InferenceSession("model.onnx", providers=["CPUExecutionProvider"])
-    hits = 0
-    for picture in pictures(32, seed=1):
-        inputs = {"image": picture[None]}
-        answer = original.run(["logits"], inputs)[0].argmax()
-        hits += int(predict(inputs)["logits"].argmax() == answer)
-    return hits / 32
+    questions = [{"image": picture[None]} for picture in pictures(32, seed=1)]
+    return [(inputs, original.run(["logits"], inputs)[0].argmax()) for inputs in questions]
