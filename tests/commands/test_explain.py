@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from conftest import Call
 from models import build, normal, ranges
+from qdqtune.cli.explain import by_reason
 from qdqtune.commands.evidence import Evidence, explain, headline, tallied
 from qdqtune.commands.explain import Explained, evidence_of, explain_run
 from qdqtune.commands.explanation import Explanation
@@ -239,3 +241,15 @@ def test_units_decided_otherwise_together_need_no_conversions_between_them(tuned
     assert together.other_ms is not None
     assert together.ms is not None
     assert together.ms < together.other_ms < sum(row.other_ms or 0.0 for row in in_8_bits)
+
+
+def test_where_nothing_was_tried_no_candidate_is_told_and_the_other_way_is_a_guess(tuned: tuple[Path, Result]) -> None:
+    known = evidence_of(read_left(tuned[0]))
+    untried = replace(known, history=(), placement=Placement(), shipped="baseline", in_float={})
+    rows, tallies = tallied(untried)
+    whys = {row.why for row in rows}
+    assert "untried" in whys
+    assert "unproven" not in whys
+    table = by_reason(Explained(tuned[0], headline(untried), rows, tallies))
+    assert any(str(cell).endswith(" ?") for cell in table.columns[3].cells)
+    assert str(table.caption).startswith("?: a guess in part")

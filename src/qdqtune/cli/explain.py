@@ -7,13 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import click
+from rich.table import Table
 
 from qdqtune.cli import options
 from qdqtune.cli.grouped import command
 from qdqtune.cli.options import FILE, option
-from qdqtune.cli.output import print_json, print_lines, print_prose
+from qdqtune.cli.output import print_json, print_prose, show
+from qdqtune.cli.report import table_of
 from qdqtune.commands.explain import Explained, explain_run
-from qdqtune.commands.explanation import IN_WORDS, Explanation, Tally
+from qdqtune.commands.explanation import IN_WORDS, Explanation
 
 
 @command(
@@ -42,25 +44,29 @@ def explain_command(folder: Path, pattern: str | None, state_file: Path | None, 
     if as_machine:
         print_json(explained.to_dict())
     else:
-        print_lines(by_reason(explained)) if pattern is None else print_prose(by_node(explained.rows))
+        if pattern is None:
+            print_prose([f"{explained.folder}: {explained.headline}"])
+            show(by_reason(explained))
+        else:
+            print_prose(by_node(explained.rows))
 
 
-def by_reason(explained: Explained) -> Iterator[str]:
+def by_reason(explained: Explained) -> Table:
     """A row for each decision and reason."""
-    yield f"{explained.folder}: {explained.headline}"
-    yield ""
-    words = max(len(IN_WORDS[tally.why]) for tally in explained.tallies)
-    yield f"{'nodes':>6}  {'runs in':13}  {'ms':>9}  {'otherwise':>9}  {'why':{words}}  such as"
-    for row in explained.tallies:
-        yield _row(row, words)
-    if unknown := next((row.unknown for row in explained.rows if row.ms is None and row.unknown), ""):
-        yield ""
-        yield f"no ms: {unknown}"
-
-
-def _row(row: Tally, words: int) -> str:
-    times = f"{_number(row.ms):>9}  {_number(row.other_ms):>9}"
-    return f"{row.nodes:6}  {row.runs_in:13}  {times}  {IN_WORDS[row.why]:{words}}  {row.example}"
+    guessed = {(row.quantized, row.why) for row in explained.rows if row.other_ms is not None and not row.measured}
+    rows = list[tuple[str, ...]]()
+    for tally in explained.tallies:
+        guess = " ?" if tally.other_ms is not None and (tally.quantized, tally.why) in guessed else ""
+        times = _number(tally.ms), _number(tally.other_ms) + guess
+        rows.append((str(tally.nodes), tally.runs_in, *times, IN_WORDS[tally.why], tally.example))
+    table = table_of(("nodes", "runs in", "ms", "otherwise", "why", "such as"), rows)
+    table.columns[0].justify = "right"
+    for words in (1, 4, 5):
+        table.columns[words].justify = "left"
+    unknown = next((row.unknown for row in explained.rows if row.ms is None and row.unknown), "")
+    told = f"no ms: {unknown}" if unknown else "?: a guess in part, as no build ran all of them so" if guessed else ""
+    table.caption = told or None
+    return table
 
 
 def _number(ms: float | None) -> str:

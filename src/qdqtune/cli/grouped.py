@@ -217,7 +217,7 @@ def _names(option: click.Option) -> str:
 def _kind(option: click.Option) -> str:
     if isinstance(option.type, click.Choice):
         return "|".join(map(str, option.type.choices))
-    return {"integer range": "N", "integer": "N", "float range": "X", "path": "FILE"}.get(option.type.name, "TEXT")
+    return {"integer range": "N", "integer": "N", "number": "X", "path": "FILE"}.get(option.type.name, "TEXT")
 
 
 def _words(option: click.Option, context: click.Context) -> str:

@@ -48,6 +48,8 @@ LONGEST_SECONDS = 366 * 24 * 3600
 class Number(click.FloatRange):
     """A float in a range, and neither nan nor infinite: comparisons with those let everything pass."""
 
+    name = "number"
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """See click."""
         number = super().convert(value, param, ctx)

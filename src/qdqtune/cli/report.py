@@ -27,6 +27,9 @@ from qdqtune.types import Accuracy
 LARGEST_UNITS = 12
 LARGEST_GROUPS = 20
 
+SHORT = 7
+"""Characters of a word that is not broken."""
+
 CANDIDATE = re.compile(r"\b[0-9a-f]{16}\.onnx\b")
 """Names of candidate files: two candidates that fail in the same way have the same reason but for these."""
 
@@ -51,7 +54,7 @@ def result_table(result: Result) -> Table:
     if summary["metric_before"] is not None:
         after = summary["metric_after"]
         rows.append(("your metric", f"{summary['metric_before']:g}", "failed" if after is None else f"{after:g}"))
-    table = _table(("", "baseline", "final"), rows)
+    table = table_of(("", "baseline", "final"), rows)
     failed = sum(failure(trial) is not None for trial in result.history)
     between = sum(trial.proposal.origin == "front" for trial in result.history)  # which the search has not shown
     besides = (f"{number} {what}" for number, what in ((failed, "failed"), (between, "made for the front")) if number)
@@ -125,7 +128,8 @@ def front_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         mark = "ships" if row["shipped"] else "" if row["holds_limits"] else "below the limits"
         cells.append((row["name"], ends, _db(row["sqnr_db"]), agreement, metric, str(row["pairs"]), mark))
     columns = ("point", "speedup [interval]", "SQNR, dB", "agreement", "metric", "tensors", "")
-    table = _table(columns, cells)
+    told = [n for n, name in enumerate(columns) if name not in ("agreement", "metric") or any(row[n] for row in cells)]
+    table = table_of([columns[n] for n in told], [[row[n] for n in told] for row in cells])
     table.caption = "each point is front/NAME.onnx; --pick NAME makes another one optimized_final.onnx"
     return table
 
@@ -144,7 +148,7 @@ def met_table(rows: Sequence[Mapping[str, Any]], *, is_front: bool = False) -> T
         )
         for row in rows
     ]
-    table = _table(("candidate", "from", "speedup", "SQNR, dB", "tensors", ""), cells)
+    table = table_of(("candidate", "from", "speedup", "SQNR, dB", "tensors", ""), cells)
     proven = "none proved to be a point of the front" if is_front else "--front proves such points"
     table.caption = f"what no other candidate beat in both, as the search measured it; {proven}"
     return table
@@ -188,7 +192,7 @@ def units_table(units: Sequence[UnitPrice]) -> Table:
         rows.append((name, f"{unit.float_ms:.3f}", *weights, quantized, f"{unit.boundary_ms:.3f}", decision, margin))
     weights = ["weights, ms"] if has_stored else []
     columns = ("unit", "float, ms", *weights, "8 bits, ms", "borders, ms", "runs in", "otherwise, ms")
-    table = _table(columns, rows)
+    table = table_of(columns, rows)
     table.caption = "the largest units, in inferences that are profiled, which take longer; ?: guessed, not measured; "
     table.caption += "otherwise: what the other decision would cost more"
     return table
@@ -212,7 +216,7 @@ def groups_table(outcomes: Sequence[GroupOutcome]) -> Table:
         gains = [group.gain_in_model for group in groups if group.gain_in_model is not None]
         gain = f"{sum(gains) / len(gains):+.3f}" if gains else ""
         rows.append((" ".join([first.nodes[0], *more]), first.scheme or "", alone, gain, first.why))
-    table = _table(("group", "scheme", "alone", "in model", "verdict"), rows)
+    table = table_of(("group", "scheme", "alone", "in model", "verdict"), rows)
     for words, least in ((0, 24), (1, 0), (4, 20)):
         table.columns[words].no_wrap, table.columns[words].min_width = False, least or None
     rest = len(together) - len(rows)
@@ -245,7 +249,7 @@ def comparison_table(first: str, rows: Sequence[Row], samples: str) -> Table:
         for part in row.workloads:
             times = f"{part.first_ms:.3f}", f"{part.ms:.3f}"
             cells.append((f"  {part.name}, {part.share:.0%} of the calls", *times, part.ratio.speedup, "", ""))
-    table = _table(("file", "first, ms", "ms", "speedup [interval]", "verdict", "SQNR, dB"), cells)
+    table = table_of(("file", "first, ms", "ms", "speedup [interval]", "verdict", "SQNR, dB"), cells)
     table.title, table.title_justify = f"first: {escape(first)}", "left"
     table.caption = f"output SQNR over {samples}"
     return table
@@ -261,12 +265,13 @@ def estimate_lines(estimate: Estimate) -> str:
     )
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table whose first column gives way where the terminal is narrow."""
+def table_of(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table whose widest columns give way where the terminal is narrow: nothing is cut, short words stay whole."""
     table = Table(box=box.SIMPLE_HEAD, caption_justify="left", title_style="", caption_style="", pad_edge=False)
     for number, column in enumerate(columns):
         left = number == 0 or column == "verdict"
-        table.add_column(Text(column), justify="left" if left else "right", overflow="fold", no_wrap=number > 0)
+        least = min(SHORT, max(map(len, " ".join([column, *(row[number] for row in rows)]).split()), default=0))
+        table.add_column(Text(column), justify="left" if left else "right", overflow="fold", min_width=least)
     for row in rows:
         table.add_row(*(Text(escaped(cell)) for cell in row))  # names may hold anything
     return table

@@ -344,7 +344,7 @@ class _Reasons:
         if self._is_close(verdict):
             return replace(verdict, why="close", reason=f"{told}: too little to tell them apart")
         if not self._evidence.placement:
-            return replace(verdict, why="unproven", reason=told)
+            return replace(verdict, why="unproven" if self._evidence.history else "untried", reason=told)
         trial = self._evidence.trial
         if tried.why == "slower" or trial is None or trial.proposal.origin in FORETOLD:
             return replace(tried, reason=f"{told}; {tried.reason}")

@@ -203,7 +203,7 @@ class Candidacy:
         if (is_late := self._run.budget.is_late) or self._next() is not None:
             is_timed = self._run.settings.time_budget is not None and (is_late or self._has_builds())
             ended = "--time-budget" if is_timed else f"--builds {self._run.settings.builds}"
-            rest = f"{ended} has no room for others: give more"
+            rest = f"{ended} has no room for {'others' if self.entries else 'any'}: give more"
         return f"the front has {count} point{'s' * (count != 1)}: {'; '.join(filter(None, (met, rest)))}"
 
     def _has_room(self) -> bool:
