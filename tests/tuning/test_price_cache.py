@@ -108,7 +108,10 @@ def test_a_file_that_is_no_cache_is_told_and_left_alone(content: str, model: Pat
     notes = Notes()
     assert tune(asked(model, "a"), notes).improved
     file = model.parent / "prices.json"
-    assert notes.told == [f"{file} is no price cache of this version: the search goes on without"]
+    assert notes.told == [
+        f"{file} is no price cache of this version (delete it, or name another with --price-cache): "
+        "the search goes on without"
+    ]
     assert (model.parent / "prices.json").read_text() == content
     folder = Notes()
     tune(replace(asked(model, "b"), price_cache=model.parent), folder)

@@ -71,7 +71,8 @@ def _record(run: Run) -> Record | None:
             return None
         if (sections := _sections(run)) is None:
             file = run.settings.price_cache
-            why = "a folder, and --price-cache names a file" if file.is_dir() else "no price cache of this version"
+            other = "no price cache of this version (delete it, or name another with --price-cache)"
+            why = "a folder, and --price-cache names a file" if file.is_dir() else other
             run.observer.note(f"{file} is {why}: the search goes on without")
         of, _ = _of(run)
         section = next((section for section in sections or () if section["of"] == of), None)
