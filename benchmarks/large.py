@@ -4,13 +4,16 @@ The model is made here: blocks of LayerNormalization, two matrix products with a
 random weights as external data. Memory is the sum of the proportional set sizes of the command and all processes under
 it, looked at ten times a second, so that pages which several of them share count once. 'beyond' is what it is above
 the size of the model. 'written' are the bytes that all processes wrote, and 'disk' the most that the output folder and
-the folder of temporary files held, each file once however many names it has; both divided by the size of the model.
+the folder of temporary files held, each file once however many names it has; 'left' is what the output folder holds in
+the end; all three divided by the size of the model. With `--kill` the command alone is killed (SIGKILL) after so many
+seconds, and what is left is counted when its janitor has had its time.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import resource
 import subprocess
@@ -27,6 +30,9 @@ import zoo
 from onnx import TensorProto, helper, numpy_helper
 
 GB = 1e9
+PATIENCE = 10.0
+"""Seconds that a janitor gets."""
+
 BLOCK_BYTES = 512
 """Unit of `getrusage`."""
 
@@ -133,6 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", type=float, default=4.0, help="GB of weights (default: %(default)s)")
     parser.add_argument("--embedded", action="store_true", help="one file with its weights inside, of less than 2 GB")
     parser.add_argument("--folder", type=Path, help="where the model, the results and temporary files go")
+    parser.add_argument("--kill", type=float, default=math.inf, metavar="SECONDS", help="kill the command after that")
     parser.add_argument("options", nargs="*", help="options of `tune`, behind --")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
@@ -149,6 +156,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         process = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(folder / "tmp")})
         while process.poll() is None:
             watch.look(process.pid, [folder / "out", folder / "tmp"])
+            if time.monotonic() - start > args.kill:
+                process.kill()
+                time.sleep(PATIENCE)
             time.sleep(0.1)
         seconds = time.monotonic() - start
         written = BLOCK_BYTES * resource.getrusage(resource.RUSAGE_CHILDREN).ru_oublock
