@@ -12,15 +12,14 @@ from typing import Any
 
 import click
 import onnx
-from rich import box
 from rich.table import Table
-from rich.text import Text
 
 from qdqtune.cli import options
 from qdqtune.cli.grouped import command
 from qdqtune.cli.layers import profiled
 from qdqtune.cli.options import FILE, option, repeated
 from qdqtune.cli.output import counted, print_json, print_lines, say_notes, show
+from qdqtune.cli.report import table_of
 from qdqtune.commands.build import FORMATS, build
 from qdqtune.commands.check import Finding, allow, check, excuse, is_measured, lost_by_pairs
 from qdqtune.commands.cluster import ClusterState, examine_cluster
@@ -301,13 +300,9 @@ def doctor_command(ray: str | None, engine: str, cores_per_worker: int | None, a
 
 
 def _cluster(found: ClusterState) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     names = list(dict.fromkeys(name for told in found.devices.values() for name in told))
-    for column in ("worker", *names):
-        table.add_column(column, overflow="fold")
-    for place, told in found.devices.items():
-        table.add_row(*map(Text, (place, *(told.get(name, "") for name in names))))
-    return table
+    rows = [(place, *(told.get(name, "") for name in names)) for place, told in found.devices.items()]
+    return table_of(("worker", *names), rows, names)
 
 
 def _verdict(found: ClusterState) -> str:
@@ -318,14 +313,8 @@ def _verdict(found: ClusterState) -> str:
 
 
 def _engines(diagnosis: Diagnosis) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("engine", min_width=max(len(engine.name) for engine in diagnosis.engines))
-    table.add_column("status", min_width=len("builds only"))
-    table.add_column("version", overflow="fold")
-    table.add_column("device")
-    for engine in diagnosis.engines:
-        table.add_row(*map(Text, (engine.name, engine.status, engine.version, engine.device)))
-    return table
+    columns = ("engine", "status", "version", "device")
+    return table_of(columns, [(e.name, e.status, e.version, e.device) for e in diagnosis.engines], columns)
 
 
 def _remarks(diagnosis: Diagnosis) -> Iterator[str]:

@@ -59,10 +59,9 @@ def by_reason(explained: Explained) -> Table:
         guess = " ?" if tally.other_ms is not None and (tally.quantized, tally.why) in guessed else ""
         times = _number(tally.ms), _number(tally.other_ms) + guess
         rows.append((str(tally.nodes), tally.runs_in, *times, IN_WORDS[tally.why], tally.example))
-    table = table_of(("nodes", "runs in", "ms", "otherwise", "why", "such as"), rows)
+    columns, words = ("nodes", "runs in", "ms", "otherwise", "why", "such as"), ("runs in", "why", "such as")
+    table = table_of(columns, rows, words)
     table.columns[0].justify = "right"
-    for words in (1, 4, 5):
-        table.columns[words].justify = "left"
     unknown = next((row.unknown for row in explained.rows if row.ms is None and row.unknown), "")
     told = f"no ms: {unknown}" if unknown else "?: a guess in part, as no build ran all of them so" if guessed else ""
     table.caption = told or None

@@ -14,15 +14,14 @@ from typing import Any
 
 import click
 import yaml
-from rich import box
 from rich.table import Table
-from rich.text import Text
 
 from qdqtune.cli import options
 from qdqtune.cli.fleet import run_all
 from qdqtune.cli.grouped import command, is_quiet, is_verbose
 from qdqtune.cli.options import FILE
 from qdqtune.cli.output import print_json, say, show
+from qdqtune.cli.report import table_of
 from qdqtune.cli.streams import INTERRUPTED
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import ANYWHERE, Device, cores_for, needs_gpu
@@ -179,26 +178,16 @@ def _value(job: Job, flag: str) -> str | None:
 
 def _estimates(rows: Sequence[Mapping[str, Any]]) -> Table:
     """What runs would do."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("model", overflow="fold")
-    for column in ("builds", "latency, ms", "about"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
-        cells = (row["model"], str(row["builds"]), f"{row['latency'] * 1e3:.3f}", duration(row["seconds"]))
-        table.add_row(*map(Text, cells))
-    return table
+    cells = [(r["model"], str(r["builds"]), f"{r['latency'] * 1e3:.3f}", duration(r["seconds"])) for r in rows]
+    return table_of(("model", "builds", "latency, ms", "about"), cells)
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("model", overflow="fold")
-    for column in ("ships", "baseline, ms", "final, ms", "speedup", "SQNR, dB", "exit code"):
-        table.add_column(column, justify="right", no_wrap=True)
+    cells = []
     for row in rows:
         row = {**dict.fromkeys(FACTS), **row}
         times = ["" if row[name] is None else f"{row[name]:.3f}" for name in ("baseline_ms", "final_ms")]
         gain = "" if row["ratio"] is None else speed(row["ratio"])
         noise = "" if row["output_sqnr_db"] is None else f"{row['output_sqnr_db']:.1f}"
-        cells = (row["model"], row["shipped"] or "failed", *times, gain, noise, str(row["exit_code"]))
-        table.add_row(*map(Text, cells))
-    return table
+        cells.append((row["model"], row["shipped"] or "failed", *times, gain, noise, str(row["exit_code"])))
+    return table_of(("model", "ships", "baseline, ms", "final, ms", "speedup", "SQNR, dB", "exit code"), cells)

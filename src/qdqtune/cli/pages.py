@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -11,7 +12,7 @@ from qdqtune.cli.options import FILE, flag, option
 from qdqtune.cli.output import print_json
 from qdqtune.graph.outputs import check_output
 from qdqtune.report.gather import report_of_run
-from qdqtune.report.page import as_json, write_report
+from qdqtune.report.page import write_report
 from qdqtune.tuning.folder import REPORT, SUMMARY
 
 OPTIONS = (
@@ -33,7 +34,7 @@ def report_command(directory: Path, output: Path | None, as_machine: bool) -> No
     """
     report = report_of_run(directory)
     if as_machine:
-        print_json(as_json(report))
+        print_json(asdict(report))
         return
     target = output or directory / REPORT
     check_output(target, {"record of the run": [directory / SUMMARY]})

@@ -15,6 +15,7 @@ from qdqtune.cli import options, progress, tune
 from qdqtune.cli.grouped import command
 from qdqtune.cli.options import FILE, flag, option, repeated
 from qdqtune.cli.output import print_json, print_lines, say_notes, show
+from qdqtune.cli.report import table_of
 from qdqtune.cli.streams import escaped
 from qdqtune.commands.quantize import Quantized, Request, Selection, quantize
 from qdqtune.commands.worst_tensors import to_exclude
@@ -192,14 +193,9 @@ def _lines(request: Request, done: Quantized) -> Iterator[str]:
 
 def rule_counts(done: Quantized) -> Table:
     """What each rule did."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("rule")
-    table.add_column("edges", justify="right")
-    table.add_column("")
     effects = {rule.name: engine_rules.effect(rule) for rule in engine_rules.RULES}
-    for name, count in done.placed.counts:
-        table.add_row(name, str(count), effects[name])
-    return table
+    rows = [(name, str(count), effects[name]) for name, count in done.placed.counts]
+    return table_of(("rule", "edges", ""), rows, [""])
 
 
 def worst_tensors(done: Quantized) -> Table:

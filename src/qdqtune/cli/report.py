@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich import box
+from rich.console import JustifyMethod
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -265,13 +266,14 @@ def estimate_lines(estimate: Estimate) -> str:
     )
 
 
-def table_of(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table whose widest columns give way where the terminal is narrow: nothing is cut, short words stay whole."""
+def table_of(columns: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[str] = ("verdict",)) -> Table:
+    """A table whose widest columns give way where the terminal is narrow: nothing is cut, short words stay whole. The
+    first column and those of words are to be read from the `left`."""
     table = Table(box=box.SIMPLE_HEAD, caption_justify="left", title_style="", caption_style="", pad_edge=False)
     for number, column in enumerate(columns):
-        left = number == 0 or column == "verdict"
+        justify: JustifyMethod = "left" if number == 0 or column in left else "right"
         least = min(SHORT, max(map(len, " ".join([column, *(row[number] for row in rows)]).split()), default=0))
-        table.add_column(Text(column), justify="left" if left else "right", overflow="fold", min_width=least)
+        table.add_column(Text(column), justify=justify, overflow="fold", min_width=least)
     for row in rows:
         table.add_row(*(Text(escaped(cell)) for cell in row))  # names may hold anything
     return table

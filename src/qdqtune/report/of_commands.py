@@ -107,14 +107,8 @@ def of_compare(first: str, rows: Sequence[Row], plan: Plan, notes: Sequence[str]
         meaning = f"{of_all}One inference takes {best.ms:.4g} ms instead of {best.first_ms:.4g} ms."
         verdict = Verdict(words[best.ratio.verdict], meaning, best.ratio.verdict == "faster", found, name)
     cells = tuple(
-        (
-            row.name,
-            _ms(row.first_ms),
-            _ms(row.ms),
-            *_speed_cells(row),
-            "" if row.sqnr_db is None else f"{row.sqnr_db:.1f}",
-        )
-        for row in rows
+        (r.name, _ms(r.first_ms), _ms(r.ms), *_speed_cells(r), "" if r.sqnr_db is None else f"{r.sqnr_db:.1f}")
+        for r in rows
     )
     columns = ("file", "first, ms", "ms", "times as fast", "interval", "verdict", "SQNR, dB")
     return Report(
@@ -161,10 +155,8 @@ def of_quantize(request: Request, done: Quantized, model: Model, typed: Sequence
         notes=done.notes,
         map=drawn,
         listings=tuple(listings),
-        circumstances=(
-            Fact("engine", request.engine),
-            Fact("numbers", request.quant_type),
-            Fact("qdqtune", __version__),
+        circumstances=tuple(
+            map(Fact, ("engine", "numbers", "qdqtune"), (request.engine, request.quant_type, __version__))
         ),
         commands=_typed(typed),
     )

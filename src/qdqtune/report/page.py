@@ -7,7 +7,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -63,11 +62,6 @@ def policy(style: str, script: str) -> str:
     allowed = {"style-src": style, "script-src": script}
     rules = [f"{name} 'sha256-{_digest(text)}'" for name, text in allowed.items()]
     return "; ".join(["default-src 'none'", *rules, "img-src data:", "base-uri 'none'", "form-action 'none'"])
-
-
-def as_json(report: Report) -> dict[str, Any]:
-    """A report for machines."""
-    return asdict(report)
 
 
 def compact(drawn: Map) -> dict[str, Any]:
