@@ -101,7 +101,7 @@ class RemoteWorker:
         """`Worker.request`."""
         log = target = None
         if name == "build":
-            number, path, log = arguments
+            number, path, log, _ = arguments  # the plan of a build ahead of time stays on this host
             arguments = (number, self._sender.model(path), None)
         elif name == "save":
             _, target = arguments
