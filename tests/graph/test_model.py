@@ -18,6 +18,7 @@ from onnx import TensorProto, parser
 from models import build, normal
 from qdqtune.errors import OutputError
 from qdqtune.graph.files import WEIGHTS, ConstantFile, constants_to_share, nbytes, one_constant_file, save
+from qdqtune.graph.loading import load
 from qdqtune.graph.model import GRAPH, Constant, Model, TensorInfo, Use, captured
 
 TEXT = """<ir_version: 8, opset_import: ["": 17]>
@@ -223,6 +224,14 @@ def test_the_size_of_a_model_counts_its_external_data(tmp_path: Path, monkeypatc
     assert nbytes(tmp_path / "whole.onnx") == (tmp_path / "whole.onnx").stat().st_size
     monkeypatch.setattr("qdqtune.graph.wire.APART", 0)  # a large file is read without its weights
     assert nbytes(tmp_path / "whole.onnx") == (tmp_path / "whole.onnx").stat().st_size
+
+
+def test_a_large_file_that_came_from_external_data_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qdqtune.graph.wire.APART", 0)
+    with ConstantFile(tmp_path / "w.bin") as constants:
+        written = constants.write(model(), "apart")
+    onnx.save(onnx.load(written), tmp_path / "whole.onnx")  # each tensor says that it lies in the file
+    assert load(tmp_path / "whole.onnx").fingerprint == load(written).fingerprint
 
 
 def test_spans_are_aligned(tmp_path: Path) -> None:

@@ -66,14 +66,13 @@ def _parts(file: IO[bytes], graph: _Field, name: str) -> Iterator[bytes]:
         if field.number != onnx.GraphProto.INITIALIZER_FIELD_NUMBER or field.end - field.content < LARGE:
             yield _bytes(file, field.start, field.end)
             continue
-        tensor = bytearray()
+        tensor, told = bytearray(), TensorProto()
         for part in _fields(file, field.content, field.end):
             if part.number != TensorProto.RAW_DATA_FIELD_NUMBER or part.end - part.content < LARGE:
                 tensor += _bytes(file, part.start, part.end)
                 continue
-            told = TensorProto(data_location=TensorProto.EXTERNAL)
             refer(told, name, part.content, part.end - part.content)
-            tensor += told.SerializeToString()
+        tensor += told.SerializeToString()  # last: a file may say that its values were not elsewhere
         yield head(field.number, len(tensor)) + tensor
 
 
