@@ -159,8 +159,8 @@ def _scripted(a_seconds: float = 1.0, b_seconds: float = 1.0) -> tuple[Session, 
 
 def test_a_round_is_abba_or_baab_by_its_own_coin() -> None:
     session, slots = _scripted()
-    samples = session.rounds(0, 1, 5, range(64), [Slot(7, 2, 0.01)], 2)
-    assert slots[:2] == [("A", 2), ("B", 2)]
+    samples = session.rounds(0, 1, 5, range(64), [Slot(7, 2, 0.01)], 3)
+    assert slots[:2] == [("A", 3), ("B", 3)]
     assert {runs for _, runs in slots[2:]} == {7}
     orders = ["".join(name for name, _ in slots[i : i + 4]) for i in range(2, len(slots), 4)]
     assert set(orders) == {"ABBA", "BAAB"}

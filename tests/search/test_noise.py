@@ -10,7 +10,7 @@ import pytest
 from models import attention, build, normal
 from qdqtune.graph.model import Model
 from qdqtune.search.costs.noise import DOUBT, STEP, Noise
-from qdqtune.search.costs.optimum import cut, cut_within
+from qdqtune.search.costs.optimum import cut, cut_holding, cut_within
 from qdqtune.search.costs.prices import Costs, Price
 from qdqtune.search.costs.units import Decision, Partition, partition
 from qdqtune.types import Accuracy, Edge, Measurement, Placement, Proposal, Trial
@@ -110,6 +110,12 @@ class TestACutWithinLimits:
             for decision in found:
                 if noise.predicted(parts.placement(other)) <= noise.predicted(parts.placement(decision)):
                     assert costs.total(other) >= costs.total(decision) - 1e-6
+
+
+def test_nothing_is_quantized_where_noise_comes_from_no_value_that_is_known() -> None:
+    costs, noise = made_up(mixed())
+    unknown = Noise(noise.model, {}, limit=0.1, foretold=lambda placement: 0.5 if placement else 0.0)
+    assert cut_holding(costs, unknown, 0.1) == Decision()
 
 
 def _random_decisions(parts: Partition, count: int) -> Sequence[Decision]:

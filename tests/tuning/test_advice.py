@@ -89,7 +89,7 @@ def test_a_time_budget_has_room_for_one_more_candidate_and_the_proof() -> None:
     assert ample.seconds_left == pytest.approx(3600 - (1 + 0.08 * 12) - 4 * (2 + 0.08 * 12 + 0.008), abs=1)
     tight = budget(120, 0.5)
     assert tight.proof == (12,)
-    assert tight.seconds_left == pytest.approx(120 - (1 + 2 * 12) - 2 * (2 + 1 * 12 + 3), abs=1)
+    assert tight.seconds_left == pytest.approx(120 - (1 + 2 * 12) - 2 * (2 + 1 * 12 + 4), abs=1)
     assert not tight.is_spent([])
     assert tight.excuse is None
     spent = budget(45, 0.5)

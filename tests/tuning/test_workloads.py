@@ -331,7 +331,7 @@ def test_of_two_models_with_long_inferences_each_has_one_in_a_round() -> None:
     slots = session.probe(0, 1, 0.02)
     a.asked.clear()
     measured = session.rounds(0, 1, 5, range(8), slots, 2)
-    assert a.asked == [(1.0, 1)] * 9, "one to warm up"
+    assert a.asked == [(1.0, 2), *[(1.0, 1)] * 8]
     assert (measured.a, measured.b) == ((0.05,) * 8, (0.02,) * 8), "whichever comes first"
 
 

@@ -285,7 +285,7 @@ class Runner:
         Round r runs A B B A or B A A B, by a coin of (seed, r), of long inferences A B or B A, and gives the mean of
         each side's slots in seconds per inference. A `Slot` is the same for both sides and for all rounds of this
         pair; several workloads have their turns in each round, and share `slot_seconds`. Before the first round come
-        `warmup` inferences of each, at most as many as it has slots in a round.
+        `warmup` inferences of each.
         """
         if not self._mix:
             raise ValueError("rounds need a sample: call feed first")

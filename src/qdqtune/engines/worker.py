@@ -99,10 +99,10 @@ class Session:
         """Paired rounds: each workload in its slots."""
         first, second = self._models[a], self._models[b]
         coins = [bool(np.random.default_rng((seed, number)).integers(2)) for number in numbers]
-        for workload, slot in zip(self._mix, slots, strict=True):
-            if count := min(warmup, slot.turns):
-                first.time(workload.inputs, count)
-                second.time(workload.inputs, count)
+        if warmup:
+            for workload in self._mix:
+                first.time(workload.inputs, warmup)
+                second.time(workload.inputs, warmup)
         rounds: list[list[tuple[float, float]]] = []
         for coin in coins:
             rounds.append([])

@@ -55,7 +55,7 @@ class Plan:
     def start_seconds(self, inference: float) -> float:
         """What comes before the first round: either model is warmed up, and timed twice to find how many inferences
         fill a slot."""
-        return 2 * (min(self.warmup, Slot.of(inference, self.slot_seconds).turns) + 2) * inference
+        return 2 * (self.warmup + 2) * inference
 
 
 def least_rounds(error: float, looks: int) -> int:

@@ -56,8 +56,8 @@ def noise_of(run: Run) -> Noise | None:
     noise.
 
     Noise of single tensors takes long to measure on a large model, and what is built first does not ask for it: it is
-    found when a search does, and then read from the store. Where ONNX Runtime does not run the model with switches, all
-    values count the same, and the builds tell the rest.
+    found when a search does, and then read from the store. Where ONNX Runtime does not run the model with switches, or
+    no time is left, all values count the same, and the builds tell the rest.
     """
     subject, limits = run.subject, run.limits
     loudest = {edge: min(shares, key=lambda s: (s.bytes_per_weight, s.name)) for edge, shares in run.ways.items()}
@@ -83,10 +83,12 @@ def noise_of(run: Run) -> Noise | None:
         return holds
 
     def of_values() -> Mapping[str, float]:
-        return {} if run.budget.is_late else _of_values(run, tensors, floor, share)
+        return dict.fromkeys(tensors, 1.0) if run.budget.is_late else _of_values(run, tensors, floor, share)
 
     def of_weights() -> Mapping[tuple[str, str], float]:
-        return {} if run.budget.is_late or not loudest else _of_weights(run, loudest, floor, share)
+        if run.budget.is_late or not loudest:
+            return dict.fromkeys(stored, 1.0)
+        return _of_weights(run, loudest, floor, share)
 
     if is_front:  # whose points are offered by it
         return Noise(subject.shaped, of_values(), limits.max_noise, brought, of_weights())

@@ -20,6 +20,9 @@ BISECTIONS = 20
 FORETOLD_BISECTIONS = 8
 """As many where each placement on the way is simulated, which takes longer than a cut."""
 
+RAISES = 20
+"""How often a price on noise is raised, eightfold each time: what brings noise at all has one long before."""
+
 NEAR_LIMIT = 0.9
 """Share of the limit, foretold so, from which on closer is not worth the next simulation: 0.5 dB."""
 
@@ -43,7 +46,8 @@ def cut_holding(costs: Costs, noise: Noise, limit: float) -> Decision:
 def _cheapest(
     costs: Costs, noise: Noise, allowed: float, amount: Callable[[Placement], float], bisections: int, enough: float
 ) -> Decision:
-    """`enough` noise ends the search for more within what is allowed."""
+    """`enough` noise ends the search for more within what is allowed. Where none of it has a price, because the noise
+    of single values does not tell where that of a placement comes from, nothing is quantized."""
 
     def at(price: float) -> tuple[Decision, float]:
         decision = cut(costs, noise, price)
@@ -55,9 +59,13 @@ def _cheapest(
     total = costs.float_ms
     low, high = 0.0, total / allowed  # where all the noise that is allowed costs as much as the whole float model
     found, brought = at(high)
-    while brought > allowed:
+    for _ in range(RAISES):
+        if brought <= allowed:
+            break
         low, high = high, high * 8
         found, brought = at(high)
+    else:
+        return Decision()
     for _ in range(bisections):
         if brought >= enough:
             break
