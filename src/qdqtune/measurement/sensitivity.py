@@ -72,7 +72,7 @@ def sensitivities(
     side_by_side: int = 1,
     thinned: Callable[[int, int, float], None] = lambda fewer, wanted, seconds: None,
 ) -> dict[str, float] | Failure:
-    """Relative noise power that rounding each tensor of `pairs` brings to the worst output (see `strategies.noise`).
+    """Relative noise power that rounding each tensor of `pairs` brings to the worst output (see `search.costs.noise`).
 
     Runs on ONNX Runtime, on at most `SAMPLES` samples. Blocks whose noise is below `floor` are not divided further, and
     none is once `time.monotonic` is past `deadline`: where that has room for fewer measurements, `thinned` is told how

@@ -22,7 +22,7 @@ Where accuracy is limited, a price lambda on noise comes on top:
     with  r_t <= y_v,  s_t <= y_v  for each tensor t that holds v,  x_u <= y_v  for each weight v of u
 
 The lowest price at which the optimum keeps within the noise that the limits allow is found by bisection. How much the
-sum may be is learned from the builds (`strategies.noise`).
+sum may be is learned from the builds (`search.costs.noise`).
 
 Where an engine has kernels for weights that alone are quantized, c0_u is the least of u's float time and of its times
 with the weights so stored, and with lambda each has its noise on top: no neighbour sees it, so the cut stays exact.
