@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing.queues import Queue
 
 
 def shares(jobs: int) -> list[list[int]]:
@@ -16,13 +20,16 @@ def shares(jobs: int) -> list[list[int]]:
     return [cores[i * size : (i + 1) * size] for i in range(jobs)]
 
 
-class Places(Protocol):
-    """A queue of shares, of whatever kind of process."""
+@contextmanager
+def pinned(places: Sequence[list[int]]) -> Iterator[ProcessPoolExecutor]:
+    """Processes, each pinned with all that it starts to one of these shares of the cores."""
+    context = multiprocessing.get_context("spawn")
+    waiting: Queue[list[int]] = context.Queue()
+    for place in places:
+        waiting.put(place)
+    with ProcessPoolExecutor(len(places), context, _take_place, (waiting,)) as pool:
+        yield pool
 
-    def get(self) -> list[int]:
-        """The next one."""
 
-
-def take_place(places: Places) -> None:
-    """Pin this process, and with it all that it starts, to a share of the cores."""
+def _take_place(places: Queue[list[int]]) -> None:
     os.sched_setaffinity(0, places.get())

@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import Manager
 from pathlib import Path
 from typing import Any
 
@@ -134,18 +132,14 @@ def main() -> None:
     given = parser.parse_args(namespace=argparse.Namespace())
     zoo.print_machine()
     rows = []
-    with Manager() as manager:
-        places = manager.Queue()
-        for share in cores.shares(given.jobs):
-            places.put(share)
-        with ProcessPoolExecutor(given.jobs, initializer=cores.take_place, initargs=(places,)) as pool:
-            waiting = [
-                pool.submit(row, entry, given.keep / entry.name, given.runs, given.rounds, given.least)
-                for entry in zoo.find(given.models, given.names)
-            ]
-            for done in waiting:
-                rows.append(done.result())
-                print("  ".join(rows[-1]), flush=True)
+    with cores.pinned(cores.shares(given.jobs)) as pool:
+        waiting = [
+            pool.submit(row, entry, given.keep / entry.name, given.runs, given.rounds, given.least)
+            for entry in zoo.find(given.models, given.names)
+        ]
+        for done in waiting:
+            rows.append(done.result())
+            print("  ".join(rows[-1]), flush=True)
     zoo.print_table(COLUMNS, rows)
     for column, name in ((5, "behind the best"), (7, "spread over seeds")):
         found = [float(row[column]) for row in rows if row[column]]

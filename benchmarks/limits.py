@@ -16,8 +16,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import Manager
+from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any
 
@@ -146,15 +145,11 @@ def main() -> None:
     options = ["--deploy-threads", given.deploy_threads] if given.deploy_threads else []
     zoo.print_machine()
     entries, rows = zoo.find(given.models, given.names), []
-    with Manager() as manager:
-        places = manager.Queue()
-        for share in cores.shares(given.jobs):
-            places.put(share)
-        with ProcessPoolExecutor(given.jobs, initializer=cores.take_place, initargs=(places,)) as pool:
-            waiting = [pool.submit(row, entry, given.keep / entry.name, given.before, options) for entry in entries]
-            for done in as_completed(waiting):
-                rows.append(done.result())
-                print("  ".join(rows[-1]), flush=True)
+    with cores.pinned(cores.shares(given.jobs)) as pool:
+        waiting = [pool.submit(row, entry, given.keep / entry.name, given.before, options) for entry in entries]
+        for done in as_completed(waiting):
+            rows.append(done.result())
+            print("  ".join(rows[-1]), flush=True)
     zoo.print_table(COLUMNS, rows)
     for column, name in ((1, "before"), (2, "at 20 dB")):
         ratios = [float(r[column].split()[0]) for r in rows if r[column] and r[column][0].isdigit()]

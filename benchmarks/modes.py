@@ -12,18 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import multiprocessing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass
-from multiprocessing.queues import Queue
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import numpy as np
 import zoo
-from cores import shares, take_place
+from cores import pinned, shares
 from quantizers import write_nncf, write_static
 
 from qdqtune.calibration.samples import Samples, open_samples
@@ -181,12 +179,8 @@ def main() -> None:
 
 def finished(given: argparse.Namespace, task: Task) -> Iterable[Facts]:
     """The facts of each model, as they come."""
-    context = multiprocessing.get_context("spawn")
-    places: Queue[list[int]] = context.Queue()
-    for cores in shares(given.jobs):
-        places.put(cores)
     results: list[Facts] = []
-    with ProcessPoolExecutor(given.jobs, context, take_place, (places,)) as pool:
+    with pinned(shares(given.jobs)) as pool:
         for done in as_completed([pool.submit(run, e, task) for e in zoo.find(given.models, given.names)]):
             facts = done.result()
             print(facts.get("failed") or "  ".join(cells(facts, [*task.modes, *task.peers])), flush=True)

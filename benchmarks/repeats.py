@@ -13,10 +13,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass
 from functools import cached_property
-from multiprocessing import Manager
 from pathlib import Path
 
 import cores
@@ -149,26 +148,22 @@ def main() -> None:
     given = parser.parse_args(namespace=argparse.Namespace())
     zoo.print_machine()
     entries = {entry.name: entry for entry in zoo.find(given.models, given.names)}
-    with Manager() as manager:
-        places = manager.Queue()
-        for share in cores.shares(given.jobs):
-            places.put(share)
-        with ProcessPoolExecutor(given.jobs, initializer=cores.take_place, initargs=(places,)) as pool:
-            searches = {
-                pool.submit(runs_of, entry, given, seed): name
-                for name, entry in entries.items() for seed in range(given.runs)
-            }  # fmt: skip
-            done: dict[str, list[Run]] = {name: [] for name in entries}
-            meetings = []
-            for search in as_completed(searches):
-                name = searches[search]
-                done[name] += search.result()
-                if len(done[name]) == given.runs + 1:
-                    meetings.append(pool.submit(met, entries[name], done[name], given.rounds, given.builds))
-            rows = []
-            for meeting in as_completed(meetings):
-                rows.append(meeting.result())
-                print("  ".join(rows[-1]), flush=True)
+    with cores.pinned(cores.shares(given.jobs)) as pool:
+        searches = {
+            pool.submit(runs_of, entry, given, seed): name
+            for name, entry in entries.items() for seed in range(given.runs)
+        }  # fmt: skip
+        done: dict[str, list[Run]] = {name: [] for name in entries}
+        meetings = []
+        for search in as_completed(searches):
+            name = searches[search]
+            done[name] += search.result()
+            if len(done[name]) == given.runs + 1:
+                meetings.append(pool.submit(met, entries[name], done[name], given.rounds, given.builds))
+        rows = []
+        for meeting in as_completed(meetings):
+            rows.append(meeting.result())
+            print("  ".join(rows[-1]), flush=True)
     zoo.print_table(COLUMNS, sorted(rows, key=lambda row: list(entries).index(row[0])))
     for column in (2, 3, 9, 11):
         found = [float(row[column]) for row in rows if row[column]]

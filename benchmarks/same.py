@@ -8,20 +8,18 @@ ratio of a pair of builds, beside "rounds differ" of the ratios within one: what
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.queues import Queue
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
 import zoo
-from cores import shares, take_place
+from cores import pinned, shares
 
 from qdqtune.calibration.samples import open_samples
 from qdqtune.engines import EngineSpec
@@ -96,13 +94,10 @@ def compared(entry: zoo.Entry, setting: Setting, seeds: range, until: float) -> 
 
 def of_setting(entry: zoo.Entry, setting: Setting, count: int, seconds: float) -> Iterator[Seen]:
     """As many comparisons as are asked for, each job pinned to cores of its own."""
-    context = multiprocessing.get_context("spawn")
-    places: Queue[list[int]] = context.Queue()
     width = max(2, setting.threads)
-    for place in shares(max(setting.jobs, len(os.sched_getaffinity(0)) // width))[: setting.jobs]:
-        places.put(place)
+    places = shares(max(setting.jobs, len(os.sched_getaffinity(0)) // width))[: setting.jobs]
     until, share = time.time() + seconds, -(-count // setting.jobs)
-    with ProcessPoolExecutor(setting.jobs, context, take_place, (places,)) as pool:
+    with pinned(places) as pool:
         jobs = [
             partial(compared, entry, setting, range(n * share, min(count, (n + 1) * share)), until)
             for n in range(setting.jobs)

@@ -10,21 +10,19 @@ Whatever uses few cores runs side by side, each job pinned to cores of its own.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.queues import Queue
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import numpy as np
 import zoo
-from cores import shares, take_place
+from cores import pinned, shares
 
 from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.samples import input_specs, open_samples
@@ -164,11 +162,7 @@ def side_by_side(jobs: Iterable[Callable[[], T]], threads: int) -> Iterator[T]:
     """What the jobs give, as it comes; each has as many cores as threads, all of them for the default."""
     cores = len(os.sched_getaffinity(0))
     count = 1 if threads == DEFAULT else max(1, cores // max(threads, 2))
-    context = multiprocessing.get_context("spawn")
-    places: Queue[list[int]] = context.Queue()
-    for place in shares(count):
-        places.put(place)
-    with ProcessPoolExecutor(count, context, take_place, (places,)) as pool:
+    with pinned(shares(count)) as pool:
         for done in as_completed([pool.submit(job) for job in jobs]):
             yield done.result()
 
