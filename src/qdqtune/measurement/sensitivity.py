@@ -92,12 +92,14 @@ def sensitivities(
     with running_in_several(switched, side_by_side, fuse=False) as runs:  # whose fusions do not look outside of an If
         crew = Crew(runs, is_patient=True)
 
-        def outputs(start: int, stop: int, run: Run) -> list[dict[str, Array]] | Failure:
+        def outputs(
+            start: int, stop: int, run: Run, on_samples: Sequence[Sample] = used
+        ) -> list[dict[str, Array]] | Failure:
             on = {_switch(i): np.asarray(start <= i < stop) for i in range(count)}
-            return run({**sample, **on} for sample in used)
+            return run({**sample, **on} for sample in on_samples)
 
         if deadline is not None:
-            outputs(0, 0, crew.first)  # builds it
+            outputs(0, 0, crew.first, used[:1])  # builds it
         begun = time.monotonic()
         reference = outputs(0, 0, crew.first)
         took = time.monotonic() - begun

@@ -14,7 +14,7 @@ from qdqtune.errors import BaselineFailed
 from qdqtune.measurement.accuracy import accuracy, is_finite
 from qdqtune.measurement.metric import evaluate
 from qdqtune.tuning.candidates import Loaded
-from qdqtune.tuning.station import Conditions, Job, Station, profiled_runs
+from qdqtune.tuning.station import Conditions, Job, Station, profiled_runs, trial_seconds
 from qdqtune.tuning.store import (
     Record,
     Store,
@@ -59,17 +59,14 @@ class Bench:
 
     @property
     def trial_seconds(self) -> float:
-        """What one candidate takes at the least, if it is as fast as the float model: its build, its outputs, which are
-        foretold as well where they have a limit to hold, the first look of its comparison, and its layers.
+        """What one candidate takes at the least, if it is as fast as the float model; its outputs are foretold as well
+        where they have a limit to hold.
 
         Raises:
             BaselineFailed: the engine cannot build or run the float model.
         """
-        floats, turn, plan = self.floats, self.floats.turn_seconds, self._conditions.plan
-        judged = len(self._conditions.samples) * (2 if self._conditions.limits.are_set else 1)
-        inferences = judged * floats.seconds + profiled_runs(floats.seconds) * turn
-        comparison = plan.start_seconds(turn) + plan.round_seconds(turn) * plan.looks[0]
-        return floats.build_seconds + inferences + comparison
+        floats, judged = self.floats, len(self._conditions.samples) * (2 if self._conditions.limits.are_set else 1)
+        return trial_seconds(self._conditions.plan, floats.build_seconds, floats.seconds, floats.turn_seconds, judged)
 
     def measured(self, number: int, proposals: Sequence[Proposal], against: Placement) -> Generator[tuple[Trial, bool]]:
         """Time candidates against another placement, side by side where there are several devices; and whether each

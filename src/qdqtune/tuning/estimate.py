@@ -17,7 +17,7 @@ from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.obstacles import check_files
 from qdqtune.tuning.rewritten import most_builds
 from qdqtune.tuning.settings import Settings
-from qdqtune.tuning.station import profiled_runs
+from qdqtune.tuning.station import profiled_runs, trial_seconds
 from qdqtune.tuning.store import read_records
 from qdqtune.tuning.subject import open_subject
 
@@ -69,8 +69,7 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     if settings.calibration_cache is None:
         calibrating = calibration_seconds(subject.prepared, settings.calibration, start, each)
     plan, each_round = settings.plan, settings.plan.round_seconds(latency)
-    per_trial = build + latency * (judged + profiled_runs(latency)) + plan.start_seconds(latency)
-    per_trial += each_round * plan.looks[0]
+    per_trial = trial_seconds(plan, build, latency, latency, judged)
     counts = len(settings.thread_counts)
     proof = counts * 2 * (2 * build + each_round * settings.proof[0]) if trials else 0.0
     float_model = start + build + latency * (2 * judged + profiled_runs(latency))

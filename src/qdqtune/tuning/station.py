@@ -183,6 +183,14 @@ class Station:
         return with_help(own, beside, a.build_seconds + b.build_seconds, plan, is_ready=is_ready)
 
 
+def trial_seconds(plan: Plan, build: float, seconds: float, turn: float, judged: int) -> float:
+    """What a candidate takes at the least that is as fast as the float model, of which a build, an inference and its
+    part in a round take so many seconds: its build, its outputs on so many samples, the first look of its comparison,
+    and its layers."""
+    comparison = plan.start_seconds(turn) + plan.round_seconds(turn) * plan.looks[0]
+    return build + judged * seconds + profiled_runs(seconds) * turn + comparison
+
+
 def profiled_runs(seconds: float) -> int:
     """Inferences for a layer report of a model that takes so many seconds each."""
     (least, enough, most), (short, long) = PROFILED, PROFILED_SECONDS
