@@ -22,6 +22,7 @@ from qdqtune.graph.loading import infer, load
 from qdqtune.graph.model import Constant, Model
 from qdqtune.graph.rewrites import REWRITES, Rewrites
 from qdqtune.placement.files import read_placement_file
+from qdqtune.placement.reading import is_quantized
 from qdqtune.tuning import rewritten
 from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.loop import tune
@@ -29,6 +30,7 @@ from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import read_records
 from qdqtune.tuning.subject import Subject, open_subject
 from runs import mixed, settings, write
+from workers import Build, Workers
 
 pytestmark = pytest.mark.usefixtures("workers")
 
@@ -204,6 +206,26 @@ def test_rewrites_alone_ship_where_no_pair_pays(tmp_path: Path) -> None:
     assert any("no pair is worth its time here" in note for note in result.notes)
     assert {n.op for n in load(asked.output_dir / "optimized_final.onnx").nodes} == {"MatMul", "HardSwish", "Relu"}
     assert "rewrites" in explain_run(asked.output_dir).headline
+
+
+@pytest.mark.parametrize("alone_proves", [True, False])
+def test_pairs_do_not_ship_for_what_rewrites_gave(alone_proves: bool, tmp_path: Path, workers: Workers) -> None:
+    asked = run(tmp_path, swishing())
+
+    def slower(build: Build) -> float:
+        if build.path.name != "optimized_final.onnx":
+            return 1
+        final = load(build.path)
+        if is_quantized(final):  # with pairs as fast as without
+            return latency(onnx.load(asked.output_dir / "baseline.onnx")) / latency(onnx.load(build.path))
+        return 1 if alone_proves else 3
+
+    workers.slower = slower
+    result = tune(asked)
+    assert result.improved
+    assert bool(result.placement) is not alone_proves
+    assert [n for n in result.notes if "did not prove more than its rewrites: 1.00x" in n], result.notes
+    assert result.summary["proof_builds"] == 12
 
 
 def test_nothing_applies_and_nothing_is_spent(tmp_path: Path) -> None:

@@ -158,6 +158,8 @@ class _Contest:
     """What the last one took."""
     vetoed: bool = False
     """Whether one was faster, but slower at another number of threads."""
+    idle: Placement | None = None
+    """The first that held, though by what rewrites gave: without its pairs the model seems to be as fast."""
     last: Sequence[_Meeting] = ()
 
     @property
@@ -167,7 +169,7 @@ class _Contest:
 
     def tried(self, placement: Placement) -> bool:
         """Write a placement's file and let it meet the others; whether it ships."""
-        begun = time.monotonic()
+        begun, builds = time.monotonic(), self.builds
         self.run.candidates.write_whole(placement, _unproven(self.run))
         self.last = list(self._meetings(placement))
         self.seconds = time.monotonic() - begun
@@ -176,9 +178,33 @@ class _Contest:
         if not placement and not self.is_rewritten:
             return False
         if is_held(standings) and (not self.pairs_hold or self._beats_given()):
-            return True
+            if placement == self.idle:  # its file is written anew, and its meetings are known
+                self.builds = builds
+                return True
+            if self._pairs_pay(placement):
+                return True
+            self.idle = placement
+            return False
         self._explain(placement, standings)
         return False
+
+    def _pairs_pay(self, placement: Placement) -> bool:
+        """Whether a rewritten model is faster with its pairs than without: they round, and are not to ship for what
+        rewrites gave. Measured where the two are near each other, if there is time for that."""
+        standings = [met.standing for met in self.last]
+        best = standings.index(foremost(standings))
+        near = standings[best].ratio.median > CLEAR * self.run.found.gave
+        if not placement or not self.is_rewritten or not near or self.run.budget.lacks(self.seconds):
+            return True
+        baseline = self.run.settings.output_dir / BASELINE
+        met = confirm(f"alone:{placement.digest}", baseline, _unproven(self.run), self.run, self.places[best])
+        if isinstance(met, Failure):
+            raise BaselineFailed(f"the engine failed on the finished files: {met.reason}")
+        self.builds += met.builds
+        if met.ratio.verdict != "faster":
+            speed = f"{met.ratio.speedup} the speed without its pairs"
+            self.notes[f"a candidate of {len(placement)} edges did not prove more than its rewrites: {speed}"] = None
+        return met.ratio.verdict == "faster"
 
     def _meetings(self, placement: Placement) -> Iterator[_Meeting]:
         """Place by place, until one says no, or there is no time to win at another one; the float model is no other
@@ -218,7 +244,8 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
     The search's favourite is flattered by its luck. Where it does not prove itself, the one before it gets a chance;
     where it is only slower at another number of threads, so do other candidates that were faster than float. In the end
     the float model as we write it meets the user's file, and is not to be slower either, unless there is no time for
-    that; where it was rewritten and is faster it ships, and else the user's file does.
+    that; where it was rewritten and is faster it ships, and else the user's file does. A placement whose gain is its
+    rewrites' ships only if they alone do not prove it.
 
     Raises:
         BaselineFailed: the engine fails on a finished file.
@@ -264,7 +291,7 @@ def _proof(placement: Placement, contest: _Contest) -> Proof:
 def _finalists(history: Sequence[Trial], contest: _Contest) -> Iterator[Placement]:
     """Those that were accepted, the last one first; behind candidates that only another number of threads has stopped
     the others that hold the limits and were clearly faster than float, the fastest first; and the float model. None
-    that there is no time for."""
+    that there is no time for. In the end the one whose gain is its rewrites' gets another chance."""
     run = contest.run
     is_bounded = run.settings.time_budget is not None
     if is_bounded and not history:
@@ -276,13 +303,15 @@ def _finalists(history: Sequence[Trial], contest: _Contest) -> Iterator[Placemen
     first = accepted[: 1 if is_bounded else FINALISTS]
     queue = list(dict.fromkeys([*first, *others]))[:MOST_FINALISTS]
     for number, placement in enumerate(queue):
-        if number >= len(first) and not contest.vetoed:
+        if (number >= len(first) and not contest.vetoed) or contest.idle is not None:
             break
         if number and run.budget.lacks(contest.seconds):
             return
         yield placement
     if not run.budget.lacks(contest.seconds):
         yield Placement()
+    if contest.idle is not None:
+        yield contest.idle
 
 
 def _unproven(run: Run) -> Path:
