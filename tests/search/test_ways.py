@@ -120,6 +120,17 @@ def test_the_first_builds_have_every_weight_in_4_and_in_8_bits() -> None:
     assert [p.origin for p in replace(search, ways={}).propose([])] == ["fused units"]
 
 
+def test_what_does_not_hold_the_limits_in_4_bits_has_the_loudest_in_8() -> None:
+    layers = [Layer(n.name, (n.name,), "FP32", 1.0, "compute") for n in MODEL.nodes]
+    stored = {(f"w{i}", s.name): power * 2.0**-s.bits for i, power in enumerate((0.01, 0.2, 0.01)) for s in (W4, W8)}
+    noise = Noise(MODEL, {}, 0.01, stored=stored)
+    noise = replace(noise, foretold=noise.predicted)
+    search = CutSearch(MODEL, possible_edges(MODEL, ranges(MODEL)), layers, ways=WAYS, noise=noise)
+    first = {p.origin: p.placement for p in search.propose([])}
+    assert list(first) == ["weights in fewer bits", "fused units", "weights in 8 bits"]
+    assert [first["weights in fewer bits"].storages[edge] for edge in WAYS] == [W4, W8, W4]
+
+
 def test_of_storages_that_take_as_long_the_one_that_keeps_more_is_built() -> None:
     shares = {Storage(4, 128): 0.30, Storage(4, 32): 0.32, Storage(4, 32, symmetric=False): 0.50}
     (found,) = by_bits({Edge("w0", "a", 1): shares}).values()

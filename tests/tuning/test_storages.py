@@ -65,9 +65,11 @@ class Telling:
             return Failure("build", "no such type")
         layers = []
         for name in names:
-            own, dq = f"{name}_product", f"{name}_weight_DequantizeLinear"
-            layers.append(Layer(own, (own,) if name in self.apart else (dq, own), "", self.ms[name], "compute"))
-            layers += [Layer(dq, (dq,), "", 0.1, "quantize")] if name in self.apart else []
+            for copy, factor in enumerate((0.9, 1.0, 9.0)):
+                own, dq = f"{name}_product{copy}", f"{name}_weight{copy}_DequantizeLinear"
+                ran = (own,) if name in self.apart else (dq, own)
+                layers.append(Layer(own, ran, "", factor * self.ms[name], "compute"))
+                layers += [Layer(dq, (dq,), "", 0.1, "quantize")] if name in self.apart else []
         return tuple(layers)
 
 

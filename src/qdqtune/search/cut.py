@@ -34,12 +34,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
+from math import inf
 
 from qdqtune.graph.model import Model
 from qdqtune.measurement.timing import Plan, judge
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.costs.attribution import Times, attribute, group_cost, inner_pairs, priced
-from qdqtune.search.costs.noise import Noise
+from qdqtune.search.costs.noise import RESERVE, Noise
 from qdqtune.search.costs.optimum import cut, cut_holding, cut_within, decision_of, everything, flip, margins
 from qdqtune.search.costs.prices import Costs, learn, lessons
 from qdqtune.search.costs.priors import NOTHING, Prior, Split, digest
@@ -59,6 +60,9 @@ from qdqtune.types import Edge, Layer, Placement, Proposal, Trial
 
 CUT = "cut"
 """What the optimum of the prices is called."""
+
+MIXED = "weights in fewer bits"
+"""What weights in 4 and in 8 bits are called together."""
 
 QUANTIZED = 0.6
 """Share of their float time that products usually take with pairs, at most."""
@@ -154,10 +158,21 @@ class CutSearch:
         """What earlier runs have found, all weights in fewer bits, the seeds, and everything quantized in coarse units.
         What is likely to ship as it is comes first, where no time is left to build all: fewer bits come last where they
         promise less than pairs usually give."""
-        bits = by_bits(self.ways, self._may_hold)
+        bits = self._in_bits()
         rest = {name: p for name, p in bits.items() if expected_share(self.ways, p) >= QUANTIZED}
         seeds = dict(self.found) | {n: p for n, p in bits.items() if n not in rest} | dict(self.seeds)
         return (*_named(seeds), self._whole("fused units", self.groups), *_named(rest))
+
+    def _in_bits(self) -> dict[str, Placement]:
+        """All weights in 4 bits, and in 8; where 4 miss the limits, the best of both by what products take alone."""
+        bits = by_bits(self.ways, self._may_hold)
+        held = {name: p for name, p in bits.items() if self._may_hold(p)}
+        if held == bits or self.noise is None or self.noise.limit is None:
+            return bits
+        floats = tuple(replace(p, as_quantized=inf) for p in self._foretold.prices)
+        costs, summed = replace(self._foretold, prices=floats), replace(self.noise, foretold=None)
+        mixed = costs.partition.placement(cut_holding(costs, summed, RESERVE * self.noise.limit))
+        return {MIXED: mixed} | held if mixed and self._may_hold(mixed) else bits
 
     @cached_property
     def _apart(self) -> tuple[Proposal, ...]:
@@ -215,7 +230,7 @@ class CutSearch:
         if self.noise is None or self._is_free:
             yield cut(costs)
         elif (bound := self.noise.bound(history)) is not None:
-            yield cut_holding(costs, self.noise, bound)
+            yield cut_holding(costs, self.noise.heeding(history), bound)
         else:
             for level in self.noise.levels(history):
                 yield cut_within(costs, self.noise, level)

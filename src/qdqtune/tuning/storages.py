@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 from onnx import helper
@@ -45,8 +46,12 @@ in a cache, which flatters floats."""
 MOST_KINDS = 6
 """Sizes of products that are tried, those that take most time."""
 
-MOST_WEIGHTS = 2**22
+MOST_WEIGHTS = 2**21
 """Of one product that is tried: a larger one is tried with fewer outputs."""
+
+COPIES, TOGETHER = (3, 8), 2**22
+"""Of each product that is tried, the least and the most, and the weights that they are to have together: a model reads
+its weights from memory, and so do they then; and the median of several says more than one."""
 
 RUNS = (4, 24)
 """Inferences of a product in float and in each storage: the least and the most."""
@@ -202,33 +207,34 @@ def _tried(size: Size, wanted: Sequence[Storage], subject: Subject, runner: Runn
             return
     floats = _time(layers, "float")
     for storage in able:
-        stands_alone = any(
-            layer.kind != "folded" and f"{storage.name}_product" not in layer.nodes
-            for layer in layers
-            if any(node.startswith(f"{storage.name}_weight") for node in layer.nodes)
-        )
+        weights = (layer for layer in layers if _is_of(layer, storage.name, "weight"))
+        stands_alone = any(w.kind != "folded" and not _is_of(w, storage.name, "product") for w in weights)
         spent = _time(layers, storage.name)
         if not stands_alone:
             yield storage.name, UNTIMED if not floats or spent is None else spent / floats
 
 
+def _is_of(layer: Layer, name: str, what: str) -> bool:
+    return any(node.startswith(f"{name}_{what}") for node in layer.nodes)
+
+
 def _time(layers: Sequence[Layer], name: str) -> float | None:
-    times = [layer.time_ms for layer in layers if f"{name}_product" in layer.nodes]
-    known = [ms for ms in times if ms is not None]
-    return sum(known) if known else None
+    known = [layer.time_ms for layer in layers if _is_of(layer, name, "product") and layer.time_ms is not None]
+    return median(known) if known else None
 
 
 def _layers(size: Size, wanted: Sequence[Storage], subject: Subject, runner: Runner) -> tuple[Layer, ...] | Failure:
     """What the engine runs of one product in float and in each storage, side by side."""
-    model = _side_by_side(size, wanted)
-    stored = [(Edge(f"{s.name}_weight", f"{s.name}_product", 1), s) for s in wanted]
+    copies = _copies(size)
+    model = _side_by_side(size, wanted, copies)
+    stored = [(Edge(f"{s.name}_weight{n}", f"{s.name}_product{n}", 1), s) for s in wanted for n in range(copies)]
     dtype = helper.tensor_dtype_to_np_dtype(size.dtype)
     random = np.random.default_rng(0)
     mix = tuple(
         Workload({"x": random.standard_normal((rows, size.inputs)).astype(dtype)}, workload.share)
         for rows, workload in zip(size.rows, subject.mix, strict=True)
     )
-    once = sum(size.rows) * size.inputs * _columns(size) * (1 + len(wanted))
+    once = sum(size.rows) * size.inputs * _columns(size) * (1 + len(wanted)) * copies
     runs = int(min(max(OPERATIONS / once, RUNS[0]), RUNS[1]))
     with temporary_folder() as folder, writing(folder):
         path = folder / "storages.onnx"
@@ -241,18 +247,24 @@ def _columns(size: Size) -> int:
     return max(1, min(size.outputs, MOST_WEIGHTS // size.inputs))
 
 
-def _side_by_side(size: Size, wanted: Sequence[Storage]) -> Model:
+def _copies(size: Size) -> int:
+    """How many of each product are tried."""
+    least, most = COPIES
+    return min(max(least, TOGETHER // (size.inputs * _columns(size))), most)
+
+
+def _side_by_side(size: Size, wanted: Sequence[Storage], copies: int) -> Model:
     columns = _columns(size)
     dtype = helper.tensor_dtype_to_np_dtype(size.dtype)
     rows = size.rows[0] if len(size.rows) == 1 else None
-    random, names = np.random.default_rng(1), ["float", *(s.name for s in wanted)]
-    large, nodes, outputs = dict[str, Constant](), [], []
-    for name in names:
-        values = random.standard_normal((size.inputs, columns), np.float32).astype(dtype)
-        large[f"{name}_weight"] = Constant.of(values)
-        result = f"{name}_y"
-        nodes.append(helper.make_node("MatMul", ["x", f"{name}_weight"], [result], f"{name}_product"))
-        outputs.append(helper.make_tensor_value_info(result, size.dtype, [rows, columns]))
+    random, large, nodes, outputs = np.random.default_rng(1), dict[str, Constant](), [], []
+    for copy in range(copies):
+        weight = Constant.of(random.standard_normal((size.inputs, columns), np.float32).astype(dtype))
+        for name in ("float", *(s.name for s in wanted)):
+            result = f"{name}_y{copy}"
+            large[f"{name}_weight{copy}"] = weight
+            nodes.append(helper.make_node("MatMul", ["x", f"{name}_weight{copy}"], [result], f"{name}_product{copy}"))
+            outputs.append(helper.make_tensor_value_info(result, size.dtype, [rows, columns]))
     given = [helper.make_tensor_value_info("x", size.dtype, [rows, size.inputs])]
     graph = helper.make_graph(nodes, "storages", given, outputs)
     proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)

@@ -2,13 +2,15 @@
 
 Noise is relative: the power of the error at an output over the power of the output, 10^(-SQNR/10). Small errors of many
 values hardly know of each other, so their powers add up. How far the sum is off, as engines fuse and round in their own
-way, is learned from the builds: the one whose noise is nearest to the limit gives the factor.
+way, is learned from the builds: the one whose noise is nearest to the limit gives the factor. Where whole placements
+are foretold by simulation, builds with pairs and builds with stored weights alone say each how far that is off for
+their own kind: an engine that rounds more than the file says does so at pairs, and takes stored weights as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf, log
 
@@ -54,6 +56,8 @@ class Noise:
     foretold: Callable[[Placement], float | None] | None = field(default=None, compare=False)
     stored: Mapping[tuple[str, str], float] = field(default_factory=dict)
     harmless: Callable[[], bool] = field(default=lambda: False, compare=False)
+    pairs: float = 1.0
+    weights: float = 1.0
 
     @cached_property
     def is_harmless(self) -> bool:
@@ -74,32 +78,50 @@ class Noise:
         return first
 
     def predicted(self, placement: Placement) -> float:
-        """Noise of a placement as the sum of what its values bring alone, not scaled by what builds have shown."""
-        rounded = sum(self.alone.get(value, 0.0) for value in {self.value(e.tensor) for e in placement.edges})
-        return rounded + sum(self.of_weight(edge, storage) for edge, storage in placement.compressed)
+        """Noise of a placement as the sum of what its values bring alone."""
+        values = {self.value(e.tensor) for e in placement.edges}
+        return sum(map(self.of_value, values)) + sum(self.of_weight(edge, s) for edge, s in placement.compressed)
+
+    def of_value(self, value: str) -> float:
+        """What a value brings that carries a pair."""
+        return self.pairs * self.alone.get(value, 0.0)
 
     def of_weight(self, edge: Edge, storage: Storage) -> float:
         """What a weight brings that alone is quantized."""
-        return self.stored.get((edge.tensor, storage.name), 0.0)
+        return self.weights * self.stored.get((edge.tensor, storage.name), 0.0)
 
     def brought(self, placement: Placement) -> float:
-        """Noise of a placement as it is foretold, else as `predicted`."""
+        """Noise of a placement as it is foretold, as much more as builds have shown; else as `predicted`."""
         noise = None if self.foretold is None else self.foretold(placement)
-        return self.predicted(placement) if noise is None else noise
+        return self.predicted(placement) if noise is None else noise * self._excess(placement)
+
+    def _excess(self, placement: Placement) -> float:
+        """How many times noisier a placement is than foretold: of both kinds as their parts of the sum are."""
+        if self.pairs == self.weights or not placement.compressed:
+            return self.pairs
+        if not placement.edges:
+            return self.weights
+        plain = replace(self, pairs=1.0, weights=1.0).predicted(placement)
+        return self.predicted(placement) / plain if plain > 0 else max(self.pairs, self.weights)
 
     def bound(self, history: Sequence[Trial]) -> float | None:
-        """The most that `brought` may be, less than the limit where builds near it were noisier than foretold; None if
-        nothing is foretold, or no limit is known."""
-        limit = self.limit
-        if limit is None or self.foretold is None or any(t.metric is not None for t in history):
+        """The most that `brought` may be; None if nothing is foretold, or no limit is known."""
+        if self.limit is None or self.foretold is None or any(t.metric is not None for t in history):
             return None
-        worst = 1.0
+        return MARGIN * self.limit
+
+    def heeding(self, history: Sequence[Trial]) -> Noise:
+        """It, as much more as builds near the limit were noisier than foretold."""
+        limit, worst = self.limit, {True: 1.0, False: 1.0}
+        if limit is None or self.foretold is None:
+            return self
         for trial in history:
             measured = 0.0 if trial.accuracy is None else trial.accuracy.noise
             foretold = self.foretold(trial.placement) if measured > NEAR * limit else None
             if foretold is not None and NEAR * limit < foretold < limit / NEAR:
-                worst = max(worst, measured / foretold)
-        return MARGIN * limit / worst
+                kind = bool(trial.placement.edges)
+                worst[kind] = max(worst[kind], measured / foretold)
+        return replace(self, pairs=worst[True], weights=worst[False])
 
     def fits(self, placement: Placement, history: Sequence[Trial]) -> bool:
         """Whether a placement may hold the limits."""
@@ -107,7 +129,7 @@ class Noise:
         if bound is None:
             allowed = self.allowed(history)
             return allowed == inf or self.predicted(placement) <= allowed
-        return self.brought(placement) <= bound
+        return self.heeding(history).brought(placement) <= bound
 
     def allowed(self, history: Sequence[Trial]) -> float:
         """The most that `predicted` may be for a placement to hold the limits, as trials tell; inf: no bound yet."""

@@ -27,6 +27,13 @@ NEAR_LIMIT = 0.9
 """Share of the limit, foretold so, from which on closer is not worth the next simulation: 0.5 dB."""
 
 
+EVEN = 0.02
+"""What is foretold to take longer by no more than this share takes as long: builds of one file differ by that."""
+
+STEPS = 6
+"""Cuts that look for what brings less noise and takes as long."""
+
+
 def everything(parts: Partition) -> Decision:
     """All units that can have a pair run quantized, and all their outputs are stored so."""
     able = frozenset(u.number for u in parts.units if u.inputs)
@@ -35,19 +42,29 @@ def everything(parts: Partition) -> Decision:
 
 def cut_within(costs: Costs, noise: Noise, allowed: float) -> Decision:
     """The optimum of the prices at the lowest price on noise that keeps its sum within what is allowed."""
-    return _cheapest(costs, noise, allowed, noise.predicted, BISECTIONS, allowed)
+    return _cheapest(costs, noise, allowed, noise.predicted, BISECTIONS, allowed)[0]
 
 
 def cut_holding(costs: Costs, noise: Noise, limit: float) -> Decision:
-    """The optimum at the lowest price on noise at which the outputs are foretold to hold a limit on it."""
-    return _cheapest(costs, noise, limit, noise.brought, FORETOLD_BISECTIONS, NEAR_LIMIT * limit)
+    """The optimum at the lowest price on noise at which the outputs are foretold to hold a limit on it; or what is
+    foretold to take as long and brings less."""
+    found, price = _cheapest(costs, noise, limit, noise.brought, FORETOLD_BISECTIONS, NEAR_LIMIT * limit)
+    most, quiet, low, high = (1 + EVEN) * costs.total(found), found, price, 0.0
+    for _ in range(STEPS if found != Decision() else 0):
+        middle = np.sqrt(low * high) if low and high else high / 8 or 8 * low or EVEN * costs.float_ms / limit
+        decision = cut(costs, noise, middle)
+        if costs.total(decision) <= most:
+            quiet, low = decision, middle
+        else:
+            high = middle
+    return quiet if noise.brought(costs.partition.placement(quiet)) <= limit else found
 
 
 def _cheapest(
     costs: Costs, noise: Noise, allowed: float, amount: Callable[[Placement], float], bisections: int, enough: float
-) -> Decision:
+) -> tuple[Decision, float]:
     """`enough` noise ends the search for more within what is allowed. Where none of it has a price, because the noise
-    of single values does not tell where that of a placement comes from, nothing is quantized."""
+    of single values does not tell where that of a placement comes from, nothing is quantized. The price comes too."""
 
     def at(price: float) -> tuple[Decision, float]:
         decision = cut(costs, noise, price)
@@ -55,7 +72,7 @@ def _cheapest(
 
     found, brought = at(0.0)
     if brought <= allowed:
-        return found
+        return found, 0.0
     total = costs.float_ms
     low, high = 0.0, total / allowed  # where all the noise that is allowed costs as much as the whole float model
     found, brought = at(high)
@@ -65,7 +82,7 @@ def _cheapest(
         low, high = high, high * 8
         found, brought = at(high)
     else:
-        return Decision()
+        return Decision(), high
     for _ in range(bisections):
         if brought >= enough:
             break
@@ -75,7 +92,7 @@ def _cheapest(
             found, brought, high = decision, noisy, middle
         else:
             low = middle
-    return found
+    return found, high
 
 
 def cut(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> Decision:
@@ -174,7 +191,7 @@ def _charge_noise(
     rounded: dict[str, int] = {}
     for decision, tensor in rounding:
         value = noise.value(tensor)
-        if alone := noise.alone.get(value):
+        if alone := noise.of_value(value):
             if value not in rounded:
                 rounded[value] = problem.decision(if_yes=min(price * alone, most))
             problem.charge(decision, rounded[value], np.inf)

@@ -20,7 +20,7 @@ from qdqtune.types import EDGE_ORDER, Edge, Layer, Placement, Storage
 Ways = Mapping[Edge, Mapping[Storage, float]]
 """Uses of weights, the storages that each may have, and the share of the float time that its product takes alone so."""
 
-WORTH = 0.9
+WORTH = 0.8
 """Mean share of the float time of products, alone, below which a build of all weights in so many bits is worth it."""
 
 NEAR = 1.1
