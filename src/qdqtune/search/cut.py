@@ -165,14 +165,14 @@ class CutSearch:
 
     def _in_bits(self) -> dict[str, Placement]:
         """All weights in 4 bits, and in 8; where 4 miss the limits, the best of both by what products take alone."""
-        bits = by_bits(self.ways, self._may_hold)
+        bits = by_bits(self.ways)
         held = {name: p for name, p in bits.items() if self._may_hold(p)}
         if held == bits or self.noise is None or self.noise.limit is None:
             return bits
         floats = tuple(replace(p, as_quantized=inf) for p in self._foretold.prices)
         costs, summed = replace(self._foretold, prices=floats), replace(self.noise, foretold=None)
         mixed = costs.partition.placement(cut_holding(costs, summed, RESERVE * self.noise.limit))
-        return {MIXED: mixed} | held if mixed and self._may_hold(mixed) else bits
+        return {MIXED: mixed} | held if mixed and self._may_hold(mixed) else by_bits(self.ways, self._may_hold)
 
     @cached_property
     def _apart(self) -> tuple[Proposal, ...]:
