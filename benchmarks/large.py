@@ -16,6 +16,7 @@ import contextlib
 import math
 import os
 import resource
+import stat
 import subprocess
 import sys
 import tempfile
@@ -125,12 +126,13 @@ def number(file: Path, word: str) -> int:
 def held(folders: Sequence[Path]) -> dict[tuple[int, int], int]:
     """Bytes of each file in some folders, by its inode."""
     sizes = {}
-    for folder in folders:
-        for path in folder.rglob("*"):
-            with contextlib.suppress(OSError):
-                if not path.is_symlink() and path.is_file():
-                    stat = path.stat()
-                    sizes[stat.st_dev, stat.st_ino] = 512 * stat.st_blocks
+    for top in folders:
+        for folder, _, names in os.walk(top):
+            for name in names:
+                with contextlib.suppress(OSError):  # gone since
+                    found = os.lstat(os.path.join(folder, name))
+                    if stat.S_ISREG(found.st_mode):
+                        sizes[found.st_dev, found.st_ino] = 512 * found.st_blocks
     return sizes
 
 
@@ -152,8 +154,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         size = sum(f.stat().st_size for f in model.parent.iterdir())
         command = [sys.executable, "-m", "qdqtune", "tune", str(model), "--calibration-data"]
         command += [str(model.parent / "calib.npz"), "-o", str(folder / "out"), *args.options]
+        own = {"TMPDIR": str(folder / "tmp"), "XDG_CACHE_HOME": str(folder / "cache")}
         watch, start = Watch(), time.monotonic()
-        process = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(folder / "tmp")})
+        process = subprocess.Popen(command, env={**os.environ, **own})
         while process.poll() is None:
             watch.look(process.pid, [folder / "out", folder / "tmp"])
             if time.monotonic() - start > args.kill:
