@@ -7,15 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from copy import deepcopy
-from math import prod
 from pathlib import Path
 from threading import Lock
 
-import onnx
 from onnx import TensorProto
 
 from qdqtune.errors import writing
-from qdqtune.graph.model import Constant, Model
+from qdqtune.graph.model import Constant, Model, size_of
 from qdqtune.graph.outputs import appearing, temporary_folder
 from qdqtune.graph.wire import messages, parsed, refer
 
@@ -59,8 +57,7 @@ def nbytes(model: Path) -> int:
     """Size of a model file with its external data."""
     outside = (t for t in parsed(model).graph.initializer if t.data_location == TensorProto.EXTERNAL)
     others = (t for t in outside if all(e.value != model.name for e in t.external_data if e.key == "location"))
-    sizes = (prod(t.dims) * onnx.helper.tensor_dtype_to_np_dtype(t.data_type).itemsize for t in others)
-    return model.stat().st_size + sum(sizes)
+    return model.stat().st_size + sum(size_of(t.data_type, t.dims) for t in others)
 
 
 def data_of(path: Path) -> Path:

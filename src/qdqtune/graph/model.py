@@ -83,6 +83,14 @@ def content_key(dtype: np.dtype[Any], shape: tuple[int, ...], chunks: Iterable[b
     return digest.hexdigest()[:32]
 
 
+def size_of(dtype: int, shape: Iterable[int]) -> int:
+    """Bytes of a tensor's values as files hold them."""
+    count = math.prod(shape)
+    if dtype in HALF_BYTES:
+        return (count + 1) // 2
+    return count * onnx.helper.tensor_dtype_to_np_dtype(dtype).itemsize
+
+
 @dataclass(frozen=True, eq=False)
 class Constant:
     """A constant tensor that is read on demand. `key` names its content: equal keys mean equal bytes.
@@ -98,10 +106,7 @@ class Constant:
     @property
     def nbytes(self) -> int:
         """Size of the values as files hold them."""
-        count = math.prod(self.shape)
-        if self.dtype in HALF_BYTES:
-            return (count + 1) // 2
-        return count * onnx.helper.tensor_dtype_to_np_dtype(self.dtype).itemsize
+        return size_of(self.dtype, self.shape)
 
     def array(self) -> Array:
         """The values. Read only."""

@@ -17,7 +17,7 @@ from onnx import TensorProto, helper
 
 from qdqtune.calibration import blocks
 from qdqtune.calibration.blocks import Stored
-from qdqtune.graph.model import Constant, Model
+from qdqtune.graph.model import LARGE, Constant, Model
 from qdqtune.placement.draft import Draft
 from qdqtune.placement.possible import Weight, storable_edges, unstorable, weight_at
 from qdqtune.types import Array, Edge, Placement, Storage
@@ -33,9 +33,12 @@ ONNX_TYPE = {
 }
 """By bits, and whether they are symmetric."""
 
+KEPT = 8 * LARGE
+"""Bytes from which the scales of a weight are in no candidate's own file, nor its zero points: they are read once."""
+
 
 class Compressor:
-    """Stored weights of one model, written into candidates; remembers the scales, which most candidates share.
+    """Stored weights of one model, written into candidates; remembers small scales, which each candidate holds.
 
     `moments` of tensors that products meet, by name, make the rounding of the weights there account for them.
     """
@@ -152,7 +155,12 @@ class Compressor:
         if number == 0 or key not in self._scales:
             if self._latest is None or self._latest[0] != key:
                 self._latest = key, self._rounded(weight, storage)
-            self._scales[key] = self._latest[1].scale, self._latest[1].zero_point
-        found = self._latest[1].integers if number == 0 and self._latest else self._scales[key][number - 1]
+            latest = self._latest[1]
+            parts = latest.integers, latest.scale, latest.zero_point
+            if latest.scale.nbytes < KEPT:
+                self._scales[key] = parts[1:]
+            found = parts[number]
+        else:
+            found = self._scales[key][number - 1]
         assert found is not None  # a symmetric storage has no third part
         return np.ascontiguousarray(found.reshape(shape).T if weight.node.op == "Gather" else found.reshape(shape))
