@@ -18,6 +18,7 @@ from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.engines.coverage import Claim, cover, never_run, read_model
 from qdqtune.engines.onnxruntime import engine as onnxruntime_engine
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
+from qdqtune.engines.room import scarce_memory
 from qdqtune.errors import BadOption, EngineFailure
 from qdqtune.types import Layer
 
@@ -248,13 +249,13 @@ def test_pairs_are_in_the_integer_layers_that_absorbed_them(engine: str, tmp_pat
     assert home(layers, "softmax").precision == "FP32"
 
 
-def test_a_large_model_is_profiled_in_the_session_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_model_is_profiled_in_the_session_that_goes_on(tmp_path: Path) -> None:
     model, inputs = quantized_mlp()
     onnx.save(model, tmp_path / "model.onnx")
     built = onnxruntime_engine.create().build(tmp_path / "model.onnx", tmp_path / "log")
     before, small = built.run(inputs), built.layers(inputs, 3)
-    monkeypatch.setattr(onnxruntime_engine, "LARGE", 0)
-    large = built.layers(inputs, 3)
+    with scarce_memory():
+        large = built.layers(inputs, 3)
     assert [(x.name, x.nodes, x.precision) for x in large] == [(x.name, x.nodes, x.precision) for x in small]
     assert all(x.time_ms for x in large if x.kind == "compute")
     after = built.run(inputs)

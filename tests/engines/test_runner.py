@@ -22,7 +22,7 @@ from engine_contract import IMAGE, conv_model, quantized_conv_model
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
 from qdqtune.engines.mixes import mix_of
-from qdqtune.engines.room import bounded_memory
+from qdqtune.engines.room import bounded_memory, is_scarce, scarce_memory
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.engines.worker import Session
 from qdqtune.errors import BadOption, EngineUnavailable, OutputError
@@ -30,7 +30,7 @@ from qdqtune.graph.files import nbytes
 from qdqtune.types import Failure, Measurement, NumericFormat, QType, Slot
 from runs import environment
 from trtexec_stand_in import stand_in
-from workers import Workers
+from workers import Build, Workers
 
 QUANTIZED = quantized_conv_model(NumericFormat(QType.INT8, QType.INT8, symmetric=True))
 ROUNDS: dict[str, Any] = {"seed": 3, "first_round": 0, "slot_seconds": 0.0, "warmup": 0}
@@ -454,6 +454,40 @@ class TestRoom:
             assert (held(runner), len(held(other))) == (set(), 1)
             assert isinstance(runner.outputs(a, [IMAGE]), list)
             assert (held(runner), held(other)) == ({a.build}, set())
+
+    def test_builds_that_unpack_weights_take_what_they_become(self, files: SimpleNamespace, tmp_path: Path) -> None:
+        size = nbytes(files.large)
+        with bounded_memory(2 * size), self.runner(tmp_path, Workers()) as runner:
+            loaded(runner, files.large)
+            spec, start = EngineSpec("fake"), Workers()
+            with Runner(spec, log_dir=tmp_path / "other", start=start, unpacked=size + 1) as other:
+                loaded(other, files.plain)
+                assert (held(runner), len(held(other))) == (set(), 1)
+
+    def test_memory_is_scarce_while_builds_are_made_that_have_a_bound(
+        self, files: SimpleNamespace, tmp_path: Path
+    ) -> None:
+        seen: list[bool] = []
+
+        def look(_: Build) -> None:
+            seen.append(is_scarce())
+
+        for bound in (None, 1e9):
+            with bounded_memory(bound), self.runner(tmp_path, Workers(refused=look)) as runner:
+                loaded(runner, files.plain)
+        assert (seen, is_scarce()) == ([False, True], False)
+
+    @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="what a process holds is told by Linux")
+    def test_what_is_freed_where_memory_is_scarce_goes_back_at_once(self) -> None:
+        def pages() -> int:
+            return int(Path("/proc/self/statm").read_text().split()[1])
+
+        np.ones(2**22)  # smaller blocks than these 32 MB, once freed, come from the heap from here on
+        with scarce_memory():
+            blocks = [np.ones(2**19) for _ in range(16)]
+            full = pages()
+            del blocks[:-1]
+            assert (full - pages()) * os.sysconf("SC_PAGESIZE") > 15 * 2**21
 
     def test_without_a_bound_all_stay(self, files: SimpleNamespace, tmp_path: Path) -> None:
         with self.runner(tmp_path, Workers()) as runner:

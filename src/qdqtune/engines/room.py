@@ -6,8 +6,9 @@ times its size; there a build makes room for the next one, and is made again whe
 
 from __future__ import annotations
 
+import ctypes
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -17,6 +18,17 @@ SHORT = re.compile(
     re.IGNORECASE,
 )
 """How engines and systems say that memory or disk was short, which is no word about the model."""
+
+_MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None)
+"""What sets how the C library takes memory, where that is glibc."""
+
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
+"""Of malloc.h: how much may be free at the end of the heap, and from which size on a block is a mapping of its own."""
+
+APART, USUAL = 2**18, 2**25
+"""Such sizes: where memory is scarce, and the one that glibc arrives at by itself in a process that frees large blocks.
+What these leave free in the heap stays with the process: weights that a build repacks take twice to four times their
+size until it is done."""
 
 Build = tuple[int, int]
 """Who holds it, and its number there."""
@@ -67,3 +79,29 @@ def bounded_memory(nbytes: float | None) -> Iterator[None]:
 def current_room() -> Room | None:
     """The room of `bounded_memory`."""
     return _room.get()
+
+
+_is_scarce: ContextVar[bool] = ContextVar("memory is scarce", default=False)
+
+
+@contextmanager
+def scarce_memory() -> Iterator[None]:
+    """Builds made meanwhile give back at once what they free on their way, and are to hold no weight twice."""
+    token = _is_scarce.set(True)
+    _set({MMAP_THRESHOLD: APART})
+    try:
+        yield
+    finally:  # inferences take memory as they do in other processes
+        _set({MMAP_THRESHOLD: USUAL, TRIM_THRESHOLD: 2 * USUAL})
+        _is_scarce.reset(token)
+
+
+def is_scarce() -> bool:
+    """Whether an engine is called in `scarce_memory`."""
+    return _is_scarce.get()
+
+
+def _set(sizes: Mapping[int, int]) -> None:
+    if _MALLOPT is not None:
+        for parameter, size in sizes.items():
+            _MALLOPT(parameter, size)

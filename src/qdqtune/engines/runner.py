@@ -112,7 +112,8 @@ class Runner:
 
     `time_limit_s`, by default that of `time_limit`, holds for each build, each inference of `outputs`, and each probe.
     Rounds may take that, and `SLACK` times what the probe makes us expect in addition. `start` gives another worker
-    than a process, on `device`.
+    than a process, on `device`. `unpacked` are the bytes of the weights of any build as its engine holds them, where
+    these are more than its file has.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Runner:
         time_limit_s: float | None = None,
         start: StartWorker | None = None,
         device: Device = ANYWHERE,
+        unpacked: int = 0,
     ) -> None:
         self.engine_seconds = 0.0
         """Wall time that callers have spent waiting for the engine."""
@@ -130,7 +132,7 @@ class Runner:
         self._limit = _limit.get() if time_limit_s is None else time_limit_s
         self.log_dir = log_dir
         self._start_worker = start or start_worker
-        self.device = device
+        self.device, self._unpacked = device, unpacked
         self.ahead = Ahead()
         """What builds beside it."""
         self.before_start: Callable[[], None] = lambda: None
@@ -308,7 +310,7 @@ class Runner:
         """Build a file where there is room, `needed` being builds that have to stay."""
         size = 0
         if self._room is not None:
-            size = nbytes(path)
+            size = max(nbytes(path), self._unpacked)
             self._room.make(size, frozenset((id(self), build) for build in needed))
         begun, made = monotonic(), self.ahead.take(log)
         self.engine_seconds += monotonic() - begun
@@ -384,6 +386,8 @@ class Runner:
         spec = EngineSpec(self._spec.name, dict(self._spec.options))
         try:
             self._exchange(worker, "open", (spec,), "opening the engine", limit)
+            if self._room is not None:
+                self._exchange(worker, "save_memory", (), "opening the engine", limit)
             if self._mix:
                 self._exchange(worker, "feed", (self._mix,), "taking the sample", limit)
         except _WorkerLostError as death:

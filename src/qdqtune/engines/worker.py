@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -26,6 +26,7 @@ from typing import Any, cast
 import numpy as np
 
 from qdqtune.engines import Built, Compiler, Engine, EngineSpec, mixes, open_engine
+from qdqtune.engines.room import scarce_memory
 from qdqtune.errors import QdqtuneError
 from qdqtune.types import Array, Layer, Measurement, Mix, NumericFormat, QuantType, Slot, Tensors, Workload
 
@@ -44,6 +45,7 @@ class Session:
         self._engine = opener(spec)
         self._models: dict[int, Built] = {}
         self._mix: Mix = (Workload({}),)
+        self._room: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def describe(self) -> dict[str, str]:
         """`Engine.describe`."""
@@ -57,6 +59,10 @@ class Session:
         """Keep the workloads that timing uses."""
         self._mix = mix
 
+    def save_memory(self) -> None:
+        """Build with `scarce_memory` from now on."""
+        self._room = scarce_memory
+
     def compile(self, path: Path, log: Path, plan: Path) -> float:
         """`Compiler.compile`; the seconds that took."""
         start = perf_counter()
@@ -66,7 +72,10 @@ class Session:
     def build(self, number: int, path: Path, log: Path, plan: Path | None = None) -> float:
         """Build a model, or go on from its plan, and keep it; the seconds that took."""
         start, engine = perf_counter(), self._engine
-        self._models[number] = engine.build(path, log) if plan is None else cast(Compiler, engine).load(plan, path, log)
+        with self._room():
+            self._models[number] = (
+                engine.build(path, log) if plan is None else cast(Compiler, engine).load(plan, path, log)
+            )
         seconds = perf_counter() - start
         _give_back()
         return seconds
@@ -83,7 +92,10 @@ class Session:
     def layers(self, number: int, runs: int) -> tuple[Layer, ...]:
         """`Built.layers`, of the average call."""
         model = self._models[number]
-        return mixes.layers(self._mix, [model.layers(workload.inputs, runs) for workload in self._mix])
+        with self._room():  # many engines build the model once more for it
+            report = mixes.layers(self._mix, [model.layers(workload.inputs, runs) for workload in self._mix])
+        _give_back()
+        return report
 
     def save(self, number: int, path: Path) -> None:
         """`Built.save`."""

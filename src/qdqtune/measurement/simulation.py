@@ -75,7 +75,8 @@ class Simulation:
         folder = self._stack.enter_context(temporary_folder())
         constants = self._stack.enter_context(constants_to_share())
         spec = EngineSpec("onnxruntime", {"threads": cores(), "fuse": False, "rewrite": self._is_engine})
-        return self._stack.enter_context(Runner(spec, log_dir=folder)), constants
+        floats = sum(constant.nbytes for constant in self._inserter.insert(Placement()).large.values())
+        return self._stack.enter_context(Runner(spec, log_dir=folder, unpacked=floats)), constants
 
 
 def with_integer_softmax(model: Model) -> Model:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
@@ -19,6 +20,7 @@ from onnxruntime import InferenceSession as Session
 from qdqtune.engines import cpu, formats, output_to, translated
 from qdqtune.engines.coverage import read_model
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
+from qdqtune.engines.room import is_scarce
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.graph.files import PROTOBUF_LIMIT, nbytes
 from qdqtune.types import Array, Layer, NumericFormat, QType, QuantType, Tensors
@@ -53,6 +55,7 @@ STOP_SPINNING = "session.force_spinning_stop"
 they would be timed with that one."""
 
 EXTERNAL = "session.optimized_model_external_initializers_file_name"
+UNPACKED = "session.disable_prepacking"
 
 
 def create(
@@ -209,24 +212,22 @@ class OnnxRuntimeModel:
             EngineFailure: ONNX Runtime cannot run the model on these inputs, or cannot write its optimized graph.
         """
         model, feed = read_model(self._path), self._taken(inputs)
-        is_large = nbytes(self._path) >= LARGE
+        is_large = is_scarce() or nbytes(self._path) >= LARGE
         with TemporaryDirectory(prefix="qdqtune-") as name:
             folder = Path(name)
             (folder / NOWHERE).symlink_to("/dev/null")
+            written = {"optimized_model_filepath": str(folder / "optimized.onnx"), "log_severity_level": ERROR}
+            profiled = {"enable_profiling": True, "profile_file_prefix": str(folder / "profile")}
+            make = partial(self._engine.session, model.SerializeToString())
+            beside = {INPUT_FOLDER: str(self._path.parent)}
             with translated(*VENDOR):
                 plain = [self.time(inputs, 1) for _ in range(runs)] if is_large else []
-                if is_large:
+                if is_large:  # a session that writes its graph keeps all weights as they were before they were packed
                     del self._session
-                session = self._engine.session(
-                    model.SerializeToString(),
-                    {EXTERNAL: NOWHERE, INPUT_FOLDER: str(self._path.parent)},
-                    optimized_model_filepath=str(folder / "optimized.onnx"),
-                    enable_profiling=True,
-                    profile_file_prefix=str(folder / "profile"),
-                    log_severity_level=ERROR,
-                )
-                if is_large:
-                    self._session = session
+                    make({**beside, EXTERNAL: NOWHERE, UNPACKED: "1"}, **written)
+                    session = self._session = make(beside, **profiled)
+                else:
+                    session = make({**beside, EXTERNAL: NOWHERE}, **written, **profiled)
                 for _ in range(WARMUP):
                     session.run(self._outputs, feed)
                 for first in range(0, runs, BLOCK):
