@@ -1,5 +1,6 @@
 """Weights in fewer bits and pairs, on models that read more weights than they multiply: what `tune` ships against ONNX
-Runtime's own quantizers (MatMulNBits of 4 and 8 bits, quantize_static), each against float in interleaved rounds.
+Runtime's own quantizers (MatMulNBits of 4 and 8 bits, quantize_static), each against float in interleaved rounds. On
+OpenVINO the weights in fewer bits are those of NNCF's weight compression (needs nncf).
 
 Cells are the median ratio of time to the float model with its interval, and the output SQNR in dB, on samples that no
 quantizer has seen. Jobs run side by side where there are cores, each pinned to cores of its own. `tune` has to keep the
@@ -33,6 +34,7 @@ from qdqtune.engines.runner import Runner
 from qdqtune.graph.loading import load
 from qdqtune.measurement.accuracy import FLOOR_DB
 from qdqtune.measurement.timing import Plan
+from qdqtune.placement.compression import BLOCKS
 from qdqtune.placement.files import read_placement_file
 from qdqtune.tuning.folder import FINAL, PLACEMENT
 from qdqtune.tuning.loop import tune
@@ -85,14 +87,26 @@ def nbits(source: Path, target: Path, bits: int) -> None:
     quantizer.model.save_model_to_file(str(target), False)
 
 
-def peers(entry: zoo.Entry, folder: Path) -> dict[str, Path]:
+def compressed(source: Path, target: Path, bits: int) -> None:
+    """What NNCF's weight compression makes of a model: 4 bits in symmetric blocks of 128 but for the last product that
+    has 8; or 8 bits a channel."""
+    import nncf
+    import onnx
+    from onnx.version_converter import convert_version
+
+    modes = {4: nncf.CompressWeightsMode.INT4_SYM, 8: nncf.CompressWeightsMode.INT8_ASYM}
+    model = convert_version(onnx.load(source), BLOCKS)  # which has what it writes for all engines
+    onnx.save(nncf.compress_weights(model, mode=modes[bits]), target)
+
+
+def peers(entry: zoo.Entry, folder: Path, engine: str) -> dict[str, Path]:
     """The files of the other quantizers, written once."""
-    files = {name: folder / f"{entry.name}_{name}.onnx" for name in ("int4", "int8", "static")}
+    files = {name: folder / f"{entry.name}_{engine}_{name}.onnx" for name in ("int4", "int8", "static")}
     for bits in BITS:
         if not files[f"int{bits}"].exists():
-            nbits(entry.path, files[f"int{bits}"], bits)
+            (compressed if engine == "openvino" else nbits)(entry.path, files[f"int{bits}"], bits)
     if not files["static"].exists():
-        numbers = numeric_format("onnxruntime", "int8")
+        numbers = numeric_format(engine, "int8")
         write_static(load(entry.path), samples_of(entry, SAMPLES, 0), numbers, files["static"])
     return files
 
@@ -110,7 +124,7 @@ def run(job: Job, results: Queue[tuple[Job, dict[str, Row], str]]) -> None:
             known["all / pairs"] = compare_files(files[:0:-1], runner, judged, plan, builds=1)[0]
             results.put((job, known, "; ".join(told)))
             return
-        made = peers(job.entry, job.folder)
+        made = peers(job.entry, job.folder, job.engine)
         known = dict(zip(made, compare_files([path, *made.values()], runner, judged, plan, builds=1), strict=True))
         reached = known["int4"].sqnr_db
         floor = FLOOR_DB if reached is None else np.ceil(10 * reached) / 10
@@ -191,7 +205,7 @@ def main() -> None:
     given.keep.mkdir(parents=True, exist_ok=True)
     zoo.print_machine()
     entries = zoo.find(given.models, given.names) if given.names or not given.same else []
-    making = [multiprocessing.Process(target=peers, args=(entry, given.keep)) for entry in entries]
+    making = [multiprocessing.Process(target=peers, args=(entry, given.keep, given.engine)) for entry in entries]
     for process in making:
         process.start()
     for process in making:
