@@ -9,20 +9,23 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from operator import attrgetter
-from typing import Any, Literal, Protocol
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class Edge:
-    """One use of a tensor: input `index` of node `node`, or, with `node` empty, graph output number `index`."""
+class Edge(NamedTuple):
+    """One use of a tensor: input `index` of node `node`, or, with `node` empty, graph output number `index`.
+
+    A tuple, since searches put edges in sets and sort them by the million: tuples hash and compare several times as
+    fast as dataclasses.
+    """
 
     tensor: str
     node: str = ""
-    index: int = 0
+    index: int = 0  # type: ignore[assignment]  # a tuple has a method of this name
 
     @property
     def is_graph_output(self) -> bool:
@@ -92,10 +95,6 @@ class Storage:
         return Storage(int(match["bits"]), block or None, match["asymmetric"] is None)
 
 
-EDGE_ORDER = attrgetter("tensor", "node", "index")
-"""How edges are sorted, several times as fast as they compare."""
-
-
 @dataclass(frozen=True)
 class Placement:
     """The edges that carry a Q/DQ pair, activations and constants alike; an int32 bias follows from the other two.
@@ -121,7 +120,7 @@ class Placement:
 
     @cached_property
     def _ordered(self) -> tuple[Edge, ...]:
-        return tuple(sorted(self.edges, key=EDGE_ORDER))
+        return tuple(sorted(self.edges))
 
     def __len__(self) -> int:
         return len(self.edges)
@@ -150,7 +149,7 @@ class Placement:
     @cached_property
     def storages(self) -> dict[Edge, Storage]:
         """The storage of each use of a weight that has one, in the order of `__iter__`."""
-        return dict(sorted(self.compressed, key=lambda pair: EDGE_ORDER(pair[0])))
+        return dict(sorted(self.compressed, key=itemgetter(0)))
 
     @property
     def digest(self) -> str:

@@ -18,7 +18,7 @@ from qdqtune.search.costs.attribution import Priced, Times, attribute
 from qdqtune.search.costs.optimum import cut, everything
 from qdqtune.search.costs.prices import HOPE, learn, lessons
 from qdqtune.search.costs.priors import packed, unpacked
-from qdqtune.search.costs.samples import behind, state
+from qdqtune.search.costs.samples import behind, state, stored_in
 from qdqtune.search.costs.units import Decision, Partition, partition
 from qdqtune.types import Edge, Layer, Placement
 from region_models import resnet
@@ -88,9 +88,9 @@ def test_states() -> None:
     assert states(placed(parts, "a", "t")) == ["quantized", "fed", "float", "float"]
     assert states(Placement.of([Edge("x", "a", 0)])) == ["fed", "float", "float", "float"]
     assert states(Placement.of([Edge("w0", "a", 1)]))[0] == "float"
-    assert [behind(u, parts, placed(parts, "ab", "tu")) for u in parts.units] == [
-        "quantized", "quantized", "quantized", "float",
-    ]  # fmt: skip
+    two = placed(parts, "ab", "tu")
+    stored = stored_in(parts, two, [state(u, parts, two) for u in parts.units])
+    assert [behind(u, parts, stored) for u in parts.units] == ["quantized", "quantized", "quantized", "float"]
 
 
 def test_pairs_inside_a_unit_say_nothing_about_it() -> None:

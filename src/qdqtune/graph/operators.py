@@ -7,9 +7,8 @@ it is written as that one, with the difference.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-
-import numpy as np
 
 from qdqtune.graph.model import Model, Node
 
@@ -141,7 +140,7 @@ def integer_operators(model: Model) -> list[str]:
 def elements(model: Model, tensor: str) -> float:
     """Size of a tensor; an unknown dimension counts as 1."""
     info = model.tensors.get(tensor)
-    return float(np.prod([d or 1 for d in (info.shape if info else None) or ()]))
+    return float(math.prod([d or 1 for d in (info.shape if info else None) or ()]))
 
 
 def work(model: Model, node: Node) -> float:
@@ -152,5 +151,5 @@ def work(model: Model, node: Node) -> float:
     weight = model.tensors.get(node.inputs[1])
     shape = [d or 1 for d in (weight.shape if weight else None) or ()]
     if node.op in CONVOLUTIONS:
-        return written * float(np.prod(shape[1:]))
+        return written * float(math.prod(shape[1:]))
     return written * float(shape[-1 if node.attributes.get("transB", 0) else -2] if len(shape) > 1 else 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -141,7 +141,7 @@ def _behind_casts(model: Model, edge: Edge) -> Edge:
     if edge.index >= len(inputs) or inputs[edge.index] == edge.tensor:
         return edge
     here = inputs[edge.index]
-    return replace(edge, tensor=here) if _uncast(model, here) == _uncast(model, edge.tensor) else edge
+    return Edge(here, edge.node, edge.index) if _uncast(model, here) == _uncast(model, edge.tensor) else edge
 
 
 def _uncast(model: Model, tensor: str) -> str:

@@ -14,7 +14,7 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, astuple, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -276,7 +276,7 @@ def pack_ranges(ranges: Ranges) -> Record:
     vectors = {"weights": dict(ranges.weights), "shifts": dict(ranges.shifts)}
     given: Record = {"is_given": True} if ranges.is_given else {}
     if ranges.factors:
-        given["factors"] = [[*astuple(f.edge), list(f.shape), list(f.exponents)] for f in ranges.factors]
+        given["factors"] = [[*f.edge, list(f.shape), list(f.exponents)] for f in ranges.factors]
     return {"activations": activations, **vectors, "method": ranges.method, **given}
 
 

@@ -18,11 +18,14 @@ LARGEST = 2**30
 
 @dataclass
 class Problem:
-    """A cost under construction. Decisions are numbered from 0; an infinite cost forbids."""
+    """A cost under construction. Decisions are numbered from 0; an infinite cost forbids. `charges[k]` is paid if
+    decision `yes[k]` is yes while `no[k]` is no."""
 
     if_no: list[float] = field(default_factory=list)
     if_yes: list[float] = field(default_factory=list)
-    pairs: list[tuple[int, int, float]] = field(default_factory=list)
+    yes: list[int] = field(default_factory=list)
+    no: list[int] = field(default_factory=list)
+    charges: list[float] = field(default_factory=list)
 
     def decision(self, if_no: float = 0.0, if_yes: float = 0.0) -> int:
         """A new decision; returns its number."""
@@ -32,12 +35,15 @@ class Problem:
 
     def charge(self, yes: int, no: int, cost: float) -> None:
         """Add a cost that is paid if decision `yes` is yes while decision `no` is no."""
-        self.pairs.append((yes, no, cost))
+        self.yes.append(yes)
+        self.no.append(no)
+        self.charges.append(cost)
 
     def cost(self, answers: Sequence[bool]) -> float:
         """The cost of an assignment."""
         single = sum(y if a else n for a, n, y in zip(answers, self.if_no, self.if_yes, strict=True))
-        return float(single + sum(c for i, j, c in self.pairs if answers[i] and not answers[j]))
+        charged = zip(self.yes, self.no, self.charges, strict=True)
+        return float(single + sum(c for i, j, c in charged if answers[i] and not answers[j]))
 
 
 def solve(problem: Problem) -> list[bool]:
@@ -55,9 +61,9 @@ def solve(problem: Problem) -> list[bool]:
         return []
     source, sink = count, count + 1
     numbers = np.arange(count)
-    tails = np.concatenate([np.full(count, source), numbers, [p[0] for p in problem.pairs]]).astype(np.int32)
-    heads = np.concatenate([numbers, np.full(count, sink), [p[1] for p in problem.pairs]]).astype(np.int32)
-    costs = np.concatenate([problem.if_no, problem.if_yes, [p[2] for p in problem.pairs]]).astype(np.float64)
+    tails = np.concatenate([np.full(count, source), numbers, problem.yes]).astype(np.int32)
+    heads = np.concatenate([numbers, np.full(count, sink), problem.no]).astype(np.int32)
+    costs = np.concatenate([problem.if_no, problem.if_yes, problem.charges]).astype(np.float64)
     if np.isnan(costs).any() or (costs < 0).any():
         raise ValueError("costs are at least zero")
     size = (count + 2, count + 2)
@@ -72,9 +78,11 @@ def solve(problem: Problem) -> list[bool]:
     reached = csgraph.breadth_first_order(residual, source, return_predecessors=False)
     answers = np.zeros(count + 2, bool)
     answers[reached] = True
-    if answers[sink] or not np.isfinite(problem.cost(answers[:count].tolist())):
+    paid = answers[tails] & ~answers[heads]
+    if answers[sink] or np.isinf(costs[paid]).any():
         raise ValueError("the costs forbid every assignment")
-    return [bool(a) for a in answers[:count]]
+    decided: list[bool] = answers[:count].tolist()
+    return decided
 
 
 def _integers(costs: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.int64], int]:

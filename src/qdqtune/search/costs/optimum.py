@@ -11,7 +11,7 @@ import numpy as np
 from qdqtune.search.costs.mincut import Problem, solve
 from qdqtune.search.costs.noise import Noise
 from qdqtune.search.costs.prices import Costs
-from qdqtune.search.costs.samples import is_stored, state
+from qdqtune.search.costs.samples import state, stored_in
 from qdqtune.search.costs.units import Decision, Partition, Unit
 from qdqtune.types import Placement, Storage
 
@@ -217,11 +217,12 @@ def nearest(parts: Partition, placement: Placement) -> Decision:
 
     A unit without weights that reads such tensors and hands floats over counts as a float one behind DQs.
     """
-    stored = frozenset(t for t in parts.edges if t in parts.producer and is_stored(t, parts, placement))
+    states = [state(u, parts, placement) for u in parts.units]
+    stored = stored_in(parts, placement, states)
     ways = ((u.number, way) for u in parts.units if (way := parts.way(u, placement)) is not None)
 
     def runs(unit: Unit) -> bool:
-        how = state(unit, parts, placement)
+        how = states[unit.number]
         if how == "handing":
             return bool(unit.weights) or any(e.tensor not in stored for e in unit.inputs)
         return how in ("quantized", "mixed")

@@ -22,7 +22,7 @@ that, what earlier runs have learned of equal units counts (`priors`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median
 from typing import NamedTuple
@@ -34,8 +34,6 @@ from qdqtune.search.costs.priors import DISTURBED, NOTHING, Prior, Seen, between
 from qdqtune.search.costs.samples import Behind, Conversion, Sample, Samples, State, bytes_of, gathered
 from qdqtune.search.costs.units import Decision, Partition, Unit, kind_of
 from qdqtune.types import Storage
-
-RUNNING: tuple[State, ...] = ("quantized", "handing")
 
 WITHIN: tuple[Behind, ...] = ("quantized", "both")
 BEHIND: tuple[Behind, ...] = ("float",)
@@ -109,6 +107,8 @@ class Costs:
     def way(self, unit: int, charge: Callable[[Storage], float] = lambda _: 0.0) -> tuple[float, Storage | None]:
         """The least ms of a unit in float, and how its weights are stored then; `charge` is what a storage adds."""
         price = self.prices[unit]
+        if not price.stored:
+            return price.as_float, None
         ways = [(price.as_float, None), *((ms + charge(s), s) for s, ms in price.stored.items())]
         return min(ways, key=lambda way: way[0])
 
@@ -222,51 +222,75 @@ def _priced(partition: Partition, samples: Samples, prior: Prior) -> Costs:
     def conversion(tensor: str, op: Conversion, seen: Mapping[str, float]) -> float:
         if tensor in seen:
             return seen[tensor]
-        size = bytes_of(partition.model, tensor)
-        before = earlier.conversion(tensor, op, size)
-        return fixed + per_byte * size if before is None else before
+        before = earlier.conversion(tensor, op, sizes[tensor])
+        return fixed + per_byte * sizes[tensor] if before is None else before
 
     medians = {key: median(sampled) for key, sampled in samples.units.items() if sampled}
-
-    def price(unit: Unit, how: State, *where: Behind) -> float | None:
-        own = next((medians[key] for w in where if (key := (unit.kind, how, w)) in medians), None)
-        if own is not None or how == "float" or (share := earlier.share(unit, how, *where)) is None:
-            return own
-        return share * (price(unit, "float", "float", "quantized") or 0.0)
-
+    kinds = {unit.kind: unit for unit in partition.units}
+    shown = {kind: _shown(unit, medians, samples, earlier) for kind, unit in kinds.items()}
+    sizes = {t: bytes_of(partition.model, t) for t in partition.edges}
+    quantize = {t: conversion(t, "quantize", samples.quantize) for t in partition.edges}
     dequantize = {t: conversion(t, "dequantize", samples.dequantize) for t in partition.edges}
     corrections, known = _corrections(partition, samples), []
     for unit in partition.units:
-        c0 = price(unit, "float", "float", "quantized") or 0.0
-        inside, outside = (price(unit, "quantized", *where) for where in (WITHIN, BEHIND))
-        seen = outside if inside is None else inside
-        handed_inside, handed = (price(unit, "handing", *where) for where in (WITHIN, (*WITHIN, *BEHIND)))
-        entering = partition.storable(unit)
-        apart = [(price(unit, how, *BEHIND), price(unit, how, *WITHIN)) for how in RUNNING]
-        more = max((a - b for a, b in apart if a is not None and b is not None), default=None)
-        if more is None and ((seen is not None and inside is None) or (handed is not None and handed_inside is None)):
-            more = 0.0  # what was seen is what it takes behind floats, and nothing comes on top of that
-        e1 = None if more is None else max(0.0, more) / max(1, len(entering))
+        own, entering = shown[unit.kind], partition.storable(unit)
+        c0, seen = own.as_float, own.outside if own.inside is None else own.inside
+        e1 = None if own.more is None else own.more / max(1, len(entering))
         there = (e1 or 0.0) * len(entering)
-        c1 = earlier.guessed(unit) * c0 if seen is None else max(0.0, seen - there) if inside is None else seen
+        c1 = own.guessed * c0 if seen is None else max(0.0, seen - there) if own.inside is None else seen
         leaving = sum(t in partition.edges for t in unit.outputs)
-        o = None
-        if handed is not None:
-            o = max(0.0, handed - c1 - (there if handed_inside is None else 0.0)) / max(1, leaving)
-        g = samples.disturbed.get(unit.kind)
-        if g is None and (share := earlier.share(unit, DISTURBED, "")) is not None:
-            g = c0 * share
-        if handed is not None and not unit.weights and entering:  # the same build as a float unit behind DQs
-            g = max(g or 0.0, handed - c0 - sum(dequantize[t] for t in entering))
+        g, o = own.disturbed, None
+        if own.handed is not None:
+            o = max(0.0, own.handed - c1 - (there if own.handed_inside is None else 0.0)) / max(1, leaving)
+            if not unit.weights and entering:  # the same build as a float unit behind DQs
+                g = max(g or 0.0, own.handed - c0 - sum(dequantize[t] for t in entering))
         stored = _stored(partition, unit, c0, medians, corrections)
         known.append(_Known(Price(c0, c1, seen=seen is not None, stored=stored), g, e1, o))
     prices = _completed(partition, known)
-    quantize = {t: conversion(t, "quantize", samples.quantize) for t in partition.edges}
     doubt: dict[str, float] = {}
     for (kind, _, _), told in samples.medians.items():
         doubt[kind] = doubt.get(kind, 0.0) + max(told) - min(told)
     per_consumer = samples.per_consumer or prior.per_consumer
     return Costs(partition, prices, quantize, dequantize, per_consumer, doubt)
+
+
+class _Shown(NamedTuple):
+    """What builds, or else earlier runs, have shown of a kind of unit, in ms; None where none has."""
+
+    as_float: float
+    inside: float | None
+    """Quantized, behind quantized units."""
+    outside: float | None
+    """Quantized, behind float units."""
+    handed_inside: float | None
+    handed: float | None
+    more: float | None
+    """What it takes more behind float units, quantized or handing."""
+    disturbed: float | None
+    guessed: float
+    """The share of its float time that it is hoped to take where nothing was seen."""
+
+
+def _shown(unit: Unit, medians: Mapping[Sample, float], samples: Samples, earlier: _Earlier) -> _Shown:
+    def measured(how: State, *where: Behind) -> float | None:
+        return next((medians[key] for w in where if (key := (unit.kind, how, w)) in medians), None)
+
+    def price(how: State, *where: Behind) -> float | None:
+        own = measured(how, *where)
+        share = earlier.share(unit, how, *where) if own is None else None
+        return own if share is None else share * as_float
+
+    as_float = measured("float", "float", "quantized") or 0.0
+    inside, outside = price("quantized", *WITHIN), price("quantized", *BEHIND)
+    handed_inside, handed = price("handing", *WITHIN), price("handing", *WITHIN, *BEHIND)
+    apart = ((outside, inside), (price("handing", *BEHIND), handed_inside))
+    more = max((max(0.0, a - b) for a, b in apart if a is not None and b is not None), default=None)
+    if more is None and ((outside is not None and inside is None) or (handed is not None and handed_inside is None)):
+        more = 0.0  # what was seen is what it takes behind floats, and nothing comes on top of that
+    disturbed = samples.disturbed.get(unit.kind)
+    if disturbed is None and (share := earlier.share(unit, DISTURBED, "")) is not None:
+        disturbed = as_float * share
+    return _Shown(as_float, inside, outside, handed_inside, handed, more, disturbed, earlier.guessed(unit))
 
 
 class _Known(NamedTuple):
@@ -298,7 +322,10 @@ def _completed(partition: Partition, known: Sequence[_Known]) -> tuple[Price, ..
     prices = []
     for operators, one in zip(names, known, strict=True):
         disturbed, behind_float, handing = (completed(operators, one, extra) for extra in EXTRAS)
-        prices.append(replace(one.price, disturbed=disturbed, behind_float=behind_float, handing=handing))
+        price = one.price
+        prices.append(
+            Price(price.as_float, price.as_quantized, disturbed, behind_float, handing, price.seen, price.stored)
+        )
     return tuple(prices)
 
 

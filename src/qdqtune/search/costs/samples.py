@@ -5,8 +5,9 @@ See `prices` for what the states are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import nsmallest
 from statistics import median
 from typing import Literal
 
@@ -16,11 +17,14 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.operators import elements
 from qdqtune.search.costs.attribution import Times
 from qdqtune.search.costs.units import Partition, Unit
-from qdqtune.types import Placement
+from qdqtune.types import Edge, Placement
 
 State = Literal["float", "fed", "handing", "mixed", "quantized"]
 Behind = Literal["quantized", "both", "float"]
 Conversion = Literal["quantize", "dequantize"]
+
+RANKS: Sequence[State] = ("float", "fed", "handing", "mixed", "quantized")
+"""From the least quantized to the most."""
 
 UNEQUAL = 1.5
 """Equal units whose times differ by this factor do not do equal work; less is noise."""
@@ -46,18 +50,18 @@ def state(unit: Unit, partition: Partition, placement: Placement) -> State:
     return "quantized" if all(leaving) else "handing"
 
 
-def behind(unit: Unit, partition: Partition, placement: Placement, states: Sequence[State] = ()) -> Behind:
-    """Whether the tensors that a unit reads are stored quantized: by pairs on all their edges, behind a unit that runs
-    quantized. Tensors that come from no unit say nothing. `states` are those of all units where they are known."""
-    stored = [is_stored(t, partition, placement, states) for t in partition.storable(unit)]
-    return "quantized" if all(stored) else "both" if any(stored) else "float"
+def behind(unit: Unit, partition: Partition, stored: Container[str]) -> Behind:
+    """Whether the tensors that a unit reads are stored quantized. Those that come from no unit say nothing."""
+    found = {t in stored for t in partition.storable(unit)}
+    return "both" if len(found) > 1 else "float" if found == {False} else "quantized"
 
 
-def is_stored(tensor: str, partition: Partition, placement: Placement, states: Sequence[State] = ()) -> bool:
-    """Whether a tensor that a unit writes stays in 8 bits."""
-    number = partition.producer[tensor]
-    how = states[number] if states else state(partition.units[number], partition, placement)
-    return how == "quantized" and placement.edges.issuperset(partition.edges[tensor])
+def stored_in(partition: Partition, placement: Placement, states: Sequence[State]) -> frozenset[str]:
+    """The tensors that stay in 8 bits: by pairs on all their edges, behind a unit whose state is quantized."""
+    of, all_paired = partition.producer, placement.edges.issuperset
+    return frozenset(
+        t for t, es in partition.edges.items() if t in of and states[of[t]] == "quantized" and all_paired(es)
+    )
 
 
 Sample = tuple[str, str, Behind]
@@ -81,54 +85,60 @@ class Samples:
 def gathered(partition: Partition, builds: Sequence[Times]) -> tuple[Partition, Samples]:
     """What builds have shown, the first of them the float model's; and the units, equal ones told apart where the float
     build took unequal time for them."""
-    partition, samples = _told_apart(partition, builds[0]), Samples()
+    before = _spent(partition, builds[0])
+    partition, samples = _told_apart(partition, before, sum(builds[0].nodes.values())), Samples()
     for times in builds:
-        _take(samples, partition, times, builds[0])
+        _take(samples, partition, times, before)
     return partition, samples
 
 
-def _told_apart(parts: Partition, floats: Times) -> Partition:
+def _told_apart(parts: Partition, before: Sequence[float], float_ms: float) -> Partition:
     """The same units, equal ones of a kind each only where the float build took equal time for them.
 
     The time of some operators depends on the values: a softmax over masked scores works on subnormal numbers.
     """
     kinds: dict[str, list[tuple[float, Unit]]] = {}
     for unit in parts.units:
-        kinds.setdefault(unit.kind, []).append((_spent(unit, parts, floats), unit))
-    negligible = NEGLIGIBLE * sum(floats.nodes.values())
+        kinds.setdefault(unit.kind, []).append((before[unit.number], unit))
     units = list(parts.units)
     for alike in kinds.values():
         ordered = sorted(alike, key=lambda pair: (pair[0], pair[1].number))
         group, last = 0, ordered[0][0]
         for spent, unit in ordered:
-            group += spent > UNEQUAL * last and spent - last > negligible
+            group += spent > UNEQUAL * last and spent - last > NEGLIGIBLE * float_ms
             last = spent
             units[unit.number] = replace(unit, kind=f"{unit.kind} {group}") if group else unit
     return replace(parts, units=tuple(units))
 
 
-def _take(samples: Samples, partition: Partition, times: Times, floats: Times) -> None:
+def _take(samples: Samples, partition: Partition, times: Times, before: Sequence[float]) -> None:
+    """Add what a build has shown; `before` is what the float build took for each unit."""
     states = [state(u, partition, times.placement) for u in partition.units]
-    paid = _conversions(partition, times, floats, states)
+    stored = stored_in(partition, times.placement, states)
+    paired: dict[str, list[Edge]] = {}
+    for edge in times.placement.edges & partition.possible:
+        paired.setdefault(edge.tensor, []).append(edge)
+    took = _spent(partition, times)
+    paid = _conversions(
+        partition, times, paired, states, [a / b if b > 0 else 0.0 for a, b in zip(took, before, strict=True)]
+    )
     fresh: dict[Sample, list[float]] = {}
     more: dict[str, list[float]] = {}
-    for unit, how in zip(partition.units, states, strict=True):
-        spent = _spent(unit, partition, times)
+    for unit, how, spent in zip(partition.units, states, took, strict=True):
         if how in ("quantized", "handing"):
             spent += paid.get(unit.number, 0.0)
             if how == "quantized":
                 spent += sum(times.quantize.get(t, 0.0) for t in unit.outputs)
-        given = any(e in times.placement for t in unit.outputs for e in partition.reading.get(t, ()))
-        before = _spent(unit, partition, floats)
+        given = any(t in paired for t in unit.outputs)
         if (way := partition.way(unit, times.placement)) is not None:
             # A DQ of weights that no kernel drew in runs for the unit alone.
             spent += sum(times.dequantize.get(e.tensor, 0.0) for e in partition.compressible(unit))
             if how == "float":
                 fresh.setdefault((unit.kind, way.name, "float"), []).append(spent)
-        elif how == "fed" or (how == "float" and given and spent > UNEQUAL * before):
-            more.setdefault(unit.kind, []).append(spent - before)
+        elif how == "fed" or (how == "float" and given and spent > UNEQUAL * before[unit.number]):
+            more.setdefault(unit.kind, []).append(spent - before[unit.number])
         elif how != "mixed":
-            fresh.setdefault((unit.kind, how, behind(unit, partition, times.placement, states)), []).append(spent)
+            fresh.setdefault((unit.kind, how, behind(unit, partition, stored)), []).append(spent)
     samples.units |= fresh
     samples.disturbed |= {kind: max(0.0, median(ms)) for kind, ms in more.items()}
     for key, ms in fresh.items():
@@ -146,8 +156,9 @@ def _take(samples: Samples, partition: Partition, times: Times, floats: Times) -
 
 def _absorbed(partition: Partition, times: Times, states: Sequence[State]) -> Iterator[tuple[str, Conversion]]:
     """Conversions between a float and a quantized unit that no layer ran by itself: a kernel did them on the way."""
+    placed = times.placement.edges
     for tensor, edges in partition.edges.items():
-        read = {states[partition.owner[e.node]] for e in edges if e.node and e in times.placement}
+        read = {states[partition.owner[e.node]] for e in edges if e.node and e in placed}
         made = states[partition.producer[tensor]] if tensor in partition.producer else "float"
         if made in ("float", "fed", "handing") and read & {"quantized", "handing"} and tensor not in times.quantize:
             yield tensor, "quantize"
@@ -155,30 +166,30 @@ def _absorbed(partition: Partition, times: Times, states: Sequence[State]) -> It
             yield tensor, "dequantize"
 
 
-def _spent(unit: Unit, partition: Partition, times: Times) -> float:
-    return sum(times.nodes.get(partition.model.nodes[n].name, 0.0) for n in unit.nodes)
+def _spent(partition: Partition, times: Times) -> list[float]:
+    """What a build took for the nodes of each unit."""
+    names = [node.name for node in partition.model.nodes]
+    return [sum([times.nodes.get(names[n], 0.0) for n in unit.nodes]) for unit in partition.units]
 
 
-def _conversions(partition: Partition, times: Times, floats: Times, states: Sequence[State]) -> Mapping[int, float]:
+def _conversions(
+    partition: Partition,
+    times: Times,
+    paired: Mapping[str, Sequence[Edge]],
+    states: Sequence[State],
+    slowness: Sequence[float],
+) -> Mapping[int, float]:
     """DQs that ran by unit. Each is for the sake of the consumer that is the least quantized, judged by its state and
-    then by its time compared with its time in the float build: the others absorbed theirs."""
-    ranks = ("float", "fed", "handing", "mixed", "quantized")
+    then by its slowness, its time compared with that in the float build: the others absorbed theirs. `paired` are the
+    edges with pairs by tensor."""
     paid: dict[int, float] = {}
     for tensor, spent in times.dequantize.items():
-        edges = [e for e in partition.reading.get(tensor, ()) if e in times.placement]
-        users = sorted(
-            {partition.owner[e.node] for e in edges if e.node},
-            key=lambda u: (ranks.index(states[u]), -_slowness(partition.units[u], partition, times, floats), u),
-        )
-        copies = times.copies[tensor] - sum(e.is_graph_output for e in edges)
-        for user in users[: max(copies, 0)]:
+        edges = paired.get(tensor, ())
+        users = {partition.owner[e.node] for e in edges if e.node}
+        copies = max(0, times.copies[tensor] - sum(e.is_graph_output for e in edges))
+        for user in nsmallest(copies, users, key=lambda u: (RANKS.index(states[u]), -slowness[u], u)):
             paid[user] = paid.get(user, 0.0) + spent / times.copies[tensor]
     return paid
-
-
-def _slowness(unit: Unit, partition: Partition, times: Times, floats: Times) -> float:
-    before = _spent(unit, partition, floats)
-    return _spent(unit, partition, times) / before if before > 0 else 0.0
 
 
 def bytes_of(model: Model, tensor: str) -> float:

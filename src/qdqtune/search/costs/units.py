@@ -15,7 +15,7 @@ from types import MappingProxyType
 from qdqtune.graph.model import GRAPH, Model
 from qdqtune.graph.operators import COMPUTE
 from qdqtune.placement import rules
-from qdqtune.types import EDGE_ORDER, Edge, Layer, Placement, Storage
+from qdqtune.types import Edge, Layer, Placement, Storage
 
 Ways = Mapping[Edge, Mapping[Storage, float]]
 """Uses of weights, the storages that each may have, and the share of the float time that its product takes alone so."""
@@ -94,8 +94,9 @@ class Partition:
         for unit in self.units:
             for edge in unit.inputs:
                 crossing.setdefault(edge.tensor, []).append(edge)
-        for edge in sorted((e for e in self.possible if e.is_graph_output), key=EDGE_ORDER):
-            if edge.tensor in self.producer:
+        outputs = sorted(Edge(tensor, "", slot) for slot, tensor in enumerate(self.model.outputs))
+        for edge in outputs:
+            if edge in self.possible and edge.tensor in self.producer:
                 crossing.setdefault(edge.tensor, []).append(edge)
         return {t: tuple(es) for t, es in crossing.items()}
 
@@ -103,14 +104,14 @@ class Partition:
     def reading(self) -> Mapping[str, tuple[Edge, ...]]:
         """Every possible edge of each tensor, constants and graph outputs included."""
         by_tensor: dict[str, list[Edge]] = {}
-        for edge in sorted(self.possible, key=EDGE_ORDER):
+        for edge in sorted(self.possible):
             by_tensor.setdefault(edge.tensor, []).append(edge)
         return {t: tuple(es) for t, es in by_tensor.items()}
 
     @cached_property
     def _compressible(self) -> Mapping[int, tuple[Edge, ...]]:
         found: dict[int, list[Edge]] = {}
-        for edge in sorted(self.ways, key=EDGE_ORDER):
+        for edge in sorted(self.ways):
             found.setdefault(self.owner[edge.node], []).append(edge)
         return {number: tuple(edges) for number, edges in found.items()}
 
@@ -143,9 +144,14 @@ class Partition:
         """The tensors that a unit reads through possible edges and that another unit writes."""
         return self._storable[unit.number]
 
+    @cached_property
+    def _users(self) -> Mapping[str, tuple[int | None, ...]]:
+        owner = self.owner.get
+        return {t: tuple(dict.fromkeys([owner(e.node) for e in edges])) for t, edges in self.edges.items()}
+
     def users(self, tensor: str) -> tuple[int | None, ...]:
         """The units that read a tensor of `edges`, each once; None stands for a graph output."""
-        return tuple(dict.fromkeys(None if e.is_graph_output else self.owner[e.node] for e in self.edges[tensor]))
+        return self._users[tensor]
 
     def placement(self, decision: Decision) -> Placement:
         """What a decision means: a stored tensor has pairs on all its edges, any other only where a quantized unit
@@ -174,7 +180,7 @@ def partition(
         sets += [tuple(inside)] if inside else []
     sets += [(n.index,) for n in model.nodes if n.index not in taken]
     by_node: dict[str, list[Edge]] = {}
-    for edge in sorted(possible, key=EDGE_ORDER):
+    for edge in possible:
         by_node.setdefault(edge.node, []).append(edge)
     units = tuple(_unit(model, by_node, number, nodes) for number, nodes in enumerate(sorted(sets)))
     return Partition(model, possible, units, ways)
@@ -217,7 +223,7 @@ def split(model: Model, group: Collection[str], cuts: Collection[Edge]) -> list[
 def _unit(model: Model, by_node: Mapping[str, Sequence[Edge]], number: int, nodes: tuple[int, ...]) -> Unit:
     made = {t for n in nodes for t in model.nodes[n].outputs if t}
     inside = set(nodes)
-    edges = [e for n in nodes for e in by_node.get(model.nodes[n].name, ())]
+    edges = [e for n in nodes for e in sorted(by_node.get(model.nodes[n].name, ()))]
     entering = tuple(e for e in edges if e.tensor not in made and e.tensor not in model.constants)
     constants = [e for e in edges if e.tensor in model.constants]
     of_products = [e for e in constants if model.node(e.node).op in COMPUTE]
