@@ -22,6 +22,7 @@ from qdqtune.search.costs.optimum import Formulation, cut, formulate
 from qdqtune.search.costs.prices import Costs, Price
 from qdqtune.search.costs.units import Decision, Partition, partition
 from qdqtune.search.cut import CutSearch
+from qdqtune.search.doubled import rounded_once
 from qdqtune.types import Failure, Layer, Measurement, Placement, Trial
 from runs import mixed
 
@@ -172,7 +173,8 @@ def made_up(bench: Bench, per_consumer: bool) -> Costs:
     """Arbitrary prices, so that no term is zero."""
     parts = partition(bench.model, bench.possible, bench.search().groups)
     random = np.random.default_rng(1)
-    prices = tuple(Price(*random.random(5).tolist()) for _ in parts.units)
+    less = np.array([0, 0.3, 0, 0, -0.3])  # handing floats over may take less than storing 8 bits
+    prices = tuple(Price(*(random.random(5) + less).tolist()) for _ in parts.units)
     q, d = ({t: float(random.random()) / 3 for t in parts.edges} for _ in range(2))
     return Costs(parts, prices, q, d, per_consumer)
 
@@ -261,9 +263,13 @@ def test_nodes_apart_come_last_where_they_miss_the_limit(limit: float, third: st
     bench = Bench(mixed())
     noise = Noise(bench.model, {}, limit, foretold=lambda p: 0.9 if p.edges == every.placement.edges else 0.1)
     search = replace(bench.search(), noise=noise)
-    (every,) = search._apart
+    (every,) = search._apart(())
     history = [bench.measured(1, search.propose([])[0], Placement())]
+    assert not search._apart(history)  # its layers show all fusion groups of the float build whole in 8 bits
+    layers = [replace(lay, nodes=lay.nodes[:1]) for lay in history[0].layers or ()]
+    history = [replace(history[0], layers=tuple(layers))]
     history.append(bench.measured(2, search.propose(history)[0], Placement()))
+    history[1] = replace(history[1], layers=tuple(layers))
     assert history[-1].proposal.origin == "cut"
     assert search.propose(history)[0].origin == third
     assert every in search._later(search.costs(history), history)
@@ -274,3 +280,28 @@ def test_attention_and_convolutions_improve_or_stay_float() -> None:
         bench = Bench(model)
         history = bench.played()
         assert bench.seconds(best_of(history)) <= bench.float_seconds
+
+
+FIRE = """net (float[1,8,16,16] x) => (float[1,8,16,16] y) {
+    [left] a = Conv(x, w0)
+    [right] b = Conv(x, w1)
+    [join] c = Concat<axis=1>(a, b)
+    [behind] y = Conv(c, w2)
+}"""
+
+
+def test_what_a_kernel_rounds_twice_is_tried_rounded_once() -> None:
+    bench = Bench(build(FIRE, {"w0": normal(8, 8, 1, 1), "w1": normal(8, 8, 1, 1), "w2": normal(8, 16, 1, 1)}))
+    moved = Layer("left", ("left", "a_QuantizeLinear", "c_QuantizeLinear"), "INT8", 0.1, "compute")
+    first = bench.measured(1, bench.search().propose([])[0], Placement())
+    at_join = {e for e in first.placement.edges if e.node == "join"}
+    assert len(at_join) == 2
+    search, taken = bench.search(), replace(first, accepted=True)
+    assert [p.origin for p in search.propose([taken])] == ["cut"]
+    history = [replace(taken, layers=(*(taken.layers or ()), moved))]
+    (once,) = search.propose(history)
+    assert (once.origin, once.placement.edges) == ("rounded once", first.placement.edges - at_join)
+    history.append(bench.measured(2, once, first.placement))
+    assert [p.origin for p in search.propose(history)] != ["rounded once"]
+    left = Placement(first.placement.edges - {e for e in first.placement.edges if e.node == "behind"})
+    assert rounded_once(bench.model, left, {"join"}) == left  # the Concat is what takes 8 bits there

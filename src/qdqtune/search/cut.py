@@ -39,7 +39,7 @@ from math import inf
 from qdqtune.graph.model import Model
 from qdqtune.measurement.timing import Plan, judge
 from qdqtune.search import best_of, ratios_to_float
-from qdqtune.search.costs.attribution import Times, attribute, group_cost, inner_pairs, priced
+from qdqtune.search.costs.attribution import CONVERSION, Times, attribute, group_cost, inner_pairs, priced
 from qdqtune.search.costs.noise import RESERVE, Noise
 from qdqtune.search.costs.optimum import cut, cut_holding, cut_within, decision_of, everything, flip, margins
 from qdqtune.search.costs.prices import Costs, learn, lessons
@@ -56,6 +56,7 @@ from qdqtune.search.costs.units import (
     partition,
     split,
 )
+from qdqtune.search.doubled import movers, rounded_once
 from qdqtune.types import Edge, Layer, Placement, Proposal, Trial
 
 CUT = "cut"
@@ -64,12 +65,14 @@ CUT = "cut"
 MIXED = "weights in fewer bits"
 """What weights in 4 and in 8 bits are called together."""
 
+ONCE = "rounded once"
+"""What the best is called without the pairs that make a kernel round a value twice."""
+
 QUANTIZED = 0.6
 """Share of their float time that products usually take with pairs, at most."""
 
 POLISH = 3
 """Kinds of units that one build of the polish decides otherwise; its layers price each of them by itself."""
-
 
 COVERED = 0.9
 """Share of the time that pairs may save, in float, whose prices earlier runs must know for builds that only teach to be
@@ -107,14 +110,15 @@ class CutSearch:
     found: Mapping[str, Placement] = field(default_factory=dict)
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
-        """See `Strategy`. The first batch prices every unit, as the engine fuses and as the seeds have it; nodes apart
-        come behind the first cut, which they hardly change where time ends the search soon (docs/measured.md), or last
-        where they may not ship. Where earlier runs have priced nearly all, the cut comes first, behind what one has
-        found for this model."""
+        """See `Strategy`. The first batch prices every unit, as the engine fuses and as the seeds have it; then comes
+        the best of it with what its layers show to be rounded twice rounded once. Nodes apart come behind the first
+        cut, which they hardly change where time ends the search soon (docs/measured.md), or last where they may not
+        ship; not at all where the engine fuses in 8 bits as it does in float. Where earlier runs have priced nearly
+        all, the cut comes first, behind what one has found for this model."""
         has_cut = any(t.proposal.predicted is not None for t in history)
-        apart = [p for p in self._apart if has_cut and (self._is_free or self._may_hold(p.placement))]
+        apart = [p for p in self._apart(history) if has_cut and (self._is_free or self._may_hold(p.placement))]
         known = _named(self.found) if self.is_covered else (*self._first, *apart)
-        if first := _untried(known, history):
+        if first := _untried(known, history) or _untried(self._once(history), history):
             return first
         tried = {t.placement for t in history} | {Placement()}
         fresh: dict[Placement, Proposal] = {}
@@ -127,7 +131,7 @@ class CutSearch:
 
     def first(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """What prices every unit and was not tried yet."""
-        return _untried((*self._first, *self._apart), history)
+        return _untried((*self._first, *self._apart(history)), history)
 
     @cached_property
     def is_covered(self) -> bool:
@@ -174,10 +178,25 @@ class CutSearch:
         mixed = costs.partition.placement(cut_holding(costs, summed, RESERVE * self.noise.limit))
         return {MIXED: mixed} | held if mixed and self._may_hold(mixed) else by_bits(self.ways, self._may_hold)
 
-    @cached_property
-    def _apart(self) -> tuple[Proposal, ...]:
-        """Everything quantized, in single nodes."""
-        return (self._whole("single nodes", []),)
+    def _apart(self, history: Sequence[Trial]) -> tuple[Proposal, ...]:
+        """Everything quantized, in single nodes, where fusion groups that take some time fall apart in 8 bits."""
+        layers = (layer.nodes for trial in history for layer in trial.layers or ())
+        joined = [set(nodes) for nodes in layers if any(map(CONVERSION.match, nodes))]
+        apart = [group for group, edges, _ in self._members if edges and not any(j.issuperset(group) for j in joined)]
+        spent = {node: layer.time_ms or 0.0 for layer in self.float_layers for node in layer.nodes}
+        takes_time = sum(spent[group[0]] for group in apart) >= CLOSE * self.float_ms
+        return (self._whole("single nodes", []),) if takes_time else ()
+
+    def _once(self, history: Sequence[Trial]) -> Iterator[Proposal]:
+        """The best so far without the pairs that make a kernel round twice, unless that was tried before."""
+        if self._is_once(history) is None and (best := best_of(history)):
+            nodes = movers(self.model, history)
+            yield Proposal(ONCE, rounded_once(self.model, best, nodes), wants_layers=True)
+
+    def _is_once(self, history: Sequence[Trial]) -> bool | None:
+        """Whether a build without such pairs ran, and no slower than with them; None where there was none."""
+        tried = [judge(t, self.plan) for t in history if t.proposal.origin == ONCE]
+        return any(ratio is not None and ratio.verdict != "slower" for ratio in tried) if tried else None
 
     def _whole(self, name: str, groups: Sequence[Group]) -> Proposal:
         parts = partition(self.model, self.possible, groups)
@@ -201,7 +220,7 @@ class CutSearch:
             return
         for decision in self._optima(costs, history):
             if not is_known or self._is_worth(costs, decision, best_of(history)):
-                optima.append(self._proposal(costs, decision))
+                optima.append(self._proposal(costs, decision, history))
                 yield optima[-1]
         if is_known:
             return
@@ -268,12 +287,14 @@ class CutSearch:
         """What prices of the builds so far lead to, whoever has proposed them, if that is clearly faster than they."""
         costs, best = self.costs(history), best_of(history)
         worth = (decision for decision in self._optima(costs, history) if self._is_worth(costs, decision, best))
-        return (self._proposal(costs, decision) for decision in worth)
+        return (self._proposal(costs, decision, history) for decision in worth)
 
-    def _proposal(self, costs: Costs, decision: Decision) -> Proposal:
+    def _proposal(self, costs: Costs, decision: Decision, history: Sequence[Trial]) -> Proposal:
         """A decision as something to build, with the ratio to float that the prices predict."""
-        predicted = costs.total(decision) / self.float_ms
-        return Proposal(CUT, costs.partition.placement(decision), predicted=predicted, wants_layers=True)
+        predicted, placement = costs.total(decision) / self.float_ms, costs.partition.placement(decision)
+        if self._is_once(history):
+            placement = rounded_once(self.model, placement, movers(self.model, history))
+        return Proposal(CUT, placement, predicted=predicted, wants_layers=True)
 
     def costs(self, history: Sequence[Trial], shipped: Placement | None = None) -> Costs:
         """Prices of the units that the builds so far suggest. Where builds disagree, a later one counts; of the first

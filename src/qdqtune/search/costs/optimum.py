@@ -147,7 +147,10 @@ def formulate(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> F
             problem.if_yes[kept] = np.inf  # a graph input comes as a float
         else:
             problem.charge(kept, runs[producer], np.inf)
-            problem.charge(runs[producer], kept, costs.prices[producer].handing)
+            handing = costs.prices[producer].handing  # below zero, storing is charged to the other side of the sum
+            problem.charge(runs[producer], kept, max(0.0, handing))
+            problem.if_yes[runs[producer]] = max(0.0, problem.if_yes[runs[producer]] + min(0.0, handing))
+            problem.if_yes[kept] += max(0.0, -handing)
             problem.charge(exists, disturbed[producer], np.inf)
         if not costs.per_consumer:
             absorbed = problem.decision(if_yes=np.inf if None in users else 0.0)

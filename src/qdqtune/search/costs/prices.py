@@ -59,7 +59,8 @@ class Price:
     behind_float: float = 0.0
     """Extra of a quantized unit for each tensor that it reads from a float unit."""
     handing: float = 0.0
-    """Extra of a quantized unit for each output that is not stored quantized."""
+    """Extra of a quantized unit for each output that is not stored quantized: less than zero where storing takes time,
+    as where an engine moves the Q behind a Concat into the units in front of it, which then run two."""
     seen: bool = False
     """Whether its quantized price was measured, in this run or an earlier one."""
     stored: Mapping[Storage, float] = field(default_factory=dict)
@@ -241,7 +242,9 @@ def _priced(partition: Partition, samples: Samples, prior: Prior) -> Costs:
         leaving = sum(t in partition.edges for t in unit.outputs)
         g, o = own.disturbed, None
         if own.handed is not None:
-            o = max(0.0, own.handed - c1 - (there if own.handed_inside is None else 0.0)) / max(1, leaving)
+            more = own.handed - c1 - (there if own.handed_inside is None else 0.0)
+            is_real = seen is not None and unit.weights  # without weights it may as well run in float behind DQs
+            o = max(-c1 if is_real else 0.0, more) / max(1, leaving)
             if not unit.weights and entering:  # the same build as a float unit behind DQs
                 g = max(g or 0.0, own.handed - c0 - sum(dequantize[t] for t in entering))
         stored = _stored(partition, unit, c0, medians, corrections)
@@ -313,7 +316,7 @@ def _completed(partition: Partition, known: Sequence[_Known]) -> tuple[Price, ..
             if ms is not None and one.price.as_float > 0:
                 shares.setdefault((operators, extra), {})[unit.kind] = ms / one.price.as_float
 
-    usual = {key: float(np.quantile(list(alike.values()), LOW)) for key, alike in shares.items()}
+    usual = {key: max(0.0, float(np.quantile(list(alike.values()), LOW))) for key, alike in shares.items()}
 
     def completed(operators: tuple[str, ...], one: _Known, extra: str) -> float:
         ms: float | None = getattr(one, extra)
