@@ -112,10 +112,11 @@ def of_weight(
         scale = np.asarray(tuple(given), np.float64)
         scale = scale if axis is not None and scale.size == values.shape[axis] else scale.max()
     else:
-        magnitude = np.abs(values.astype(np.float32))
+        floats = values.astype(np.float32, copy=False)
         others = tuple(i for i in range(values.ndim) if i != axis) if axis is not None else None
         top = 64 if fmt.reduced_weights else fmt.weight.high
-        scale = magnitude.max(axis=others, initial=0.0).astype(np.float64) / top
+        magnitude = np.maximum(floats.max(axis=others, initial=0.0), -floats.min(axis=others, initial=0.0))
+        scale = magnitude.astype(np.float64) / top
     if floor is not None:
         scale = np.maximum(scale, floor)
     return Quantization(fmt.weight, _positive(scale, values.dtype), 0, axis if np.ndim(scale) else None)
@@ -123,13 +124,13 @@ def of_weight(
 
 def quantize(values: Array, quantization: Quantization) -> Array:
     """Quantized values, as the QuantizeLinear operator would give them."""
-    scaled = values.astype(np.float32) / _along(quantization, values.ndim)
+    scaled = np.array(values, np.float32)  # a weight may be half of a model: it is worked on in place
+    scaled /= _along(quantization, values.ndim)
     qtype = quantization.qtype
-    if qtype is QType.FP8:
-        rounded: Array = np.clip(scaled, qtype.low, qtype.high).astype(NUMPY_TYPE[qtype])
-        return rounded
-    integers: Array = np.clip(np.rint(scaled) + quantization.zero_point, qtype.low, qtype.high)
-    return integers.astype(NUMPY_TYPE[qtype])
+    if qtype is not QType.FP8:
+        np.rint(scaled, out=scaled)
+        scaled += quantization.zero_point
+    return np.clip(scaled, qtype.low, qtype.high, out=scaled).astype(NUMPY_TYPE[qtype])
 
 
 def dequantize(values: Array, quantization: Quantization) -> Array:
