@@ -131,7 +131,7 @@ def test_of_what_takes_about_as_long_the_cut_takes_what_brings_less_noise() -> N
     loud, quiet = Storage(4, 32), Storage(8)
     ways = {Edge("v", "a", 1): {loud: 0.5, quiet: 0.5}, Edge("w", "c", 1): {loud: 0.5, quiet: 0.5}}
     parts = partition(model, frozenset(), [], ways)
-    prices = tuple(Price(1.0, 1.0, stored={loud: 0.5, quiet: ms}) for ms in (0.51, 0.7))
+    prices = tuple(Price(1.0, 1.0, stored={loud: 0.5, quiet: ms}) for ms in (0.505, 0.7))
     noise = Noise(model, {}, 0.1, stored={(t, s.name): n for t in "vw" for s, n in ((loud, 0.03), (quiet, 0.001))})
     found = cut_holding(Costs(parts, prices, {}, {}), noise, 0.1)
     assert dict(found.ways) == {0: quiet, 1: loud}

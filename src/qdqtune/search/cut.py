@@ -174,8 +174,8 @@ class CutSearch:
         if held == bits or self.noise is None or self.noise.limit is None:
             return bits
         floats = tuple(replace(p, as_quantized=inf) for p in self._foretold.prices)
-        costs, summed = replace(self._foretold, prices=floats), replace(self.noise, foretold=None)
-        mixed = costs.partition.placement(cut_holding(costs, summed, RESERVE * self.noise.limit))
+        costs = replace(self._foretold, prices=floats)
+        mixed = costs.partition.placement(cut_within(costs, self.noise, RESERVE * self.noise.limit))
         return {MIXED: mixed} | held if mixed and self._may_hold(mixed) else by_bits(self.ways, self._may_hold)
 
     def _apart(self, history: Sequence[Trial]) -> tuple[Proposal, ...]:

@@ -27,7 +27,7 @@ NEAR_LIMIT = 0.9
 """Share of the limit, foretold so, from which on closer is not worth the next simulation: 0.5 dB."""
 
 
-EVEN = 0.02
+EVEN = 0.01
 """What is foretold to take longer by no more than this share takes as long: builds of one file differ by that."""
 
 STEPS = 6
