@@ -477,6 +477,8 @@ def test_inputs_and_output_of_a_concat_share_one_scale(quant_type: QuantType) ->
     found = placed(model, quant_type=quant_type)
     assert edges("l m 0", "s m 1", "m next 0") <= found.placement.edges
     assert count(found, "concat") == 2
+    if quant_type == "int8":  # OpenVINO moves the pair behind it in front of it
+        assert placed(model, "openvino").placement.edges == found.placement.edges - edges("l m 0", "s m 1")
     ranges = Ranges(dict(known(model).activations) | {"s": Range(0, 8.0)})
     done = insert(model, found.placement, ranges, numeric_format("tensorrt", quant_type))
     scales = {float(done.constants[f"{t}_scale"].array()) for t in ("l", "s", "m")}
