@@ -455,12 +455,12 @@ class TestRoom:
             assert isinstance(runner.outputs(a, [IMAGE]), list)
             assert (held(runner), held(other)) == ({a.build}, set())
 
-    def test_builds_that_unpack_weights_take_what_they_become(self, files: SimpleNamespace, tmp_path: Path) -> None:
+    def test_builds_that_unpack_weights_take_both(self, files: SimpleNamespace, tmp_path: Path) -> None:
         size = nbytes(files.large)
         with bounded_memory(2 * size), self.runner(tmp_path, Workers()) as runner:
             loaded(runner, files.large)
-            spec, start = EngineSpec("fake"), Workers()
-            with Runner(spec, log_dir=tmp_path / "other", start=start, unpacked=size + 1) as other:
+            spec, unpacked = EngineSpec("fake"), size - nbytes(files.plain) + 1
+            with Runner(spec, log_dir=tmp_path / "other", start=Workers(), unpacked=unpacked) as other:
                 loaded(other, files.plain)
                 assert (held(runner), len(held(other))) == (set(), 1)
 

@@ -112,8 +112,8 @@ class Runner:
 
     `time_limit_s`, by default that of `time_limit`, holds for each build, each inference of `outputs`, and each probe.
     Rounds may take that, and `SLACK` times what the probe makes us expect in addition. `start` gives another worker
-    than a process, on `device`. `unpacked` are the bytes of the weights of any build as its engine holds them, where
-    these are more than its file has.
+    than a process, on `device`. `unpacked` are bytes that any build takes beside those of its file: weights that its
+    engine writes out.
     """
 
     def __init__(
@@ -310,7 +310,7 @@ class Runner:
         """Build a file where there is room, `needed` being builds that have to stay."""
         size = 0
         if self._room is not None:
-            size = max(nbytes(path), self._unpacked)
+            size = nbytes(path) + self._unpacked
             self._room.make(size, frozenset((id(self), build) for build in needed))
         begun, made = monotonic(), self.ahead.take(log)
         self.engine_seconds += monotonic() - begun
