@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qdqtune.measurement.accuracy import accuracy, cosine, is_finite, sqnr_db
+from qdqtune.measurement.accuracy import accuracy, cosine, is_finite, noisiest, sqnr_db
 
 
 def test_noise_is_summed_over_samples_before_the_ratio_is_taken() -> None:
@@ -18,6 +18,14 @@ def test_the_worst_float_output_counts() -> None:
     reference = [{"a": np.ones(4, np.float32), "b": np.ones(4, np.float16), "n": np.arange(4)}]
     outputs = [{"a": np.full(4, 1.5, np.float32), "b": np.full(4, 1.1, np.float16), "n": np.zeros(4, np.int64)}]
     assert sqnr_db(reference, outputs) == pytest.approx(10 * np.log10(4))
+
+
+def test_the_noisiest_samples_are_those_of_the_worst_output() -> None:
+    reference = [{"y": np.float32([8, 8]), "z": np.float32([8, 8])} for _ in range(4)]
+    errors = [0.1, 2.0, 0.0, 1.0]
+    outputs = [{"y": s["y"] + error, "z": s["z"] + 0.5 - error / 4} for s, error in zip(reference, errors, strict=True)]
+    assert noisiest(reference, outputs, 2) == [1, 3]
+    assert noisiest(reference, reference, 2) == [0, 1]
 
 
 def test_float16_is_squared_without_overflow() -> None:

@@ -124,6 +124,18 @@ def test_measurements_that_time_has_no_room_for_are_left_out_and_told() -> None:
     assert told == [(1, 2 * len(found))]
 
 
+def test_the_samples_are_those_to_which_rounding_does_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first ones lie within the ranges, and say nothing of what is cut off from a later one."""
+    monkeypatch.setattr("qdqtune.measurement.sensitivity.SAMPLES", 1)
+    monkeypatch.setattr("qdqtune.measurement.sensitivity.CONSIDERED", 10.0)
+    model = conv_net()
+    samples = feeds(model)
+    (name,) = model.inputs
+    wide = {name: 3 * samples[2][name]}
+    pairs = each_value(model, ranges(model), PLAIN, possible_edges(model, ranges(model)))
+    assert sensitivities(model, pairs, [*samples[:2], wide, samples[3]]) == sensitivities(model, pairs, [wide])
+
+
 @pytest.mark.parametrize("measured", [400, 16])
 def test_the_loudest_are_found_one_by_one_or_by_halving(measured: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qdqtune.measurement.sensitivity.INFERENCES", measured)

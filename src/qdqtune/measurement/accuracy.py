@@ -50,17 +50,12 @@ def accuracy(reference: Outputs, outputs: Outputs) -> Accuracy:
     and differs, what one of both lacks counts as zeros.
     """
     reference, outputs = _aligned(reference, outputs), _aligned(outputs, reference)
-    worst: _Power | None = None
     agreements = []
-    for name in reference[0]:
+    for name in (name for name, first in reference[0].items() if first.dtype.kind != "f"):
         pairs = [(expected[name], actual[name]) for expected, actual in zip(reference, outputs, strict=True)]
-        if pairs[0][0].dtype.kind == "f":
-            power = _Power.of(pairs)
-            if power.noise.sum() > 0 and (worst is None or power.db < worst.db):
-                worst = power
-        else:
-            equal, total = (sum(n) for n in zip(*((int((a == b).sum()), a.size) for a, b in pairs), strict=True))
-            agreements.append(equal / total if total else 1.0)
+        equal, total = (sum(n) for n in zip(*((int((a == b).sum()), a.size) for a, b in pairs), strict=True))
+        agreements.append(equal / total if total else 1.0)
+    worst = _worst(reference, outputs)
     single = [] if worst is None else worst.single
     return Accuracy(
         None if worst is None else worst.db,
@@ -70,6 +65,20 @@ def accuracy(reference: Outputs, outputs: Outputs) -> Accuracy:
         _top1(reference, outputs),
         len(reference),
     )
+
+
+def noisiest(reference: Outputs, outputs: Outputs, count: int) -> list[int]:
+    """So many samples, in their order, whose outputs are the most of what lies between `outputs` and the reference."""
+    worst = _worst(_aligned(reference, outputs), _aligned(outputs, reference))
+    loudness = np.zeros(len(reference)) if worst is None else worst.noise
+    return sorted(np.argsort(-loudness, kind="stable")[:count].tolist())
+
+
+def _worst(reference: Outputs, outputs: Outputs) -> _Power | None:
+    """The float output of the least SQNR, of those that differ at all."""
+    names = (name for name, first in reference[0].items() if first.dtype.kind == "f")
+    powers = (_Power.of([(a[name], b[name]) for a, b in zip(reference, outputs, strict=True)]) for name in names)
+    return min((power for power in powers if power.noise.sum() > 0), key=lambda power: power.db, default=None)
 
 
 def _aligned(outputs: Outputs, others: Outputs) -> list[dict[str, Array]]:

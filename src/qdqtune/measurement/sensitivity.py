@@ -26,7 +26,7 @@ from qdqtune.calibration.scales import Quantization, Range, Ranges
 from qdqtune.engines.crew import Crew
 from qdqtune.graph.loading import with_opset
 from qdqtune.graph.model import Constant, Model, Node
-from qdqtune.measurement.accuracy import accuracy, is_finite
+from qdqtune.measurement.accuracy import accuracy, is_finite, noisiest
 from qdqtune.placement.compression import BLOCKS, Compressor
 from qdqtune.placement.grafting import behind_switch, either
 from qdqtune.placement.insertion import ONNX_TYPE, quantized
@@ -52,9 +52,15 @@ INFERENCES = 400
 
 SAMPLES = 4
 
+CONSIDERED = 0.1
+"""Share of the inferences that may go into the choice of those samples: what rounding does to single ones differs, and
+what all do together is mostly that of the noisiest."""
+
 
 Block = tuple[int, int]
 """Values from one number to another, without that."""
+
+NONE: Block = (0, 0)
 
 DEAFENING = 1e3
 """Relative noise of a block whose outputs are not finite."""
@@ -74,12 +80,13 @@ def sensitivities(
 ) -> dict[str, float] | Failure:
     """Relative noise power that rounding each tensor of `pairs` brings to the worst output (see `search.costs.noise`).
 
-    Runs on ONNX Runtime, on at most `SAMPLES` samples. Blocks whose noise is below `floor` are not divided further, and
-    none is once `time.monotonic` is past `deadline`: where that has room for fewer measurements, `thinned` is told how
-    many, of how many, and the seconds of one. If only the `loudest` so many count, up to `INFERENCES` tensors are
-    measured one by one, on as many samples as that leaves; among more, the blocks are halved until so many stand alone.
-    So many blocks as `side_by_side` says are measured at a time, each in a process of its own; what is found is the
-    same. A failure if ONNX Runtime does not run the model with switches, or the float model's outputs are not finite.
+    Runs on ONNX Runtime, on at most `SAMPLES` samples: those of the first ones whose outputs all rounding together
+    changes most. Blocks whose noise is below `floor` are not divided further, and none is once `time.monotonic` is past
+    `deadline`: where that has room for fewer measurements, `thinned` is told how many, of how many, and the seconds of
+    one. If only the `loudest` so many count, up to `INFERENCES` tensors are measured one by one, on as many samples as
+    that leaves; among more, the blocks are halved until so many stand alone. So many blocks as `side_by_side` says are
+    measured at a time, each in a process of its own; what is found is the same. A failure if ONNX Runtime does not run
+    the model with switches, or the float model's outputs are not finite.
     """
     if not pairs:
         return {}
@@ -88,31 +95,32 @@ def sensitivities(
     measurements = min(2 * count, MEASUREMENTS) if loudest is None else min(count, INFERENCES)
     most = len(samples) if loudest is not None else SAMPLES
     asked, heard = 0, listener or Deaf()
-    used = list(samples[: max(1, min(most, INFERENCES // measurements))])
+    each = max(1, min(most, INFERENCES // measurements))
     with running_in_several(switched, side_by_side, fuse=False) as runs:  # whose fusions do not look outside of an If
         crew = Crew(runs, is_patient=True)
 
-        def outputs(
-            start: int, stop: int, run: Run, on_samples: Sequence[Sample] = used
-        ) -> list[dict[str, Array]] | Failure:
-            on = {_switch(i): np.asarray(start <= i < stop) for i in range(count)}
-            return run({**sample, **on} for sample in on_samples)
+        def outputs(block: Block, on: Sequence[Sample], run: Run = crew.first) -> list[dict[str, Array]] | Failure:
+            switches = {_switch(i): np.asarray(block[0] <= i < block[1]) for i in range(count)}
+            return run({**sample, **switches} for sample in on)
 
         if deadline is not None:
-            outputs(0, 0, crew.first, used[:1])  # builds it
+            outputs(NONE, samples[:1])  # builds it
         begun = time.monotonic()
-        reference = outputs(0, 0, crew.first)
+        reference = outputs(NONE, used := samples[:each])
         took = time.monotonic() - begun
+        fitting = measurements if deadline is None else side_by_side * int((deadline - time.monotonic()) / took)
+        if fitting < measurements:
+            thinned(max(1, fitting), measurements, took)
+            measurements = max(1, fitting)
+        elif len(seen := samples[: int(CONSIDERED * each * measurements / 2)]) > each:
+            reference, changed = outputs(NONE, seen), outputs((0, count), seen)
+            if not isinstance(reference, Failure) and not isinstance(changed, Failure) and is_finite(changed):
+                chosen = noisiest(reference, changed, each)
+                reference, used = [reference[i] for i in chosen], [seen[i] for i in chosen]
         if isinstance(reference, Failure):
             return reference
         if not is_finite(reference):
             return Failure("output", "outputs of the float model are NaN or infinite")
-
-        if deadline is not None:
-            fitting = max(1, side_by_side * int((deadline - time.monotonic()) / took))
-            if fitting < measurements:
-                thinned(fitting, measurements, took)
-                measurements = fitting
 
         def is_late() -> bool:
             return deadline is not None and time.monotonic() > deadline
@@ -120,7 +128,7 @@ def sensitivities(
         def noise(blocks: Sequence[Block]) -> list[float]:
             nonlocal asked
             found = [DEAFENING] * len(blocks)
-            for number, rounded in crew.answers([partial(outputs, *block) for block in blocks]):
+            for number, rounded in crew.answers([partial(outputs, block, used) for block in blocks]):
                 asked += 1
                 heard.progress(min(asked, measurements), measurements)
                 if not isinstance(rounded, Failure) and is_finite(rounded):
