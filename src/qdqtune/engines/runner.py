@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any, Protocol, Self, TypeVar
 
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.ahead import Ahead
+from qdqtune.engines.ahead import Ahead, Need
 from qdqtune.engines.devices import ANYWHERE, Device
 from qdqtune.engines.mixes import mix_of
 from qdqtune.engines.process import WorkerProcess, finish_log, last_lines
@@ -223,10 +223,11 @@ class Runner:
         self._logs[handle] = log
         return handle
 
-    def begin(self, path: Path, log_name: str) -> None:
-        """Start a build that will be loaded by that name from a file, where that disturbs nothing which is timed."""
+    def begin(self, path: Path, log_name: str = "", need: Need = Need.NOW) -> None:
+        """Start a build that will be loaded from a file, by that name if it has one, where that disturbs nothing which
+        is timed."""
         if self._room is None:
-            self.ahead.begin(path.absolute(), self.log_dir / f"{log_name}.log")
+            self.ahead.begin(path.absolute(), log_name, need)
 
     def compile(self, path: Path, log: Path, plan: Path) -> float | Failure:
         """Write the part of a build that another process goes on from to the file `plan`; the seconds that took."""
@@ -312,12 +313,15 @@ class Runner:
         if self._room is not None:
             size = nbytes(path) + self._unpacked
             self._room.make(size, frozenset((id(self), build) for build in needed))
-        begun, made = monotonic(), self.ahead.take(log)
-        self.engine_seconds += monotonic() - begun
+        before, begun = self.engine_seconds, monotonic()
+        made = self.ahead.take(path, log, self.compile)
+        self.engine_seconds = before + monotonic() - begun
         if isinstance(made, Failure):
             return made
         plan, seconds = made or (None, 0.0)
         result: float | Failure = self._try("build", number, path, log, plan, what=f"building {path.name}", log=log)
+        if plan is not None:
+            plan.unlink(missing_ok=True)
         if not isinstance(result, Failure):
             self._present.add(number)
             if self._room is not None:

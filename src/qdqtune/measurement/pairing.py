@@ -8,12 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from qdqtune.engines.ahead import Need
 from qdqtune.engines.crew import shared, to_spare
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.measurement.timing import BUILD_LOOKS, Plan, Ratio, Rounds, compare_pairs, ratio, wants_builds
 from qdqtune.types import Failure, Listener, Measurement
 
 S = TypeVar("S", contravariant=True)
+
+FRESH = ("final_0", "final_1")
+"""What the first builds of a proof are called."""
 
 FEW = 4
 """Rounds until who measures alone looks again for stations that have nothing to do."""
@@ -87,6 +91,12 @@ def fresh_builds(runner: Runner, a: Path, b: Path, log_name: str) -> Iterator[tu
         yield handles[1], handles[0]
 
 
+def begin_pairs(runner: Runner, file: Path, log_names: Sequence[str], need: Need) -> None:
+    """Have the builds of a file made ahead that `fresh_pairs` takes by these names."""
+    for log_name in log_names if runner.ahead.count else ():
+        runner.begin(file, f"{log_name}_{file.stem}", need)
+
+
 def fresh_pairs(
     runner: Runner,
     a: Path,
@@ -102,10 +112,9 @@ def fresh_pairs(
     """Several builds of both files side by side, each pair with a seed and a name, compared in turns until all are
     decided: see `timing.compare_pairs`. `listener` hears of each turn."""
     with ExitStack() as stack:
-        stack.callback(runner.ahead.close)
-        for log_name in log_names if runner.ahead.count else ():
-            for file in (b, a):
-                runner.begin(file, f"{log_name}_{file.stem}")
+        runner.ahead.withdraw(Need.NOW)
+        begin_pairs(runner, b, log_names[1:], Need.NOW)  # the first is built here
+        begin_pairs(runner, a, log_names, Need.NOW)
         pairs = []
         for seed, log_name in zip(seeds, log_names, strict=True):
             pair = stack.enter_context(fresh_builds(runner, a, b, log_name))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from qdqtune.measurement.timing import Plan, judge
-from qdqtune.types import Placement, Proposal, Trial
+from qdqtune.types import Measurement, Placement, Proposal, Trial
 
 
 class Strategy(Protocol):
@@ -33,6 +33,23 @@ def ratios_to_float(history: Sequence[Trial], plan: Plan) -> dict[Placement, flo
         if measured is not None and trial.against in ratios:
             ratios[trial.placement] = ratios[trial.against] * measured.median
     return ratios
+
+
+def foreseen(
+    strategy: Strategy, history: Sequence[Trial], batch: Sequence[Proposal], plan: Plan
+) -> Iterator[Placement]:
+    """What a strategy is going to propose behind a batch, the soonest first: if that turns out as prices foretell, or
+    no faster where they do not, and teaches nothing else. Nothing behind what is built to be learned from."""
+    imagined = list(history)
+    while batch and all(p.predicted is not None or not p.wants_layers for p in batch):
+        best, ratios = best_of(imagined), ratios_to_float(imagined, plan)
+        for proposal in batch:
+            ratio = 1.0 if proposal.predicted is None else proposal.predicted / ratios.get(best, 1.0)
+            rounds = Measurement((1.0,) * plan.looks[0], (ratio,) * plan.looks[0])
+            is_better = ratio < 1 and proposal is batch[0]
+            imagined.append(Trial(len(imagined) + 1, proposal, best, rounds, accepted=is_better))
+        batch = strategy.propose(imagined)
+        yield from (proposal.placement for proposal in batch)
 
 
 @dataclass(frozen=True)

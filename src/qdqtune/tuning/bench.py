@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
 
+from qdqtune.engines.ahead import Need
 from qdqtune.engines.crew import Crew
 from qdqtune.engines.runner import Runner, insist
 from qdqtune.errors import BaselineFailed
@@ -68,9 +69,12 @@ class Bench:
         floats, judged = self.floats, len(self._conditions.samples) * (2 if self._conditions.limits.are_set else 1)
         return trial_seconds(self._conditions.plan, floats.build_seconds, floats.seconds, floats.turn_seconds, judged)
 
-    def measured(self, number: int, proposals: Sequence[Proposal], against: Placement) -> Generator[tuple[Trial, bool]]:
+    def measured(
+        self, number: int, proposals: Sequence[Proposal], against: Placement, foresee: Callable[[], None] = lambda: None
+    ) -> Generator[tuple[Trial, bool]]:
         """Time candidates against another placement, side by side where there are several devices; and whether each
-        result was in the store. They come in the order of the proposals, `number` is that of the first.
+        result was in the store. They come in the order of the proposals, `number` is that of the first. `foresee` may
+        begin further builds ahead.
 
         What is measured is written as it comes. Closing the iterator ends what is under way.
 
@@ -86,7 +90,7 @@ class Bench:
                 done[place] = known, True
             else:
                 jobs.append(Job(number + place, proposal, against, known))
-        with closing(self._answers(jobs)) as answers:
+        with closing(self._answers(jobs, foresee)) as answers:
             # The user's metric asks the first device about each trial: then a batch is measured to its end before that.
             is_gathered = len(self._crew) > 1 and self._conditions.evaluation is not None
             fresh = iter(list(answers)) if is_gathered else answers
@@ -96,18 +100,25 @@ class Bench:
                     done[trial.number - number] = trial, False
                 yield done.pop(place)
 
-    def _answers(self, jobs: Sequence[Job]) -> Generator[Trial]:
+    def _answers(self, jobs: Sequence[Job], foresee: Callable[[], None]) -> Generator[Trial]:
         """What the engine says of each job, as it comes."""
         if not jobs:
             return
         reference = self.floats.outputs
-        for job in jobs if self._runner.ahead.count else ():
-            self._loaded.begin(job.proposal.placement, f"trial_{job.number:03}")
+        if self._runner.ahead.count:
+            self.begin((job.proposal.placement for job in jobs[1:]), Need.NOW)  # the first is built here
+            foresee()
         ask = [partial(Station.trial, job=job, reference=reference, deadline=self.deadline) for job in jobs]
-        with closing(self._crew.answers(ask)) as answers, closing(self._runner.ahead):
+        with closing(self._crew.answers(ask)) as answers:
             for _, trial in answers:
                 self._store.put(job_key("trial", trial.placement, trial.against), _record(trial))
                 yield trial
+
+    def begin(self, placements: Iterable[Placement], need: Need) -> None:
+        """Have these built ahead, and nothing else that is as urgent."""
+        self._runner.ahead.withdraw(need)
+        for placement in placements:
+            self._loaded.begin(placement, need)
 
     def _known(self, number: int, proposal: Proposal, against: Placement) -> Trial | None:
         """What an earlier run has measured of a candidate."""

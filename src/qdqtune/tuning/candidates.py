@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from threading import Lock
 
+from qdqtune.engines.ahead import Need
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.graph.files import ConstantFile, save
 from qdqtune.placement.insertion import Inserter
@@ -80,10 +81,10 @@ class Loaded:
             self._loaded[placement] = handle
         return self._loaded[placement]
 
-    def begin(self, placement: Placement, log_name: str) -> None:
+    def begin(self, placement: Placement, need: Need) -> None:
         """See `Runner.begin`."""
         if placement not in self._loaded:
-            self._runner.begin(self._candidates.file(placement), log_name)
+            self._runner.begin(self._candidates.file(placement), need=need)
 
     def drop(self, placement: Placement) -> None:
         """Unload a placement and delete its file, if it is loaded."""

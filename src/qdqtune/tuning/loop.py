@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
+from itertools import islice
 
 from qdqtune.engines import threads_of
+from qdqtune.engines.ahead import Need
 from qdqtune.measurement.accuracy import concern
 from qdqtune.measurement.limits import outcome
 from qdqtune.measurement.timing import Plan, judge
-from qdqtune.search import Strategy, best_of, ratios_to_float
+from qdqtune.search import Strategy, best_of, foreseen, ratios_to_float
 from qdqtune.search.front import FrontSearch
 from qdqtune.tuning import advice
 from qdqtune.tuning.accepting import accepted
@@ -21,14 +24,14 @@ from qdqtune.tuning.folder import RUN, SUMMARY
 from qdqtune.tuning.front import prove_front
 from qdqtune.tuning.modes.table import MODES
 from qdqtune.tuning.observer import SEARCHING, Observer, Several, Silent, State
-from qdqtune.tuning.proof import Proof, lost, prove
+from qdqtune.tuning.proof import Proof, begin_proof, lost, prove
 from qdqtune.tuning.records import summary_of, write_json, write_records
 from qdqtune.tuning.result import Result
 from qdqtune.tuning.rewritten import with_rewrites
 from qdqtune.tuning.run import Run, open_run, prepared, written_once
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.stopwatch import Stopwatch
-from qdqtune.types import Trial
+from qdqtune.types import Placement, Proposal, Trial
 
 
 def tune(settings: Settings, observer: Observer | None = None) -> Result:
@@ -69,6 +72,7 @@ def _finished(run: Run, watch: Stopwatch, diary: Diary) -> tuple[Result, bool]:
     by_points = mode.strategy if isinstance(mode.strategy, FrontSearch) and history else None
     front = prove_front(history, run, by_points) if settings.front else None
     proof = front.proof if front else prove(history, run)
+    run.runner.ahead.close()
     history = [*history, *front.trials] if front else history
     write_records(history, proof, run)
     summary = summary_of(history, proof, run) | ({"front": front.rows(run.subject.mix)} if front else {})
@@ -106,7 +110,8 @@ def search(strategy: Strategy, run: Run, observer: Observer, budget: Budget) -> 
         best = next((t for t in reversed(history) if t.accepted), None)
         trials: list[Trial] = []
         batch = batch[: budget.room(history)]
-        with closing(run.bench.measured(len(history) + 1, batch, best_of(history))) as measured:
+        foresee = partial(_foresee, strategy, history, batch, run)
+        with closing(run.bench.measured(len(history) + 1, batch, best_of(history), foresee)) as measured:
             for trial, replayed in measured:
                 trials.append(run.limits.judged(trial, trials, plan, run.bench.metric))
                 known = [*history, *accepted(trials, plan, best)]
@@ -117,6 +122,15 @@ def search(strategy: Strategy, run: Run, observer: Observer, budget: Budget) -> 
         history += accepted(trials, plan, best)
         run.bench.keep_only(best_of(history))
     return history
+
+
+def _foresee(strategy: Strategy, history: Sequence[Trial], batch: Sequence[Proposal], run: Run) -> None:
+    """Let who has nothing to build begin with what is likely to come behind a batch; where less is in sight than they
+    could build, with what the proof takes if the best so far stays that."""
+    room = max(0, min(builders := run.runner.ahead.count, run.budget.room(history) - len(batch)))
+    coming = tuple(islice(foreseen(strategy, history, batch, run.settings.plan), room))
+    run.bench.begin(coming, Need.NEXT)
+    begin_proof(best_of(history) if len(coming) < builders else Placement(), run)
 
 
 def _state(trials: Sequence[Trial], plan: Plan, budget: Budget, seconds: float, replayed: bool) -> State:

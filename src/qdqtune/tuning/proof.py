@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from qdqtune.engines.ahead import Need
 from qdqtune.errors import BaselineFailed, writing
 from qdqtune.graph.files import data_of
 from qdqtune.graph.loading import data_files, load
 from qdqtune.graph.outputs import appearing, exchange
+from qdqtune.measurement.pairing import FRESH, begin_pairs
 from qdqtune.measurement.timing import Ratio
 from qdqtune.search import ratios_to_float
 from qdqtune.tuning import advice
@@ -170,7 +172,7 @@ class _Contest:
     def tried(self, placement: Placement) -> bool:
         """Write a placement's file and let it meet the others; whether it ships."""
         begun, builds = time.monotonic(), self.builds
-        self.run.candidates.write_whole(placement, _unproven(self.run))
+        _unproven(placement, self.run)
         self.last = list(self._meetings(placement))
         self.seconds = time.monotonic() - begun
         self.run.given.check()
@@ -178,7 +180,7 @@ class _Contest:
         if not placement and not self.is_rewritten:
             return False
         if is_held(standings) and (not self.pairs_hold or self._beats_given()):
-            if placement == self.idle:  # its file is written anew, and its meetings are known
+            if placement == self.idle:  # its meetings are known
                 self.builds = builds
                 return True
             if self._pairs_pay(placement):
@@ -197,7 +199,9 @@ class _Contest:
         if not placement or not self.is_rewritten or not near or self.run.budget.lacks(self.seconds):
             return True
         baseline = self.run.settings.output_dir / BASELINE
-        met = confirm(f"alone:{placement.digest}", baseline, _unproven(self.run), self.run, self.places[best])
+        met = confirm(
+            f"alone:{placement.digest}", baseline, _unproven(placement, self.run), self.run, self.places[best]
+        )
         if isinstance(met, Failure):
             raise BaselineFailed(f"the engine failed on the finished files: {met.reason}")
         self.builds += met.builds
@@ -259,7 +263,7 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
         for placement in _finalists(history, contest):
             if contest.tried(placement):
                 contest.notes |= {} if placement else {REWRITES_ALONE: None}
-                _move(_unproven(run), folder / FINAL)
+                _move(_unproven(placement, run), folder / FINAL)
                 return _proof(placement, contest)
     met = contest.last[0] if contest.last else None
     is_slower = met is not None and met.to_given is not None and met.to_given.verdict == "slower"
@@ -314,15 +318,27 @@ def _finalists(history: Sequence[Trial], contest: _Contest) -> Iterator[Placemen
         yield contest.idle
 
 
-def _unproven(run: Run) -> Path:
-    """Where the file that is to prove itself lies: it moves to its place when it has."""
-    return run.candidates.folder / FINAL
+def begin_proof(placement: Placement, run: Run) -> None:
+    """Have the file of a placement built ahead that may ship, if it has pairs, and of no other."""
+    run.runner.ahead.withdraw(Need.BEST)
+    if placement and not run.settings.front:
+        begin_pairs(run.runner, _unproven(placement, run), FRESH, Need.BEST)
+
+
+def _unproven(placement: Placement, run: Run) -> Path:
+    """The file that is to prove itself, written once: it moves to its place when it has."""
+    path = run.candidates.folder / placement.digest / FINAL
+    if not path.exists():
+        with writing(path):
+            path.parent.mkdir(exist_ok=True)
+        run.candidates.write_whole(placement, path)
+    return path
 
 
 def _meet(placement: Placement, run: Run, place: Place, *, is_won: bool) -> _Meeting:
     """A float file of the user's is the float model: only beside pairs, or where the engine does not run it as it is,
     the baseline that we write takes its place."""
-    settings, final = run.settings, _unproven(run)
+    settings, final = run.settings, _unproven(placement, run)
     given = confirm(f"given:{placement.digest}", settings.model, final, run, place, is_won=is_won)
     to_given, note = (None, given.reason) if isinstance(given, Failure) else (given.ratio, "")
     if isinstance(given, Confirmed) and not settings.from_qdq:

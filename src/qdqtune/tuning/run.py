@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from qdqtune.engines.ahead import Ahead
+from qdqtune.calibration.scales import Ranges
+from qdqtune.engines.ahead import Ahead, Need
 from qdqtune.engines.crew import Crew, check_alike
 from qdqtune.engines.devices import ANYWHERE, Device
 from qdqtune.engines.places import places_for
@@ -22,6 +23,7 @@ from qdqtune.graph.outputs import Scratch, temporary_folder
 from qdqtune.graph.stamps import Stamps
 from qdqtune.measurement.limits import Limits
 from qdqtune.measurement.metric import Evaluation, load_evaluation
+from qdqtune.measurement.pairing import FRESH, begin_pairs
 from qdqtune.measurement.simulation import Simulation
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search.costs.units import Ways
@@ -124,7 +126,8 @@ def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
         if isinstance(count := settings.engine.options.get("builds_aside"), int) and runner.device == ANYWHERE:
             beside = [runner.elsewhere(settings.engine, Device(f"builder-{n + 1}")) for n in range(count)]
             builders = [stack.enter_context(one).compile for one in beside]
-            runner.ahead = Ahead(stack.enter_context(temporary_folder()), builders, observer.note)
+            ahead = Ahead(stack.enter_context(temporary_folder()), builders, observer.note)
+            runner.ahead = stack.enter_context(closing(ahead))
         observer.stage(f"reading {settings.model.name}")
         if (told := restored_state(settings)) is not None:
             observer.note(told)
@@ -191,6 +194,10 @@ def open_run(ready: Ready, constants: ConstantFile) -> Iterator[Run]:
     store.check_candidates()
     with ExitStack() as stack:
         constants.keep(ready.subject.model)
+        if runner.ahead.count:  # the float model, and what the proof meets whatever is found, take no ranges
+            inserter = Inserter(ready.subject.model, Ranges({}), ready.subject.numbers)
+            runner.begin(Candidates(inserter, constants).file(Placement()), need=Need.NEXT)
+            begin_pairs(runner, settings.model, () if settings.front else FRESH, Need.PROOF)
         subject = calibrated(ready.subject, settings, store, observer, ready.ends)
         if ready.others:
             observer.stage(f"starting {1 + len(ready.others)} workers")
