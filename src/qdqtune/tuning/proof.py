@@ -198,10 +198,8 @@ class _Contest:
         near = standings[best].ratio.median > CLEAR * self.run.found.gave
         if not placement or not self.is_rewritten or not near or self.run.budget.lacks(self.seconds):
             return True
-        baseline = self.run.settings.output_dir / BASELINE
-        met = confirm(
-            f"alone:{placement.digest}", baseline, _unproven(placement, self.run), self.run, self.places[best]
-        )
+        baseline, final = self.run.settings.output_dir / BASELINE, _unproven(placement, self.run)
+        met = confirm(f"alone:{placement.digest}", baseline, final, self.run, self.places[best])
         if isinstance(met, Failure):
             raise BaselineFailed(f"the engine failed on the finished files: {met.reason}")
         self.builds += met.builds
