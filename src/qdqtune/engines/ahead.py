@@ -30,7 +30,7 @@ class Need(IntEnum):
     NOW = 0  # it is about to be timed
     NEXT = 1  # it is likely to be timed next, and all behind that learns from it
     PROOF = 2  # it is timed whatever happens, with nothing behind it
-    BEST = 3  # the same, if the best so far stays that
+    BEST = 3  # the same, if nothing beats it
 
 
 class _Ended(BaseException):

@@ -35,20 +35,25 @@ def ratios_to_float(history: Sequence[Trial], plan: Plan) -> dict[Placement, flo
     return ratios
 
 
+def as_foretold(history: Sequence[Trial], batch: Sequence[Proposal], plan: Plan) -> list[Trial]:
+    """The history with a batch that turns out as prices foretell, or no faster where they do not."""
+    imagined, best, ratios = list(history), best_of(history), ratios_to_float(history, plan)
+    for proposal in batch:
+        ratio = 1.0 if proposal.predicted is None else proposal.predicted / ratios.get(best, 1.0)
+        rounds = Measurement((1.0,) * plan.looks[0], (ratio,) * plan.looks[0])
+        is_better = ratio < 1 and proposal is batch[0]
+        imagined.append(Trial(len(imagined) + 1, proposal, best, rounds, accepted=is_better))
+    return imagined
+
+
 def foreseen(
     strategy: Strategy, history: Sequence[Trial], batch: Sequence[Proposal], plan: Plan
 ) -> Iterator[Placement]:
-    """What a strategy is going to propose behind a batch, the soonest first: if that turns out as prices foretell, or
-    no faster where they do not, and teaches nothing else. Nothing behind what is built to be learned from."""
-    imagined = list(history)
+    """What a strategy is going to propose behind a batch, the soonest first: if that turns out `as_foretold`, and
+    teaches nothing else. Nothing behind what is built to be learned from."""
     while batch and all(p.predicted is not None or not p.wants_layers for p in batch):
-        best, ratios = best_of(imagined), ratios_to_float(imagined, plan)
-        for proposal in batch:
-            ratio = 1.0 if proposal.predicted is None else proposal.predicted / ratios.get(best, 1.0)
-            rounds = Measurement((1.0,) * plan.looks[0], (ratio,) * plan.looks[0])
-            is_better = ratio < 1 and proposal is batch[0]
-            imagined.append(Trial(len(imagined) + 1, proposal, best, rounds, accepted=is_better))
-        batch = strategy.propose(imagined)
+        history = as_foretold(history, batch, plan)
+        batch = strategy.propose(history)
         yield from (proposal.placement for proposal in batch)
 
 

@@ -13,7 +13,7 @@ from qdqtune.engines.ahead import Need
 from qdqtune.measurement.accuracy import concern
 from qdqtune.measurement.limits import outcome
 from qdqtune.measurement.timing import Plan, judge
-from qdqtune.search import Strategy, best_of, foreseen, ratios_to_float
+from qdqtune.search import Strategy, as_foretold, best_of, foreseen, ratios_to_float
 from qdqtune.search.front import FrontSearch
 from qdqtune.tuning import advice
 from qdqtune.tuning.accepting import accepted
@@ -126,11 +126,12 @@ def search(strategy: Strategy, run: Run, observer: Observer, budget: Budget) -> 
 
 def _foresee(strategy: Strategy, history: Sequence[Trial], batch: Sequence[Proposal], run: Run) -> None:
     """Let who has nothing to build begin with what is likely to come behind a batch; where less is in sight than they
-    could build, with what the proof takes if the best so far stays that."""
-    room = max(0, min(builders := run.runner.ahead.count, run.budget.room(history) - len(batch)))
-    coming = tuple(islice(foreseen(strategy, history, batch, run.settings.plan), room))
+    could build, with what the proof takes if nothing beats the best that is in sight."""
+    room, plan = run.budget.room(history) - len(batch), run.settings.plan
+    room = max(0, min(builders := run.runner.ahead.count, room))
+    coming = tuple(islice(foreseen(strategy, history, batch, plan), room))
     run.bench.begin(coming, Need.NEXT)
-    begin_proof(best_of(history) if len(coming) < builders else Placement(), run)
+    begin_proof(best_of(as_foretold(history, batch, plan)) if len(coming) < builders else Placement(), run)
 
 
 def _state(trials: Sequence[Trial], plan: Plan, budget: Budget, seconds: float, replayed: bool) -> State:
