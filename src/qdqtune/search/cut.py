@@ -62,9 +62,6 @@ from qdqtune.types import Edge, Layer, Placement, Proposal, Trial
 CUT = "cut"
 """What the optimum of the prices is called."""
 
-MIXED = "weights in fewer bits"
-"""What weights in 4 and in 8 bits are called together."""
-
 ONCE = "rounded once"
 """What the best is called without the pairs that make a kernel round a value twice."""
 
@@ -176,7 +173,11 @@ class CutSearch:
         floats = tuple(replace(p, as_quantized=inf) for p in self._foretold.prices)
         costs = replace(self._foretold, prices=floats)
         mixed = costs.partition.placement(cut_within(costs, self.noise, RESERVE * self.noise.limit))
-        return {MIXED: mixed} | held if mixed and self._may_hold(mixed) else by_bits(self.ways, self._may_hold)
+        return (
+            {"weights in fewer bits": mixed} | held
+            if mixed and self._may_hold(mixed)
+            else by_bits(self.ways, self._may_hold)
+        )
 
     def _apart(self, history: Sequence[Trial]) -> tuple[Proposal, ...]:
         """Everything quantized, in single nodes, where fusion groups that take some time fall apart in 8 bits."""

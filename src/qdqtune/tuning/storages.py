@@ -225,7 +225,7 @@ def _time(layers: Sequence[Layer], name: str) -> float | None:
 
 def _layers(size: Size, wanted: Sequence[Storage], subject: Subject, runner: Runner) -> tuple[Layer, ...] | Failure:
     """What the engine runs of one product in float and in each storage, side by side."""
-    copies = _copies(size)
+    copies = min(max(COPIES[0], TOGETHER // (size.inputs * _columns(size))), COPIES[1])
     model = _side_by_side(size, wanted, copies)
     stored = [(Edge(f"{s.name}_weight{n}", f"{s.name}_product{n}", 1), s) for s in wanted for n in range(copies)]
     dtype = helper.tensor_dtype_to_np_dtype(size.dtype)
@@ -245,12 +245,6 @@ def _layers(size: Size, wanted: Sequence[Storage], subject: Subject, runner: Run
 def _columns(size: Size) -> int:
     """Outputs of the product that stands for all of such a size."""
     return max(1, min(size.outputs, MOST_WEIGHTS // size.inputs))
-
-
-def _copies(size: Size) -> int:
-    """How many of each product are tried."""
-    least, most = COPIES
-    return min(max(least, TOGETHER // (size.inputs * _columns(size))), most)
 
 
 def _side_by_side(size: Size, wanted: Sequence[Storage], copies: int) -> Model:
