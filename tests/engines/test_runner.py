@@ -489,6 +489,12 @@ class TestRoom:
             del blocks[:-1]
             assert (full - pages()) * os.sysconf("SC_PAGESIZE") > 15 * 2**21
 
+    def test_a_build_that_was_made_for_its_layers_goes(self, files: SimpleNamespace, tmp_path: Path) -> None:
+        with self.runner(tmp_path, Workers()) as runner:
+            kept = loaded(runner, files.plain)
+            assert runner.report(files.plain, IMAGE, 1, "layers")
+            assert held(runner) == {kept.build}
+
     def test_without_a_bound_all_stay(self, files: SimpleNamespace, tmp_path: Path) -> None:
         with self.runner(tmp_path, Workers()) as runner:
             builds = {loaded(runner, files.large, fresh=True).build for _ in range(4)}

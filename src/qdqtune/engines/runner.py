@@ -106,14 +106,12 @@ class Runner:
     """An engine in a worker process. A context manager; not for use by several threads at once.
 
     When the worker dies, which may be another's doing, the call at hand is made once more. When it dies again or takes
-    too long, that call returns a `Failure`. Each starts another worker, where the models that are still loaded are
-    built again as they are needed. An interrupt while a call waits
-    ends the worker too, and the runner stays usable.
+    too long, that call returns a `Failure`. Each starts another worker, where models that are still loaded are built
+    again as they are needed. An interrupt while a call waits ends the worker too, and the runner stays usable.
 
     `time_limit_s`, by default that of `time_limit`, holds for each build, each inference of `outputs`, and each probe.
     Rounds may take that, and `SLACK` times what the probe makes us expect in addition. `start` gives another worker
-    than a process, on `device`. `unpacked` are bytes that any build takes beside those of its file: weights that its
-    engine writes out.
+    than a process, on `device`. `unpacked` are bytes that a build takes beside its file: weights written out.
     """
 
     def __init__(
@@ -170,7 +168,7 @@ class Runner:
 
     def beside(self, spec: EngineSpec, log_dir: Path) -> Runner:
         """Another engine in place of this one, on the same device: this one's worker ends, and starts again when it is
-        asked for something, which should not be before the other one is closed."""
+        asked, which should not be before the other one is closed."""
         if self.device != ANYWHERE:
             self.close()
         return Runner(spec, time_limit_s=self._limit, log_dir=log_dir, start=self._start_worker, device=self.device)
@@ -268,10 +266,14 @@ class Runner:
         return result
 
     def report(self, model: Path, given: Tensors | Mix, runs: int, log_name: str) -> tuple[Layer, ...] | Failure:
-        """Build a file and report its layers on what is given; see `feed`."""
+        """Report the layers of a file on what is given, see `feed`, of a build for that alone."""
         self.feed(given)
-        handle = self.load(model, log_name)
-        return handle if isinstance(handle, Failure) else self.layers(handle, runs)
+        handle = self.load(model, log_name, fresh=True)
+        if isinstance(handle, Failure):
+            return handle
+        layers = self.layers(handle, runs)
+        self.unload(handle)
+        return layers
 
     def save(self, handle: Handle, path: Path) -> Failure | None:
         """`Built.save`."""
@@ -309,9 +311,8 @@ class Runner:
 
     def _build(self, number: int, path: Path, log: Path, needed: Iterable[int] = ()) -> float | Failure:
         """Build a file where there is room, `needed` being builds that have to stay."""
-        size = 0
+        size = 0 if self._room is None else nbytes(path) + self._unpacked
         if self._room is not None:
-            size = nbytes(path) + self._unpacked
             self._room.make(size, frozenset((id(self), build) for build in needed))
         before, begun = self.engine_seconds, monotonic()
         made = self.ahead.take(path, log, self.compile)
