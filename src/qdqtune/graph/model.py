@@ -242,14 +242,21 @@ class Model:
         return bare
 
     @cached_property
-    def inline(self) -> tuple[str, ...]:
-        """Names of the initializers of the protobuf, in their order."""
-        return tuple(t.name for t in self.proto.graph.initializer)
+    def made(self) -> tuple[Made, ...]:
+        """The nodes as `rebuild` takes them, in their order."""
+        return tuple(map(made, self.proto.graph.node))
 
     @cached_property
-    def described(self) -> tuple[str, ...]:
-        """Names of the tensors whose types the protobuf lists, in their order."""
-        return tuple(v.name for v in self.proto.graph.value_info)
+    def inline(self) -> tuple[tuple[str, bytes], ...]:
+        """The initializers of the protobuf by name, as fields of a graph."""
+        return tuple(
+            (t.name, onnx.GraphProto(initializer=[t]).SerializeToString()) for t in self.proto.graph.initializer
+        )
+
+    @cached_property
+    def described(self) -> tuple[tuple[str, bytes], ...]:
+        """The types of tensors that the protobuf lists, by name, as fields of a graph."""
+        return tuple((v.name, onnx.GraphProto(value_info=[v]).SerializeToString()) for v in self.proto.graph.value_info)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -268,59 +275,50 @@ class Model:
 
 
 class Made(NamedTuple):
-    """A node for `rebuild` with the names that it reads and makes, which is faster than to ask it. It has no bodies."""
+    """A node as a field of a graph, with the names that it and its bodies read, and those that it makes."""
 
-    proto: onnx.NodeProto
-    inputs: tuple[str, ...]
+    data: bytes
+    read: tuple[str, ...]
     outputs: tuple[str, ...]
+
+
+def made(node: onnx.NodeProto) -> Made:
+    """A node for `rebuild`, which keeps what it is at this time."""
+    inside = (name for body in bodies(node) for name in captured(body))
+    return Made(onnx.GraphProto(node=[node]).SerializeToString(), (*node.input, *inside), tuple(node.output))
 
 
 def rebuild(
     model: Model,
     nodes: Sequence[onnx.NodeProto | Made | int],
-    added: Mapping[str, Constant] | Mapping[str, Constant | onnx.TensorProto],
+    added: Mapping[str, Constant] | Mapping[str, Constant | bytes],
 ) -> Model:
     """`model` with other nodes and more constants; constants and types that no node of it mentions any more are left.
 
     `nodes` are in topological order and make every graph output; a number stands for that node of `model`. `added` take
-    the place of constants of their names; those that are protobufs are small.
+    the place of constants of their names; those that are bytes are small, and initializers as fields of a graph.
+
+    All of it is joined as bytes: large models have many nodes, and protobuf copies each by itself slowly.
     """
     result = deepcopy(model.frame)
-    graph, before = result.graph, model.proto.graph
-    own, written = model.nodes, list(before.node) if any(isinstance(n, int) for n in nodes) else []
-    graph.node.extend(written[n] if isinstance(n, int) else n.proto if isinstance(n, Made) else n for n in nodes)
-    read, made = {o.name for o in graph.output}, set[str]()
-    for n in nodes:
-        if isinstance(n, int):
-            read.update(own[n].inputs, own[n].captures)
-            made.update(own[n].outputs)
-            continue
-        read.update(n.inputs if isinstance(n, Made) else n.input)
-        made.update(n.outputs if isinstance(n, Made) else n.output)
-        if not isinstance(n, Made):
-            read.update(name for body in bodies(n) for name in captured(body))
+    parts = [n if isinstance(n, Made) else model.made[n] if isinstance(n, int) else made(n) for n in nodes]
+    read = {o.name for o in result.graph.output}.union(*(part.read for part in parts))
+    written = set[str]().union(*(part.outputs for part in parts))
     outside = {name: c for name, c in model.large.items() if name not in added}
-    small = []
+    fields = [part.data for part in parts]
+    fields += [data for name, data in model.inline if name in read and name not in added]
     for name, c in added.items():
-        if isinstance(c, onnx.TensorProto):
-            small.append(c)
+        if name not in read:
+            continue
+        if isinstance(c, bytes):
+            fields.append(c)
         elif c.nbytes >= LARGE:
             outside[name] = c
-        elif name in read:
-            small.append(c.to_proto(name))
-    kept = read - added.keys()
-    _extend(graph.initializer, before.initializer, model.inline, kept)
-    graph.initializer.extend(tensor for tensor in small if tensor.name in read)
-    _extend(graph.value_info, before.value_info, model.described, made)
+        else:
+            fields.append(onnx.GraphProto(initializer=[c.to_proto(name)]).SerializeToString())
+    fields += [data for name, data in model.described if name in written]
+    result.graph.MergeFromString(b"".join(fields))
     return Model(result, {name: c for name, c in outside.items() if name in read})
-
-
-def _extend(target: Any, source: Any, names: Sequence[str], wanted: set[str]) -> None:
-    """Append what has a wanted name, in its order; `names` are those of `source`."""
-    if wanted.issuperset(names):
-        target.extend(source)
-    else:
-        target.extend(each for each, name in zip(source, names, strict=True) if name in wanted)
 
 
 def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:

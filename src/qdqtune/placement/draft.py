@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -10,7 +11,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from qdqtune.graph.model import LARGE, Constant, Made
+from qdqtune.graph.model import LARGE, Constant, Made, made
 from qdqtune.types import Array
 
 
@@ -29,7 +30,7 @@ class Fragment:
 
     made_of: object
     names: frozenset[str]
-    constants: Mapping[str, Constant | onnx.TensorProto]
+    constants: Mapping[str, Constant | bytes]
     nodes: Sequence[onnx.NodeProto | Made | int]
     output: str
 
@@ -40,8 +41,8 @@ class Draft:
 
     nodes: list[onnx.NodeProto | Made | int] = field(default_factory=list)
     """As `rebuild` takes them."""
-    constants: dict[str, Constant | onnx.TensorProto] = field(default_factory=dict)
-    made: dict[tuple[object, ...], str] = field(default_factory=dict)
+    constants: dict[str, Constant | bytes] = field(default_factory=dict)
+    made: dict[object, str] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
     given: list[tuple[str, str]] = field(default_factory=list)
     """Names as they were wanted, and as they are."""
@@ -89,12 +90,22 @@ def converter(
     node = onnx.NodeProto(input=inputs, output=(output,), name=draft.unique(f"{tensor}_{op}"), op_type=op)
     if axis is not None:
         node.attribute.append(helper.make_attribute("axis", axis))
-    draft.nodes.append(Made(node, inputs, (output,)))
+    draft.nodes.append(made(node))
 
 
-def _tensor(name: str, array: Array) -> onnx.TensorProto:
+def with_names(node: onnx.NodeProto, inputs: Iterable[str], outputs: Iterable[str]) -> onnx.NodeProto:
+    """A copy that reads and makes other tensors."""
+    copy = deepcopy(node)
+    copy.ClearField("input")
+    copy.ClearField("output")
+    copy.MergeFrom(onnx.NodeProto(input=inputs, output=outputs))
+    return copy
+
+
+def _tensor(name: str, array: Array) -> bytes:
     """A small constant as `numpy_helper.from_array` makes it, a few times as fast."""
-    return onnx.TensorProto(name=name, data_type=_type(array.dtype), dims=array.shape, raw_data=array.tobytes())
+    tensor = onnx.TensorProto(name=name, data_type=_type(array.dtype), dims=array.shape, raw_data=array.tobytes())
+    return onnx.GraphProto(initializer=[tensor]).SerializeToString()
 
 
 _type = cache(helper.np_dtype_to_tensor_dtype)

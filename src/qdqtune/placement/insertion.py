@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Set
-from copy import copy, deepcopy
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import numpy as np
-from onnx import TensorProto, helper
+from onnx import GraphProto, TensorProto, helper
 
 from qdqtune.calibration import scales
 from qdqtune.calibration.moments import Moments, no_moments
@@ -23,11 +23,11 @@ from qdqtune.errors import BadModel
 from qdqtune.graph.equalization import scaled
 from qdqtune.graph.folding import names_in
 from qdqtune.graph.loading import with_opset
-from qdqtune.graph.model import GRAPH, Constant, Model, Node, rebuild
+from qdqtune.graph.model import GRAPH, Constant, Made, Model, Node, rebuild
 from qdqtune.graph.operators import CLAMPS, COMPUTE
 from qdqtune.placement.bias_correction import layer_at
 from qdqtune.placement.compression import BLOCKS, Compressor
-from qdqtune.placement.draft import Draft, Fragment, Parameters, converter
+from qdqtune.placement.draft import Draft, Fragment, Parameters, converter, with_names
 from qdqtune.placement.possible import clamp_bounds, refusal, unscaled, weight_role
 from qdqtune.placement.shared_scales import Member, common_ranges
 from qdqtune.types import Array, Edge, NumericFormat, Placement, QType
@@ -98,6 +98,8 @@ class Inserter:
         self._forms: dict[tuple[object, ...], Constant] = {}
         self._fine = frozenset[Edge]()
         self._fragments: dict[object, Fragment] = {}
+        self._into = [node.into for node in self._model.nodes]
+        self._latest: dict[int, Made] = {}
         self._names = names_in(model.proto.graph) | set(model.index_of)
         self._met = moments(self._model)
         self._compressor = Compressor(self._model, self._met)
@@ -108,8 +110,8 @@ class Inserter:
             return self._unequalized.insert(placement)
         if self._model.opset < self._compressor.opset(placement):
             return self._raised.insert(placement)
-        by_tensor = self._checked(placement)
-        return self._write(self._decide(placement, by_tensor), placement)
+        self._check(placement)
+        return self._write(self._decide(placement), placement)
 
     @cached_property
     def _raised(self) -> Inserter:
@@ -122,21 +124,19 @@ class Inserter:
         """What writes the user's own model: without pairs, its channels stay as they are."""
         return Inserter(self._given, replace(self._ranges, factors=()), self._format, self._moments)
 
-    def _checked(self, placement: Placement) -> dict[str, list[Edge]]:
-        """The edges by tensor, each known to exist and to be able to carry a pair."""
-        model, by_tensor = self._model, dict[str, list[Edge]]()
-        for edge in sorted(placement.edges - self._fine):
-            if edge_problem := self._problem(edge):
-                raise ValueError(f"no pair can stand on {edge}: {edge_problem}")
-        self._fine |= placement.edges
-        for edge in placement:
-            by_tensor.setdefault(edge.tensor, []).append(edge)
+    def _check(self, placement: Placement) -> None:
+        """Make sure that each edge exists and can carry a pair, or be stored as it shall."""
+        model = self._model
+        if new := placement.edges - self._fine:
+            for edge in sorted(new):
+                if edge_problem := self._problem(edge):
+                    raise ValueError(f"no pair can stand on {edge}: {edge_problem}")
+            self._fine |= new
         for edge, storage in placement.compressed:
             if (problem := self._compressor.problem(edge, storage)) is not None:
                 raise ValueError(f"{storage.name} cannot be the storage of {edge}: {problem}")
-        if placement.edges and model.opset < self._needed_opset(by_tensor):
-            raise ValueError(f"the model has opset {model.opset}, its pairs need {self._needed_opset(by_tensor)}")
-        return by_tensor
+        if placement.edges and model.opset < (needed := self._needed_opset({e.tensor for e in placement.edges})):
+            raise ValueError(f"the model has opset {model.opset}, its pairs need {needed}")
 
     def _problem(self, edge: Edge) -> str | None:
         """Why an edge can carry no pair; None if it can."""
@@ -163,29 +163,22 @@ class Inserter:
 
     def scales(self, placement: Placement) -> tuple[dict[str, Quantization], dict[Edge, Quantization]]:
         """How `insert` quantizes each activation, and each constant in its role unless a bias raises its scale."""
-        by_tensor: dict[str, list[Edge]] = {}
-        for edge in placement:
-            by_tensor.setdefault(edge.tensor, []).append(edge)
-        return self._quantized(placement, by_tensor)
-
-    def _decide(self, placement: Placement, by_tensor: Mapping[str, list[Edge]]) -> _Decision:
-        activations, weights = self._quantized(placement, by_tensor)
-        dropped = frozenset(self._superfluous(placement, activations)) if self._format.drop_clamps else frozenset()
-        shifted = self._shifted(placement)
-        biases = dict(self._biases(placement, activations, weights, shifted)) if self._format.bias == "int32" else {}
-        return _Decision(activations, weights, biases, shifted, dropped)
-
-    def _quantized(
-        self, placement: Placement, by_tensor: Mapping[str, list[Edge]]
-    ) -> tuple[dict[str, Quantization], dict[Edge, Quantization]]:
         constants = self._model.constants
-        fixed = [e for tensor, edges in by_tensor.items() if tensor in constants for e in edges]
+        fixed = [e for e in placement if e.tensor in constants]
         weights = {e: self._weight_scale(e) for e in fixed if weight_role(self._model, e) is not None}
-        members: dict[Member, Range] = {t: self._ranges.activations[t] for t in by_tensor if t not in constants}
+        read = dict.fromkeys(e.tensor for e in placement)
+        members: dict[Member, Range] = {t: self._ranges.activations[t] for t in read if t not in constants}
         members.update({e: self._constant_range(e.tensor) for e in fixed if e not in weights})
         scale_of = self._scales(members, placement)
         weights.update({m: q for m, q in scale_of.items() if isinstance(m, Edge)})
         return {m: q for m, q in scale_of.items() if isinstance(m, str)}, weights
+
+    def _decide(self, placement: Placement) -> _Decision:
+        activations, weights = self.scales(placement)
+        dropped = frozenset(self._superfluous(placement, activations)) if self._format.drop_clamps else frozenset()
+        shifted = self._shifted(placement)
+        biases = dict(self._biases(placement, activations, weights, shifted)) if self._format.bias == "int32" else {}
+        return _Decision(activations, weights, biases, shifted, dropped)
 
     def _shifted(self, placement: Placement) -> dict[int, _Shifted]:
         """Biases that calibration has corrected, of layers whose input and weight both carry pairs, by the node that
@@ -239,22 +232,22 @@ class Inserter:
         Every use of the clamp's output must carry the pair, and nothing else may read the clamp's input, so that the
         producer can write the clamped tensor's name itself.
         """
-        model = self._model
-        for node in model.nodes:
-            if node.op not in CLAMPS or node.domain or node.outputs[0] not in activations:
-                continue
-            source, result = node.inputs[0], node.outputs[0]
-            bounds = clamp_bounds(model, node)
-            if (
-                bounds is not None
-                and len(model.uses(source)) == 1
-                and source in model.producers
-                and source not in activations
-                and all(edge in placement for edge in model.edges(result))
-                and result not in model.outputs
-                and activations[result].covers(*bounds)
-            ):
+        for node, bounds, uses in self._clamps:
+            known = activations.get(node.outputs[0])
+            if known and node.inputs[0] not in activations and uses <= placement.edges and known.covers(*bounds):
                 yield node.index
+
+    @cached_property
+    def _clamps(self) -> list[tuple[Node, tuple[float, float], frozenset[Edge]]]:
+        """The nodes that may be superfluous, their bounds, and the uses of what they make."""
+        model = self._model
+        inside = set(model.producers).difference(model.outputs)
+        return [
+            (node, bounds, frozenset(model.edges(node.outputs[0])))
+            for node in model.nodes
+            if node.op in CLAMPS and not node.domain and node.outputs[0] in inside and node.inputs[0] in model.producers
+            if len(model.uses(node.inputs[0])) == 1 and (bounds := clamp_bounds(model, node)) is not None
+        ]
 
     def _biases(
         self, placement: Placement, activations: Mapping[str, Quantization], weights: dict[Edge, Quantization],
@@ -294,32 +287,25 @@ class Inserter:
         model = self._model
         draft = Draft(names=set(self._names))
         renamed = {model.nodes[i].inputs[0]: model.nodes[i].outputs[0] for i in decision.dropped}
-        paired = {e.tensor: e for e in placement if e.is_graph_output}
+        shown = sorted(Edge(tensor, "", slot) for slot, tensor in enumerate(model.outputs))
+        paired = {e.tensor: e for e in shown if e in placement}
         raw = {tensor: draft.unique(tensor + RAW_OUTPUT) for tensor in paired}
         storages, superfluous = placement.storages, self._compressor.superfluous(placement)
         changed = self._changed(placement, decision, raw.keys() | renamed.keys() | set(renamed.values()))
-        for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
+        for node in model.nodes:
             if node.index in decision.dropped or node.index in superfluous:
                 continue
             if node.index not in changed:
-                draft.nodes.append(node.index)
+                draft.nodes.append(model.made[node.index])
                 continue
-            copy = deepcopy(proto)
-            for i, edge in enumerate(node.into):
-                if edge in placement:
-                    copy.input[i] = self._dequantized(draft, decision, edge, raw)
-                elif edge.tensor in raw:
-                    copy.input[i] = raw[edge.tensor]
-            if node.index in decision.biases or node.index in decision.shifted:
-                slot = 2 if node.op in HAS_BIAS else decision.shifted[node.index].slot
-                del copy.input[2:]
-                copy.input.extend([""] * (slot + 1 - len(copy.input)))
-                copy.input[slot] = self._bias(draft, node, slot, decision)
-            for i, tensor in enumerate(node.outputs):
-                copy.output[i] = raw.get(tensor, renamed.get(tensor, tensor))
-            stored = (e for e in node.into if storages and e in storages)
-            behind = [n for e in stored for n in self._compressor.write(draft, copy, e, storages[e])]
-            draft.nodes += [copy, *behind]
+            inputs = self._inputs(draft, decision, node, placement.edges, raw)
+            outputs = [raw.get(tensor, renamed.get(tensor, tensor)) for tensor in node.outputs]
+            if stored := [e for e in self._into[node.index] if e in storages] if storages else []:
+                copy = with_names(model.proto.graph.node[node.index], inputs, outputs)
+                behind = [n for e in stored for n in self._compressor.write(draft, copy, e, storages[e])]
+                draft.nodes += [copy, *behind]
+            else:
+                draft.nodes.append(self._renamed(node, inputs, outputs))
         for edge in paired.values():
             self._dequantized(draft, decision, edge, raw)
         result = rebuild(model, draft.nodes, draft.constants)
@@ -328,10 +314,34 @@ class Inserter:
             result.proto.ir_version = max(result.proto.ir_version, oldest)
         return result
 
+    def _inputs(
+        self, draft: Draft, decision: _Decision, node: Node, paired: Set[Edge], raw: Mapping[str, str]
+    ) -> list[str]:
+        """What a node reads in the new graph."""
+        made = draft.made
+        inputs = [
+            made.get(e.tensor) or self._dequantized(draft, decision, e, raw) if e in paired else raw.get(e[0], e[0])
+            for e in self._into[node.index]
+        ]
+        if node.index in decision.biases or node.index in decision.shifted:
+            slot = 2 if node.op in HAS_BIAS else decision.shifted[node.index].slot
+            inputs = [*inputs[:2], *[""] * (slot + 1 - len(inputs[:2]))]
+            inputs[slot] = self._bias(draft, node, slot, decision)
+        return inputs
+
+    def _renamed(self, node: Node, inputs: Iterable[str], outputs: Iterable[str]) -> Made:
+        """A node with other names of what it reads and makes; the latest is kept."""
+        read, outputs = (*inputs, *node.captures), tuple(outputs)
+        known = self._latest.get(node.index)
+        if known is None or known.read != read or known.outputs != outputs:
+            proto = with_names(self._model.proto.graph.node[node.index], inputs, outputs)
+            known = self._latest[node.index] = Made(GraphProto(node=[proto]).SerializeToString(), read, outputs)
+        return known
+
     def _changed(self, placement: Placement, decision: _Decision, touched: Set[str]) -> set[int]:
         """The nodes that are not as in the float model, `touched` being tensors that have other names."""
         model = self._model
-        names = {e.node for e in placement.edges if e.node} | {e.node for e in placement.storages}
+        names = {e.node for e in (*placement.edges, *placement.storages)} - {""}
         changed = {*map(model.index_of.__getitem__, names), *decision.biases, *decision.shifted}
         for tensor in touched:
             changed.update(use.node for use in model.uses(tensor))
@@ -347,12 +357,11 @@ class Inserter:
         constant = self._model.constants.get(tensor)
         if constant is not None:
             return self._constant(draft, tensor, self._ranked(edge, constant), decision.constants[edge])
-        key: tuple[object, ...] = ("activation", tensor)
-        if key not in draft.made:
+        if tensor not in draft.made:
             quantization = decision.activations[tensor]
             write = partial(self._pair, draft, tensor, quantization, raw)
-            draft.made[key] = draft.once(self._fragments, key, (quantization, raw.get(tensor)), write)
-        return draft.made[key]
+            draft.made[tensor] = draft.once(self._fragments, tensor, (quantization, raw.get(tensor)), write)
+        return draft.made[tensor]
 
     def _pair(self, draft: Draft, tensor: str, quantization: Quantization, raw: Mapping[str, str]) -> str:
         parameters = self._parameters(draft, tensor, quantization)
@@ -368,7 +377,7 @@ class Inserter:
         TensorRT would give a number the rank of the other operand, and cannot where it is quantized.
         """
         user = self._model.user(edge)
-        known = [self._model.tensors[t].shape for t in (user.inputs if user else ()) if t in self._model.tensors]
+        known = (self._model.tensors[t].shape for t in (user.inputs if user else ()) if t in self._model.tensors)
         if constant.shape or not any(known):
             return constant
         return Constant(f"{constant.key}:vector", constant.dtype, (1,), lambda: constant.array().reshape(1))

@@ -44,7 +44,8 @@ def common_ranges(
             group[root(other)] = root(ends[0])
     common: dict[Member, Range] = {}
     for member, values in own.items():
-        common[root(member)] = common.get(root(member), values) | values
+        of = root(member)
+        common[of] = common[of] | values if of in common else values
     if operators and "Concat" not in operators:
         _join(model, placement, operators, common, {m: root(m) for m in own})
     return {m: common[root(m)] for m in own}
