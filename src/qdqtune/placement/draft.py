@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from qdqtune.graph.model import LARGE, Constant, Made, made
+from qdqtune.graph.model import LARGE, Constant, Made
 from qdqtune.types import Array
 
 
@@ -90,7 +90,7 @@ def converter(
     node = onnx.NodeProto(input=inputs, output=(output,), name=draft.unique(f"{tensor}_{op}"), op_type=op)
     if axis is not None:
         node.attribute.append(helper.make_attribute("axis", axis))
-    draft.nodes.append(made(node))
+    draft.nodes.append(Made(onnx.GraphProto(node=[node]).SerializeToString(), inputs, (output,)))
 
 
 def with_names(node: onnx.NodeProto, inputs: Iterable[str], outputs: Iterable[str]) -> onnx.NodeProto:
