@@ -118,7 +118,8 @@ SETTINGS_FROM: Mapping[str, int] = {
 
 def is_float(model: Model, tensor: str) -> bool:
     """Whether a tensor is known to be of a float type."""
-    return tensor in model.tensors and model.tensors[tensor].is_float
+    info = model.tensors.get(tensor)
+    return info is not None and info.is_float
 
 
 def may_be_float(model: Model, tensor: str) -> bool:

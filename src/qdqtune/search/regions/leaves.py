@@ -53,12 +53,14 @@ class _Clusters:
         """
         flow = self._flow
         for unit in self._in_order():
-            nodes = list(self._members[unit])
+            nodes, feeds_only = list(self._members[unit]), self._sole_user
+            if self._heavy[unit] or not any(feeds_only[b] == unit for n in nodes for b in flow.before[flow.first + n]):
+                continue
             before = {b for n in nodes for b in flow.before[flow.first + n] if not self._is_in(b, unit)}
             data = [b for b in before if flow.is_float[b]]
-            if self._heavy[unit] or (len(data) > 1 and len(nodes) == 1 and flow.op(unit) not in ELEMENTWISE):
+            if len(data) > 1 and len(nodes) == 1 and flow.op(unit) not in ELEMENTWISE:
                 continue
-            sources = [b for b in data or before if b >= flow.first and self._sole_user[b] == unit]
+            sources = [b for b in data or before if b >= flow.first and feeds_only[b] == unit]
             sources = [b for b in sources if self._fits(self._cluster[b - flow.first], unit)]
             if sources:
                 self._join(unit, self._cluster[self._best(sources) - flow.first])
@@ -76,19 +78,24 @@ class _Clusters:
     def join_consumers(self) -> None:
         """A light cluster that feeds one cluster joins it; but data do not join a heavy one, which starts a leaf."""
         for cluster in reversed(self._in_order()):
-            users, floats = self._users(cluster)
-            if len(users) == 1 and not self._heavy[cluster]:
+            users = set[int]() if self._heavy[cluster] else self._users(cluster)
+            if len(users) == 1:
                 (user,) = users
-                if user != GRAPH and self._fits(cluster, user) and not (floats and self._heavy[user]):
+                if (
+                    user != GRAPH
+                    and self._fits(cluster, user)
+                    and not (self._heavy[user] and self._gives_floats(cluster))
+                ):
                     self._join(cluster, user)
 
     def join_producers(self) -> None:
         """Shape arithmetic joins the one cluster that it looks at."""
         flow = self._flow
         for cluster in self._in_order():
-            _, floats = self._users(cluster)
+            if self._heavy[cluster] or self._gives_floats(cluster):
+                continue
             before = {b for n in self._members[cluster] for b in flow.before[flow.first + n]}
-            if floats or self._heavy[cluster] or any(b < flow.first for b in before):
+            if any(b < flow.first for b in before):
                 continue
             sources = {self._cluster[b - flow.first] for b in before} - {cluster}
             if len(sources) == 1 and self._fits(source := sources.pop(), cluster):
@@ -109,15 +116,22 @@ class _Clusters:
             users.discard(self._unit[vertex - flow.first])
         return users.pop() if len(users) == 1 and not flow.leaves_graph[vertex] else -1
 
-    def _users(self, cluster: int) -> tuple[set[int], bool]:
-        """The other clusters (GRAPH for a graph output) that use a cluster's results, and whether one is float."""
-        flow, users, floats = self._flow, set[int](), False
+    def _users(self, cluster: int) -> set[int]:
+        """The other clusters (GRAPH for a graph output) that use a cluster's results."""
+        flow, users = self._flow, set[int]()
         for v in (flow.first + n for n in self._members[cluster]):
-            outside = {self._cluster[u - flow.first] for u in flow.after[v]} - {cluster}
-            outside |= {GRAPH} if flow.leaves_graph[v] else set()
-            users |= outside
-            floats |= bool(outside) and flow.is_float[v]
-        return users, floats
+            users.update([self._cluster[u - flow.first] for u in flow.after[v]])
+            if flow.leaves_graph[v]:
+                users.add(GRAPH)
+        return users - {cluster}
+
+    def _gives_floats(self, cluster: int) -> bool:
+        """Whether a result that is used outside is float."""
+        flow = self._flow
+        floats = (v for v in (flow.first + n for n in self._members[cluster]) if flow.is_float[v])
+        return any(
+            flow.leaves_graph[v] or any(self._cluster[u - flow.first] != cluster for u in flow.after[v]) for v in floats
+        )
 
     def _fits(self, a: int, b: int) -> bool:
         return self._home[a] == self._home[b] and len(self._members[a]) + len(self._members[b]) <= self._max_size

@@ -218,11 +218,10 @@ class _Labelling:
     def _roles(self, node: int) -> Sequence[tuple[int, Sequence[int]]]:
         """The producers of a node inside, by what they are to it: to a commutative operator all are the same."""
         part_of, producers_of = self._part.part_of, dict[tuple[int, int], list[int]]()
-        inputs = self._structure.inputs[node]
+        inputs, own = self._structure.inputs[node], part_of[node]
         for tensor, role in zip(inputs.tensors, inputs.roles, strict=True):
-            if tensor.producer in part_of:
-                crosses = part_of[tensor.producer] != part_of[node]
-                producers_of.setdefault((role, 2 * tensor.position + crosses), []).append(tensor.producer)
+            if (part := part_of.get(tensor.producer)) is not None:
+                producers_of.setdefault((role, 2 * tensor.position + (part != own)), []).append(tensor.producer)
         return [(_mix(*role), producers) for role, producers in producers_of.items()]
 
     def _sweep_users(self, labels: Mapping[int, int]) -> dict[int, int]:
@@ -245,15 +244,17 @@ class _Labelling:
         for n in self._part.order:
             inputs, above = self._structure.inputs[n], 0
             for tensor, role in zip(inputs.tensors, inputs.roles, strict=True):
-                in_role = told.setdefault(role, {})
-                if tensor.name not in in_role:
+                if role not in told:
+                    told[role] = {}
+                in_role = told[role]
+                if (value := in_role.get(tensor.name)) is None:
                     if tensor.producer in new:
                         known = _mix(new[tensor.producer], tensor.position)
                     else:
                         letter = self._structure.hash(tensor.source + tensor.letter)
                         known = _mix(borders.get(tensor.name, 0), letter)
-                    in_role[tensor.name] = _mix(known, role)
-                above += in_role[tensor.name]
+                    value = in_role[tensor.name] = _mix(known, role)
+                above += value
             new[n] = _mix(labels[n], above)
         return new
 
@@ -274,7 +275,9 @@ class _Numbering:
 
     def run(self) -> Listing:
         """The listing of the nodes."""
-        for _, level in sorted(self._levels().items()):
+        if len(self._part.order) == 1:
+            self._append(self._part.order[0])
+        for _, level in sorted(self._levels().items()) if not self._number else ():
             for node in self._sorted_level(level) if len(level) > 1 else level:
                 self._append(node)
         nodes = tuple(self._number)
@@ -284,8 +287,6 @@ class _Numbering:
         )
 
     def _levels(self) -> dict[int, list[int]]:
-        if len(self._part.order) == 1:
-            return {1: self._part.order}
         depth: dict[int, int] = {}
         levels: dict[int, list[int]] = {}
         for n in self._part.order:
@@ -309,8 +310,8 @@ class _Numbering:
         return [self._key(tensors[k])[:3] for k in self._order(node)]
 
     def _append(self, node: int) -> None:
-        order, (tensors, _, _, captured) = self._order(node), self._structure.inputs[node]
-        inputs = ", ".join([self._write(tensors[k], k >= captured) for k in order])
+        order = self._order(node)
+        inputs = ", ".join(self._inputs(node, order))
         self._lines.append(f"{self._structure.texts[node]}({inputs})->{self._part.results[node]}")
         self._number[node] = len(self._number)
         self._orders.append(order)
@@ -326,11 +327,16 @@ class _Numbering:
         if first == 0 and all(t.producer in number for t in free):
             return sorted(range(len(free)), key=[(number[t.producer], t.position) for t in free].__getitem__)
         outer = [t.name for t in free if t.source == "activation" and t.producer not in number]
-        unknown = [t for t in outer if t not in border]
+        unknown = [t for t in outer if t not in border] if border else outer
         several = len(unknown) > 1 and len(set(unknown)) > 1
         alike = several and self._part.are_used_alike(unknown)
-        keys = [self._key(t, several, alike) for t in free]
-        return (*range(first), *sorted(range(first, len(roles)), key=lambda k: keys[k - first]))
+        keys: list[tuple[int, ...]]
+        if alike and len(unknown) == len(free):  # most nodes that are a leaf each: what `_key` says, less what is equal
+            prints = self._structure.fingerprints
+            keys = [(prints[t.producer] if t.producer >= 0 else 0, t.producer, t.position) for t in free]
+        else:
+            keys = [self._key(t, several, alike) for t in free]
+        return (*range(first), *[first + k for k in sorted(range(len(free)), key=keys.__getitem__)])
 
     def _key(self, tensor: Tensor, several: bool = True, alike: bool = False) -> _Rank:
         """Sorts inputs: numbered nodes, numbered borders, other borders by label and surroundings, constants."""
@@ -354,16 +360,19 @@ class _Numbering:
                 if text[-1:] in ("!", "'"):
                     yield (number, k), text[-1] == "!"
 
-    def _write(self, tensor: Tensor, captured: bool) -> str:
-        if tensor.source == "missing":
-            return "_"
-        if tensor.source == "constant":
-            return f"const:{tensor.letter}"
-        if tensor.producer in self._number:
-            text = f"%{self._number[tensor.producer]}" + (f".{tensor.position}" if tensor.position else "")
-        else:
-            text = f"x{self._border.setdefault(tensor.name, len(self._border))}:{tensor.letter}"
-        return f"captured {text}" if captured else text
+    def _inputs(self, node: int, order: Iterable[int]) -> Iterator[str]:
+        """How the listing writes what a node reads."""
+        (tensors, _, _, captured), number, border = self._structure.inputs[node], self._number, self._border
+        for k in order:
+            source, name, letter, producer, position, _, _ = tensors[k]
+            if producer in number:
+                text = f"%{number[producer]}.{position}" if position else f"%{number[producer]}"
+            elif source == "activation":
+                text = f"x{border.setdefault(name, len(border))}:{letter}"
+            else:
+                yield "_" if source == "missing" else f"const:{letter}"
+                continue
+            yield f"captured {text}" if k >= captured else text
 
 
 def _mix(a: int, b: int) -> int:
