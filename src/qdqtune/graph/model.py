@@ -244,19 +244,37 @@ class Model:
     @cached_property
     def made(self) -> tuple[Made, ...]:
         """The nodes as `rebuild` takes them, in their order."""
-        return tuple(map(made, self.proto.graph.node))
+        written = zip(self._fields("node"), self.nodes, strict=True)
+        return tuple(Made(data, (*node.inputs, *node.captures), node.outputs) for data, node in written)
 
     @cached_property
     def inline(self) -> tuple[tuple[str, bytes], ...]:
         """The initializers of the protobuf by name, as fields of a graph."""
-        return tuple(
-            (t.name, onnx.GraphProto(initializer=[t]).SerializeToString()) for t in self.proto.graph.initializer
-        )
+        names = (t.name for t in self.proto.graph.initializer)
+        return tuple(zip(names, self._fields("initializer"), strict=True))
 
     @cached_property
     def described(self) -> tuple[tuple[str, bytes], ...]:
         """The types of tensors that the protobuf lists, by name, as fields of a graph."""
-        return tuple((v.name, onnx.GraphProto(value_info=[v]).SerializeToString()) for v in self.proto.graph.value_info)
+        names = (v.name for v in self.proto.graph.value_info)
+        return tuple(zip(names, self._fields("value_info"), strict=True))
+
+    def _fields(self, name: str) -> list[bytes]:
+        """The messages of a repeated field of the graph, each with its tag of one byte and its length."""
+        graph, found, end = onnx.GraphProto(), list[bytes](), 0
+        graph.CopyFrom(self.proto.graph)
+        for descriptor, _ in self.proto.graph.ListFields():
+            if descriptor.name != name:
+                graph.ClearField(descriptor.name)
+        graph.DiscardUnknownFields()
+        data = graph.SerializeToString()
+        while (start := end) < len(data):
+            length, shift, end = 0, 0, start + 1
+            while data[end] >= 0x80:
+                length, shift, end = length | (data[end] & 0x7F) << shift, shift + 7, end + 1
+            end += 1 + (length | data[end] << shift)
+            found.append(data[start:end])
+        return found
 
     @cached_property
     def fingerprint(self) -> str:

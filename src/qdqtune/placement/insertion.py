@@ -100,6 +100,7 @@ class Inserter:
         self._fragments: dict[object, Fragment] = {}
         self._into = [node.into for node in self._model.nodes]
         self._latest: dict[int, Made] = {}
+        self._clamps: dict[str, tuple[Node, tuple[float, float], frozenset[Edge]] | None] = {}
         self._names = names_in(model.proto.graph) | set(model.index_of)
         self._met = moments(self._model)
         self._compressor = Compressor(self._model, self._met)
@@ -126,7 +127,6 @@ class Inserter:
 
     def _check(self, placement: Placement) -> None:
         """Make sure that each edge exists and can carry a pair, or be stored as it shall."""
-        model = self._model
         if new := placement.edges - self._fine:
             for edge in sorted(new):
                 if edge_problem := self._problem(edge):
@@ -135,8 +135,9 @@ class Inserter:
         for edge, storage in placement.compressed:
             if (problem := self._compressor.problem(edge, storage)) is not None:
                 raise ValueError(f"{storage.name} cannot be the storage of {edge}: {problem}")
-        if placement.edges and model.opset < (needed := self._needed_opset({e.tensor for e in placement.edges})):
-            raise ValueError(f"the model has opset {model.opset}, its pairs need {needed}")
+        opset, needed = self._model.opset, self._needed_opset({e.tensor for e in placement.edges})
+        if placement.edges and opset < needed:
+            raise ValueError(f"the model has opset {opset}, its pairs need {needed}")
 
     def _problem(self, edge: Edge) -> str | None:
         """Why an edge can carry no pair; None if it can."""
@@ -232,22 +233,22 @@ class Inserter:
         Every use of the clamp's output must carry the pair, and nothing else may read the clamp's input, so that the
         producer can write the clamped tensor's name itself.
         """
-        for node, bounds, uses in self._clamps:
-            known = activations.get(node.outputs[0])
-            if known and node.inputs[0] not in activations and uses <= placement.edges and known.covers(*bounds):
-                yield node.index
+        for tensor, known in activations.items():
+            if tensor not in self._clamps:
+                self._clamps[tensor] = self._clamp(tensor)
+            if (clamp := self._clamps[tensor]) is not None:
+                node, bounds, uses = clamp
+                if node.inputs[0] not in activations and uses <= placement.edges and known.covers(*bounds):
+                    yield node.index
 
-    @cached_property
-    def _clamps(self) -> list[tuple[Node, tuple[float, float], frozenset[Edge]]]:
-        """The nodes that may be superfluous, their bounds, and the uses of what they make."""
-        model = self._model
-        inside = set(model.producers).difference(model.outputs)
-        return [
-            (node, bounds, frozenset(model.edges(node.outputs[0])))
-            for node in model.nodes
-            if node.op in CLAMPS and not node.domain and node.outputs[0] in inside and node.inputs[0] in model.producers
-            if len(model.uses(node.inputs[0])) == 1 and (bounds := clamp_bounds(model, node)) is not None
-        ]
+    def _clamp(self, tensor: str) -> tuple[Node, tuple[float, float], frozenset[Edge]] | None:
+        """What makes a tensor if it may be superfluous, its bounds, and the uses of the tensor."""
+        model, node = self._model, self._model.maker(tensor)
+        if node is None or node.op not in CLAMPS or node.domain or tensor in model.outputs:
+            return None
+        bounds, is_alone = clamp_bounds(model, node), len(model.uses(node.inputs[0])) == 1
+        is_inside = is_alone and node.inputs[0] in model.producers
+        return (node, bounds, frozenset(model.edges(tensor))) if bounds is not None and is_inside else None
 
     def _biases(
         self, placement: Placement, activations: Mapping[str, Quantization], weights: dict[Edge, Quantization],
@@ -318,9 +319,8 @@ class Inserter:
         self, draft: Draft, decision: _Decision, node: Node, paired: Set[Edge], raw: Mapping[str, str]
     ) -> list[str]:
         """What a node reads in the new graph."""
-        made = draft.made
         inputs = [
-            made.get(e.tensor) or self._dequantized(draft, decision, e, raw) if e in paired else raw.get(e[0], e[0])
+            draft.made.get(e[0]) or self._dequantized(draft, decision, e, raw) if e in paired else raw.get(e[0], e[0])
             for e in self._into[node.index]
         ]
         if node.index in decision.biases or node.index in decision.shifted:
