@@ -71,10 +71,34 @@ GATED = """gated (float[1,96,56,56] x) => (float[1,96,56,56] y) {
     y = Add(f, x)
 }"""
 
+INVERTED = """inverted (float[1,32,28,28] x) => (float[1,32,14,14] y) {
+    a = Conv(x, w0)
+    b = HardSwish(a)
+    c = Conv<pads=[1,1,1,1], group=96>(b, w1)
+    d = Relu(c)
+    e = Conv(d, w2)
+    f = Add(e, x)
+    g = Conv<pads=[1,1,1,1]>(f, w3)
+    h = Relu(g)
+    i = MaxPool<kernel_shape=[3,3], pads=[1,1,1,1]>(f)
+    j = Concat<axis=1>(h, i)
+    k = AveragePool<kernel_shape=[2,2], strides=[2,2]>(j)
+    l = Conv(k, w4)
+    m = Sigmoid(l)
+    n = Mul(l, m)
+    o = Conv<pads=[1,1,1,1], group=64>(n, w5)
+    p = Relu(o)
+    y = Conv(p, w6)
+}"""
+
 GRAPHS: Mapping[str, tuple[str, Sequence[tuple[int, ...]]]] = {
     "residual": (RESIDUAL, [(64, 64, 3, 3), (64, 64, 3, 3), (64, 10)]),
     "attention": (ATTENTION, [(384, 384), (384, 384), (384, 384)]),
     "gated": (GATED, [(96, 96, 1, 1), (96, 1, 3, 3), (96, 96, 1, 1)]),
+    "inverted": (
+        INVERTED,
+        [(96, 32, 1, 1), (96, 1, 3, 3), (32, 96, 1, 1), (32, 32, 3, 3), (64, 64, 1, 1), (64, 1, 3, 3), (32, 64, 1, 1)],
+    ),
 }
 """Text of each network, and the shapes of its weights w0, w1, ..."""
 
@@ -105,7 +129,7 @@ def placements(parts: Partition) -> Iterator[Placement]:
     seen: set[Placement] = set()
     for quantized in chain.from_iterable(combinations(able, n) for n in range(1, len(able) + 1)):
         made = [t for t in parts.edges if parts.producer.get(t) in quantized]
-        inside = [t for t in made if set(parts.users(t)) <= set(quantized)]
+        inside = [t for t in made if set(parts.users[t]) <= set(quantized)]
         for stored in (made, inside, []):
             placement = parts.placement(Decision.of(quantized, stored))
             if placement not in seen:

@@ -18,7 +18,7 @@ from models import FORMATS, conv_net, feeds, ranges, run, sqnr
 from qdqtune.engines import EngineSpec, cpu, open_engine
 from qdqtune.engines import fake as fake_module
 from qdqtune.engines.fake import latency
-from qdqtune.engines.formats import ONNXRUNTIME_SHARED
+from qdqtune.engines.formats import MOVED_ACROSS, ONNXRUNTIME_SHARED
 from qdqtune.engines.onnxruntime import engine as ort_module
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
 from qdqtune.graph.files import save
@@ -123,7 +123,7 @@ def test_openvino_says_its_precision_and_wants_symmetric_numbers(monkeypatch: py
     assert (engine.describe()["precision"], engine.describe()["threads"]) == ("bf16", "2")
     numbers = engine.numeric_format("int8")
     assert (numbers.activation, numbers.symmetric, numbers.reduced_weights) == (QType.INT8, True, True)
-    assert (numbers.bias, numbers.drop_clamps, numbers.shared_scale_ops) == ("float", False, frozenset())
+    assert (numbers.bias, numbers.drop_clamps, numbers.shared_scale_ops) == ("float", False, MOVED_ACROSS)
     with pytest.raises(BadOption, match="--quant-type int8"):
         engine.numeric_format("fp8")
 

@@ -213,7 +213,7 @@ def test_pairs_on_some_uses_of_an_output_leave_a_float_there() -> None:
     model = resnet(1)
     uses = ((t, n.name, k) for n in model.nodes for k, t in enumerate(n.inputs) if t not in model.constants)
     parts = partition(model, frozenset(Edge(*use) for use in uses), ())
-    tensor = next(t for t in parts.edges if len(parts.users(t)) == 2 and t in parts.producer)
+    tensor = next(t for t in parts.edges if len(parts.users[t]) == 2 and t in parts.producer)
     unit = parts.units[parts.producer[tensor]]
     one = Placement(parts.placement(Decision.of({unit.number})).edges | {parts.edges[tensor][0]})
     assert state(unit, parts, one) == "handing"
@@ -224,7 +224,7 @@ def test_engines_that_run_a_dq_for_each_consumer() -> None:
     model = resnet(2)
     uses = ((t, n.name, k) for n in model.nodes for k, t in enumerate(n.inputs) if t not in model.constants)
     parts = partition(model, possible := frozenset(Edge(*use) for use in uses), ())
-    tensor = next(t for t in parts.edges if len(parts.users(t)) == 2 and t in parts.producer)
+    tensor = next(t for t in parts.edges if len(parts.users[t]) == 2 and t in parts.producer)
     producer = parts.producer[tensor]
     placement = parts.placement(Decision.of({producer}, {tensor}))
     assert placement.edges <= possible

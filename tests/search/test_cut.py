@@ -22,7 +22,6 @@ from qdqtune.search.costs.optimum import Formulation, cut, formulate
 from qdqtune.search.costs.prices import Costs, Price
 from qdqtune.search.costs.units import Decision, Partition, partition
 from qdqtune.search.cut import CutSearch
-from qdqtune.search.doubled import rounded_once
 from qdqtune.types import Failure, Layer, Measurement, Placement, Trial
 from runs import mixed
 
@@ -190,7 +189,7 @@ def settled(made: Formulation, parts: Partition, decision: Decision) -> Iterator
         each = len(free) // len(made.stored)
         for k, (tensor, number) in enumerate(made.stored.items()):
             answers[number] = tensor in decision.stored
-            users = parts.users(tensor)
+            users = parts.users[tensor]
             needed = any(u in decision.quantized for u in users if u is not None)
             answers[free[each * k]] = exists = needed or (exist == 1 and tensor in decision.stored)
             if exists and tensor in parts.producer:
@@ -273,6 +272,7 @@ def test_nodes_apart_come_last_where_they_miss_the_limit(limit: float, third: st
     assert history[-1].proposal.origin == "cut"
     assert search.propose(history)[0].origin == third
     assert every in search._later(search.costs(history), history)
+    assert search._apart(history)[0] is every  # a division of the graph, which is made once
 
 
 def test_attention_and_convolutions_improve_or_stay_float() -> None:
@@ -280,28 +280,3 @@ def test_attention_and_convolutions_improve_or_stay_float() -> None:
         bench = Bench(model)
         history = bench.played()
         assert bench.seconds(best_of(history)) <= bench.float_seconds
-
-
-FIRE = """net (float[1,8,16,16] x) => (float[1,8,16,16] y) {
-    [left] a = Conv(x, w0)
-    [right] b = Conv(x, w1)
-    [join] c = Concat<axis=1>(a, b)
-    [behind] y = Conv(c, w2)
-}"""
-
-
-def test_what_a_kernel_rounds_twice_is_tried_rounded_once() -> None:
-    bench = Bench(build(FIRE, {"w0": normal(8, 8, 1, 1), "w1": normal(8, 8, 1, 1), "w2": normal(8, 16, 1, 1)}))
-    moved = Layer("left", ("left", "a_QuantizeLinear", "c_QuantizeLinear"), "INT8", 0.1, "compute")
-    first = bench.measured(1, bench.search().propose([])[0], Placement())
-    at_join = {e for e in first.placement.edges if e.node == "join"}
-    assert len(at_join) == 2
-    search, taken = bench.search(), replace(first, accepted=True)
-    assert [p.origin for p in search.propose([taken])] == ["cut"]
-    history = [replace(taken, layers=(*(taken.layers or ()), moved))]
-    (once,) = search.propose(history)
-    assert (once.origin, once.placement.edges) == ("rounded once", first.placement.edges - at_join)
-    history.append(bench.measured(2, once, first.placement))
-    assert [p.origin for p in search.propose(history)] != ["rounded once"]
-    left = Placement(first.placement.edges - {e for e in first.placement.edges if e.node == "behind"})
-    assert rounded_once(bench.model, left, {"join"}) == left  # the Concat is what takes 8 bits there

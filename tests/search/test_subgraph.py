@@ -14,6 +14,7 @@ from qdqtune.measurement.timing import Plan, judge
 from qdqtune.placement import rules
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search import best_of
+from qdqtune.search.costs.attribution import Times
 from qdqtune.search.costs.profiles import Option, Profile, select
 from qdqtune.search.costs.units import Decision, Partition, partition
 from qdqtune.search.cut import CUT, CutSearch
@@ -158,6 +159,13 @@ def test_layers_of_a_build_tell_which_groups_to_take_back() -> None:
     assert [t.accepted for t in history] == [True, True]
     assert history[1].proposal.origin == "change m5 and 1 more groups"
     assert quantized(parts, best_of(history)) == {f"m{k}" for k in range(GROUPS)} - slow
+
+
+def test_a_q_of_an_output_is_for_the_group_that_made_it() -> None:
+    search = search_of(ladder(2))
+    placement = Placement.of(e for e in search.parts.possible if e.is_graph_output)
+    times = Times(placement, {"m0": 1.0, "t1": 2.0}, {"b1": 0.5, "b2": 4.0}, {}, {})
+    assert search.spent(times) == [1.0, 0.5, 0.0, 6.0]
 
 
 def test_mixing_keeps_what_neighbours_need() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import attention, build, conv_net, normal, ranges, tapped
 from qdqtune.graph.model import Model
 from qdqtune.placement.possible import possible_edges
+from qdqtune.search.costs.attribution import Times, group_cost
 from qdqtune.search.costs.units import Decision, Partition, fusion_groups, inner_edges, partition, split
 from qdqtune.types import Edge, Layer, Placement
 from region_models import networks
@@ -67,12 +70,12 @@ def test_a_stored_tensor_has_pairs_on_all_edges_and_any_other_where_it_is_needed
     users = {Edge("p0", "depthwise", 0), Edge("p0", "add", 1)}
     assert parts.placement(Decision.of((), {"p0"})).edges == users
     assert Edge("p0", "depthwise", 0) not in parts.placement(Decision.of({add.number}))
-    assert set(parts.users("p0")) == {add.number, unit_of(parts, "depthwise").number}
+    assert set(parts.users["p0"]) == {add.number, unit_of(parts, "depthwise").number}
 
 
 def test_graph_outputs_that_the_graph_goes_on_with() -> None:
     parts = parts_of(tapped())
-    assert set(parts.users("first")) == {None, parts.owner["relu"]}
+    assert set(parts.users["first"]) == {None, parts.owner["relu"]}
     assert any(e.is_graph_output for e in parts.placement(Decision.of((), {"first"})))
 
 
@@ -85,6 +88,28 @@ def test_groups_are_layers_of_several_known_nodes() -> None:
         Layer("d", ("unknown", "other"), "FP32", 1.0, "compute"),
     ]
     assert fusion_groups(model, layers) == [("stem", "stem_relu")]
+
+
+class Walked(frozenset[Edge]):
+    """A set that counts how often somebody goes through all of it."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[Edge]:
+        Walked.times += 1
+        return super().__iter__()
+
+
+def test_nobody_goes_through_all_edges_for_each_group() -> None:
+    """Large graphs have thousands of groups: that would take as long as the square of their number."""
+    model = conv_net()
+    possible = Walked(possible_edges(model, ranges(model)))
+    times = Times(Placement(possible), {}, {}, {}, {})
+    Walked.times = 0
+    for node in model.nodes:
+        assert not inner_edges(model, [node.name], possible)
+        group_cost(model, [node.name], times)
+    assert Walked.times == 1
 
 
 def test_splitting_at_inner_edges() -> None:

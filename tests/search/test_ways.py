@@ -129,6 +129,12 @@ def test_what_does_not_hold_the_limits_in_4_bits_has_the_loudest_in_8() -> None:
     first = {p.origin: p.placement for p in search.propose([])}
     assert list(first) == ["weights in fewer bits", "fused units", "weights in 8 bits"]
     assert [first["weights in fewer bits"].storages[edge] for edge in WAYS] == [W4, W8, W4]
+    alone = {edge: {W4: 0.5, W8: 0.45} for edge in WAYS}  # where 8 bits are as fast in a product alone
+    assert _named(replace(search, ways=alone)) == {name: first[name] for name in first if name.startswith("weights")}
+
+
+def _named(search: CutSearch) -> dict[str, Placement]:
+    return {p.origin: p.placement for p in search.propose([]) if p.origin.startswith("weights")}
 
 
 def test_of_storages_that_take_as_long_the_one_that_keeps_more_is_built() -> None:

@@ -18,11 +18,11 @@ ONNXRUNTIME_SHARED = frozenset({
     "Reshape", "Resize", "Slice", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze",
 })  # fmt: skip
 
-TENSORRT_SHARED = frozenset({
+MOVED_ACROSS = frozenset({
     "Concat", "DepthToSpace", "Expand", "Flatten", "Gather", "Identity", "MaxPool", "Reshape", "Slice", "SpaceToDepth",
     "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze",
 })  # fmt: skip
-"""What TensorRT moves a Q or a DQ across: with one scale on both sides, the pairs around it become one."""
+"""What TensorRT and OpenVINO move a Q or a DQ across: with one scale on both sides, the pairs around it become one."""
 
 
 def numeric_format(engine: str, quant_type: QuantType) -> NumericFormat:
@@ -76,17 +76,24 @@ def openvino(quant_type: QuantType) -> NumericFormat:
     an integer kernel for symmetric numbers only, and each zero point elsewhere is work of its own: as
     quantize_static places pairs, efficientnet_b0 takes 1.08 with int8 and 1.43 with uint8, deit_small 1.20 and
     1.31. With VNNI, whose products take uint8 on the left, int8 behind a Relu costs: 0.47 against 0.40 on
-    mobilenet_v2, and 1.6 dB. Sums of two
-    products saturate (weights of 127: off by half and more; of 63: exact). A clamp between a convolution and a
-    pair is fused with both, so dropping it gains nothing, nor does an int32 bias. Between two pairs every operator
-    runs the same kernels whether the scales are equal or not.
+    mobilenet_v2, and 1.6 dB. Sums of two products saturate (weights of 127: off by half and more; of 63: exact). A
+    clamp between a convolution and a pair is fused with both, so dropping it gains nothing, nor does an int32 bias. A
+    pair behind a Concat or MaxPool is moved into the kernels in front of it: at a scale of its own these round twice,
+    and squeezenet takes 0.36 of float where it takes 0.24 at common ones, with 4 dB more.
 
     Raises:
         BadOption: for FP8.
     """
     if quant_type == "fp8":
         raise BadOption("OpenVINO has no FP8 kernels for the CPU: use --quant-type int8, or another engine")
-    return NumericFormat(QType.INT8, QType.INT8, symmetric=True, unsigned=True, reduced_weights=cpu.products_saturate())
+    return NumericFormat(
+        QType.INT8,
+        QType.INT8,
+        symmetric=True,
+        unsigned=True,
+        reduced_weights=cpu.products_saturate(),
+        shared_scale_ops=MOVED_ACROSS,
+    )
 
 
 def tensorrt(quant_type: QuantType, *, explicit_weights: bool = True) -> NumericFormat:
@@ -96,9 +103,9 @@ def tensorrt(quant_type: QuantType, *, explicit_weights: bool = True) -> Numeric
     """
     if quant_type == "int8":
         return NumericFormat(
-            QType.INT8, QType.INT8, symmetric=True, shared_scale_ops=TENSORRT_SHARED, float_weights=not explicit_weights
+            QType.INT8, QType.INT8, symmetric=True, shared_scale_ops=MOVED_ACROSS, float_weights=not explicit_weights
         )
-    return NumericFormat(QType.FP8, QType.FP8, symmetric=True, per_channel=False, shared_scale_ops=TENSORRT_SHARED)
+    return NumericFormat(QType.FP8, QType.FP8, symmetric=True, per_channel=False, shared_scale_ops=MOVED_ACROSS)
 
 
 def fake(quant_type: QuantType) -> NumericFormat:

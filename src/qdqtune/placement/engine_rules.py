@@ -103,9 +103,8 @@ RULES: tuple[PlacementRule, ...] = (
               FUSING, BOTH, pairs.residual_skip),
     CarryPair("conv-layernorm", "the convolution then writes 8 bits itself and gets a faster kernel", LAYERNORM,
               TENSORRT, INT8, pairs.convolution_to_layernorm),
-    # OpenVINO moves the Q behind a Concat in front of it, where a pair would round a second time (search.doubled).
     CarryPair("concat", "with one scale on its inputs and its output a Concat moves 8-bit values, or vanishes", GUIDE,
-              TENSORRT, BOTH, pairs.concat),
+              FUSING, BOTH, pairs.concat),
     CarryPair("max-pool", "the largest of 8-bit values is one of them: the scale passes through", GUIDE, FUSING, INT8,
               pairs.max_pool),
     CarryPair("resize", "a resized image keeps its range: the scale passes through", GUIDE, FUSING, INT8, pairs.resize),

@@ -22,13 +22,14 @@ so much coarser loses less than it saves, the second rounding."""
 def common_ranges(
     model: Model, own: Mapping[Member, Range], placement: Placement, operators: Set[str]
 ) -> dict[Member, Range]:
-    """The range of each member: where one of `operators` ties several together, that of all of them; and where a Concat
-    that takes a scale for each input is all that reads a value, that of the Concat's output if it is near.
+    """The range of each member: where one of `operators` ties several together, that of all of them, without what a
+    Concat alone reads: its output has those values, and a range that is the best for all of them. Where a Concat that
+    takes a scale for each input is all that reads a value, that of the Concat's output if it is near.
 
     Such a value is rounded to the Concat's steps in any case: at a scale of its own it would be rounded twice, and the
     Concat would look up each of its integers in a table instead of copying them.
     """
-    group = {m: m for m in own}
+    group, joined = {m: m for m in own}, set[Member]()
 
     def root(member: Member) -> Member:
         while group[member] != member:
@@ -42,10 +43,12 @@ def common_ranges(
         ends: list[Member] = [e if e in group else e.tensor for e in uses]
         for other in (*ends[1:], *(o for o in node.outputs if o in group)) if ends else ():
             group[root(other)] = root(ends[0])
+        if node.op == "Concat":
+            joined.update(m for m in ends if isinstance(m, Edge) or len(model.uses(m)) == 1)
     common: dict[Member, Range] = {}
-    for member, values in own.items():
+    for member in (m for m in own if m not in joined):
         of = root(member)
-        common[of] = common[of] | values if of in common else values
+        common[of] = common[of] | own[member] if of in common else own[member]
     if operators and "Concat" not in operators:
         _join(model, placement, operators, common, {m: root(m) for m in own})
     return {m: common[root(m)] for m in own}

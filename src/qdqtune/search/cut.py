@@ -49,6 +49,7 @@ from qdqtune.search.costs.units import (
     Group,
     Ways,
     by_bits,
+    by_bytes,
     expected_share,
     fusion_groups,
     inner_edges,
@@ -56,14 +57,10 @@ from qdqtune.search.costs.units import (
     partition,
     split,
 )
-from qdqtune.search.doubled import movers, rounded_once
 from qdqtune.types import Edge, Layer, Placement, Proposal, Trial
 
 CUT = "cut"
 """What the optimum of the prices is called."""
-
-ONCE = "rounded once"
-"""What the best is called without the pairs that make a kernel round a value twice."""
 
 QUANTIZED = 0.6
 """Share of their float time that products usually take with pairs, at most."""
@@ -107,15 +104,14 @@ class CutSearch:
     found: Mapping[str, Placement] = field(default_factory=dict)
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
-        """See `Strategy`. The first batch prices every unit, as the engine fuses and as the seeds have it; then comes
-        the best of it with what its layers show to be rounded twice rounded once. Nodes apart come behind the first
-        cut, which they hardly change where time ends the search soon (docs/measured.md), or last where they may not
-        ship; not at all where the engine fuses in 8 bits as it does in float. Where earlier runs have priced nearly
-        all, the cut comes first, behind what one has found for this model."""
+        """See `Strategy`. The first batch prices every unit, as the engine fuses and as the seeds have it. Nodes apart
+        come behind the first cut, which they hardly change where time ends the search soon (docs/measured.md), or last
+        where they may not ship; not at all where the engine fuses in 8 bits as it does in float. Where earlier runs
+        have priced nearly all, the cut comes first, behind what one has found for this model."""
         has_cut = any(t.proposal.predicted is not None for t in history)
-        apart = [p for p in self._apart(history) if has_cut and (self._is_free or self._may_hold(p.placement))]
+        apart = [p for p in self._apart(history) if self._is_free or self._may_hold(p.placement)] if has_cut else []
         known = _named(self.found) if self.is_covered else (*self._first, *apart)
-        if first := _untried(known, history) or _untried(self._once(history), history):
+        if first := _untried(known, history):
             return first
         tried = {t.placement for t in history} | {Placement()}
         fresh: dict[Placement, Proposal] = {}
@@ -165,39 +161,42 @@ class CutSearch:
         return (*_named(seeds), self._whole("fused units", self.groups), *_named(rest))
 
     def _in_bits(self) -> dict[str, Placement]:
-        """All weights in 4 bits, and in 8; where 4 miss the limits, the best of both by what products take alone."""
+        """All weights in 4 bits, and in 8; where 4 miss the limits, the best of both by what products take alone. Where
+        those are 8 bits throughout, it has the fewest bytes that hold: a model reads its weights from farther away than
+        products alone, and only a build of it tells what fewer bits gain."""
         bits = by_bits(self.ways)
         held = {name: p for name, p in bits.items() if self._may_hold(p)}
         if held == bits or self.noise is None or self.noise.limit is None:
             return bits
-        floats = tuple(replace(p, as_quantized=inf) for p in self._foretold.prices)
-        costs = replace(self._foretold, prices=floats)
-        mixed = costs.partition.placement(cut_within(costs, self.noise, RESERVE * self.noise.limit))
-        return (
-            {"weights in fewer bits": mixed} | held
-            if mixed and self._may_hold(mixed)
-            else by_bits(self.ways, self._may_hold)
-        )
+        for ways in (self.ways, by_bytes(self.ways)):
+            mixed = self._mixed(ways, self.noise, RESERVE * self.noise.limit)
+            if mixed and self._may_hold(mixed) and mixed not in held.values():
+                return {"weights in fewer bits": mixed} | held
+        return held or by_bits(self.ways, self._may_hold)
+
+    def _mixed(self, ways: Ways, noise: Noise, limit: float) -> Placement:
+        """The weights alone in what takes the least by such shares within a limit on noise."""
+        costs = self._foretold if ways is self.ways else replace(self, ways=ways)._foretold
+        floats = tuple(replace(p, as_quantized=inf) for p in costs.prices)
+        costs = replace(costs, prices=floats)
+        return costs.partition.placement(cut_within(costs, noise, limit))
 
     def _apart(self, history: Sequence[Trial]) -> tuple[Proposal, ...]:
         """Everything quantized, in single nodes, where fusion groups that take some time fall apart in 8 bits."""
-        layers = (layer.nodes for trial in history for layer in trial.layers or ())
-        joined = [set(nodes) for nodes in layers if any(map(CONVERSION.match, nodes))]
-        apart = [group for group, edges, _ in self._members if edges and not any(j.issuperset(group) for j in joined)]
+        joined: dict[str, list[frozenset[str]]] = {}
+        for nodes in {frozenset(layer.nodes) for trial in history for layer in trial.layers or ()}:
+            if any(map(CONVERSION.match, nodes)):
+                for node in nodes:
+                    joined.setdefault(node, []).append(nodes)
+        able = (group for group, edges, _ in self._members if edges)
+        apart = [group for group in able if not any(j.issuperset(group) for j in joined.get(group[0], ()))]
         spent = {node: layer.time_ms or 0.0 for layer in self.float_layers for node in layer.nodes}
         takes_time = sum(spent[group[0]] for group in apart) >= CLOSE * self.float_ms
-        return (self._whole("single nodes", []),) if takes_time else ()
+        return (self._single_nodes,) if takes_time else ()
 
-    def _once(self, history: Sequence[Trial]) -> Iterator[Proposal]:
-        """The best so far without the pairs that make a kernel round twice, unless that was tried before."""
-        if self._is_once(history) is None and (best := best_of(history)):
-            nodes = movers(self.model, history)
-            yield Proposal(ONCE, rounded_once(self.model, best, nodes), wants_layers=True)
-
-    def _is_once(self, history: Sequence[Trial]) -> bool | None:
-        """Whether a build without such pairs ran, and no slower than with them; None where there was none."""
-        tried = [judge(t, self.plan) for t in history if t.proposal.origin == ONCE]
-        return any(ratio is not None and ratio.verdict != "slower" for ratio in tried) if tried else None
+    @cached_property
+    def _single_nodes(self) -> Proposal:
+        return self._whole("single nodes", [])
 
     def _whole(self, name: str, groups: Sequence[Group]) -> Proposal:
         parts = partition(self.model, self.possible, groups)
@@ -221,7 +220,7 @@ class CutSearch:
             return
         for decision in self._optima(costs, history):
             if not is_known or self._is_worth(costs, decision, best_of(history)):
-                optima.append(self._proposal(costs, decision, history))
+                optima.append(self._proposal(costs, decision))
                 yield optima[-1]
         if is_known:
             return
@@ -288,13 +287,11 @@ class CutSearch:
         """What prices of the builds so far lead to, whoever has proposed them, if that is clearly faster than they."""
         costs, best = self.costs(history), best_of(history)
         worth = (decision for decision in self._optima(costs, history) if self._is_worth(costs, decision, best))
-        return (self._proposal(costs, decision, history) for decision in worth)
+        return (self._proposal(costs, decision) for decision in worth)
 
-    def _proposal(self, costs: Costs, decision: Decision, history: Sequence[Trial]) -> Proposal:
+    def _proposal(self, costs: Costs, decision: Decision) -> Proposal:
         """A decision as something to build, with the ratio to float that the prices predict."""
         predicted, placement = costs.total(decision) / self.float_ms, costs.partition.placement(decision)
-        if self._is_once(history):
-            placement = rounded_once(self.model, placement, movers(self.model, history))
         return Proposal(CUT, placement, predicted=predicted, wants_layers=True)
 
     def costs(self, history: Sequence[Trial], shipped: Placement | None = None) -> Costs:
@@ -336,10 +333,8 @@ class CutSearch:
     def _units(self, times: Sequence[Times], shipped: Placement | None) -> Iterator[Group]:
         """The float build's groups, each divided as it ran fastest when it was quantized; equal groups alike. Those
         that `shipped` runs in 8 bits are divided as they are there."""
-        paired, divided = (
-            frozenset(e.node for e in shipped.edges) if shipped else frozenset[str](),
-            self._divided(times),
-        )
+        paired = {e.node for e in shipped.edges} if shipped is not None else set[str]()
+        divided = self._divided(times)
         for group, edges, kind in self._members:
             if shipped is not None and not paired.isdisjoint(group):
                 yield from split(self.model, group, inner_pairs(edges, shipped))

@@ -175,13 +175,15 @@ class SubgraphSearch:
         return {build.placement: attribute(self.model, build, self.total_ms) for build in builds}
 
     def spent(self, times: Times) -> list[float]:
-        """The ms of each group in a build. A Q is for those that read it, a DQ for the group that made its tensor."""
-        parts, model = self.parts, self.model
-        total = [sum(times.nodes.get(model.nodes[n].name, 0.0) for n in u.nodes) for u in parts.units]
+        """The ms of each group in a build. A Q is for those that read it, and that of an output of the model for
+        the group that made it, as every DQ is."""
+        parts, total = self.parts, self.parts.spent(times.nodes)
         for tensor, ms in times.quantize.items():
             readers = {parts.owner[e.node] for e in parts.reading.get(tensor, ()) if e.node and e in times.placement}
-            for number in readers or {parts.producer[tensor]} & parts.producer.keys():
-                total[number] += ms / max(1, len(readers))
+            if not readers and tensor in parts.producer:
+                readers = {parts.producer[tensor]}
+            for number in readers:
+                total[number] += ms / len(readers)
         for tensor, ms in times.dequantize.items():
             owner = parts.producer.get(tensor)
             if owner is None:

@@ -17,7 +17,7 @@ from qdqtune.graph.outputs import appearing
 from qdqtune.graph.stamps import content
 from qdqtune.measurement.timing import PAIRS, Ratio
 from qdqtune.search import best_of
-from qdqtune.search.front import ENOUGH, FrontSearch, Point, named
+from qdqtune.search.front import ENOUGH, FrontSearch, Point, Spot, named
 from qdqtune.tuning.accepting import is_alike
 from qdqtune.tuning.candidacy import Candidacy, Entry, move_model
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT, PLACEMENT, SUMMARY, alone
@@ -102,7 +102,8 @@ def prove_front(history: Sequence[Trial], run: Run, search: FrontSearch | None) 
     candidacy = Candidacy(history, run, search)
     proven = _proven(candidacy.met(), run)
     held, more = _everywhere(proven, candidacy.written, run)
-    kept = [p for p in held if not any(_beats(o, p) for o in held)]
+    spots = [Spot(p.ratio.median, p.trial.exactness) for p in held]
+    kept = [p for p, spot in zip(held, spots, strict=True) if not any(other.beats(spot) for other in spots)]
     kept.sort(key=lambda p: p.ratio.median)
     kept = _settled(kept, candidacy.written, run)
     if not kept:
@@ -250,7 +251,3 @@ def _told(point: Proven) -> Proven:
     """A point with its ratio from where it is foremost."""
     best = foremost(point.standings)
     return replace(point, ratio=best.ratio, float_seconds=best.float_seconds, seconds=best.seconds)
-
-
-def _beats(a: Proven, b: Proven) -> bool:
-    return Point(a.ratio.median, a.trial).beats(Point(b.ratio.median, b.trial))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from qdqtune.graph.model import Model
-from qdqtune.graph.operators import work
+from qdqtune.graph.operators import is_float, work
 from qdqtune.measurement.timing import Plan
 from qdqtune.search import ratios_to_float
 from qdqtune.types import Edge, Layer, Placement, Trial
@@ -44,6 +45,11 @@ class Times:
     dequantize: Mapping[str, float]
     copies: Mapping[str, int]
     """How many DQs of a tensor ran: some engines run one for each consumer."""
+
+    @cached_property
+    def paired(self) -> frozenset[str]:
+        """The tensors that carry pairs."""
+        return frozenset(e.tensor for e in self.placement.edges)
 
 
 def attribute(model: Model, build: Priced, float_ms: float) -> Times:
@@ -82,18 +88,12 @@ def group_cost(model: Model, group: Collection[str], times: Times) -> float | No
     inside = {model.index_of[n] for n in group}
     made = {t for n in inside for t in model.nodes[n].outputs}
     entering = {t for n in inside for t in model.nodes[n].inputs if t and t not in made and t not in model.constants}
-    paired = {e.tensor for e in times.placement}
     leaving = {t for t in made if any(u.node not in inside for u in model.uses(t))}
-    if not all(_paired(model, t, paired) for t in entering | leaving):
+    if not all(t in times.paired or not is_float(model, t) for t in entering | leaving):
         return None
     spent = sum(times.nodes.get(n, 0.0) for n in group)
     spent += sum(times.quantize.get(t, 0.0) for t in made)
     return spent + sum(times.dequantize.get(t, 0.0) for t in made | entering)
-
-
-def _paired(model: Model, tensor: str, paired: Collection[str]) -> bool:
-    info = model.tensors.get(tensor)
-    return tensor in paired or info is None or not info.is_float
 
 
 def inner_pairs(edges: Iterable[Edge], placement: Placement) -> frozenset[Edge]:

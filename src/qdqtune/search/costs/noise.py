@@ -101,8 +101,9 @@ class Noise:
             return self.pairs
         if not placement.edges:
             return self.weights
-        plain = replace(self, pairs=1.0, weights=1.0).predicted(placement)
-        return self.predicted(placement) / plain if plain > 0 else max(self.pairs, self.weights)
+        of_pairs, of_both = self.predicted(Placement(placement.edges)), self.predicted(placement)
+        plain = of_pairs / self.pairs + (of_both - of_pairs) / self.weights
+        return of_both / plain if plain > 0 else max(self.pairs, self.weights)
 
     def bound(self, history: Sequence[Trial]) -> float | None:
         """The most that `brought` may be; None if nothing is foretold, or no limit is known."""

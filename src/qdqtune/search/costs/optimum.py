@@ -133,13 +133,14 @@ def formulate(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> F
     disturbed = [problem.decision() for _ in parts.units]
     for amid, run, own in zip(disturbed, runs, costs.prices, strict=True):
         problem.charge(amid, run, own.disturbed)
-    fed = {n: problem.decision() for n, (_, way) in enumerate(floats) if way is not None}
+    ways = {number: way for number, (_, way) in enumerate(floats) if way is not None}
+    fed = {number: problem.decision() for number in ways}
     for number, plain in fed.items():  # behind a stored tensor its weights stay floats
         problem.charge(plain, runs[number], costs.prices[number].as_float - floats[number][0])
     stored = {tensor: problem.decision() for tensor in parts.edges}
     rounding = [(run, e.tensor) for run, u in zip(runs, parts.units, strict=True) for e in u.weights]
     for tensor, kept in stored.items():
-        producer, users = parts.producer.get(tensor), parts.users(tensor)
+        producer, users = parts.producer.get(tensor), parts.users[tensor]
         exists = problem.decision()
         rounding += [(kept, tensor), (exists, tensor)]
         problem.charge(exists, kept, costs.quantize[tensor])
@@ -171,7 +172,6 @@ def formulate(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> F
                 problem.charge(runs[user], kept, costs.prices[user].behind_float)
     if noise is not None and price > 0:
         _charge_noise(problem, rounding, noise, price, costs.float_ms)
-    ways = {number: way for number, (_, way) in enumerate(floats) if way is not None}
     return Formulation(problem, runs, stored, ways, parts)
 
 
@@ -247,7 +247,7 @@ def margin(costs: Costs, decision: Decision, unit: Unit) -> float:
     """What it would cost in ms to decide otherwise for one unit, all else as it is."""
     parts = costs.partition
     leaving = [t for t in unit.outputs if t in parts.edges]
-    near = {user for t in leaving for user in parts.users(t) if user is not None}
+    near = {user for t in leaving for user in parts.users[t] if user is not None}
     near |= {parts.producer[t] for t in parts.storable(unit)}
     units = [parts.units[n] for n in {unit.number} | near]
     tensors = {*leaving, *(e.tensor for e in unit.inputs)}
@@ -281,6 +281,6 @@ def other(
     kept = {n: way for n, way in decision.ways if n not in changed}
     kept |= {n: ways[n] for n in units if n not in changed and n in ways}
     written = (t for n in units if n in changed for t in parts.units[n].outputs if t in parts.edges)
-    fresh = {t for t in written if kept.keys().isdisjoint(parts.users(t))}
+    fresh = {t for t in written if kept.keys().isdisjoint(parts.users[t])}
     lost = {t for n in units if n not in changed for t in parts.units[n].outputs}
     return Decision.of(changed, (decision.stored | fresh) - lost, kept.items())

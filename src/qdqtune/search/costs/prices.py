@@ -22,7 +22,7 @@ that, what earlier runs have learned of equal units counts (`priors`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median
 from typing import NamedTuple
@@ -116,14 +116,14 @@ class Costs:
     def of_tensor(self, tensor: str, decision: Decision) -> float:
         """The predicted ms of the conversions of one tensor."""
         if tensor in decision.stored:
-            floats = sum(u is None or u not in decision.quantized for u in self.partition.users(tensor))
+            floats = sum(u is None or u not in decision.quantized for u in self.partition.users[tensor])
             return self.dequantize[tensor] * (floats if self.per_consumer else min(floats, 1))
         return self.quantize[tensor] if self._is_read(tensor, decision) else 0.0
 
     def _is_read(self, tensor: str, decision: Decision) -> bool:
         """Whether a quantized unit reads a tensor."""
         partition = self.partition
-        return tensor in partition.edges and any(u in decision.quantized for u in partition.users(tensor))
+        return tensor in partition.edges and any(u in decision.quantized for u in partition.users[tensor])
 
 
 def learn(partition: Partition, builds: Sequence[Times], prior: Prior = NOTHING) -> Costs:
@@ -178,7 +178,7 @@ def _between(partition: Partition, tensor: str, known: Mapping[str, str]) -> str
     def kind(number: int | None) -> str:
         return "" if number is None else known[partition.units[number].kind]
 
-    return between(kind(partition.producer.get(tensor)), map(kind, partition.users(tensor)))
+    return between(kind(partition.producer.get(tensor)), map(kind, partition.users[tensor]))
 
 
 @dataclass(frozen=True)
@@ -325,10 +325,7 @@ def _completed(partition: Partition, known: Sequence[_Known]) -> tuple[Price, ..
     prices = []
     for operators, one in zip(names, known, strict=True):
         disturbed, behind_float, handing = (completed(operators, one, extra) for extra in EXTRAS)
-        price = one.price
-        prices.append(
-            Price(price.as_float, price.as_quantized, disturbed, behind_float, handing, price.seen, price.stored)
-        )
+        prices.append(replace(one.price, disturbed=disturbed, behind_float=behind_float, handing=handing))
     return tuple(prices)
 
 

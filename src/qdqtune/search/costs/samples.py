@@ -85,7 +85,7 @@ class Samples:
 def gathered(partition: Partition, builds: Sequence[Times]) -> tuple[Partition, Samples]:
     """What builds have shown, the first of them the float model's; and the units, equal ones told apart where the float
     build took unequal time for them."""
-    before = _spent(partition, builds[0])
+    before = partition.spent(builds[0].nodes)
     partition, samples = _told_apart(partition, before, sum(builds[0].nodes.values())), Samples()
     for times in builds:
         _take(samples, partition, times, before)
@@ -118,7 +118,7 @@ def _take(samples: Samples, partition: Partition, times: Times, before: Sequence
     paired: dict[str, list[Edge]] = {}
     for edge in times.placement.edges & partition.possible:
         paired.setdefault(edge.tensor, []).append(edge)
-    took = _spent(partition, times)
+    took = partition.spent(times.nodes)
     paid = _conversions(
         partition, times, paired, states, [a / b if b > 0 else 0.0 for a, b in zip(took, before, strict=True)]
     )
@@ -164,12 +164,6 @@ def _absorbed(partition: Partition, times: Times, states: Sequence[State]) -> It
             yield tensor, "quantize"
         if made == "quantized" and read & {"float", "fed"} and tensor not in times.dequantize:
             yield tensor, "dequantize"
-
-
-def _spent(partition: Partition, times: Times) -> list[float]:
-    """What a build took for the nodes of each unit."""
-    names = [node.name for node in partition.model.nodes]
-    return [sum([times.nodes.get(names[n], 0.0) for n in unit.nodes]) for unit in partition.units]
 
 
 def _conversions(

@@ -144,14 +144,16 @@ class Partition:
         """The tensors that a unit reads through possible edges and that another unit writes."""
         return self._storable[unit.number]
 
+    def spent(self, nodes: Mapping[str, float]) -> list[float]:
+        """What each unit takes of what its nodes take, by name."""
+        names = [node.name for node in self.model.nodes]
+        return [sum([nodes.get(names[n], 0.0) for n in unit.nodes]) for unit in self.units]
+
     @cached_property
-    def _users(self) -> Mapping[str, tuple[int | None, ...]]:
+    def users(self) -> Mapping[str, tuple[int | None, ...]]:
+        """The units that read each tensor of `edges`, each once; None stands for a graph output."""
         owner = self.owner.get
         return {t: tuple(dict.fromkeys([owner(e.node) for e in edges])) for t, edges in self.edges.items()}
-
-    def users(self, tensor: str) -> tuple[int | None, ...]:
-        """The units that read a tensor of `edges`, each once; None stands for a graph output."""
-        return self._users[tensor]
 
     def placement(self, decision: Decision) -> Placement:
         """What a decision means: a stored tensor has pairs on all its edges, any other only where a quantized unit
@@ -194,10 +196,9 @@ def fusion_groups(model: Model, layers: Sequence[Layer]) -> list[Group]:
 
 def inner_edges(model: Model, group: Collection[str], possible: frozenset[Edge]) -> tuple[Edge, ...]:
     """The possible edges between nodes of a group, in graph order."""
-    inside = {model.index_of[n] for n in group}
-    made = {t for n in inside for t in model.nodes[n].outputs}
-    edges = (e for e in possible if e.tensor in made and e.node in group)
-    return tuple(sorted(edges, key=lambda e: (model.index_of[e.node], e.index)))
+    nodes = [model.nodes[number] for number in sorted({model.index_of[name] for name in group})]
+    made = {t for node in nodes for t in node.outputs}
+    return tuple(e for node in nodes for e in node.into if e.tensor in made and e in possible)
 
 
 def split(model: Model, group: Collection[str], cuts: Collection[Edge]) -> list[Group]:
@@ -292,6 +293,11 @@ def by_bits(ways: Ways, holds: Callable[[Placement], bool] = lambda _: True) -> 
                 if holds(placement):
                     break
     return seeds
+
+
+def by_bytes(ways: Ways) -> Ways:
+    """The same storages with their sizes, in shares of float32, in place of what products take."""
+    return {edge: {s: s.bytes_per_weight / 4 for s in shares} for edge, shares in ways.items()}
 
 
 def _of_bits(ways: Ways, bits: int, nearness: float) -> tuple[dict[Edge, Storage], list[float]]:

@@ -121,8 +121,7 @@ def _float_times(parts: Partition, layers: Sequence[Layer]) -> list[float]:
     model, total = parts.model, sum(layer.time_ms or 0.0 for layer in layers)
     if not total:
         return [sum(work(model, model.nodes[n]) for n in unit.nodes) for unit in parts.units]
-    nodes = attribute(model, Priced(Placement(), tuple(layers)), total).nodes
-    return [sum(nodes.get(model.nodes[n].name, 0.0) for n in unit.nodes) for unit in parts.units]
+    return parts.spent(attribute(model, Priced(Placement(), tuple(layers)), total).nodes)
 
 
 def _kinds(
