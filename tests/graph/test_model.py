@@ -195,7 +195,8 @@ def test_weights_of_the_model_are_written_once_and_ship_under_a_second_name(
 
     monkeypatch.setattr("qdqtune.graph.files.PROTOBUF_LIMIT", 6000)
     (folder := tmp_path / "candidates").mkdir()
-    with one_constant_file(folder, model()) as constants:
+    with one_constant_file(folder) as constants:
+        constants.keep(model())
         constants.write(model(), "candidate")
         constants.write(model(v=weights(3)), "other")
         assert sum(path.stat().st_size for path in folder.glob("*.bin")) == 2 * 40 * 40 * 4

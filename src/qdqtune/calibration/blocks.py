@@ -93,12 +93,13 @@ def rounded(weight: Array, scale: Array, zero: Array | None, storage: Storage) -
     low, high = ends(storage)
     block = len(weight) // len(scale)
     result = np.empty(weight.shape, np.int8 if storage.symmetric else np.uint8)
-    high_pieces = max(1, CHUNK // weight.shape[1])
-    for first in (f for start in range(0, len(weight), block) for f in range(start, start + block, high_pieces)):
-        number = first // block
-        rows = slice(first, min(first + high_pieces, (number + 1) * block))
-        steps = np.rint(np.asarray(weight[rows], np.float32) / scale[number].astype(np.float32))
-        result[rows] = np.clip(steps if zero is None else steps + zero[number], low, high)
+    most = max(1, CHUNK // weight.shape[1])
+    for number, own in enumerate(scale.astype(np.float32)):
+        end = (number + 1) * block
+        for first in range(number * block, end, most):
+            rows = slice(first, min(first + most, end))
+            steps = np.rint(np.asarray(weight[rows], np.float32) / own)
+            result[rows] = np.clip(steps if zero is None else steps + zero[number], low, high)
     return result
 
 

@@ -166,9 +166,9 @@ _shared: ContextVar[ConstantFile | None] = ContextVar("constants that are writte
 
 
 @contextmanager
-def one_constant_file(folder: Path, model: Model | None = None) -> Iterator[ConstantFile]:
-    """A file of constants in `folder` for all models that anybody writes by reference meanwhile; those of `model` in a
-    file of their own, so that they need not be written again where it ships.
+def one_constant_file(folder: Path) -> Iterator[ConstantFile]:
+    """A file of constants in `folder` for all models that anybody writes by reference meanwhile; those that are to be
+    kept in a file of their own, so that they need not be written again where they ship.
 
     Without it every stage of a run writes the weights once more: calibration, judging, foretelling, search.
 
@@ -176,8 +176,6 @@ def one_constant_file(folder: Path, model: Model | None = None) -> Iterator[Cons
         OutputError: it cannot be made.
     """
     with ConstantFile(folder / WEIGHTS) as weights, ConstantFile(folder / CONSTANTS, weights) as constants:
-        if model is not None:
-            constants.keep(model)
         token = _shared.set(constants)
         try:
             yield constants

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +18,11 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
+from qdqtune.graph.fields import field_of
 from qdqtune.types import Array, Edge
+
+NODE, INITIALIZER = onnx.GraphProto.NODE_FIELD_NUMBER, onnx.GraphProto.INITIALIZER_FIELD_NUMBER
+VALUE_INFO = onnx.GraphProto.VALUE_INFO_FIELD_NUMBER
 
 LARGE = 1024
 """Constants of this many bytes or more stay outside the protobuf; smaller ones may be shapes that inference reads."""
@@ -126,9 +130,8 @@ class Constant:
         """A constant that is in memory."""
         array = np.asarray(array, order="C")
         if key is None:
-            digest = hashlib.sha256(f"{array.dtype}{array.shape}".encode())
-            digest.update(array.tobytes() if array.nbytes < LARGE else array.reshape(-1).view(np.uint8).data)
-            key = digest.hexdigest()[:32]
+            data = array.tobytes() if array.nbytes < LARGE else _bytes(array)
+            key = content_key(array.dtype, array.shape, [data])
         return Constant(key, onnx.helper.np_dtype_to_tensor_dtype(array.dtype), array.shape, lambda: array)
 
     def to_proto(self, name: str) -> onnx.TensorProto:
@@ -244,37 +247,18 @@ class Model:
     @cached_property
     def made(self) -> tuple[Made, ...]:
         """The nodes as `rebuild` takes them, in their order."""
-        written = zip(self._fields("node"), self.nodes, strict=True)
-        return tuple(Made(data, (*node.inputs, *node.captures), node.outputs) for data, node in written)
+        written = zip(self.nodes, self.proto.graph.node, strict=True)
+        return tuple(Made(field_of(NODE, p), (*n.inputs, *n.captures), n.outputs) for n, p in written)
 
     @cached_property
-    def inline(self) -> tuple[tuple[str, bytes], ...]:
+    def inline(self) -> Mapping[str, bytes]:
         """The initializers of the protobuf by name, as fields of a graph."""
-        names = (t.name for t in self.proto.graph.initializer)
-        return tuple(zip(names, self._fields("initializer"), strict=True))
+        return {t.name: field_of(INITIALIZER, t) for t in self.proto.graph.initializer}
 
     @cached_property
-    def described(self) -> tuple[tuple[str, bytes], ...]:
+    def described(self) -> Mapping[str, bytes]:
         """The types of tensors that the protobuf lists, by name, as fields of a graph."""
-        names = (v.name for v in self.proto.graph.value_info)
-        return tuple(zip(names, self._fields("value_info"), strict=True))
-
-    def _fields(self, name: str) -> list[bytes]:
-        """The messages of a repeated field of the graph, each with its tag of one byte and its length."""
-        graph, found, end = onnx.GraphProto(), list[bytes](), 0
-        graph.CopyFrom(self.proto.graph)
-        for descriptor, _ in self.proto.graph.ListFields():
-            if descriptor.name != name:
-                graph.ClearField(descriptor.name)
-        graph.DiscardUnknownFields()
-        data = graph.SerializeToString()
-        while (start := end) < len(data):
-            length, shift, end = 0, 0, start + 1
-            while data[end] >= 0x80:
-                length, shift, end = length | (data[end] & 0x7F) << shift, shift + 7, end + 1
-            end += 1 + (length | data[end] << shift)
-            found.append(data[start:end])
-        return found
+        return {v.name: field_of(VALUE_INFO, v) for v in self.proto.graph.value_info}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -299,32 +283,32 @@ class Made(NamedTuple):
     read: tuple[str, ...]
     outputs: tuple[str, ...]
 
-
-def made(node: onnx.NodeProto) -> Made:
-    """A node for `rebuild`, which keeps what it is at this time."""
-    inside = (name for body in bodies(node) for name in captured(body))
-    return Made(onnx.GraphProto(node=[node]).SerializeToString(), (*node.input, *inside), tuple(node.output))
+    @staticmethod
+    def of(node: onnx.NodeProto) -> Made:
+        """What a node is at this time."""
+        inside = (name for body in bodies(node) for name in captured(body))
+        return Made(field_of(NODE, node), (*node.input, *inside), tuple(node.output))
 
 
 def rebuild(
     model: Model,
-    nodes: Sequence[onnx.NodeProto | Made | int],
+    nodes: Iterable[onnx.NodeProto | Made],
     added: Mapping[str, Constant] | Mapping[str, Constant | bytes],
 ) -> Model:
     """`model` with other nodes and more constants; constants and types that no node of it mentions any more are left.
 
-    `nodes` are in topological order and make every graph output; a number stands for that node of `model`. `added` take
-    the place of constants of their names; those that are bytes are small, and initializers as fields of a graph.
+    `nodes` are in topological order and make every graph output. `added` take the place of constants of their names;
+    those that are bytes are small, and initializers as fields of a graph.
 
     All of it is joined as bytes: large models have many nodes, and protobuf copies each by itself slowly.
     """
     result = deepcopy(model.frame)
-    parts = [n if isinstance(n, Made) else model.made[n] if isinstance(n, int) else made(n) for n in nodes]
+    parts = [node if isinstance(node, Made) else Made.of(node) for node in nodes]
     read = {o.name for o in result.graph.output}.union(*(part.read for part in parts))
     written = set[str]().union(*(part.outputs for part in parts))
     outside = {name: c for name, c in model.large.items() if name not in added}
     fields = [part.data for part in parts]
-    fields += [data for name, data in model.inline if name in read and name not in added]
+    fields += [data for name, data in model.inline.items() if name in read and name not in added]
     for name, c in added.items():
         if name not in read:
             continue
@@ -333,8 +317,8 @@ def rebuild(
         elif c.nbytes >= LARGE:
             outside[name] = c
         else:
-            fields.append(onnx.GraphProto(initializer=[c.to_proto(name)]).SerializeToString())
-    fields += [data for name, data in model.described if name in written]
+            fields.append(field_of(INITIALIZER, c.to_proto(name)))
+    fields += [data for name, data in model.described.items() if name in written]
     result.graph.MergeFromString(b"".join(fields))
     return Model(result, {name: c for name, c in outside.items() if name in read})
 

@@ -16,13 +16,11 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import TensorProto
 
+from qdqtune.graph.fields import MESSAGE, head
 from qdqtune.graph.model import LARGE, Constant, Model
 
 APART = 2**28
 """Bytes from which a model file is read without its weights."""
-
-MESSAGE = 2
-"""The kind of a field that has a length."""
 
 SIZES = {1: 8, 5: 4}
 """Bytes of the other kinds, but for numbers of any length (0)."""
@@ -148,14 +146,3 @@ def messages(model: Model, data: Callable[[Constant], bytes | memoryview]) -> It
         yield described
         yield data(constant)
     yield behind.SerializeToString()
-
-
-def head(number: int, length: int) -> bytes:
-    """The tag and the length that precede a field of `length` bytes."""
-    written = bytearray()
-    for value in (number << 3 | MESSAGE, length):
-        while value > 0x7F:
-            written.append(value & 0x7F | 0x80)
-            value >>= 7
-        written.append(value)
-    return bytes(written)

@@ -11,7 +11,8 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from qdqtune.graph.model import LARGE, Constant, Made
+from qdqtune.graph.fields import field_of
+from qdqtune.graph.model import INITIALIZER, LARGE, NODE, Constant, Made
 from qdqtune.types import Array
 
 
@@ -31,7 +32,7 @@ class Fragment:
     made_of: object
     names: frozenset[str]
     constants: Mapping[str, Constant | bytes]
-    nodes: Sequence[onnx.NodeProto | Made | int]
+    nodes: Sequence[onnx.NodeProto | Made]
     output: str
 
 
@@ -39,7 +40,7 @@ class Fragment:
 class Draft:
     """The new graph while it is written."""
 
-    nodes: list[onnx.NodeProto | Made | int] = field(default_factory=list)
+    nodes: list[onnx.NodeProto | Made] = field(default_factory=list)
     """As `rebuild` takes them."""
     constants: dict[str, Constant | bytes] = field(default_factory=dict)
     made: dict[object, str] = field(default_factory=dict)
@@ -90,7 +91,7 @@ def converter(
     node = onnx.NodeProto(input=inputs, output=(output,), name=draft.unique(f"{tensor}_{op}"), op_type=op)
     if axis is not None:
         node.attribute.append(helper.make_attribute("axis", axis))
-    draft.nodes.append(Made(onnx.GraphProto(node=[node]).SerializeToString(), inputs, (output,)))
+    draft.nodes.append(Made(field_of(NODE, node), inputs, (output,)))
 
 
 def with_names(node: onnx.NodeProto, inputs: Iterable[str], outputs: Iterable[str]) -> onnx.NodeProto:
@@ -105,7 +106,7 @@ def with_names(node: onnx.NodeProto, inputs: Iterable[str], outputs: Iterable[st
 def _tensor(name: str, array: Array) -> bytes:
     """A small constant as `numpy_helper.from_array` makes it, a few times as fast."""
     tensor = onnx.TensorProto(name=name, data_type=_type(array.dtype), dims=array.shape, raw_data=array.tobytes())
-    return onnx.GraphProto(initializer=[tensor]).SerializeToString()
+    return field_of(INITIALIZER, tensor)
 
 
 _type = cache(helper.np_dtype_to_tensor_dtype)

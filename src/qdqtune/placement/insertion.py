@@ -14,16 +14,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import numpy as np
-from onnx import GraphProto, TensorProto, helper
+from onnx import TensorProto, helper
 
 from qdqtune.calibration import scales
 from qdqtune.calibration.moments import Moments, no_moments
 from qdqtune.calibration.scales import Quantization, Range, Ranges
 from qdqtune.errors import BadModel
 from qdqtune.graph.equalization import scaled
+from qdqtune.graph.fields import field_of
 from qdqtune.graph.folding import names_in
 from qdqtune.graph.loading import with_opset
-from qdqtune.graph.model import GRAPH, Constant, Made, Model, Node, rebuild
+from qdqtune.graph.model import GRAPH, NODE, Constant, Made, Model, Node, rebuild
 from qdqtune.graph.operators import CLAMPS, COMPUTE
 from qdqtune.placement.bias_correction import layer_at
 from qdqtune.placement.compression import BLOCKS, Compressor
@@ -135,7 +136,8 @@ class Inserter:
         for edge, storage in placement.compressed:
             if (problem := self._compressor.problem(edge, storage)) is not None:
                 raise ValueError(f"{storage.name} cannot be the storage of {edge}: {problem}")
-        opset, needed = self._model.opset, self._needed_opset({e.tensor for e in placement.edges})
+        is_half = any(self._dtype(t) != TensorProto.FLOAT for t in {e.tensor for e in placement.edges})
+        opset, needed = self._model.opset, max(self._format.opset, 19 if is_half else 13)
         if placement.edges and opset < needed:
             raise ValueError(f"the model has opset {opset}, its pairs need {needed}")
 
@@ -146,10 +148,6 @@ class Inserter:
         if node is None or not 0 <= edge.index < len(slots) or slots[edge.index] != edge.tensor:
             return "the model has no such edge"
         return refusal(model, edge.tensor, node, edge.index) or unscaled(model, edge.tensor, self._ranges)
-
-    def _needed_opset(self, tensors: Iterable[str]) -> int:
-        half = any(self._dtype(t) != TensorProto.FLOAT for t in tensors)
-        return max(self._format.opset, 19 if half else 13)
 
     def _dtype(self, tensor: str) -> int:
         return self._model.tensors[tensor].dtype
@@ -302,9 +300,9 @@ class Inserter:
             inputs = self._inputs(draft, decision, node, placement.edges, raw)
             outputs = [raw.get(tensor, renamed.get(tensor, tensor)) for tensor in node.outputs]
             if stored := [e for e in self._into[node.index] if e in storages] if storages else []:
-                copy = with_names(model.proto.graph.node[node.index], inputs, outputs)
-                behind = [n for e in stored for n in self._compressor.write(draft, copy, e, storages[e])]
-                draft.nodes += [copy, *behind]
+                written = with_names(model.proto.graph.node[node.index], inputs, outputs)
+                behind = [n for e in stored for n in self._compressor.write(draft, written, e, storages[e])]
+                draft.nodes += [written, *behind]
             else:
                 draft.nodes.append(self._renamed(node, inputs, outputs))
         for edge in paired.values():
@@ -335,7 +333,7 @@ class Inserter:
         known = self._latest.get(node.index)
         if known is None or known.read != read or known.outputs != outputs:
             proto = with_names(self._model.proto.graph.node[node.index], inputs, outputs)
-            known = self._latest[node.index] = Made(GraphProto(node=[proto]).SerializeToString(), read, outputs)
+            known = self._latest[node.index] = Made(field_of(NODE, proto), read, outputs)
         return known
 
     def _changed(self, placement: Placement, decision: _Decision, touched: Set[str]) -> set[int]:

@@ -125,8 +125,10 @@ class Scene:
     def is_inside(self, edge: Edge) -> bool:
         """Whether an edge lies within a fusion: its tensor never leaves the kernel."""
         root = self.fusions.get(self.model.producers.get(edge.tensor, GRAPH))
-        users = [self.model.user(e) for e in self.readers(edge.tensor, copies=frozenset())]
-        return root is not None and all(u is not None and self.fusions.get(u.index) == root for u in users)
+        if root is None:  # constants among them, which thousands of nodes may read
+            return False
+        users = (self.model.user(e) for e in self.readers(edge.tensor, copies=frozenset()))
+        return all(u is not None and self.fusions.get(u.index) == root for u in users)
 
     def runs_low(self, node: Node, placed: frozenset[Edge]) -> bool:
         """Whether a compute operator has pairs on activation and weight."""
