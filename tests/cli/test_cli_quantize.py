@@ -213,7 +213,7 @@ def test_what_is_given_reaches_the_search(call: Call, model: Path, monkeypatch: 
      (["--tune-args", "--builds 3"], "--tune-args goes with --tune"),
      (["--tune", "--tune-args", "--builds 'x"], "--tune-args --builds 'x: No closing quotation"),
      (["--tune", "--tune-args", "--builds x"], "'x' is not a valid integer (see qdqtune tune --help)"),
-     (["--precision", "fp16"], ", half-precision (")],
+     (["--precision", "fp16"], " half-precision (")],
 )  # fmt: skip
 def test_bad_input_is_one_line(call: Call, model: Path, arguments: list[str], words: str) -> None:
     code, out, err = call("quantize", model, *arguments)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from io import StringIO
+
 import pytest
+from rich.console import Console
 
 from qdqtune.cli import progress
 from qdqtune.measurement.timing import Ratio
@@ -23,6 +26,13 @@ def told(outcome: str, ratio: Ratio | None, *, best: Placement, best_ratio: floa
     head = f"   3   3/11 builds  best {1 / best_ratio:.2f}x  static: "
     assert line.startswith(head)
     return line.removeprefix(head)
+
+
+def test_a_note_above_the_picture_breaks_between_words() -> None:
+    screen = StringIO()
+    with progress.Live(Console(file=screen, force_terminal=True, width=40)) as live:
+        live.note("the machine is busy, so that intervals will be wide")
+    assert "note: the machine is busy, so that \nintervals will be wide\n" in screen.getvalue()
 
 
 @pytest.mark.parametrize(

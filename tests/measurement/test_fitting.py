@@ -58,7 +58,10 @@ def db(exact: list[Arrays], outputs: list[Arrays]) -> float:
 def test_auto_cuts_off_what_the_outputs_do_not_see() -> None:
     """A Sigmoid takes 5 and 120 for the same, so the range that holds 120 is the worst, though exact for all values."""
     net, feeds = squashed("Sigmoid"), heavy_tailed()
-    found = fitted(prepared(net, feeds), Calibration("auto"), UINT8, inputs_of(net, "squash"))
+    told: list[str] = []
+    place = inputs_of(net, "squash")
+    found = fitted(prepared(net, feeds), Calibration("auto"), UINT8, place, stage=told.append)
+    assert told == ["calibrating on test", "comparing ways to calibrate"]
     assert found.activations["x"].high < 20
 
 
@@ -164,7 +167,9 @@ def test_channels_are_made_alike_where_samples_gain_that_set_no_scale() -> None:
     how = Calibration("minmax", equalization=True)
     net = uneven(64.0)
     place = inputs_of(net, "last")
-    found, plain = (fitted(prepared(net, feeds), h, UINT8, place) for h in (how, Calibration()))
+    told: list[str] = []
+    found, plain = (fitted(prepared(net, feeds), h, UINT8, place, stage=told.append) for h in (how, Calibration()))
+    assert told == ["trying to make channels alike", "calibrating on test", "calibrating on test"]
     assert {f.edge.tensor for f in found.factors} == {"g", "h", "w"}
     assert how.chosen(found).equalization
     assert not how.chosen(plain).equalization

@@ -81,6 +81,7 @@ def test_what_cannot_be_imported(source: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [("raise KeyError('label\\n7')", "failed: KeyError: 'label"), ("return 'good'", "returned str, not a number"),
+     ("return open(predict)", r"failed: TypeError: .* \(it is called with `predict`, which takes"),
      ("return np.ones(2)", "returned ndarray"), ("return None", "returned NoneType")],
 )  # fmt: skip
 def test_errors_of_the_function_are_one_line(

@@ -162,6 +162,20 @@ def test_outputs_that_are_not_finite() -> None:
     assert "NaN or infinite" in found.reason
 
 
+def test_samples_are_taken_as_they_come_where_all_rounding_together_leaves_nothing_finite(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("qdqtune.measurement.sensitivity.SAMPLES", 1)
+    monkeypatch.setattr("qdqtune.measurement.sensitivity.CONSIDERED", 10.0)
+    text = "net (float[1,4] x, float[1,4] z) => (float[1,4] y) { r = Reciprocal(x) [sum] y = Add(r, z) }"
+    model = build(text, {})
+    edges = Edge("x", model.nodes[0].name, 0), Edge("z", "sum", 1)
+    sample = {"x": np.float32([[1, 1, 1, 1e-3]]), "z": np.float32([[0.3, 100, 0.1, 0.1]])}
+    found = sensitivities(model, dict.fromkeys(edges, scales.of_range(Range(-1, 1), PLAIN)), [sample, sample])
+    assert isinstance(found, dict)
+    assert 0 < found["z"] < found["x"] == DEAFENING
+
+
 def test_what_onnx_runtime_does_not_run_is_a_failure() -> None:
     model = build("net (float[2,4] x) => (float[2,4] y) { h = MatMul(x, w) y = custom.Knows(h) }", {"w": normal(4, 4)})
     edge = Edge("x", model.nodes[0].name, 0)

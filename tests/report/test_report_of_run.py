@@ -33,12 +33,14 @@ def test_the_verdict_comes_first_and_is_that_of_the_summary(finished: Path) -> N
     assert f"{1 / summary['ratio']:.2f} times as fast" in report.verdict.headline
 
 
-def test_threads_are_told_with_what_was_decided_there(finished: Path) -> None:
+def test_threads_are_told_with_what_was_decided_there_and_the_speed_against_the_file_as_it_is(finished: Path) -> None:
     summary = json.loads((finished / "summary.json").read_text())
     row = {"baseline_ms": 2.0, "final_ms": 1.0, "ratio": 0.5, "low": 0.4, "high": 0.6}
     rows = [row | {"threads": 1, "verdict": "faster"}, row | {"threads": 4, "verdict": "undecided"}]
-    (finished / "summary.json").write_text(json.dumps(summary | {"by_threads": rows}))
-    told = [fact.hint for fact in report_of_run(finished).facts]
+    (finished / "summary.json").write_text(json.dumps(summary | {"by_threads": rows, "ratio_to_given": 0.25}))
+    facts = report_of_run(finished).facts
+    told = [fact.hint for fact in facts]
+    assert ("against your file", "4.00×") in [(fact.name, fact.value) for fact in facts]
     assert "as fast: 1 ms instead of 2 ms, faster on fresh builds there" in told
     assert "as fast: 1 ms instead of 2 ms, undecided on fresh builds there" in told
 
@@ -124,6 +126,11 @@ def test_points_of_a_front_have_intervals_and_another_pick_ships(model: Path, wo
     assert again.verdict.speed == other.speed
     assert 1 <= len(again.proof) <= 2
     assert f"{other.speed.median:.2f} times as fast" in (out / "report.html").read_text()
+
+
+def test_a_run_that_tried_nothing_does_not_say_that_there_was_nothing_to_try(model: Path, workers: Workers) -> None:
+    tune(settings(model, mode="cut", builds=8, time_budget=1e-3))
+    assert report_of_run(model.parent / "out").verdict.headline == "Nothing was tried in model.onnx"
 
 
 def test_where_nothing_is_faster_the_fastest_candidate_is_shown_and_named_so(tmp_path: Path, workers: Workers) -> None:

@@ -18,6 +18,8 @@ from qdqtune.engines.ahead import Ahead, Need
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import EngineUnavailable
 from qdqtune.tuning.loop import tune
+from qdqtune.tuning.observer import Silent
+from qdqtune.tuning.run import prepared
 from qdqtune.tuning.settings import Settings
 from qdqtune.types import Failure
 from runs import settings
@@ -49,6 +51,14 @@ def test_a_run_finds_the_same_from_builds_that_two_processes_make_at_once(
     assert Counter(map(which, workers.builds)) >= needed  # and some for nothing
     assert found.history == alone.history
     assert (found.shipped, found.placement, found.ratio) == (alone.shipped, alone.placement, alone.ratio)
+
+
+def test_nothing_is_built_ahead_of_a_model_that_leaves_no_room_for_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qdqtune.tuning.run.LARGE", 1)
+    with prepared(cut(model, "large"), Silent()) as ready:
+        assert ready.runner.ahead.count == 0
 
 
 def which(build: Build) -> str:
@@ -119,7 +129,7 @@ def test_builds_that_nobody_takes_end_with_their_processes_and_are_told(tmp_path
     with Runner(spec, log_dir=tmp_path / "logs") as runner, Runner(spec, log_dir=tmp_path / "builder") as builder:
         runner.ahead = Ahead(tmp_path, [builder.compile], told.append)
         for name in ("begun", "waiting", "withdrawn"):
-            runner.begin(model, name, Need.PROOF if name == "withdrawn" else Need.NEXT)
+            runner.ahead.begin(model, name, Need.PROOF if name == "withdrawn" else Need.NEXT)
         runner.ahead.withdraw(Need.PROOF)
         while builder._worker is None:
             pass

@@ -39,7 +39,7 @@ from qdqtune.tuning.result import Result
 from qdqtune.tuning.settings import PROOF_BUILDS
 from qdqtune.tuning.store import Store, unpack_result
 from qdqtune.types import Failure, Measurement, Placement, Trial
-from runs import cost, hopeless, mixed, settings, write
+from runs import MIXED, cost, hopeless, mixed, settings, write
 from workers import Build, Workers
 
 SUMMARY = {
@@ -224,6 +224,20 @@ def test_a_model_that_has_pairs_is_proven_against_float_and_against_itself(model
     assert result.ratio.median == pytest.approx(cost(out(model, "optimized_final.onnx")) / cost(model))
     assert result.summary["ratio_to_given"] == pytest.approx(cost(out(model, "optimized_final.onnx")) / cost(given))
     assert result.summary["proof_builds"] == 2 * PROOF_BUILDS
+
+
+@pytest.mark.usefixtures("workers")
+def test_what_fixed_inputs_save_is_told_apart_from_what_pairs_do(tmp_path: Path) -> None:
+    text = MIXED.replace("(float[B,ROWS,64] x)", "(float[8,8,64] x, float s0)").replace("B,ROWS", "8,8")
+    chain = "".join(f"s{n + 1} = Tanh(s{n})\n" for n in range(12))
+    text = text.replace("y = MatMul(g, w3)", f"z = MatMul(g, w3)\n{chain}y = Add(z, s12)")
+    model = write(build(text, {name: weight.array() for name, weight in mixed().constants.items()}), tmp_path)
+    result = tune(settings(model, fix_inputs={"s0": 1.0}))
+    final, folded = cost(out(model, "optimized_final.onnx")), cost(out(model, "baseline.onnx"))
+    assert result.improved
+    assert folded < 0.9 * cost(model)
+    assert result.summary["ratio"] == pytest.approx(final / folded)
+    assert result.summary["ratio_to_given"] == pytest.approx(final / cost(model))
 
 
 @pytest.mark.usefixtures("workers")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -92,6 +93,20 @@ def test_what_an_engine_refuses_or_does_not_draw_in_or_is_slow_at_is_not_searche
     count = engine.asked
     assert ways(tmp_path, engine, model()) == found
     assert engine.asked == count  # the store remembers
+
+
+def test_a_product_takes_what_all_its_layers_take_and_its_part_of_one_that_runs_several(tmp_path: Path) -> None:
+    class Halving(Telling):
+        def report(self, path: Path, *_: Any) -> tuple[Layer, ...] | Failure:
+            layers = super().report(path)
+            assert not isinstance(layers, Failure)
+            floats = [layer for layer in layers if layer.nodes[-1].startswith("float")]
+            joined = Layer("floats", tuple(n for layer in floats for n in layer.nodes), "", 3.0, "compute")
+            halves = [replace(layer, time_ms=0.3) for layer in layers if layer not in floats for _ in range(2)]
+            return (joined, *halves)
+
+    found = ways(tmp_path, Halving({"float": 1.0, "w8": 0.6}), model(), formats=("w8",))
+    assert found[Edge("w0", "m0", 1)][Storage(8, None)] == pytest.approx(0.6)
 
 
 def test_a_product_is_tried_on_the_rows_of_each_workload(tmp_path: Path) -> None:

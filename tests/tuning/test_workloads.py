@@ -289,7 +289,7 @@ def test_a_model_is_shaped_where_all_workloads_agree(model: Path) -> None:
     assert empty.samples.first(1)[0]["past"].shape == (1, 2, 0, 32)
     with pytest.raises(
         BadOption,
-        match=r"1 more inputs have .* ids:1x64 --input-shape past:1x2x64x32$",
+        match=r"1 more input have .* ids:1x64 --input-shape past:1x2x64x32$",
     ):
         prepare(load(model), Data())
     assert [w.share for w in open_workloads(files, load(model))] == [0.5, 0.5]

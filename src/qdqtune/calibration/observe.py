@@ -25,6 +25,9 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.outputs import temporary_folder
 from qdqtune.types import Array, Failure, Sample
 
+NAMED = 6
+"""Inputs whose sizes an error tells, at most."""
+
 MEMORY = 2**29
 """Bytes of values that one inference hands over, if no single tensor is larger."""
 
@@ -85,7 +88,9 @@ def outputs_on(model: Model, samples: Iterable[Sample]) -> Iterator[dict[str, Ar
             outputs = run([sample])
             if isinstance(outputs, Failure):
                 hint = ": --time-limit gives it longer" if outputs.stage == "timeout" else ""
-                raise BadModel(f"calibration cannot run the model: {outputs.reason}{hint}")
+                sizes = [f"{name} {'x'.join(map(str, array.shape)) or 'scalar'}" for name, array in sample.items()]
+                fed = ", ".join([*sizes[:NAMED], *["..."][: len(sizes) > NAMED]])
+                raise BadModel(f"calibration cannot run the model on {fed}: {outputs.reason}{hint}")
             yield outputs[0]
     if sample is None:
         raise BadData("the calibration data hold no sample")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from qdqtune.calibration.calibrate import calibrate, calibrate_by_every_method
+from qdqtune.calibration.calibrate import calibrate
 from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.samples import Samples, open_samples
 from qdqtune.calibration.scales import Ranges
@@ -77,7 +77,9 @@ class Prepared:
         first, told = self.judging[:1], []
         wide = [array for sample in self.judging for array in sample.values() if array.size > 1]
         if first and not self.samples.is_random and not self.workloads:
-            is_one = len(self.judging) > 1 and all(_is_equal(first[0], sample) for sample in self.judging[1:])
+            is_one = len(self.judging) > 1 and all(
+                np.array_equal(array, other[name]) for name, array in first[0].items() for other in self.judging[1:]
+            )
             is_flat = bool(wide) and all((array == array.flat[0]).all() for array in wide)
             if is_one or is_flat:
                 what = "hold one value throughout" if is_flat else "are all equal"
@@ -92,10 +94,6 @@ class Prepared:
     def ranges(self, how: Calibration | None, numbers: NumericFormat) -> Ranges:
         """See `calibrate`; takes one pass over the samples."""
         return calibrate(self.shaped, self.calibration, how, numbers=numbers)
-
-    def ranges_by_every_method(self, how: Calibration, numbers: NumericFormat) -> list[Ranges]:
-        """See `calibrate_by_every_method`; takes one pass over the samples."""
-        return calibrate_by_every_method(self.shaped, self.calibration, how, numbers=numbers)
 
 
 def prepare(model: Model, data: Data, *, fixed: Collection[str] = (), most: int = MOST_JUDGED) -> Prepared:
@@ -127,10 +125,6 @@ def prepare(model: Model, data: Data, *, fixed: Collection[str] = (), most: int 
     judging = tuple(unseen.first(count + 1)) if most else ()
     is_capped = most > count < len(judging)
     return Prepared(model, shaped, samples, seen, judging[:count], parts is not None, is_capped, sizes, mix)
-
-
-def _is_equal(a: Sample, b: Sample) -> bool:
-    return all(np.array_equal(array, b[name]) for name, array in a.items())
 
 
 def _affordable(model: Model, most: int) -> int:

@@ -253,7 +253,8 @@ def read_arrays(path: Path, specs: tuple[InputSpec, ...] = ()) -> dict[str, Arra
     except FileNotFoundError as error:
         raise BadData(f"{path} not found") from error
     except UNREADABLE as error:
-        raise BadData(f"cannot read {path} as numpy arrays: {one_line(error)}") from error
+        why = "it holds objects, not numbers" if "allow_pickle" in str(error) else one_line(error)
+        raise BadData(f"cannot read {path} as numpy arrays: {why}") from error
 
 
 def _split(
@@ -393,7 +394,8 @@ def _random(model: Model, specs: tuple[InputSpec, ...], seed: int, count: int) -
     """Normal floats, integers that every lookup table of the model can answer, booleans."""
     if dynamic := [spec for spec in specs if None in spec.shape[1:]]:
         flags = [f"--input-shape {s.name}:{'x'.join(map(str, _typical(s)))}" for s in dynamic]
-        others = f" and {len(dynamic) - 1} more inputs have" if len(dynamic) > 1 else " has"
+        more = len(dynamic) - 1
+        others = f" and {more} more input{'s' * (more > 1)} have" if more else " has"
         wanted = " ".join([*flags[:NAMED], *["..."][: len(flags) > NAMED]])
         what = f"input {dynamic[0]}{others} dynamic dimensions"
         raise BadOption(f"{what}: give --calibration-data, which have sizes, or those you run with, like {wanted}")

@@ -137,11 +137,10 @@ def check_command(
     findings: tuple[Finding, ...] = ()
     measured = False
     if is_quantized(graph):
-        ran = (
-            _exported(graph_json, profile_json, model, graph)
-            if graph_json
-            else run_here(model, graph, options.engine(given), given)
-        )
+        if graph_json:
+            ran = Ran(read_report(graph_json, profile_json, read(model)), TENSORRT[_quant_type(graph)])
+        else:
+            ran = run_here(model, graph, options.engine(given), given)
         fuses_attention = bool(graph_json) or given["engine"] in TENSORRT_FAMILY
         found = check(graph, ran.layers, ran.numbers, fuses_attention=fuses_attention)
         layers, findings = ran.layers, allow(found, allowed)
@@ -175,10 +174,6 @@ def _quant_type(model: Model) -> QuantType:
     carriers = (node.inputs[0] for node in model.nodes if node.op == "DequantizeLinear")
     types = {model.tensors[tensor].dtype for tensor in carriers if tensor in model.tensors}
     return "fp8" if onnx.TensorProto.FLOAT8E4M3FN in types else "int8"
-
-
-def _exported(graph_json: Path, profile_json: Path | None, model: Path, graph: Model) -> Ran:
-    return Ran(read_report(graph_json, profile_json, read(model)), TENSORRT[_quant_type(graph)])
 
 
 def run_here(model: Path, graph: Model, spec: EngineSpec, given: options.Given) -> Ran:
@@ -294,7 +289,8 @@ def doctor_command(ray: str | None, engine: str, cores_per_worker: int | None, a
     if as_machine:
         print_json(asdict(diagnosis))
     else:
-        show(_engines(diagnosis))
+        columns = ("engine", "status", "version", "device")
+        show(table_of(columns, [(e.name, e.status, e.version, e.device) for e in diagnosis.engines], columns))
         print_lines(_remarks(diagnosis))
     return 0 if diagnosis.is_usable else EngineUnavailable.exit_code
 
@@ -310,11 +306,6 @@ def _verdict(found: ClusterState) -> str:
     if found.difference is None:
         return f"{counted(count, 'device')}, all alike: a run may use them together"
     return f"not alike, so that no run may use them together: {found.difference}"
-
-
-def _engines(diagnosis: Diagnosis) -> Table:
-    columns = ("engine", "status", "version", "device")
-    return table_of(columns, [(e.name, e.status, e.version, e.device) for e in diagnosis.engines], columns)
 
 
 def _remarks(diagnosis: Diagnosis) -> Iterator[str]:

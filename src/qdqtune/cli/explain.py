@@ -11,11 +11,15 @@ from rich.table import Table
 
 from qdqtune.cli import options
 from qdqtune.cli.grouped import command
+from qdqtune.cli.layers import shortened
 from qdqtune.cli.options import FILE, option
 from qdqtune.cli.output import print_json, print_prose, show
 from qdqtune.cli.report import table_of
 from qdqtune.commands.explain import Explained, explain_run
 from qdqtune.commands.explanation import IN_WORDS, Explanation
+
+LONGEST = 40
+"""Characters of a node's name in the table of reasons."""
 
 
 @command(
@@ -58,7 +62,7 @@ def by_reason(explained: Explained) -> Table:
     for tally in explained.tallies:
         guess = " ?" if tally.other_ms is not None and (tally.quantized, tally.why) in guessed else ""
         times = _number(tally.ms), _number(tally.other_ms) + guess
-        rows.append((str(tally.nodes), tally.runs_in, *times, IN_WORDS[tally.why], tally.example))
+        rows.append((str(tally.nodes), tally.runs_in, *times, IN_WORDS[tally.why], shortened(tally.example, LONGEST)))
     columns, words = ("nodes", "runs in", "ms", "otherwise", "why", "such as"), ("runs in", "why", "such as")
     table = table_of(columns, rows, words)
     table.columns[0].justify = "right"
@@ -83,7 +87,7 @@ def by_node(rows: Sequence[Explanation]) -> Iterator[str]:
         if row.margin_ms is None:
             yield f"    no price of the other way: {row.unknown}"
         else:
-            more = "cost" if row.margin_ms >= 0 else "save"
+            verb, more = ("cost", " more") if row.margin_ms >= 0 else ("save", "")
             guess = "" if row.measured else ", as far as one can guess"
             other = "without pairs it" if (row.why, row.otherwise) == ("no kernel", "float") else row.otherwise
-            yield f"    {other} would {more} {abs(row.margin_ms):.3g} ms{guess}"
+            yield f"    {other} would {verb} {abs(row.margin_ms):.3g} ms{more}{guess}"

@@ -74,7 +74,7 @@ SHORT = {
     "precision": "of what stays in float; fp16 for GPUs",
     "fix_inputs": "make an input constant, fold its If",
     "input_shapes": "sizes of dynamic inputs for measuring",
-    "workloads": "calls of different shapes: decode.npz:0.8",
+    "workloads": "inputs of one call, its share: decode.npz:0.8",
     "from_qdq": "MODEL has pairs: start from them",
     "nodes": "only these nodes",
     "op_types": "only these operators",

@@ -116,12 +116,12 @@ def table(layers: Sequence[Layer], width: int) -> Table:
     for number, layer in enumerate(layers, 1):
         time = "" if layer.time_ms is None else f"{layer.time_ms:.4f}"
         share = "" if layer.time_ms is None or not total else f"{100 * layer.time_ms / total:.1f}"
-        shown, covered = Text(_shortened(escaped(layer.name), name)), Text(escaped(", ".join(layer.nodes)))
+        shown, covered = Text(shortened(escaped(layer.name), name)), Text(escaped(", ".join(layer.nodes)))
         grid.add_row(str(number), shown, layer.kind, layer.precision, time, share, covered)
     return grid
 
 
-def _shortened(name: str, width: int) -> str:
+def shortened(name: str, width: int) -> str:
     """A long name's beginning and end."""
     end = (width - 1) // 2
     return name if len(name) <= width else f"{name[: width - 1 - end]}…{name[len(name) - end :]}"

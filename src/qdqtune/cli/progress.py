@@ -95,7 +95,7 @@ class Live:
 
     def note(self, text: str) -> None:
         """See `Observer`."""
-        self._console.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
+        self._console.print(f"note: {text}", highlight=False, markup=False)
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
         """See `Observer`."""

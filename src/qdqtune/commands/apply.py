@@ -85,9 +85,8 @@ def apply(request: Request, observer: Observer | None = None) -> Applied:
     if recorded.placement and not existing(ready.shaped, recorded.placement, every_edge(ready.shaped))[0]:
         many = f"none of the {len(recorded.placement)} edges of {request.placement}"
         raise BadModel(f"{request.model} has {many}: is it the same network?")
-    if ready.prepared is not None and ready.matched is None:
-        observer.stage(f"calibrating on {ready.prepared.samples.origin}")
-    ranges = ready.ranges(request.calibration or recorded.calibration, numbers, lambda found: known(found)[0])
+    how = request.calibration or recorded.calibration
+    ranges = ready.ranges(how, numbers, lambda found: known(found)[0], observer.stage)
     placed, lost = known(ranges)
     if recorded.placement and not placed:
         raise BadModel(f"on none of the edges of {request.placement} can a pair stand in {request.model}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import platform
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -79,10 +79,10 @@ class Diagnosis:
         return any(e.status != "missing" for e in self.engines if e.name != PRETENDS)
 
 
-def examine(log_dir: Path, names: Sequence[str] = tuple(MODULES)) -> Diagnosis:
+def examine(log_dir: Path) -> Diagnosis:
     """Try the engines, each in a process of its own, and look at the hardware. What does not work is in the answer."""
     gpus, note = find_gpus()
-    return Diagnosis(tuple(engine_state(name, log_dir) for name in names), processor(), gpus, note)
+    return Diagnosis(tuple(engine_state(name, log_dir) for name in MODULES), processor(), gpus, note)
 
 
 def engine_state(name: str, log_dir: Path) -> EngineState:

@@ -199,9 +199,8 @@ def _quantized(request: Request, observer: Observer) -> Quantized:
 
     ranges = Ranges({})
     if request.weight_only is None:
-        if prepared is not None and ready.matched is None:
-            observer.stage(f"calibrating on {prepared.samples.origin}")
-        ranges = ready.ranges(request.calibration, numbers, lambda found: placed_by_rules(found).placement)
+        how = request.calibration
+        ranges = ready.ranges(how, numbers, lambda found: placed_by_rules(found).placement, observer.stage)
     placed = placed_by_rules(ranges)
     if not placed.placement:
         chosen = " among the nodes that you chose" if request.selection != Selection() else ""
@@ -310,11 +309,11 @@ def _quantized_parts(model: Model) -> str:
 
 
 def _keepers(placed: Placed) -> str:
-    """The rules that kept edges in float, for people."""
-    counts = dict(placed.counts)
-    keepers = (r.name for r in engine_rules.RULES if isinstance(r, engine_rules.KeepFloat) and counts.get(r.name))
-    kept = [f"{name} ({counts[name]} edges)" for name in keepers]
-    return f": kept in float by {', '.join(kept)}; qdqtune rules has the reasons" if kept else ""
+    """The rules that kept edges in float, the one that kept most first, for people."""
+    keepers = {r.name: r.reason for r in engine_rules.RULES if isinstance(r, engine_rules.KeepFloat)}
+    counts = sorted(((count, name) for name, count in placed.counts if count and name in keepers), reverse=True)
+    kept = [f"{name} ({count} edge{'s' * (count != 1)}: {keepers[name]})" for count, name in counts]
+    return f": kept in float by {', '.join(kept)}" if kept else ""
 
 
 def _numbers(request: Request) -> NumericFormat:

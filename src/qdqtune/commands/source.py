@@ -33,11 +33,17 @@ class Ready:
     matched: Matched | None
     notes: tuple[str, ...]
 
-    def ranges(self, how: Calibration, numbers: NumericFormat, placed: Callable[[Ranges], Placement]) -> Ranges:
+    def ranges(
+        self,
+        how: Calibration,
+        numbers: NumericFormat,
+        placed: Callable[[Ranges], Placement],
+        stage: Callable[[str], None],
+    ) -> Ranges:
         """Those of the cache, or else calibrated for the placement that follows from them."""
         if self.matched is not None:
             return self.matched.ranges
-        return Ranges({}) if self.prepared is None else fitted(self.prepared, how, numbers, placed)
+        return Ranges({}) if self.prepared is None else fitted(self.prepared, how, numbers, placed, stage=stage)
 
 
 @dataclass(frozen=True)

@@ -73,8 +73,9 @@ class Ahead:
         self._is_over = False
 
     def begin(self, path: Path, name: str = "", need: Need = Need.NOW) -> None:
-        """Build a file, which has to stay until that is taken; once by each name, however often it is asked for, and
-        not without builders."""
+        """Build a file, which has to stay until that is taken; once by each name of the log that it will have, if that
+        is known, however often it is asked for, and not without builders."""
+        path = path.absolute()
         with self._lock:
             if (job := self._jobs.get((path, name))) is not None:
                 job.need = min(need, job.need)
@@ -92,6 +93,7 @@ class Ahead:
         """What was built, when it is there, or why nothing was: the build named like the log, or one without a name;
         None where nobody has begun it, or where a build may succeed that has the machine for itself. Who waits builds
         `here` meanwhile what is about to be timed."""
+        path = path.absolute()
         with self._lock:
             job = self._jobs.pop((path, log.stem), None) or self._jobs.pop((path, ""), None)
         if job is None or not job.is_begun:

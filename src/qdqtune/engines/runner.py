@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any, Protocol, Self, TypeVar
 
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.ahead import Ahead, Need
+from qdqtune.engines.ahead import Ahead
 from qdqtune.engines.devices import ANYWHERE, Device
 from qdqtune.engines.mixes import mix_of
 from qdqtune.engines.process import WorkerProcess, finish_log, last_lines
@@ -220,12 +220,6 @@ class Runner:
         handle = Handle(path, number, seconds)
         self._logs[handle] = log
         return handle
-
-    def begin(self, path: Path, log_name: str = "", need: Need = Need.NOW) -> None:
-        """Start a build that will be loaded from a file, by that name if it has one, where that disturbs nothing which
-        is timed."""
-        if self._room is None:
-            self.ahead.begin(path.absolute(), log_name, need)
 
     def compile(self, path: Path, log: Path, plan: Path) -> float | Failure:
         """Write the part of a build that another process goes on from to the file `plan`; the seconds that took."""

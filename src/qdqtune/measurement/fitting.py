@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
+from qdqtune.calibration.calibrate import calibrate_by_every_method
 from qdqtune.calibration.methods import AUTO, Calibration
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import Range, Ranges
@@ -46,23 +47,25 @@ def fitted(
     numbers: NumericFormat,
     placed: Callable[[Ranges], Placement],
     is_late: Callable[[], bool] = lambda: False,
+    stage: Callable[[str], None] = lambda _: None,
 ) -> Ranges:
     """Ranges by `how`; factors of channels and bias corrections where these bring the outputs closer to the float
     model's.
 
     `placed` gives the placement that the numbers are for, of the ranges: partial ones of it take their part of them.
-    Nothing further is tried once it `is_late`.
+    Nothing further is tried once it `is_late`. Each `stage` that takes long is told.
 
     Raises:
         BadData: no sample.
         BadModel: ONNX Runtime cannot run the model.
     """
     factors = tuple[Factor, ...]()
-    if how.equalization:
+    if how.equalization and sites(prepared.shaped):
+        stage("trying to make channels alike")
         most = _Budget(prepared.shaped, 1, how.bias_correction).halves
         factors = equalizing.paying_factors(prepared, numbers, placed, most, is_late)
         prepared = replace(prepared, shaped=scaled(prepared.shaped, factors))
-    return replace(_fitted(prepared, how, numbers, placed, is_late), factors=factors)
+    return replace(_fitted(prepared, how, numbers, placed, is_late, stage), factors=factors)
 
 
 def _fitted(
@@ -71,10 +74,12 @@ def _fitted(
     numbers: NumericFormat,
     placed: Callable[[Ranges], Placement],
     is_late: Callable[[], bool],
+    stage: Callable[[str], None],
 ) -> Ranges:
     """See `fitted`; channels stay as they are."""
     model = prepared.shaped
-    found = prepared.ranges_by_every_method(how, numbers)
+    stage(f"calibrating on {prepared.samples.origin}")
+    found = calibrate_by_every_method(model, prepared.calibration, how, numbers=numbers)
     seen = next((ranges for ranges in found if ranges.method == "minmax"), None)
     candidates = [with_known_ranges(model, ranges, numbers, seen or ranges) for ranges in found]
     placement = placed(candidates[0])
@@ -82,6 +87,7 @@ def _fitted(
         return candidates[0]
     budget = _Budget(model, len(candidates), how.bias_correction)
     samples = prepared.calibration.spread(budget.samples)
+    stage("comparing ways to calibrate")
     blocks = _blocks(model, placement, budget.blocks(len(samples)))
     try:
         with judging(model, placement, numbers, candidates[0], samples) as judge:

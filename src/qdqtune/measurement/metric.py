@@ -84,7 +84,12 @@ def evaluate(evaluation: Evaluation, runner: Runner, handle: Handle) -> float | 
     except (Exception, SystemExit) as error:  # the function is the user's, and may do anything
         if failures:
             return failures[0]
-        raise BadOption(f"--evaluate {evaluation.source} failed: {type(error).__name__}: {one_line(error)}") from error
+        given = (
+            " (it is called with `predict`, which takes {input name: array})" if isinstance(error, TypeError) else ""
+        )
+        raise BadOption(
+            f"--evaluate {evaluation.source} failed: {type(error).__name__}: {one_line(error)}{given}"
+        ) from error
     if failures:  # it caught the error and went on: its number is worth nothing
         return failures[0]
     return _number(evaluation.source, value)

@@ -93,8 +93,8 @@ def fresh_builds(runner: Runner, a: Path, b: Path, log_name: str) -> Iterator[tu
 
 def begin_pairs(runner: Runner, file: Path, log_names: Sequence[str], need: Need) -> None:
     """Have the builds of a file made ahead that `fresh_pairs` takes by these names."""
-    for log_name in log_names if runner.ahead.count else ():
-        runner.begin(file, f"{log_name}_{file.stem}", need)
+    for log_name in log_names:
+        runner.ahead.begin(file, f"{log_name}_{file.stem}", need)
 
 
 def fresh_pairs(

@@ -113,10 +113,10 @@ def sensitivities(
             thinned(max(1, fitting), measurements, took)
             measurements = max(1, fitting)
         elif len(seen := samples[: int(CONSIDERED * each * measurements / 2)]) > each:
-            reference, changed = outputs(NONE, seen), outputs((0, count), seen)
-            if not isinstance(reference, Failure) and not isinstance(changed, Failure) and is_finite(changed):
-                chosen = noisiest(reference, changed, each)
-                reference, used = [reference[i] for i in chosen], [seen[i] for i in chosen]
+            exact, changed = outputs(NONE, seen), outputs((0, count), seen)
+            if not isinstance(exact, Failure) and not isinstance(changed, Failure) and is_finite(changed):
+                chosen = noisiest(exact, changed, each)
+                reference, used = [exact[i] for i in chosen], [seen[i] for i in chosen]
         if isinstance(reference, Failure):
             return reference
         if not is_finite(reference):
@@ -227,7 +227,7 @@ def _is_of_one_reader(model: Model, edge: Edge, node: Node) -> bool:
 
 
 def quantization(model: Model, ranges: Ranges, numbers: NumericFormat, edge: Edge) -> Quantization:
-    """As `qdq.Inserter` does it, but for scales that several values share."""
+    """As `placement.insertion` does it, but for scales that several values share."""
     constant = model.constants.get(edge.tensor)
     if constant is None:
         return scales.of_range(ranges.activations[edge.tensor], numbers)

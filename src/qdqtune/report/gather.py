@@ -93,7 +93,7 @@ def verdict(run: Finished) -> Verdict:
         meaning = f"Faster candidates were found, but none keeps the outputs close enough. {FINAL} is {kept}."
         return Verdict(f"Nothing faster is exact enough for {name}", meaning, False)
     if not summary["trials"]:
-        return Verdict(f"Nothing to try in {name}", f"No pair was tried in this run. {FINAL} is {kept}.", False)
+        return Verdict(f"Nothing was tried in {name}", f"No pair was tried in this run. {FINAL} is {kept}.", False)
     meaning = f"No candidate proved faster than the float model beyond the noise of measuring. {FINAL} is {kept}."
     return Verdict(f"Nothing faster was found for {name}", meaning, False)
 
@@ -201,6 +201,8 @@ def _facts(run: Finished) -> Iterator[Fact]:
             times = f"{row['final_ms']:.4g} ms instead of {row['baseline_ms']:.4g} ms"
             which = f"{row['name']}, {row['share']:.0%} of the calls"
             yield Fact(which, f"{1 / row['ratio']:.2f}×", f"as fast: {times}, {row['verdict']} on fresh builds")
+        if (given := summary.get("ratio_to_given")) is not None:
+            yield Fact("against your file", f"{1 / given:.2f}×", f"as fast as {Path(summary['model']).name} as it is")
         exact = summary["output_sqnr_db"]
         hint = "signal over error at the outputs; 20 dB is an error of a tenth, 30 of a thirtieth"
         yield Fact("output accuracy", "equal" if exact is None else f"{exact:.1f} dB", hint)

@@ -63,7 +63,9 @@ class Budget:
     @staticmethod
     def of(settings: Settings, bench: Bench, ends: float | None) -> Budget:
         """The budget of a run that has to end at that time, and whose search begins now."""
-        each_round, counts = settings.plan.round_seconds(bench.floats.turn_seconds), len(settings.thread_counts)
+        each_round = settings.plan.round_seconds(bench.floats.turn_seconds)
+        files_met = 1 + bool(settings.from_qdq or settings.fix_inputs)  # the float model, and then the user's own
+        counts = files_met * len(settings.thread_counts)
         if settings.time_budget is None or ends is None:
             takes = 2 * counts * (2 * bench.floats.build_seconds + each_round * settings.proof[0])
             return Budget(settings.search_builds, settings.trial_builds, None, settings.proof, proof_seconds=takes)
@@ -164,7 +166,7 @@ def affordable(prepared: Prepared, how: Calibration, ends: float | None, observe
                 most = min(most, number)
             if number == most:
                 if not told:
-                    told.append(f"--time-budget has no room for all calibration samples: {most} of them")
+                    told.append(f"--time-budget has no room for all calibration samples: it takes {most}")
                     observer.note(told[0])
                 return
             yield sample

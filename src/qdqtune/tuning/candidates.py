@@ -82,9 +82,9 @@ class Loaded:
         return self._loaded[placement]
 
     def begin(self, placement: Placement, need: Need) -> None:
-        """See `Runner.begin`."""
+        """Have a placement built ahead; see `Ahead.begin`."""
         if placement not in self._loaded:
-            self._runner.begin(self._candidates.file(placement), need=need)
+            self._runner.ahead.begin(self._candidates.file(placement), need=need)
 
     def drop(self, placement: Placement) -> None:
         """Unload a placement and delete its file, if it is loaded."""

@@ -155,7 +155,7 @@ def _measured(
     def thinned(fewer: int, wanted: int, seconds: float) -> None:
         run.observer.note(
             f"what {what} does to the outputs is measured in {fewer} runs in place of {wanted}, as each takes "
-            f"{seconds:.1f} s: tensors that are not told apart share what they do together"
+            f"{seconds:.3g} s: tensors that are not told apart share what they do together"
         )
 
     alone = sensitivities(

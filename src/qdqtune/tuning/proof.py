@@ -120,9 +120,9 @@ def is_held(standings: Sequence[Standing]) -> bool:
 class Proof:
     """What ships ("tuned", "baseline", or "given": a copy of the user's file), and how it compares.
 
-    `ratio` is the final file's to the float model, `to_given` that to the user's file where this has pairs already;
-    both None where nothing is proven. Seconds per inference are medians. `standings` tell the same for each number of
-    threads.
+    `ratio` is the final file's to the float model, `to_given` that to the user's file where this has pairs already, or
+    inputs that were fixed; both None where nothing is proven. Seconds per inference are medians. `standings` tell the
+    same for each number of threads.
     """
 
     shipped: str
@@ -179,7 +179,7 @@ class _Contest:
         standings = [met.standing for met in self.last]
         if not placement and not self.is_rewritten:
             return False
-        if is_held(standings) and (not self.pairs_hold or self._beats_given()):
+        if is_held(standings) and (not (self.pairs_hold or _is_folded(self.run)) or self._beats_given()):
             if placement == self.idle:  # its meetings are known
                 self.builds = builds
                 return True
@@ -263,6 +263,8 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
                 contest.notes |= {} if placement else {REWRITES_ALONE: None}
                 _move(_unproven(placement, run), folder / FINAL)
                 return _proof(placement, contest)
+            if placement != contest.idle:  # a whole model, which nobody needs any more
+                shutil.rmtree(_unproven(placement, run).parent)
     met = contest.last[0] if contest.last else None
     is_slower = met is not None and met.to_given is not None and met.to_given.verdict == "slower"
     is_given = pairs_hold if settings.from_qdq else is_slower or contest.is_rewritten
@@ -281,7 +283,7 @@ def _proof(placement: Placement, contest: _Contest) -> Proof:
         "tuned",
         placement,
         best.ratio,
-        given if contest.run.settings.from_qdq else None,
+        given if contest.run.settings.from_qdq or _is_folded(contest.run) else None,
         best.float_seconds,
         best.seconds,
         tuple(contest.notes),
@@ -310,10 +312,16 @@ def _finalists(history: Sequence[Trial], contest: _Contest) -> Iterator[Placemen
         if number and run.budget.lacks(contest.seconds):
             return
         yield placement
-    if not run.budget.lacks(contest.seconds):
+    if not run.budget.lacks(contest.seconds) and not _is_folded(run):
         yield Placement()
     if contest.idle is not None:
         yield contest.idle
+
+
+def _is_folded(run: Run) -> bool:
+    """Whether the float model that the search has met is the user's with inputs fixed, and else as it was: what that
+    gave is none of the pairs'."""
+    return bool(run.settings.fix_inputs) and not run.subject.rewrites.names
 
 
 def begin_proof(placement: Placement, run: Run) -> None:
@@ -334,12 +342,12 @@ def _unproven(placement: Placement, run: Run) -> Path:
 
 
 def _meet(placement: Placement, run: Run, place: Place, *, is_won: bool) -> _Meeting:
-    """A float file of the user's is the float model: only beside pairs, or where the engine does not run it as it is,
-    the baseline that we write takes its place."""
+    """A float file of the user's is the float model: only beside pairs, where inputs were fixed, or where the engine
+    does not run it as it is, the baseline that we write takes its place."""
     settings, final = run.settings, _unproven(placement, run)
     given = confirm(f"given:{placement.digest}", settings.model, final, run, place, is_won=is_won)
     to_given, note = (None, given.reason) if isinstance(given, Failure) else (given.ratio, "")
-    if isinstance(given, Confirmed) and not settings.from_qdq:
+    if isinstance(given, Confirmed) and not settings.from_qdq and not _is_folded(run):
         return _Meeting(Standing.of(place.threads, given), given.ratio, given.builds)
     if note:
         note = f"the engine does not run {settings.model.name} as it is, so it was not compared: {note}"

@@ -123,7 +123,8 @@ def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
             with bounded_memory(nbytes):  # nobody frees what another thread uses
                 others.append(Runner(settings.engine, log_dir=logs, device=device, start=places.start))
                 stack.enter_context(others[-1])
-        if isinstance(count := settings.engine.options.get("builds_aside"), int) and runner.device == ANYWHERE:
+        count = settings.engine.options.get("builds_aside")
+        if isinstance(count, int) and runner.device == ANYWHERE and nbytes is None:
             beside = [runner.elsewhere(settings.engine, Device(f"builder-{n + 1}")) for n in range(count)]
             builders = [stack.enter_context(one).compile for one in beside]
             ahead = Ahead(stack.enter_context(temporary_folder()), builders, observer.note)
@@ -196,7 +197,7 @@ def open_run(ready: Ready, constants: ConstantFile) -> Iterator[Run]:
         constants.keep(ready.subject.model)
         if runner.ahead.count:  # the float model, and what the proof meets whatever is found, take no ranges
             inserter = Inserter(ready.subject.model, Ranges({}), ready.subject.numbers)
-            runner.begin(Candidates(inserter, constants).file(Placement()), need=Need.NEXT)
+            runner.ahead.begin(Candidates(inserter, constants).file(Placement()), need=Need.NEXT)
             begin_pairs(runner, settings.model, () if settings.front else FRESH, Need.PROOF)
         subject = calibrated(ready.subject, settings, store, observer, ready.ends)
         if ready.others:

@@ -109,7 +109,8 @@ def ways(
     kinds = sorted(totals, key=lambda size: (-totals[size], size.key))[:MOST_KINDS]
     record = store.get("storages")
     if record is None:
-        record = store.put("storages", {"shares": _probed(kinds, wanted, subject, runner)})
+        tried = {size.key: dict(_tried(size, wanted, subject, runner)) for size in kinds}
+        record = store.put("storages", {"shares": tried})
         runner.feed(subject.mix)
     shares: Mapping[str, Mapping[str, float]] = record["shares"]
     found = {}
@@ -188,15 +189,9 @@ def _nearest(size: Size, kinds: Sequence[Size]) -> Size:
     return min(kinds, key=distance)
 
 
-def _probed(
-    kinds: Sequence[Size], wanted: Sequence[Storage], subject: Subject, runner: Runner
-) -> dict[str, dict[str, float]]:
-    """By size of a product, the share of the float product's time that each storage takes; those that the engine
-    refuses, or does not draw into the product, are absent."""
-    return {size.key: dict(_tried(size, wanted, subject, runner)) for size in kinds}
-
-
 def _tried(size: Size, wanted: Sequence[Storage], subject: Subject, runner: Runner) -> Iterator[tuple[str, float]]:
+    """The share of a float product's time that each storage takes; those that the engine refuses, or does not draw into
+    the product, are absent."""
     able = [s for s in wanted if s.block is None or size.inputs % s.block == 0]
     layers = _layers(size, able, subject, runner)
     if isinstance(layers, Failure):  # one that the engine refuses spoils all
@@ -207,20 +202,27 @@ def _tried(size: Size, wanted: Sequence[Storage], subject: Subject, runner: Runn
             return
     floats = _time(layers, "float")
     for storage in able:
-        weights = (layer for layer in layers if _is_of(layer, storage.name, "weight"))
-        stands_alone = any(w.kind != "folded" and not _is_of(w, storage.name, "product") for w in weights)
+        weights = (layer for layer in layers if _parts_of(layer, storage.name, "weight"))
+        stands_alone = any(w.kind != "folded" and not _parts_of(w, storage.name, "product") for w in weights)
         spent = _time(layers, storage.name)
         if not stands_alone:
             yield storage.name, UNTIMED if not floats or spent is None else spent / floats
 
 
-def _is_of(layer: Layer, name: str, what: str) -> bool:
-    return any(node.startswith(f"{name}_{what}") for node in layer.nodes)
+def _parts_of(layer: Layer, name: str, what: str) -> list[str]:
+    """The nodes of a layer that are a product of that name, or its weight's; what numbers them stands behind."""
+    return [node for node in layer.nodes if node.startswith(f"{name}_{what}")]
 
 
 def _time(layers: Sequence[Layer], name: str) -> float | None:
-    known = [layer.time_ms for layer in layers if _is_of(layer, name, "product") and layer.time_ms is not None]
-    return median(known) if known else None
+    """The ms of one product: an engine may run it in several layers, or several in one."""
+    spent: dict[str, float] = {}
+    for layer in layers:
+        if layer.time_ms is not None:
+            products = _parts_of(layer, name, "product")
+            for product in products:
+                spent[product] = spent.get(product, 0.0) + layer.time_ms / len(products)
+    return median(spent.values()) if spent else None
 
 
 def _layers(size: Size, wanted: Sequence[Storage], subject: Subject, runner: Runner) -> tuple[Layer, ...] | Failure:

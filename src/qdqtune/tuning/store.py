@@ -248,9 +248,11 @@ def _compare(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> None
             looks = [re.search(r"looks=\(([\d, ]+?),?\)", text) for text in (was, now)]
             if name == "rounds" and looks[0] and looks[1] and looks[0][1] != looks[1][1]:
                 told, was, now = "rounds of comparisons (--effort)", looks[0][1], looks[1][1]
+            made = f"with {told} {was}, now it is {now}"
+            if name == "model":
+                made = "with another model, or the file has changed since then"
             raise BadState(
-                f"{path} was made with {told} {was}, now it is {now}: "
-                "use the same command, another --output-dir, or --restart to start over"
+                f"{path} was made {made}: use the same command, another --output-dir, or --restart to start over"
             )
 
 

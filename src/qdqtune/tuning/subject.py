@@ -212,11 +212,10 @@ def calibrated(
         subject = replace(subject, notes=(*subject.notes, *matched.notes()))
         record = record or store.put("ranges", pack_ranges(matched.ranges))
     if record is None:
-        observer.stage(f"calibrating on {subject.prepared.samples.origin}")
         given = affordable(subject.prepared, settings.calibration, ends, observer)
         prepared = replace(given.prepared, calibration=_counted(given.prepared.calibration, observer))
         placed = partial(_ruled, subject, settings)
-        found = fitted(prepared, given.how, subject.numbers, placed, is_late=given.is_late)
+        found = fitted(prepared, given.how, subject.numbers, placed, given.is_late, observer.stage)
         record = store.put("ranges", pack_ranges(found))
     ranges = unpack_ranges(record)
     if subject.imported is not None and settings.from_qdq:

@@ -39,8 +39,8 @@ NOWHERE = "constants"
 BLOCK = 4
 """Inferences in a row, with the profile and without it in turn: drift meets both alike."""
 
-VENDOR = "ONNX Runtime", re.compile(r"^\[ONNXRuntimeError\] : \d+ : ")
-"""Its name, and what precedes its messages."""
+VENDOR = "ONNX Runtime", re.compile(r"^\[ONNXRuntimeError\] : \d+ : (\w+ : Load model from .*? failed:)?")
+"""Its name, and what precedes its messages: files that it names are often temporary."""
 
 TOO_NEW = {
     r"Unsupported model IR version: (\d+), max supported IR version: (\d+)": "IR version",

@@ -100,6 +100,7 @@
     if (!on) label.title = key === "error" ? "not measured in this run: no limit was at risk" : "";
     fieldset.append(label);
   }
+  fieldset.hidden = fieldset.children.length < 2;
 
   const box = byId("cells");
   const SVG = "http://www.w3.org/2000/svg";
