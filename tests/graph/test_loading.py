@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper, parser
 
 from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph import wire
-from qdqtune.graph.loading import files_of, load, with_input_shapes
+from qdqtune.graph.loading import files_of, load
 from qdqtune.graph.model import bodies
 
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -449,47 +449,6 @@ def test_values_that_do_not_fit_are_refused(file: Path, kind: str, name: str, va
 
 
 # Shapes
-
-DYNAMIC = """g (float[batch,3,size] x, float[batch,4] z, float[1] q) => (float[batch,o] y, float[1] u) {
-    t = Flatten(x)
-    y = Concat<axis=1>(t, z)
-    u = Relu(q)
-}"""
-
-
-def dynamic(file: Path) -> None:
-    proto = model(DYNAMIC)
-    for info in (proto.graph.input[2], proto.graph.output[1]):
-        info.type.tensor_type.ClearField("shape")
-    file.write_bytes(proto.SerializeToString())
-
-
-def test_input_shapes_flow_through_a_copy(file: Path) -> None:
-    dynamic(file)
-    loaded = load(file)
-    assert loaded.tensors["t"].shape is not None
-    assert None in loaded.tensors["t"].shape
-    shaped = with_input_shapes(loaded, {"x": (2, 3, 5), "q": (7,)})
-    assert shaped.tensors["z"].shape == (2, 4), "a symbol has one value"
-    assert shaped.tensors["t"].shape == (2, 15)
-    assert (shaped.tensors["y"].shape, shaped.tensors["u"].shape) == ((2, 19), (7,))
-    assert None in (loaded.tensors["x"].shape or ()), "the model that ships stays dynamic"
-
-
-@pytest.mark.parametrize(
-    ("shapes", "message"),
-    [
-        ({"nope": (1,)}, "inputs are x, z, q"),
-        ({"x": (1, 3)}, "has 3 dimensions, not 2"),
-        ({"x": (1, 4, 5)}, "dimension 1 cannot be 4"),
-        ({"x": (0, 3, 5)}, "dimension 0 cannot be 0"),
-        ({"x": (2, 3, 5), "z": (1, 4)}, "dimension 0 cannot be 1; it is batch"),
-    ],
-)
-def test_shapes_that_do_not_fit_are_refused(file: Path, shapes: dict[str, tuple[int, ...]], message: str) -> None:
-    dynamic(file)
-    with pytest.raises(BadOption, match=message):
-        with_input_shapes(load(file), shapes)
 
 
 def test_shape_inference_that_fails_is_not_fatal(file: Path) -> None:

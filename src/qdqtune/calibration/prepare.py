@@ -13,9 +13,9 @@ from qdqtune.calibration.samples import Samples, open_samples
 from qdqtune.calibration.scales import Ranges
 from qdqtune.calibration.workloads import Sizes, WorkloadFile, common_sizes, open_workloads, samples_of
 from qdqtune.errors import BadOption
-from qdqtune.graph.loading import with_input_shapes
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import work
+from qdqtune.graph.shaping import with_input_shapes
 from qdqtune.graph.soundness import check_outputs
 from qdqtune.types import Mix, NumericFormat, Sample, Workload
 
@@ -113,7 +113,7 @@ def prepare(model: Model, data: Data, *, fixed: Collection[str] = (), most: int 
         raise BadOption("--workload brings the shapes of all inputs: leave --input-shape out")
     mix = open_workloads(data.workloads, model, fixed) if data.workloads else ()
     sizes: Sizes = common_sizes(mix) if mix and data.calibration_data is None else data.input_shapes
-    shaped = with_input_shapes(model, sizes) if sizes else model
+    shaped = with_input_shapes(model, sizes)
     if mix and data.calibration_data is None:
         samples = samples_of(mix)
     else:

@@ -17,8 +17,9 @@ from qdqtune.commands.explanation import Explanation, Tally
 from qdqtune.commands.reasons import Reasons, is_float
 from qdqtune.engines.formats import FORMATS, numeric_format
 from qdqtune.errors import BadOption, BadState
-from qdqtune.graph.loading import load, with_input_shapes
+from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
+from qdqtune.graph.shaping import with_input_shapes
 from qdqtune.measurement.limits import Limits
 from qdqtune.placement.files import every_edge, read_placement_file
 from qdqtune.placement.possible import possible_edges

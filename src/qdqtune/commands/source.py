@@ -14,9 +14,10 @@ from qdqtune.calibration.samples import files_named
 from qdqtune.calibration.scales import Ranges
 from qdqtune.graph.files import data_of
 from qdqtune.graph.float16 import Precision
-from qdqtune.graph.loading import files_of, with_input_shapes
+from qdqtune.graph.loading import files_of
 from qdqtune.graph.model import Model
 from qdqtune.graph.outputs import check_output
+from qdqtune.graph.shaping import with_input_shapes
 from qdqtune.measurement.fitting import fitted
 from qdqtune.measurement.half_precision import by_ranges, in_half
 from qdqtune.types import NumericFormat, Placement

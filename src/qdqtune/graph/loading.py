@@ -18,7 +18,7 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import ModelProto, inliner, numpy_helper, version_converter
 
-from qdqtune.errors import BadModel, BadOption
+from qdqtune.errors import BadModel
 from qdqtune.graph.constants import inner_tensors, replace, settle, take_external
 from qdqtune.graph.folding import Names, drop_identities, drop_unused
 from qdqtune.graph.folding import fix_inputs as fix
@@ -107,42 +107,6 @@ def _open_negative_sizes(graph: onnx.GraphProto) -> None:
     for node in graph.node:
         for body in bodies(node):
             _open_negative_sizes(body)
-
-
-def with_input_shapes(model: Model, shapes: Mapping[str, tuple[int | None, ...]]) -> Model:
-    """`model` with these sizes of inputs, and what follows from them inferred; a symbol gets one value everywhere. A
-    size stays as it is where None stands.
-
-    Raises:
-        BadOption: an unknown input, another rank, or a size that contradicts a static or symbolic dimension.
-    """
-    proto = _copy(model.proto)
-    inputs = {v.name: v for v in proto.graph.input if v.type.HasField("tensor_type")}
-    symbols: dict[str, int] = {}
-    for name, shape in shapes.items():
-        if name not in inputs:
-            raise BadOption(f"cannot shape input {name!r}: the model's inputs are {', '.join(inputs)}")
-        tensor = inputs[name].type.tensor_type
-        if not tensor.HasField("shape"):
-            tensor.shape.dim.extend(onnx.TensorShapeProto.Dimension() for _ in shape)
-        dims = tensor.shape.dim
-        if len(dims) != len(shape):
-            raise BadOption(f"input {name!r} has {len(dims)} dimensions, not {len(shape)}")
-        for i, (dim, size) in enumerate(zip(dims, shape, strict=True)):
-            if size is None:
-                continue
-            least = 1 if i == 0 else 0  # a cache may be empty, a batch not
-            known = dim.dim_value if dim.dim_value > 0 else symbols.get(dim.dim_param, max(size, least))
-            if known != size:
-                raise BadOption(f"input {name!r}: dimension {i} cannot be {size}; it is {dim.dim_param or known}")
-            if dim.dim_param:
-                symbols[dim.dim_param] = size
-            dim.dim_value = size
-    for info in (*proto.graph.input, *proto.graph.value_info, *proto.graph.output):
-        for dim in info.type.tensor_type.shape.dim:
-            if dim.dim_param in symbols:
-                dim.dim_value = symbols[dim.dim_param]
-    return Model(infer(proto, model.large), model.large)
 
 
 def with_float_type(model: Model, dtype: int) -> Model:

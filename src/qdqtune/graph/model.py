@@ -73,6 +73,13 @@ class TensorInfo:
     dtype: int
     shape: tuple[int | None, ...] | None
 
+    @staticmethod
+    def of(value: onnx.ValueInfoProto) -> TensorInfo:
+        """What the protobuf says."""
+        tensor = value.type.tensor_type
+        shape = tuple(d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim)
+        return TensorInfo(tensor.elem_type, shape if tensor.HasField("shape") else None)
+
     @property
     def is_float(self) -> bool:
         """Whether a Q/DQ pair could stand on it."""
@@ -230,7 +237,7 @@ class Model:
         """Type and shape of every tensor that shape inference reached."""
         graph = self.proto.graph
         infos = {
-            v.name: _info(v)
+            v.name: TensorInfo.of(v)
             for part in (graph.input, graph.value_info, graph.output)
             for v in part
             if v.type.HasField("tensor_type")
@@ -351,7 +358,7 @@ def captured(graph: onnx.GraphProto) -> set[str]:
 
 def static_shape(value: onnx.ValueInfoProto) -> tuple[int, ...] | None:
     """The shape of a tensor if all of it is known."""
-    shape = _info(value).shape
+    shape = TensorInfo.of(value).shape
     return None if shape is None or None in shape else tuple(d for d in shape if d is not None)
 
 
@@ -377,9 +384,3 @@ def _node(index: int, node: onnx.NodeProto) -> Node:
 def _inline(tensor: onnx.TensorProto) -> Constant:
     key = hashlib.sha256(tensor.SerializeToString(deterministic=True)).hexdigest()[:32]
     return Constant(key, tensor.data_type, tuple(tensor.dims), lambda: numpy_helper.to_array(tensor))
-
-
-def _info(value: onnx.ValueInfoProto) -> TensorInfo:
-    tensor = value.type.tensor_type
-    shape = tuple(d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim)
-    return TensorInfo(tensor.elem_type, shape if tensor.HasField("shape") else None)

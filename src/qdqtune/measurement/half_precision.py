@@ -37,9 +37,9 @@ from qdqtune.graph.float16 import (
     is_float32,
     rounded_to_float16,
 )
-from qdqtune.graph.loading import with_input_shapes
 from qdqtune.graph.model import GRAPH, Constant, Model, Node, rebuild
 from qdqtune.graph.operators import ARITHMETIC, COMPUTE, CONTROL_FLOW, COPIES, FUSED_POINTWISE, NORMALIZATIONS, elements
+from qdqtune.graph.shaping import with_input_shapes
 from qdqtune.measurement.accuracy import FLOOR_DB, accuracy, is_finite
 from qdqtune.types import Accuracy, Array, Failure, Sample
 
@@ -126,7 +126,7 @@ def in_half(
         return prepared, None, (f"{why}: what carries no pair stays in float32",)
     if wanted == "bf16":
         return prepared, half, half.notes()
-    shaped = with_input_shapes(half.model, prepared.sizes) if prepared.sizes else half.model
+    shaped = with_input_shapes(half.model, prepared.sizes)
     return replace(prepared, model=half.model, shaped=shaped), half, half.notes()
 
 

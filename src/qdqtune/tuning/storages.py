@@ -20,10 +20,10 @@ from qdqtune.engines.formats import storages, storages_like
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption, writing
 from qdqtune.graph.files import save
-from qdqtune.graph.loading import with_input_shapes
 from qdqtune.graph.model import Constant, Model
 from qdqtune.graph.operators import elements
 from qdqtune.graph.outputs import temporary_folder
+from qdqtune.graph.shaping import with_input_shapes
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import Weight, storable_edges, unstorable, weight_at
 from qdqtune.search.costs.attribution import Priced, attribute

@@ -16,8 +16,8 @@ from onnx import TensorProto, helper
 from qdqtune.calibration.observe import outputs_on, with_outputs
 from qdqtune.engines.shapes import Span
 from qdqtune.errors import BadOption
-from qdqtune.graph.loading import with_input_shapes
 from qdqtune.graph.model import Constant, Model
+from qdqtune.graph.shaping import with_input_shapes
 from qdqtune.types import Array, Sample
 
 Sizes = Mapping[str, tuple[int, ...]]

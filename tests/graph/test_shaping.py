@@ -1,0 +1,110 @@
+"""Sizes of inputs, and what follows from them, where inference of a whole graph ends too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import pytest
+from onnx import parser
+
+from models import activations, build, feeds, normal
+from qdqtune.errors import BadOption
+from qdqtune.graph.loading import load_proto
+from qdqtune.graph.model import Model
+from qdqtune.graph.rewrites import REWRITES
+from qdqtune.graph.shaping import with_input_shapes
+
+DYNAMIC = """g (float[batch,3,size] x, float[batch,4] z, float[1] q) => (float[batch,o] y, float[1] u) {
+    t = Flatten(x)
+    y = Concat<axis=1>(t, z)
+    u = Relu(q)
+}"""
+
+WINDOWS = """g (float[N,10,12,8] x) => (float[A,B] y) {
+    s = Shape(x)
+    h = Gather(s, middle)
+    n = Mod(h, seven)
+    e = Concat<axis=0>(zeros, n, zero)
+    p = Pad(x, e)
+    m = MatMul(p, w)
+    d = Shape(m)
+    b = Gather(d, zero)
+    c = Concat<axis=0>(b, rest)
+    f = Reshape(m, c)
+    i = NonZero(f)
+    g = Relu(f)
+    y = Neg(g)
+}"""
+"""A Pad and a Reshape by sizes that have to be computed, and sizes that values decide."""
+
+
+def dynamic() -> Model:
+    proto = parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]>\n{DYNAMIC}')
+    for info in (proto.graph.input[2], proto.graph.output[1]):
+        info.type.tensor_type.ClearField("shape")
+    return load_proto(proto)
+
+
+def windows() -> Model:
+    numbers = {"middle": [1, 2], "seven": [7], "zeros": [0] * 5, "zero": [0], "rest": [-1]}
+    return build(WINDOWS, {"w": normal(8, 6)} | {name: np.array(values) for name, values in numbers.items()})
+
+
+def test_input_shapes_flow_through_a_copy() -> None:
+    loaded = dynamic()
+    assert loaded.tensors["t"].shape is not None
+    assert None in loaded.tensors["t"].shape
+    shaped = with_input_shapes(loaded, {"x": (2, 3, 5), "q": (7,)})
+    assert shaped.tensors["z"].shape == (2, 4), "a symbol has one value"
+    assert shaped.tensors["t"].shape == (2, 15)
+    assert (shaped.tensors["y"].shape, shaped.tensors["u"].shape) == ((2, 19), (7,))
+    assert None in (loaded.tensors["x"].shape or ()), "the model that ships stays dynamic"
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ({"nope": (1,)}, "inputs are x, z, q"),
+        ({"x": (1, 3)}, "has 3 dimensions, not 2"),
+        ({"x": (1, 4, 5)}, "dimension 1 cannot be 4"),
+        ({"x": (0, 3, 5)}, "dimension 0 cannot be 0"),
+        ({"x": (2, 3, 5), "z": (1, 4)}, "dimension 0 cannot be 1; it is batch"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(shapes: dict[str, tuple[int, ...]], message: str) -> None:
+    with pytest.raises(BadOption, match=message):
+        with_input_shapes(dynamic(), shapes)
+
+
+def test_sizes_that_nodes_compute_are_known_as_they_run() -> None:
+    model = windows()
+    shaped = with_input_shapes(model, {"x": (2, 10, 12, 8)})
+    (values,) = activations(shaped, feeds(shaped, 1))
+    sizes = {name: shaped.tensors[name].shape for name in ("p", "m", "f", "g", "y")}
+    assert sizes == {name: values[name].shape for name in sizes}
+    assert None in (shaped.tensors["i"].shape or ()), "what values decide stays open"
+    onnx.checker.check_model(shaped.to_proto(), full_check=True)
+
+
+def test_where_inputs_are_open_or_all_is_known_nothing_is_done() -> None:
+    model = windows()
+    assert with_input_shapes(model, {}) is model
+    known = build("g (float[2,8] x) => (float[2,8] y) { a = Relu(x)\n y = Neg(a) }")
+    assert with_input_shapes(known, {}) is known
+
+
+def test_an_operator_that_nobody_knows_leaves_the_rest_open() -> None:
+    proto = windows().to_proto()
+    proto.graph.node[4].op_type, proto.graph.node[4].domain = "Own", "my"
+    proto.opset_import.add(domain="my", version=1)
+    shaped = with_input_shapes(replace(windows(), proto=proto), {"x": (2, 10, 12, 8)})
+    assert "m" not in shaped.tensors or None in (shaped.tensors["m"].shape or (None,))
+
+
+def test_all_of_a_chain_of_sizes_is_computed_at_once() -> None:
+    shaped = with_input_shapes(windows(), {"x": (2, 10, 12, 8)})
+    folded = REWRITES["constants"].apply(windows())
+    assert "Shape" in [n.op for n in folded.nodes]
+    assert [n.op for n in REWRITES["constants"].apply(shaped).nodes] == ["Pad", "MatMul", "Reshape", "Relu", "Neg"]
