@@ -188,7 +188,14 @@ def test_no_large_weight_is_read_to_move_it() -> None:
     assert rewritten.large["t"].shape == (8, 64)
 
 
-@pytest.mark.parametrize("body", ["k = Sqrt(two) n = Add(x, k)", "k = RandomUniformLike(two) n = Add(x, k)"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "k = Sqrt(two) n = Add(x, k)",
+        "k = RandomUniformLike(two) n = Add(x, k)",
+        "r = RandomNormal<shape=[8]>() n = Add(x, r) k = Neg(x)",
+    ],
+)
 def test_constant_outputs_and_random_numbers_stay(body: str) -> None:
     model = net(body, more=", float[] k")
     assert REWRITES["constants"].apply(model) is model

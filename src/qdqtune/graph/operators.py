@@ -104,7 +104,9 @@ AVERAGE_POOLS = frozenset({"AveragePool", "GlobalAveragePool"})
 ASKS_SHAPE = frozenset({"Shape", "Size"})
 """Operators that read the shape of their input and none of its values."""
 
-RANDOM = frozenset({"Bernoulli", "Multinomial", "RandomNormalLike", "RandomUniformLike"})
+RANDOM = frozenset({
+    "Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike",
+})  # fmt: skip
 """Operators whose result is not a function of their inputs."""
 
 # ---- inputs
