@@ -63,6 +63,14 @@ def test_input_shapes_flow_through_a_copy() -> None:
     assert None in (loaded.tensors["x"].shape or ()), "the model that ships stays dynamic"
 
 
+def test_two_sizes_named_by_a_question_mark_need_not_be_equal() -> None:
+    proto = parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]>\n{DYNAMIC}')
+    for dim in proto.graph.input[0].type.tensor_type.shape.dim:
+        dim.dim_param = "?"
+    shaped = with_input_shapes(load_proto(proto), {"x": (2, 3, 5), "z": (2, 4), "q": (1,)})
+    assert shaped.tensors["y"].shape == (2, 19)
+
+
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [

@@ -67,7 +67,7 @@ def load_proto(proto: ModelProto, *, min_opset: int = 13) -> Model:
 def _ready(proto: ModelProto, path: Path, fix_inputs: Mapping[str, float | int | str], min_opset: int) -> Model:
     """Raises BadModel. `proto`, of the file `path`, is changed."""
     check_sound(proto)
-    _open_negative_sizes(proto.graph)
+    _open_unknown_sizes(proto.graph)
     large = take_external(proto, path.parent, path.name)
     name_nodes(proto.graph)
     settle(proto.graph, large)
@@ -98,15 +98,16 @@ def with_opset(model: Model, opset: int) -> Model:
     return Model(infer(proto, large), large)
 
 
-def _open_negative_sizes(graph: onnx.GraphProto) -> None:
-    """Make open sizes of negative ones, in place: exporters write -1, and ONNX Runtime takes it so."""
+def _open_unknown_sizes(graph: onnx.GraphProto) -> None:
+    """Make open sizes of negative ones and of those named `?`, in place: exporters write both for a size that they do
+    not know, and ONNX Runtime takes them so. Two that are named `?` need not be equal."""
     for value in (*graph.input, *graph.value_info, *graph.output):
         for dim in value.type.tensor_type.shape.dim:
-            if dim.dim_value < 0:
+            if dim.dim_value < 0 or dim.dim_param == "?":
                 dim.Clear()
     for node in graph.node:
         for body in bodies(node):
-            _open_negative_sizes(body)
+            _open_unknown_sizes(body)
 
 
 def with_float_type(model: Model, dtype: int) -> Model:
