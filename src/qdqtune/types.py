@@ -181,8 +181,9 @@ class QType(Enum):
 class NumericFormat:
     """How an engine wants its numbers: what `insert` obeys.
 
-    `unsigned` gives tensors without negative values all 256 steps of uint8, in a format that is symmetric otherwise;
-    `shared_scale_ops` are the operators whose input and output must carry one scale to stay in integers;
+    `unsigned` gives tensors without negative values all 256 steps of uint8, in a format that is symmetric otherwise,
+    and zero point 128 to what a convolution reads from a Concat; `shared_scale_ops` are the operators whose input and
+    output must carry one scale to stay in integers;
     `reduced_weights` limits weights to 7 bits, because u8 x s8 products saturate on x86 without VNNI; `float_weights`
     leaves constants in float in front of a Q and a DQ, for engines that take no integers there (nor float16 scales).
     """

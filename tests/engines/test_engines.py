@@ -14,7 +14,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from engine_contract import IMAGE, EngineContract, conv_model, model_of, quantized_conv_model
-from models import FORMATS, conv_net, feeds, ranges, run, sqnr
+from models import FORMATS, build, conv_net, feeds, normal, ranges, run, sqnr
 from qdqtune.engines import EngineSpec, cpu, open_engine
 from qdqtune.engines import fake as fake_module
 from qdqtune.engines.fake import latency
@@ -135,6 +135,23 @@ def test_openvino_refuses_in_its_own_words_without_its_source_places(tmp_path: P
         open_engine(EngineSpec("openvino")).build(tmp_path / "m.onnx", tmp_path / "log")
     assert ".cpp" not in str(refusal.value)
     assert ".cpp" in (tmp_path / "log").read_text()
+
+
+@needs_openvino
+def test_openvino_computes_what_pairs_between_a_concat_and_a_convolution_say(tmp_path: Path) -> None:
+    """It takes steps of 1 for those of an int8 pair there."""
+    text = """net (float[1,8,9,9] x, float[1,8,9,9] z) => (float[1,6,9,9] y) {
+        [join] c = Concat <axis=1> (x, z)
+        [read] y = Conv <pads=[1,1,1,1]> (c, w)
+    }"""
+    model = build(text, {"w": normal(6, 16, 3, 3)})
+    samples, engine = feeds(model), open_engine(EngineSpec("openvino"))
+    found = ranges(model, samples)
+    placement = Placement(frozenset(e for e in possible_edges(model, found) if e.tensor in "cw"))
+    quantized = insert(model, placement, found, engine.numeric_format("int8"))
+    save(quantized, tmp_path / "m.onnx")
+    built = engine.build(tmp_path / "m.onnx", tmp_path / "log")
+    assert sqnr(run(quantized, samples), [built.run(sample) for sample in samples]) > 60
 
 
 def test_a_missing_provider_names_those_that_exist() -> None:

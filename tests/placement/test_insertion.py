@@ -29,6 +29,7 @@ from models import (
     build,
     case,
     conv_net,
+    edges,
     evaluate,
     feeds,
     normal,
@@ -46,7 +47,7 @@ from qdqtune.placement import rules
 from qdqtune.placement.insertion import RAW_OUTPUT, Inserter, insert
 from qdqtune.placement.possible import WeightRole, consistent, possible_edges, weight_role
 from qdqtune.placement.reading import read_placement
-from qdqtune.types import Edge, NumericFormat, Placement
+from qdqtune.types import Edge, NumericFormat, Placement, QType
 
 CASES = ("conv_net", "attention", "tapped", "embedding", "conv_net_half", "attention_half")
 
@@ -435,6 +436,27 @@ def test_what_a_concat_alone_reads_has_its_range_if_near(other: str, low: float,
     for tensor in sorted(scales):
         by_scale[float(scales[tensor].scale)] = by_scale.get(float(scales[tensor].scale), "") + tensor
     assert set(by_scale.values()) == {"".join(sorted(group)) for group in alike}
+
+
+def test_what_a_convolution_reads_from_a_concat_has_the_same_steps_around_128() -> None:
+    text = """net (float[1,4,6,6] x, float[1,4,6,6] z) => (float[1,2,6,6] y, float[1,8,6,6] v, float[1,2,6,6] u) {
+        [join] c = Concat <axis=1> (x, z)
+        [read] y = Conv(c, w)
+        [other] d = Concat <axis=1> (z, x)
+        [last] v = Neg(d)
+        [alone] u = Conv(x, k)
+    }"""
+    model = build(text, {"w": normal(2, 8, 1, 1), "k": normal(2, 4, 1, 1)})
+    own = Ranges(dict.fromkeys("xzcd", Range(-2, 1)))
+    signed = replace(INT8, unsigned=True, shared_scale_ops=frozenset({"Concat"}))
+    placement = Placement(on(model, *"xzcd").edges | edges("w read 1", "k alone 1"))
+    scales, _ = Inserter(model, own, signed).scales(placement)
+    assert {t: (q.qtype, q.zero_point) for t, q in scales.items()} == {
+        **dict.fromkeys("xzd", (QType.INT8, 0)),
+        "c": (QType.UINT8, 128),
+    }
+    assert len({float(q.scale) for q in scales.values()}) == 1
+    assert {q.zero_point for q in Inserter(model, own, INT8).scales(placement)[0].values()} == {0}
 
 
 def test_scales_are_shared_only_where_pairs_stand_on_both_sides_of_the_operator() -> None:

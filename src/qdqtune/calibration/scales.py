@@ -7,7 +7,7 @@ x' = (q - zero_point) * scale.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -93,6 +93,13 @@ def of_range(values: Range, fmt: NumericFormat, dtype: Any = np.float32) -> Quan
     scale = _positive(np.float64(high - low) / (qtype.high - qtype.low), dtype)
     zero_point = int(np.clip(np.rint(qtype.low - low / np.float64(scale)), qtype.low, qtype.high))
     return Quantization(qtype, scale, zero_point)
+
+
+def without_sign(quantization: Quantization) -> Quantization:
+    """The same values in unsigned integers: int8 around zero becomes uint8 around 128."""
+    if quantization.qtype is not QType.INT8:
+        return quantization
+    return replace(quantization, qtype=QType.UINT8, zero_point=128)
 
 
 def of_weight(

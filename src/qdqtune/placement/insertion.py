@@ -30,7 +30,7 @@ from qdqtune.placement.bias_correction import layer_at
 from qdqtune.placement.compression import BLOCKS, Compressor
 from qdqtune.placement.draft import Draft, Fragment, Parameters, converter, with_names
 from qdqtune.placement.possible import clamp_bounds, refusal, unscaled, weight_role
-from qdqtune.placement.shared_scales import Member, common_ranges
+from qdqtune.placement.shared_scales import Member, common_ranges, joined_for_convolutions
 from qdqtune.types import Array, Edge, NumericFormat, Placement, QType
 
 ONNX_TYPE: Mapping[QType, int] = {
@@ -95,7 +95,7 @@ class Inserter:
         self._ranges, self._format, self._moments = ranges, fmt, moments
         self._constants: dict[str, Range] = {}
         self._weights: dict[tuple[str, int | None], Quantization] = {}
-        self._activations: dict[tuple[Range, int], Quantization] = {}
+        self._activations: dict[tuple[Range, int, bool], Quantization] = {}
         self._forms: dict[tuple[object, ...], Constant] = {}
         self._fine = frozenset[Edge]()
         self._fragments: dict[object, Fragment] = {}
@@ -197,12 +197,14 @@ class Inserter:
         shared = frozenset[str]() if self._ranges.is_given else self._format.shared_scale_ops
         common = common_ranges(self._model, members, placement, shared)
         tensors = {m: m.tensor if isinstance(m, Edge) else m for m in members}
-        return {m: self._activation_scale(r, self._dtype(tensors[m])) for m, r in common.items()}
+        joined = joined_for_convolutions(self._model, placement) if self._format.unsigned else frozenset[str]()
+        return {m: self._activation_scale(r, self._dtype(tensors[m]), m in joined) for m, r in common.items()}
 
-    def _activation_scale(self, values: Range, dtype: int) -> Quantization:
-        key = (values, dtype)
+    def _activation_scale(self, values: Range, dtype: int, is_joined: bool) -> Quantization:
+        key = (values, dtype, is_joined)
         if key not in self._activations:
-            self._activations[key] = scales.of_range(values, self._format, _numpy(dtype))
+            found = scales.of_range(values, self._format, _numpy(dtype))
+            self._activations[key] = scales.without_sign(found) if is_joined else found
         return self._activations[key]
 
     def _constant_range(self, tensor: str) -> Range:

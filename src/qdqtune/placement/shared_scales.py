@@ -54,6 +54,12 @@ def common_ranges(
     return {m: common[root(m)] for m in own}
 
 
+def joined_for_convolutions(model: Model, placement: Placement) -> frozenset[str]:
+    """What a Concat makes and a convolution reads through a pair."""
+    read = {e.tensor for e in placement if (n := model.user(e)) and n.op == "Conv" and not n.domain}
+    return frozenset(t for t in read if (n := model.maker(t)) and n.op == "Concat" and not n.domain)
+
+
 def _join(
     model: Model, placement: Placement, operators: Set[str], common: dict[Member, Range], root: Mapping[Member, Member]
 ) -> None:

@@ -26,7 +26,7 @@ from qdqtune.tuning.forms import is_whole, rounds_of
 from qdqtune.types import TRANSIENT, Accuracy, Edge, Failure, Layer, Measurement, Placement, Storage
 
 VERSION = 1
-CANDIDATES = 2
+CANDIDATES = 3
 """The version of what makes candidates (loading, scales, insertion): raised where equal placements become other files,
 so that no run mixes two kinds. A test holds what they are."""
 
