@@ -105,6 +105,7 @@ def test_a_folder_is_read_file_by_file_in_order(tmp_path: Path) -> None:
         np.save(tmp_path / f"{name}.npy", np.arange(start, start + 6, dtype=np.float32).reshape(2, 3))
     np.savez(tmp_path / "d.npz", x=np.full((1, 3), 30, np.float32))
     (tmp_path / "notes.txt").write_text("not data")
+    (tmp_path / "._a.npy").write_bytes(b"what macOS knows of a.npy")
     samples = open_samples(str(tmp_path), model())
     assert [s["x"][0, 0] for s in samples] == [0, 3, 10, 13, 20, 23, 30]
     before = samples.digest

@@ -177,7 +177,7 @@ def open_samples(
     if path.suffix == ".npz" or path.is_file():
         produce, digest = _from_files([path], specs, fixed), _digest([path])
     elif path.is_dir():
-        files = sorted(f for f in path.iterdir() if f.suffix in (".npy", ".npz"))
+        files = sorted(f for f in path.iterdir() if f.suffix in (".npy", ".npz") and not f.name.startswith("."))
         if not files:
             raise BadData(f"{path} holds no .npy or .npz file")
         produce, digest = _from_files(files, specs, fixed), _digest(files)
