@@ -244,6 +244,18 @@ def test_spans_are_aligned(tmp_path: Path) -> None:
     assert all(offset % ConstantFile.ALIGN == 0 for offset in offsets)
 
 
+def test_a_constant_may_be_computed_by_running_a_model_that_is_written_to_the_same_file(tmp_path: Path) -> None:
+    given = model()
+
+    def computed() -> npt.NDArray[Any]:
+        return weights() * run(constants.write(given, "observed"))[0][0, 0]
+
+    with ConstantFile(tmp_path / "w.bin") as constants:
+        late = {"v": Constant("late", TensorProto.FLOAT, (40, 40), computed)}
+        constants.save(Model(given.proto, given.large | late), tmp_path / "m.onnx")
+    assert run(tmp_path / "m.onnx")[0][0, 0] == 9
+
+
 def test_a_new_file_does_not_cut_short_what_an_older_one_still_holds(tmp_path: Path) -> None:
     with ConstantFile(tmp_path / "w.bin") as constants:
         constants.save(model(), tmp_path / "m.onnx")

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from copy import deepcopy
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 
 from onnx import TensorProto
 
@@ -78,7 +78,7 @@ class ConstantFile:
         self.path = path
         self._known = known
         self._spans: dict[str, tuple[int, int]] = {}
-        self._lock = Lock()
+        self._lock = RLock()  # what is computed to be written may have to run a model, which is written here too
         with writing(path):
             path.unlink(missing_ok=True)  # an engine may still have an earlier one mapped: do not cut it short there
             self._file = path.open("w+b")
