@@ -57,10 +57,12 @@ MERGED = {
         SQUARES + "q = Div(d, r) g = Mul(q, gamma) n = Add(g, beta)",
         SQUARES.replace("Pow(d, two)", "Mul(d, d)") + "q = Div(d, r) g = Mul(gamma, q) n = Add(beta, g)",
         SQUARES + "n = Div(d, r)",
+        SQUARES + "i = Div(one, r) q = Mul(d, i) g = Mul(q, gamma) n = Add(g, beta)",
     ],
     "rmsnorm": [
         ROOT + "q = Div(x, r) n = Mul(q, gamma)",
         ROOT.replace("Mul(x, x)", "Pow(x, two)") + "i = Reciprocal(r) q = Mul(x, i) n = Mul(gamma, q)",
+        ROOT + "i = Div(one, r) q = Mul(x, i) n = Mul(q, gamma)",
     ],
 }
 
@@ -98,6 +100,7 @@ GELU, SWISH, NORM = MERGED["gelu"][0], MERGED["hardswish"][0], MERGED["layernorm
         ("rmsnorm", NORM, ""),
         ("rmsnorm", ROOT + "z = Neg(x) q = Div(z, r) n = Mul(q, gamma)", ""),
         ("rmsnorm", ROOT + "q = Div(r, x) n = Mul(q, gamma)", ""),
+        ("rmsnorm", ROOT + "i = Div(two, r) q = Mul(x, i) n = Mul(q, gamma)", ""),
     ],
 )
 def test_what_somebody_else_reads_or_computes_otherwise_stays(name: str, body: str, more: str) -> None:

@@ -173,7 +173,7 @@ def _scaled(op: str, model: Model, source: str, before: tuple[Node, ...], numera
     if quotient is None or source not in model.tensors:
         return None
     nodes = (*before, *root.nodes, quotient)
-    if quotient.op == "Reciprocal":
+    if _is_inverse(model, quotient, last):
         if (product := reader(model, quotient)) is None or product.op != "Mul":
             return None
         nodes, is_quotient = (*nodes, product), numerator in product.inputs
@@ -191,6 +191,12 @@ def _scaled(op: str, model: Model, source: str, before: tuple[Node, ...], numera
         operands.append(shift[1])
         nodes = (*nodes, shift[0])
     return Match(op, nodes, source, {"axis": -1, "epsilon": root.epsilon}, tuple(operands))
+
+
+def _is_inverse(model: Model, node: Node, of: Node) -> bool:
+    """Whether a node makes 1 / x of what `of` makes: torch.rsqrt, as one exporter of PyTorch writes it or the other."""
+    is_quotient = node.op == "Div" and node.inputs[1] == of.outputs[0]
+    return node.op == "Reciprocal" or (is_quotient and number(model, node.inputs[0]) == 1.0)
 
 
 def _root_of_squares(model: Model, tensor: str) -> _Root | None:
