@@ -16,6 +16,7 @@ from models import build, normal, ranges
 from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.moments import no_moments
 from qdqtune.calibration.scales import Ranges
+from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.formats import numeric_format, storages
 from qdqtune.engines.mixes import mix_of
@@ -203,6 +204,8 @@ def test_what_products_meet_is_looked_at_once_a_weight_is_rounded_by_it(tmp_path
     assert asked.products_of(nearest, own) is no_moments
     with pytest.raises(BadOption, match="give --calibration-data"):
         Settings(Path("m.onnx"), weight_rounding="gptq")
+    called = Settings(Path("m.onnx"), workloads=(WorkloadFile(Path("d.npz"), 1.0),), weight_rounding="gptq")
+    assert asked.products_of(called, own) is not no_moments, "workloads are data as well"
 
 
 def test_what_products_meet_has_to_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:

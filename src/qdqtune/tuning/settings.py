@@ -170,8 +170,10 @@ class Settings:
                         wanted_storage(self.engine.name, name)
                     except BadOption as error:
                         raise BadOption(f"--formats: {error}, and {self.quant_type} for pairs") from error
-        if self.weight_rounding == "gptq" and self.calibration_data is None:
-            raise BadOption("--weight-rounding gptq makes up for errors on your data: give --calibration-data")
+        if self.weight_rounding == "gptq" and self.calibration_data is None and not self.workloads:
+            raise BadOption(
+                "--weight-rounding gptq makes up for errors on your data: give --calibration-data or --workload"
+            )
         if self.deploy_threads is not None:
             counts_of(self.engine, self.deploy_threads, is_here=self.ray is None)
         if self.graph_json is not None and self.mode != "subgraph":
