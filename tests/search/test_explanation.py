@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from io import StringIO
 from itertools import chain, combinations
 from pathlib import Path
@@ -17,6 +18,7 @@ from qdqtune.engines.fake import latency
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
+from qdqtune.search.costs.explanation import UnitPrice
 from qdqtune.search.costs.units import Decision
 from qdqtune.search.latency import GroupedSearch
 from qdqtune.tuning.loop import tune
@@ -67,6 +69,16 @@ def test_the_largest_units_are_printed(tmp_path: Path) -> None:
     second = next(line for line in lines if "second" in line)
     assert "8 bits" in second
     assert any("first and 1 more" in line for line in lines)
+
+
+def test_weights_in_fewer_bits_are_printed_with_the_time_of_their_storage(tmp_path: Path) -> None:
+    first = cut_run(tmp_path).recorded.rows[0]
+    assert isinstance(first, UnitPrice)
+    stored = replace(first, quantized=False, storage="w8", stored_ms={"w8": 0.75, "w4b32": 0.25})
+    console = Console(width=140, record=True, file=StringIO())
+    console.print(report.units_table([stored, replace(stored, storage="")]))
+    own, least = (line.split() for line in console.export_text().splitlines() if first.nodes[0] in line)
+    assert ("0.750" in own, "w8" in own, "0.250" in least, "float" in least) == (True, True, True, True)
 
 
 def test_region_mode_explains_no_units(tmp_path: Path) -> None:

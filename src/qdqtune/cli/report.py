@@ -187,7 +187,7 @@ def units_table(units: Sequence[UnitPrice]) -> Table:
         quantized = "" if unit.quantized_ms is None else f"{unit.quantized_ms:.3f}" + ("" if unit.seen else " ?")
         margin = "" if unit.margin_ms is None else f"{unit.margin_ms:+.3f}"
         decision = "8 bits" if unit.quantized else unit.storage or "float"
-        stored = min(unit.stored_ms.values(), default=None)
+        stored = unit.stored_ms.get(unit.storage, min(unit.stored_ms.values(), default=None))
         name = unit.nodes[0] + (f" and {len(unit.nodes) - 1} more" if len(unit.nodes) > 1 else "")
         weights = [] if not has_stored else ["" if stored is None else f"{stored:.3f}"]
         rows.append((name, f"{unit.float_ms:.3f}", *weights, quantized, f"{unit.boundary_ms:.3f}", decision, margin))
