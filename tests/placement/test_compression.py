@@ -10,6 +10,7 @@ import onnxruntime
 import pytest
 
 from models import Arrays, build, normal, run, sqnr
+from qdqtune.calibration import blocks
 from qdqtune.calibration.moments import moments
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines.formats import numeric_format, storages_like
@@ -133,6 +134,17 @@ def test_a_placement_file_holds_them_and_one_without_is_as_it_was(tmp_path: Path
     write_placement(path, Recorded(Placement.of([Edge("x", "up", 0)]), "int8", "onnxruntime", {}), "net.onnx")
     assert "weights" not in path.read_text()
     assert Placement.of([Edge("x", "up", 0)]).digest == "57be96cd787cd543"
+
+
+def test_what_a_moment_says_is_found_once_for_all_storages(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = net(), []
+    met = {name: np.eye(32) for name in ("t", "f", "b")}
+    monkeypatch.setattr(blocks, "passed_on", lambda moment: asked.append(1) or np.eye(32, dtype=np.float32))
+    rounded = Inserter(model, Ranges({}), numeric_format("onnxruntime", "int8"), lambda _: met)
+    for name in ("w4b32", "w8b32"):
+        for constant in rounded.insert(placed(model, name)).large.values():
+            constant.array()
+    assert len(asked) == len(met)
 
 
 def test_rounding_that_accounts_for_what_products_meet_makes_other_files_and_smaller_errors() -> None:

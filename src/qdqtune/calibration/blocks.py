@@ -150,12 +150,21 @@ def _tried(weight: Array, storage: Storage) -> Iterator[tuple[Array, Array]]:
         yield scale, np.clip(np.rint(-bottom * share / scale), low, high)
 
 
-def compensated(weight: Array, storage: Storage, moment: Array) -> Stored:
+def passed_on(moment: Array) -> Array:
+    """How the error of each input [in] goes to those behind it [in], by the inverse of a moment, in float32: the upper
+    factor of a Cholesky decomposition. `moment` [in, in] is the mean of x x^T over the inputs x that a product meets.
+    """
+    damped = np.asarray(moment, np.float64).copy()
+    damped[np.diag_indices(len(damped))] += DAMPING * np.trace(damped) / len(damped) + np.finfo(np.float32).tiny
+    return np.asarray(np.linalg.cholesky(np.linalg.inv(damped)).T.astype(np.float32))
+
+
+def compensated(weight: Array, storage: Storage, upper: Array) -> Stored:
     """A weight [in, out] in a storage, each input rounded so that what is lost is made up for by those behind it.
 
-    `moment` [in, in] is the mean of x x^T over the inputs x that the product meets. One input after the other is
-    rounded, with the scales of `store`; its error goes to the inputs that are left, as the inverse of the moment says:
-    the sum of squared errors of the product's outputs falls, where inputs know of each other (GPTQ, arXiv 2210.17323).
+    One input after the other is rounded, with the scales of `store`; its error goes to the inputs that are left, as
+    `upper` says (see `passed_on`): the sum of squared errors of the product's outputs falls, where inputs know of each
+    other (GPTQ, arXiv 2210.17323).
     """
     start = store(weight, storage)
     (rows, columns), (low, high) = weight.shape, ends(storage)
@@ -164,9 +173,6 @@ def compensated(weight: Array, storage: Storage, moment: Array) -> Stored:
     zero = (
         np.zeros_like(scale) if start.zero_point is None else start.zero_point.astype(np.float32).reshape(-1, columns)
     )
-    damped = np.asarray(moment, np.float64).copy()
-    damped[np.diag_indices(rows)] += DAMPING * np.trace(damped) / rows + np.finfo(np.float32).tiny
-    upper = np.linalg.cholesky(np.linalg.inv(damped)).T.astype(np.float32)
     left, integers = np.array(weight, np.float32), np.empty((rows, columns), np.int16)
     for first in range(0, rows, PANEL):
         last = min(first + PANEL, rows)

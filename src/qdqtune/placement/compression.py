@@ -38,7 +38,8 @@ KEPT = 8 * LARGE
 
 
 class Compressor:
-    """Stored weights of one model, written into candidates; remembers small scales, which each candidate holds.
+    """Stored weights of one model, written into candidates; remembers small scales, which each candidate holds, and
+    what moments say, which is the same for all products of a tensor and in all storages.
 
     `moments` of tensors that products meet, by name, make the rounding of the weights there account for them.
     """
@@ -46,6 +47,7 @@ class Compressor:
     def __init__(self, model: Model, moments: Mapping[str, Array] = MappingProxyType({})) -> None:
         self._model, self._moments = model, moments
         self._scales: dict[str, tuple[Array, Array | None]] = {}
+        self._passed_on: dict[str, Array] = {}
         self._latest: tuple[str, Stored] | None = None
 
     @cached_property
@@ -145,10 +147,12 @@ class Compressor:
         return tuple(draft.made[made].split("\n"))
 
     def _rounded(self, weight: Weight, storage: Storage) -> Stored:
-        moment = None if weight.node.op == "Gather" else self._moments.get(weight.node.inputs[0])
-        if moment is None:
+        met = weight.node.inputs[0]
+        if weight.node.op == "Gather" or met not in self._moments:
             return blocks.store(weight.array(), storage)
-        return blocks.compensated(weight.array(), storage, moment)
+        if met not in self._passed_on:
+            self._passed_on[met] = blocks.passed_on(self._moments[met])
+        return blocks.compensated(weight.array(), storage, self._passed_on[met])
 
     def _part(self, number: int, key: str, weight: Weight, storage: Storage, shape: tuple[int, ...]) -> Array:
         """Integers, scales or zero points of a weight, in this order; the three are read one after the other."""

@@ -143,7 +143,7 @@ def products_of(settings: Settings, subject: Subject) -> Moments:
         return no_moments
     weights = (weight_at(subject.shaped, edge) for edge in storable_edges(subject.shaped))
     sizes = {w.node.inputs[0]: w.shape[0] for w in weights if w is not None and w.node.op != "Gather"}
-    needed = sum(8 * inputs**2 for inputs in sizes.values())
+    needed = sum(12 * inputs**2 for inputs in sizes.values())  # the moment, and what its inverse says in float32
     if needed > MOST_MOMENTS:
         raise BadOption(
             f"--weight-rounding gptq would hold {needed / 1e9:.1f} GB of what products of this model meet: round to "
