@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from qdqtune.cli.report import front_table
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
 from qdqtune.placement.files import read_placement_file
@@ -83,8 +86,10 @@ def test_what_ships_is_the_fastest_that_holds_the_limits(model: Path) -> None:
 def test_another_point_ships_without_a_measurement(model: Path, workers: Workers) -> None:
     tune(settings(model, mode="cut", front=True, builds=25))
     folder, built, timed = model.parent / "out", len(workers.builds), len(workers.runs)
-    rows = json.loads((folder / "summary.json").read_text())["front"]
-    chosen = next(row for row in rows if not row["shipped"])
+    told = json.loads((folder / "summary.json").read_text())
+    chosen = next(row for row in told["front"] if not row["shipped"])
+    chosen["weights"] = {"w8": 2}  # this engine has none
+    (folder / "summary.json").write_text(json.dumps(told))
     summary = pick(folder, chosen["name"])
     assert (len(workers.builds), len(workers.runs)) == (built + 1, timed)  # it is loaded, and not run
     assert (folder / "optimized_final.onnx").read_bytes() == (folder / chosen["file"]).read_bytes()
@@ -92,6 +97,10 @@ def test_another_point_ships_without_a_measurement(model: Path, workers: Workers
     assert (summary["ratio"], summary["output_sqnr_db"]) == (chosen["ratio"], chosen["sqnr_db"])
     assert [row["name"] for row in summary["front"] if row["shipped"]] == [chosen["name"]]
     recorded = read_placement_file(folder / "placement.yaml")
+    assert (summary["edges"], summary["weights"]) == (len(recorded.placement), {"w8": 2})
+    table = Console(width=120, file=(printed := StringIO()))
+    table.print(front_table(summary["front"]))
+    assert f"{chosen['pairs']} + 2 weights" in printed.getvalue()
     assert read_placement(load(model), load(folder / "optimized_final.onnx")).placement == recorded.placement
     with pytest.raises(BadOption, match="has no point 'best'"):
         pick(folder, "best")

@@ -127,7 +127,7 @@ def front_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         metric = "" if row["metric"] is None else f"{row['metric']:g}"
         agreement = "" if row["agreement"] is None else f"{row['agreement']:.1%}"
         mark = "ships" if row["shipped"] else "" if row["holds_limits"] else "below the limits"
-        cells.append((row["name"], ends, _db(row["sqnr_db"]), agreement, metric, str(row["pairs"]), mark))
+        cells.append((row["name"], ends, _db(row["sqnr_db"]), agreement, metric, _carry(row), mark))
     columns = ("point", "speedup [interval]", "SQNR, dB", "agreement", "metric", "tensors", "")
     told = [n for n, name in enumerate(columns) if name not in ("agreement", "metric") or any(row[n] for row in cells)]
     table = table_of([columns[n] for n in told], [[row[n] for n in told] for row in cells])
@@ -144,7 +144,7 @@ def met_table(rows: Sequence[Mapping[str, Any]], *, is_front: bool = False) -> T
             row["origin"],
             speed(row["ratio"]),
             _db(row["sqnr_db"]),
-            str(row["pairs"]) + (f" + {row['weights']} weights" if row.get("weights") else ""),
+            _carry(row),
             "ships" if row.get("shipped") else "" if row["holds_limits"] else "below the limits",
         )
         for row in rows
@@ -153,6 +153,13 @@ def met_table(rows: Sequence[Mapping[str, Any]], *, is_front: bool = False) -> T
     proven = "none proved to be a point of the front" if is_front else "--front proves such points"
     table.caption = f"what no other candidate beat in both, as the search measured it; {proven}"
     return table
+
+
+def _carry(row: Mapping[str, Any]) -> str:
+    """How many tensors carry a pair, and how many weights are stored in fewer bits: told by storage or in all."""
+    weights = row.get("weights") or 0
+    count = weights if isinstance(weights, int) else sum(weights.values())
+    return str(row["pairs"]) + (f" + {count} weights" if count else "")
 
 
 def _db(sqnr_db: float | None) -> str:

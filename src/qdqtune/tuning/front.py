@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,7 +52,7 @@ class Proven:
 
     def row(self, shipped: Placement, mix: Mix) -> dict[str, Any]:
         """The row of summary.json."""
-        accuracy = self.trial.accuracy
+        accuracy, placement = self.trial.accuracy, self.trial.placement
         assert accuracy is not None  # a point was measured
         return {
             "name": self.name,
@@ -63,10 +64,12 @@ class Proven:
             "sqnr_db": accuracy.sqnr_db,
             "agreement": accuracy.top1 if accuracy.agreement is None else accuracy.agreement,
             "metric": self.metric,
-            "pairs": len({e.tensor for e in self.trial.placement}),
+            "pairs": len({e.tensor for e in placement}),
+            "edges": len(placement),
+            "weights": dict(Counter(storage.name for storage in placement.storages.values())),
             "ms": self.seconds * 1e3,
             "holds_limits": self.holds,
-            "shipped": self.trial.placement == shipped,
+            "shipped": placement == shipped,
             "by_threads": rows_of(self.standings),
             **({"workloads": rows_by_workload(self.standings, mix)} if len(mix) > 1 else {}),
         }
@@ -196,7 +199,7 @@ def _as_shipped(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> di
         "metric_after": row["metric"],
         "constraint_met": row["holds_limits"],
         "by_threads": row.get("by_threads", []),
-        **{name: row[name] for name in ("workloads",) if name in row},
+        **{name: row[name] for name in ("edges", "weights", "workloads") if name in row},
         "front": [{**other, "shipped": other["name"] == row["name"]} for other in rows],
     }
 
