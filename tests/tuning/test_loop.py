@@ -380,6 +380,9 @@ class TestAModelThatHasPairs:
         result = tune(settings(model, model=given, from_qdq=True, output_dir=model.parent / "again"))
         assert result.shipped == "given"
         assert (model.parent / "again" / "optimized_final.onnx").read_bytes() == given.read_bytes()
+        (note,) = (note for note in result.notes if note.startswith("a candidate of"))
+        assert "did not prove faster than qdq.onnx: 1.00x" in note
+        assert "the speed of qdq.onnx" in note
 
     def test_with_external_data_it_ships_again_whole(self, model: Path) -> None:
         given = quantized(model, "qdq.onnx", tune(settings(model)).placement)

@@ -62,9 +62,9 @@ def elsewhere(searched: int | None, proven: Sequence[tuple[int | None, Ratio]]) 
     return f"{told}: who deploys at {threads} may gain more by a search there (--threads {threads} --restart)"
 
 
-def unproven(ratio: Ratio) -> str:
+def unproven(ratio: Ratio, of: str = "float") -> str:
     """How fast something was that did not prove faster, and what would decide it."""
-    known = f"{ratio.speedup} the speed of float"
+    known = f"{ratio.speedup} the speed of {of}"
     return f"{known}; {QUIETER}" if ratio.verdict == "undecided" else known
 
 

@@ -237,6 +237,11 @@ class _Contest:
             note = f"{edges} is no gain where it may run: {first.ratio.speedup} the speed of float at {here}, but "
             self.notes[f"{note}{end.ratio.speedup} at {there}"] = None
             return
+        known = [met.to_given for met in self.last if met.to_given is not None]
+        if is_held(standings) and known:  # faster than float, but not than the user's file
+            slowest, name = max(known, key=lambda ratio: ratio.median), self.run.settings.model.name
+            self.notes[f"{edges} did not prove faster than {name}: {advice.unproven(slowest, name)}"] = None
+            return
         self.notes[f"{edges} did not prove faster on fresh builds: {advice.unproven(first.ratio)}"] = None
 
 
