@@ -18,6 +18,7 @@ import qdqtune
 from models import attention, build, conv_net, embedding, feeds, normal, run
 from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.scales import Range, Ranges
+from qdqtune.commands import apply as applying
 from qdqtune.commands.quantize import HELD_OUT, Request, Selection, quantize
 from qdqtune.engines import MODULES
 from qdqtune.engines.formats import numeric_format
@@ -27,6 +28,7 @@ from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.measurement.accuracy import sqnr_db
 from qdqtune.measurement.fitting import with_known_ranges
+from qdqtune.placement.files import Recorded, write_placement
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.reading import read_placement
 from qdqtune.types import Failure, Placement, QType, QuantType
@@ -430,3 +432,24 @@ def test_rounding_by_data_says_where_the_data_are_few_and_is_refused_without_sto
     assert any("met 5 rows (tokens) where products have up to 32" in note for note in quantize(asked).notes)
     with pytest.raises(BadOption, match="goes with --weight-only"):
         quantize(replace(asked, weight_only=None))
+
+
+def test_weights_that_were_rounded_by_data_are_rounded_so_again(tmp_path: Path) -> None:
+    text = "net (float[1,32] x) => (float[1,32] y) { [m] y = MatMul(x, w) }"
+    path = written(build(text, {"w": normal(32, 32)}), tmp_path)
+    asked = request(path, engine="onnxruntime", weight_only="w4b32", weight_rounding="gptq")
+    placement = quantize(asked).placed.placement
+
+    def applied(rounding: str, data: str | None) -> applying.Applied:
+        file = tmp_path / "placement.yaml"
+        write_placement(file, Recorded(placement, "int8", "onnxruntime", {}, weight_rounding=rounding), "net.onnx")
+        again = tmp_path / f"{rounding}.onnx"
+        return applying.apply(applying.Request(path, again, calibration_data=data, placement=file))
+
+    found = [applied(rounding, asked.calibration_data) for rounding in ("nearest", "gptq")]
+    assert [done.notes for done in found] == [(), ()]
+    near, same, wanted = (load(p) for p in (tmp_path / "nearest.onnx", tmp_path / "gptq.onnx", asked.output))
+    integers = [model.constants["w_quantized"].array() for model in (near, same, wanted)]
+    assert [np.array_equal(each, integers[-1]) for each in integers] == [False, True, True]
+    (note,) = applied("gptq", None).notes
+    assert "--calibration-data would tell" in note

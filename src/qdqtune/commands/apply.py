@@ -7,6 +7,7 @@ from pathlib import Path
 
 from qdqtune.calibration.matching import Matched
 from qdqtune.calibration.methods import Calibration
+from qdqtune.calibration.moments import Moments, moments, no_moments
 from qdqtune.calibration.scales import Ranges
 from qdqtune.commands.source import Ready, Source
 from qdqtune.engines.acceptance import accepted
@@ -17,9 +18,9 @@ from qdqtune.graph.float16 import load_for
 from qdqtune.graph.rewrites import allowed
 from qdqtune.measurement.half_precision import finished
 from qdqtune.measurement.simulation import Simulation
-from qdqtune.placement.files import every_edge, existing, read_placement_file
+from qdqtune.placement.files import Recorded, every_edge, existing, read_placement_file
 from qdqtune.placement.insertion import Inserter
-from qdqtune.placement.possible import possible_edges
+from qdqtune.placement.possible import met_by_weights, possible_edges
 from qdqtune.placement.reading import is_quantized
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.types import Accuracy, Edge, Placement
@@ -90,10 +91,24 @@ def apply(request: Request, observer: Observer | None = None) -> Applied:
     placed, lost = known(ranges)
     if recorded.placement and not placed:
         raise BadModel(f"on none of the edges of {request.placement} can a pair stand in {request.model}")
-    inserter = Inserter(ready.graph, ranges, numbers)
+    met, notes = _met(recorded, ready, placed)
+    inserter = Inserter(ready.graph, ranges, numbers, met)
     with accepted(request.output, engine) as fresh:
         save(finished(inserter.insert(placed), precision), fresh)
-    return Applied(placed, lost, *_judged(ready, inserter, placed, engine), ready.matched, ready.notes)
+    return Applied(placed, lost, *_judged(ready, inserter, placed, engine), ready.matched, (*ready.notes, *notes))
+
+
+def _met(recorded: Recorded, ready: Ready, placement: Placement) -> tuple[Moments, tuple[str, ...]]:
+    """What products meet whose weights were rounded by it, and are to be so again; and what to say where no data tell
+    it."""
+    tensors = sorted(met_by_weights(ready.shaped, placement))
+    if recorded.weight_rounding == "nearest" or not tensors:
+        return no_moments, ()
+    prepared = ready.prepared
+    if prepared is None or prepared.samples.is_random:
+        told = "weights were rounded by what products meet (gptq), and are rounded to the nearest here"
+        return no_moments, (f"{told}: --calibration-data would tell",)
+    return lambda model: moments(model, tensors, prepared.calibration), ()
 
 
 def _judged(ready: Ready, inserter: Inserter, placed: Placement, engine: str) -> tuple[bool, Accuracy | None]:

@@ -43,7 +43,7 @@ from qdqtune.measurement.metric import Evaluation, evaluate, load_evaluation
 from qdqtune.placement import engine_rules, implicit, rules
 from qdqtune.placement.engine_rules import Placed
 from qdqtune.placement.insertion import Inserter
-from qdqtune.placement.possible import possible_edges, storable_edges, weight_at
+from qdqtune.placement.possible import met_by_weights, possible_edges, storable_edges
 from qdqtune.placement.reading import is_quantized
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.types import Array, Edge, Failure, NumericFormat, Placement, QuantType, Sample
@@ -246,18 +246,12 @@ def _moments(
     if request.weight_rounding == "nearest" or prepared is None:
         return {}
     observer.stage(f"looking at what products meet on {prepared.samples.origin}")
-    return moments(model, sorted(_met_by_weights(model, placement)), prepared.calibration)
-
-
-def _met_by_weights(model: Model, placement: Placement) -> dict[str, int]:
-    """The tensors that products with stored weights read, and the inputs of these."""
-    weights = (weight_at(model, edge) for edge, _ in placement.compressed)
-    return {w.node.inputs[0]: w.shape[0] for w in weights if w is not None and w.node.op != "Gather"}
+    return moments(model, sorted(met_by_weights(model, placement)), prepared.calibration)
 
 
 def _few_rows(request: Request, model: Model, placement: Placement, prepared: Prepared | None) -> tuple[str, ...]:
     """What to say where the data have fewer rows than products have inputs: rounding learns little from them."""
-    met = {} if request.weight_rounding == "nearest" else _met_by_weights(model, placement)
+    met = {} if request.weight_rounding == "nearest" else met_by_weights(model, placement)
     if not met or prepared is None:
         return ()
     tensor = max(met, key=lambda name: met[name])

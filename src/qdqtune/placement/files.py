@@ -28,7 +28,7 @@ QUANT_TYPES: tuple[QuantType, ...] = get_args(QuantType)
 
 @dataclass(frozen=True)
 class Recorded:
-    """What placement.yaml holds."""
+    """What placement.yaml holds. `weight_rounding` is how weights that alone are quantized were rounded."""
 
     placement: Placement
     quant_type: str
@@ -36,6 +36,7 @@ class Recorded:
     fix_inputs: Mapping[str, float | int | str]
     calibration: Calibration = field(default_factory=Calibration)
     rewrites: Rewrites = field(default_factory=Rewrites)
+    weight_rounding: str = "nearest"
 
 
 def write_placement(path: Path, recorded: Recorded, model: str) -> None:
@@ -63,7 +64,7 @@ def write_placement(path: Path, recorded: Recorded, model: str) -> None:
             "calibration": asdict(recorded.calibration),
             "rewrites": {"folded": recorded.rewrites.folded, "names": list(recorded.rewrites.names)},
             "edges": edges,
-            **({"weights": compressed} if compressed else {}),
+            **({"weight_rounding": recorded.weight_rounding, "weights": compressed} if compressed else {}),
         },
     )
 
@@ -89,6 +90,7 @@ def read_placement_file(path: Path) -> Recorded:
             dict(content.get("fix_inputs") or {}),
             Calibration(**content.get("calibration", {})),  # which older files do not have, nor rewrites
             _rewrites(**content.get("rewrites", {})),
+            content.get("weight_rounding", "nearest"),
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise BadOption(f"{path} is no placement file: {error!r} is missing or wrong") from error
@@ -98,6 +100,8 @@ def read_placement_file(path: Path) -> Recorded:
         raise BadOption(f"{path} is no placement file: an edge, the quant_type or a fixed input is none")
     if not isinstance(recorded.engine, str):
         raise BadOption(f"{path} is no placement file: {recorded.engine!r} is no engine")
+    if recorded.weight_rounding not in ("nearest", "gptq"):
+        raise BadOption(f"{path} is no placement file: there is no weight_rounding {recorded.weight_rounding!r}")
     return recorded
 
 

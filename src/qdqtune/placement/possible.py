@@ -221,3 +221,9 @@ def clamp_bounds(model: Model, node: Node) -> tuple[float, float] | None:
             return None
         ends.append(float(model.constants[name].array().reshape(())) if name else float(default))
     return (ends[0], ends[1])
+
+
+def met_by_weights(model: Model, placement: Placement) -> dict[str, int]:
+    """The tensors that products with stored weights read, and the inputs of these."""
+    weights = (weight_at(model, edge) for edge, _ in placement.compressed)
+    return {w.node.inputs[0]: w.shape[0] for w in weights if w is not None and w.node.op != "Gather"}
