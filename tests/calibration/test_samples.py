@@ -341,6 +341,8 @@ def test_open_dimensions_are_refused_with_the_flag_that_closes_them() -> None:
     with pytest.raises(BadOption, match=r"--input-shape x:1x3x224x224$") as error:
         open_samples(None, model("float[N,3,H,W] x"))
     one_line(error)
+    with pytest.raises(BadOption, match=r"fit together, like --input-shape m:1x64 --input-shape past:1x4x64x8$"):
+        open_samples(None, model("int64[N,T] m, float[N,4,P,8] past"))
     assert open_samples(None, model("float[N,3] x")).first(1)[0]["x"].shape == (1, 3)
 
 

@@ -398,7 +398,10 @@ def _random(model: Model, specs: tuple[InputSpec, ...], seed: int, count: int) -
         others = f" and {more} more input{'s' * (more > 1)} have" if more else " has"
         wanted = " ".join([*flags[:NAMED], *["..."][: len(flags) > NAMED]])
         what = f"input {dynamic[0]}{others} dynamic dimensions"
-        raise BadOption(f"{what}: give --calibration-data, which have sizes, or those you run with, like {wanted}")
+        fitting = ", which have to fit together" if more else ""
+        raise BadOption(
+            f"{what}: give --calibration-data, which have sizes, or those you run with{fitting}, like {wanted}"
+        )
     tops = {s.name: _index_end(model, s.name) for s in specs}
 
     def draw(rng: np.random.Generator, spec: InputSpec) -> Array:
@@ -422,7 +425,8 @@ def _random(model: Model, specs: tuple[InputSpec, ...], seed: int, count: int) -
 
 def _typical(spec: InputSpec) -> tuple[int, ...]:
     """Sizes that an input may well have: a picture where there are one, three or four channels, else a sequence."""
-    is_picture = len(spec.shape) == 4 and not {1, 3, 4}.isdisjoint((spec.shape[1], spec.shape[3]))
+    has_channels = len(spec.shape) == 4 and not {1, 3, 4}.isdisjoint((spec.shape[1], spec.shape[3]))
+    is_picture = has_channels and spec.shape.count(None) > 1 + (spec.shape[0] is None)  # a cache has one open length
     open_size = PICTURE if is_picture else SEQUENCE
     return tuple((1 if at == 0 else open_size) if size is None else size for at, size in enumerate(spec.shape))
 
