@@ -451,5 +451,9 @@ def test_weights_that_were_rounded_by_data_are_rounded_so_again(tmp_path: Path) 
     near, same, wanted = (load(p) for p in (tmp_path / "nearest.onnx", tmp_path / "gptq.onnx", asked.output))
     integers = [model.constants["w_quantized"].array() for model in (near, same, wanted)]
     assert [np.array_equal(each, integers[-1]) for each in integers] == [False, True, True]
+    other = written(build(text.replace("[m]", "[other]"), {"w": normal(32, 32)}), tmp_path)
+    with pytest.raises(BadModel, match="none of the 1 edges"):
+        applying.apply(applying.Request(other, tmp_path / "no.onnx", placement=tmp_path / "placement.yaml"))
+    path = written(build(text, {"w": normal(32, 32)}), tmp_path)
     (note,) = applied("gptq", None).notes
     assert "--calibration-data would tell" in note

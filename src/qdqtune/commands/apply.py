@@ -84,7 +84,8 @@ def apply(request: Request, observer: Observer | None = None) -> Applied:
         return existing(ready.shaped, recorded.placement, possible_edges(ready.shaped, ranges))
 
     if recorded.placement and not existing(ready.shaped, recorded.placement, every_edge(ready.shaped))[0]:
-        many = f"none of the {len(recorded.placement)} edges of {request.placement}"
+        count = len(recorded.placement) + len(recorded.placement.compressed)
+        many = f"none of the {count} edges of {request.placement}"
         raise BadModel(f"{request.model} has {many}: is it the same network?")
     how = request.calibration or recorded.calibration
     ranges = ready.ranges(how, numbers, lambda found: known(found)[0], observer.stage)
