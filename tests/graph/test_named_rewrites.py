@@ -196,11 +196,17 @@ def test_no_large_weight_is_read_to_move_it() -> None:
     [
         "k = Sqrt(two) n = Add(x, k)",
         "k = RandomUniformLike(two) n = Add(x, k)",
+        "k = Dropout(two, half, training) n = Add(x, k)",
         "r = RandomNormal<shape=[8]>() n = Add(x, r) k = Neg(x)",
     ],
 )
 def test_constant_outputs_and_random_numbers_stay(body: str) -> None:
-    model = net(body, more=", float[] k")
+    model = net(body, {"training": np.array(True)}, more=", float[] k")
+    assert REWRITES["constants"].apply(model) is model
+
+
+def test_sizes_that_keep_one_that_is_none_are_left_to_the_engine_to_refuse() -> None:
+    model = net("t = Reshape(w, sizes) n = Add(x, t)", {"w": normal(64, 8), "sizes": np.array([64, 8, 0])})
     assert REWRITES["constants"].apply(model) is model
 
 

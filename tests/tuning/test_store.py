@@ -145,6 +145,7 @@ def test_a_file_without_its_first_record_is_refused(path: Path) -> None:
         ({"model": "ffff"}, "made with another model, or the file has changed since then: use the same"),
         ({"quant type": "fp8", "model": "ffff"}, "made with quant type int8, now it is fp8"),
         ({"input shapes": {"x": [2, 3]}}, r"made with input shapes \{'x': \[1, 3\]\}, now it is \{'x': \[2, 3\]\}"),
+        ({"input shapes": {"x": [1, 3], "z": [4]}}, r"made with input shapes \{\}, now it is \{'z': \[4\]\}"),
         ({"engine clock": "fast"}, "made with engine clock unset, now it is fast"),
     ],
 )

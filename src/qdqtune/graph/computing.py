@@ -123,6 +123,8 @@ def _moved(node: Node, known: Mapping[str, Constant]) -> Constant | None:
         return _changed(constant, f"T{axes}", tuple(constant.shape[a] for a in axes), lambda v: v.transpose(axes))
     if node.op == "Reshape" and not node.attributes.get("allowzero", 0):
         wanted = known[node.inputs[1]].array().tolist()
+        if 0 in wanted[len(constant.shape) :]:  # no size to keep
+            return None
         sizes = [constant.shape[i] if size == 0 else size for i, size in enumerate(wanted)]
         if sizes.count(-1):
             sizes[sizes.index(-1)] = int(np.prod(constant.shape)) // max(1, -int(np.prod(sizes)))

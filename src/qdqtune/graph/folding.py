@@ -175,7 +175,7 @@ def computed(
     """The results of a node with constant inputs; None if one may exceed `most` bytes, or none are to be had here."""
     from onnx.reference import ReferenceEvaluator  # slow to import
 
-    if node.op_type in RANDOM or any(True for _ in bodies(node)):
+    if node.op_type in RANDOM | {"Dropout"} or any(True for _ in bodies(node)):  # a Dropout may be one that trains
         return None
     names = [name for name in node.output if name]
     graph = onnx.helper.make_graph([node], "one", [], [onnx.ValueInfoProto(name=n) for n in names], inputs)

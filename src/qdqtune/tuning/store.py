@@ -244,7 +244,7 @@ def _compare(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> None
     for name in (*new, *sorted(old.keys() - new.keys())):
         if old.get(name) != new.get(name):
             told = " ".join(dict.fromkeys(name.split()))  # the name of the engine is called "engine engine"
-            was, now = _shown(old.get(name)), _shown(new.get(name))
+            was, now = map(_shown, _differing(old.get(name), new.get(name)))
             looks = [re.search(r"looks=\(([\d, ]+?),?\)", text) for text in (was, now)]
             if name == "rounds" and looks[0] and looks[1] and looks[0][1] != looks[1][1]:
                 told, was, now = "rounds of comparisons (--effort)", looks[0][1], looks[1][1]
@@ -254,6 +254,15 @@ def _compare(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> None
             raise BadState(
                 f"{path} was made {made}: use the same command, another --output-dir, or --restart to start over"
             )
+
+
+def _differing(was: Any, now: Any) -> tuple[Any, Any]:
+    """Of two mappings what is not alike in both."""
+    if not isinstance(was, Mapping) or not isinstance(now, Mapping):
+        return was, now
+    names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+    before, after = ({name: values[name] for name in names if name in values} for values in (was, now))
+    return before, after
 
 
 def _shown(value: Any) -> str:
