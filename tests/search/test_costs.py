@@ -187,15 +187,6 @@ def test_a_float_unit_may_suffer_from_a_pair_on_what_it_writes() -> None:
     assert learn(parts, [floats, usual]).prices[2].disturbed == 0  # noise
 
 
-def test_a_pair_that_slows_down_few_of_a_kind_says_little_of_the_others() -> None:
-    """Of equal float units a, b and d in front of pairs, d alone was slow."""
-    parts = parts_of(chain())
-    built = {"a": 11.0, "b": 10.0, "c": 3.0, "d": 30.0}
-    few, most = (times(placed(parts, "", written), **built) for written in ("tuy", "y"))
-    assert learn(parts, [times(**FLOAT), few]).prices[0].disturbed == 0
-    assert learn(parts, [times(**FLOAT), most]).prices[0].disturbed == pytest.approx(20.0)
-
-
 def test_equal_units_that_the_float_build_took_unequal_time_for_share_nothing() -> None:
     """The third product works on values that the engine is slow with."""
     parts = parts_of(chain())

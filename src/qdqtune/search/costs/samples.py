@@ -29,9 +29,6 @@ RANKS: Sequence[State] = ("float", "fed", "handing", "mixed", "quantized")
 UNEQUAL = 1.5
 """Equal units whose times differ by this factor do not do equal work; less is noise."""
 
-SLOWER = 1.15
-"""By less than this factor a pair on what a float unit writes does not slow the unit down: that is noise."""
-
 NEGLIGIBLE = 1e-3
 """Of the float build's time: below, two layers' times are not told apart."""
 
@@ -132,16 +129,15 @@ def _take(samples: Samples, partition: Partition, times: Times, before: Sequence
             spent += paid.get(unit.number, 0.0)
             if how == "quantized":
                 spent += sum(times.quantize.get(t, 0.0) for t in unit.outputs)
-        is_given = how == "float" and any(t in paired for t in unit.outputs)
-        is_slow = is_given and spent > SLOWER * before[unit.number]
-        if how == "fed" or is_given:  # those that are no slower count, too: a few of a kind say little of the others
-            more.setdefault(unit.kind, []).append(spent - before[unit.number] if is_slow or how == "fed" else 0.0)
+        given = any(t in paired for t in unit.outputs)
         if (way := partition.way(unit, times.placement)) is not None:
             # A DQ of weights that no kernel drew in runs for the unit alone.
             spent += sum(times.dequantize.get(e.tensor, 0.0) for e in partition.compressible(unit))
             if how == "float":
                 fresh.setdefault((unit.kind, way.name, "float"), []).append(spent)
-        elif how not in ("fed", "mixed") and not is_slow:
+        elif how == "fed" or (how == "float" and given and spent > UNEQUAL * before[unit.number]):
+            more.setdefault(unit.kind, []).append(spent - before[unit.number])
+        elif how != "mixed":
             fresh.setdefault((unit.kind, how, behind(unit, partition, stored)), []).append(spent)
     samples.units |= fresh
     samples.disturbed |= {kind: max(0.0, median(ms)) for kind, ms in more.items()}
