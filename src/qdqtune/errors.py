@@ -19,7 +19,7 @@ Messages are one line and say what to do.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,11 @@ def one_line(error: object, limit: int = 400) -> str:
     """The text of an error without line breaks, at most `limit` characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def first_of(texts: Sequence[str], separator: str = ", ", most: int = 6) -> str:
+    """The first of several texts, and dots where there are more: a language model has two inputs for each layer."""
+    return separator.join([*texts[:most], *["..."][: len(texts) > most]])
 
 
 def parsed_json(text: str, **how: Any) -> Any:

@@ -19,14 +19,11 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.cpu import cores
 from qdqtune.engines.devices import Device
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.errors import BadData, BadModel
+from qdqtune.errors import BadData, BadModel, first_of
 from qdqtune.graph.files import constants_to_share
 from qdqtune.graph.model import Model
 from qdqtune.graph.outputs import temporary_folder
 from qdqtune.types import Array, Failure, Sample
-
-NAMED = 6
-"""Inputs whose sizes an error tells, at most."""
 
 MEMORY = 2**29
 """Bytes of values that one inference hands over, if no single tensor is larger."""
@@ -89,8 +86,7 @@ def outputs_on(model: Model, samples: Iterable[Sample]) -> Iterator[dict[str, Ar
             if isinstance(outputs, Failure):
                 hint = ": --time-limit gives it longer" if outputs.stage == "timeout" else ""
                 sizes = [f"{name} {'x'.join(map(str, array.shape)) or 'scalar'}" for name, array in sample.items()]
-                fed = ", ".join([*sizes[:NAMED], *["..."][: len(sizes) > NAMED]])
-                raise BadModel(f"calibration cannot run the model on {fed}: {outputs.reason}{hint}")
+                raise BadModel(f"calibration cannot run the model on {first_of(sizes)}: {outputs.reason}{hint}")
             yield outputs[0]
     if sample is None:
         raise BadData("the calibration data hold no sample")

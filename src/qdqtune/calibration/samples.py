@@ -26,7 +26,7 @@ from zipfile import BadZipFile
 import numpy as np
 import onnx
 
-from qdqtune.errors import BadData, BadModel, BadOption, one_line
+from qdqtune.errors import BadData, BadModel, BadOption, first_of, one_line
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import COPIES
@@ -38,9 +38,6 @@ HELD_OUT = 5
 
 PICTURE, SEQUENCE = 224, 64
 """Sizes that a user is told who has to give some: of a side, and of what is long as it comes."""
-
-NAMED = 6
-"""Inputs of open sizes that an error names at most: a language model has two for the cache of each layer."""
 
 UNREADABLE = (
     OSError,
@@ -396,7 +393,7 @@ def _random(model: Model, specs: tuple[InputSpec, ...], seed: int, count: int) -
         flags = [f"--input-shape {s.name}:{'x'.join(map(str, _typical(s)))}" for s in dynamic]
         more = len(dynamic) - 1
         others = f" and {more} more input{'s' * (more > 1)} have" if more else " has"
-        wanted = " ".join([*flags[:NAMED], *["..."][: len(flags) > NAMED]])
+        wanted = first_of(flags, " ")
         what = f"input {dynamic[0]}{others} dynamic dimensions"
         fitting = ", which have to fit together" if more else ""
         raise BadOption(

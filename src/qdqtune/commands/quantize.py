@@ -246,12 +246,12 @@ def _moments(
     if request.weight_rounding == "nearest" or prepared is None:
         return {}
     observer.stage(f"looking at what products meet on {prepared.samples.origin}")
-    return moments(model, sorted(met_by_weights(model, placement)), prepared.calibration)
+    return moments(model, sorted(met_by_weights(model, placement.storages)), prepared.calibration)
 
 
 def _few_rows(request: Request, model: Model, placement: Placement, prepared: Prepared | None) -> tuple[str, ...]:
     """What to say where the data have fewer rows than products have inputs: rounding learns little from them."""
-    met = {} if request.weight_rounding == "nearest" else met_by_weights(model, placement)
+    met = {} if request.weight_rounding == "nearest" else met_by_weights(model, placement.storages)
     if not met or prepared is None:
         return ()
     tensor = max(met, key=lambda name: met[name])

@@ -61,7 +61,7 @@ def decided(model: Model) -> tuple[dict[str, Constant], dict[str, TensorInfo]]:
 
 def is_sized(info: TensorInfo | None) -> bool:
     """Whether all sizes of a tensor are known."""
-    return info is not None and info.shape is not None and None not in info.shape
+    return info is not None and info.sizes is not None
 
 
 def _results(
@@ -70,10 +70,10 @@ def _results(
     """What a node makes if it is constant: its outputs by name."""
     if node.op == "Shape":
         info = infos.get(node.inputs[0])
-        if info is None or info.shape is None or None in info.shape:
+        if info is None or (sizes := info.sizes) is None:
             return None
-        start, end = node.attributes.get("start", 0), node.attributes.get("end", len(info.shape))
-        return {node.outputs[0]: Constant.of(np.array(info.shape[start:end], np.int64))}
+        start, end = node.attributes.get("start", 0), node.attributes.get("end", len(sizes))
+        return {node.outputs[0]: Constant.of(np.array(sizes[start:end], np.int64))}
     if not all(t in known for t in node.inputs if t):
         return None
     if (moved := _moved(node, known)) is not None:

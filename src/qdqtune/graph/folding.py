@@ -16,7 +16,7 @@ from onnx import numpy_helper
 
 from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph.constants import replace, settle
-from qdqtune.graph.model import LARGE, Constant, bodies, captured, defined, static_shape
+from qdqtune.graph.model import LARGE, Constant, TensorInfo, bodies, captured, defined
 from qdqtune.graph.operators import RANDOM
 from qdqtune.types import Array
 
@@ -121,7 +121,7 @@ def _is(node: onnx.NodeProto, op: str) -> bool:
 
 
 def _fixed(info: onnx.ValueInfoProto, value: float | int | str) -> Array:
-    element, shape = info.type.tensor_type.elem_type, static_shape(info)
+    element, shape = info.type.tensor_type.elem_type, TensorInfo.of(info).sizes
     if shape is None or element not in onnx.TensorProto.DataType.values()[1:]:
         raise BadOption(f"cannot fix input {info.name!r}: it is no tensor of a static shape")
     dtype = onnx.helper.tensor_dtype_to_np_dtype(element)
@@ -175,14 +175,15 @@ def computed(
     """The results of a node with constant inputs; None if one may exceed `most` bytes, or none are to be had here."""
     from onnx.reference import ReferenceEvaluator  # slow to import
 
-    if node.op_type in RANDOM | {"Dropout"} or any(True for _ in bodies(node)):  # a Dropout may be one that trains
+    if node.op_type in RANDOM or any(True for _ in bodies(node)):
         return None
     names = [name for name in node.output if name]
     graph = onnx.helper.make_graph([node], "one", [], [onnx.ValueInfoProto(name=n) for n in names], inputs)
     model = onnx.helper.make_model(graph, opset_imports=proto.opset_import, ir_version=proto.ir_version)
     try:
         # The size comes first: an Expand of two numbers may ask for more than there is memory.
-        shapes = [static_shape(v) for v in onnx.shape_inference.infer_shapes(model, data_prop=True).graph.output]
+        inferred = onnx.shape_inference.infer_shapes(model, data_prop=True).graph.output
+        shapes = [TensorInfo.of(value).sizes for value in inferred]
         if any(shape is None or np.prod(shape) * 8 > most for shape in shapes):
             return None
         arrays = ReferenceEvaluator(model).run(None, {})

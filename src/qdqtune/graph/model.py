@@ -81,6 +81,12 @@ class TensorInfo:
         return TensorInfo(tensor.elem_type, shape if tensor.HasField("shape") else None)
 
     @property
+    def sizes(self) -> tuple[int, ...] | None:
+        """The shape if all of it is known."""
+        sizes = tuple(size for size in self.shape or () if size is not None)
+        return None if self.shape is None or len(sizes) < len(self.shape) else sizes
+
+    @property
     def is_float(self) -> bool:
         """Whether a Q/DQ pair could stand on it."""
         return self.dtype in FLOATS
@@ -354,12 +360,6 @@ def captured(graph: onnx.GraphProto) -> set[str]:
         for body in bodies(node):
             read |= captured(body)
     return read - defined(graph)
-
-
-def static_shape(value: onnx.ValueInfoProto) -> tuple[int, ...] | None:
-    """The shape of a tensor if all of it is known."""
-    shape = TensorInfo.of(value).shape
-    return None if shape is None or None in shape else tuple(d for d in shape if d is not None)
 
 
 def _bytes(array: Array) -> memoryview:

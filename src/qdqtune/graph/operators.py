@@ -105,9 +105,9 @@ ASKS_SHAPE = frozenset({"Shape", "Size"})
 """Operators that read the shape of their input and none of its values."""
 
 RANDOM = frozenset({
-    "Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike",
+    "Bernoulli", "Dropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike",
 })  # fmt: skip
-"""Operators whose result is not a function of their inputs."""
+"""Operators whose result is not a function of their inputs, or may be none: a Dropout can be one that trains."""
 
 # ---- inputs
 

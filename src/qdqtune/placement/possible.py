@@ -7,6 +7,7 @@ that alone are quantized (`types.Storage`) stand elsewhere, and carry no pair: `
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -223,7 +224,7 @@ def clamp_bounds(model: Model, node: Node) -> tuple[float, float] | None:
     return (ends[0], ends[1])
 
 
-def met_by_weights(model: Model, placement: Placement) -> dict[str, int]:
-    """The tensors that products with stored weights read, and the inputs of these."""
-    weights = (weight_at(model, edge) for edge, _ in placement.compressed)
+def met_by_weights(model: Model, edges: Iterable[Edge]) -> dict[str, int]:
+    """The tensors that products read whose weights are, or may be, stored at these edges, and the inputs of these."""
+    weights = (weight_at(model, edge) for edge in edges)
     return {w.node.inputs[0]: w.shape[0] for w in weights if w is not None and w.node.op != "Gather"}

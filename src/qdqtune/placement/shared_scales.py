@@ -56,8 +56,9 @@ def common_ranges(
 
 def joined_for_convolutions(model: Model, placement: Placement) -> frozenset[str]:
     """What a Concat makes and a convolution reads through a pair."""
-    read = {e.tensor for e in placement if (n := model.user(e)) and n.op == "Conv" and not n.domain}
-    return frozenset(t for t in read if (n := model.maker(t)) and n.op == "Concat" and not n.domain)
+    joins = (node.outputs[0] for node in model.nodes if node.op == "Concat" and not node.domain)
+    paired = ((t, model.user(e)) for t in joins for e in model.edges(t) if e in placement)
+    return frozenset(t for t, user in paired if user is not None and user.op == "Conv" and not user.domain)
 
 
 def _join(

@@ -25,7 +25,7 @@ from qdqtune.graph.operators import elements
 from qdqtune.graph.outputs import temporary_folder
 from qdqtune.graph.shaping import with_input_shapes
 from qdqtune.placement.insertion import Inserter
-from qdqtune.placement.possible import Weight, storable_edges, unstorable, weight_at
+from qdqtune.placement.possible import Weight, met_by_weights, storable_edges, unstorable, weight_at
 from qdqtune.search.costs.attribution import Priced, attribute
 from qdqtune.search.costs.units import Ways
 from qdqtune.tuning.settings import Settings
@@ -141,8 +141,7 @@ def products_of(settings: Settings, subject: Subject) -> Moments:
     """
     if settings.weight_rounding == "nearest":
         return no_moments
-    weights = (weight_at(subject.shaped, edge) for edge in storable_edges(subject.shaped))
-    sizes = {w.node.inputs[0]: w.shape[0] for w in weights if w is not None and w.node.op != "Gather"}
+    sizes = met_by_weights(subject.shaped, storable_edges(subject.shaped))
     needed = sum(12 * inputs**2 for inputs in sizes.values())  # the moment, and what its inverse says in float32
     if needed > MOST_MOMENTS:
         raise BadOption(

@@ -65,12 +65,8 @@ def resolve(model: Model, shaped: Model, sample: Sample, spans: Mapping[str, Spa
 
 
 def _known(model: Model) -> dict[str, tuple[int, ...]]:
-    infos = ((name, info.shape) for name, info in model.tensors.items())
-    return {
-        name: tuple(d for d in shape if d is not None)
-        for name, shape in infos
-        if shape is not None and None not in shape
-    }
+    sizes = ((name, info.sizes) for name, info in model.tensors.items())
+    return {name: known for name, known in sizes if known is not None}
 
 
 def borders(model: Model, nodes: Sequence[int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
