@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,8 +77,18 @@ def cluster() -> Iterator[Any]:
         patch.setenv("RAY_raylet_start_wait_time_s", "300")
         fcntl.flock(lock, fcntl.LOCK_EX)
         nodes = Cluster(initialize_head=True, head_node_args={**quiet, "_system_config": BUSY})
+
+        def given_up() -> None:
+            """Nobody counts on a node any more that is gone: who connects to one of these ends."""
+            nodes.wait_for_nodes(timeout=300)
+
+        def remove(node: Any) -> None:
+            nodes.remove_node(node)
+            given_up()
+
         yield SimpleNamespace(address=nodes.address, add=lambda **how: nodes.add_node(**{**quiet, **how}),
-                              remove=nodes.remove_node)  # fmt: skip
+                              lose=partial(nodes.remove_node, allow_graceful=False), remove=remove,
+                              given_up=given_up)  # fmt: skip
         if ray.is_initialized():
             ray.shutdown()
         nodes.shutdown()
@@ -133,11 +144,10 @@ def test_a_cluster_finds_what_one_worker_finds_and_loses_no_job_with_its_workers
 ) -> None:
     model, history = expected
     node = cluster.add()
-    faults = At(
-        {1: lambda: os.kill(actors()[0], signal.SIGKILL), 6: lambda: cluster.remove(node, allow_graceful=False)}
-    )
+    faults = At({1: lambda: os.kill(actors()[0], signal.SIGKILL), 6: lambda: cluster.lose(node)})
     assert tune(asked(model, "lost", ray=cluster.address), faults).history == history
     until(lambda: not actors() and not leftovers())
+    cluster.given_up()
 
 
 @on_one_worker
