@@ -1,20 +1,21 @@
-# Needs Python 3.11 and make, nothing else: every target prepares .venv itself.
+# Needs Python 3.11 and make, nothing else: every target prepares what it needs itself.
 #
-#   make setup   prepare .venv with every extra but tensorrt, which needs a GPU
+#   make demo    tune the bundled classifier, in a small environment of its own (build/demo)
 #   make test    lint, type check and run the tests
-#   make demo    tune the bundled classifier
+#   make setup   prepare .venv for the tests, with every extra but tensorrt, which needs a GPU
 #   make lock    resolve requirements.lock again after a change in pyproject.toml
-#   make clean   remove .venv, caches and what the demo wrote
+#   make clean   remove .venv, build, caches and what the demo wrote
 
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
 LOCKED := $(VENV)/.locked
 READY := $(VENV)/.ready
+DEMO := build/demo
 LOCKER := build/locker
 PIP := -m pip --disable-pip-version-check --no-input install --quiet --no-compile
 
-.PHONY: setup test demo lock clean
+.PHONY: python setup test demo lock clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -23,9 +24,7 @@ $(READY): $(LOCKED) pyproject.toml
 	$(BIN)/python $(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
-$(LOCKED): requirements.lock
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
-	  || { echo "qdqtune needs Python 3.11 or newer, which '$(PYTHON)' is not: make PYTHON=/path/to/python3.11" >&2; exit 2; }
+$(LOCKED): requirements.lock | python
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python $(PIP) -r requirements.lock
 	@touch $@
@@ -36,14 +35,24 @@ test: setup
 	$(BIN)/mypy
 	$(BIN)/pytest -n auto --dist loadgroup -rs
 
-demo: setup
-	$(BIN)/python demo/run.py
+demo: $(DEMO)/.ready
+	$(DEMO)/bin/python demo/run.py
+
+# The package with nothing but its own dependencies, in the versions of the lock.
+$(DEMO)/.ready: requirements.lock pyproject.toml | python
+	$(PYTHON) -m venv --clear $(DEMO)
+	$(DEMO)/bin/python $(PIP) -c requirements.lock -e .
+	@touch $@
+
+python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	  || { echo "qdqtune needs Python 3.11 or newer, which '$(PYTHON)' is not: make PYTHON=/path/to/python3.11" >&2; exit 2; }
 
 # uv resolves for every platform and Python at once; pins of the present file are kept where they still fit.
 lock:
 	$(PYTHON) -m venv --clear $(LOCKER)
 	$(LOCKER)/bin/python $(PIP) uv
-	$(LOCKER)/bin/uv pip compile pyproject.toml --extra openvino --extra tensorrt-rtx --extra ray --extra demo --group dev \
+	$(LOCKER)/bin/uv pip compile pyproject.toml --extra openvino --extra tensorrt-rtx --extra ray --group dev \
 	  --universal --python-version 3.11 \
 	  --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock" --quiet -o requirements.lock
 

@@ -33,7 +33,8 @@ from qdqtune.calibration.methods import AUTO, CLOSEST, Calibration
 from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.samples import HELD_OUT
 from qdqtune.commands.compare import compare_files
-from qdqtune.commands.quantize import Request, quantize
+from qdqtune.commands.quantize import quantize
+from qdqtune.commands.quantize_options import Request
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.files import save
 from qdqtune.graph.loading import load

@@ -23,7 +23,7 @@ from onnx import numpy_helper
 from qdqtune.calibration.methods import Calibration
 from qdqtune.commands.compare import compare_files
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.crew import Crew
+from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.files import one_constant_file
 from qdqtune.measurement.timing import Plan, judge
@@ -34,9 +34,9 @@ from qdqtune.tuning.candidates import Candidates
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.settings import Settings
-from qdqtune.tuning.station import Conditions, Station
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.subject import calibrated, open_subject
+from qdqtune.tuning.trial_worker import Conditions, TrialWorker
 from qdqtune.types import Placement, Proposal, Sample
 
 RESIDUAL = """residual (float[1,64,56,56] x) => (float[1,10] y) {
@@ -143,7 +143,8 @@ def row(name: str, folder: Path) -> list[str]:
     write(name, path)
     engine, how = EngineSpec("onnxruntime", {"threads": 1}), Calibration("minmax", bias_correction=False)
     settings = Settings(
-        path, folder / "out", engine, seed=1, calibration=how, min_sqnr=None, min_agreement=None, deploy_threads=(1,),
+        path, output_dir=folder / "out", engine=engine,
+        seed=1, calibration=how, min_sqnr=None, min_agreement=None, deploy_threads=(1,),
         rewrites="off", formats=("int8",),
     )  # fmt: skip
     result = tune(settings)
@@ -183,14 +184,14 @@ def row(name: str, folder: Path) -> list[str]:
 
 def _bench(
     runner: Runner, candidates: Candidates, plan: Plan, samples: Sequence[Sample], store: Store
-) -> tuple[Bench, Station]:
+) -> tuple[Bench, TrialWorker]:
     conditions = Conditions(plan, samples, seed=0, check_wins=False)
-    station = Station(runner, candidates, conditions)
-    return Bench(Crew([station]), store, conditions), station
+    worker = TrialWorker(runner, candidates, conditions)
+    return Bench(WorkerPool([worker]), store, conditions), worker
 
 
 def ranked(
-    placements: Iterable[Placement], against: Placement, plan: Plan, bench: Bench, station: Station
+    placements: Iterable[Placement], against: Placement, plan: Plan, bench: Bench, worker: TrialWorker
 ) -> list[Placement]:
     """All that the engine runs, the fastest first."""
     ratios: dict[Placement, float] = {}
@@ -199,7 +200,7 @@ def ranked(
             ((trial, _),) = bench.measured(number, [Proposal("all", placement)], against)
             if (judged := judge(trial, plan)) is not None:
                 ratios[placement] = judged.median
-            station.loaded.keep_only(against)
+            worker.loaded.keep_only(against)
     return sorted(ratios, key=lambda p: ratios[p])
 
 

@@ -22,9 +22,10 @@ import numpy as np
 import tensorrt_rtx_bindings as trt
 import zoo
 
+from qdqtune.calibration.inputs import input_specs
 from qdqtune.calibration.matching import CONSTANT, TENSORRTS, from_file
-from qdqtune.calibration.samples import input_specs
-from qdqtune.commands.quantize import Request, quantize
+from qdqtune.commands.quantize import quantize
+from qdqtune.commands.quantize_options import Request
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadModel

@@ -22,9 +22,10 @@ import zoo
 from onnx import numpy_helper
 
 from qdqtune.calibration.prepare import Data
-from qdqtune.commands.debug import LIMIT, Diagnosis, Request, debug
-from qdqtune.commands.quantize import Request as Quantization
+from qdqtune.commands.debug import Diagnosis, debug
+from qdqtune.commands.debug_options import LIMIT, Request
 from qdqtune.commands.quantize import quantize
+from qdqtune.commands.quantize_options import Request as Quantization
 from qdqtune.engines import EngineSpec
 from qdqtune.types import Array
 

@@ -63,7 +63,8 @@ class Job:
         """What `tune` is told; its folder is named by the formats."""
         name = f"{self.entry.name}_{self.threads}_{'_'.join(formats or ('all',))}"
         return Settings(
-            self.entry.path, self.folder / name, EngineSpec(self.engine, {"threads": self.threads}), formats=formats,
+            self.entry.path, output_dir=self.folder / name,
+            engine=EngineSpec(self.engine, {"threads": self.threads}), formats=formats,
             calibration_data=self.entry.data, accuracy_samples=SAMPLES, min_sqnr=floor, time_budget=self.seconds,
             calibration=Calibration("minmax", bias_correction=False), fix_inputs=self.entry.fixed,
             deploy_threads=(self.threads,),

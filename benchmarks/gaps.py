@@ -60,7 +60,7 @@ TERMS = 3
 def row(entry: zoo.Entry, folder: Path, names: Sequence[str], rounds: int, least: float) -> list[str]:
     """The numbers of one model, in the order of `COLUMNS`."""
     usual = Settings(
-        entry.path, folder, EngineSpec("onnxruntime", {"threads": 1}), calibration_data=entry.data,
+        entry.path, output_dir=folder, engine=EngineSpec("onnxruntime", {"threads": 1}), calibration_data=entry.data,
         fix_inputs=entry.fixed,
     )  # fmt: skip
     settings = {name: replace(usual, output_dir=folder / name.replace(" ", "_"), **RUNS[name]) for name in names}

@@ -32,9 +32,10 @@ from qdqtune.placement.possible import consistent
 from qdqtune.search.costs.noise import Noise
 from qdqtune.tuning.noise import foretold
 from qdqtune.tuning.observer import Silent
+from qdqtune.tuning.records import NoiseRecord, TrialRecord
 from qdqtune.tuning.run import Run, open_run, prepared, written_once
 from qdqtune.tuning.settings import FRONT_BUILDS
-from qdqtune.tuning.store import read_records, unpack_placement
+from qdqtune.tuning.store import read_journal
 from qdqtune.types import Placement, Proposal
 
 SHARES = (0.0, 0.03, 0.07, 0.15, 0.3, 0.5)
@@ -61,7 +62,7 @@ def tuned(entry: zoo.Entry, folder: Path, source: Path | None, *options: str) ->
 
 def usual(run: Run) -> list[tuple[float, float]]:
     """(ratio to float, SQNR) of the static placement without its most sensitive tensors."""
-    alone = next(r["alone"] for r in run.store.records() if r["key"].startswith("noise:"))
+    alone = next(record.alone for record in run.store.of(NoiseRecord))
     noise = Noise(run.subject.shaped, alone)
     whole = rules.placements(run.subject.shaped, run.subject.possible)["static"]
     loudest = sorted({e.tensor for e in whole}, key=lambda t: -alone.get(noise.value(t), 0.0))
@@ -81,11 +82,12 @@ def usual(run: Run) -> list[tuple[float, float]]:
 def errors(run: Run, states: list[Path]) -> list[float]:
     """|simulated - measured| SQNR in dB of the candidates in some state files."""
     found = []
-    for record in (r for state in states for r in read_records(state) if r["key"].startswith("trial:")):
-        if record["sqnr_db"] is not None:
-            known = foretold(run, unpack_placement(record["placement"]))
+    journals = filter(None, map(read_journal, states))
+    for record in (record for journal in journals for record in journal.of(TrialRecord)):
+        if record.accuracy.sqnr_db is not None:
+            known = foretold(run, record.placement.placement)
             if known is not None and known.sqnr_db is not None:
-                found.append(abs(known.sqnr_db - record["sqnr_db"]))
+                found.append(abs(known.sqnr_db - record.accuracy.sqnr_db))
     return found
 
 
@@ -103,7 +105,8 @@ def row(entry: zoo.Entry, folder: Path, before: Path | None, options: Sequence[s
     print(entry.name, *(f"{r['ratio']:.3f} [{r['low']:.3f}, {r['high']:.3f}] {r['name']}" for r in rows),
           *(note for note in notes if note.startswith("the front has")), sep="; ", flush=True)  # fmt: skip
     settings = Settings(
-        entry.path, folder / "tuned", EngineSpec("onnxruntime", {"threads": 1}), calibration_data=entry.data,
+        entry.path, output_dir=folder / "tuned",
+        engine=EngineSpec("onnxruntime", {"threads": 1}), calibration_data=entry.data,
         fix_inputs=entry.fixed, front=True, builds=FRONT_BUILDS,
     )  # fmt: skip
     with (

@@ -34,7 +34,8 @@ from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.measurement.timing import Plan, Ratio
 from qdqtune.tuning.loop import tune
-from qdqtune.tuning.settings import EFFORTS, Mode, Settings
+from qdqtune.tuning.options import Mode
+from qdqtune.tuning.settings import EFFORTS, Settings
 from qdqtune.types import NumericFormat, Sample
 
 Facts = dict[str, Any]
@@ -89,7 +90,7 @@ def run(entry: zoo.Entry, task: Task) -> Facts:
 def tuned(entry: zoo.Entry, task: Task, mode: Mode, folder: Path) -> Facts:
     """What one mode ships, and what it took."""
     settings = Settings(
-        entry.path, folder, engine=task.engine, mode=mode, builds=EFFORTS["default"].builds[mode],
+        entry.path, output_dir=folder, engine=task.engine, mode=mode, builds=EFFORTS["default"].builds[mode],
         time_budget=task.limit, fix_inputs=entry.fixed, calibration_data=entry.data, calibration_samples=task.samples,
         cut_seed=False, deploy_threads=(1,),
     )  # fmt: skip

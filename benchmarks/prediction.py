@@ -25,8 +25,10 @@ from qdqtune.search.costs.optimum import decision_of
 from qdqtune.search.costs.prices import Costs
 from qdqtune.search.costs.units import Decision
 from qdqtune.search.cut import CutSearch
-from qdqtune.tuning.store import read_records, unpack_layers, unpack_placement, unpack_ranges, unpack_result
-from qdqtune.types import Placement, Proposal, Trial
+from qdqtune.tuning.bench import trial_of
+from qdqtune.tuning.records import LayersRecord, RangesRecord, TrialRecord
+from qdqtune.tuning.store import read_journal
+from qdqtune.types import Placement, Trial
 
 WARM_UP = 3
 """Builds besides the float one that price every unit once, before which nothing can be foretold."""
@@ -35,18 +37,15 @@ WARM_UP = 3
 def errors(entry: zoo.Entry, state: Path) -> Iterator[tuple[float, float]]:
     """Error of both ways, for each build of a run but the first ones."""
     model = load(entry.path, fix_inputs=entry.fixed)
-    records = {str(r["key"]): r for r in read_records(state)}
-    possible = possible_edges(model, unpack_ranges(records["ranges"]))
-    layers = unpack_layers(records["layers"]["layers"])
+    journal = read_journal(state)
+    assert journal is not None  # the run has ended
+    (ranges,), float_layers = journal.of(RangesRecord), journal.get(LayersRecord)
+    possible, layers = possible_edges(model, ranges.ranges), float_layers.layers if float_layers else ()
     of_digest = {Placement().digest: Placement()}
     history: list[Trial] = []
-    for record in (r for key, r in records.items() if key.startswith("trial:")):
-        placement = unpack_placement(record["placement"])
-        proposal = Proposal(record["origin"], placement)
-        report = None if record["layers"] is None else unpack_layers(record["layers"])
-        history.append(Trial(len(history) + 1, proposal, of_digest[record["against"]], unpack_result(record["result"]),
-                             layers=report))  # fmt: skip
-        of_digest[placement.digest] = placement
+    for record in journal.of(TrialRecord):
+        history.append(trial_of(len(history) + 1, record, of_digest[record.against]))
+        of_digest[history[-1].placement.digest] = history[-1].placement
     search = CutSearch(model, possible, layers)
     for known in range(WARM_UP, len(history)):
         measured = ratios_to_float(history[: known + 1], search.plan).get(history[known].placement)

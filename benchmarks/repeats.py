@@ -60,7 +60,8 @@ class Run:
         """Search, unless it was done before; one line of what came of it."""
         if not (self.folder / FINAL).exists():
             tune(Settings(
-                self.entry.path, self.folder, ENGINE, calibration_data=self.entry.data, fix_inputs=self.entry.fixed,
+                self.entry.path, output_dir=self.folder, engine=ENGINE, calibration_data=self.entry.data,
+                fix_inputs=self.entry.fixed,
                 calibration=Calibration("minmax", bias_correction=False), min_sqnr=None, deploy_threads=(1,),
                 seed=self.seed, time_budget=self.seconds, price_cache=self.prices,
             ))  # fmt: skip

@@ -23,7 +23,7 @@ STYLE = """text { font: 13px system-ui, sans-serif; fill: #24292f } .small { fon
 
 def picture(table: str) -> str:
     """The chart as SVG: for each network how many times as fast as float the two quantized models are."""
-    rows = sorted(ROW.findall(table.split("\nOn OpenVINO")[0]), key=lambda row: float(row[1]))
+    rows = sorted(ROW.findall(table.split("\n## OpenVINO\n")[0]), key=lambda row: float(row[1]))
     height = TOP + STEP * len(rows) + 8
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {height}" width="720" height="{height}" role="img">',

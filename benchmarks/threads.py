@@ -24,8 +24,9 @@ import numpy as np
 import zoo
 from cores import pinned, shares
 
+from qdqtune.calibration.inputs import input_specs
 from qdqtune.calibration.methods import Calibration
-from qdqtune.calibration.samples import input_specs, open_samples
+from qdqtune.calibration.samples import open_samples
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import QdqtuneError
@@ -70,7 +71,8 @@ def tuned(entry: zoo.Entry, engine: str, at: int, folder: Path, budget: float | 
     """Search at a number of threads; the same folder again measures nothing."""
     out, effort = folder / f"{entry.name}_{engine}_{at}", EFFORTS["quick"]
     settings = Settings(
-        entry.path, out, EngineSpec(engine, {"threads": at}), calibration_data=entry.data, calibration_samples=8,
+        entry.path, output_dir=out, engine=EngineSpec(engine, {"threads": at}),
+        calibration_data=entry.data, calibration_samples=8,
         accuracy_samples=8, calibration=Calibration("minmax", bias_correction=False), fix_inputs=entry.fixed,
         plan=Plan(effort.looks), proof=effort.proof, builds=effort.builds["cut"], time_budget=budget,
         min_sqnr=None, min_agreement=None, deploy_threads=(at,),

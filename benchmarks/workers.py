@@ -17,7 +17,7 @@ import zoo
 from zoo import Entry
 
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.places import places_for
+from qdqtune.engines.allocation import allocate_workers
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import EngineUnavailable
 
@@ -97,9 +97,12 @@ def overhead(ray: str | None) -> None:
     rows = []
     for name, address in (("a process here", None), *([("an actor of Ray", ray)] if ray else ())):
         try:
-            with places_for(EngineSpec("fake"), 1, None, address) as places, tempfile.TemporaryDirectory() as logs:
-                device = places.devices[0]
-                with Runner(EngineSpec("fake"), log_dir=Path(logs), start=places.start, device=device) as runner:
+            with (
+                allocate_workers(EngineSpec("fake"), 1, None, address) as allocation,
+                tempfile.TemporaryDirectory() as logs,
+            ):
+                device = allocation.devices[0]
+                with Runner(EngineSpec("fake"), log_dir=Path(logs), start=allocation.start, device=device) as runner:
                     begun = time.perf_counter()
                     runner.describe()
                     start = time.perf_counter() - begun

@@ -18,8 +18,7 @@ from quantizers import write_static
 
 from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.prepare import Data, prepare
-from qdqtune.calibration.workloads import WorkloadFile
-from qdqtune.cli.workloads import workload_file
+from qdqtune.calibration.workloads import WorkloadFile, Workloads
 from qdqtune.commands.compare import Row, compare_files
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.formats import numeric_format
@@ -50,7 +49,7 @@ class Asked:
         """The file that ships for a mix."""
         folder = self.folder / name
         settings = Settings(
-            self.model, folder, self.engine, workloads=tuple(mix), time_budget=self.seconds,
+            self.model, output_dir=folder, engine=self.engine, workloads=tuple(mix), time_budget=self.seconds,
             calibration=Calibration("minmax", bias_correction=False), deploy_threads=(self.threads,),
         )  # fmt: skip
         if not (folder / FINAL).exists():
@@ -79,13 +78,14 @@ def main() -> None:
     """Tune for the mix and for each workload, and let all files meet the float model."""
     asking = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asking.add_argument("model", type=Path)
-    asking.add_argument("mix", nargs="+", type=workload_file, help="FILE:WEIGHT")
+    asking.add_argument("mix", nargs="+", help="FILE:WEIGHT")
     asking.add_argument("--folder", type=Path, default=Path("workloads"))
     asking.add_argument("--seconds", type=float, default=600.0)
     asking.add_argument("--threads", type=int, default=1)
     asking.add_argument("--alone", action="store_true", help="tune for each workload as well")
     given = asking.parse_args()
-    asked = Asked(given.model, given.mix, given.folder, given.seconds, given.threads)
+    mix = [file for file in Workloads().convert(given.mix, None, None) if isinstance(file, WorkloadFile)]
+    asked = Asked(given.model, mix, given.folder, given.seconds, given.threads)
     files = asked.peers() | {"tuned for the mix": asked.tuned(asked.mix, "mix")}
     files |= {f"tuned for {one.name}": asked.tuned([one], one.name) for one in asked.mix if given.alone}
     prepared = prepare(load(asked.model), Data(workloads=asked.mix))

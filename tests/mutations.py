@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import random
 import re
 import shutil
@@ -29,7 +30,7 @@ from google.protobuf.message import Message
 from models import ATTENTION, build, conv_net, normal
 from qdqtune.cli import main
 from qdqtune.graph.files import save
-from qdqtune.tuning.store import _line
+from qdqtune.tuning.store import line_of
 from runs import contents, mixed, write
 from workers import in_process
 
@@ -49,7 +50,11 @@ RUNS = {
 STATE = "autotuner_state.yaml"
 OUT = "out"
 
-TEXTS = ["", "x", "\x00", "\x1b[2J", "\x1b]0;t\x07", "a\nb", "\u202e", "../../etc/passwd", "/", "a" * 5000, "é\ud7ff",
+LINKS = {"loop": "loop", "up": "..", "dangling": "nowhere", "whole": "samples.npz"}
+"""Links in the folder of a case, and where they lead."""
+
+TEXTS = ["", "x", "\x00", "a\x00b", *LINKS, "loop/x", "up/x",
+         "\x1b[2J", "\x1b]0;t\x07", "a\nb", "\u202e", "../../etc/passwd", "/", "a" * 5000, "é\ud7ff",
          "0",          "%s{}", "[red]x[/red]", "-1", "None", " "]  # fmt: skip
 NUMBERS = [0, 1, -1, 2, 7, 255, 2**31 - 1, -(2**31), 2**31, 2**40, 2**63 - 1, -(2**63)]
 FLOATS = [0.0, -0.0, 1.0, -1.0, 1e-45, 1e38, float("inf"), float("-inf"), float("nan")]
@@ -63,6 +68,8 @@ class Case:
     arguments: list[str]
     path: Path
     how: str
+    writes_elsewhere: bool = False
+    """Whether outputs may have other names."""
 
     def __str__(self) -> str:
         return f"{self.path.name} {self.how}: {' '.join(self.arguments)}"
@@ -83,6 +90,7 @@ def whole(folder: Path) -> Path:
     made, data = folder / "quantized.onnx", ["--calibration-data", str(folder / "mixed.npz"), *PLAIN]
     with in_process(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         _call("quantize", folder / "conv.onnx", "--calibration-data", folder / "conv.npz", *PLAIN, "-o", made)
+        _call("quantize", folder / "mixed.onnx", *data, "-o", folder / "mixed_quantized.onnx")
         for name, more in RUNS.items():
             _call("tune", folder / "mixed.onnx", *FAKE, *data, *more, "-o", folder / name)
     return folder
@@ -177,6 +185,96 @@ def _scalar(rng: random.Random, field: FieldDescriptor) -> Any:
     if kind == FieldDescriptor.CPPTYPE_BOOL:
         return rng.random() < 0.5
     return rng.choice([n for n in (*NUMBERS, *range(-4, 40)) if low <= n < width])
+
+
+TYPES = [n for n in onnx.TensorProto.DataType.values() if n]
+SIZES = [0, 1, 2, -1, 7, 2**20, 2**31 - 1, 2**40, 2**62, 2**63 - 1]
+
+
+def declared(rng: random.Random, content: bytes) -> bytes:
+    """A model that lists other types or sizes of a tensor than it has."""
+    proto = onnx.ModelProto()
+    proto.ParseFromString(content)
+    graph = proto.graph
+    inside = [name for node in graph.node for name in node.output if name]
+    listed = rng.choice([graph.input, graph.output, graph.value_info, graph.value_info])
+    kind, sizes = rng.choice(TYPES), [rng.choice(SIZES) for _ in range(rng.randrange(5))]
+    if listed is graph.value_info:
+        listed.add().name = rng.choice(inside)
+    value = rng.choice(list(listed))
+    if rng.random() < 0.3:
+        value.CopyFrom(rng.choice([onnx.helper.make_tensor_sequence_value_info, _optional])(value.name, kind, sizes))
+    elif rng.random() < 0.5:
+        tensor = value.type.tensor_type
+        tensor.elem_type = rng.choice([tensor.elem_type, 1, kind])
+        for dim in tensor.shape.dim:
+            dim.dim_value = rng.choice([dim.dim_value, rng.choice(SIZES)])
+    else:
+        value.CopyFrom(onnx.helper.make_tensor_value_info(value.name, rng.choice([1, kind]), sizes))
+    return proto.SerializeToString()
+
+
+def _optional(name: str, kind: int, sizes: list[int]) -> onnx.ValueInfoProto:
+    inner = onnx.helper.make_tensor_type_proto(kind, sizes)
+    return onnx.helper.make_value_info(name, onnx.helper.make_optional_type_proto(inner))
+
+
+def foreign(rng: random.Random, content: bytes) -> bytes:
+    """A model with constants of strings, or with sequences and optional values, which may be outputs."""
+    proto = onnx.ModelProto()
+    proto.ParseFromString(content)
+    graph, words = proto.graph, ["a", "b" * rng.choice([0, 1, 2000]), "\x00", "\x1b[2J"][: rng.choice([1, 2, 4])]
+    have = rng.choice([*(v.name for v in graph.input), *(n for node in graph.node for n in node.output if n)])
+    held = onnx.helper.make_tensor("words", onnx.TensorProto.STRING, [len(words)], [w.encode() for w in words])
+    node = onnx.helper.make_node
+    made = rng.choice([
+        [node("Constant", [], ["odd"], value_strings=words)],
+        [node("Constant", [], ["odd"], value_string=words[0])],
+        [node("Constant", [], ["odd"], value=held)],
+        [node("Identity", ["words"], ["odd"])],
+        [node("SequenceConstruct", [have, have], ["odd"])],
+        [node("SplitToSequence", [have], ["odd"], axis=0)],
+        [node("Optional", [have], ["odd"])],
+    ])  # fmt: skip
+    if made[0].input == ["words"]:
+        graph.initializer.append(held)
+    after = rng.choice(["Identity", "Shape", "Size", "SequenceLength", "SequenceAt", "ConcatFromSequence", "Cast",
+                        "Equal", "Gather", "Concat", "Flatten", "Where", "OptionalGetElement", ""])  # fmt: skip
+    if after:
+        inputs = ["odd", *{"Equal": ["odd"], "Concat": ["odd"], "Gather": [have], "SequenceAt": [have]}.get(after, [])]
+        how = {"Cast": {"to": 1}, "Concat": {"axis": 0}, "ConcatFromSequence": {"axis": 0}}.get(after, {})
+        made.append(node(after, inputs, ["odder"], **how))
+    where = rng.choice([0, len(graph.node)])
+    nodes = [*graph.node[:where], *made, *graph.node[where:]]
+    if have not in {v.name for v in graph.input}:
+        nodes = [*graph.node, *made]
+    del graph.node[:]
+    graph.node.extend(nodes)
+    if rng.random() < 0.7:
+        graph.output.add().name = made[-1].output[0]
+    if rng.random() < 0.2:
+        del graph.output[:-1]
+    return proto.SerializeToString()
+
+
+def empty(rng: random.Random, content: bytes) -> bytes:
+    """A model that computes nothing, or next to nothing."""
+    proto = onnx.ModelProto()
+    proto.ParseFromString(content)
+    graph = proto.graph
+    keep = rng.choice([0, 0, 1, 2])
+    del graph.node[keep:]
+    ends = [o for node in graph.node for o in node.output] or [rng.choice(list(graph.input)).name]
+    values = list(graph.input)
+    del graph.output[:]
+    if graph.node:
+        graph.output.add().name = ends[-1]
+    elif rng.random() < 0.8:
+        graph.output.append(values[0])
+    if rng.random() < 0.5 and not graph.node:
+        graph.node.append(onnx.helper.make_node("Identity", [values[0].name], ["copy"], "copy"))
+        graph.output.add().name = "copy"
+    return proto.SerializeToString()
 
 
 def arrays(rng: random.Random, content: bytes) -> bytes:
@@ -283,22 +381,33 @@ def records(rng: random.Random, content: bytes) -> bytes:
         row.pop("crc")
     i = rng.randrange(len(rows))
     changed = _node(rng, rows[i])
-    rows[i] = changed if isinstance(changed, dict) else {"key": changed}
+    rows[i] = changed if isinstance(changed, dict) else {"kind": changed}
     if rng.random() < 0.5:  # or the answer would come from the record of the finished run
-        rows = [row for row in rows if not str(row.get("key")).startswith("finished:")]
+        rows = [row for row in rows if row.get("kind") != "finished"]
     return b"".join(_stated(row) for row in rows)
 
 
 def _stated(row: dict[str, Any]) -> bytes:
     try:
-        return _line(row)
+        return line_of(row)
     except ValueError:  # NaN has no place in such a file
-        return _line({key: str(value) for key, value in row.items()})
+        return line_of({key: str(value) for key, value in row.items()})
+
+
+def beyond(rng: random.Random, content: bytes) -> bytes:
+    """A text with a number that is beyond all others, or none."""
+    spots = list(re.finditer(rb"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?(?![\w.])", content))
+    if not spots:
+        return content
+    spot = rng.choice(spots)
+    number = rng.choice([b"1e999", b"-1e999", b"1e-999", b"9" * 400, b"9" * 5000, b"1e308", b"Infinity", b"-0", b"0x7"])
+    return content[: spot.start()] + number + content[spot.end() :]
 
 
 Mutate = Callable[[random.Random, bytes], bytes]
 ANY: tuple[Mutate, ...] = (bits, spans)
-TEXT: tuple[Mutate, ...] = (bits, spans, lines, lines)
+TEXT: tuple[Mutate, ...] = (bits, spans, lines, lines, beyond)
+ODD: tuple[Mutate, ...] = (declared, declared, foreign, foreign, empty)
 
 # ---------------------------------------------------------------- what is run
 
@@ -306,9 +415,9 @@ TEXT: tuple[Mutate, ...] = (bits, spans, lines, lines)
 def case(seed: int, base: Path, folder: Path) -> Case:
     """The case of a seed, its files written to `folder`; those of `base` stay as they are."""
     rng = random.Random(seed)
-    kind = rng.choice(list(KINDS))
-    made = KINDS[kind](rng, base, folder)
-    return made
+    for name, target in LINKS.items():
+        (folder / name).symlink_to(target)
+    return KINDS[rng.choice(list(KINDS))](rng, base, folder)
 
 
 def _mutated(rng: random.Random, source: Path, target: Path, hows: tuple[Mutate, ...]) -> str:
@@ -318,16 +427,21 @@ def _mutated(rng: random.Random, source: Path, target: Path, hows: tuple[Mutate,
     return how.__name__
 
 
+PLAIN_OF = {"quantized": "conv", "mixed_quantized": "mixed"}
+QUANTIZED_OF = {"mixed": "mixed_quantized.onnx", "outside": "mixed_quantized.onnx"}
+"""The float model of a quantized one, and the other way."""
+
+
 def _of_model(rng: random.Random, base: Path, folder: Path) -> Case:
-    name = rng.choice(["mixed", "mixed", "conv", "attention", "outside", "quantized"])
+    name = rng.choice(["mixed", "mixed", "conv", "attention", "outside", "quantized", "mixed_quantized"])
     path = folder / f"{name}.onnx"
-    how = _mutated(rng, base / path.name, path, (fields, fields, fields, fields, *ANY))
+    how = _mutated(rng, base / path.name, path, (fields, fields, fields, fields, *ANY, *ODD))
     if name == "outside":
         if rng.random() < 0.3:
             how += " and " + _mutated(rng, base / "outside.bin", folder / "outside.bin", ANY)
         else:
             shutil.copyfile(base / "outside.bin", folder / "outside.bin")
-    data = base / f"{'conv' if name == 'quantized' else name}.npz"
+    data = base / f"{PLAIN_OF.get(name, name)}.npz"
     with_data = ["--calibration-data", str(data), *PLAIN]
     out = ["-o", str(folder / OUT)]
     commands = [
@@ -344,6 +458,14 @@ def _of_model(rng: random.Random, base: Path, folder: Path) -> Case:
         ["inspect", str(path)],
         ["check", str(path), "--engine", "fake"],
         ["layers", str(path), "--engine", "fake"],
+        ["inspect", str(path), "--json"],
+        ["debug", str(path), "--engine", "fake"],
+        ["debug", str(path)],
+        ["debug", str(base / f"{PLAIN_OF.get(name, name)}.onnx"), str(path), "--calibration-data", str(data)],
+        ["debug", str(path), str(base / QUANTIZED_OF.get(name, "quantized.onnx")), "--calibration-data", str(data)],
+        ["quantize", str(path), *with_data, "--engine", "tensorrt", "--precision", "bf16", "-o",
+         str(folder / f"{OUT}.onnx")],
+        ["quantize", str(path), *with_data, "--engine", "openvino", "-o", str(folder / f"{OUT}.onnx")],
         ["compare", str(base / f"{name}.onnx"), str(path), "--engine", "fake", "--calibration-data", str(data)],
     ]  # fmt: skip
     return Case(rng.choice(commands), path, how)
@@ -417,6 +539,75 @@ def _of_run(rng: random.Random, base: Path, folder: Path) -> Case:
     return Case(["tune", str(base / "mixed.onnx"), *FAKE, *data, *RUNS[mode], "-o", str(folder / OUT)], path, how)
 
 
+def _of_finished(rng: random.Random, base: Path, folder: Path) -> Case:
+    """A file of a finished run: it is shown, explained, or taken as the source of data."""
+    mode = rng.choice(list(RUNS))
+    shutil.copytree(base / mode, folder / OUT)
+    texts = {STATE: (*TEXT, records, records), "summary.json": (*TEXT, jsons, jsons, jsons), "placement.yaml":
+             (*TEXT, documents, documents)}  # fmt: skip
+    name = rng.choice(list(texts))
+    path = folder / OUT / name
+    how = _mutated(rng, base / mode / name, path, texts[name])
+    out = str(folder / OUT)
+    commands = [
+        ["report", out],
+        ["explain", out],
+        ["explain", out, "*", "--json"],
+        ["apply", str(base / "mixed.onnx"), "--placement", f"{out}/placement.yaml", "-o", f"{out}.onnx"],
+        ["check", f"{out}/optimized_final.onnx", "--engine", "fake"],
+        ["debug", str(base / "mixed.onnx"), f"{out}/optimized_final.onnx", "--engine", "fake"],
+        ["compare", str(base / "mixed.onnx"), f"{out}/optimized_final.onnx", "--engine", "fake", "--json"],
+    ]
+    return Case(rng.choice(commands), path, how)
+
+
+NAMED = ["x\x00.onnx", "loop", "loop/x", "dangling", "up", "up/nowhere/x", "", ".", "a" * 300, "a" * 5000, "d",
+         "pipe", "-", "--", "\udc80", "\ud800", "é\n.npz", "given.py:f", "loop:f", "x\x00:f", "nothing:f", ":",
+         ":f"]  # fmt: skip
+"""Names of what is no usual file, in the folder of a case."""
+
+
+def _of_names(rng: random.Random, base: Path, folder: Path) -> Case:
+    """A name in place of a file that a command reads or writes."""
+    path = folder / "d"
+    path.mkdir()
+    os.mkfifo(folder / "pipe")
+    (folder / "given.py").write_text("def f():\n    return 7\n")
+    data, out = ["--calibration-data", str(base / "mixed.npz"), *PLAIN], ["-o", str(folder / f"{OUT}.onnx")]
+    model, placement = str(base / "mixed.onnx"), str(base / "cut" / "placement.yaml")
+    quantized, fake = str(base / "mixed_quantized.onnx"), ["--engine", "fake"]
+    commands = [
+        ["quantize", model, *data, *out, "--html", str(folder / f"{OUT}.html")],
+        ["quantize", model, "--calibration-cache", str(folder / "cache"), *out],
+        ["quantize", model, *data, *out, "--evaluate", f"{folder / 'given.py'}:f"],
+        ["tune", model, *FAKE, *data, "--builds", "3", "-o", str(folder / OUT)],
+        ["tune", model, *FAKE, *data, "--builds", "3", "-o", str(folder / OUT), "--state-file", str(folder / OUT / "s"),
+         "--pattern-cache", str(folder / "pattern"), "--price-cache", str(folder / OUT / "prices")],
+        ["tune", model, *FAKE, *data, "--builds", "3", "-o", str(folder / OUT), "--mode", "subgraph", "--graph-json",
+         str(folder / "graph")],
+        ["tune", model, *FAKE, *data, "--builds", "3", "-o", str(folder / OUT), "--node-filter-list",
+         str(folder / "nodes")],
+        ["apply", model, *data, "--placement", placement, *out],
+        ["inspect", model],
+        ["check", quantized, *fake, "--html", str(folder / f"{OUT}.html")],
+        ["layers", model, *fake, "--html", str(folder / f"{OUT}.html")],
+        ["layers", "--graph-json", str(folder / "graph"), "--profile-json", str(folder / "profile")],
+        ["compare", model, quantized, *fake, "--calibration-data", str(base / "mixed.npz")],
+        ["compare", model, quantized, *fake, "--workload", f"{base / 'mixed.npz'}:1"],
+        ["debug", model, quantized, "--calibration-data", str(base / "mixed.npz")],
+        ["build", model, "--engine", "onnxruntime", *out],
+        ["report", str(base / "cut"), "-o", str(folder / f"{OUT}.html")],
+        ["explain", str(base / "cut"), "*"],
+        ["run", str(folder / "jobs.yaml")],
+    ]  # fmt: skip
+    chosen = rng.choice(commands)
+    spots = [i for i, text in enumerate(chosen) if "/" in text]
+    name = rng.choice(NAMED)
+    at = rng.choice(spots)
+    chosen[at] = str(folder / name) if name and rng.random() < 0.8 else name
+    return Case(chosen, path, f"beside {name[:20]!r}", writes_elsewhere=True)
+
+
 def _of_groups(rng: random.Random, base: Path, folder: Path) -> Case:
     path, whole_file = folder / "graph.json", folder / "whole.json"
     layers = [
@@ -431,7 +622,10 @@ def _of_groups(rng: random.Random, base: Path, folder: Path) -> Case:
 
 
 KINDS: dict[int, Callable[[random.Random, Path, Path], Case]] = dict(
-    enumerate([_of_model] * 6 + [_of_data, _of_ranges, _of_placement, _of_cache, _of_run, _of_run, _of_groups])
+    enumerate(
+        [_of_model] * 6
+        + [_of_data, _of_ranges, _of_placement, _of_cache, _of_run, _of_run, _of_groups, _of_finished, _of_names]
+    )
 )
 """Kinds of cases, models the most."""
 
@@ -474,7 +668,13 @@ def run(seed: int, base: Path, folder: Path) -> tuple[Case, list[str]]:
     before, out, err = contents(folder), io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, in_process(), redirect_stdout(out), redirect_stderr(err):
         patch.setattr(tempfile, "tempdir", str(aside))
+        patch.chdir(folder)  # where names without a folder lie
         code = _call(*made.arguments)
-    wrong = broken(code, out.getvalue(), err.getvalue(), before, contents(folder))
+    after = contents(folder)
+    if made.writes_elsewhere:
+        after = {name: data for name, data in after.items() if name in before}
+    wrong = broken(code, out.getvalue(), err.getvalue(), before, after)
+    if "--json" in made.arguments and out.getvalue():
+        json.loads(out.getvalue())
     wrong += [f"{name} is left among temporary files" for name in contents(aside)]
     return made, [*wrong, err.getvalue()[-3000:]] if wrong else []

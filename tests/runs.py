@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import sys
@@ -67,8 +68,8 @@ def settings(model: Path, /, **changes: Any) -> Settings:
     """A short run on the noise-free fake engine, into `out` beside the model."""
     base = Settings(
         model,
-        model.parent / "out",
-        EngineSpec("fake"),
+        output_dir=model.parent / "out",
+        engine=EngineSpec("fake"),
         mode="region",
         cut_seed=False,
         calibration_data=str(model.with_suffix(".npz")),
@@ -84,6 +85,12 @@ def settings(model: Path, /, **changes: Any) -> Settings:
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file below."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def rows(state: Path) -> list[dict[str, Any]]:
+    """The lines of a state file, its head first, without their checksums."""
+    found = [json.loads(line.removeprefix("- ")) for line in state.read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name != "crc"} for row in found]
 
 
 def cost(path: Path) -> float:

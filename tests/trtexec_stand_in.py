@@ -106,8 +106,12 @@ def main(command):
     if VERSION >= (11,):
         for name in {"useCudaGraph", "useSpinWait", "noDataTransfers", "separateProfileRun"} & set(flags):
             print(f"{STAMP} [W] --{name} has been enabled by default", file=sys.stderr)
-    if "stronglyTyped" in flags and set(PRECISIONS) & set(flags):
-        fail("Cannot set both --stronglyTyped and a precision flag")
+    if "stronglyTyped" in flags:
+        if "best" in flags and VERSION >= (10, 10):
+            fail("Cannot set both --stronglyTyped and --best")
+        for name in set(PRECISIONS) & set(flags):
+            print(f"{STAMP} [W] Ignoring --{name} because --stronglyTyped is set", file=sys.stderr)
+            del flags[name]
     for library in flags.get("staticPlugins", []):
         if not os.path.exists(library):
             fail(f"Could not load plugin library {library}")

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 from qdqtune.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from qdqtune.api import apply as apply
+    from qdqtune.api import build as build
+    from qdqtune.api import check as check
+    from qdqtune.api import compare as compare
+    from qdqtune.api import explain as explain
+    from qdqtune.api import inspect as inspect
+    from qdqtune.api import layers as layers
+    from qdqtune.api import quantize as quantize
+    from qdqtune.api import tune as tune
     from qdqtune.commands.explanation import Explanation as Explanation
+    from qdqtune.commands.tune import Result as Result
     from qdqtune.engines import EngineSpec as EngineSpec
     from qdqtune.errors import Cancelled as Cancelled
     from qdqtune.errors import QdqtuneError as QdqtuneError
-    from qdqtune.library.api import apply as apply
-    from qdqtune.library.api import build as build
-    from qdqtune.library.api import check as check
-    from qdqtune.library.api import compare as compare
-    from qdqtune.library.api import explain as explain
-    from qdqtune.library.api import inspect as inspect
-    from qdqtune.library.api import layers as layers
-    from qdqtune.library.api import quantize as quantize
-    from qdqtune.library.api import tune as tune
-    from qdqtune.library.results import Result as Result
     from qdqtune.tuning.observer import Observer as Observer
     from qdqtune.tuning.observer import State as State
     from qdqtune.tuning.settings import Settings as Settings
@@ -40,13 +40,11 @@ _HOMES = {
     "Observer": "tuning.observer",
     "Placement": "types",
     "QdqtuneError": "errors",
-    "Result": "library.results",
+    "Result": "commands.tune",
     "Settings": "tuning.settings",
     "State": "tuning.observer",
     "Trial": "types",
-    **dict.fromkeys(
-        ("apply", "build", "check", "compare", "explain", "inspect", "layers", "quantize", "tune"), "library.api"
-    ),
+    **dict.fromkeys(("apply", "build", "check", "compare", "explain", "inspect", "layers", "quantize", "tune"), "api"),
 }
 """Public names by module: each is imported when somebody asks for it, since numpy and onnx take their time."""
 

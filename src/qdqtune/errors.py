@@ -19,6 +19,7 @@ Messages are one line and say what to do.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -100,15 +101,20 @@ def parsed_json(text: str, **how: Any) -> Any:
     """What a JSON text says; `how` are arguments of `json.loads`.
 
     Raises:
-        ValueError: whatever is wrong with it, nesting without end, numbers of thousands of digits and words for
-            numbers that JSON has not (NaN, Infinity) among it.
+        ValueError: whatever is wrong with it: nesting without end, numbers of thousands of digits or beyond those of
+            floats, and words for numbers that JSON has not (NaN, Infinity) among it.
     """
 
     def refused(word: str) -> None:
         raise ValueError(f"{word} is no number of JSON's")
 
+    def finite(digits: str) -> float:
+        if math.isinf(number := float(digits)):
+            raise ValueError(f"{digits[:20]} is beyond all numbers")
+        return number
+
     try:
-        return json.loads(text, **{"parse_constant": refused} | how)
+        return json.loads(text, **{"parse_constant": refused, "parse_float": finite} | how)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 

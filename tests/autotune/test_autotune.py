@@ -296,7 +296,7 @@ def test_state_of_other_settings_is_refused() -> None:
     begun(mixed().to_proto()).save_state("state.yaml")
     other = begun(mixed().to_proto(), Config(maximum_mutations=2))
     for use in (other.load_state, other.save_state):
-        with pytest.raises(BadState, match="maximum_mutations 3, now it is 2"):
+        with pytest.raises(BadState, match="maximum mutations 3, now it is 2"):
             use("state.yaml")
     with pytest.raises(BadState, match="no state file"):
         other.load_state("missing.yaml")

@@ -52,7 +52,7 @@ def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What `qdqtune tune` is asked for, instead of a run."""
     calls: list[dict[str, Any]] = []
-    monkeypatch.setattr(tune, "run", lambda given, _=None: calls.append(given) or 0)
+    monkeypatch.setattr(tune, "run", lambda options, _=None, **how: calls.append(vars(options) | how) or 0)
     return calls
 
 
@@ -114,7 +114,7 @@ def test_every_underscored_flag(run: Run, asked: list[dict[str, Any]], model: Pa
     assert (given["mode"], given["effort"]) == ("region", "extensive")
     assert given["builds"] > 30 * 3
     assert (given["schemes_per_region"], given["warmup_runs"], given["timing_runs"]) == (30, 50, 50)
-    assert (given["quant_type"], given["default_dq_dtype"], given["verbose"]) == ("fp8", "bfloat16", True)
+    assert (given["quant_type"], given["default_dq_dtype"]) == ("fp8", "bfloat16")
     assert [given[n] for n in ("pattern_cache", "qdq_baseline", "state_file")] == [
         Path(n) for n in ("cache.yaml", "quantized.onnx", "state.yaml")
     ]
@@ -145,7 +145,7 @@ def test_short_flags_and_defaults(run: Run, asked: list[dict[str, Any]], model: 
     run("-m", model, "-o", "out", "-s", 7, "-v", "--calibration_data", "x.npz", "--threads=2")
     run("--onnx_path", model)
     first, default = asked
-    assert (first["schemes_per_region"], first["verbose"], first["calibration_data"]) == (7, True, "x.npz")
+    assert (first["schemes_per_region"], first["calibration_data"]) == (7, "x.npz")
     assert default["output_dir"] == Path("autotuner_output")
     assert (default["mode"], default["effort"], default["builds"]) == ("region", "default", None)
     assert (default["quant_type"], default["default_dq_dtype"]) == ("int8", "float32")
@@ -172,7 +172,7 @@ def test_what_the_engine_cannot_take_is_said(run: Run, asked: list[dict[str, Any
         (("-m", "model.onnx", "--mode", "thorough"), "'thorough' is not one of"),
         (("-m", "model.onnx", "--no_such_flag"), "No such option"),
         (("-m", "model.onnx", "--pattern_cache", "none.yaml"), "cannot read pattern cache none.yaml"),
-        (("-m", "model.onnx", "--node_filter_list", "none.txt"), "cannot read --node-filter-list none.txt"),
+        (("-m", "model.onnx", "--node_filter_list", "none.txt"), "'--node-filter-list': cannot read none.txt"),
     ],
 )
 def test_bad_input_is_one_line(run: Run, model: Path, arguments: Sequence[str], words: str) -> None:
@@ -219,6 +219,9 @@ def test_regions_can_be_looked_at(module: str, model: Path, capfd: pytest.Captur
     assert "Phase 1 complete:" in text
     assert "Summary:" in text
     assert "  - softmax" in text
+    with pytest.raises(SystemExit):
+        autotune.inspect(module, ["--model", str(model)])
+    assert "├─ Region " in capfd.readouterr().out
 
 
 def test_nothing_imports_the_programs_that_show_regions(model: Path) -> None:

@@ -13,8 +13,9 @@ import numpy.typing as npt
 import pytest
 
 from models import build, embedding, normal
+from qdqtune.calibration.inputs import input_specs
 from qdqtune.calibration.prepare import Data, prepare
-from qdqtune.calibration.samples import Samples, input_specs, open_samples
+from qdqtune.calibration.samples import Samples, open_samples
 from qdqtune.errors import BadData, BadModel, BadOption, InputError
 from qdqtune.graph.model import Model
 
@@ -170,7 +171,7 @@ BAD_ARRAYS: list[tuple[str, str, dict[str, Array], str]] = [
     ("NaN", "float[1,3] x", {"x": np.float32([[1, np.nan, 2]])}, "NaN"),
     ("infinite", "float[1,3] x", {"x": np.float32([[1, np.inf, 2]])}, "infinite"),
     ("counts", "float[1,3] x, float[1,3] z", {"x": normal(2, 3), "z": normal(3, 3)}, "different numbers of samples"),
-    ("objects", "float[1,3] x", {"x": np.array([{}], object)}, "objects, not numbers"),
+    ("objects", "float[1,3] x", {"x": np.array([{}], object)}, "holds objects"),
 ]
 
 

@@ -64,7 +64,7 @@ def test_a_fused_model_passes(call, fused):
         "last DQ in front of a float output of the model",
     ]
     assert [note.split()[0] for note in notes[1::2]] == ["boundary", "boundary"]
-    assert last.startswith(f"{fused} on fake: 2 edges carry a pair, 1 of 3 layers in 8 bits; 0 findings, 2 notes")
+    assert last.startswith(f"{fused} on fake: 2 tensors with a Q/DQ pair, 1 of 3 layers in 8 bits; 0 findings, 2 notes")
 
 
 def test_a_model_that_is_not_fused_fails_with_nodes_reason_and_times(call, spoiled):
@@ -98,7 +98,7 @@ def test_check_as_json(call, spoiled):
     found: dict[str, Any] = json.loads(out)
     assert code == 4
     assert list(found) == ["model", "engine", "pairs", "layers", "layers_in_8_bits", "time_ms", "failing", "findings",
-                           "measured"]  # fmt: skip
+                           "passes", "measured"]  # fmt: skip
     assert not found["measured"]
     assert (found["engine"], found["pairs"], found["layers"], found["failing"]) == ("fake", 2, 3, 3)
     assert found["time_ms"] == pytest.approx(sum(f["time_ms"] for f in found["findings"]))
@@ -263,6 +263,29 @@ def test_build_as_json(call, float_file, tmp_path):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("threshold", [0, 64, 2**20])
+@pytest.mark.parametrize("location", ["weights.bin", "built.onnx.data", "sub/weights.bin"])
+def test_a_model_with_external_data_is_built(threshold, location, call, tmp_path):
+    (tmp_path / "in" / "sub").mkdir(parents=True)
+    (tmp_path / "out").mkdir()
+    source, target = tmp_path / "in" / "m.onnx", tmp_path / "out" / "built.onnx"
+    onnx.save(conv_model(), source, save_as_external_data=True, location=location, size_threshold=threshold)
+    code, _, err = call("build", source, "-o", target)
+    assert (code, err) == (0, "")
+    shutil.rmtree(tmp_path / "in")
+    session = open_engine(building.EngineSpec("onnxruntime")).build(target, tmp_path / "log")
+    np.testing.assert_allclose(session.run(IMAGE)["y"], ReferenceEvaluator(conv_model()).run(None, IMAGE)[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("engine", building.FORMATS)
+@pytest.mark.parametrize("suffix", [*building.SUFFIXES, "", ".bin"])
+def test_a_suffix_that_says_something_else_is_told(engine, suffix):
+    told = building.Artifact(engine, (Path(f"d{suffix}"),), 0, 0.0).in_words()
+    assert told.startswith(f"d{suffix}: {building.FORMATS[engine]}")
+    usual = {"onnxruntime": [".onnx"], "openvino": [".xml"]}.get(engine, [".plan", ".engine", ".trt"])
+    assert (f"in spite of the suffix {suffix}," in told) is (suffix in set(building.SUFFIXES) - set(usual))
+
+
 @dataclass
 class Saves:
     """An engine that writes a file with another one beside it, or refuses."""
@@ -320,11 +343,11 @@ def test_the_model_is_never_replaced(how, call, float_file, tmp_path):
 
 def test_a_failed_build_leaves_what_was_there(call, float_file, tmp_path, workers):
     target = tmp_path / "m.plan"
-    target.write_text("good")
+    target.write_text("ftrt good")
     workers.opener = lambda _: Saves("TensorRT: no")
     code, _, err = call("build", float_file, "-o", target, "--engine", "tensorrt")
     assert (code, err) == (5, "error: TensorRT: no\n")
-    assert target.read_text() == "good"
+    assert target.read_text() == "ftrt good"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["float.onnx", "m.plan"]
 
 

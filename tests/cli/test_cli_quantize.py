@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -16,12 +16,14 @@ from conftest import Call
 from models import build, conv_net, normal
 from qdqtune.calibration.methods import Calibration
 from qdqtune.cli.quantize import quantize_command
-from qdqtune.commands.quantize import Request, Selection
+from qdqtune.commands.quantize_options import Request, Selection
+from qdqtune.commands.tune import TuneOptions
 from qdqtune.commands.worst_tensors import Damage, to_exclude
+from qdqtune.engines import cpu
 from qdqtune.errors import BadModel
 from qdqtune.graph.loading import load
 from qdqtune.placement.engine_rules import RULES, rules_of
-from qdqtune.placement.reading import read_placement
+from qdqtune.placement.reading import count_pairs, read_placement
 from runs import mixed, write
 
 RUN = ("--engine", "openvino", "--calibration-data")
@@ -36,9 +38,9 @@ def test_one_command_writes_a_file_and_says_what_it_cost(call: Call, model: Path
     code, out, err = call("quantize", model, *RUN, model.with_suffix(".npz"))
     target = model.with_suffix(".qdq.onnx")
     first, second = out.splitlines()
-    edges = len(read_placement(load(model), load(target)).placement)
+    pairs = count_pairs(read_placement(load(model), load(target)).placement)
     assert code == 0
-    assert first == f"{target}: {edges} edges carry a pair (INT8 as openvino wants it)"
+    assert first == f"{target}: {pairs} tensors with a Q/DQ pair (INT8 as openvino wants it)"
     assert second.startswith("output SQNR ")
     assert second.endswith(", on 3 samples")
     assert "calibrating on" in err
@@ -54,26 +56,46 @@ def test_the_report_shows_rules_and_the_ten_worst_tensors(call: Call, model: Pat
     assert len([line for line in table.splitlines() if " dB" in line]) == 10
 
 
-def test_the_report_ends_with_options_that_quantize_takes(call: Call, model: Path, tmp_path: Path) -> None:
-    """Without what makes a tenth of the error or more, the error is smaller."""
+@pytest.mark.parametrize("reduced", [False, True], ids=["weights of 8 bits", "weights of 7 bits"])
+def test_the_report_ends_with_options_that_quantize_takes(
+    reduced: bool, call: Call, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without what makes a tenth of the error or more, the error is smaller. With weights of 7 bits, every product of
+    this model makes as much: one stays."""
+    monkeypatch.setattr(cpu, "products_saturate", lambda: reduced)
     given = ("quantize", model, *RUN, model.with_suffix(".npz"), "--report", "-o", tmp_path / "r.onnx")
     _, out, _ = call(*given)
     (line,) = (line for line in out.splitlines() if line.startswith("to keep in float"))
     options = shlex.split(line.partition(": ")[2])
     nodes = json.loads(call(*given, "--json")[1])["nodes_to_exclude"]
     assert options == [word for node in nodes for word in ("--nodes-to-exclude", node)]
+    assert call(*given, *options)[0] == 0, call(*given, *options)
     before, after = (json.loads(call(*given, *more, "--json")[1]) for more in ((), options))
     assert after["output_sqnr_db"] > before["output_sqnr_db"] + 1
     assert after["edges"] < before["edges"]
 
 
+def test_a_report_names_no_node_without_which_nothing_is_quantized(call: Call, tmp_path: Path) -> None:
+    path = write(build("net (float[4,8] x) => (float[4,8] y) { [a] y = MatMul(x, w) }", {"w": normal(8, 8)}), tmp_path)
+    given = ("quantize", path, *RUN, path.with_suffix(".npz"), "--report")
+    code, out, _ = call(*given)
+    assert code == 0
+    assert "no node to keep in float" in out
+    assert json.loads(call(*given, "--json")[1])["nodes_to_exclude"] == []
+
+
 def test_only_what_makes_a_tenth_of_the_error_is_to_be_excluded() -> None:
     levels = {("n1", "n2"): 12.0, ("n2",): 20.0, ("n3",): 20.1, ("n4",): None}
     found = [Damage(nodes[0], nodes, level, None) for nodes, level in levels.items()]
-    assert to_exclude(found, 10.0) == ("n1", "n2")
-    assert to_exclude(found, 10.2) == ("n1", "n2", "n3")
-    assert to_exclude(found, 1.0) == ()
-    assert to_exclude(found, None) == ()
+    for sqnr_db, most, expected in (
+        (10.0, 4, ("n1", "n2")),
+        (10.2, 4, ("n1", "n2", "n3")),
+        (10.2, 2, ("n1", "n2")),
+        (10.2, 1, ()),
+        (1.0, 4, ()),
+        (None, 4, ()),
+    ):
+        assert to_exclude(found, sqnr_db, lambda nodes, most=most: len(nodes) <= most) == expected  # type: ignore[misc]
 
 
 def test_json_holds_it_all_and_null_where_nothing_is_lost(call: Call, tmp_path: Path) -> None:
@@ -189,19 +211,19 @@ def test_every_option_reaches_its_field_and_every_field_has_one(call: Call, monk
 
 def test_what_is_given_reaches_the_search(call: Call, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `--tune-args` says of the same option wins; of mappings, the other names stay."""
-    searches: list[Mapping[str, Any]] = []
-    monkeypatch.setattr("qdqtune.cli.tune.run", lambda given: searches.append(given) or 0)
+    searches: list[tuple[TuneOptions, Mapping[str, bool]]] = []
+    monkeypatch.setattr("qdqtune.cli.tune.run", lambda options, **how: searches.append((options, how)) or 0)
     data = ["--calibration-data", model.with_suffix(".npz"), "--input-shape", "image:2x3x8x8"]
     given = ["--seed", 3, "--percentile", 99, *data, "--tune", "-o", model.parent / "q.onnx"]
     for more in ("--seed 4 --threads 2 --fix-input a=1", "--seed=4 --input-shape b:1 --json"):
         code, _, err = call("quantize", model, *given, "--tune-args", more)
         assert code == 0, err
-    first, second = searches
-    assert (first["seed"], first["threads"], first["percentile"], first["fix_inputs"]) == (4, 2, 99, {"a": 1})
-    assert (first["model"], first["qdq_baseline"]) == (model, model.parent / "q.onnx")
-    assert (first["calibration_data"], first["as_machine"]) == (str(data[1]), False)
-    assert second["input_shapes"] == {"image": (2, 3, 8, 8), "b": (1,)}
-    assert second["as_machine"]
+    (first, how), (second, machine) = searches
+    assert (first.seed, first.threads, first.percentile, first.fix_inputs) == (4, 2, 99, {"a": 1})
+    assert (first.model, first.qdq_baseline) == (model, model.parent / "q.onnx")
+    assert (first.calibration_data, how["as_machine"]) == (str(data[1]), False)
+    assert second.input_shapes == {"image": (2, 3, 8, 8), "b": (1,)}
+    assert machine["as_machine"]
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def begin(arguments: Sequence[object], out: Path) -> subprocess.Popen[bytes]:
             [sys.executable, "-m", "qdqtune", "tune", *map(str, arguments), "-o", str(out), *QUICK, *slow],
             env=told, stdout=subprocess.DEVNULL, stderr=errors,
         )  # fmt: skip
-    until(lambda: any(b'"trial:' in state.read_bytes() for state in states()) or run.poll())
+    until(lambda: any(b'"kind": "trial"' in state.read_bytes() for state in states()) or run.poll())
     assert run.poll() is None, said(out).read_text()
     assert left(out)
     return run

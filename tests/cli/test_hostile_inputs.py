@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import resource
+import subprocess
+import sys
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +19,11 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from conftest import Call
+from qdqtune.autotune.quantization import quantize
 from qdqtune.calibration import calibrate, observe
+from qdqtune.errors import BadModel, parsed_json
 from qdqtune.graph.loading import load
-from runs import mixed, settings, write
+from runs import environment, mixed, settings, write
 
 QUICK = ("--engine", "fake", "--engine-option", "asymmetric=true", "--builds", "4", "-q")
 
@@ -194,13 +202,13 @@ def test_a_large_graph_is_calibrated_without_optimizing_it(model: Path, monkeypa
     samples = [{"x": samples[0]["x"][0]}]
     expected = calibrate.calibrate(graph, samples)
     told: list[bool] = []
-    running = observe.running
+    running = observe.running_in_several
 
     def watched(*arguments: object, fuse: bool, **more: object) -> object:
         told.append(fuse)
         return running(*arguments, fuse=fuse, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(observe, "running", watched)
+    monkeypatch.setattr(observe, "running_in_several", watched)
     calibrate.calibrate(graph, samples)
     monkeypatch.setattr(observe, "MANY", 0)
     found = calibrate.calibrate(graph, samples)
@@ -238,4 +246,85 @@ def test_json_that_is_too_deep_or_too_long(
 @pytest.mark.parametrize("front", ["5", "[5]", '[{"name": "24db"}]'])
 def test_a_summary_that_somebody_has_changed(call: Call, model: Path, tmp_path: Path, front: str) -> None:
     (tmp_path / "summary.json").write_text(f'{{"front": {front}, "engine": {{"engine": "fake"}}}}')
-    fails(call, "holds no finished run with a front", "tune", model, "--pick", "24db", "-o", tmp_path)
+    fails(call, "is not what a run has written", "tune", model, "--pick", "24db", "-o", tmp_path)
+
+
+@contextmanager
+def room_in_memory(size: int) -> Iterator[None]:
+    """This process may take so many bytes more than it has."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held + size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+WRITERS = {
+    "python": "os.write(1, b'native')",
+    "C": "ctypes.CDLL(None).puts(b'native')",
+    "a process": "subprocess.run(['echo', 'native'], check=True)",
+    "the stream it began with": "sys.__stdout__.write('native')",
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("command", ["quantize", "tune"])
+def test_json_is_alone_on_standard_output_whatever_writes_to_its_number(
+    model: Path, tmp_path: Path, command: str, writer: str
+) -> None:
+    write_it = WRITERS[writer]
+    (tmp_path / "talk.py").write_text(
+        f"import ctypes, os, subprocess, sys\nimport numpy as np\n{write_it}\n"
+        f"def samples():\n    {write_it}\n    for i in range(3):\n        {write_it}\n"
+        "        yield {'x': np.full((8, 8, 64), i / 6, np.float32)}\n"
+        f"def score(predict):\n    {write_it}\n    return 1.0\n"
+    )
+    given = f"{tmp_path / 'talk.py'}:"
+    more = QUICK if command == "tune" else ("--calibration-method", "minmax", "--no-bias-correction")
+    arguments = [command, model, *more, "--calibration-data", f"{given}samples", "--evaluate", f"{given}score"]
+    line = [sys.executable, "-m", "qdqtune", *map(str, arguments), "--json", "-o", str(tmp_path / "out.onnx")]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, env=environment())
+    assert done.returncode in (0, 3, 4), done.stderr
+    assert json.loads(done.stdout)
+    assert "native" in done.stderr
+
+
+SIZES = (0, 1, 2**20, 2**40, 2**63 - 1)
+LISTS = ("input", "output", "value_info")
+
+
+@pytest.mark.parametrize("listed", LISTS)
+def test_types_and_sizes_that_a_model_only_lists_take_no_memory(model: Path, tmp_path: Path, listed: str) -> None:
+    whole, path = onnx.load(model), tmp_path / "listed.onnx"
+    types = [TensorProto.FLOAT, TensorProto.INT64, TensorProto.STRING, TensorProto.FLOAT16]
+    shapes = [[size] * rank for size in SIZES for rank in range(3)]
+    for kind, shape in itertools.product(types, shapes):
+        proto = onnx.ModelProto()
+        proto.CopyFrom(whole)
+        values = getattr(proto.graph, listed)
+        if not values:
+            values.add().name = "b"
+        values[0].CopyFrom(helper.make_tensor_value_info(values[0].name, kind, shape))
+        onnx.save(proto, path)
+        with room_in_memory(2**31):
+            try:
+                found = load(path)
+            except BadModel:
+                continue
+        assert found.tensors["b"].dtype == TensorProto.FLOAT or listed == "input"
+
+
+@pytest.mark.parametrize("given", [np.ones((3, 8, 8, 64), np.float32), [{"x": np.ones((8, 8, 64), np.float32)}], []])
+@pytest.mark.usefixtures("workers")
+def test_quantize_under_modelopts_name_takes_arrays(model: Path, tmp_path: Path, given: object) -> None:
+    plain = {"calibration_method": "max", "engine": "onnxruntime", "output_path": tmp_path / "q.onnx"}
+    quantize(model, calibration_data=given, **plain)  # type: ignore[arg-type]
+    assert (tmp_path / "q.onnx").is_file()
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "9" * 400 + ".0", "NaN", "-Infinity", "9" * 5000])
+def test_numbers_that_no_float_holds_are_no_json(number: str) -> None:
+    with pytest.raises(ValueError, match=r"number|digits|beyond|limit|Expecting"):
+        parsed_json(f'{{"pairs": {number}}}')

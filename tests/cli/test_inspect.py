@@ -7,7 +7,7 @@ import json
 import pytest
 from onnx import TensorProto
 
-from qdqtune.cli import inspect
+from qdqtune.commands import inspect
 from qdqtune.search.regions import discovery, patterns
 from region_models import Network
 
@@ -28,7 +28,7 @@ def found():
 
 
 def test_the_text_has_the_phases_and_the_summary(found):
-    lines = inspect.render(*found).splitlines()
+    lines = inspect.render(*found)
     assert "Phase 1 complete: 5 regions, 16/16 nodes (100.0%)" in lines
     assert "Phase 2 complete: refined 2 regions, skipped 3" in lines
     assert "Summary: 9 regions (7 LEAF, 2 COMPOSITE), 16/16 nodes (100.0%)" in lines
@@ -36,7 +36,7 @@ def test_the_text_has_the_phases_and_the_summary(found):
 
 
 def test_the_tree_shows_a_composite_with_its_leaves(found):
-    text = inspect.render(*found)
+    text = "\n".join(inspect.render(*found))
     digest = next(p.digest for p in found[2] if p.ops == ("Conv", "Relu", "Conv", "Add", "Relu"))
     assert (
         f"""
@@ -58,25 +58,25 @@ def test_the_tree_shows_a_composite_with_its_leaves(found):
 
 
 def test_regions_without_quantizable_operators_are_hidden_but_counted(found):
-    text = inspect.render(*found)
+    text = "\n".join(inspect.render(*found))
     assert "Region 0 (" not in text
     assert "Hidden: 1 region without quantizable operators" in text
-    shown = inspect.render(*found, include_all_regions=True)
+    shown = "\n".join(inspect.render(*found, include_all_regions=True))
     assert "Region 0 (" in shown
     assert "Hidden" not in shown
 
 
 def test_verbose_names_nodes_and_tensors(found):
-    text = inspect.render(*found, verbose=True)
+    text = "\n".join(inspect.render(*found, verbose=True))
     assert (
         "│  ├─ Nodes: Conv, Relu\n│  │    - node2\n│  │    - node3\n│  ├─ Inputs: 1 tensor\n│  │    - input\n" in text
     )
     assert "│  └─ Outputs: 1 tensor\n│       - node3:0\n" in text
-    assert "node2" not in inspect.render(*found)
+    assert "node2" not in "\n".join(inspect.render(*found))
 
 
 def test_the_histogram_and_the_most_frequent_patterns_come_last(found):
-    lines = inspect.render(*found).splitlines()
+    lines = inspect.render(*found)
     at = lines.index("LEAF region size histogram:")
     assert lines[at + 1].split(" | ")[0].strip() == "2"
     assert lines[at + 1].endswith("█ 5")
@@ -99,3 +99,26 @@ def test_json_has_the_same_numbers(found):
     everything = inspect.as_json(*found, include_all_regions=True)["regions"]
     assert sorted(n for r in everything for n in r["nodes"]) == sorted(n.name for n in model.nodes)
     assert len(everything) == len(list(made.walk()))
+
+
+@pytest.mark.parametrize("size", [1, 3, 10, 1000])
+@pytest.mark.parametrize("method", ["names", "topology"])
+@pytest.mark.parametrize("blocks", [0, 1, 30])
+def test_the_summary_fits_on_a_screen(blocks, method, size):
+    net = Network()
+    x = "input"
+    for number in range(blocks):
+        x = net.residual(x)
+        for _ in range(number):
+            x = net.add("Relu", x)
+    net.outputs = [net.conv(x)]
+    model = net.model()
+    made = discovery.find(model, method, max_sequence_size=size)
+    grouped = patterns.group(model, made)
+    summary, tree = (inspect.render(model, made, grouped, tree=tree) for tree in (False, True))
+    assert len(summary) <= 24
+    assert summary[:5] == tree[:5]
+    bars = [line for line in summary if "█" in line]
+    assert sum(int(line.split()[-1]) for line in bars) == len(made.leaves)
+    assert not any("├─" in line for line in summary)
+    assert any("├─" in line for line in tree)

@@ -67,9 +67,9 @@ def test_a_model_that_fails_does_not_end_the_others_and_all_go_on(
     states = [tmp_path / "out" / name / "autotuner_state.yaml" for name in ("fast", "slow")]
     before = [state.read_bytes() for state in states]
 
-    def here(asked: list[str], **_: object) -> SimpleNamespace:
+    def here(args: list[str], **_: object) -> SimpleNamespace:
         """What a process of its own does, without one."""
-        code, out, _ = call(*asked[3:])
+        code, out, _ = call(*args[4:])
         return SimpleNamespace(returncode=code, stdout=out)
 
     monkeypatch.setattr(subprocess, "run", here)

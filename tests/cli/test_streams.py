@@ -149,7 +149,7 @@ def test_memory_that_is_short_is_one_line(call: Call, model: Path, monkeypatch: 
     def greedy(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("qdqtune.cli.inspect.load", greedy)
+    monkeypatch.setattr("qdqtune.commands.inspect.load", greedy)
     assert call("inspect", model) == (2, "", "error: there is not enough memory for this\n")
 
 
@@ -163,7 +163,7 @@ def test_an_interrupt_that_a_library_made_another_error_of(
         except KeyboardInterrupt as error:
             raise ImportError("numpy cannot be imported") from error
 
-    monkeypatch.setattr("qdqtune.cli.inspect.load", interrupted)
+    monkeypatch.setattr("qdqtune.commands.inspect.load", interrupted)
     assert call("inspect", model) == (130, "", "interrupted\n")
 
 

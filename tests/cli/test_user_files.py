@@ -12,7 +12,8 @@ import pytest
 
 from conftest import Call
 from qdqtune.errors import BadState
-from qdqtune.tuning.folder import LIST, OutputFolder
+from qdqtune.graph.may_write import LIST
+from qdqtune.tuning.folder import OutputFolder
 from qdqtune.tuning.loop import tune
 from runs import contents, mixed, settings, write
 
@@ -180,18 +181,6 @@ def test_a_part_of_an_earlier_run_is_not_tuned_into_its_folder(call: Call, model
     part = out / "subgraphs" / "group_001.onnx"
     arguments = ["tune", part, *QUICK, "--mode", "subgraph", "--restart", "-o", out]
     is_refused(call, tmp_path, "would be overwritten", *arguments)
-
-
-@pytest.mark.usefixtures("workers")
-@pytest.mark.parametrize("mode", ["cut", "region", "subgraph"])
-def test_a_folder_of_an_earlier_version_goes_on(model: Path, mode: str) -> None:
-    run = settings(model, builds=4, mode=mode)
-    tune(run)
-    out = model.parent / "out"
-    (out / LIST).unlink()  # earlier versions wrote none
-    before = contents(out)
-    tune(run)
-    assert contents(out).keys() == {*before, LIST}
 
 
 @pytest.mark.usefixtures("workers")

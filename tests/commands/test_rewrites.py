@@ -15,7 +15,8 @@ from qdqtune.calibration.prepare import Data
 from qdqtune.commands import apply as applying
 from qdqtune.commands import debug
 from qdqtune.commands.apply import apply
-from qdqtune.commands.quantize import Request, quantize
+from qdqtune.commands.quantize import quantize
+from qdqtune.commands.quantize_options import Request
 from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model

@@ -16,9 +16,9 @@ from onnx import numpy_helper, parser
 from models import attention
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.engines.coverage import Claim, cover, never_run, read_model
+from qdqtune.engines.memory import scarce_memory
 from qdqtune.engines.onnxruntime import engine as onnxruntime_engine
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
-from qdqtune.engines.room import scarce_memory
 from qdqtune.errors import BadOption, EngineFailure
 from qdqtune.types import Layer
 

@@ -22,9 +22,9 @@ import pytest
 from processes import family, until
 from qdqtune.cli import main
 from qdqtune.engines import EngineSpec, devices
-from qdqtune.engines.places import places_for
-from qdqtune.engines.ray.host import Host
-from qdqtune.engines.ray.parcels import Receiver, Sender
+from qdqtune.engines.allocation import allocate_workers
+from qdqtune.engines.ray.actor import WorkerActor
+from qdqtune.engines.ray.file_transfer import Receiver, Sender
 from qdqtune.errors import BadOption, EngineUnavailable, OutputError
 from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.janitor import MARK, locked
@@ -118,7 +118,7 @@ class At(Silent):
 
 def actors() -> list[int]:
     """The processes of our actors on all nodes."""
-    return [int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if b"ray::Host" in _read(p)]
+    return [int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if b"ray::WorkerActor" in _read(p)]
 
 
 def _read(path: Path) -> bytes:
@@ -200,7 +200,7 @@ tune(asked(Path({str(model)!r}), "driver", ray={cluster.address!r}, engine=slow)
     told = environment() | {"TMPDIR": str(tmp_path)}
     driver = subprocess.Popen([sys.executable, "-c", script], env=told, stderr=subprocess.DEVNULL)
     state = out / "autotuner_state.yaml"
-    until(lambda: driver.poll() is not None or (state.exists() and b'"trial:' in state.read_bytes()))
+    until(lambda: driver.poll() is not None or (state.exists() and b'"kind": "trial"' in state.read_bytes()))
     assert driver.poll() is None
     driver.kill()
     driver.wait()
@@ -217,7 +217,7 @@ def test_a_node_that_is_lost_ends_the_run_in_words_and_leaves_nothing(tmp_path: 
     with said.open("wb") as errors:
         run = subprocess.Popen([sys.executable, "-m", "qdqtune", *words.split(), *quick], env=told, stderr=errors)
     state = out / "autotuner_state.yaml"
-    until(lambda: run.poll() is not None or (state.exists() and b'"trial:' in state.read_bytes()), 300)
+    until(lambda: run.poll() is not None or (state.exists() and b'"kind": "trial"' in state.read_bytes()), 300)
     assert run.poll() is None, said.read_text()
     (raylet,) = [pid for pid in family(tmp_path) if b"/raylet/raylet" in _read(Path(f"/proc/{pid}/cmdline"))]
     os.kill(raylet, signal.SIGKILL)
@@ -229,7 +229,7 @@ def test_a_node_that_is_lost_ends_the_run_in_words_and_leaves_nothing(tmp_path: 
     until(lambda: not family(tmp_path) and not leftovers(out, tmp_path), 300)
 
 
-class TestParcels:
+class TestFileTransfer:
     @pytest.fixture
     def sent(self, tmp_path: Path) -> tuple[Path, Sender, list[Any]]:
         """A model with constants in a file beside it, and what was put into the store."""
@@ -248,9 +248,9 @@ class TestParcels:
         self, sent: tuple[Path, Sender, list[Any]], tmp_path: Path
     ) -> None:
         path, sender, store = sent
-        parcel, again = sender.model(path), sender.model(path)
-        assert again.constants == parcel.constants
-        assert len(store) == len(parcel.constants) > 0
+        first, again = sender.model(path), sender.model(path)
+        assert again.constants == first.constants
+        assert len(store) == len(first.constants) > 0
         asked_for: list[int] = []
 
         def get(reference: int) -> Any:
@@ -260,7 +260,7 @@ class TestParcels:
         folder = tmp_path / "host"
         folder.mkdir()
         for number in range(2):
-            arrived = Receiver(folder, get).model(parcel, number)
+            arrived = Receiver(folder, get).model(first, number)
             want = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer}
             have = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(arrived).graph.initializer}
             assert have.keys() == want.keys()
@@ -283,7 +283,7 @@ class TestParcels:
         (tmp_path / "files").mkdir()
         with room_for(1000), pytest.raises(OutputError, match="cannot write"):
             Receiver(tmp_path / "files", lambda reference: store[reference]).model(sender.model(path), 1)
-        host = Host(EngineSpec("fake"), 1, lambda reference: store[reference])
+        host = WorkerActor(EngineSpec("fake"), 1, lambda reference: store[reference], os.curdir)
         host._worker = SimpleNamespace(kill=lambda: None)  # type: ignore[assignment]
         with room_for(1000):
             reply = host.request("build", (1, sender.model(path), None), 60)
@@ -294,9 +294,9 @@ class TestParcels:
 
 def test_without_a_cluster_or_without_ray_it_is_said_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = EngineSpec("fake")
-    with pytest.raises(EngineUnavailable, match="no Ray cluster answers at"), places_for(fake, 1, 1, "!"):
+    with pytest.raises(EngineUnavailable, match="no Ray cluster answers at"), allocate_workers(fake, 1, 1, "!"):
         pass
     monkeypatch.setitem(sys.modules, "qdqtune.engines.ray.cluster", None)
     monkeypatch.delattr("qdqtune.engines.ray.cluster", raising=False)
-    with pytest.raises(EngineUnavailable, match=r"pip install 'qdqtune\[ray\]'"), places_for(fake, 1, 1, "auto"):
+    with pytest.raises(EngineUnavailable, match=r"pip install 'qdqtune\[ray\]'"), allocate_workers(fake, 1, 1, "auto"):
         pass

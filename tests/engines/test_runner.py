@@ -21,10 +21,10 @@ from onnx.reference import ReferenceEvaluator
 from engine_contract import IMAGE, conv_model, quantized_conv_model
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
-from qdqtune.engines.mixes import mix_of
-from qdqtune.engines.room import bounded_memory, is_scarce, scarce_memory
+from qdqtune.engines.memory import MemoryBudget, is_scarce, scarce_memory
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.engines.worker import Session
+from qdqtune.engines.workloads import as_workloads
 from qdqtune.errors import BadOption, EngineUnavailable, OutputError
 from qdqtune.graph.files import nbytes
 from qdqtune.types import Failure, Measurement, NumericFormat, QType, Slot
@@ -152,7 +152,7 @@ class _Scripted:
 def _scripted(a_seconds: float = 1.0, b_seconds: float = 1.0) -> tuple[Session, list[tuple[str, int]]]:
     slots: list[tuple[str, int]] = []
     session = Session(EngineSpec("fake"))
-    session.feed(mix_of({}))
+    session.feed(as_workloads({}))
     session._models = {0: _Scripted("A", a_seconds, slots), 1: _Scripted("B", b_seconds, slots)}  # type: ignore[dict-item]
     return session, slots
 
@@ -425,13 +425,13 @@ def held(runner: Runner) -> set[int]:
     return set(runner._present)
 
 
-class TestRoom:
-    """Builds of several runners together take no more room than they are given, or than one request needs."""
+class TestMemoryBudget:
+    """Builds of several runners together take no more memory than their budget, or than one request needs."""
 
     def test_the_one_not_used_for_longest_goes_and_is_made_again(self, files: SimpleNamespace, tmp_path: Path) -> None:
         workers = Workers()
         size = nbytes(files.large)
-        with bounded_memory(2 * size), self.runner(tmp_path, workers) as runner:
+        with self.runner(tmp_path, workers, MemoryBudget(2 * size)) as runner:
             first, second = loaded(runner, files.large), loaded(runner, files.large, fresh=True)
             assert isinstance(runner.outputs(first, [IMAGE]), list)
             third = loaded(runner, files.large, fresh=True)
@@ -442,10 +442,10 @@ class TestRoom:
 
     def test_runners_share_it_and_what_one_request_needs_stays(self, files: SimpleNamespace, tmp_path: Path) -> None:
         workers = Workers()
+        budget = MemoryBudget(1.5 * nbytes(files.large))
         with (
-            bounded_memory(1.5 * nbytes(files.large)),
-            self.runner(tmp_path, workers) as runner,
-            self.runner(tmp_path / "other", workers) as other,
+            self.runner(tmp_path, workers, budget) as runner,
+            self.runner(tmp_path / "other", workers, budget) as other,
         ):
             a, b = loaded(runner, files.large), loaded(runner, files.large, fresh=True)
             measured(runner.rounds(a, b, 2, **ROUNDS))
@@ -457,10 +457,10 @@ class TestRoom:
 
     def test_builds_that_unpack_weights_take_both(self, files: SimpleNamespace, tmp_path: Path) -> None:
         size = nbytes(files.large)
-        with bounded_memory(2 * size), self.runner(tmp_path, Workers()) as runner:
+        with self.runner(tmp_path, Workers(), budget := MemoryBudget(2 * size)) as runner:
             loaded(runner, files.large)
             spec, unpacked = EngineSpec("fake"), size - nbytes(files.plain) + 1
-            with Runner(spec, log_dir=tmp_path / "other", start=Workers(), unpacked=unpacked) as other:
+            with Runner(spec, log_dir=tmp_path / "o", start=Workers(), unpacked=unpacked, memory=budget) as other:
                 loaded(other, files.plain)
                 assert (held(runner), len(held(other))) == (set(), 1)
 
@@ -472,8 +472,8 @@ class TestRoom:
         def look(_: Build) -> None:
             seen.append(is_scarce())
 
-        for bound in (None, 1e9):
-            with bounded_memory(bound), self.runner(tmp_path, Workers(refused=look)) as runner:
+        for budget in (None, MemoryBudget(1e9)):
+            with self.runner(tmp_path, Workers(refused=look), budget) as runner:
                 loaded(runner, files.plain)
         assert (seen, is_scarce()) == ([False, True], False)
 
@@ -502,7 +502,8 @@ class TestRoom:
 
     @staticmethod
     @contextmanager
-    def runner(folder: Path, workers: Workers) -> Iterator[Runner]:
-        with Runner(EngineSpec("fake"), time_limit_s=60, log_dir=folder / "logs", start=workers) as runner:
+    def runner(folder: Path, workers: Workers, memory: MemoryBudget | None = None) -> Iterator[Runner]:
+        spec, logs = EngineSpec("fake"), folder / "logs"
+        with Runner(spec, time_limit_s=60, log_dir=logs, start=workers, memory=memory) as runner:
             runner.feed(IMAGE)
             yield runner

@@ -175,7 +175,7 @@ def test_user_arguments_win_and_are_passed_once(tmp_path: Path, quantized: Path)
     build, timed = calls(tmp_path)
     assert build["builderOptimizationLevel"] == "2"
     assert build["memPoolSize"] == "workspace:64"
-    assert "stronglyTyped" not in build, "it excludes the user's --best"
+    assert "stronglyTyped" not in build, "trtexec refuses it beside the user's --best"
     assert "best" in build
     assert timed["warmUp"] == "7"
     assert engine.describe()["typing"] == "weak"

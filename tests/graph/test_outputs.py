@@ -15,9 +15,8 @@ import pytest
 from qdqtune.errors import OutputError
 from qdqtune.graph.files import save
 from qdqtune.graph.janitor import MARK
-from qdqtune.graph.outputs import Scratch, appearing
+from qdqtune.graph.outputs import Scratch, appearing, write_json
 from qdqtune.placement.files import write_yaml
-from qdqtune.tuning.records import write_json
 from runs import environment, hopeless, mixed, room_for
 
 OLD, NEW = b"old", b"new" * 1000

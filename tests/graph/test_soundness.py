@@ -11,6 +11,7 @@ import pytest
 from onnx import AttributeProto, TensorProto, helper, numpy_helper
 
 from conftest import Call
+from models import feeds
 from qdqtune.errors import BadModel
 from qdqtune.graph.loading import load, load_proto
 
@@ -188,6 +189,9 @@ def test_outputs_whose_shape_depends_on_values_are_compared(call: Call, tmp_path
     proto.graph.initializer.append(numpy_helper.from_array(np.float32(0.125), "limit"))
     proto.graph.output.append(helper.make_tensor_value_info("places", TensorProto.INT64, None))
     onnx.save(proto, tmp_path / "m.onnx")
-    code, out, err = call("quantize", tmp_path / "m.onnx", "-o", tmp_path / "q.onnx")
+    given = load(tmp_path / "m.onnx")
+    np.savez(tmp_path / "m.npz", **feeds(given, 1)[0])
+    data = ("--calibration-data", tmp_path / "m.npz")
+    code, out, err = call("quantize", tmp_path / "m.onnx", "-o", tmp_path / "q.onnx", *data)
     assert code == 0, err
     assert "output SQNR" in out

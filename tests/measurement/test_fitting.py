@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import numpy as np
 import pytest
 
-from models import INT8, UINT8, Arrays, build, normal, run
+from models import INT8, UINT8, Arrays, build, conv_net, feeds, normal, run
 from qdqtune.calibration.methods import AUTO, Calibration, Method
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.samples import Samples
@@ -17,7 +18,7 @@ from qdqtune.measurement.accuracy import sqnr_db
 from qdqtune.measurement.fitting import fitted
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
-from qdqtune.types import Placement
+from qdqtune.types import Deaf, Placement
 
 pytestmark = pytest.mark.usefixtures("workers")
 
@@ -49,6 +50,19 @@ def heavy_tailed(count: int = 4) -> list[Arrays]:
     return feeds
 
 
+class Heard(Deaf):
+    """How far each stage was, as it was told."""
+
+    def __init__(self) -> None:
+        self.stages: list[tuple[str, list[tuple[int, int | None]]]] = []
+
+    def stage(self, text: str) -> None:
+        self.stages.append((text, []))
+
+    def progress(self, done: int, total: int | None) -> None:
+        self.stages[-1][1].append((done, total))
+
+
 def db(exact: list[Arrays], outputs: list[Arrays]) -> float:
     found = sqnr_db(exact, outputs)
     assert found is not None
@@ -58,10 +72,10 @@ def db(exact: list[Arrays], outputs: list[Arrays]) -> float:
 def test_auto_cuts_off_what_the_outputs_do_not_see() -> None:
     """A Sigmoid takes 5 and 120 for the same, so the range that holds 120 is the worst, though exact for all values."""
     net, feeds = squashed("Sigmoid"), heavy_tailed()
-    told: list[str] = []
+    heard = Heard()
     place = inputs_of(net, "squash")
-    found = fitted(prepared(net, feeds), Calibration("auto"), UINT8, place, stage=told.append)
-    assert told == ["calibrating on test", "comparing ways to calibrate"]
+    found = fitted(prepared(net, feeds), Calibration("auto"), UINT8, place, listener=heard)
+    assert [text for text, _ in heard.stages] == ["calibrating on test", "comparing ways to calibrate"]
     assert found.activations["x"].high < 20
 
 
@@ -167,9 +181,13 @@ def test_channels_are_made_alike_where_samples_gain_that_set_no_scale() -> None:
     how = Calibration("minmax", equalization=True)
     net = uneven(64.0)
     place = inputs_of(net, "last")
-    told: list[str] = []
-    found, plain = (fitted(prepared(net, feeds), h, UINT8, place, stage=told.append) for h in (how, Calibration()))
-    assert told == ["trying to make channels alike", "calibrating on test", "calibrating on test"]
+    heard = Heard()
+    found, plain = (fitted(prepared(net, feeds), h, UINT8, place, listener=heard) for h in (how, Calibration()))
+    assert [text for text, _ in heard.stages] == [
+        "trying to make channels alike",
+        "calibrating on test",
+        "calibrating on test",
+    ]
     assert {f.edge.tensor for f in found.factors} == {"g", "h", "w"}
     assert how.chosen(found).equalization
     assert not how.chosen(plain).equalization
@@ -180,3 +198,29 @@ def test_channels_are_made_alike_where_samples_gain_that_set_no_scale() -> None:
     assert insert(net, Placement(), found, UINT8).to_proto() == insert(net, Placement(), plain, UINT8).to_proto()
     assert not fitted(prepared(uneven(1.0), feeds), how, UINT8, place).factors
     assert not fitted(prepared(net, feeds[:1]), how, UINT8, place).factors  # which nobody else can judge
+
+
+@pytest.mark.parametrize(
+    ("method", "bias_correction", "equalization", "count"),
+    [*product(("auto", "minmax"), (False, True), (False, True), (2, 5))],
+)
+def test_what_takes_long_tells_how_far_it_is(
+    method: Method, bias_correction: bool, equalization: bool, count: int
+) -> None:
+    net, heard = conv_net(), Heard()
+    how = Calibration(method, bias_correction=bias_correction, equalization=equalization)
+    fitted(
+        prepared(net, feeds(net, count)),
+        how,
+        UINT8,
+        lambda ranges: Placement(possible_edges(net, ranges)),
+        listener=heard,
+    )
+    told = {text: steps for text, steps in heard.stages if not text.startswith("calibrating on")}
+    assert ("comparing ways to calibrate" in told) is (method == "auto" or bias_correction)
+    for steps in told.values():
+        assert len(steps) > 1
+        totals = {total for _, total in steps}
+        assert len(totals) == 1
+        assert steps == sorted(steps)
+        assert max(totals) >= steps[-1][0] > 0

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 import digits
 import run
+from documents import ROOT
 from qdqtune.cli import main, tune
 
 TABLE = re.compile(r"""
@@ -48,10 +50,16 @@ def test_what_it_types_is_what_it_runs_and_starts_anew(
     assert (program, command) == ("qdqtune", "tune")
     assert ran[0][-len(arguments) :] == arguments
     given = tune.tune_command.make_context("tune", arguments).params
-    assert given["time_budget"] <= 60
+    assert given["time_budget"] <= 120
     assert given["restart"]
     with np.load(given["calibration_data"]) as arrays:
-        assert arrays[digits.INPUT_NAME].shape == (digits.CALIBRATION_IMAGES, 1, digits.SIZE, digits.SIZE)
+        assert arrays[digits.INPUT_NAME].shape == (48, 1, digits.SIZE, digits.SIZE)
+
+
+def test_its_environment_holds_nothing_but_what_the_package_needs() -> None:
+    planned = subprocess.run(["make", "-n", "-B", "demo"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    (installed,) = [line.partition(" install ")[2] for line in planned.splitlines() if " install " in line]
+    assert installed.endswith(" -c requirements.lock -e ."), "the lock bounds versions, it names no packages to install"
 
 
 def test_it_prints_latency_and_accuracy_before_and_after(
@@ -59,7 +67,7 @@ def test_it_prints_latency_and_accuracy_before_and_after(
 ) -> None:
     def faster(command: Sequence[str], check: bool) -> SimpleNamespace:
         output = Path(command[command.index("--output-dir") + 1])
-        output.mkdir()
+        output.mkdir(parents=True)
         for name in ("baseline.onnx", "optimized_final.onnx"):
             shutil.copyfile(run.MODEL, output / name)
         (output / "summary.json").write_text(json.dumps({"baseline_ms": 9.5, "final_ms": 6.2, "ratio": 0.64}))

@@ -15,7 +15,23 @@ from types import ModuleType
 import pytest
 
 import digits
-from documents import ROOT, Block, blocks, options_of_commands, prepare, quickly, run_command, run_notebook, run_python
+import qdqtune
+from documents import (
+    PROJECT,
+    ROOT,
+    Block,
+    blocks,
+    code_of_notebook,
+    imported,
+    installed_with_the_package,
+    options_of_commands,
+    prepare,
+    quickly,
+    run_command,
+    run_notebook,
+    run_python,
+)
+from qdqtune.cli import main
 from tensorrt_fakes import FakeCuda, Logger, Module
 from trtexec_stand_in import stand_in
 
@@ -123,7 +139,8 @@ def slug(title: str) -> str:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
 def test_every_option_exists(document: Path, tmp_path: Path) -> None:
-    scripts = "".join(path.read_text() for path in (ROOT / "examples").rglob("*.py"))
+    folders = ("examples", "benchmarks")
+    scripts = "".join(path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py"))
     program = stand_in(tmp_path, "10.16")
     listed = subprocess.run([program, "--help"], capture_output=True, text=True, check=True).stdout
     known = {
@@ -164,6 +181,49 @@ def test_messages_are_quoted_as_they_are(title: str) -> None:
     assert len(quoted) > 2
     for piece in (piece.strip() for quote in quoted for piece in quote.split("...")):
         assert piece in source
+
+
+SOURCES = {
+    **{
+        f"{path.name} {number}": (block.text, path)
+        for path in [ROOT / "README.md", *DOCUMENTS]
+        for number, block in enumerate(blocks(path.read_text()))
+        if block.kind == "python" and not block.releases
+    },
+    "notebook.ipynb": (code_of_notebook(ROOT / "docs" / "notebook.ipynb"), ROOT / "demo" / "digits.py"),
+    **{
+        path.name: (path.read_text(), path)
+        for path in [*(ROOT / "demo").glob("*.py"), *(ROOT / "examples").rglob("*.py")]
+        if path.name != "train.py"  # says what to install for it
+    },
+}
+"""Code that users run, with a file in whose folder its own modules lie."""
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_code_needs_only_what_the_package_installs(source: str) -> None:
+    code, place = SOURCES[source]
+    beside = {path.stem for path in place.parent.glob("*.py")}
+    assert imported(code) <= installed_with_the_package() | beside | {"openvino"}
+
+
+def test_extras_exist_and_commands_without_a_function_are_listed() -> None:
+    texts = "".join(path.read_text() for path in [ROOT / "README.md", *DOCUMENTS])
+    extras = {name for group in re.findall(r"(?:qdqtune|'\.)\[([\w,-]+)\]", texts) for name in group.split(",")}
+    assert len(extras) > 3
+    assert extras <= PROJECT["optional-dependencies"].keys()
+    python = (ROOT / "docs" / "python.md").read_text()
+    functions = set(re.findall(r"^\| `(\w+)\(", python, re.MULTILINE))
+    (sentence,) = re.findall(r"command line only: ([^.]+)\.", python)
+    assert functions <= set(qdqtune.__all__)
+    assert set(re.findall(r"`(\w+)`", sentence)) == main.app.commands.keys() - functions
+
+
+def test_they_stay_short() -> None:
+    words = {path.stem: len(path.read_text().split()) for path in DOCUMENTS if path.parent.name == "docs"}
+    assert words["architecture"] <= 1500
+    assert words["measured"] <= 1200
+    assert sum(words.values()) <= 18_500
 
 
 def test_the_readme_leads_to_every_document() -> None:

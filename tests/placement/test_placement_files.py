@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from models import ranges
 from qdqtune.calibration.methods import Calibration
 from qdqtune.errors import BadOption, OutputError
+from qdqtune.graph.outputs import write_json
 from qdqtune.graph.rewrites import Rewrites
 from qdqtune.measurement.timing import Plan
 from qdqtune.placement.files import Recorded, existing, read_placement_file, write_placement
@@ -18,7 +19,6 @@ from qdqtune.placement.possible import possible_edges
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.cache import cache_of, read_cache, write_cache
 from qdqtune.search.regions.region import ChildInput, NodeInput, RegionOutput, Scheme
-from qdqtune.tuning.records import write_json
 from qdqtune.types import Edge, Failure, Measurement, Placement, Proposal, Trial  # fmt: skip
 from runs import mixed
 
@@ -137,20 +137,3 @@ def test_the_cache_holds_the_final_scheme_then_the_winners_that_differ_enough() 
     assert sizes == [(0, 0.66), (4, 0.7)]
     assert [len(s.points) for s, _ in cached(1)] == [0, 4, 1, 5]
     assert [len(s.points) for s, _ in cached(1, 2)] == [0, 4]
-
-
-def test_a_placement_file_of_version_1_still_loads() -> None:
-    recorded = read_placement_file(DATA / "placement_v1.yaml")
-    assert (recorded.quant_type, recorded.engine) == ("int8", "fake")
-    assert recorded.fix_inputs == {"sr": 16000, "mode": "fast"}
-    assert len(recorded.placement) == 8
-    assert recorded.rewrites == Rewrites()
-    assert existing(MODEL, recorded.placement, POSSIBLE) == (recorded.placement, ())
-
-
-def test_a_pattern_cache_of_version_1_still_loads_and_fits_the_patterns_of_today() -> None:
-    cached = read_cache(DATA / "pattern_cache_v1.yaml")
-    assert set(cached) == {p.digest for p in GROUPED}
-    placement = patterns.place(MODEL, GROUPED, {digest: schemes[0] for digest, schemes in cached.items()})
-    recorded = read_placement_file(DATA / "placement_v1.yaml").placement
-    assert placement == recorded - Placement.of([Edge("y", "", 0)])

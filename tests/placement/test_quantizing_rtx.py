@@ -11,7 +11,8 @@ import pytest
 
 from models import attention, build, conv_net, normal
 from qdqtune.calibration.calibrate import candidate_tensors
-from qdqtune.commands.quantize import Request, quantize
+from qdqtune.commands.quantize import quantize
+from qdqtune.commands.quantize_options import Request
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.graph.files import save
 from qdqtune.graph.float16 import Precision

@@ -41,6 +41,20 @@ def test_blocks_are_the_modules_that_names_tell_of() -> None:
     assert [block.first for block in found] == list(range(0, 300, 25))
 
 
+@pytest.mark.parametrize("layers", [3, 12, 80, 3000])
+@pytest.mark.parametrize("name", ["node_{n}", "/layers/layers.{k}/part{part}/op_{n}"])
+def test_what_repeats_is_a_block_with_a_name_of_its_own(layers: int, name: str) -> None:
+    operators = ["Gather", "Add"] + layers * [f"Op{n}" for n in range(21)] + ["Norm", "MatMul"]
+    names = [name.format(n=n, k=(n - 2) // 21, part=(n - 2) % 21 // 7) for n in range(len(operators))]
+    chain = [(n, n + 1) for n in range(len(names) - 1)]
+    found = blocks([(n,) for n in names], dict(zip(names, operators, strict=True)), chain)
+    assert len(found) <= MOST
+    if layers <= 80:
+        repeated = [block for block in found if block.last - block.first == 21]
+        assert len(repeated) == len({block.label for block in repeated}) == layers
+        assert repeated[1].label == ("layers.1" if "/" in name else f"block 2 of {layers}")
+
+
 def test_groups_stand_behind_those_that_they_read_from() -> None:
     model = conv_net()
     groups = in_order(model, [(node.name,) for node in reversed(model.nodes)])

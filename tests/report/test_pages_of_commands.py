@@ -19,7 +19,7 @@ def test_each_command_leaves_a_page_of_what_it_found(model: Path, call: Call) ->
     data = ("--calibration-data", model.with_suffix(".npz"))
     plain = ("--calibration-method", "minmax", "--no-bias-correction")
     assert call("quantize", model, *data, *plain, "-o", out, "--html", page)[0] == 0
-    assert headline(page) == "model.onnx is quantized"
+    assert headline(page) == f"{model.parent.name}/model.onnx is quantized"
     assert "output accuracy" in page.read_text()
     assert call("layers", out, "--engine", "fake", *data, "--html", page)[0] == 0
     assert re.fullmatch(r"fake runs q\.onnx as \d+ layers", headline(page))

@@ -72,7 +72,7 @@ def test_candidates_are_told_in_order_with_what_became_of_them(finished: Path) -
     assert all(len(strip.rounds) >= 12 for strip in report.proof)
 
 
-def test_a_run_of_a_version_without_a_diary_has_a_report_too(finished: Path) -> None:
+def test_a_run_whose_log_is_gone_has_a_report_too(finished: Path) -> None:
     whole = report_of_run(finished)
     (finished / "run.json").unlink()
     told = report_of_run(finished)
@@ -106,7 +106,7 @@ def test_names_of_the_model_are_text_and_nothing_else(finished: Path) -> None:
     summary["model"] = hostile
     state.write_text(json.dumps(summary))
     page = render(report_of_run(finished))
-    assert report.title == "model.onnx"
+    assert report.title == f"{finished.parent.name}/model.onnx"
     assert "<img" not in page
     assert "\u202e" not in page
     assert page.count("</script>") == 2
@@ -130,7 +130,9 @@ def test_points_of_a_front_have_intervals_and_another_pick_ships(model: Path, wo
 
 def test_a_run_that_tried_nothing_does_not_say_that_there_was_nothing_to_try(model: Path, workers: Workers) -> None:
     tune(settings(model, mode="cut", builds=8, time_budget=1e-3))
-    assert report_of_run(model.parent / "out").verdict.headline == "Nothing was tried in model.onnx"
+    assert (
+        report_of_run(model.parent / "out").verdict.headline == f"Nothing was tried in {model.parent.name}/model.onnx"
+    )
 
 
 def test_where_nothing_is_faster_the_fastest_candidate_is_shown_and_named_so(tmp_path: Path, workers: Workers) -> None:
@@ -138,7 +140,7 @@ def test_where_nothing_is_faster_the_fastest_candidate_is_shown_and_named_so(tmp
     tune(settings(model, mode="cut", builds=8))
     report = report_of_run(tmp_path / "out")
     assert not report.verdict.good
-    assert report.verdict.headline == "Nothing faster was found for model.onnx"
+    assert report.verdict.headline == f"Nothing faster was found for {model.parent.name}/model.onnx"
     assert report.map is not None
     assert report.map.tuned.startswith("candidate ")
     assert "does not ship" in report.bars_lead

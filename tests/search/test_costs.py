@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
+import msgspec
 import numpy as np
 import onnx
 import pytest
@@ -17,7 +16,7 @@ from qdqtune.placement.possible import possible_edges
 from qdqtune.search.costs.attribution import Priced, Times, attribute
 from qdqtune.search.costs.optimum import cut, everything
 from qdqtune.search.costs.prices import HOPE, learn, lessons
-from qdqtune.search.costs.priors import packed, unpacked
+from qdqtune.search.costs.priors import Prices, packed, unpacked
 from qdqtune.search.costs.samples import behind, state, stored_in
 from qdqtune.search.costs.units import Decision, Partition, partition
 from qdqtune.types import Edge, Layer, Placement
@@ -113,7 +112,7 @@ def test_what_earlier_runs_have_learned_is_a_share_of_the_float_time_and_gives_w
     parts = parts_of(chain())
     seen = times(placed(parts, "ab", "tu"), {}, {}, a=2.0, b=2.0, c=3.0, d=10.0)
     told = lessons(parts, [times(**FLOAT), seen])
-    assert unpacked(json.loads(json.dumps(packed(told)))) == told
+    assert unpacked(msgspec.json.decode(msgspec.json.encode(packed(told)), type=Prices)) == told
     twice = {name: 2 * ms for name, ms in FLOAT.items()}
     costs = learn(parts, [times(**twice)], told)
     assert [(p.as_quantized, p.seen) for p in costs.prices] == [

@@ -15,9 +15,9 @@ import onnx
 import pytest
 
 from models import feeds, ranges
-from qdqtune.engines.ahead import Ahead
-from qdqtune.engines.crew import Crew
+from qdqtune.engines.build_queue import BuildQueue
 from qdqtune.engines.fake import create
+from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BaselineFailed, EngineFailure, OutputError
 from qdqtune.graph.files import one_constant_file
@@ -26,14 +26,14 @@ from qdqtune.measurement.timing import Plan, Ratio, across_builds, judge, ratio
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
-from qdqtune.tuning.bench import Bench, job_key
+from qdqtune.tuning.bench import Bench, job_of
 from qdqtune.tuning.candidates import Candidates
 from qdqtune.tuning.meeting import Confirmed, confirm
 from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.run import Run
-from qdqtune.tuning.station import Conditions, Station, profiled_runs
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.threads import Place
+from qdqtune.tuning.trial_worker import Conditions, TrialWorker, profiled_runs
 from qdqtune.types import Edge, Failure, Measurement, Placement, Proposal
 from runs import mixed, room_for
 
@@ -52,7 +52,7 @@ class Script:
     contents: dict[Path, bytes] = field(default_factory=dict)
     present: set[Handle] = field(default_factory=set)
     timed: int = 0
-    ahead = Ahead()
+    build_queue = BuildQueue()
 
     def load(self, path: Path, log_name: str | None = None, *, fresh: bool = False) -> Handle | Failure:
         kept = [h for h in self.present if h.path == path]
@@ -121,8 +121,8 @@ def opened(tmp_path: Path) -> Iterator[Open]:
             engine = cast(Runner, runner)
             folder = stack.enter_context(Scratch(tmp_path))
             candidates = Candidates(inserter, stack.enter_context(one_constant_file(folder)))
-            station = Station(engine, candidates, Conditions(Plan(slot_seconds=0.0), SAMPLES, seed=7))
-            bench = Bench(Crew([station]), store, Conditions(Plan(slot_seconds=0.0), SAMPLES, seed=7))
+            worker = TrialWorker(engine, candidates, Conditions(Plan(slot_seconds=0.0), SAMPLES, seed=7))
+            bench = Bench(WorkerPool([worker]), store, Conditions(Plan(slot_seconds=0.0), SAMPLES, seed=7))
             return Setup(tmp_path, runner, candidates, store, bench, placements)
 
         yield make
@@ -156,7 +156,7 @@ def test_a_stored_trial_is_never_measured_again(opened: Open) -> None:
 def test_what_it_is_compared_with_makes_it_another_job(opened: Open) -> None:
     setup = opened()
     one, other = setup.placements[:2]
-    assert len({job_key(k, p, a) for k in ("trial", "x") for p in (one, other) for a in (FLOAT, one)}) == 8
+    assert len({job_of(p, a) for p in (one, other) for a in (FLOAT, one)}) == 4
     setup.measure(1, one)
     _, was_known = setup.measure(2, one, other)
     assert not was_known
@@ -337,9 +337,9 @@ def test_records_are_plain_json(opened: Open, tmp_path: Path) -> None:
     setup = opened(spoiled=lambda _path: float("nan"))
     setup.measure(1, setup.placements[0])
     record = json.loads((tmp_path / "state.yaml").read_text().splitlines()[-1].removeprefix("- "))
-    assert {"origin", "pattern", "against", "placement", "sqnr_db", "result", "check"} <= record.keys()
-    assert [Edge(*e) for e in record["placement"]] == list(setup.placements[0])
-    assert record["sqnr_db"] is None
+    assert {"kind", "of", "origin", "against", "placement", "result"} <= record.keys()
+    assert [Edge(*e) for e in record["placement"]["pairs"]] == list(setup.placements[0])
+    assert record["accuracy"]["sqnr_db"] is None
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_front(model: Path, workers: 
     first = tune(settings(model, mode="cut", front=True, builds=25))
     state = model.parent / "out" / "autotuner_state.yaml"
     lines = state.read_text().splitlines(keepends=True)
-    points = [i for i, line in enumerate(lines) if '"key": "front:' in line]
+    points = [i for i, line in enumerate(lines) if '"of": "front:' in line]
     state.write_text("".join(lines[: points[len(points) // 2]]))
     built = len(workers.builds)
     again = tune(settings(model, mode="cut", front=True, builds=25))
@@ -99,7 +99,7 @@ def test_another_point_ships_without_a_measurement(model: Path, workers: Workers
     recorded = read_placement_file(folder / "placement.yaml")
     assert (summary["edges"], summary["weights"]) == (len(recorded.placement), {"w8": 2})
     table = Console(width=120, file=(printed := StringIO()))
-    table.print(front_table(summary["front"]))
+    table.print(front_table(summary))
     assert f"{chosen['pairs']} + 2 weights" in printed.getvalue()
     assert read_placement(load(model), load(folder / "optimized_final.onnx")).placement == recorded.placement
     with pytest.raises(BadOption, match="has no point 'best'"):
@@ -119,7 +119,7 @@ def test_what_cannot_be_is_one_line(model: Path, tmp_path: Path) -> None:
         settings(model, mode="cut", front=True, builds=8)
     with pytest.raises(BadOption, match="--mode cut"):
         settings(model, mode="region", front=True, builds=30)
-    with pytest.raises(BadOption, match="no finished run with a front"):
+    with pytest.raises(BadOption, match="no finished run"):
         pick(tmp_path, "24db")
 
 

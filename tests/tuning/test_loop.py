@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-import yaml
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
 from models import INT8, build, conv_net, feeds, normal, ranges
@@ -37,9 +36,8 @@ from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.result import Result
 from qdqtune.tuning.settings import PROOF_BUILDS
-from qdqtune.tuning.store import Store, unpack_result
 from qdqtune.types import Failure, Measurement, Placement, Trial
-from runs import MIXED, cost, hopeless, mixed, settings, write
+from runs import MIXED, cost, hopeless, mixed, rows, settings, write
 from workers import Build, Workers
 
 SUMMARY = {
@@ -161,15 +159,13 @@ def test_the_file_that_ships_is_the_file_that_was_measured(model: Path, workers:
         path = model if name == "model.onnx" else out(model, name)
         digests = [digest for built_name, digest in built if built_name == name]
         assert digests == [hashlib.sha256(path.read_bytes()).hexdigest()] * 2
-    with Store(out(model, "autotuner_state.yaml"), state_fingerprint(model)) as store:
-        proofs = [unpack_result(r) for r in store.records() if r["key"].startswith("given:")]
+    proofs = [row["result"]["samples"] for row in comparisons(model) if row["of"].startswith("given:")]
     assert len(proofs) == 2
-    assert all(isinstance(p, Measurement) and max(p.b) < min(p.a) for p in proofs)
+    assert all(max(rounds["b"]) < min(rounds["a"]) for rounds in proofs)
 
 
-def state_fingerprint(model: Path) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(out(model, "autotuner_state.yaml").read_text())[0]["fingerprint"]
-    return found
+def comparisons(model: Path) -> list[dict[str, Any]]:
+    return [row for row in rows(out(model, "autotuner_state.yaml")) if row["kind"] == "comparison"]
 
 
 @pytest.mark.usefixtures("workers")
@@ -210,8 +206,7 @@ def test_what_the_engine_does_not_run_as_it_was_given_meets_the_baseline(model: 
     result = tune(settings(model))
     assert result.improved
     assert result.notes == ("the engine does not run model.onnx as it is, so it was not compared: no",)
-    with Store(out(model, "autotuner_state.yaml"), state_fingerprint(model)) as store:
-        keys = [r["key"].split(":")[0] for r in store.records()]
+    keys = [row["of"].split(":")[0] for row in comparisons(model)]
     assert (keys.count("given"), keys.count("proof")) == (1, 2)
 
 

@@ -11,14 +11,14 @@ import pytest
 
 from models import build, normal
 from qdqtune.engines import EngineSpec
+from qdqtune.errors import BadOption, OutputError
 from qdqtune.measurement.timing import Plan
-from qdqtune.tuning import price_cache
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent
+from qdqtune.tuning.price_file import usual_place
 from qdqtune.tuning.result import Result
 from qdqtune.tuning.settings import Mode, Settings
-from qdqtune.tuning.store import read_records
-from runs import cost, mixed, settings, write
+from runs import cost, hopeless, mixed, rows, settings, write
 from workers import Workers
 
 
@@ -67,14 +67,15 @@ def test_a_model_with_larger_inputs_begins_with_the_cut_on_a_real_engine(tmp_pat
         quick = asked(path, f"out{size}", engine=EngineSpec("onnxruntime", {"threads": 1}), builds=builds)
         return tune(replace(quick, plan=Plan((12,), slot_seconds=0.0), rewrites="off"))
 
-    assert origins(run(20, builds=4))[0] != "cut"
-    assert origins(run(28, builds=2))[0] == "cut"
+    first = run(20, builds=4)
+    assert origins(first)[0] != "cut"
+    assert (origins(run(28, builds=2))[0] == "cut") is bool(first.placement)  # where pairs pay on this machine
 
 
 def test_a_run_goes_on_as_it_began_whatever_becomes_of_the_cache(model: Path, workers: Workers) -> None:
     tune(asked(model, "a"))
     whole = tune(asked(model, "b"))
-    assert any(r["key"] == "prices" and r["units"] for r in read_records(asked(model, "b").state))
+    assert any(r["kind"] == "prices" and r["prices"]["units"] for r in rows(asked(model, "b").state))
     (model.parent / "prices.json").unlink()
     again = tune(asked(model, "b", builds=11))
     assert origins(again) == origins(whole)
@@ -99,23 +100,29 @@ def test_what_another_engine_has_taken_says_nothing(model: Path, workers: Worker
     other = tune(asked(model, "b", engine=EngineSpec("fake", {"asymmetric": True})))
     assert origins(other)[0] != "cut"
     sections = json.loads((model.parent / "prices.json").read_text())["sections"]
-    assert ["numbers asymmetric" in s["told"] for s in sections] == [False, True]
+    assert [s["conditions"]["engine"]["numbers"] for s in sections] == ["symmetric", "asymmetric"]
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", '{"version": 99, "sections": []}', '{"version": 1, "sections": [3]}'])
-def test_a_file_that_is_no_cache_is_told_and_left_alone(content: str, model: Path, workers: Workers) -> None:
-    (model.parent / "prices.json").write_text(content)
+def test_a_file_that_is_no_cache_is_refused_where_it_is_named_and_else_told_and_left_alone(
+    content: str, model: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(model.parent))
+    file = usual_place()
+    for place in (model.parent / "prices.json", file):
+        place.parent.mkdir(exist_ok=True)
+        place.write_text(content)
+    with pytest.raises(BadOption, match=r"prices.json was there before, .*choose another --price-cache"):
+        tune(asked(model, "a"))
     notes = Notes()
-    assert tune(asked(model, "a"), notes).improved
-    file = model.parent / "prices.json"
+    assert tune(asked(model, "a", price_cache=file), notes).improved
     assert notes.told == [
         f"{file} is no price cache of this version (delete it, or name another with --price-cache): "
         "the search goes on without"
     ]
-    assert (model.parent / "prices.json").read_text() == content
-    folder = Notes()
-    tune(replace(asked(model, "b"), price_cache=model.parent), folder)
-    assert folder.told == [f"{model.parent} is a folder, and --price-cache names a file: the search goes on without"]
+    assert file.read_text() == (model.parent / "prices.json").read_text() == content
+    with pytest.raises(OutputError, match="it is a folder"):
+        tune(asked(model, "b", price_cache=model.parent))
 
 
 def test_prices_that_do_not_hold_cost_builds_and_no_speed(model: Path, workers: Workers) -> None:
@@ -123,7 +130,7 @@ def test_prices_that_do_not_hold_cost_builds_and_no_speed(model: Path, workers: 
     usual = tune(asked(model, "a"))
     cache = model.parent / "prices.json"
     content = json.loads(cache.read_text())
-    for row in content["sections"][0]["units"]:
+    for row in content["sections"][0]["prices"]["units"]:
         row[-1] /= 100
     cache.write_text(json.dumps(content))
     misled = tune(asked(model, "b"))
@@ -135,7 +142,7 @@ def test_a_place_that_cannot_be_written_is_told_if_the_user_has_named_it(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     notes = Notes()
-    tune(asked(model, "a", price_cache=price_cache.usual_place()), notes)
+    tune(asked(model, "a", price_cache=usual_place()), notes)
     assert not notes.told
     tune(asked(model, "b", price_cache=Path("/dev/null/prices.json")), notes)
     assert [note.partition(": cannot")[0] for note in notes.told] == ["prices are not kept for other models"]
@@ -143,7 +150,48 @@ def test_a_place_that_cannot_be_written_is_told_if_the_user_has_named_it(
 
 def test_the_usual_place_is_where_users_keep_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert price_cache.usual_place() == tmp_path / "qdqtune" / "prices.json"
+    assert usual_place() == tmp_path / "qdqtune" / "prices.json"
     monkeypatch.setenv("XDG_CACHE_HOME", "caches")  # relative ones do not count, as the standard has it
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert price_cache.usual_place() == tmp_path / ".cache" / "qdqtune" / "prices.json"
+    assert usual_place() == tmp_path / ".cache" / "qdqtune" / "prices.json"
+
+
+class _Ended(Exception):
+    """What ends a run in the middle."""
+
+
+class Ending(Silent):
+    """Ends a run behind so many candidates."""
+
+    def __init__(self, count: int) -> None:
+        self._left = count
+
+    def trial(self, *_: object) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise _Ended
+
+
+@pytest.mark.parametrize("mode", ["cut", "region", "subgraph"])
+@pytest.mark.parametrize("why", ["nothing faster", "too inaccurate", "interrupted at 0", "interrupted at 2"])
+def test_a_run_that_found_nothing_leaves_nothing(mode: Mode, why: str, model: Path, workers: Workers) -> None:
+    """Nor does one that was ended: what comes after it is as if it had not been."""
+    path = write(hopeless(), model.parent, "other") if why == "nothing faster" else model
+    asking = asked(path, "a", mode=mode, builds=8, min_sqnr=200.0 if why == "too inaccurate" else None)
+    if why.startswith("interrupted"):
+        with pytest.raises(_Ended):
+            tune(asking, Ending(int(why[-1])))
+    else:
+        assert not tune(asking).placement
+    assert not (model.parent / "prices.json").exists()
+
+
+def test_a_front_searches_in_full_whatever_earlier_runs_have_learned(model: Path, workers: Workers) -> None:
+    def front(out: str, **changes: object) -> Result:
+        return tune(asked(model, out, front=True, builds=25, min_sqnr=None, **changes))
+
+    usual = front("usual", price_cache=None)
+    tune(asked(model, "a"))
+    after = front("b")
+    assert len(after.summary["front"]) >= len(usual.summary["front"])
+    assert not [note for note in after.notes if "few builds had to do" in note]

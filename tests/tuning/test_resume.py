@@ -26,7 +26,6 @@ from qdqtune.errors import BadState, EngineFailure
 from qdqtune.measurement.timing import Plan
 from qdqtune.search.region import Config
 from qdqtune.tuning.loop import tune
-from qdqtune.tuning.store import Store, read_records
 from qdqtune.types import Failure
 from runs import environment, mixed, settings, write
 from workers import Build, Workers, in_process
@@ -148,8 +147,8 @@ def test_a_larger_budget_goes_on_where_the_smaller_one_ended(model: Path) -> Non
         part = tune(settings(model, builds=builds))
         assert part.history[:-4] == whole.history[: len(part.history[:-4])]
     assert part.history == whole.history
-    keys = [[r["key"] for r in parsed((model.parent / n / STATE).read_bytes())] for n in ("out", "whole")]
-    trials, expected = ([k for k in found if k.startswith("trial")] for found in keys)
+    states = (parsed((model.parent / name / STATE).read_bytes()) for name in ("out", "whole"))
+    trials, expected = ([row["of"] for row in state if row["kind"] == "trial"] for state in states)
     assert trials == expected
 
 
@@ -161,7 +160,7 @@ def test_a_smaller_budget_measures_nothing_more(model: Path) -> None:
     assert less.summary["builds"] <= 12
     after = parsed((model.parent / "out" / STATE).read_bytes())
     assert after[: len(before)] == before
-    assert all(not r["key"].startswith("trial") for r in after[len(before) :])
+    assert all(r["kind"] != "trial" for r in after[len(before) :])
 
 
 @pytest.mark.usefixtures("workers")
@@ -239,25 +238,6 @@ def test_a_change_that_matters_is_refused_by_its_name(done: tuple[Path, bytes], 
     assert len(str(refusal.value).splitlines()) == 1
     assert (tmp_path / "out" / STATE).read_bytes() == state
     assert tune(settings(model, builds=4, restart=True, **change)).history
-
-
-@pytest.mark.usefixtures("workers")
-def test_a_run_from_before_rewrites_goes_on_without_them(done: tuple[Path, bytes], tmp_path: Path) -> None:
-    model, state = write(mixed(), tmp_path), settings(tmp_path / "model.onnx").state
-    state.parent.mkdir()
-    state.write_bytes(done[1])
-    head, *rest = read_records(state)
-    del head["fingerprint"]["rewrites"]
-    state.unlink()
-    with Store(state, head["fingerprint"]) as store:
-        for record in rest:
-            store.put(record.pop("key"), record)
-    before = state.read_bytes()
-    result = tune(settings(model, builds=4))
-    (added,) = state.read_bytes().removeprefix(before).splitlines()
-    assert added.startswith(b'- {"key": "finished:')
-    assert result.summary["rewrites"] == {"folded": False, "names": []}
-    assert tune(settings(model, builds=4, restart=True)).summary["rewrites"] == {"folded": True, "names": []}
 
 
 @pytest.mark.usefixtures("workers")

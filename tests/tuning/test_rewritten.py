@@ -27,9 +27,8 @@ from qdqtune.tuning import rewritten
 from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.settings import Settings
-from qdqtune.tuning.store import read_records
 from qdqtune.tuning.subject import Subject, open_subject
-from runs import mixed, settings, write
+from runs import mixed, rows, settings, write
 from workers import Build, Workers
 
 pytestmark = pytest.mark.usefixtures("workers")
@@ -94,23 +93,13 @@ def test_a_run_goes_on_as_it_began(tmp_path: Path) -> None:
     state = tmp_path / "out" / "autotuner_state.yaml"
     content = state.read_bytes()
     lines = content.splitlines(keepends=True)
-    keys = [record["key"] for record in read_records(state)]
+    keys = [record["kind"] for record in rows(state)]
     for count in (keys.index("rewrites"), keys.index("rewrites") + 1, keys.index("ranges") + 2):
         state.write_bytes(b"".join(lines[:count]))
         again = tune(run(tmp_path, swishing()))
         assert again.placement == whole.placement
         assert again.summary["rewrites"] == whole.summary["rewrites"]
-        assert [r["key"] for r in read_records(state)][: len(keys) - 1] == keys[:-1]
-
-
-def test_a_run_that_began_without_rewrites_goes_on_without_them(tmp_path: Path) -> None:
-    asked = run(tmp_path, swishing())
-    tune(asked)
-    records = [line for line in asked.state.read_bytes().splitlines(keepends=True) if b'"key": "rewrite' not in line]
-    ranges = next(i for i, line in enumerate(records) if b'"key": "ranges"' in line)
-    asked.state.write_bytes(b"".join(records[: ranges + 1]))
-    told = tune(asked).summary["rewrites"]
-    assert told == {"folded": True, "names": []}
+        assert [r["kind"] for r in rows(state)][: len(keys) - 1] == keys[:-1]
 
 
 def test_a_model_is_read_again_only_for_a_rewrite_that_has_something_to_do(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 import yaml
@@ -19,8 +21,8 @@ from qdqtune.calibration.scales import Ranges
 from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.formats import numeric_format, storages
-from qdqtune.engines.mixes import mix_of
 from qdqtune.engines.runner import Runner
+from qdqtune.engines.workloads import as_workloads
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
 from qdqtune.measurement.timing import Plan
@@ -29,8 +31,9 @@ from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.tuning import storages as asked
 from qdqtune.tuning.loop import tune
+from qdqtune.tuning.records import StoredPlacement, plain
 from qdqtune.tuning.settings import Settings
-from qdqtune.tuning.store import Store, pack_placement, unpack_placement
+from qdqtune.tuning.store import Store
 from qdqtune.tuning.subject import Subject
 from qdqtune.types import Edge, Failure, Layer, Mix, Placement, Storage, Workload
 from runs import write
@@ -47,7 +50,7 @@ def model(products: int = 2) -> Model:
 
 
 def subject(graph: Model) -> Subject:
-    known = {"shaped": graph, "numbers": numeric_format("onnxruntime", "int8"), "mix": mix_of({})}
+    known = {"shaped": graph, "numbers": numeric_format("onnxruntime", "int8"), "mix": as_workloads({})}
     return cast(Subject, SimpleNamespace(**known, possible=possible_edges(graph, ranges(graph))))
 
 
@@ -149,9 +152,9 @@ def test_formats_that_the_engine_has_not_are_refused_in_words(tmp_path: Path) ->
 
 def test_placements_with_stored_weights_survive_the_state_file() -> None:
     placement = Placement.of([Edge("x", "a", 0)], [(Edge("w", "b", 1), Storage(4, 32, symmetric=False))])
-    packed = pack_placement(placement)
-    assert packed == [["x", "a", 0], ["w", "b", 1, "w4b32a"]]
-    assert unpack_placement(packed) == placement
+    stored = json.loads(json.dumps(plain(StoredPlacement.of(placement))))
+    assert stored == {"pairs": [["x", "a", 0]], "weights": [[["w", "b", 1], "w4b32a"]]}
+    assert msgspec.convert(stored, StoredPlacement).placement == placement
 
 
 @pytest.mark.usefixtures("workers")
@@ -164,7 +167,9 @@ def test_a_run_of_weights_alone_ends_to_end_and_goes_on(tmp_path: Path) -> None:
         "calibration": Calibration(),
         "deploy_threads": (1,),
     }
-    settings = Settings(path, tmp_path / "out", formats=("w8", "w4"), builds=6, min_sqnr=15.0, rewrites="off", **quick)
+    settings = Settings(
+        path, output_dir=tmp_path / "out", formats=("w8", "w4"), builds=6, min_sqnr=15.0, rewrites="off", **quick
+    )
     result = tune(settings)
     tried = {t.proposal.origin: t for t in result.history}
     assert "weights in 8 bits" in tried
@@ -175,7 +180,7 @@ def test_a_run_of_weights_alone_ends_to_end_and_goes_on(tmp_path: Path) -> None:
     again = tune(settings)
     assert [t.placement for t in again.history] == [t.placement for t in result.history]
     head = yaml.safe_load((tmp_path / "out" / "autotuner_state.yaml").read_text())[0]
-    assert head["fingerprint"]["formats"] == "w8,w4"
+    assert head["fingerprint"]["formats"] == ["w8", "w4"]
 
 
 def test_what_products_meet_is_looked_at_once_a_weight_is_rounded_by_it(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ import json
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import msgspec
 import numpy as np
 import pytest
 import yaml
@@ -18,25 +20,33 @@ from hypothesis import strategies as st
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadState, OutputError
 from qdqtune.graph.equalization import Factor
-from qdqtune.tuning.store import (
-    Store,
-    pack_placement,
-    pack_ranges,
-    pack_result,
-    unpack_placement,
-    unpack_ranges,
-    unpack_result,
+from qdqtune.measurement.timing import Plan, Ratio
+from qdqtune.search.costs.explanation import UnitPrice
+from qdqtune.search.costs.priors import Prices
+from qdqtune.tuning import records as kinds
+from qdqtune.tuning.records import (
+    ComparisonRecord,
+    LayersRecord,
+    MetricRecord,
+    NoiseRecord,
+    Outcome,
+    RangesRecord,
+    Record,
+    StoredPlacement,
+    parsed,
+    plain,
 )
-from qdqtune.types import Edge, Failure, Measurement, Placement
-from runs import room_for
+from qdqtune.tuning.store import Store, line_of, read_journal
+from qdqtune.types import Accuracy, Edge, Failure, Layer, Measurement, Placement
+from runs import room_for, rows
 
-DATA = Path(__file__).parents[1] / "data"
-RUN = {"mode": "region", "quant type": "int8", "input shapes": {"x": [1, 3]}, "model": "0123abcd"}
-RECORDS: dict[str, dict[str, Any]] = {
-    "ranges": {"activations": {"x": [-1e-05, 0.1 + 0.2]}, "weights": {}},
-    "job:1": {"origin": "compute", "samples": [1e-05, 2.5e-05, 1e22, 5e-324], "sqnr_db": None, "accepted": True},
-    "job:2": {"origin": 'a "quoted" \\ name: 3e5, "crc": "0"}', "tensor": "größe\n/x/1e-05:0", "count": -7},
-}
+RUN = {"mode": "region", "quant_type": "int8", "input_shapes": {"x": [1, 3]}, "model": "0123abcd"}
+RECORDS: tuple[Record, ...] = (
+    RangesRecord(ranges=Ranges({"x": Range(-1e-05, 0.1 + 0.2)})),
+    NoiseRecord(of="0.1", alone={"a": 1e-05, "b": 2.5e-05, "c": 1e22, "d": 5e-324, '"\\ 3e5, "crc": "0"}': 1.0}),
+    NoiseRecord(of='a "quoted" \\ name: 3e5, "crc": "0"}', alone={"größe\n/x/1e-05:0": -7.0}),
+)
+MORE = MetricRecord(of="more", value=1.0)
 finite = st.floats(allow_nan=False, allow_infinity=False)
 seconds = st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=False)
 
@@ -48,14 +58,14 @@ def path(tmp_path: Path) -> Path:
 
 def fill(path: Path) -> bytes:
     with Store(path, RUN) as store:
-        for key, record in RECORDS.items():
-            store.put(key, record)
+        for record in RECORDS:
+            store.put(record)
     return path.read_bytes()
 
 
-def found(path: Path) -> dict[str, Any]:
+def found(path: Path) -> tuple[Record, ...]:
     with Store(path, RUN) as store:
-        return {r["key"]: {k: v for k, v in r.items() if k != "key"} for r in store.records()}
+        return store.of(Record)
 
 
 def bits(value: float) -> bytes:
@@ -65,44 +75,44 @@ def bits(value: float) -> bytes:
 def test_records_are_found_again_in_their_order(path: Path) -> None:
     fill(path)
     assert found(path) == RECORDS
-    assert list(found(path)) == list(RECORDS)
     with Store(path, RUN) as store:
         assert len(store) == 3
-        assert store.get("job:2") == {"key": "job:2", **RECORDS["job:2"]}
-        assert store.get("job:3") is None
+        assert store.get(NoiseRecord, RECORDS[2].of) == RECORDS[2]
+        assert store.get(NoiseRecord) is None
+        assert store.get(RangesRecord, "0.1") is None
 
 
 def test_a_later_run_appends_and_touches_nothing_before(path: Path) -> None:
     before = fill(path)
     with Store(path, RUN) as store:
-        store.put("job:3", {"more": 1})
+        store.put(MORE)
     assert path.read_bytes().startswith(before)
-    assert found(path) == RECORDS | {"job:3": {"more": 1}}
+    assert found(path) == (*RECORDS, MORE)
 
 
 def test_the_file_is_yaml_with_the_same_values(path: Path) -> None:
     fill(path)
     head, *rest = yaml.safe_load(path.read_text())
     assert head["fingerprint"] == RUN
-    assert {r["key"]: {k: v for k, v in r.items() if k not in ("key", "crc")} for r in rest} == RECORDS
+    assert [{name: v for name, v in row.items() if name != "crc"} for row in rest] == rows(path)[1:]
 
 
 def test_every_line_is_json_for_other_readers(path: Path) -> None:
     fill(path)
     lines = [json.loads(line.removeprefix("- ")) for line in path.read_text().splitlines()]
-    assert [line["key"] for line in lines] == ["run", *RECORDS]
+    assert [line["kind"] for line in lines] == ["run", "ranges", "noise", "noise"]
 
 
 def test_a_record_that_is_cut_off_anywhere_is_dropped_and_written_anew(path: Path) -> None:
     whole = fill(path)
     start = whole.rstrip(b"\n").rfind(b"\n") + 1
-    kept = {k: v for k, v in RECORDS.items() if k != "job:2"}
+    kept = RECORDS[:2]
     for end in range(start, len(whole)):
         path.write_bytes(whole[:end])
         assert found(path) == kept
         assert path.read_bytes() == whole[:start]
         with Store(path, RUN) as store:
-            store.put("job:2", RECORDS["job:2"])
+            store.put(RECORDS[2])
         assert path.read_bytes() == whole
 
 
@@ -110,7 +120,7 @@ def test_a_first_record_that_is_cut_off_anywhere_begins_a_new_run(path: Path) ->
     whole = fill(path)
     for end in range(whole.index(b"\n")):
         path.write_bytes(whole[:end])
-        assert found(path) == {}
+        assert found(path) == ()
 
 
 def test_a_flipped_byte_anywhere_is_refused(path: Path) -> None:
@@ -126,7 +136,7 @@ def test_a_flipped_byte_anywhere_is_refused(path: Path) -> None:
 
 def test_the_damaged_line_is_named_and_the_file_left_as_it_is(path: Path) -> None:
     lines = fill(path).splitlines(keepends=True)
-    damaged = b"".join([*lines[:2], lines[2].replace(b"compute", b"commute"), *lines[3:]])
+    damaged = b"".join([*lines[:2], lines[2].replace(b'"a": 1.0e-05', b'"a": 1.0e-04'), *lines[3:]])
     path.write_bytes(damaged)
     with pytest.raises(BadState, match="line 3 is damaged"):
         Store(path, RUN)
@@ -143,16 +153,16 @@ def test_a_file_without_its_first_record_is_refused(path: Path) -> None:
     ("change", "message"),
     [
         ({"model": "ffff"}, "made with another model, or the file has changed since then: use the same"),
-        ({"quant type": "fp8", "model": "ffff"}, "made with quant type int8, now it is fp8"),
-        ({"input shapes": {"x": [2, 3]}}, r"made with input shapes \{'x': \[1, 3\]\}, now it is \{'x': \[2, 3\]\}"),
-        ({"input shapes": {"x": [1, 3], "z": [4]}}, r"made with input shapes \{\}, now it is \{'z': \[4\]\}"),
-        ({"engine clock": "fast"}, "made with engine clock unset, now it is fast"),
+        ({"quant_type": "fp8", "model": "ffff"}, "made with quant type int8, now it is fp8"),
+        ({"input_shapes": {"x": [2, 3]}}, r"made with input shapes x \[1, 3\], now it is \[2, 3\]"),
+        ({"input_shapes": {"x": [1, 3], "z": [4]}}, r"made with input shapes z unset, now it is \[4\]"),
+        ({"engine": {"clock": "fast"}}, "made with engine unset, now it is"),
     ],
 )
 def test_another_fingerprint_is_refused_with_the_first_difference_named(path: Path, change: Any, message: str) -> None:
     before = fill(path)
     with pytest.raises(BadState, match=message) as refusal:
-        Store(path, RUN | change)
+        Store(path, msgspec.defstruct("Asked", list(asked := RUN | change))(**asked))
     assert len(str(refusal.value).splitlines()) == 1
     assert path.read_bytes() == before
 
@@ -167,7 +177,7 @@ def test_restart_forgets_other_runs_and_damage(path: Path) -> None:
     path.write_bytes(fill(path)[:-40] + b"rubbish\n")
     with Store(path, RUN | {"model": "ffff"}, restart=True) as store:
         assert len(store) == 0
-        store.put("job:1", {})
+        store.put(MORE)
     with pytest.raises(BadState, match="with another model"):
         Store(path, RUN)
 
@@ -190,7 +200,7 @@ def test_restart_takes_a_state_file_that_was_cut_off_anywhere(path: Path, kept: 
 
 def test_an_empty_file_begins_a_run(path: Path) -> None:
     path.touch()
-    assert found(path) == {}
+    assert found(path) == ()
 
 
 def test_a_file_in_use_is_refused_until_it_is_free(path: Path) -> None:
@@ -225,18 +235,24 @@ def test_a_full_disk_is_an_output_error_and_leaves_whole_records(path: Path) -> 
     whole = fill(path)
     with Store(path, RUN) as store:
         with room_for(len(whole) + 20), pytest.raises(OutputError, match=r"cannot write .*state\.yaml"):
-            store.put("job:3", {"more": 1})
-        assert store.get("job:3") is None
+            store.put(MORE)
+        assert store.get(MetricRecord, "more") is None
         assert path.read_bytes() == whole
-        store.put("job:3", {"more": 2})
-    assert found(path) == RECORDS | {"job:3": {"more": 2}}
+        store.put(MORE)
+    assert found(path) == (*RECORDS, MORE)
 
 
 def test_values_that_json_lacks_are_never_written(path: Path) -> None:
     whole = fill(path)
     with Store(path, RUN) as store, pytest.raises(ValueError):
-        store.put("job:3", {"latency": float("inf")})
+        store.put(MetricRecord(value=float("inf")))
     assert path.read_bytes() == whole
+
+
+def again(record: Record) -> Record:
+    """A record as it comes back from the file."""
+    line = line_of(plain(record))
+    return parsed(line[2 : line.rindex(b', "crc"')] + b"}")
 
 
 @given(
@@ -245,40 +261,42 @@ def test_values_that_json_lacks_are_never_written(path: Path) -> None:
     )
 )
 def test_placements_survive(edges: frozenset[Edge]) -> None:
-    packed = json.loads(json.dumps(pack_placement(Placement(edges))))
-    assert unpack_placement(packed) == Placement(edges)
+    record = again(kinds.PricesRecord(prices=NO_PRICES, found=StoredPlacement.of(Placement(edges))))
+    assert isinstance(record, kinds.PricesRecord)
+    assert record.found is not None
+    assert record.found.placement == Placement(edges)
 
 
 @given(st.dictionaries(st.text(), st.tuples(finite, finite).map(sorted)), st.dictionaries(st.text(), st.tuples(finite)))
 def test_ranges_survive_bit_by_bit(ends: dict[str, list[float]], weights: dict[str, tuple[float, ...]]) -> None:
     factors = (Factor(Edge("w", "layer", 1), (2, 1), (-3, 2)),)
     ranges = Ranges({t: Range(*e) for t, e in ends.items()}, weights, factors=factors)
-    again = unpack_ranges(json.loads(json.dumps(pack_ranges(ranges))))
-    assert {t: (bits(r.low), bits(r.high)) for t, r in again.activations.items()} == {
+    record = again(RangesRecord(ranges=ranges))
+    assert isinstance(record, RangesRecord)
+    assert {t: (bits(r.low), bits(r.high)) for t, r in record.ranges.activations.items()} == {
         t: (bits(r.low), bits(r.high)) for t, r in ranges.activations.items()
     }
-    assert again == ranges
+    assert record.ranges == ranges
 
 
 @given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=50))
 def test_samples_survive_bit_by_bit(rounds: list[tuple[float, float]]) -> None:
     measured = Measurement(*zip(*rounds, strict=True))
-    again = unpack_result(json.loads(json.dumps(pack_result(measured))))
-    assert isinstance(again, Measurement)
-    assert [*map(bits, again.a), *map(bits, again.b)] == [*map(bits, measured.a), *map(bits, measured.b)]
+    record = again(ComparisonRecord(result=Outcome.of(measured), files=("a", "b")))
+    assert isinstance(record, ComparisonRecord)
+    assert isinstance(found := record.result.result, Measurement)
+    assert [*map(bits, found.a), *map(bits, found.b)] == [*map(bits, measured.a), *map(bits, measured.b)]
 
 
 def test_samples_pass_through_the_file_bit_by_bit(path: Path) -> None:
     rng = np.random.default_rng(0)
     a, b = (tuple(10.0 ** rng.integers(-7, 2, 200) * rng.choice([1, rng.random()], 200)) for _ in range(2))
+    record = ComparisonRecord(of="1", result=Outcome.of(Measurement(a, b)), files=("a", "b"))
     with Store(path, RUN) as store:
-        store.put("job:1", pack_result(Measurement(a, b)))
-    again = yaml.safe_load(path.read_text())[1]["samples"]
-    assert (again["a"], again["b"]) == (list(a), list(b))
-    with Store(path, RUN) as store:
-        record = store.get("job:1")
-        assert record is not None
-        assert unpack_result(record) == Measurement(a, b)
+        store.put(record)
+    samples = yaml.safe_load(path.read_text())[1]["result"]["samples"]
+    assert (samples["a"], samples["b"]) == (list(a), list(b))
+    assert found(path) == (record,)
 
 
 @given(
@@ -287,20 +305,93 @@ def test_samples_pass_through_the_file_bit_by_bit(path: Path) -> None:
     )
 )
 def test_failures_survive(failure: Failure) -> None:
-    assert unpack_result(json.loads(json.dumps(pack_result(failure)))) == failure
+    assert again(LayersRecord(failure=failure)) == LayersRecord(failure=failure)
 
 
-def test_a_state_file_of_version_1_still_loads(path: Path) -> None:
-    path.write_bytes((DATA / "state_v1.yaml").read_bytes())
-    head = yaml.safe_load(path.read_text())[0]
-    with Store(path, head["fingerprint"]) as store:
-        records = list(store.records())
-        ranges = unpack_ranges(records[0])
-        trials = [r for r in records if r["key"].startswith("trial:")]
-        results = [unpack_result(r["result"]) for r in trials]
-        placements = [unpack_placement(r["placement"]) for r in trials]
-    assert ranges.activations["x"].low < 0 < ranges.activations["x"].high
-    assert {type(r) for r in results} == {Measurement, Failure}
-    assert all(len(p) for p in placements)
-    assert any(r["check"] is not None and r["sqnr_db"] > 20 for r in trials)
-    assert any(r["key"].startswith("proof:") for r in records)
+NO_PRICES = Prices((("k", "MatMul", "float", "", 0.5),), (("a", "b", 8.0, 0.1),), (("k", (1, 2), 0.5),), False)
+MEASURED = Outcome(samples=Measurement((1.0, 2.0), (2.0, 1.0), (Measurement((1.0, 1.0), (1.0, 1.0)),)))
+LAYERS = (Layer("a", ("n", "m"), "int8", 0.5, "compute"), Layer("b", (), "", None, "unknown"))
+STORED = StoredPlacement((Edge("x", "a", 0), Edge("y")), ((Edge("w", "b", 1), "w4b32a"),))
+EVERY: tuple[Record, ...] = (
+    *RECORDS,
+    MORE,
+    kinds.TrialRecord(
+        of="t", origin="cut", against="0", placement=STORED, result=MEASURED, check=MEASURED, layers=LAYERS,
+        predicted=0.5, accuracy=Accuracy(20.5, 18.0, 23.0, 0.5, 1.0, 3),
+    ),
+    MetricRecord(failure=Failure("run", "no")),
+    LayersRecord(of="p", layers=LAYERS),
+    kinds.RepeatabilityRecord(accuracy=Accuracy()),
+    kinds.RewriteRecord(of="hardswish:float", result=MEASURED, builds=2),
+    kinds.RewritesRecord(found=kinds.Found((kinds.Tried("h", "float", Ratio(0.5, None, 0.6), True),), 2, ("n",))),
+    kinds.BatchRecord(width=4, learning=2),
+    kinds.PricesRecord(prices=NO_PRICES, found=STORED),
+    kinds.WeightNoiseRecord(of="0.1", stored=(("w", "w8", 1e-05),), failure=Failure("run", "no", "log")),
+    kinds.PredictionRecord(of="p", accuracy=Accuracy(20.5)),
+    ComparisonRecord(of="proof:p:0", result=Outcome(failure=Failure("build", "no")), files=("a", "b")),
+    kinds.PointRecord(of="p", accuracy=Accuracy(None, agreement=0.5), layers=LAYERS),
+    kinds.PartRecord(of="k", layers=LAYERS),
+    kinds.SchemeRecord(of="k:p", result=MEASURED, layers=LAYERS),
+    kinds.StoragesRecord(shares={"1x2x3 1": {"w8": 0.5}}),
+    kinds.AnswerRecord(
+        of="q", shipped="tuned", placement=STORED, ratio=Ratio(0.5, 0.4, None), notes=("n",),
+        summary="s", files={"f": "d"},
+        trials=(kinds.AnsweredTrial("t", "cut", "", 0.5, True, None, None, True),),
+        units=(UnitPrice(("n",), ("MatMul",), 1.0, 0.5, 0.1, 0.1, 0.0, 0.2, True, None, True, stored_ms={"w8": 0.1}),),
+        groups=(kinds.GroupOutcome(("n",), ("MatMul",), 1, None, 1.0, None, None, False, "slower alone"),),
+    ),
+    kinds.ConversationRecord(
+        baseline_ms=1.0, best=kinds.TimedPlacement(STORED, None), measured={"p": None}, patterns={"d": ()}
+    ),
+)  # fmt: skip
+"""Records of every kind, with as much as they can hold."""
+
+
+def test_records_of_every_kind_come_back_as_they_were() -> None:
+    assert {type(record) for record in EVERY} == set(get_args(kinds.RECORDS)) - {kinds.HeadRecord}
+    assert tuple(map(again, EVERY)) == EVERY
+
+
+VALUES: tuple[Any, ...] = (None, "x", -1, 2**70, 1.5, -1.5, 1e308, True, [], {}, [[1]], {"a": 1})
+
+
+def changed(value: Any) -> Iterator[Any]:
+    """A JSON value with any one of the values in it replaced or, in a map or a list, left out."""
+    yield from VALUES
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for place, inner in items:
+        others = {k: v for k, v in value.items() if k != place} if isinstance(value, dict) else None
+        yield others if others is not None else [*value[:place], *value[place + 1 :]]
+        for new in changed(inner):
+            yield {**value, place: new} if isinstance(value, dict) else [*value[:place], new, *value[place + 1 :]]
+
+
+@pytest.mark.parametrize("record", EVERY, ids=lambda record: type(record).__name__)
+def test_a_record_with_another_value_anywhere_is_refused_or_serves(record: Record) -> None:
+    """What msgspec lets pass has its types, and what is made of it for the search can be made."""
+    refused = 0
+    for values in changed(json.loads(json.dumps(plain(record)))):
+        try:
+            made = parsed(json.dumps(values).encode())
+        except ValueError:
+            refused += 1
+            continue
+        assert again(made) == made
+        for name in ("placement", "found"):
+            if isinstance(stored := getattr(made, name, None), StoredPlacement):
+                assert isinstance(stored.placement, Placement)
+        if isinstance(outcome := getattr(made, "result", None), Outcome):
+            assert isinstance(outcome.result, Measurement | Failure)
+    assert refused > 10
+
+
+def test_the_order_of_a_set_makes_no_other_run(path: Path) -> None:
+    """In every process the names in a set come in another order."""
+    names = [f"Op{n}" for n in range(20)]
+    with Store(path, {"rounds": Plan(), "ops": frozenset(names)}):
+        pass
+    with Store(path, {"rounds": Plan(), "ops": sorted(names)}) as store:
+        assert len(store) == 0
+    journal = read_journal(path)
+    assert journal is not None
+    assert journal.head.fingerprint["ops"] == sorted(names)

@@ -12,9 +12,8 @@ import pytest
 from qdqtune.errors import BaselineFailed, EngineFailure
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
-from qdqtune.tuning.store import _line, read_records
 from qdqtune.types import Failure
-from runs import settings
+from runs import rows, settings
 from workers import Build, WatchedModel, Workers
 
 STATE = "autotuner_state.yaml"
@@ -80,7 +79,7 @@ def test_what_failed_so_is_not_remembered(model: Path, workers: Workers, mode: s
     workers.refused = raising(error, is_tuned if mode == "cut" else lambda b: "group" in b.path.name)
     failed = run(model, mode)
     assert failed.history != expected.history or mode == "subgraph"
-    records = read_records(model.parent / "out" / STATE)
+    records = rows(model.parent / "out" / STATE)
     assert "failure" not in json.dumps(records)
     workers.refused = lambda _: None
     assert run(model, mode).history == expected.history
@@ -133,7 +132,7 @@ def test_a_layer_report_that_was_killed_is_asked_for_again(
     with monkeypatch.context() as patch:
         patch.setattr(WatchedModel, "layers", lambda *_: (_ for _ in ()).throw(EOFError()))
         run(model, "cut")
-    assert "layers" not in [r["key"] for r in read_records(model.parent / "out" / STATE)]
+    assert "layers" not in [r["kind"] for r in rows(model.parent / "out" / STATE)]
     assert run(model, "cut").history == expected.history
 
 
@@ -158,19 +157,3 @@ def test_a_metric_that_was_killed_is_asked_for_again(
         assert not tune(told).improved
     assert tune(told).improved
     assert workers.started > 1
-
-
-def test_a_crash_that_an_earlier_version_remembered_is_tried_again(model: Path, workers: Workers) -> None:
-    expected = run(model, "cut")
-    state = model.parent / "out" / STATE
-    crash = {"failure": {"stage": "crash", "reason": "the engine process ended", "log": ""}}
-    lines = []
-    for record in read_records(state):
-        record.pop("crc", None)
-        if record["key"].startswith("trial:"):
-            record |= {"result": crash, "check": None, "layers": None}
-        lines.append(_line(record))
-    state.write_bytes(b"".join(lines))
-    workers.builds.clear()
-    assert run(model, "cut").history == expected.history
-    assert [build for build in workers.builds if is_tuned(build)]

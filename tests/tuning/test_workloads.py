@@ -19,9 +19,8 @@ from models import Arrays, build, normal
 from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.workloads import WorkloadFile, open_workloads
-from qdqtune.cli.options import OWN
-from qdqtune.cli.workloads import engine
-from qdqtune.engines import EngineSpec, mixes
+from qdqtune.commands.source import built_for
+from qdqtune.engines import EngineSpec, workloads
 from qdqtune.engines.fake import latency
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.engines.worker import Session
@@ -35,8 +34,8 @@ from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.proof import Standing, lost
 from qdqtune.tuning.run import open_run, prepared, written_once
 from qdqtune.tuning.settings import Settings
-from qdqtune.tuning.store import read_records
 from qdqtune.types import Failure, Layer, Measurement, Slot, Workload
+from runs import rows
 from workers import Workers
 
 DECODER = """net (int64[B,S] ids, float[B,2,P,32] past) => (float[B,S,256] y, float[B,2,T,32] present) {
@@ -81,7 +80,8 @@ def written(folder: Path, model: Model, calls: Mapping[str, Arrays]) -> Path:
 def settings(model: Path, weights: Mapping[str, float], **changes: Any) -> Settings:
     files = tuple(WorkloadFile(model.with_name(f"{name}.npz"), weight) for name, weight in weights.items())
     base = Settings(
-        model, model.parent / "out", EngineSpec("fake"), calibration=Calibration(), workloads=files, builds=6,
+        model, output_dir=model.parent / "out", engine=EngineSpec("fake"),
+        calibration=Calibration(), workloads=files, builds=6,
         accuracy_samples=2, plan=Plan(slot_seconds=0.0), min_sqnr=None,
     )  # fmt: skip
     return replace(base, **changes)
@@ -192,7 +192,7 @@ def test_the_command_tunes_a_decoder_for_a_mix_on_openvino(
     model: Path, call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("openvino")
-    monkeypatch.setattr("qdqtune.cli.tune.Plan", partial(Plan, slot_seconds=0.001))
+    monkeypatch.setattr("qdqtune.commands.tune.Plan", partial(Plan, slot_seconds=0.001))
     out = model.parent / "out"
     mix = ["--workload", f"{model.with_name('decode.npz')}:4", "--workload", f"{model.with_name('prefill.npz')}:1"]
     how = ["--calibration-method", "minmax", "--no-bias-correction", "--min-sqnr", "none", "--no-report", "-q"]
@@ -201,11 +201,11 @@ def test_the_command_tunes_a_decoder_for_a_mix_on_openvino(
     assert code in (0, 3)  # faster, or not
     told = json.loads((out / "summary.json").read_text())["workloads"]
     assert [(row["name"], row["share"]) for row in told] == [("decode", 0.8), ("prefill", 0.2)]
-    records = read_records(out / "autotuner_state.yaml")
-    tried = [record["result"]["samples"] for record in records if record["key"].startswith("trial:")]
+    records = rows(out / "autotuner_state.yaml")
+    tried = [record["result"]["samples"] for record in records if record["kind"] == "trial"]
     assert [len(samples["parts"]) for samples in tried] == [2, 2]
-    (floats,) = (record["layers"] for record in records if record["key"] == "layers")
-    assert any("up" in nodes for _, nodes, *_ in floats)
+    (floats,) = (record["layers"] for record in records if record["kind"] == "layers")
+    assert any("up" in layer["nodes"] for layer in floats)
     assert load(out / "optimized_final.onnx").tensors["ids"].shape == (None, None)
 
 
@@ -313,7 +313,7 @@ def test_a_round_has_every_workload_in_its_part_of_a_slot() -> None:
     session = Session(EngineSpec("fake"))
     a, b = Scripted(0.001), Scripted(0.0005)
     session._models = {0: a, 1: b}  # type: ignore[dict-item]
-    session.feed(mixes.mix_of((Workload({"x": 1.0}, 3.0), Workload({"x": 10.0}, 1.0))))  # type: ignore[dict-item]
+    session.feed(workloads.as_workloads((Workload({"x": 1.0}, 3.0), Workload({"x": 10.0}, 1.0))))  # type: ignore[dict-item]
     slots = session.probe(0, 1, 0.02)
     assert slots == [Slot(10, 2, 0.001), Slot(1, 2, 0.01)]
     a.asked.clear()
@@ -327,7 +327,7 @@ def test_of_two_models_with_long_inferences_each_has_one_in_a_round() -> None:
     session = Session(EngineSpec("fake"))
     a, b = Scripted(0.05), Scripted(0.02)
     session._models = {0: a, 1: b}  # type: ignore[dict-item]
-    session.feed(mixes.mix_of({"x": 1.0}))  # type: ignore[dict-item]
+    session.feed(workloads.as_workloads({"x": 1.0}))  # type: ignore[dict-item]
     slots = session.probe(0, 1, 0.02)
     a.asked.clear()
     measured = session.rounds(0, 1, 5, range(8), slots, 2)
@@ -340,10 +340,10 @@ def layer(name: str, ms: float | None) -> Layer:
 
 
 def test_layers_have_the_times_of_the_average_call() -> None:
-    mix = mixes.mix_of((Workload({}, 0.75), Workload({}, 0.25)))
-    same = mixes.layers(mix, [(layer("a", 1.0), layer("b", None)), (layer("a", 5.0), layer("b", None))])
+    mix = workloads.as_workloads((Workload({}, 0.75), Workload({}, 0.25)))
+    same = workloads.average_layers(mix, [(layer("a", 1.0), layer("b", None)), (layer("a", 5.0), layer("b", None))])
     assert same == (layer("a", 2.0), layer("b", None))
-    other = mixes.layers(mix, [(layer("a", 1.0), layer("b", 1.0)), (layer("c", 6.0), layer("d", 12.0))])
+    other = workloads.average_layers(mix, [(layer("a", 1.0), layer("b", 1.0)), (layer("c", 6.0), layer("d", 12.0))])
     assert other == (layer("c", 2.0), layer("d", 4.0))
 
 
@@ -368,27 +368,26 @@ def test_compare_tells_each_workload(model: Path, call: Any, monkeypatch: pytest
 def test_a_library_call_takes_arrays(model: Path) -> None:
     calls = {name: (arrays, WEIGHTS[name]) for name, arrays in CALLS.items()}
     how: Any = {"engine": "fake", "calibration_method": "minmax", "bias_correction": False, "min_sqnr": None}
-    result = qdqtune.tune(model, workload=calls, output_dir=model.parent / "out", builds=6, report=False, **how)
+    result = qdqtune.tune(model, workloads=calls, output_dir=model.parent / "out", builds=6, report=False, **how)
     assert [(row["name"], row["share"]) for row in result.summary["workloads"]] == [("decode", 0.8), ("prefill", 0.2)]
     with pytest.raises(BadOption, match="arrays by name of input, weight"):
-        qdqtune.tune(model, workload={"decode": (1, 2, 3)}, output_dir=model.parent / "x")  # type: ignore[dict-item]
+        qdqtune.tune(model, workloads={"decode": (1, 2, 3)}, output_dir=model.parent / "x")  # type: ignore[dict-item]
 
 
 def test_an_engine_for_ranges_of_sizes_is_told_those_of_all_workloads(model: Path) -> None:
     files = [WorkloadFile(model.with_name(f"{name}.npz"), WEIGHTS[name]) for name in CALLS]
-    given = dict.fromkeys([*OWN, "input_shapes"]) | {"engine": "trtexec", "engine_options": (), "workloads": files}
-    spec = engine({**given, "fix_inputs": {"past": 0}})
+    spec = built_for(EngineSpec("trtexec"), files, ["past"])
     assert spec.options == {
         "min_shapes": {"ids": [1, 1]},
         "opt_shapes": {"ids": [1, 1]},
         "max_shapes": {"ids": [1, 64]},
     }
-    asked = engine({**given, "max_shapes": {"ids": (1, 9)}})
-    assert asked.options == {"max_shapes": {"ids": [1, 9]}}
+    asked = EngineSpec("trtexec", {"max_shapes": {"ids": [1, 9]}})
+    assert built_for(asked, files, ["past"]) == asked
 
 
 def test_a_workload_that_got_slower_is_told() -> None:
-    mix = mixes.mix_of((Workload({}, 0.8, "decode"), Workload({}, 0.2, "prefill")))
+    mix = workloads.as_workloads((Workload({}, 0.8, "decode"), Workload({}, 0.2, "prefill")))
     slow, fast = Standing(4, Ratio(1.25, 1.2, 1.3), 1.0, 1.25), Standing(4, Ratio(0.5, 0.4, 0.6), 1.0, 0.5)
     one, four = (Standing(count, Ratio(0.8, 0.7, 0.9), 1.0, 0.8, (fast, x)) for count, x in ((1, fast), (4, slow)))
     assert list(lost([one], mix)) == []

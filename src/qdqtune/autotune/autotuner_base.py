@@ -35,6 +35,7 @@ from qdqtune.graph import operators
 from qdqtune.graph.files import save
 from qdqtune.graph.float16 import HALF, OPSET
 from qdqtune.graph.loading import load_proto, with_float_type
+from qdqtune.graph.may_write import RECORD, Output, check_outputs, replaceable
 from qdqtune.graph.model import Model, Node
 from qdqtune.measurement.timing import Plan
 from qdqtune.placement import rules
@@ -47,8 +48,9 @@ from qdqtune.search.region import RegionSearch
 from qdqtune.search.regions import patterns
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.search.regions.region import Scheme
+from qdqtune.tuning.records import ConversationRecord, StoredPlacement, TimedPlacement
 from qdqtune.tuning.result import Result
-from qdqtune.tuning.store import Record, Store, pack_placement, unpack_placement
+from qdqtune.tuning.store import Store, may_continue
 from qdqtune.tuning.subject import DTYPES
 from qdqtune.types import Edge, Placement
 
@@ -159,7 +161,7 @@ class QDQAutotunerBase:
         pattern = RegionPattern.of(found)
         if found.points and all(done.pattern != pattern for done in self.profiled_patterns):
             known = self.pattern_cache.get_pattern_schemes(pattern)
-            points = frozenset(found.points)  # a cache of an earlier version may hold some that are none today
+            points = frozenset(found.points)  # a cache, or a scheme that the caller put there, may name others
             schemes = (Scheme(scheme.core.points & points) for scheme in known.schemes) if known else ()
             waiting = [InsertionScheme.of(scheme) for scheme in dict.fromkeys(schemes)]
             self.current_profile_region, self.current_profile_pattern_schemes = region, PatternSchemes(pattern, waiting)
@@ -294,26 +296,31 @@ class QDQAutotunerBase:
         """Write a state file, in one step, and the pattern cache beside it.
 
         Raises:
-            BadState: there is a file of another model, engine or configuration.
+            BadOption, BadState: there is a file of another model, engine or configuration, or no such file at all.
         """
         path, best, done = Path(output_path), self._best, [*self.profiled_patterns]
         for current in self._tried():
             best = self._improved(best, current)
             done.append(current)
             self.pattern_cache.add_pattern_schemes(current)
-        if path.exists():
+        has_begun, own = path.exists(), replaceable(RECORD)
+        cache = Output(_cache_file(path), "output_path", lambda file: has_begun and own(file))
+        check_outputs([Output(path, "output_path", may_continue, is_appended=True), cache], {})
+        if has_begun:
             with Store(path, self._fingerprint()):
                 pass  # it may be written over
         fresh = path.with_name(f"{path.name}.new")
+        patterns = {
+            schemes.pattern.digest: tuple(_packed(self._meant(schemes, s), s.latency_ms) for s in schemes.schemes)
+            for schemes in done
+        }
+        measured = {digest: None if ms == inf else ms for digest, ms in self._measured.items()}
+        baseline = self.baseline_latency_ms
+        record = ConversationRecord(baseline_ms=baseline, best=_packed(*best), measured=measured, patterns=patterns)
         with Store(fresh, self._fingerprint(), restart=True) as store:
-            store.put("baseline", {"ms": self.baseline_latency_ms})
-            store.put("best", _packed(*best))
-            store.put("measured", {digest: None if ms == inf else ms for digest, ms in self._measured.items()})
-            for schemes in done:
-                rows = [_packed(self._meant(schemes, scheme), scheme.latency_ms) for scheme in schemes.schemes]
-                store.put(schemes.pattern.digest, {"schemes": rows})
+            store.put(record)
         fresh.replace(path)
-        self.pattern_cache.save(_cache_file(path))
+        self.pattern_cache.save(cache.path)
 
     def load_state(self, input_path: str | Path) -> None:
         """Go on from a state file: patterns that were begun there are done, and will be skipped.
@@ -325,11 +332,13 @@ class QDQAutotunerBase:
         if not path.exists():
             raise BadState(f"there is no state file {path}: leave load_state out to begin")
         with Store(path, self._fingerprint()) as store:
-            baseline, best, measured, *done = store.records()
-        self.baseline_latency_ms, self._best = baseline["ms"], _unpacked(best)
-        self._measured = {digest: ms or inf for digest, ms in measured.items() if digest != "key"}
-        for record in done:
-            self._profiled(self._grouping.patterns[record["key"]], map(_unpacked, record["schemes"]))
+            record = store.get(ConversationRecord)
+        if record is None or not record.patterns.keys() <= self._grouping.patterns.keys():
+            raise BadState(f"{path} is not what save_state has written: leave load_state out to begin")
+        self.baseline_latency_ms, self._best = record.baseline_ms, _unpacked(record.best)
+        self._measured = {digest: ms or inf for digest, ms in record.measured.items()}
+        for digest, tried in record.patterns.items():
+            self._profiled(self._grouping.patterns[digest], map(_unpacked, tried))
         if _cache_file(path).exists():
             self.pattern_cache.merge(PatternCache.load(_cache_file(path)))
 
@@ -415,12 +424,12 @@ class QDQAutotunerBase:
         return {"interface": "autotuner", **own, **known}
 
 
-def _packed(placement: Placement, ms: float) -> Record:
-    return {"edges": pack_placement(placement), "ms": None if ms == inf else ms}
+def _packed(placement: Placement, ms: float) -> TimedPlacement:
+    return TimedPlacement(StoredPlacement.of(placement), None if ms == inf else ms)
 
 
-def _unpacked(record: Record) -> tuple[Placement, float]:
-    return unpack_placement(record["edges"]), record["ms"] or inf
+def _unpacked(timed: TimedPlacement) -> tuple[Placement, float]:
+    return timed.placement.placement, timed.ms or inf
 
 
 def _cache_file(state: Path) -> Path:

@@ -6,28 +6,34 @@ import json
 import logging
 import sys
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
 from qdqtune.autotune.benchmark import default_engine, rounds_for
+from qdqtune.autotune.flags import flag, option, repeated
 from qdqtune.autotune.graphs import nodes_of
 from qdqtune.autotune.workflows import RegionLogs, builds_for, patterns_of
 from qdqtune.cli import main as cli
 from qdqtune.cli import tune
+from qdqtune.cli.command import CHATTER, SILENCE, Guarded, is_verbose
 from qdqtune.cli.inspect import inspect_command
-from qdqtune.cli.options import FILE, PRECISION, QUANT_TYPES, Given, Limit, flag, option, repeated
+from qdqtune.commands.inputs import MODEL as MODEL_FILE
+from qdqtune.commands.paths import typed
+from qdqtune.commands.tune import TuneOptions
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.options import TIMING_CACHE
 from qdqtune.engines.shapes import usual_shapes
 from qdqtune.graph.loading import load
+from qdqtune.options import Limit, OfRun, choice, options_of
 from qdqtune.tuning.folder import SUMMARY
 from qdqtune.tuning.settings import EFFORTS
 
 MODES, TENSORRT = ("region", "subgraph"), ("tensorrt", "trtexec")
 
-MODEL = option("-m --onnx-path --model model", "ONNX file.", FILE, required=True)
+MODEL = option("-m --onnx-path --model model", "ONNX file.", MODEL_FILE, required=True)
 
 AUTOTUNE = option(
     "--autotune",
@@ -42,7 +48,7 @@ OWN = (
     option(
         "-o --output-dir --output",
         "Where everything goes. The same folder again resumes.",
-        FILE,
+        OfRun(),
         default=Path("autotuner_output"),
     ),
     repeated(
@@ -55,11 +61,16 @@ OWN = (
     ),
     AUTOTUNE,
     option("--workflow", "The first kind of --mode, by another name.", click.Choice(MODES)),
-    option("--quant-type --quantize-mode quant_type", "Numbers of the pairs.", QUANT_TYPES, default="int8"),
-    option("--precision --high-precision-dtype precision", PRECISION.help, PRECISION.type),
+    option("--quant-type --quantize-mode quant_type", "Numbers of the pairs.", choice("int8", "fp8"), default="int8"),
+    option(
+        "--precision --high-precision-dtype precision",
+        options_of(TuneOptions)["precision"].help,
+        choice("fp32", "fp16", "bf16"),
+    ),
     option(
         "--calibration-data --calibration-data-path calibration_data",
         "Samples: an .npz (arrays named as the inputs), a folder of .npy/.npz, or module:callable.",
+        typed(options_of(TuneOptions)["calibration_data"].kind),
         metavar="SOURCE",
     ),
     repeated(
@@ -87,6 +98,7 @@ OWN = (
     option(
         "--timing-cache",
         "TensorRT: file of kernel times that builds share.",
+        TIMING_CACHE,
         default=str(Path(tempfile.gettempdir()) / "trtexec_timing.cache"),
     ),
     option(
@@ -109,13 +121,15 @@ def run(**given: Any) -> int:
     python -m qdqtune.autotune --onnx_path model.onnx --output_dir results
     python -m qdqtune.autotune --model model.onnx --mode subgraph --mode quick
     """
+    if (point := given.pop("pick")) is not None:
+        return tune.ship_point(given["output_dir"], point, as_machine=given["as_machine"])
     asked = "trtexec" if given.pop("use_trtexec") else given["engine"]
     given["engine"], why = (asked, "as you asked") if asked else default_engine()
     _note(f"engine: {given['engine']} ({why})")
     modes = [*given["mode"], *filter(None, (given.pop("autotune"), given.pop("workflow")))]
     given["mode"] = next((mode for mode in reversed(modes) if mode in MODES), "region")
     given["effort"] = next((mode for mode in reversed(modes) if mode in EFFORTS), given["effort"])
-    _log_to_stderr(verbose=given["verbose"])
+    _log_to_stderr(verbose=is_verbose())
     for name, mode in (("pattern_cache", "region"), ("graph_json", "subgraph")):
         if given[name] is not None and given["mode"] != mode:
             _note(f"note: --{name} means something with --mode {mode} only")
@@ -126,18 +140,19 @@ def run(**given: Any) -> int:
     operators = {name for names in given.pop("quantizable_ops") for name in names.replace(",", " ").split()}
     if operators:
         given["node_filter"] = (*given["node_filter"], *nodes_of(load(given["model"]), operators))
+    how = {name: given.pop(name) for name in ("dry_run", "as_machine")}
     if given["mode"] == "subgraph":
-        code = tune.run(_for_engine(given))
+        code = tune.run(TuneOptions(**_for_engine(given)), **how)
     else:
         patterns = patterns_of(given["model"], given["regions"], given["fix_inputs"])
         _note(f"patterns: {len(patterns)}, in {sum(len(p.instances) for p in patterns)} regions")
         if given["schemes_per_region"] is not None and given["builds"] is None:
             given["builds"] = builds_for(given["schemes_per_region"], patterns)
         logs = RegionLogs(given["output_dir"], patterns)
-        code = tune.run(_for_engine(given), logs)
+        code = tune.run(TuneOptions(**_for_engine(given)), logs, **how)
         logs.finish()
-    if code in (0, tune.NO_IMPROVEMENT) and not given["dry_run"]:
-        tell_results(given["output_dir"] / SUMMARY, as_machine=given["as_machine"])
+    if code in (0, tune.NO_IMPROVEMENT) and not how["dry_run"]:
+        tell_results(given["output_dir"] / SUMMARY, as_machine=how["as_machine"])
     return 0 if code == tune.NO_IMPROVEMENT else code
 
 
@@ -162,7 +177,7 @@ def _log_to_stderr(*, verbose: bool) -> None:
     logging.getLogger("qdqtune").setLevel(logging.DEBUG if verbose else logging.WARNING)
 
 
-def _for_engine(given: Given) -> Given:
+def _for_engine(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of `tune`, without what the engine does not know."""
     engine, unknown = given["engine"], set[str]()
     if engine != "trtexec" and given["trtexec_args"]:
@@ -174,7 +189,7 @@ def _for_engine(given: Given) -> Given:
         if given["plugin_libraries"]:
             _note(f"note: {engine} loads no TensorRT plug-ins, so --plugin_libraries is passed over")
         unknown |= {"timing_cache", "plugin_libraries"}
-    return {name: None if name in unknown else value for name, value in given.items()}
+    return {name: value for name, value in given.items() if name not in unknown}
 
 
 def _note(text: str) -> None:
@@ -184,9 +199,9 @@ def _note(text: str) -> None:
 def _like(ours: click.Command, own: Sequence[click.Parameter], **changed: Any) -> click.Command:
     """A command with the flags of one of ours, some of them replaced."""
     replaced = {option.name for option in own}
-    params = [*own, *(option for option in ours.params if option.name not in replaced)]
+    params = [*own, *(option for option in ours.params if option.name not in replaced), SILENCE, CHATTER]
     given = {"callback": ours.callback, "help": ours.help, **changed}
-    return click.Command(ours.name, context_settings=cli.CONTEXT, params=params, **given)
+    return Guarded(ours.name, context_settings=cli.CONTEXT, params=params, **given)
 
 
 command = _like(tune.tune_command, OWN, callback=run, help=run.__doc__)
@@ -213,5 +228,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def inspect(program: str, arguments: Sequence[str] | None = None) -> NoReturn:
-    """Be one of the programs that show regions: `qdqtune inspect` with the model as a flag."""
-    cli.main(arguments, _like(inspect_command, [MODEL]), f"python -m qdqtune.autotune.{program}")
+    """Be one of the programs that show regions: `qdqtune inspect --tree` with the model as a flag."""
+    given = sys.argv[1:] if arguments is None else arguments
+    cli.main(["--tree", *given], _like(inspect_command, [MODEL]), f"python -m qdqtune.autotune.{program}")

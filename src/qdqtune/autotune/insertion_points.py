@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 from qdqtune.autotune.errors import InvalidSchemeError
 from qdqtune.autotune.graphs import GraphLike, as_model
 from qdqtune.autotune.regions import Grouping, Region
-from qdqtune.cli.inspect import QUANTIZABLE, is_quantizable
+from qdqtune.commands.inspect import QUANTIZABLE, is_quantizable
 from qdqtune.graph.model import GRAPH, Model, Use
 from qdqtune.placement.possible import can_carry
 from qdqtune.search.regions import patterns

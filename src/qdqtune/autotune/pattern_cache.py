@@ -14,7 +14,8 @@ from qdqtune.autotune.region_pattern import RegionPattern
 from qdqtune.autotune.regions import Region
 from qdqtune.autotune.schemes import InsertionScheme
 from qdqtune.errors import BadOption
-from qdqtune.placement.files import parsed_yaml, write_yaml
+from qdqtune.placement.files import write_yaml
+from qdqtune.placement.parsing import parsed_yaml
 from qdqtune.search.regions import cache
 from qdqtune.search.regions.region import Scheme
 

@@ -11,14 +11,16 @@ from typing import Any, Literal, Protocol
 
 import numpy.typing as npt
 
+from qdqtune import api
 from qdqtune.autotune.benchmark import default_engine
 from qdqtune.autotune.graphs import escaped
+from qdqtune.commands.inputs import SamplesLike
 from qdqtune.engines.shapes import read_shapes
 from qdqtune.errors import BadOption
-from qdqtune.graph.files import save
+from qdqtune.graph.files import model_outputs, save, sign
 from qdqtune.graph.loading import files_of, load
-from qdqtune.library import api
-from qdqtune.library.inputs import SamplesLike
+from qdqtune.graph.may_write import check_outputs
+from qdqtune.graph.outputs import appearing
 from qdqtune.tuning.folder import FINAL
 from qdqtune.types import QuantType
 
@@ -92,6 +94,8 @@ def quantize(
         here = engine or ("trtexec" if search.pop("use_trtexec", False) else default_engine()[0])
         folder = Path(autotune_output_dir or output.with_suffix(".autotune"))
         effort = "default" if autotune is True else autotune
+        read = {"model": files_of(path), "folder of the search": [folder]}
+        check_outputs(model_outputs(output, "output_path"), read)
         api.tune(path, engine=here, mode="region", effort=effort, output_dir=folder, **given, **search)
         _copy(folder / FINAL, output)
     else:
@@ -102,7 +106,11 @@ def quantize(
 
 def _told(**values: Any) -> dict[str, Any]:
     """What was said at all: None and an empty choice are not."""
-    return {name: value for name, value in values.items() if value is not None and value != []}
+    return {
+        name: value
+        for name, value in values.items()
+        if value is not None and not (isinstance(value, list) and not value)
+    }
 
 
 def _as_wildcards(model: Path, chosen: Mapping[str, Sequence[str]]) -> dict[str, Any]:
@@ -179,11 +187,12 @@ def _matching(names: Sequence[str], expressions: Sequence[str] | None) -> list[s
 
 def _copy(model: Path, target: Path) -> None:
     """A model under another name, its external data as well."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if len(files_of(model)) == 1:
-        shutil.copyfile(model, target)
-    else:
-        save(load(model), target)
+    with appearing(target) as fresh:
+        if len(files_of(model)) == 1:
+            shutil.copyfile(model, fresh)
+        else:
+            save(load(model), fresh)
+        sign(fresh)
 
 
 if __name__ == "__main__":

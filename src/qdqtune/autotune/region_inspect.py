@@ -1,11 +1,11 @@
-"""`python -m qdqtune.autotune.region_inspect --model M` is `qdqtune inspect M`."""
+"""`python -m qdqtune.autotune.region_inspect --model M` is `qdqtune inspect M --tree`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from qdqtune.autotune.regions import Region
-from qdqtune.cli.inspect import is_quantizable, render
+from qdqtune.commands.inspect import is_quantizable, render
 from qdqtune.graph.loading import load
 from qdqtune.search.regions import discovery
 from qdqtune.search.regions.patterns import group
@@ -17,7 +17,7 @@ def inspect_region_search(
     """Print how a model divides into regions; gives those at the top that are shown, with their children."""
     graph = load(Path(onnx_path))
     found = discovery.find(graph, max_sequence_size=max_sequence_size)
-    print(render(graph, found, group(graph, found), include_all_regions=include_all_regions))
+    print("\n".join(render(graph, found, group(graph, found), include_all_regions=include_all_regions)))
     return [Region.of(top) for top in found.root.children if include_all_regions or is_quantizable(graph, top)]
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from qdqtune.autotune.benchmark import TrtExecBenchmark, current
 from qdqtune.autotune.graphs import nodes_of
+from qdqtune.commands.inputs import SamplesLike, on_disk
+from qdqtune.commands.tune import TuneOptions, tune
 from qdqtune.graph.loading import load
-from qdqtune.library.api import tune
-from qdqtune.library.inputs import SamplesLike
-from qdqtune.tuning.folder import FINAL
 from qdqtune.types import QuantType
 
 
@@ -39,10 +38,8 @@ def subgraph_autotuning_workflow(
         QdqtuneError: see `qdqtune.tune`.
     """
     benchmark = current() or TrtExecBenchmark(None, 5, 20, plugin_libraries, extra_trtexec_args)
-    path, more = Path(model_path), dict[str, Any](plan=benchmark.search_plan)
-    if high_precision_dtype is not None:
-        more["precision"] = high_precision_dtype
-    result = tune(
+    path = Path(model_path)
+    options = TuneOptions(
         path,
         mode="subgraph",
         engine=benchmark.spec,
@@ -53,6 +50,8 @@ def subgraph_autotuning_workflow(
         node_filter=nodes_of(load(path), quantizable_ops) if quantizable_ops else (),
         calibration_data=calibration_data,
         calibration_method="minmax" if calibration_method == "max" else calibration_method,
-        **more,
+        precision=high_precision_dtype,
     )
-    return str(result.folder / FINAL)
+    with on_disk(options) as here:
+        result = tune(here.settings(plan=benchmark.search_plan))
+    return str(result.file)

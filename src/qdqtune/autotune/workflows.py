@@ -20,7 +20,10 @@ from qdqtune.autotune.pattern_cache import PatternCache
 from qdqtune.autotune.schemes import Config
 from qdqtune.cli import progress
 from qdqtune.engines.shapes import usual_shapes
+from qdqtune.graph.files import model_outputs, signature
 from qdqtune.graph.loading import load
+from qdqtune.graph.may_write import check_outputs
+from qdqtune.graph.outputs import appearing
 from qdqtune.placement.reading import is_quantized, strip_pairs
 from qdqtune.search import region as search
 from qdqtune.search.regions import discovery, patterns
@@ -159,6 +162,7 @@ def _model_file(
 
     Raises:
         AutotunerError: no model was given.
+        BadOption: another file has its name.
     """
     if model is None:
         raise AutotunerError("give the model: a path, or an onnx.ModelProto")
@@ -166,10 +170,13 @@ def _model_file(
         return Path(model)
     proto = model if isinstance(model, onnx.ModelProto) else onnx.load(model)
     content = (transform(proto) if transform else proto).SerializeToString(deterministic=True)
+    content += signature(len(content))
     path = folder.with_name(f"{folder.name}_model.onnx")
     if not path.exists() or path.read_bytes() != content:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+        check_outputs(model_outputs(path, "output_dir"), {})
+        with appearing(path) as fresh:
+            fresh.write_bytes(content)
     return path
 
 

@@ -18,6 +18,7 @@ from onnx import TensorProto, helper
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.cpu import cores
 from qdqtune.engines.devices import Device
+from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadData, BadModel, first_of
 from qdqtune.graph.files import constants_to_share
@@ -63,24 +64,30 @@ def passes(model: Model, tensors: Sequence[str], samples: Iterable[Sample]) -> i
     return sum(1 for _ in _batches(model, tensors, samples, MEMORY))
 
 
-def values_on(model: Model, tensors: Sequence[str], sample: Sample) -> dict[str, Array]:
-    """The values that some tensors take on one sample, in the types that they have.
+def values_on(
+    model: Model, tensors: Sequence[str], sample: Sample, budget: MemoryBudget | None = None
+) -> dict[str, Array]:
+    """The values that some tensors take on one sample, in the types that they have. For `budget` see `outputs_on`.
 
     Raises:
         BadModel: ONNX Runtime cannot run the model.
     """
-    return dict(observe(model, tensors, [sample], widen=False, memory=None))
+    shown = _showing(model, tensors, widen=False)
+    (outputs,) = outputs_on(shown, [sample], budget)
+    return {tensor: outputs[name] for tensor, name in zip(tensors, shown.outputs, strict=True)}
 
 
-def outputs_on(model: Model, samples: Iterable[Sample]) -> Iterator[dict[str, Array]]:
-    """All outputs of a model by name, sample by sample.
+def outputs_on(
+    model: Model, samples: Iterable[Sample], budget: MemoryBudget | None = None
+) -> Iterator[dict[str, Array]]:
+    """All outputs of a model by name, sample by sample. `budget` is that of what engines hold meanwhile, if anything.
 
     Raises:
         BadData: no sample.
         BadModel: ONNX Runtime cannot run the model.
     """
     sample = None
-    with running(model, fuse=len(model.proto.graph.node) <= MANY) as run:
+    with running_in_several(model, 1, fuse=len(model.proto.graph.node) <= MANY, budget=budget) as (run,):
         for sample in samples:
             outputs = run([sample])
             if isinstance(outputs, Failure):
@@ -100,16 +107,25 @@ def running(model: Model, *, fuse: bool = True) -> Iterator[Run]:
 
 
 @contextmanager
-def running_in_several(model: Model, count: int, *, fuse: bool = True) -> Iterator[tuple[Run, ...]]:
+def running_in_several(
+    model: Model, count: int, *, fuse: bool = True, budget: MemoryBudget | None = None
+) -> Iterator[tuple[Run, ...]]:
     """`running` in so many processes side by side, which share the cores. Each builds the model when it is asked for
-    the first time, and may be asked in another thread."""
+    the first time, and may be asked in another thread. A single one shares the memory `budget`, if there is one."""
+    size = sum(constant.nbytes for constant in model.large.values())
     spec = EngineSpec("onnxruntime", {"threads": max(1, cores() // count), "fuse": fuse})
     with ExitStack() as stack:
         folder = stack.enter_context(temporary_folder())
         path = stack.enter_context(constants_to_share()).write(model, "observed")
         stack.callback(path.unlink)
         devices = [Device(f"observer-{number}") for number in range(count)]
-        runners = [stack.enter_context(Runner(spec, log_dir=folder, device=device)) for device in devices]
+        shared = budget if count == 1 else None  # a budget is for one thread
+        runners = [
+            Runner(spec, log_dir=folder, device=device, memory=shared or MemoryBudget.for_model(size))
+            for device in devices
+        ]
+        for runner in runners:
+            stack.enter_context(runner)
         yield tuple(partial(_outputs, cache(partial(runner.load, path)), runner) for runner in runners)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from qdqtune.calibration.calibrate import calibrate
+from qdqtune.calibration.hidden_work import hidden_work
 from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.samples import Samples, open_samples
 from qdqtune.calibration.scales import Ranges
@@ -72,11 +73,16 @@ class Prepared:
         return self.workloads or (Workload(self.samples.first(1)[0]),)
 
     @property
+    def tells_accuracy(self) -> bool:
+        """Whether outputs on these samples say anything of the model's accuracy: random inputs do not."""
+        return not self.samples.is_random
+
+    @property
     def doubts(self) -> tuple[str, ...]:
         """What to say of samples that tell little, and of how few outputs are compared on."""
         first, told = self.judging[:1], []
         wide = [array for sample in self.judging for array in sample.values() if array.size > 1]
-        if first and not self.samples.is_random and not self.workloads:
+        if first and self.tells_accuracy and not self.workloads:
             is_one = len(self.judging) > 1 and all(
                 np.array_equal(array, other[name]) for name, array in first[0].items() for other in self.judging[1:]
             )
@@ -90,6 +96,12 @@ class Prepared:
         if self.is_capped:
             told.append(f"outputs are compared on {len(self.judging)} samples: more of so large a model take too long")
         return tuple(told)
+
+    @property
+    def hints(self) -> tuple[str, ...]:
+        """What every command that places pairs says of a model and its samples: doubts, and work that no pair can
+        reach."""
+        return (*self.doubts, *filter(None, [hidden_work(self.model, self.samples)]))
 
     def ranges(self, how: Calibration | None, numbers: NumericFormat) -> Ranges:
         """See `calibrate`; takes one pass over the samples."""

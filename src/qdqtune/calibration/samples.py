@@ -11,33 +11,32 @@ import os
 import struct
 import sys
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
-from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
 from itertools import islice
 from pathlib import Path
 from tokenize import TokenError
-from types import ModuleType
 from typing import Any
-from zipfile import BadZipFile
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
-import onnx
 
-from qdqtune.errors import BadData, BadModel, BadOption, first_of, one_line
-from qdqtune.graph.loading import load
+from qdqtune.calibration.callables import imported, users_code
+from qdqtune.calibration.inputs import InputSpec, input_specs, listed
+from qdqtune.calibration.random_inputs import drawn
+from qdqtune.calibration.reading import Patience, few_enough
+from qdqtune.errors import BadData, one_line
 from qdqtune.graph.model import Model
-from qdqtune.graph.operators import COPIES
 from qdqtune.types import Array, Sample
 
 HELD_OUT = 5
 """Every so many samples one is kept from calibration."""
 
 
-PICTURE, SEQUENCE = 224, 64
-"""Sizes that a user is told who has to give some: of a side, and of what is long as it comes."""
+UNPACKED, TIMES = 2**30, 32
+"""Bytes that a packed file may always unpack to, and how many times larger it may become beyond that: real data shrink
+by far less, and files that are made to fill the memory by far more."""
 
 UNREADABLE = (
     OSError,
@@ -55,22 +54,6 @@ UNREADABLE = (
     struct.error,
 )
 """What numpy, its reader of headers and the archive raise on damaged files, and on shapes that nobody has room for."""
-
-
-@dataclass(frozen=True)
-class InputSpec:
-    """What the model wants for one input; an unknown dimension is None."""
-
-    name: str
-    dtype: np.dtype[Any]
-    shape: tuple[int | None, ...]
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.dtype}[{','.join('?' if d is None else str(d) for d in self.shape)}]"
-
-    def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether an array of this shape can be fed."""
-        return len(shape) == len(self.shape) and all(w in (None, d) for w, d in zip(self.shape, shape, strict=True))
 
 
 @dataclass(frozen=True)
@@ -125,34 +108,6 @@ class Samples:
         return found
 
 
-def input_specs(model: Model) -> tuple[InputSpec, ...]:
-    """Name, dtype and shape of every input that must be fed.
-
-    Raises:
-        BadModel: an input is not a tensor, or has no shape or type.
-    """
-    specs = []
-    for name in model.inputs:
-        info = model.tensors.get(name)
-        if info is None or info.shape is None:
-            raise BadModel(f"input '{name}' is not a tensor of known rank; such inputs are not supported")
-        if info.dtype == onnx.TensorProto.UNDEFINED:
-            raise BadModel(f"input '{name}' has no element type")
-        specs.append(InputSpec(name, onnx.helper.tensor_dtype_to_np_dtype(info.dtype), info.shape))
-    return tuple(specs)
-
-
-def fixed_inputs(file: Path, fixed: Mapping[str, float | int | str]) -> Sample:
-    """The inputs that --fix-input has made constant, for files that still ask for them, as this one does.
-
-    Raises:
-        BadModel: it cannot be read; it is not where nothing is fixed.
-    """
-    specs = {spec.name: spec for spec in input_specs(load(file))} if fixed else {}
-    shapes = {name: tuple(d or 1 for d in specs[name].shape) for name in fixed}
-    return {name: np.full(shapes[name], value).astype(specs[name].dtype) for name, value in fixed.items()}
-
-
 def open_samples(
     source: str | None, model: Model, *, seed: int = 0, limit: int | None = None, fixed: Collection[str] = ()
 ) -> Samples:
@@ -167,22 +122,45 @@ def open_samples(
         BadData: the source is missing, unreadable or does not fit the model (some of it tells only when iterated).
         BadOption: `module:callable` cannot be imported, or random inputs need shapes that the model leaves open.
     """
-    specs = input_specs(model)
+    specs, patience = input_specs(model), Patience()
     if source is None:
-        return _random(model, specs, seed, limit or 8)
-    path = Path(source)
-    if path.suffix == ".npz" or path.is_file():
-        produce, digest = _from_files([path], specs, fixed), _digest([path])
-    elif path.is_dir():
-        files = sorted(f for f in path.iterdir() if f.suffix in (".npy", ".npz") and not f.name.startswith("."))
-        if not files:
-            raise BadData(f"{path} holds no .npy or .npz file")
-        produce, digest = _from_files(files, specs, fixed), _digest(files)
+        count = limit or 8
+        return Samples("random inputs", f"random-{seed}-{count}", True, drawn(model, specs, seed, count))
+    if files := _files_of(source):
+        produce, digest = _from_files(files, specs, fixed), _digest(files, patience)
     elif ":" in source and os.sep + ":" not in source:
-        produce, digest = _from_callable(source, specs, fixed)
+        given, digest = _from_callable(source, specs, fixed)
+        produce = given if limit is not None else lambda: few_enough(given(), source)
     else:
         raise BadData(f"calibration data {source} not found: give an .npz, a folder of .npy/.npz, or module:callable")
-    return Samples(source, digest, False, lambda: islice(produce(), limit))
+    return Samples(source, digest, False, lambda: patience.over(lambda: islice(produce(), limit), source))
+
+
+def _files_of(source: str) -> list[Path]:
+    """The files that hold samples, in their order; none where the source is no file.
+
+    Raises:
+        BadData: it is a folder without any.
+    """
+    path = Path(source)
+    if path.suffix == ".npz" or path.is_file():
+        return [path]
+    if not path.is_dir():
+        return []
+    files = sorted(f for f in path.iterdir() if f.suffix in (".npy", ".npz") and not f.name.startswith("."))
+    if not files:
+        raise BadData(f"{path} holds no .npy or .npz file")
+    return files
+
+
+def digest_of(source: str) -> str | None:
+    """The digest of samples in files; None for a callable, which would have to be imported for it.
+
+    Raises:
+        BadData: there are no such files.
+    """
+    files = _files_of(source)
+    return _digest(files, Patience()) if files else None
 
 
 def read_sample(path: Path, model: Model, fixed: Collection[str] = ()) -> Sample:
@@ -192,7 +170,8 @@ def read_sample(path: Path, model: Model, fixed: Collection[str] = ()) -> Sample
         BadData: the file is missing or unreadable, or does not fit the model.
     """
     specs = input_specs(model)
-    return _sample(read_arrays(path, specs), specs, fixed, str(path))
+    (arrays,) = Patience().over(lambda: iter([read_arrays(path, specs)]), str(path))
+    return _sample(arrays, specs, fixed, str(path))
 
 
 def files_named(source: str | None) -> list[Path]:
@@ -214,14 +193,17 @@ def files_named(source: str | None) -> list[Path]:
     return [folder / name for folder in folders for name in (parts.with_suffix(".py"), parts / "__init__.py")]
 
 
-def _digest(files: Iterable[Path]) -> str:
-    digest = hashlib.sha256()
-    for path in files:
-        if not path.is_file():
-            raise BadData(f"calibration data {path} not found")
-        with path.open("rb") as f:
-            digest.update(hashlib.file_digest(f, "sha256").digest())
-    return digest.hexdigest()[:16]
+def _digest(files: Sequence[Path], patience: Patience) -> str:
+    """16 hex digits of what some files hold."""
+
+    def digests() -> Iterator[bytes]:
+        for path in files:
+            if not path.is_file():
+                raise BadData(f"calibration data {path} not found")
+            with path.open("rb") as f:
+                yield hashlib.file_digest(f, "sha256").digest()
+
+    return hashlib.sha256(b"".join(patience.over(digests, str(files[0])))).hexdigest()[:16]
 
 
 def _from_files(
@@ -237,21 +219,36 @@ def read_arrays(path: Path, specs: tuple[InputSpec, ...] = ()) -> dict[str, Arra
         BadData: the file is missing or unreadable.
     """
     try:
+        if not path.is_file():
+            raise FileNotFoundError  # a pipe, which might never end, is no file either
         with path.open("rb") as file:
-            if not file.read(6).startswith((b"PK", b"\x93NUMPY")):
+            if not (head := file.read(6)).startswith((b"PK", b"\x93NUMPY")):
                 raise BadData(f"{path} is no .npz or .npy file: write it with numpy.savez or numpy.save")
+        if head.startswith(b"PK"):
+            _check_unpacked(path)
         loaded = np.load(path, allow_pickle=False)
         if isinstance(loaded, np.ndarray):
             if len(specs) != 1:
-                raise BadData(f"{path}: a .npy file fits models of one input; this one has {_names(specs)}: use .npz")
+                raise BadData(f"{path}: a .npy file fits models of one input; this one has {listed(specs)}: use .npz")
             return {specs[0].name: loaded}
         with loaded:
             return {name: np.asarray(loaded[name]) for name in loaded.files}
     except FileNotFoundError as error:
         raise BadData(f"{path} not found") from error
     except UNREADABLE as error:
-        why = "it holds objects, not numbers" if "allow_pickle" in str(error) else one_line(error)
-        raise BadData(f"cannot read {path} as numpy arrays: {why}") from error
+        if "allow_pickle" in str(error):
+            what = f"{path} holds objects, which are never unpickled, since that may run code"
+            raise BadData(f"{what}: save strings with array.astype(str), numbers with their type") from error
+        raise BadData(f"cannot read {path} as numpy arrays: {one_line(error)}") from error
+
+
+def _check_unpacked(path: Path) -> None:
+    packed = path.stat().st_size
+    with ZipFile(path) as archive:
+        unpacked = sum(entry.file_size for entry in archive.infolist())
+    if unpacked > max(UNPACKED, TIMES * packed):
+        told = f"{packed / 2**20:,.0f} MB that unpack to {unpacked / 2**20:,.0f} MB"
+        raise BadData(f"{path} holds {told}, which real data hardly do: save them with numpy.savez if they are meant")
 
 
 def _split(
@@ -270,7 +267,7 @@ def _split(
 
 def _stacked(array: Array, spec: InputSpec, origin: str) -> Array:
     """The array with its samples along a new first axis."""
-    _check_values(array, spec, origin)
+    array = _typed(array, spec, origin)
     if spec.fits(array.shape[1:]) and array.ndim:
         return array
     if not spec.shape and not array.ndim:
@@ -281,86 +278,35 @@ def _stacked(array: Array, spec: InputSpec, origin: str) -> Array:
     raise BadData(f"{origin}: array '{spec.name}' has shape {array.shape}, the model wants {spec}")
 
 
-def imported(source: str, what: str) -> Callable[..., Any]:
-    """The callable that `module:callable` or `path/to/file.py:callable` names; `what` it is for goes into errors.
-
-    Modules are found in the current folder as well.
-
-    Raises:
-        BadOption: it cannot be imported, or is not callable.
-    """
-    place, _, attribute = source.rpartition(":")
-    if not place:
-        raise BadOption(f"cannot import {what} '{source}': give module:callable or path/to/file.py:callable")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        with redirect_stdout(sys.stderr):  # standard output is for results
-            module = _module_of(Path(place)) if place.endswith(".py") else import_module(place)
-        function = getattr(module, attribute)
-    except FileNotFoundError as error:
-        raise BadOption(f"cannot import {what} '{source}': there is no file {error.filename}") from error
-    except (Exception, SystemExit) as error:  # the module is the user's, and may do anything
-        raise BadOption(f"cannot import {what} '{source}': {one_line(error)}") from error
-    if not callable(function):
-        raise BadOption(f"'{source}' is not callable")
-    named: Callable[..., Any] = function
-    return named
-
-
-def _module_of(path: Path) -> ModuleType:
-    """A Python file as a module, under a name that hides no other."""
-    name = f"{path.stem} ({path.absolute()})"
-    spec = spec_from_file_location(name, path)
-    assert spec is not None  # the name ends in .py
-    assert spec.loader is not None
-    module = sys.modules[name] = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def _from_callable(
     source: str, specs: tuple[InputSpec, ...], fixed: Collection[str]
 ) -> tuple[Callable[[], Iterator[Sample]], str]:
     function = imported(source, "calibration data")
     try:
         code = inspect.getsource(function)
-    except (OSError, TypeError):
+    except UNREADABLE:
         code = ""
 
     def produce() -> Iterator[Sample]:
-        try:
-            for item in _quietly(function):
-                yield _sample(item, specs, fixed, source)
-        except BadData:
-            raise
-        except (Exception, SystemExit) as error:  # so is the function
-            raise BadData(f"{source} failed: {type(error).__name__}: {one_line(error)}") from error
-
-    return produce, hashlib.sha256((source + code).encode()).hexdigest()[:16]
-
-
-def _quietly(function: Callable[..., Any]) -> Iterator[Any]:
-    """What the iterable of a callable gives; what its code prints goes to standard error."""
-    with redirect_stdout(sys.stderr):
-        items = iter(function())
-    while True:
-        with redirect_stdout(sys.stderr):
-            try:
-                item = next(items)
-            except StopIteration:
+        items = None
+        while True:
+            with users_code(f"{source} failed", BadData), redirect_stdout(sys.stderr):  # and not around the yield
+                items = iter(function()) if items is None else items
+                sample = next((_sample(item, specs, fixed, source) for item in items), None)
+            if sample is None:
                 return
-        yield item
+            yield sample
+
+    return produce, hashlib.sha256((source + code).encode(errors="replace")).hexdigest()[:16]
 
 
 def _sample(item: Any, specs: tuple[InputSpec, ...], fixed: Collection[str], origin: str) -> Sample:
     """One sample of a callable: a dictionary, or the array of the only input."""
     given = item if isinstance(item, Mapping) else {specs[0].name: item}
     _check_names(given, specs, fixed, origin)
-    sample = {spec.name: np.asarray(given[spec.name]) for spec in specs}
+    sample = {spec.name: _typed(np.asarray(given[spec.name]), spec, origin) for spec in specs}
     for spec in specs:
         array = sample[spec.name]
-        _check_values(array, spec, origin)
         if not spec.fits(array.shape):
             raise BadData(f"{origin}: array '{spec.name}' has shape {array.shape}, the model wants {spec}")
     return sample
@@ -373,73 +319,18 @@ def _check_names(arrays: Mapping[str, Any], specs: tuple[InputSpec, ...], fixed:
         what = f"has no array '{missing[0]}'" if missing else f"has an array '{unknown[0]}' that is no input"
         held = f"holds {', '.join(map(repr, arrays))}" if arrays else "is empty"
         told = f"; it {held}" if missing else ""
-        raise BadData(f"{origin} {what}: the model's inputs are {_names(specs)}{told}")
+        raise BadData(f"{origin} {what}: the model's inputs are {listed(specs)}{told}")
 
 
-def _check_values(array: Array, spec: InputSpec, origin: str) -> None:
+def _typed(array: Array, spec: InputSpec, origin: str) -> Array:
+    """The array as the model takes it: strings of any width are objects, numbers have to be of its very type."""
+    if spec.is_string:
+        told = np.char.decode(array, "utf-8") if array.dtype.kind == "S" else array
+        if told.dtype.kind != "U" and not (array.dtype.kind == "O" and all(isinstance(v, str) for v in array.flat)):
+            raise BadData(f"{origin}: array '{spec.name}' is {array.dtype}, the model wants strings")
+        return told.astype(object)
     if array.dtype != spec.dtype:
         raise BadData(f"{origin}: array '{spec.name}' is {array.dtype}, the model wants {spec.dtype}: convert it first")
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise BadData(f"{origin}: array '{spec.name}' holds NaN or infinite values")
-
-
-def _names(specs: tuple[InputSpec, ...]) -> str:
-    return ", ".join(str(s) for s in specs)
-
-
-def _random(model: Model, specs: tuple[InputSpec, ...], seed: int, count: int) -> Samples:
-    """Normal floats, integers that every lookup table of the model can answer, booleans."""
-    if dynamic := [spec for spec in specs if None in spec.shape[1:]]:
-        flags = [f"--input-shape {s.name}:{'x'.join(map(str, _typical(s)))}" for s in dynamic]
-        more = len(dynamic) - 1
-        others = f" and {more} more input{'s' * (more > 1)} have" if more else " has"
-        wanted = first_of(flags, " ")
-        what = f"input {dynamic[0]}{others} dynamic dimensions"
-        fitting = ", which have to fit together" if more else ""
-        raise BadOption(
-            f"{what}: give --calibration-data, which have sizes, or those you run with{fitting}, like {wanted}"
-        )
-    tops = {s.name: _index_end(model, s.name) for s in specs}
-
-    def draw(rng: np.random.Generator, spec: InputSpec) -> Array:
-        shape = tuple(1 if d is None else d for d in spec.shape)
-        if spec.dtype.kind in "iu":
-            return np.asarray(rng.integers(0, tops[spec.name], shape), spec.dtype)
-        if spec.dtype.kind == "b":
-            return np.asarray(rng.integers(0, 2, shape), np.bool_)
-        return np.asarray(rng.standard_normal(shape, np.float32)).astype(spec.dtype)
-
-    def produce() -> Iterator[Sample]:
-        for i in range(count):
-            rng = np.random.default_rng((seed, i))
-            try:
-                yield {s.name: draw(rng, s) for s in specs}
-            except (MemoryError, ValueError) as error:  # numpy: no room, or a size beyond its own limits
-                raise BadModel(f"inputs are too large to make up: {_names(specs)}") from error
-
-    return Samples("random inputs", f"random-{seed}-{count}", True, produce)
-
-
-def _typical(spec: InputSpec) -> tuple[int, ...]:
-    """Sizes that an input may well have: a picture where there are one, three or four channels, else a sequence."""
-    has_channels = len(spec.shape) == 4 and not {1, 3, 4}.isdisjoint((spec.shape[1], spec.shape[3]))
-    is_picture = has_channels and spec.shape.count(None) > 1 + (spec.shape[0] is None)  # a cache has one open length
-    open_size = PICTURE if is_picture else SEQUENCE
-    return tuple((1 if at == 0 else open_size) if size is None else size for at, size in enumerate(spec.shape))
-
-
-def _index_end(model: Model, name: str) -> int:
-    """One more than the largest integer that is safe to feed: the shortest table that `name` looks up, else 2."""
-    tables, seen, waiting = [], {name}, [name]
-    while waiting:
-        for use in model.uses(waiting.pop()):
-            node = model.nodes[use.node] if use.node >= 0 else None
-            if node is None:
-                continue
-            if node.op == "Gather" and use.slot == 1 and node.inputs[0] in model.constants:
-                shape = model.constants[node.inputs[0]].shape
-                tables.append(shape[node.attributes.get("axis", 0)])
-            elif node.op in COPIES | {"Slice"}:
-                waiting.extend(o for o in node.outputs if o not in seen)
-                seen.update(node.outputs)
-    return max(min(tables, default=2), 1)
+    return array

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import click
+import numpy.typing as npt
 
 from qdqtune.calibration.samples import Samples, read_arrays, read_sample
-from qdqtune.engines.mixes import mix_of
 from qdqtune.engines.shapes import Span
+from qdqtune.engines.workloads import as_workloads
 from qdqtune.errors import BadOption
+from qdqtune.graph.may_write import real
 from qdqtune.graph.model import Model
+from qdqtune.options import Option, Reads, Several, option
 from qdqtune.types import Mix, Sample, Workload
 
 
@@ -32,6 +39,76 @@ class WorkloadFile:
         return f"{self.path}:{self.weight:g}"
 
 
+@dataclass(frozen=True, eq=False)
+class WorkloadArrays:
+    """A workload that a program holds in memory: arrays by name of input, its weight, and its name."""
+
+    name: str
+    arrays: Mapping[str, npt.ArrayLike]
+    weight: float
+
+
+WorkloadsLike = Sequence[str | WorkloadFile] | Mapping[str | Path, float | tuple[Mapping[str, npt.ArrayLike], float]]
+"""Calls of different shapes: weights by file, arrays and their weight by name, or texts such as decode.npz:0.8."""
+
+
+class Workloads(Several):
+    """Workloads with their weights, of FILE:WEIGHT (a file alone has the weight 1), or of weights by file or name."""
+
+    name = "text"
+
+    def __init__(self) -> None:
+        self.typed = Reads(lambda text: [self._file(text).path], "workload", str)
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[WorkloadFile | WorkloadArrays, ...]:
+        """See click."""
+        if isinstance(value, Mapping):
+            return tuple(self._named(name, given) for name, given in value.items())
+        given = [value] if isinstance(value, str) else value or ()
+        return tuple(self._file(one) if isinstance(one, str) else one for one in given)
+
+    def _named(self, name: object, given: Any) -> WorkloadFile | WorkloadArrays:
+        if not isinstance(given, tuple):
+            return WorkloadFile(Path(str(name)), self._weight(given, f"{name}:{given}"))
+        if len(given) != 2 or not isinstance(given[0], Mapping):
+            self.fail(f"workload {name!r} is (arrays by name of input, weight)")
+        return WorkloadArrays(str(name), given[0], self._weight(given[1], str(name)))
+
+    def _file(self, text: str) -> WorkloadFile:
+        file, colon, weight = text.rpartition(":")
+        if not colon or Path(text).exists():
+            return WorkloadFile(Path(text))
+        return WorkloadFile(Path(file), self._weight(weight if file else None, text))
+
+    def _weight(self, value: Any, text: str) -> float:
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not 0 < number < math.inf:
+            self.fail(f"{text!r} has no weight above zero: give FILE:0.8, its share of the calls")
+        return number
+
+
+def workloads_option() -> Any:
+    """The calls of different shapes that are timed as one mix: `workloads`."""
+    return option(
+        Workloads(),
+        None,
+        "An .npz of inputs as one call has them, and the share of the calls that are such: decode.npz:0.8. Repeatable: "
+        "what counts is the mean time of all calls. Without --calibration-data these are the samples, too.",
+        "Data",
+        short="inputs of one call, its share: decode.npz:0.8",
+        flags="--workload",
+        metavar="FILE:WEIGHT",
+        is_repeated=True,
+    )
+
+
+WorkloadsOption = Option[WorkloadsLike | None, tuple[WorkloadFile | WorkloadArrays, ...]]
+
 Sizes = Mapping[str, tuple[int | None, ...]]
 
 
@@ -44,13 +121,13 @@ def open_workloads(files: Sequence[WorkloadFile], model: Model, fixed: Collectio
     """
     names = [file.name for file in files]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        if len({file.path.resolve() for file in files if file.name == twice}) == 1:
+        if len({real(file.path) for file in files if file.name == twice}) == 1:
             raise BadOption(f"--workload names {twice}.npz more than once: give it once, with the sum of the weights")
         raise BadOption(f"--workload: two files are called {twice!r}, and results are told by name: rename one of them")
     given = [Workload(read_sample(file.path, model, fixed), file.weight, file.name) for file in files]
     for file, workload in zip(files, given, strict=True):
         _check_symbols(file.path, workload, model)
-    return mix_of(tuple(given))
+    return as_workloads(tuple(given))
 
 
 def _check_symbols(file: Path, workload: Workload, model: Model) -> None:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import click
 from click.shell_completion import get_completion_class
 
-from qdqtune.cli import options
-from qdqtune.cli.grouped import command
+from qdqtune.cli.command import AS_JSON, command
 from qdqtune.cli.main import COMPLETING, app
 from qdqtune.cli.output import print_json
+from qdqtune.options import REQUIRED, Options, Text, choice, option
 
 SHELLS = ("bash", "zsh", "fish")
 
 
-@command("completion", [click.Argument(["shell"], type=click.Choice(SHELLS)), options.AS_JSON])
-def completion_command(shell: str, as_machine: bool) -> None:
+@dataclass(kw_only=True)
+class CompletionOptions(Options):
+    """The options of `completion`."""
+
+    shell: Text = option(choice(*SHELLS), REQUIRED, "The shell.", is_positional=True)
+
+
+@command("completion", CompletionOptions, AS_JSON)
+def completion_command(options: CompletionOptions, as_machine: bool) -> None:
     """Print what makes a shell complete the commands and options of qdqtune.
 
     \b
@@ -22,6 +31,7 @@ def completion_command(shell: str, as_machine: bool) -> None:
     eval "$(qdqtune completion zsh)"       in ~/.zshrc
     qdqtune completion fish | source       in ~/.config/fish/config.fish
     """
+    shell = options.shell
     kind = get_completion_class(shell)
     assert kind is not None  # one of those that the argument takes
     script = kind(app, {}, "qdqtune", COMPLETING).source()

@@ -7,44 +7,27 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from qdqtune.cli import options, progress
-from qdqtune.cli.grouped import command
-from qdqtune.cli.options import FILE, Number, option
+from qdqtune.cli import progress
+from qdqtune.cli.command import AS_JSON, command
+from qdqtune.cli.options import to_exclude
 from qdqtune.cli.output import print_json, print_lines, say_notes, show
 from qdqtune.cli.streams import escaped
 from qdqtune.commands.cut_off import WrongPart
-from qdqtune.commands.debug import FLOAT_LIMIT, LIMIT, Diagnosis, Request, Suspect, debug
+from qdqtune.commands.debug import Diagnosis, Suspect, debug
+from qdqtune.commands.debug_options import DebugOptions, Request
 from qdqtune.commands.probes import NOT_FINITE
-from qdqtune.engines.runner import time_limit
+from qdqtune.commands.words import placed, samples
 from qdqtune.errors import ConstraintUnmet
-from qdqtune.report.words import placed, samples
 from qdqtune.types import sqnr_of
 
-OPTIONS = (
-    options.MODEL,
-    click.Argument(["quantized"], type=FILE, required=False),
-    option(
-        "--min-sqnr",
-        "Output SQNR from which on the outputs count as healthy, in dB; 20 is an error of a tenth.  "
-        f"[default: {LIMIT:g}; {FLOAT_LIMIT:g} for a float model alone]",
-        Number(),
-        metavar="DB",
-    ),
-    *options.ENGINE,
-    *options.DATA,
-    options.FIX_INPUT,
-    options.AS_JSON,
-)
 
-
-@command("debug", OPTIONS)
-def debug_command(as_machine: bool, **given: Any) -> int:
+@command("debug", DebugOptions, AS_JSON)
+def debug_command(options: DebugOptions, as_machine: bool) -> int:
     """Find which tensor breaks the outputs of a quantized model, or which nodes an engine computes wrongly.
 
     \b
@@ -66,13 +49,8 @@ def debug_command(as_machine: bool, **given: Any) -> int:
     qdqtune debug model.onnx model.qdq.onnx --engine tensorrt --json
     qdqtune debug model.onnx --engine openvino
     """
-    request = Request(
-        **options.named(Request, given, but=("engine",)),
-        engine=options.engine(given),
-        data=options.Data.of(given),
-        time_limit_s=given["time_limit"],
-    )
-    with time_limit(request.time_limit_s), progress.shown() as observer:
+    request = options.request()
+    with progress.shown() as observer:
         done = debug(request, observer)
     say_notes(done.notes)
     file = request.quantized or request.model
@@ -170,7 +148,7 @@ def _ending(engine: str, done: Diagnosis) -> Iterator[str]:
 
 def _flags(done: Diagnosis) -> str:
     """Options of quantize that leave out what is guilty, and make what the file has otherwise."""
-    placement, excluded = done.placement, options.to_exclude(done.excluded)
+    placement, excluded = done.placement, to_exclude(done.excluded)
     if placement.edges or not placement.compressed or not excluded:
         return excluded
     names = {storage.name for _, storage in placement.compressed}

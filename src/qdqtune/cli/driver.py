@@ -7,12 +7,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from contextlib import suppress
 
-from qdqtune.cli.options import command_line
+from qdqtune.cli.command import command_line
 from qdqtune.cli.streams import PARENT
 from qdqtune.errors import EngineUnavailable
+from qdqtune.graph.interpreter import python
 
 DRIVER = "QDQTUNE_RAY_DRIVER"
 """The variable that says that this process is it."""
@@ -35,9 +35,8 @@ def driven() -> int:
         EngineUnavailable: it was lost.
     """
     reads, holds = os.pipe()  # it ends when this end closes, however that comes about
-    told = os.environ | {DRIVER: "1", PARENT: str(reads)}
-    asked = [sys.executable, "-m", "qdqtune", *command_line()[1:]]
-    run = subprocess.Popen(asked, pass_fds=[reads], process_group=0, env=told)
+    asked = python("-m", "qdqtune", *command_line()[1:], **{DRIVER: "1", PARENT: str(reads)})
+    run = subprocess.Popen(**asked, pass_fds=[reads], process_group=0)
     os.close(reads)
     while run.returncode is None:
         try:

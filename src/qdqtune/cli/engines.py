@@ -5,37 +5,29 @@ from __future__ import annotations
 import glob
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import click
-import onnx
 from rich.table import Table
 
-from qdqtune.cli import options
-from qdqtune.cli.grouped import command
-from qdqtune.cli.layers import profiled
-from qdqtune.cli.options import FILE, option, repeated
-from qdqtune.cli.output import counted, print_json, print_lines, say_notes, show
+from qdqtune.cli.command import AS_JSON, HTML, command, command_line
+from qdqtune.cli.output import print_json, print_lines, say_notes, show
 from qdqtune.cli.report import table_of
-from qdqtune.commands.build import FORMATS, build
-from qdqtune.commands.check import Finding, allow, check, excuse, is_measured, lost_by_pairs
-from qdqtune.commands.cluster import ClusterState, examine_cluster
+from qdqtune.commands.build import BuildOptions, build
+from qdqtune.commands.check import Finding
+from qdqtune.commands.check_file import CheckOptions, check_file
+from qdqtune.commands.cluster import ClusterState, DoctorOptions, examine_cluster
 from qdqtune.commands.doctor import Diagnosis, examine
 from qdqtune.commands.reasons import is_low
-from qdqtune.engines import TENSORRT_FAMILY, EngineSpec
-from qdqtune.engines.runner import time_limit, unlogged
-from qdqtune.engines.tensorrt.report import read_report
-from qdqtune.errors import BadOption, ConstraintUnmet, EngineUnavailable
-from qdqtune.graph.loading import load, read
+from qdqtune.commands.words import counted, placed, title
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.options import with_timing_cache
+from qdqtune.errors import ConstraintUnmet, EngineUnavailable
 from qdqtune.graph.model import Model
 from qdqtune.graph.outputs import temporary_folder
-from qdqtune.measurement.accuracy import concern
 from qdqtune.placement.reading import is_quantized, placement_in, strip_pairs
-from qdqtune.report.words import placed
-from qdqtune.types import Layer, NumericFormat, QType, QuantType
+from qdqtune.types import Layer
 
 ORDER = ("float compute", "standalone pair", "reformat", "boundary")
 """Of the findings with one cause: what the cause itself does, then what follows from it."""
@@ -43,22 +35,9 @@ ORDER = ("float compute", "standalone pair", "reformat", "boundary")
 OF_WEIGHTS = re.compile(r"[wW][48]")
 """The precision of a layer that reads weights in fewer bits."""
 
-TENSORRT = {
-    "int8": NumericFormat(QType.INT8, QType.INT8, symmetric=True),
-    "fp8": NumericFormat(QType.FP8, QType.FP8, symmetric=True, per_channel=False),
-}
 
-
-BUILD = (
-    options.MODEL,
-    option("-o --output", "File to write.", FILE, required=True),
-    *options.ENGINE,
-    options.AS_JSON,
-)
-
-
-@command("build", BUILD)
-def build_command(model: Path, output: Path, as_machine: bool, **given: Any) -> None:
+@command("build", BuildOptions, AS_JSON)
+def build_command(options: BuildOptions, as_machine: bool) -> None:
     """Build MODEL, and save it in the engine's own format: a TensorRT plan, an OpenVINO IR, an optimized ONNX file.
 
     What a Q/DQ model leaves in float runs in float, everything between pairs in 8 bits: a mixed-precision engine.
@@ -66,58 +45,16 @@ def build_command(model: Path, output: Path, as_machine: bool, **given: Any) -> 
     \b
     qdqtune build optimized_final.onnx -o model.plan --engine tensorrt
     """
-    spec = options.with_timing_cache(options.engine(given), output.parent)
-    made = build(model, output, spec, time_limit_s=given["time_limit"])
+    spec = with_timing_cache(options.spec(), options.output.parent)
+    made = build(Path(str(options.model)), options.output, spec, time_limit_s=options.time_limit)
     if as_machine:
-        files = [str(path) for path in made.files]
-        print_json({"engine": spec.name, "files": files, "bytes": made.nbytes, "seconds": made.seconds})
+        print_json(made.to_dict())
     else:
-        written = " and ".join(map(str, made.files))
-        print(f"{written}: {FORMATS[spec.name]}, {made.nbytes / 1e6:.1f} MB, built in {made.seconds:.1f} s")
+        print(made.in_words())
 
 
-CHECK = (
-    options.MODEL,
-    *options.ENGINE,
-    *options.DATA,
-    options.RUNS,
-    repeated(
-        "--allow-boundary allowed",
-        "WILDCARD",
-        "Nodes that are meant to stay in float, or conversions that are meant to run: what stands at them does not "
-        "fail. Repeatable.",
-    ),
-    option(
-        "--graph-json",
-        "Check what trtexec --exportLayerInfo wrote for MODEL, and run nothing.",
-        FILE,
-        metavar="FILE",
-    ),
-    options.PROFILE_JSON,
-    options.HTML,
-    options.AS_JSON,
-)
-
-
-@dataclass(frozen=True)
-class Ran:
-    """What an engine made of a model: its layers, the numbers that it wants, and which engine it was if it ran here."""
-
-    layers: tuple[Layer, ...]
-    numbers: NumericFormat
-    described: Mapping[str, str] | None = None
-
-
-@command("check", CHECK)
-def check_command(
-    model: Path,
-    allowed: Sequence[str],
-    graph_json: Path | None,
-    profile_json: Path | None,
-    html: Path | None,
-    as_machine: bool,
-    **given: Any,
-) -> int:
+@command("check", CheckOptions, HTML, AS_JSON)
+def check_command(options: CheckOptions, html: Path | None, as_machine: bool) -> int:
     """Check that the engine fuses the Q/DQ pairs of MODEL, and say what it does not fuse and why.
 
     Found are pairs that run as kernels of their own, operators that stay in float although their inputs carry pairs,
@@ -129,80 +66,23 @@ def check_command(
     qdqtune check optimized_final.onnx
     qdqtune check model.qdq.onnx --graph-json layers.json --profile-json profile.json
     """
-    if profile_json is not None and graph_json is None:
-        raise BadOption("--profile-json goes with --graph-json")
-    options.check_page(html, [model], [graph_json, profile_json])
-    graph = load(model)
-    layers: Sequence[Layer] = ()
-    findings: tuple[Finding, ...] = ()
-    measured = False
-    if is_quantized(graph):
-        if graph_json:
-            ran = Ran(read_report(graph_json, profile_json, read(model)), TENSORRT[_quant_type(graph)])
-        else:
-            ran = run_here(model, graph, options.engine(given), given)
-        fuses_attention = bool(graph_json) or given["engine"] in TENSORRT_FAMILY
-        found = check(graph, ran.layers, ran.numbers, fuses_attention=fuses_attention)
-        layers, findings = ran.layers, allow(found, allowed)
-        measured = ran.described is not None and is_measured(model, graph, ran.described)
-        if not graph_json:
-            prepared = options.Data.of(given).prepared(graph, options.engine(given))
-            with time_limit(given["time_limit"]):
-                lost = lost_by_pairs(graph, prepared.judging)
-            if lost is not None and (warning := concern(lost)):
-                inputs = (
-                    "" if given["calibration_data"] else " on random inputs, which tell little (--calibration-data)"
-                )
-                say_notes([f"as ONNX defines its pairs{inputs}: {warning}"])
-    fails = not measured and any(finding.fails for finding in findings)
-    engine = "tensorrt" if graph_json else given["engine"]
+    model = Path(str(options.model))
+    done = check_file(options)
+    say_notes(done.notes)
     if html is not None:
         from qdqtune.report.of_commands import of_check
         from qdqtune.report.page import write_report
 
-        typed = options.command_line()
-        write_report(of_check(model.name, graph, engine, layers, findings, measured, typed), html)
+        write_report(
+            of_check(title(model), done.graph, done.engine, done.layers, done.findings, done.measured, command_line()),
+            html,
+        )
     if as_machine:
-        judged = excuse(findings) if measured else findings
-        print_json(_as_json(model, engine, graph, layers, judged) | {"measured": measured})
+        print_json(done.to_dict())
     else:
-        print_lines((*_lines(model, engine, graph, layers, findings), *_advice(findings, measured)))
-    return ConstraintUnmet.exit_code if fails else 0
-
-
-def _quant_type(model: Model) -> QuantType:
-    carriers = (node.inputs[0] for node in model.nodes if node.op == "DequantizeLinear")
-    types = {model.tensors[tensor].dtype for tensor in carriers if tensor in model.tensors}
-    return "fp8" if onnx.TensorProto.FLOAT8E4M3FN in types else "int8"
-
-
-def run_here(model: Path, graph: Model, spec: EngineSpec, given: options.Given) -> Ran:
-    """What an engine makes of a model, fed and timed as the options say."""
-    (sample,) = options.Data.of(given).prepared(graph, spec, 0).samples.first(1)
-    with unlogged(spec, time_limit_s=given["time_limit"]) as runner:
-        numbers, described = runner.numeric_format(_quant_type(graph)), runner.describe()
-        layers = profiled(runner, model, sample, given["runs"], refusal=f"{model} cannot be checked")
-    return Ran(layers, numbers, described)
-
-
-def _pairs(model: Model) -> int:
-    return sum(node.op == "DequantizeLinear" for node in model.nodes)
-
-
-def _as_json(
-    model: Path, engine: str, graph: Model, layers: Sequence[Layer], findings: Sequence[Finding]
-) -> dict[str, object]:
-    running = [layer for layer in layers if layer.kind != "folded"]
-    return {
-        "model": str(model),
-        "engine": engine,
-        "pairs": _pairs(graph),
-        "layers": len(running),
-        "layers_in_8_bits": sum(is_low(layer.precision) for layer in running),
-        "time_ms": _sum(running),
-        "failing": sum(finding.fails for finding in findings),
-        "findings": [asdict(finding) for finding in findings],
-    }
+        lines = _lines(model, done.engine, done.graph, done.layers, done.findings)
+        print_lines((*lines, *_advice(done.findings, done.measured)))
+    return 0 if done.passes else ConstraintUnmet.exit_code
 
 
 def _lines(
@@ -257,16 +137,8 @@ def _sum(timed: Sequence[Layer] | Sequence[Finding]) -> float | None:
     return sum(times) if times else None
 
 
-DOCTOR = (
-    option("--ray", "Look at the devices of the Ray cluster at this address instead.", metavar="ADDRESS"),
-    option("--engine", "The engine to start on each of them.", metavar="NAME", default="onnxruntime"),
-    option("--cores-per-worker", "Cores of each of them.  [default: 1]", click.IntRange(1)),
-    options.AS_JSON,
-)
-
-
-@command("doctor", DOCTOR)
-def doctor_command(ray: str | None, engine: str, cores_per_worker: int | None, as_machine: bool) -> int:
+@command("doctor", DoctorOptions, AS_JSON)
+def doctor_command(options: DoctorOptions, as_machine: bool) -> int:
     """Show which engines work on this machine, on what hardware, and what to install for the others.
 
     Exit code 5 only if none does. With --ray: on which devices of a cluster an engine works, and whether they are
@@ -275,9 +147,9 @@ def doctor_command(ray: str | None, engine: str, cores_per_worker: int | None, a
     \b
     qdqtune doctor --ray auto --engine onnxruntime --cores-per-worker 2
     """
-    if ray is not None:
+    if options.ray is not None:
         with temporary_folder() as folder:
-            found = examine_cluster(EngineSpec(engine), ray, cores_per_worker, folder)
+            found = examine_cluster(EngineSpec(options.engine), options.ray, options.cores_per_worker, folder)
         if as_machine:
             print_json(asdict(found))
         else:

@@ -3,72 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
 
-import click
 from rich.table import Table
 
-from qdqtune.cli import options
-from qdqtune.cli.grouped import command
+from qdqtune.cli.command import AS_JSON, command
 from qdqtune.cli.layers import shortened
-from qdqtune.cli.options import FILE, option
 from qdqtune.cli.output import print_json, print_prose, show
 from qdqtune.cli.report import table_of
-from qdqtune.commands.explain import Explained, explain_run
-from qdqtune.commands.explanation import IN_WORDS, Explanation
+from qdqtune.commands.explain import Explained, ExplainOptions, explain_run
+from qdqtune.commands.explanation import IN_WORDS, Explanation, total
 
 LONGEST = 40
 """Characters of a node's name in the table of reasons."""
 
 
-@command(
-    "explain",
-    params=[
-        click.Argument(["folder"], type=FILE, metavar="DIR"),
-        click.Argument(["pattern"], metavar="[NODE|PATTERN]", required=False),
-        option("--state-file", "State file of the run, where that does not lie in DIR.", FILE),
-        options.AS_JSON,
-    ],
-)
-def explain_command(folder: Path, pattern: str | None, state_file: Path | None, as_machine: bool) -> None:
+@command("explain", ExplainOptions, AS_JSON)
+def explain_command(options: ExplainOptions, as_machine: bool) -> None:
     """Explain a finished run: why each node runs in 8 bits or in float, and what the other way would cost.
 
     DIR is the output folder of `qdqtune tune`. Without a node: the nodes by reason, what takes the most time first.
     Times are in ms: what rounds have measured of the whole model, shared out over its layers as the engine told of the
-    builds; conversions around a node count with it. Nothing is run.
+    builds; each conversion counts with one node. What the other way would cost is foretold. Nothing is run.
 
     \b
     qdqtune explain qdqtune_output
     qdqtune explain qdqtune_output '/layer1/*'
     """
-    explained = explain_run(folder, state_file)
-    if pattern is not None:
-        explained = replace(explained, rows=explained.matching(pattern))
+    explained = explain_run(options.folder, options.state_file, options.pattern)
     if as_machine:
         print_json(explained.to_dict())
+    elif explained.is_part:
+        print_prose(by_node(explained.rows))
     else:
-        if pattern is None:
-            print_prose([f"{explained.folder}: {explained.headline}"])
-            show(by_reason(explained))
-        else:
-            print_prose(by_node(explained.rows))
+        print_prose([f"{explained.folder}: {explained.headline}"])
+        show(by_reason(explained))
 
 
 def by_reason(explained: Explained) -> Table:
-    """A row for each decision and reason."""
-    guessed = {(row.quantized, row.why) for row in explained.rows if row.other_ms is not None and not row.measured}
-    rows = list[tuple[str, ...]]()
-    for tally in explained.tallies:
-        guess = " ?" if tally.other_ms is not None and (tally.quantized, tally.why) in guessed else ""
-        times = _number(tally.ms), _number(tally.other_ms) + guess
+    """A row for each decision and reason, and one for the whole model."""
+    tallies, rows = explained.tallies, list[tuple[str, ...]]()
+    for tally in tallies:
+        more = "" if tally.margin_ms is None else f"{tally.margin_ms:+.4g}" + " ?" * (not tally.measured)
+        times = _number(tally.ms), _number(tally.float_ms), more
         rows.append((str(tally.nodes), tally.runs_in, *times, IN_WORDS[tally.why], shortened(tally.example, LONGEST)))
-    columns, words = ("nodes", "runs in", "ms", "otherwise", "why", "such as"), ("runs in", "why", "such as")
-    table = table_of(columns, rows, words)
+    sums = (_number(total([t.ms for t in tallies])), _number(total([t.float_ms for t in tallies])))
+    rows.append((str(len(explained.rows)), "", *sums, "", "all nodes", ""))
+    columns = ("nodes", "runs in", "ms", "float, ms", "otherwise", "why", "such as")
+    table = table_of(columns, rows, ("runs in", "why", "such as"))
     table.columns[0].justify = "right"
     unknown = next((row.unknown for row in explained.rows if row.ms is None and row.unknown), "")
-    told = f"no ms: {unknown}" if unknown else "?: a guess in part, as no build ran all of them so" if guessed else ""
-    table.caption = told or None
+    guess = "; ?: a guess in part, as no build ran all of them so" * any(" ?" in row[4] for row in rows)
+    told = "otherwise: what the model would take more if all of them were decided the other way"
+    table.caption = f"no ms: {unknown}" if unknown else told + guess
     return table
 
 
@@ -77,7 +63,7 @@ def _number(ms: float | None) -> str:
 
 
 def by_node(rows: Sequence[Explanation]) -> Iterator[str]:
-    """Two or three lines for each node."""
+    """Two lines for each node, and one more where the other way has no price."""
     for row in rows:
         others = [name for name in row.unit if name != row.node]
         together = f", decided together with {', '.join(others)}" if others else ""
@@ -86,8 +72,3 @@ def by_node(rows: Sequence[Explanation]) -> Iterator[str]:
         yield f"    {IN_WORDS[row.why]}: {row.reason}"
         if row.margin_ms is None:
             yield f"    no price of the other way: {row.unknown}"
-        else:
-            verb, more = ("cost", " more") if row.margin_ms >= 0 else ("save", "")
-            guess = "" if row.measured else ", as far as one can guess"
-            other = "without pairs it" if (row.why, row.otherwise) == ("no kernel", "float") else row.otherwise
-            yield f"    {other} would {verb} {abs(row.margin_ms):.3g} ms{more}{guess}"

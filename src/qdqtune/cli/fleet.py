@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -24,13 +23,14 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from qdqtune.cli.grouped import is_quiet
+from qdqtune.cli.command import is_quiet
 from qdqtune.cli.output import console, say
 from qdqtune.cli.streams import INTERRUPTED, PARENT
-from qdqtune.engines.crew import Crew
+from qdqtune.commands.words import duration
 from qdqtune.engines.devices import Device, leased, pinned
+from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.process import look
-from qdqtune.report.words import duration
+from qdqtune.graph.interpreter import python
 
 LOOK_SECONDS = 0.1
 ENDING_SECONDS = 20.0
@@ -131,8 +131,9 @@ class _Process:
         row.begun = time.monotonic()
         ours_reads, ours_holds = os.pipe()
         with tempfile.TemporaryFile("w+") as output, leased(self.device) as held, pinned(self.device.cores):
+            told = self.device.environment | {PARENT: str(ours_reads)}
             self.process = subprocess.Popen(
-                self.asked,
+                **python("-m", "qdqtune", *self.asked, **told),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.PIPE,
@@ -140,7 +141,6 @@ class _Process:
                 errors="replace",
                 pass_fds=[ours_reads, *held],
                 process_group=0,
-                env=os.environ | self.device.environment | {PARENT: str(ours_reads)},
             )
             os.close(ours_reads)
             reader = threading.Thread(target=self._read, args=(row, board), daemon=True)
@@ -190,10 +190,10 @@ def run_all(asked: Sequence[tuple[str, Sequence[str]]], devices: Sequence[Device
         KeyboardInterrupt: this process was interrupted, or one of them; all of them have ended.
     """
     rows = [Row(name) for name, _ in asked]
-    with Board(rows) as board:
+    with Board(rows) as board, WorkerPool(devices, repeat_after=None) as pool:
         jobs = [partial(_run, words, row, board) for (_, words), row in zip(asked, rows, strict=True)]
         found: dict[int, Ended] = {}
-        for number, ended in Crew(devices, is_patient=True).answers(jobs):
+        for number, ended in pool.results(jobs):
             if ended.code == INTERRUPTED:
                 raise KeyboardInterrupt
             found[number] = ended
@@ -201,4 +201,4 @@ def run_all(asked: Sequence[tuple[str, Sequence[str]]], devices: Sequence[Device
 
 
 def _run(asked: Sequence[str], row: Row, board: Board, device: Device) -> Ended:
-    return _Process([sys.executable, "-m", "qdqtune", *asked], device).run(row, board)
+    return _Process(asked, device).run(row, board)

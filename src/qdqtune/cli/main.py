@@ -148,7 +148,7 @@ SUMMARIES = {
     },
     "pages": {"report": "Write the report of a finished run: one HTML file that works offline and makes no request."},
     "inspect": {"inspect": "Show how MODEL divides into regions, and which of them share a pattern."},
-    "jobs": {"run": "Tune the models that a YAML file names, and say at the end what became of each."},
+    "job_files": {"run": "Tune the models that a YAML file names, and say at the end what became of each."},
     "layers": {
         "layers": "Show what the engine makes of MODEL: its layers in order, the nodes that each covers, and how long "
         "each takes."

@@ -5,52 +5,56 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
-from qdqtune.cli import options
-from qdqtune.cli.grouped import is_quiet
+from qdqtune.cli.command import command_line, is_quiet
 from qdqtune.cli.jobs import Job, Wanted, run_jobs
 from qdqtune.cli.output import say
+from qdqtune.commands.inputs import MODEL
+from qdqtune.commands.tune import TuneOptions
 from qdqtune.errors import BadOption
+from qdqtune.options import Several, options_of
 
 OWN = ("output_dir", "as_machine", "workers", "cores_per_worker", "ray")
-"""Options, by parameter, that a job does not get as they were typed."""
+"""Options that a job does not get as they were typed."""
 
-SINGLE = {
-    "pick": "--pick",
-    "state_file": "--state-file",
-    "qdq_baseline": "--qdq-baseline",
-    "graph_json": "--graph-json",
-}
+SINGLE = ("state_file", "qdq_baseline", "graph_json")
 """Options that name something of one model."""
 
 
-def _one_or_many(_: click.Context, __: click.Parameter, given: tuple[Path, ...]) -> Path | tuple[Path, ...]:
+class Models(Several):
     """One file is what it is; folders of models and several files are many models."""
-    return given[0] if len(given) == 1 and not given[0].is_dir() else given
+
+    name = "path"
+    typed = MODEL
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path | tuple[Path, ...]:
+        """See click."""
+        given = [value] if isinstance(value, str | Path) else [*(value or ())]
+        paths = tuple(map(Path, given))
+        return paths[0] if len(paths) == 1 and not paths[0].is_dir() else paths
 
 
-MODELS = click.Argument(["model"], type=options.FILE, nargs=-1, metavar="MODEL", required=True, callback=_one_or_many)
-
-
-def tune_all(given: Sequence[Path], chosen: options.Given) -> int:
+def tune_all(given: Sequence[Path], options: TuneOptions, *, dry_run: bool, as_machine: bool) -> int:
     """Tune each model into a folder of its own, as the command line at work says, one model on each device at a time.
     Gives the worst exit code.
 
     Raises:
         BadOption: an option is for one model, or a folder holds none.
     """
-    if wrong := next((name for parameter, name in SINGLE.items() if chosen[parameter] is not None), None):
-        raise BadOption(f"{wrong} is for one model: name that alone")
+    if wrong := next((name for name in SINGLE if getattr(options, name) is not None), None):
+        raise BadOption(f"{options_of(TuneOptions)[wrong].flag} is for one model: name that alone")
     models = tuple(dict.fromkeys(_models(given)))
     arguments = _typed()
     folders = named(models)
-    jobs = [Job(str(m), ("--output-dir", str(chosen["output_dir"] / folders[m]), *arguments)) for m in models]
-    wanted = Wanted(chosen["workers"], chosen["cores_per_worker"], chosen["ray"])
-    code = run_jobs(jobs, wanted, as_machine=chosen["as_machine"])
-    if not (chosen["dry_run"] or is_quiet()):
-        say(f"what ships lies in {chosen['output_dir']}/MODEL/optimized_final.onnx, with a report.html beside it")
+    engine = options.spec()
+    jobs = [Job(str(m), ("--output-dir", str(options.output_dir / folders[m]), *arguments), engine) for m in models]
+    wanted = Wanted(options.workers, options.cores_per_worker, options.ray)
+    code = run_jobs(jobs, wanted, as_machine=as_machine)
+    if not (dry_run or is_quiet()):
+        say(f"what ships lies in {options.output_dir}/MODEL/optimized_final.onnx, with a report.html beside it")
     return code
 
 
@@ -84,7 +88,7 @@ def named(models: Sequence[Path]) -> dict[Path, str]:
 def _typed() -> tuple[str, ...]:
     """The options of the command line at work, as typed, but for `OWN`."""
     context = click.get_current_context()
-    typed = list(options.command_line())
+    typed = list(command_line())
     parser = context.command.make_parser(context)
     values, _, order = parser.parse_args(typed[typed.index(str(context.command.name)) + 1 :])
     arguments: list[str] = []

@@ -16,11 +16,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def counted(count: int, what: str) -> str:
-    """So many of something, in the plural if they are."""
-    return f"{count} {what}{'s' * (count != 1)}"
-
-
 def say(text: str, style: str = "") -> None:
     """One line for people, broken between words on a terminal alone. Standard output is for results."""
     here = console(is_error=True)

@@ -13,10 +13,10 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from qdqtune.cli.grouped import is_quiet, is_verbose
+from qdqtune.cli.command import is_quiet, is_verbose
 from qdqtune.cli.output import console
+from qdqtune.commands.words import duration
 from qdqtune.measurement.timing import speed
-from qdqtune.report.words import duration
 from qdqtune.tuning.observer import State
 from qdqtune.types import Failure, Trial
 
@@ -62,7 +62,7 @@ class Live:
     """A few lines on a terminal that follow the run. A context manager; the lines vanish at its end.
 
     Stage, how far it is, and time; while searching also builds, the best so far, time left, and the last candidate.
-    Candidates that were faster or failed stay on the screen.
+    A line for each candidate stays on the screen, so that their numbers have no holes.
     """
 
     def __init__(self, console: Console) -> None:
@@ -104,8 +104,7 @@ class Live:
         self._last = f"{name(trial)}: {told(trial, outcome, state)}"
         if state.best and state.best == trial.placement:
             self._best = f" ({name(trial)})"
-        if outcome in ("faster", "failed"):
-            self._console.print(line(trial, outcome, state), highlight=False, markup=False)
+        self._console.print(line(trial, outcome, state), highlight=False, markup=False)
 
     def _picture(self) -> RenderableType:
         now = time.monotonic()

@@ -4,104 +4,63 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import click
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from qdqtune.cli import options, progress, tune
-from qdqtune.cli.grouped import command
-from qdqtune.cli.options import FILE, flag, option, repeated
+from qdqtune.cli import progress, tune
+from qdqtune.cli.command import AS_JSON as PRINT_JSON
+from qdqtune.cli.command import HTML, Parameter, command, command_line, switch
+from qdqtune.cli.options import to_exclude
 from qdqtune.cli.output import print_json, print_lines, say_notes, show
 from qdqtune.cli.report import table_of
 from qdqtune.cli.streams import escaped
-from qdqtune.commands.quantize import Quantized, Request, Selection, quantize
-from qdqtune.commands.worst_tensors import to_exclude
+from qdqtune.commands.quantize import Quantized, quantize
+from qdqtune.commands.quantize_options import QuantizeOptions, Request
+from qdqtune.commands.tune import TuneOptions
+from qdqtune.commands.words import decibels, placed, samples
 from qdqtune.engines.formats import FORMATS
-from qdqtune.engines.runner import time_limit
 from qdqtune.errors import BadModel, BadOption
+from qdqtune.graph.files import data_of
 from qdqtune.graph.loading import load
+from qdqtune.options import TEXT, MaybeText, Option, Options, choice, given_in, option
 from qdqtune.placement import engine_rules
 from qdqtune.placement.reading import strip_pairs
-from qdqtune.report.words import decibels, placed, samples
+from qdqtune.tuning.folder import check_run
 from qdqtune.types import QuantType
 
-ENGINES = click.Choice(sorted(FORMATS))
+UNLIKE = frozenset({"report", "evaluate", "weight_rounding"})
+"""Options of quantize that mean something else to tune."""
 
-OPTIONS = (
-    options.MODEL,
-    option("-o --output", "[default: MODEL with .qdq.onnx]", FILE),
-    option("--quant-type", None, options.QUANT_TYPES, default="int8"),
-    option(
-        "--engine", "Whose numbers and rules to use. It need not be installed here.", ENGINES, default="onnxruntime"
-    ),
-    options.PRECISION,
-    option(
-        "--per-channel/--no-per-channel",
-        "A scale for each output channel of an int8 weight.  [default: as the engine wants it]",
-        default=None,
-    ),
-    repeated("--nodes-to-quantize nodes", "WILDCARD", "Only nodes named so. Repeatable."),
-    repeated("--op-types-to-quantize op_types", "OP", "Only these operators. Repeatable."),
-    repeated("--nodes-to-exclude excluded_nodes", "WILDCARD", "Nodes to keep in float, such as '/head/*'. Repeatable."),
-    repeated("--op-types-to-exclude excluded_op_types", "OP", "Operators to keep in float. Repeatable."),
-    *options.DATA,
-    *options.RANGES,
-    options.CACHE,
-    option(
-        "--placement-like",
-        "rules: pairs where --engine gains from them as a rule; implicit: on all that a quantizable layer reads, as "
-        "TensorRT's implicit quantization had its scales.",
-        click.Choice(["rules", "implicit"]),
-        default="rules",
-    ),
-    option(
-        "--weight-only",
-        "Quantize weights of products and tables alone, activations stay in float: w4 or w8, or exactly w4b32, w4b128a "
-        "(blocks of 128, asymmetric) and the like. Language models gain where they read more weights than they "
-        "multiply.",
-        metavar="STORAGE",
-    ),
-    option(
-        "--weight-rounding",
-        "With --weight-only: nearest, or gptq, which makes up for the error of each weight in those behind it, as your "
-        "calibration data meet them; some thousand rows (tokens) tell enough.",
-        click.Choice(["nearest", "gptq"]),
-        default="nearest",
-    ),
-    options.REWRITES,
-    options.FIX_INPUT,
-    options.TIME_LIMIT,
-    option(
-        "--evaluate",
-        "Your metric, called with a function that runs the model: before and after.",
-        metavar="MODULE:CALLABLE",
-    ),
-    flag(
-        "--report",
-        "What each rule did, and the ten tensors whose rounding alone does most to the outputs. Runs the float model "
-        "once or more for each tensor with a pair, up to 400 times in all.",
-    ),
-    flag("--tune is_seed", "Go on with a search that starts from this placement."),
-    option(
-        "--tune-args",
-        'More arguments of tune, as one string: "--builds 24 --threads 4 -o out".',
-        metavar="ARGUMENTS",
-        default="",
-    ),
-    options.HTML,
-    flag("--json as_machine", "Print JSON instead of text."),
+IS_SEED = switch(
+    "is_seed",
+    "--tune",
+    "Go on with a search that starts from this placement.",
+    "Search",
+    short="go on with a search from this placement",
 )
+TUNE_ARGS = Parameter(
+    Option(
+        TEXT,
+        "",
+        'More arguments of tune, as one string: "--builds 24 --threads 4 -o out".',
+        "Search",
+        metavar="ARGUMENTS",
+        is_rare=True,
+        name="tune_args",
+    )
+)
+AS_JSON = switch("as_machine", "--json", "Print JSON instead of text.", short="print JSON")
 
-MEANT_ALIKE = (*options.DATA, *options.RANGES, options.CACHE, options.REWRITES, options.FIX_INPUT, options.TIME_LIMIT)
-SHARED = {"model", "quant_type", "engine", "precision", *(option.human_readable_name for option in MEANT_ALIKE)}
-"""Parameters that mean to `tune` what they mean here."""
 
-
-@command("quantize", OPTIONS)
-def quantize_command(**given: Any) -> int:
+@command("quantize", QuantizeOptions, IS_SEED, TUNE_ARGS, HTML, AS_JSON)
+def quantize_command(
+    options: QuantizeOptions, is_seed: bool, tune_args: str, html: Path | None, as_machine: bool
+) -> int:
     """Quantize MODEL by placement rules: calibrated Q/DQ pairs in one pass, with no search and no timing.
 
     The rules say where an engine gains from 8 bits as a rule (qdqtune rules lists them); tune measures it. Of forty
@@ -114,24 +73,24 @@ def quantize_command(**given: Any) -> int:
     qdqtune quantize model.onnx --calibration-data samples.npz --report --nodes-to-exclude '/head/*'
     qdqtune quantize model.onnx --calibration-cache calib.cache --engine tensorrt --precision fp16
     """
-    model, as_machine, more = given["model"], given["as_machine"], given["tune_args"]
-    if more and not given["is_seed"]:
+    if tune_args and not is_seed:
         raise BadOption("--tune-args goes with --tune")
-    if model.is_dir():
-        raise BadModel(f"{model} is a folder: name an ONNX file")
-    options.check_cache(given)
-    request = request_of(given)
-    options.check_page(given["html"], [model], [request.output, request.calibration_cache])
-    search = _search(request, given, more) if given["is_seed"] else None
-    with time_limit(given["time_limit"]), progress.shown() as observer:
+    request = options.request()
+    if request.model.is_dir():
+        raise BadModel(f"{request.model} is a folder: name an ONNX file")
+    search, asked = _search(options, request, tune_args) if is_seed else (None, {})
+    if search is not None:
+        written = [request.output, data_of(request.output), *([] if html is None else [html])]
+        check_run(search.settings(), {"output of quantize": written})
+    with progress.shown() as observer:
         done = quantize(request, observer)
     say_notes(done.notes)
-    if given["html"] is not None:
+    if html is not None:
         from qdqtune.report.of_commands import of_quantize
         from qdqtune.report.page import write_report
 
         plain = strip_pairs(load(done.output))
-        write_report(of_quantize(request, done, plain, options.command_line()), given["html"])
+        write_report(of_quantize(request, done, plain, command_line()), html)
     if not as_machine:
         if request.report:
             for table in (rule_counts(done), worst_tensors(done)):
@@ -139,22 +98,15 @@ def quantize_command(**given: Any) -> int:
         print_lines(_lines(request, done))
     elif search is None:
         stored = {"weight_only": dict(done.placed.counts)} if request.weight_only else {}
-        print_json({"engine": request.engine, "quant_type": request.quant_type, **stored, **done.as_json()})
-    return 0 if search is None else tune.run(search)
+        print_json({"engine": request.engine, "quant_type": request.quant_type, **stored, **done.to_dict()})
+    if search is None:
+        return 0
+    return tune.run(search, dry_run=asked["dry_run"], as_machine=asked["as_machine"] or as_machine)
 
 
-def request_of(given: options.Given) -> Request:
-    """What quantize is told."""
-    return Request(
-        **options.named(Request, given, but=("output",)),
-        output=given["output"] or given["model"].with_suffix(".qdq.onnx"),
-        calibration=options.calibration(given),
-        selection=Selection(**options.named(Selection, given)),
-    )
-
-
-def _search(request: Request, given: options.Given, more: str) -> options.Given:
-    """Options of the search that starts from what will be written.
+def _search(options: QuantizeOptions, request: Request, more: str) -> tuple[TuneOptions, dict[str, Any]]:
+    """The search that starts from what will be written, and what else is typed of it. Options that both commands have
+    mean the same, but for `output` and `report`, which are about what quantize writes.
 
     Raises:
         BadOption: `more` cannot be split into arguments.
@@ -164,9 +116,8 @@ def _search(request: Request, given: options.Given, more: str) -> options.Given:
         arguments = shlex.split(more)
     except ValueError as error:
         raise BadOption(f"--tune-args {more}: {error}") from error
-    known = {name: given[name] for name in SHARED} | {"qdq_baseline": request.output}
-    search = tune.typed(arguments, known)
-    return search | {"as_machine": search["as_machine"] or given["as_machine"]}
+    own = {name: value for name, value in given_in(options, TuneOptions).items() if name not in UNLIKE}
+    return tune.typed(arguments, own | {"qdq_baseline": request.output})
 
 
 def _lines(request: Request, done: Quantized) -> Iterator[str]:
@@ -179,14 +130,14 @@ def _lines(request: Request, done: Quantized) -> Iterator[str]:
         yield f"{done.output}: weights stored in fewer bits: {kinds}; {size:.0%} of the file's size"
     if not done.judged:
         yield "not compared with the float model: give --calibration-data for that"
-        return
-    angle = "" if done.cosine is None else f", cosine {done.cosine:.6f}"
-    ratio = decibels(done.sqnr_db) if done.is_finite else "unknown"
-    yield f"output SQNR {ratio}{angle}, on {samples(done.judged, done.is_held_out)}"
-    if loud := to_exclude(done.damages, done.sqnr_db):
-        yield f"to keep in float what makes a tenth of the error or more: {options.to_exclude(loud)}"
+    else:
+        angle = "" if done.cosine is None else f", cosine {done.cosine:.6f}"
+        ratio = decibels(done.sqnr_db) if done.is_finite else "unknown"
+        yield f"output SQNR {ratio}{angle}, on {samples(done.judged, done.is_held_out)}"
+    if done.loudest:
+        yield f"to keep in float what makes a tenth of the error or more: {to_exclude(done.loudest)}"
     elif done.damages and done.sqnr_db is not None:
-        yield "the error is spread: no tensor makes a tenth of it, so there is none to exclude"
+        yield "no node to keep in float: no tensor makes a tenth of the error, or nothing else is quantized"
     if done.metric is not None:
         yield f"{request.evaluate}: {done.metric[0]:g} before, {done.metric[1]:g} after"
 
@@ -211,17 +162,20 @@ def worst_tensors(done: Quantized) -> Table:
     return table
 
 
-@command(
-    "rules",
-    params=[
-        option("--engine", "Only the rules of this engine.", ENGINES),
-        option("--quant-type", "Only the rules of this type.", options.QUANT_TYPES),
-        options.AS_JSON,
-    ],
-)
-def rules_command(engine: str | None, quant_type: QuantType | None, as_machine: bool) -> None:
+@dataclass(kw_only=True)
+class RulesOptions(Options):
+    """The options of `rules`."""
+
+    engine: MaybeText = option(choice(*sorted(FORMATS)), None, "Only the rules of this engine.", "Engine")
+    quant_type: Option[QuantType | None, QuantType | None] = option(
+        choice("int8", "fp8"), None, "Only the rules of this type.", "Model", short="numbers of the pairs"
+    )
+
+
+@command("rules", RulesOptions, PRINT_JSON)
+def rules_command(options: RulesOptions, as_machine: bool) -> None:
     """List the placement rules of quantize: what each does, why, for which engines, and who says so."""
-    chosen = engine_rules.rules_of(engine, quant_type)
+    chosen = engine_rules.rules_of(options.engine, options.quant_type)
     if as_machine:
         print_json([engine_rules.as_json(rule) for rule in chosen])
         return

@@ -17,12 +17,12 @@ from rich.text import Text
 from qdqtune.cli.progress import failure
 from qdqtune.cli.streams import escaped
 from qdqtune.commands.compare import Row
+from qdqtune.commands.words import builds, built, decibels, duration, rewrites_gave, samples, title
 from qdqtune.measurement.timing import Ratio, speed
-from qdqtune.report.words import decibels, duration, rewrites_gave, samples
 from qdqtune.search.costs.explanation import UnitPrice
 from qdqtune.tuning.estimate import Estimate
+from qdqtune.tuning.modes.mode import GroupOutcome
 from qdqtune.tuning.result import Result
-from qdqtune.tuning.subgraphs.outcomes import GroupOutcome
 from qdqtune.types import Accuracy
 
 LARGEST_UNITS = 12
@@ -40,18 +40,18 @@ def result_table(result: Result) -> Table:
     summary = result.summary
     rows = _latencies(result)
     if result.ratio is not None and summary["ratio_to_given"] is not None:
-        rows.append((f"speedup over {Path(summary['model']).name}", "", speed(summary["ratio_to_given"])))
+        rows.append((f"speedup over {title(Path(summary['model']))}", "", speed(summary["ratio_to_given"])))
     rows += _rewritten(summary)
     rows.append(("tensors with a Q/DQ pair", "0", str(summary["pairs"])))
     if stored := summary.get("weights"):
         rows.append(("weights in fewer bits", "0", ", ".join(f"{count} {name}" for name, count in stored.items())))
-    if result.improved:
+    if result.improved and _is_judged(summary):
         rows.append(("output SQNR against float", "", _accuracy(summary)))
         if (equal := (summary["output_accuracy"] or {}).get("agreement")) is not None:
             rows.append(("integers as in float", "", f"{equal:.1%}"))
     if (without := summary["fastest_without_limits"]) is not None:
-        ratio = decibels(without["sqnr_db"])
-        rows.append(("fastest without limits", "", f"{speed(without['ratio'])} at {ratio}"))
+        ratio = f" at {decibels(without['sqnr_db'])}" if _is_judged(summary) else ""
+        rows.append(("fastest without limits", "", f"{speed(without['ratio'])}{ratio}"))
     if summary["metric_before"] is not None:
         after = summary["metric_after"]
         rows.append(("your metric", f"{summary['metric_before']:g}", "failed" if after is None else f"{after:g}"))
@@ -60,12 +60,8 @@ def result_table(result: Result) -> Table:
     between = sum(trial.proposal.origin == "front" for trial in result.history)  # which the search has not shown
     besides = (f"{number} {what}" for number, what in ((failed, "failed"), (between, "made for the front")) if number)
     candidates = f"candidates: {summary['trials']}" + (f" ({told})" if (told := ", ".join(besides)) else "")
-    rewriting = summary.get("rewrites", {}).get("builds", 0)
-    first = f" ({rewriting} for rewrites)" if rewriting else ""
-    proof = f" and {summary['proof_builds']} for the proof" if summary["proof_builds"] else ""
-    spent = f"{candidates}, builds: {summary['builds']}{first}{proof}"
-    table.caption = f"{spent}, time: {duration(summary['seconds'])}"
-    if result.improved and (judged := summary.get("accuracy_samples")) is not None:  # earlier versions did not tell
+    table.caption = f"{candidates}, builds: {built(summary)}, time: {duration(summary['seconds'])}"
+    if result.improved and (judged := summary["accuracy_samples"]):
         is_held_out = summary["accuracy_held_out"]
         seen = "" if is_held_out else ", which calibration saw: of forty or more, every fifth is kept apart"
         table.caption += f"\noutputs compared on {samples(judged, is_held_out)}{seen}"
@@ -119,38 +115,40 @@ def _accuracy(summary: Mapping[str, Any]) -> str:
     return str(Accuracy(**{**accuracy, "agreement": None})) if is_told else decibels(lost)
 
 
-def front_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def _is_judged(summary: Mapping[str, Any]) -> bool:
+    """Whether outputs were compared on inputs that say something of accuracy."""
+    return bool(summary["accuracy_samples"])
+
+
+def front_table(summary: Mapping[str, Any]) -> Table:
     """The points of a front, each a file that was proven."""
-    cells = []
-    for row in rows:
+    cells, is_judged = [], _is_judged(summary)
+    for row in summary["front"]:
         ends = Ratio(row["ratio"], row["low"], row["high"]).speedup
         metric = "" if row["metric"] is None else f"{row['metric']:g}"
         agreement = "" if row["agreement"] is None else f"{row['agreement']:.1%}"
         mark = "ships" if row["shipped"] else "" if row["holds_limits"] else "below the limits"
-        cells.append((row["name"], ends, _db(row["sqnr_db"]), agreement, metric, _carry(row), mark))
-    columns = ("point", "speedup [interval]", "SQNR, dB", "agreement", "metric", "tensors", "")
-    told = [n for n, name in enumerate(columns) if name not in ("agreement", "metric") or any(row[n] for row in cells)]
-    table = table_of([columns[n] for n in told], [[row[n] for n in told] for row in cells])
+        cells.append((row["name"], ends, _db(row, is_judged), agreement, metric, _carry(row), mark))
+    table = _filled(("point", "speedup [interval]", "SQNR, dB", "agreement", "metric", "tensors", ""), cells)
     table.caption = "each point is front/NAME.onnx; --pick NAME makes another one optimized_final.onnx"
     return table
 
 
-def met_table(rows: Sequence[Mapping[str, Any]], *, is_front: bool = False) -> Table:
-    """Candidates of the search that no other one beat in both latency and accuracy; `is_front` where they were to prove
-    it, and did not."""
+def met_table(summary: Mapping[str, Any]) -> Table:
+    """Candidates of the search that no other one beat in both latency and accuracy."""
     cells = [
         (
-            str(row.get("number", "")),  # which the summaries of earlier versions lack
+            str(row["number"]),
             row["origin"],
             speed(row["ratio"]),
-            _db(row["sqnr_db"]),
+            _db(row, _is_judged(summary)),
             _carry(row),
-            "ships" if row.get("shipped") else "" if row["holds_limits"] else "below the limits",
+            "ships" if row["shipped"] else "" if row["holds_limits"] else "below the limits",
         )
-        for row in rows
+        for row in summary["met"]
     ]
-    table = table_of(("candidate", "from", "speedup", "SQNR, dB", "tensors", ""), cells)
-    proven = "none proved to be a point of the front" if is_front else "--front proves such points"
+    table = _filled(("candidate", "from", "speedup", "SQNR, dB", "tensors", ""), cells)
+    proven = "none proved to be a point of the front" if "front" in summary else "--front proves such points"
     table.caption = f"what no other candidate beat in both, as the search measured it; {proven}"
     return table
 
@@ -162,8 +160,15 @@ def _carry(row: Mapping[str, Any]) -> str:
     return str(row["pairs"]) + (f" + {count} weights" if count else "")
 
 
-def _db(sqnr_db: float | None) -> str:
-    return "exact" if sqnr_db is None else f"{sqnr_db:.1f}"
+def _filled(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """The table without the columns in which nothing stands, but for the last."""
+    told = [n for n, name in enumerate(columns) if not name or any(row[n] for row in rows)]
+    return table_of([columns[n] for n in told], [[row[n] for n in told] for row in rows])
+
+
+def _db(row: Mapping[str, Any], is_judged: bool) -> str:
+    sqnr_db = row["sqnr_db"]
+    return "" if not is_judged else "exact" if sqnr_db is None else f"{sqnr_db:.1f}"
 
 
 def failure_note(result: Result, logs: Path) -> str | None:
@@ -245,7 +250,8 @@ def result_line(result: Result, final: Path) -> str:
 
 
 def comparison_table(first: str, rows: Sequence[Row], samples: str) -> Table:
-    """Every file against the first; a file that failed has an empty row. The SQNR is over these samples."""
+    """Every file against the first; a file that failed has an empty row. The SQNR is over these `samples`; without any
+    there is none."""
     cells = []
     for row in rows:
         if row.ratio is None or row.ms is None or row.first_ms is None:
@@ -257,18 +263,20 @@ def comparison_table(first: str, rows: Sequence[Row], samples: str) -> Table:
         for part in row.workloads:
             times = f"{part.first_ms:.3f}", f"{part.ms:.3f}"
             cells.append((f"  {part.name}, {part.share:.0%} of the calls", *times, part.ratio.speedup, "", ""))
-    table = table_of(("file", "first, ms", "ms", "speedup [interval]", "verdict", "SQNR, dB"), cells)
+    columns = ("file", "first, ms", "ms", "speedup [interval]", "verdict", "SQNR, dB")
+    told = len(columns) if samples else -1
+    table = table_of(columns[:told], [row[:told] for row in cells])
     table.title, table.title_justify = f"first: {escape(first)}", "left"
-    table.caption = f"output SQNR over {samples}"
+    table.caption = f"output SQNR over {samples}" if samples else None
     return table
 
 
 def estimate_lines(estimate: Estimate) -> str:
     """What a run would do, in four lines, or that there is nothing to do."""
-    rewriting = f" ({estimate.rewrite_builds} for rewrites)" if estimate.rewrite_builds else ""
+    spent = builds(estimate.builds - estimate.rewrite_builds, estimate.rewrite_builds)
     return (
         f"regions: {estimate.regions}\npatterns: {estimate.patterns}\n"
-        f"builds: at most {estimate.builds}{rewriting}, without the proof\n"
+        f"builds: at most {spent}, without the proof\n"
         f"time: about {duration(estimate.seconds)} (float model: {estimate.latency * 1e3:.3f} ms)"
     )
 

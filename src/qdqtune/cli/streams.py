@@ -7,6 +7,7 @@ What is written to them may hold names from models, which anybody may have made.
 from __future__ import annotations
 
 import codecs
+import ctypes
 import io
 import os
 import signal
@@ -18,6 +19,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import TextIO
+
+OUTPUT, ERRORS = 1, 2
+"""Numbers of the standard streams."""
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells have it."""
@@ -143,14 +147,40 @@ def guarded() -> Iterator[None]:
         except OSError:
             os.open(os.devnull, os.O_RDWR)
     before = sys.stdout, sys.stderr
-    with open(os.devnull, "w") as nowhere:
-        sys.stdout, sys.stderr = Escaping(sys.stdout or nowhere), Escaping(sys.stderr or nowhere)
+    with open(os.devnull, "w") as nowhere, _results(sys.stdout or nowhere) as results:
+        sys.stdout, sys.stderr = Escaping(results), Escaping(sys.stderr or nowhere)
         try:
             yield
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
             sys.stdout, sys.stderr = before
+
+
+@contextmanager
+def _results(stream: TextIO) -> Iterator[TextIO]:
+    """Standard output for results alone: what libraries and processes of theirs write to its number meanwhile goes to
+    standard error. A stream that is another file already, as in tests, is given as it is."""
+    try:
+        is_shared = stream.fileno() == OUTPUT
+    except (OSError, ValueError):  # in memory, or closed
+        is_shared = False
+    if not is_shared:
+        yield stream
+        return
+    stream.flush()
+    own = os.dup(OUTPUT)
+    os.dup2(ERRORS, OUTPUT)
+    results = io.TextIOWrapper(io.FileIO(own, "w", closefd=False), stream.encoding, stream.errors)
+    try:
+        yield results
+    finally:
+        for written in (results, stream):
+            with suppress(OSError, ValueError):
+                written.flush()
+        ctypes.CDLL(None).fflush(None)  # what C has printed, and would write at its end
+        os.dup2(own, OUTPUT)
+        os.close(own)
 
 
 def styled(stream: TextIO) -> TextIO:

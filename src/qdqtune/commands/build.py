@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from qdqtune.engines import MODULES, EngineSpec
+from qdqtune.commands.inputs import ModelOption
+from qdqtune.commands.shown import Shown, Table
+from qdqtune.engines import MODULES, TENSORRT_FAMILY, EngineSpec
+from qdqtune.engines.options import EngineOptions, tensorrt_cache, with_timing_cache
 from qdqtune.engines.runner import Handle, Runner, unlogged
 from qdqtune.engines.shapes import check_inputs
+from qdqtune.engines.tensorrt.options import is_plan
 from qdqtune.errors import EngineFailure
-from qdqtune.graph.loading import files_of, read
+from qdqtune.graph.files import model_outputs, sign
+from qdqtune.graph.loading import read
+from qdqtune.graph.may_write import Output, is_of_a_run, mark, replaceable
 from qdqtune.graph.model import Model
-from qdqtune.graph.outputs import appearing, check_output
+from qdqtune.graph.outputs import appearing
+from qdqtune.options import REQUIRED, File, Given, Writes, option
 from qdqtune.types import Failure
 
 FORMATS = {
@@ -23,14 +31,52 @@ FORMATS = {
 }
 """Engines that can save what they build, and what that is. A plan runs on one version, on one kind of GPU."""
 
+SUFFIXES = {".onnx": "ONNX", ".xml": "OpenVINO", ".plan": "plan", ".engine": "plan", ".trt": "plan"}
+"""What a file is whose name ends so: a part of what `FORMATS` says of it."""
 
-@dataclass(frozen=True)
-class Artifact:
+ARTIFACT = "build"
+"""What an artifact says that it is."""
+
+
+def _written(path: Path, name: str, given: Given) -> list[Output]:
+    """The artifact, and the timing cache beside it where none is named."""
+    engine = given["engine"] if isinstance(given["engine"], EngineSpec) else EngineSpec(given["engine"])
+    beside = None if given["timing_cache"] else with_timing_cache(engine, path.parent).options.get("timing_cache")
+    cache = [] if beside is None else tensorrt_cache(Path(beside), "--timing-cache", given)
+    return [*artifact(path, name, engine.name), *cache]
+
+
+@dataclass
+class BuildOptions(EngineOptions, ModelOption):
+    """The options of `build`."""
+
+    output: File = option(Writes(_written), REQUIRED, "File to write.", "Output", flags="-o --output")
+
+
+@dataclass(frozen=True, repr=False)
+class Artifact(Shown):
     """What was written: the files (weights may have one of their own), their size, and how long the build took."""
 
+    engine: str
     files: tuple[Path, ...]
     nbytes: int
     seconds: float
+
+    def in_words(self) -> str:
+        """The files, what they are, their size, and how long the build took."""
+        kind, written = FORMATS[self.engine], " and ".join(map(str, self.files))
+        others = (file.suffix for file in self.files if SUFFIXES.get(file.suffix, kind) not in kind)
+        despite = "".join(f" in spite of the suffix {suffix}" for suffix in others)
+        return f"{written}: {kind}{despite}, {self.nbytes / 1e6:.1f} MB, built in {self.seconds:.1f} s"
+
+    def table(self) -> Table:
+        """The files."""
+        return ("file",), [(str(file),) for file in self.files]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For machines."""
+        files = [str(file) for file in self.files]
+        return {"engine": self.engine, "files": files, "bytes": self.nbytes, "seconds": self.seconds}
 
 
 def build(model: Path, output: Path, spec: EngineSpec, *, time_limit_s: float) -> Artifact:
@@ -38,24 +84,41 @@ def build(model: Path, output: Path, spec: EngineSpec, *, time_limit_s: float) -
 
     Raises:
         BadModel: the file cannot be read.
-        BadOption: what is written would replace the model or its weights, or an engine option cannot be used.
+        BadOption: an engine option cannot be used.
         OutputError: `output` cannot be written.
         EngineUnavailable, EngineFailure: the engine cannot be opened, refuses the model, cannot save it, or does not
             load what it has saved.
     """
     check_inputs(spec, Model(read(model)))
-    inputs = {"model": files_of(model)}
-    check_output(output, inputs)
     if spec.name in MODULES and spec.name not in FORMATS:
         able = ", ".join(FORMATS)
         raise EngineFailure(f"engine {spec.name!r} has no format of its own to save; these have: {able}")
     with unlogged(spec, time_limit_s=time_limit_s) as runner, appearing(output) as fresh:
         handle = _saved(runner, model, fresh)
+        _sign(fresh, spec.name)
         made = sorted(path for path in fresh.parent.iterdir() if path.is_file())
-        for path in made:
-            check_output(output.with_name(path.name), inputs)
         nbytes = sum(path.stat().st_size for path in made)
-    return Artifact(tuple(output.with_name(path.name) for path in made), nbytes, handle.build_seconds)
+    return Artifact(spec.name, tuple(output.with_name(path.name) for path in made), nbytes, handle.build_seconds)
+
+
+def artifact(output: Path, option: str, engine: str) -> list[Output]:
+    """The files that `build` writes for an engine. A plan replaces any plan, since none says who made it."""
+    if engine == "openvino":
+        own = replaceable(ARTIFACT)
+        data = output.with_suffix(".bin")
+        return [Output(output, option, own), Output(data, option, lambda _: own(output))]
+    if engine in TENSORRT_FAMILY:
+        return [Output(output, option, lambda file: is_plan(file) and not is_of_a_run(file))]
+    return model_outputs(output, option, ARTIFACT)
+
+
+def _sign(output: Path, engine: str) -> None:
+    """Write into an artifact who made it, where it has room for that."""
+    if engine == "onnxruntime":
+        sign(output, ARTIFACT)
+    if engine == "openvino":
+        with output.open("a", encoding="utf-8") as file:
+            file.write(f"<!-- {mark(ARTIFACT)} -->\n")
 
 
 def _saved(runner: Runner, model: Path, target: Path) -> Handle:

@@ -8,9 +8,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.crew import described, unlike
-from qdqtune.engines.places import places_for
+from qdqtune.engines.allocation import allocate_workers, describe_all, first_difference
 from qdqtune.engines.runner import Runner
+from qdqtune.options import COUNT, TEXT, MaybeInt, MaybeText, Options, Text, option
+
+
+@dataclass(kw_only=True)
+class DoctorOptions(Options):
+    """The options of `doctor`."""
+
+    ray: MaybeText = option(
+        TEXT,
+        None,
+        "Look at the devices of the Ray cluster at this address instead.",
+        "Engine",
+        metavar="ADDRESS",
+        is_rare=True,
+    )
+    engine: Text = option(TEXT, "onnxruntime", "The engine to start on each of them.", "Engine", metavar="NAME")
+    cores_per_worker: MaybeInt = option(
+        COUNT, None, "Cores of each of them.", "Engine", default_in_words="1", is_rare=True
+    )
 
 
 @dataclass(frozen=True)
@@ -28,11 +46,11 @@ def examine_cluster(spec: EngineSpec, address: str, cores_each: int | None, log_
         EngineUnavailable: no cluster answers, it has no room, or the engine does not start on one of its nodes.
     """
     with ExitStack() as stack:
-        places = stack.enter_context(places_for(spec, None, cores_each, address))
+        allocation = stack.enter_context(allocate_workers(spec, None, cores_each, address))
         runners = [
-            stack.enter_context(Runner(spec, log_dir=log_dir, device=device, start=places.start))
-            for device in places.devices
+            stack.enter_context(Runner(spec, log_dir=log_dir, device=device, start=allocation.start))
+            for device in allocation.devices
         ]
-        told = described(runners)
+        told = describe_all(runners)
         where = [runner.place for runner in runners]
-        return ClusterState(dict(zip(where, told, strict=True)), unlike(runners, told))
+        return ClusterState(dict(zip(where, told, strict=True)), first_difference(runners, told))

@@ -8,22 +8,137 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import click
 import numpy as np
 
+from qdqtune.calibration.inputs import InputSpec, input_specs
+from qdqtune.calibration.options import DataOptions, samples_option
 from qdqtune.calibration.prepare import Prepared
-from qdqtune.calibration.samples import InputSpec, input_specs
+from qdqtune.calibration.workloads import WorkloadFile, WorkloadsOption, workloads_option
+from qdqtune.commands.inputs import SamplesLike
+from qdqtune.commands.shown import Shown, Table, milliseconds
+from qdqtune.commands.source import built_for, data_of, prepared_for, told_of_inputs
 from qdqtune.engines import EngineSpec
+from qdqtune.engines.options import EngineOptions
 from qdqtune.engines.runner import Runner, unlogged
 from qdqtune.errors import BadOption, EngineFailure
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.stamps import content
-from qdqtune.measurement.accuracy import accuracy
+from qdqtune.measurement.accuracy import accuracy, concern
 from qdqtune.measurement.pairing import as_many_pairs_as_needed, fresh_pairs
 from qdqtune.measurement.timing import PAIRS, Plan, Ratio, Verdict, across_builds, ratio
+from qdqtune.options import Assignments, Option, ValuesByInput, option
+from qdqtune.tuning import advice
 from qdqtune.tuning.observer import Observer, Silent
+from qdqtune.tuning.options import deploy_threads_option
 from qdqtune.tuning.threads import counts_of
 from qdqtune.types import Accuracy, Array, Failure, Measurement, Mix, Sample, Workload
+
+MOST_ROUNDS = 24
+"""Rounds of each pair of builds."""
+
+
+@dataclass(kw_only=True)
+class CompareOptions(EngineOptions, DataOptions):
+    """The options of `compare`, besides its files."""
+
+    calibration_data: Option[SamplesLike | None, SamplesLike | None] = samples_option()
+    deploy_threads: Option[int | str | Sequence[int] | None, tuple[int, ...] | None] = deploy_threads_option()
+    workloads: WorkloadsOption = workloads_option()
+    fix_inputs: ValuesByInput = option(
+        Assignments("fixes nothing", numbers_only=True),
+        None,
+        "An input that tune made constant in FILES: arrays for it are passed over. Repeatable.",
+        "Model",
+        flags="--fix-input",
+        metavar="NAME=VALUE",
+        is_repeated=True,
+        is_rare=True,
+    )
+    timing_runs: Option[int, int] = option(
+        click.IntRange(12), MOST_ROUNDS, "Rounds per pair of builds.", "Search", is_rare=True
+    )
+    warmup_runs: Option[int, int] = option(
+        click.IntRange(0), 2, "Inferences of each model before its rounds.", "Search", is_rare=True
+    )
+
+    @property
+    def plan(self) -> Plan:
+        """When a comparison looks."""
+        return Plan((self.timing_runs,), warmup=self.warmup_runs)
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison(Shown):
+    """Files against the first, in the order in which they were given, their outputs judged on so many samples (none
+    where these tell no accuracy). `notes` say what to know about it."""
+
+    first: str
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+    judged: int = 0
+    is_held_out: bool = False
+
+    @property
+    def ratio(self) -> Ratio | None:
+        """Time of the second file to that of the first; None where it failed."""
+        return self.rows[0].ratio
+
+    def in_words(self) -> str:
+        """Each file with its verdict."""
+        told = [
+            f"{row.name} {'failed' if row.ratio is None else f'{row.words}, {row.ratio.speedup}'}" for row in self.rows
+        ]
+        return f"{'; '.join(told)} (against {self.first})"
+
+    def table(self) -> Table:
+        """A row for each file."""
+        rows = [
+            (
+                r.name,
+                milliseconds(r.first_ms),
+                milliseconds(r.ms),
+                r.ratio.speedup if r.ratio else r.reason,
+                r.words,
+            )
+            for r in self.rows
+        ]
+        return ("file", "first, ms", "ms", "speedup", "verdict"), rows
+
+    def to_dict(self) -> dict[str, Any]:
+        """For machines."""
+        return {"first": self.first, "others": [row.as_json() for row in self.rows], "notes": list(self.notes)}
+
+
+def compare(files: Sequence[Path], options: CompareOptions, observer: Observer | None = None) -> Comparison:
+    """Time every other file against the first, in interleaved rounds on two fresh builds of both.
+
+    Raises:
+        InputError: files, samples or options cannot be used, or not together.
+        EngineFailure: the engine cannot build or run the first file.
+    """
+    workloads = tuple(file for file in options.workloads if isinstance(file, WorkloadFile))
+    spec = built_for(options.spec(options.input_shapes), workloads)
+    prepared = prepared_for(comparable(files)[0], spec, data_of(options, *files), fixed=options.fix_inputs)
+    limit = options.time_limit
+    rows = compare_at(
+        files,
+        spec,
+        options.deploy_threads,
+        prepared,
+        options.plan,
+        seed=options.seed,
+        time_limit_s=limit,
+        observer=observer,
+    )
+    notes = told_of_inputs(options, prepared)
+    warned = {row.file: warning for row in rows if row.accuracy and (warning := concern(row.accuracy))}
+    notes += [f"{file} against {files[0]}: {warning}" for file, warning in warned.items()]
+    notes += [f"{row.name}: {note}" for row in rows if row.ratio is not None and (note := advice.wide(row.ratio))]
+    judged = len(prepared.judging) if prepared.tells_accuracy else 0
+    return Comparison(str(files[0]), tuple(rows), tuple(notes), judged, prepared.is_held_out)
+
 
 LONG = 20.0
 """Seconds from which on it is told how long a comparison takes."""
@@ -113,13 +228,15 @@ def compare_files(
     judging: Sequence[Sample],
     plan: Plan,
     *,
+    tells_accuracy: bool = True,
     mix: Mix | None = None,
     builds: int | None = None,
     seed: int = 0,
     observer: Observer | None = None,
 ) -> list[Row]:
     """Pair the first file with each of the others, on so many fresh builds of both; by default on as many as needed.
-    They are timed on the workloads of a mix, by default on the first sample that they are judged on.
+    They are timed on the workloads of a mix, by default on the first sample that they are judged on. Where the samples
+    say nothing of accuracy, none is told.
 
     Raises:
         EngineFailure: the engine cannot build or run the first file.
@@ -141,7 +258,8 @@ def compare_files(
         if isinstance(measured, Failure):
             rows.append(Row(str(file), None, None, None, None, measured.reason))
         else:
-            row = _row(files[0], file, measured, plan, _accuracy(file, runner, judging, reference.values))
+            exact = _accuracy(file, runner, judging, reference.values) if tells_accuracy else None
+            row = _row(files[0], file, measured, plan, exact)
             rows.append(replace(row, workloads=tuple(_parts(measured, timed, plan))))
     return rows
 
@@ -167,8 +285,8 @@ def compare_at(
     for count in (None,) if counts is None else counts_of(spec, counts):
         at = spec if count is None else replace(spec, options={**spec.options, "threads": count})
         with unlogged(at, time_limit_s=time_limit_s) as runner:
-            judging, mix = prepared.judging, prepared.mix
-            found = compare_files(files, runner, judging, plan, mix=mix, seed=seed, observer=observer)
+            fed: dict[str, Any] = {"tells_accuracy": prepared.tells_accuracy, "mix": prepared.mix}
+            found = compare_files(files, runner, prepared.judging, plan, **fed, seed=seed, observer=observer)
         rows += [replace(row, threads=count) for row in found]
     return rows
 

@@ -9,22 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from onnx import TensorProto
 
+from qdqtune.calibration.inputs import fixed_inputs
 from qdqtune.calibration.observe import observe
-from qdqtune.calibration.prepare import Data, prepare
-from qdqtune.calibration.samples import fixed_inputs
+from qdqtune.calibration.prepare import prepare
 from qdqtune.commands.cut_off import CutOff, WrongPart, wrong_parts
+from qdqtune.commands.debug_options import FLOAT_LIMIT, LIMIT, Request
 from qdqtune.commands.probes import Probe, reference_spec
-from qdqtune.engines import EngineSpec
-from qdqtune.engines.runner import TIME_LIMIT, Runner
+from qdqtune.engines.runner import Runner
 from qdqtune.engines.shapes import check_inputs
-from qdqtune.errors import BadModel
+from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph.equalization import scaled
 from qdqtune.graph.float16 import Precision, kept_in, load_for, to_float16
 from qdqtune.graph.loading import load
@@ -38,12 +38,6 @@ from qdqtune.placement.reading import is_quantized, placement_in, strip_pairs, t
 from qdqtune.placement.stored import tables_of
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.types import Placement, Sample, noise_of
-
-LIMIT = 20.0
-"""Output SQNR in dB from which on a quantized model is healthy."""
-
-FLOAT_LIMIT = 30.0
-"""That of a float model: engines that compute in 16 bits reach more."""
 
 SAMPLES = 4
 """Samples that the search for what is guilty takes, at most: those on which the file loses most."""
@@ -69,22 +63,6 @@ COARSE = 3.0
 SENSITIVE = "its range fits: the network is sensitive there"
 
 Cause = Literal["numbers", "engine"]
-
-
-@dataclass(frozen=True)
-class Request:
-    """All that `debug` is told. Outputs are healthy from `min_sqnr` dB on (None: `LIMIT`, or `FLOAT_LIMIT`).
-
-    `model` alone may be float or quantized.
-    """
-
-    model: Path
-    quantized: Path | None = None
-    engine: EngineSpec = field(default_factory=lambda: EngineSpec("onnxruntime"))
-    min_sqnr: float | None = None
-    data: Data = field(default_factory=Data)
-    fix_inputs: Mapping[str, float | int | str] = field(default_factory=dict)
-    time_limit_s: float = TIME_LIMIT
 
 
 @dataclass(frozen=True)
@@ -180,7 +158,7 @@ def debug(request: Request, observer: Observer | None = None) -> Diagnosis:
     """Find what breaks the outputs.
 
     Raises:
-        InputError: models or data cannot be used, or not together.
+        InputError: models or data cannot be used, or not together, or there are no data.
         EngineFailure: an engine does not run the float model, or ONNX Runtime not the pairs.
         EngineUnavailable: the engine is missing.
     """
@@ -196,6 +174,8 @@ def debug(request: Request, observer: Observer | None = None) -> Diagnosis:
         raise BadModel(f"{file} has no pair on a tensor of the float model: is it a version of {request.model}?")
     check_inputs(request.engine, plain)
     prepared = prepare(plain, request.data, fixed=request.fix_inputs)
+    if not prepared.tells_accuracy:
+        raise BadOption("random inputs say nothing of a model's outputs: give debug --calibration-data")
     fixed = fixed_inputs(request.model, request.fix_inputs)
     fed = [sample | fixed for sample in prepared.judging]
     with _probe(request, plain, quantized or plain, pairs, fed) as probe:
@@ -205,8 +185,6 @@ def debug(request: Request, observer: Observer | None = None) -> Diagnosis:
     if quantized is not None and not done.is_healthy and (tables := sum(1 for _ in tables_of(quantized))):
         told = f"tables of Gather stay unexamined ({tables}): quantize --op-types-to-exclude Gather keeps them in float"
         done = replace(done, notes=(*done.notes, told))
-    if prepared.samples.is_random:
-        done = replace(done, notes=(*done.notes, "no --calibration-data: outputs are compared on random inputs"))
     return done
 
 

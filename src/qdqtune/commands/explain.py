@@ -1,50 +1,60 @@
-"""`qdqtune explain`: what a finished run knows of each node, read back from its folder.
-
-Nothing is run. The float model is baseline.onnx, what shipped placement.yaml (the file itself where the user's own Q/DQ
-model did); builds, ranges and noise are in the state file, so that runs of earlier versions can be explained as well.
-"""
+"""`qdqtune explain`: what a finished run knows of each node, read back from its folder."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from qdqtune.commands.evidence import Alone, Evidence, headline, tallied
-from qdqtune.commands.explanation import Explanation, Tally
-from qdqtune.commands.reasons import Reasons, is_float
-from qdqtune.engines.formats import FORMATS, numeric_format
-from qdqtune.errors import BadOption, BadState
-from qdqtune.graph.loading import load
-from qdqtune.graph.model import Model
-from qdqtune.graph.shaping import with_input_shapes
-from qdqtune.measurement.limits import Limits
-from qdqtune.placement.files import every_edge, read_placement_file
-from qdqtune.placement.possible import possible_edges
-from qdqtune.placement.reading import placement_in
-from qdqtune.search.costs.noise import Noise
-from qdqtune.search.costs.priors import NOTHING, unpacked
-from qdqtune.search.regions import discovery, patterns
-from qdqtune.tuning.bench import trial_of
-from qdqtune.tuning.finished import Left, read_left
-from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT
-from qdqtune.tuning.price_cache import RECORD
-from qdqtune.tuning.store import Record, unpack_ranges
-from qdqtune.tuning.subject import edges_within, filtered
-from qdqtune.types import Edge, Placement, Trial
+from qdqtune.commands.explanation import IN_WORDS, Explanation, Tally
+from qdqtune.commands.facts import facts_of
+from qdqtune.commands.shown import Shown, Table, milliseconds
+from qdqtune.commands.why import headline, tallied
+from qdqtune.errors import BadOption
+from qdqtune.options import FILE, REQUIRED, TEXT, File, MaybeFile, MaybeText, Options, option
+from qdqtune.tuning.finished import read_run
 
 
-@dataclass(frozen=True)
-class Explained:
+@dataclass(kw_only=True)
+class ExplainOptions(Options):
+    """The options of `explain`."""
+
+    folder: File = option(FILE, REQUIRED, "Output folder of a finished run.", is_positional=True, metavar="DIR")
+    pattern: MaybeText = option(
+        TEXT, None, "Only this node, or those that match.", is_positional=True, metavar="[NODE|PATTERN]"
+    )
+    state_file: MaybeFile = option(
+        FILE, None, "State file of the run, where that does not lie in DIR.", "Search", is_rare=True
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class Explained(Shown):
     """A finished run, explained: what shipped in a sentence, a row for every node, and all of them by reason, the most
-    time first."""
+    time first. `is_part`: the rows are those that were asked for."""
 
     folder: Path
     headline: str
     rows: tuple[Explanation, ...]
     tallies: tuple[Tally, ...]
+    is_part: bool = False
+
+    def in_words(self) -> str:
+        """What shipped; or of a single node why it runs as it does."""
+        if self.is_part and len(self.rows) == 1:
+            row = self.rows[0]
+            return f"{row.node} ({row.op}) runs in {row.precision}: {row.reason}"
+        return self.headline
+
+    def table(self) -> Table:
+        """The nodes by reason, or one by one where some were asked for."""
+        ms = milliseconds
+        if self.is_part:
+            titles = ("node", "operator", "runs in", "reason", "ms", "float, ms")
+            return titles, [(r.node, r.op, r.precision, r.reason, ms(r.ms), ms(r.float_ms)) for r in self.rows]
+        rows = [(str(t.nodes), t.runs_in, IN_WORDS[t.why], ms(t.ms), ms(t.float_ms), t.example) for t in self.tallies]
+        return ("nodes", "runs in", "why", "ms", "float, ms", "such as"), rows
 
     def matching(self, pattern: str) -> tuple[Explanation, ...]:
         """The rows of the node of that name, or else of those whose names match the wildcard, in graph order.
@@ -70,110 +80,14 @@ class Explained:
         }
 
 
-def explain_run(folder: Path, state: Path | None = None) -> Explained:
-    """Explain a finished run; `state` is its state file, where that does not lie in the folder.
+def explain_run(folder: Path, state: Path | None = None, pattern: str | None = None) -> Explained:
+    """Explain a finished run; `state` is its state file, where that does not lie in the folder. With a `pattern`, only
+    the node of that name, or those that match it.
 
     Raises:
-        BadOption: the folder holds no finished run.
+        BadOption: the folder holds no finished run, or no such node.
         BadState: its state file is damaged, or missing.
     """
-    evidence = evidence_of(read_left(folder, state))
-    return Explained(folder, headline(evidence), *tallied(evidence))
-
-
-def evidence_of(left: Left) -> Evidence:
-    """What a finished run has left, without running anything.
-
-    Raises:
-        BadState: its state file ends too early.
-    """
-    folder, summary, fingerprint, records = left.folder, left.summary, left.fingerprint, left.records
-    recorded = read_placement_file(folder / PLACEMENT)
-    shapes = {name: tuple(sizes) for name, sizes in fingerprint.get("input shapes", {}).items()}
-    shaped = with_input_shapes(load(folder / BASELINE), shapes)
-    history = tuple(_history(records))
-    shipped: Literal["tuned", "baseline", "given"] = summary["shipped"]
-    needs_file = shipped == "given" and bool(fingerprint.get("from Q/DQ"))
-    placement = placement_in(shaped, load(folder / FINAL)) if needs_file else recorded.placement
-    seen = placement.edges.union(*(t.placement.edges for t in history))
-    able = possible_edges(shaped, unpack_ranges(_only(records, "ranges", folder))) | seen
-    possible = able & _chosen(shaped, fingerprint) | seen
-    limits = left.limits
-    noise = next((r for r in records if r["key"].startswith("noise:")), None)
-    evidence = Evidence(
-        model=shaped,
-        able=able,
-        possible=possible,
-        placement=placement,
-        shipped=shipped,
-        quant_type=recorded.quant_type,
-        float_layers=left.float_layers,
-        history=tuple(_judged(history, limits, records)),
-        limits=limits,
-        plan=left.plan,
-        noise=None if noise is None else Noise(shaped, noise["alone"], limits.max_noise),
-        prior=next((unpacked(r) for r in records if r["key"] == RECORD), NOTHING),
-        alone=dict(_alone(summary.get("groups", ()))),
-    )
-    return _with_engine(evidence, folder / FINAL, recorded.engine)
-
-
-def _only(records: Sequence[Record], key: str, folder: Path) -> Record:
-    record = next((r for r in records if r["key"] == key), None)
-    if record is None:
-        raise BadState(f"the state file of {folder} ends before the calibration: run qdqtune tune to its end")
-    return record
-
-
-def _history(records: Iterable[Record]) -> Iterator[Trial]:
-    """The candidates, in the order in which they were measured first; those whose opponent is unknown are left out."""
-    known = {Placement().digest: Placement()}
-    for record in records:
-        if record["key"].startswith("trial:") and record["against"] in known:
-            trial = trial_of(len(known), record, known[record["against"]])
-            known[trial.placement.digest] = trial.placement
-            yield trial
-
-
-def _judged(history: Sequence[Trial], limits: Limits, records: Sequence[Record]) -> Iterator[Trial]:
-    """The candidates with what they hold, as far as it was measured."""
-    metrics = {r["key"].rpartition(":")[2]: r.get("value") for r in records if r["key"].startswith("metric:")}
-    for trial in history:
-        metric = metrics.get(trial.placement.digest)
-        if not limits.is_exact_enough(trial.accuracy):
-            yield replace(trial, holds=False)
-        elif limits.max_drop is None or metric is None:
-            yield replace(trial, holds=True if limits.max_drop is None else None)
-        else:
-            yield replace(trial, metric=metric, holds=limits.is_good_enough(metric))
-
-
-def _chosen(model: Model, fingerprint: Mapping[str, Any]) -> frozenset[Edge]:
-    """The edges that the user's list of nodes leaves."""
-    wildcards = tuple(fingerprint.get("node filter") or ())
-    if not wildcards:
-        return every_edge(model)
-    regions = discovery.find(model, fingerprint.get("regions", "auto"))
-    return edges_within(filtered(model, patterns.group(model, regions), wildcards))
-
-
-def _alone(groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Alone]]:
-    """What subgraph mode found of each group that it has timed, by node."""
-    for group in groups:
-        if group.get("kind") is not None:
-            for node in group["nodes"]:
-                yield node, Alone(group["why"], group["float_ms"], group["quantized_ms"])
-
-
-def _with_engine(evidence: Evidence, final: Path, engine: str) -> Evidence:
-    """With the reasons for nodes that have pairs and ran in float all the same, read from the shipped model."""
-    running = {name: x for name, x in evidence.layers.items() if x.kind == "compute" and is_float(x.precision)}
-    paired = {e.node for e in evidence.placement} & running.keys()
-    if not paired or engine not in FORMATS:
-        return evidence
-    model = load(final)
-    trial = evidence.trial
-    numbers = numeric_format(engine, "fp8" if evidence.quant_type == "fp8" else "int8")
-    reasons = Reasons(model, (trial.layers if trial else None) or (), numbers)
-    told = {name: reasons.of_float(model.node(name)) for name in paired & model.index_of.keys()}
-    return replace(evidence, in_float=told)
+    facts = facts_of(read_run(folder, state))
+    whole = Explained(folder, headline(facts), *tallied(facts))
+    return whole if pattern is None else replace(whole, rows=whole.matching(pattern), is_part=True)

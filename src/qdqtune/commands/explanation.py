@@ -1,9 +1,9 @@
 """Why each node of a tuned model runs as it does, and what the other decision would have cost: the values, and their
-sums. `evidence` finds them."""
+sums. `why` finds them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -65,12 +65,16 @@ NOT_TAKEN = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why one node runs as it does. Times in ms are of its whole unit, conversions at its borders included.
+    """Why one node runs as it does. Times in ms are of its whole unit.
+
+    `ms` is what the unit took in what shipped, each conversion counted with one unit, and `float_ms` what it took in
+    the float model: over all units they add up to the latencies that were measured. `margin_ms` is what the whole model
+    would take more if this unit alone were decided the other way, `otherwise`, conversions around it included; below 0
+    if that would save time. `measured` says whether builds have shown all that this rests on, or some of it is guessed.
+    Where a time is None, `unknown` says why.
 
     `precision` is what the engine's report says of the shipped build where there is one, else what the pairs mean.
-    `storage` is how the unit's weights are stored where they alone are in fewer bits, "" if they are not. `other_ms` is
-    what the unit would take with the other decision, `otherwise`, all else as it is; `measured` says whether a build
-    ran it so. Where a time is None, `unknown` says why.
+    `storage` is how the unit's weights are stored where they alone are in fewer bits, "" if they are not.
     """
 
     node: str
@@ -81,32 +85,31 @@ class Explanation:
     why: Why
     reason: str
     ms: float | None
-    other_ms: float | None
+    float_ms: float | None
+    margin_ms: float | None
     measured: bool
     unknown: str = ""
     storage: str = ""
     otherwise: str = ""
 
-    @property
-    def margin_ms(self) -> float | None:
-        """What the other decision would cost more; below 0 if prices say that it would save time."""
-        return None if self.ms is None or self.other_ms is None else self.other_ms - self.ms
-
     def to_dict(self) -> dict[str, Any]:
         """For machines."""
-        return asdict(self) | {"unit": list(self.unit), "margin_ms": self.margin_ms}
+        return asdict(self) | {"unit": list(self.unit)}
 
 
 @dataclass(frozen=True)
 class Tally:
-    """Nodes with one reason: how many, what their units take, and what these would take if all of them were decided
-    otherwise. `bits` are those of weights that alone are stored in fewer, None where there are none."""
+    """Nodes with one reason: how many, what their units took in what shipped and in the float model, and what the model
+    would take more if all of them were decided otherwise; `measured` if builds have shown each of them so. `bits` are
+    those of weights that alone are stored in fewer, None where there are none."""
 
     quantized: bool
     why: Why
     nodes: int
     ms: float | None
-    other_ms: float | None
+    float_ms: float | None
+    margin_ms: float | None
+    measured: bool
     example: str
     bits: int | None = None
 
@@ -134,11 +137,14 @@ def tally(rows: Sequence[Explanation], together: Callable[[Sequence[Explanation]
     tallies = []
     for (quantized, bits, why), members in groups.items():
         units = tuple({row.unit: row for row in members}.values())
-        spent = [row.ms for row in units if row.ms is not None]
-        known = spent and all(row.other_ms is not None for row in units)
-        more = together(units) if known else None
-        ms = sum(spent) if spent else None
-        other_ms = None if more is None or ms is None else max(0.0, ms + more)
-        largest = max(members, key=lambda row: row.ms or 0.0)
-        tallies.append(Tally(quantized, why, len(members), ms, other_ms, largest.node, bits))
+        ms, float_ms = total(row.ms for row in units), total(row.float_ms for row in units)
+        more = together(units) if all(row.margin_ms is not None for row in units) else None
+        largest, shown = max(members, key=lambda row: row.ms or 0.0).node, all(row.measured for row in units)
+        tallies.append(Tally(quantized, why, len(members), ms, float_ms, more, shown, largest, bits))
     return tuple(sorted(tallies, key=lambda t: (-(t.ms or 0.0), -t.nodes, t.why)))
+
+
+def total(times: Iterable[float | None]) -> float | None:
+    """Of the times that are known; None where none is."""
+    known = [ms for ms in times if ms is not None]
+    return sum(known) if known else None

@@ -7,21 +7,22 @@ seen, where there are enough of them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
+from qdqtune.calibration.hidden_work import hidden_work
 from qdqtune.calibration.matching import Matched
-from qdqtune.calibration.methods import CLOSEST, Calibration
 from qdqtune.calibration.moments import moments
 from qdqtune.calibration.observe import MANY
 from qdqtune.calibration.prepare import LEAST_JUDGED, Prepared
-from qdqtune.calibration.samples import HELD_OUT, files_named
+from qdqtune.calibration.samples import HELD_OUT
 from qdqtune.calibration.scales import Ranges
-from qdqtune.commands.source import Source
+from qdqtune.commands.quantize_options import Request, Selection
+from qdqtune.commands.shown import Shown, Table
+from qdqtune.commands.words import decibels, placed
 from qdqtune.commands.worst_tensors import Damage, damages, to_exclude
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.acceptance import accepted
@@ -46,80 +47,13 @@ from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import met_by_weights, possible_edges, storable_edges
 from qdqtune.placement.reading import is_quantized
 from qdqtune.tuning.observer import Observer, Silent
-from qdqtune.types import Array, Edge, Failure, NumericFormat, Placement, QuantType, Sample
+from qdqtune.types import Array, Failure, NumericFormat, Placement
 
 REFUSED = "ONNX Runtime cannot run the model"
 
 
-@dataclass(frozen=True)
-class Selection:
-    """Which nodes may be quantized, by wildcards of their names and by operator. Empty: all but the excluded ones."""
-
-    nodes: Sequence[str] = ()
-    op_types: Sequence[str] = ()
-    excluded_nodes: Sequence[str] = ()
-    excluded_op_types: Sequence[str] = ()
-
-    def allowed(self, model: Model, possible: frozenset[Edge]) -> frozenset[Edge]:
-        """The edges into nodes that may be quantized, and those to graph outputs.
-
-        Raises:
-            BadOption: a wildcard or an operator fits no node.
-        """
-        wanted = self._matching(model, self.nodes, self.op_types)
-        refused = self._matching(model, self.excluded_nodes, self.excluded_op_types)
-        chosen = wanted if self.nodes or self.op_types else {n.name for n in model.nodes}
-        return frozenset(e for e in possible if not e.node or e.node in chosen - refused)
-
-    def _matching(self, model: Model, wildcards: Sequence[str], op_types: Sequence[str]) -> set[str]:
-        names: set[str] = set()
-        for wildcard in wildcards:
-            matching = {n.name for n in model.nodes if fnmatchcase(n.name, wildcard)}
-            if not matching:
-                raise BadOption(f"no node is named {wildcard!r}: see qdqtune inspect --verbose for the names")
-            names |= matching
-        for op in op_types:
-            matching = {n.name for n in model.nodes if n.op == op}
-            if not matching:
-                raise BadOption(f"the model has no {op}; it has {', '.join(sorted({n.op for n in model.nodes}))}")
-            names |= matching
-        return names
-
-
-@dataclass(frozen=True)
-class Request(Source):
-    """All that `quantize` is told. `engine` names numbers and rules: its library is not needed.
-
-    `placement_like` "implicit" puts pairs where TensorRT's implicit quantization had its scales.
-    `per_channel` None is as the engine wants it. `weight_only` is a storage, w4 or w8: weights alone are quantized.
-    `evaluate` is the `module:callable` of a metric (see `evaluating`).
-    """
-
-    quant_type: QuantType = "int8"
-    engine: str = "onnxruntime"
-    calibration: Calibration = CLOSEST
-    placement_like: Literal["rules", "implicit"] = "rules"
-    per_channel: bool | None = None
-    selection: Selection = field(default_factory=Selection)
-    fix_inputs: Mapping[str, float | int | str] = field(default_factory=dict)
-    evaluate: str | None = None
-    weight_only: str | None = None
-    weight_rounding: Literal["nearest", "gptq"] = "nearest"
-    report: bool = False
-
-    @property
-    def is_fed(self) -> bool:
-        """Whether the model is run at all: with ranges from a file, random inputs would tell nothing."""
-        return self.calibration_cache is None or bool(self.calibration_data or self.evaluate or self.report)
-
-    @property
-    def sees_data(self) -> bool:
-        """Whether what is written depends on the calibration data."""
-        return self.calibration_cache is None and (self.weight_only is None or self.weight_rounding == "gptq")
-
-
-@dataclass(frozen=True)
-class Quantized:
+@dataclass(frozen=True, repr=False)
+class Quantized(Shown):
     """What was written, and what it cost.
 
     SQNR in dB and cosine are of the worst output against the float model on `judged` samples; None where nothing is
@@ -135,13 +69,24 @@ class Quantized:
     is_held_out: bool
     metric: tuple[float, float] | None = None
     damages: tuple[Damage, ...] = ()
+    loudest: tuple[str, ...] = ()
+    """The nodes that the report names to keep in float (see `to_exclude`)."""
     notes: tuple[str, ...] = ()
     is_finite: bool = True
     """Whether the outputs of both models are."""
     matched: Matched | None = None
     """What the calibration cache had for the model, if one was given."""
 
-    def as_json(self) -> dict[str, object]:
+    def in_words(self) -> str:
+        """Where it lies, and how near its outputs are."""
+        near = "not compared" if not self.judged else decibels(self.sqnr_db) if self.is_finite else "not finite"
+        return f"{self.output}, {placed(self.placed.placement)}, outputs {near}"
+
+    def table(self) -> Table:
+        """What each rule did."""
+        return ("rule", "edges"), [(name, str(count)) for name, count in self.placed.counts]
+
+    def to_dict(self) -> dict[str, Any]:
         """The result for machines."""
         return {
             "output": str(self.output),
@@ -154,7 +99,8 @@ class Quantized:
             "held_out": self.is_held_out,
             "metric": None if self.metric is None else dict(zip(("before", "after"), self.metric, strict=True)),
             "pairs": [asdict(damage) for damage in self.damages],
-            "nodes_to_exclude": to_exclude(self.damages, self.sqnr_db),
+            "nodes_to_exclude": self.loudest,
+            "notes": list(self.notes),
             **({} if self.matched is None else {"cache": self.matched.as_json()}),
         }
 
@@ -167,14 +113,12 @@ def quantize(request: Request, observer: Observer | None = None) -> Quantized:
         OutputError: the output cannot be written.
     """
     observer = observer or Silent()
-    if request.model.is_file():  # if it is not, reading it says so
-        request.check_output(metric=files_named(request.evaluate))
     with temporary_folder() as folder, one_constant_file(folder):
         return _quantized(request, observer)
 
 
 def _quantized(request: Request, observer: Observer) -> Quantized:
-    _check_weight_only(request)
+    _check_options(request)
     numbers, made = _numbers(request), allowed(request.rewrites)
     metric = None if request.evaluate is None else load_evaluation(request.evaluate)
     observer.stage(f"reading {request.model.name}")
@@ -189,10 +133,11 @@ def _quantized(request: Request, observer: Observer) -> Quantized:
     ready = request.ready(graph, request.fix_inputs, usual, is_fed=request.is_fed)
     shaped, prepared = ready.shaped, ready.prepared
 
-    def placed_by_rules(ranges: Ranges) -> Placed:
+    def placed_by_rules(ranges: Ranges, without: Sequence[str] = ()) -> Placed:
         if request.weight_only is not None:
             return _weights_only(request, shaped, request.weight_only)
         possible = request.selection.allowed(shaped, possible_edges(shaped, ranges))
+        possible = frozenset(e for e in possible if e.node not in without)
         if request.placement_like == "implicit":
             return implicit.place(shaped, possible, request.quant_type)
         return engine_rules.place(shaped, possible, request.engine, request.quant_type)
@@ -200,12 +145,13 @@ def _quantized(request: Request, observer: Observer) -> Quantized:
     ranges = Ranges({})
     if request.weight_only is None:
         how = request.calibration
-        ranges = ready.ranges(how, numbers, lambda found: placed_by_rules(found).placement, observer.stage)
+        ranges = ready.ranges(how, numbers, lambda found: placed_by_rules(found).placement, observer)
     placed = placed_by_rules(ranges)
     if not placed.placement:
         chosen = " among the nodes that you chose" if request.selection != Selection() else ""
         what = f"the rules of {request.engine} find nothing to quantize in {request.model}{chosen}"
-        raise BadModel(what + _keepers(placed))
+        hidden = None if prepared is None else hidden_work(ready.graph, prepared.samples)
+        raise BadModel(what + _keepers(placed) + (f"; {hidden}" if hidden else ""))
     met = _moments(request, shaped, placed.placement, prepared, observer)
     notes = (*ready.notes, *_few_rows(request, shaped, placed.placement, prepared))
     quantized = Inserter(ready.graph, ranges, numbers, lambda _: met).insert(placed.placement)
@@ -220,13 +166,16 @@ def _quantized(request: Request, observer: Observer) -> Quantized:
     if prepared is not None and request.report:
         observer.stage("measuring what rounding each tensor does to the outputs")
         plain = scaled(ready.graph, ranges.factors)  # whose values have the scales of the pairs
-        done = _reported(done, damages(plain, quantized, placed.placement, prepared.judging))
+        report = damages(plain, quantized, placed.placement, prepared.judging)
+        done = _reported(done, report, lambda nodes: bool(placed_by_rules(ranges, nodes).placement))
     return replace(done, output=request.output, notes=(*notes, *done.notes), matched=ready.matched)
 
 
-def _check_weight_only(request: Request) -> None:
-    """Refuse a storage that the engine has no kernels for, and options that are about pairs."""
+def _check_options(request: Request) -> None:
+    """Refuse a storage that the engine has no kernels for, and options that are about pairs or need data."""
     if request.weight_only is None:
+        if request.report and request.calibration_data is None:
+            raise BadOption("--report says what rounding does to outputs on your data: give --calibration-data")
         if request.weight_rounding != "nearest":
             raise BadOption(f"--weight-rounding {request.weight_rounding} goes with --weight-only")
         return
@@ -276,22 +225,24 @@ def _compared(
 ) -> Quantized:
     """The written file against the float model."""
     with temporary_folder() as folder:
-        done = _judged(request, written, placed, prepared.judging, metric, folder)
+        done = _judged(request, written, placed, prepared, metric, folder)
     notes = [*done.notes]
-    if prepared.samples.is_random:
-        come = "scales and SQNR come" if request.sees_data else "the SQNR comes"
-        notes.append(f"no --calibration-data: {come} from random inputs")
+    if not prepared.tells_accuracy:
+        scaled = ": scales come from random inputs" if request.sees_data else ""
+        notes.append(f"no --calibration-data{scaled}")
     elif not prepared.is_held_out and request.sees_data:
         notes.append(f"fewer than {HELD_OUT * LEAST_JUDGED} samples: the SQNR is that of the calibration data")
     return replace(done, is_held_out=prepared.is_held_out, notes=tuple(notes))
 
 
-def _reported(done: Quantized, report: Sequence[Damage] | Failure) -> Quantized:
+def _reported(
+    done: Quantized, report: Sequence[Damage] | Failure, leaves_some: Callable[[tuple[str, ...]], bool]
+) -> Quantized:
     """The result with what rounding single tensors does."""
     if isinstance(report, Failure):
         told = f"no report of single tensors, as the model with switches fails: {report.reason}"
         return replace(done, notes=(*done.notes, told))
-    return replace(done, damages=tuple(report))
+    return replace(done, damages=tuple(report), loudest=to_exclude(report, done.sqnr_db, leaves_some))
 
 
 def _quantized_parts(model: Model) -> str:
@@ -320,11 +271,13 @@ def _numbers(request: Request) -> NumericFormat:
 
 
 def _judged(
-    request: Request, written: Path, placed: Placed, samples: Sequence[Sample], metric: Evaluation | None, folder: Path
+    request: Request, written: Path, placed: Placed, prepared: Prepared, metric: Evaluation | None, folder: Path
 ) -> Quantized:
-    """A file against the user's model: pairs fused where ONNX Runtime is the target, else as they stand."""
+    """A file against the user's model: pairs fused where ONNX Runtime is the target, else as they stand. It has to run
+    on random inputs as well, which tell no accuracy."""
     plain, model = folder / "float.onnx", load(request.model, fix_inputs=request.fix_inputs)
     save(model, plain)
+    samples = prepared.judging
     is_fused = request.engine == "onnxruntime" and len(model.nodes) <= MANY
     spec = EngineSpec("onnxruntime", {"threads": cores(), "fuse": is_fused})
     with Runner(spec, log_dir=folder) as runner:
@@ -333,7 +286,10 @@ def _judged(
         measured = None
         if metric is not None:
             measured = _measured(metric, runner, before), _measured(metric, runner, after)
-    done = Quantized(request.output, placed, None, None, len(samples), True, measured)
+    judged = len(samples) if prepared.tells_accuracy else 0
+    done = Quantized(request.output, placed, None, None, judged, True, measured)
+    if not judged:
+        return done
     for outputs, whose in ((expected, "float"), (returned, "quantized")):
         if not is_finite(outputs):
             note = f"outputs of the {whose} model are NaN or infinite: the two cannot be compared"

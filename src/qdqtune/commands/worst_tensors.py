@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -57,12 +57,20 @@ def damages(
     return [Damage(t, _nodes(float_model, placement, t), sqnr_of(alone[t]), own[t]) for t in worst]
 
 
-def to_exclude(found: Sequence[Damage], output_db: float | None) -> tuple[str, ...]:
-    """The nodes of the tensors whose rounding alone makes a tenth or more of the error of a model with `output_db`."""
-    if output_db is None:
-        return ()
-    loud = (d for d in found if d.output_db is not None and d.output_db <= output_db + TENTH_DB)
-    return tuple(dict.fromkeys(node for damage in loud for node in damage.nodes))
+def to_exclude(
+    found: Sequence[Damage], output_db: float | None, leaves_some: Callable[[tuple[str, ...]], bool]
+) -> tuple[str, ...]:
+    """The nodes of the tensors whose rounding alone makes a tenth or more of the error of a model with `output_db`,
+    the loudest first: as many as `leaves_some` says leave anything quantized when they are excluded."""
+    chosen: tuple[str, ...] = ()
+    for damage in found:
+        if output_db is None or damage.output_db is None or damage.output_db > output_db + TENTH_DB:
+            continue
+        more = tuple(dict.fromkeys((*chosen, *damage.nodes)))
+        if not leaves_some(more):
+            break
+        chosen = more
+    return chosen
 
 
 def _quantization(quantized: Model, edge: Edge) -> Quantization:

@@ -35,24 +35,24 @@ MODULES = {
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """All that is needed to open an engine, in any process. Options have JSON values; each engine names its own."""
+    """The name of an engine and its options, which have JSON values: all that is needed to open it in any process."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Built(Protocol):
-    """A model that is built, loaded and ready."""
+    """A model that is built and loaded, ready to run."""
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
-        """One inference: every graph output by name. Arrays that the model has no input for are passed over.
+        """One inference: every graph output by name. Arrays that are no input of the model are ignored.
 
         Raises:
             EngineFailure: the engine cannot run the model on these inputs.
         """
 
     def time(self, inputs: Tensors, runs: int) -> float:
-        """Seconds per inference over `runs` back-to-back inferences. Moving inputs to the device is no part of it.
+        """Seconds per inference over `runs` back-to-back inferences. Moving inputs to the device is not counted.
 
         Raises:
             EngineFailure: the engine cannot run the model on these inputs.
@@ -62,8 +62,8 @@ class Built(Protocol):
         """What the engine made of the model, in the order in which it runs, with the usual time in `runs` inferences.
 
         `Layer.nodes` are names of nodes of the model file: the layers together hold each of them once. A node that the
-        engine fused away stands in the layer that absorbed it; nodes that it computed in advance stand in one last
-        layer of kind "folded". Times are of profiled inferences: they attribute, they do not add up to `time`.
+        engine fused is in the layer that absorbed it; nodes that it computed in advance are in one last layer of kind
+        "folded". Times are of profiled inferences: they show where time is spent, and do not add up to `time`.
 
         Raises:
             EngineFailure: the engine cannot run the model on these inputs, or has no such report.
@@ -106,25 +106,25 @@ TENSORRT_FAMILY = frozenset({"tensorrt", "tensorrt-rtx", "trtexec"})
 
 
 class Compiler(Engine, Protocol):
-    """An engine that can do what takes long in a build (`compile`) in another process, disturbs nothing there that is
-    timed here, and goes on from what that has written (`load`). Both raise what `build` does. The option `builds_aside`
-    says how many builds may do so at once."""
+    """An engine whose builds have two steps: `compile` takes long, may run in another process without disturbing what
+    is timed here, and writes a plan; `load` reads the plan. Both raise what `build` does. The option `builds_aside`
+    says how many may compile at once."""
 
     def compile(self, model: Path, log: Path, plan: Path) -> None:
-        """Write to the file `plan`."""
+        """Write the plan of a model to the file `plan`."""
 
     def load(self, plan: Path, model: Path, log: Path) -> Built:
-        """Read what was written of the model."""
+        """Make the plan of a model ready to run."""
 
 
 THREADED = frozenset({"onnxruntime", "openvino"})
-"""Engines that compute on threads of the CPU, unless a provider of theirs computes elsewhere."""
+"""Engines that compute on threads of the CPU, unless an execution provider is set that computes elsewhere."""
 
 CPU_PROVIDER = "CPUExecutionProvider"
 
 
 def threads_of(spec: EngineSpec) -> int | None:
-    """How many threads of the CPU an engine computes on; None where that is not for us to say."""
+    """How many threads of the CPU an engine computes on; None if it does not, or is not told a number."""
     if spec.name not in THREADED:
         return spec.options.get("threads")
     is_cpu = (spec.options.get("provider") or CPU_PROVIDER) == CPU_PROVIDER
@@ -206,9 +206,9 @@ def output_to(log: Path) -> Iterator[None]:
 
 @contextmanager
 def translated(vendor: str, noise: re.Pattern[str]) -> Iterator[None]:
-    """What a vendor's library raises, as an EngineFailure without the `noise` in its words.
+    """Turn what a vendor's library raises into an EngineFailure, with `noise` removed from the message.
 
-    All of its lines go to standard error, where its own output goes.
+    The whole message goes to standard error, beside the library's own output.
     """
     try:
         yield

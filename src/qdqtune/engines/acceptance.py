@@ -1,4 +1,4 @@
-"""A written model is loaded before it gets its name: by its engine, or where that is absent by the checker."""
+"""Check that a written model loads before it gets its name: in its engine, or where that is absent in the checker."""
 
 from __future__ import annotations
 
@@ -9,35 +9,38 @@ from pathlib import Path
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import insist, unlogged
 from qdqtune.errors import BadModel, EngineFailure, EngineUnavailable
+from qdqtune.graph.files import sign
 from qdqtune.graph.loading import load
 from qdqtune.graph.outputs import appearing
 
 LOADED_BY = {"fake": "onnxruntime", "onnxruntime": "onnxruntime", "openvino": "openvino"}
-"""Engines that load any model in seconds, and need to be told nothing for it. TensorRT builds for minutes, and may need
-shapes and plug-ins: of what is written for it the checker is asked, and `build` and `check` for the rest."""
+"""Engines that load any model in seconds without further options, and the one that loads files for them. TensorRT
+builds for minutes and may need shapes and plug-ins: files for it go through the checker alone."""
 
 
 @contextmanager
 def accepted(output: Path, engine: str, *, is_run: bool = False) -> Iterator[Path]:
-    """A file to write instead of `output`, as `appearing` gives it; it takes that name if its engine loads it.
+    """A file to write instead of `output`, as `appearing` gives it; it takes that name if its engine loads it, and
+    carries the mark of an output.
 
-    Where the block runs the file on ONNX Runtime by itself (`is_run`), only another engine is asked once more.
+    If the block itself runs the file on ONNX Runtime (`is_run`), it is not loaded there once more.
 
     Raises:
-        EngineFailure: it does not.
+        EngineFailure: the engine does not load it.
         OutputError: the file cannot be written.
     """
     with appearing(output) as fresh:
         yield fresh
+        sign(fresh)
         if not (is_run and LOADED_BY.get(engine, "onnxruntime") == "onnxruntime"):
             check_loads(fresh, engine)
 
 
 def check_loads(model: Path, engine: str) -> None:
-    """Load a model that was written.
+    """Load a written model in its engine, or check it where the engine is absent or takes long.
 
     Raises:
-        EngineFailure: the engine refuses it; where that is absent, or slow, the checker does.
+        EngineFailure: the engine, or the checker, refuses it.
     """
     try:
         if engine in LOADED_BY:

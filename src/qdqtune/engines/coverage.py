@@ -1,7 +1,7 @@
 """Which nodes of the model file the layers of an engine cover.
 
 An engine says for each layer which nodes it knows to be in it, and which tensors of the model it still reads and
-writes. Those tensors are borders: what lies between two of them, and nobody named, went into the layer between them.
+writes. Those tensors are borders: nodes between two of them that no layer names belong to the layer between them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from qdqtune.graph.wire import parsed
 from qdqtune.types import Layer
 
 HEADS = COMPUTE | {"DequantizeLinear"}
-"""Operators that a fusion begins with: what others add to stands behind them."""
+"""Operators that a fusion begins with: the other operators in it come behind them."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What an engine tells of one layer: names of nodes in it, and the model's tensors that it reads and writes."""
+    """What an engine reports of one layer: names of nodes in it, and the model's tensors that it reads and writes."""
 
     nodes: tuple[str, ...] = ()
     reads: frozenset[str] = frozenset()
@@ -50,7 +50,7 @@ def cover(graph: onnx.GraphProto, claims: Sequence[Claim]) -> tuple[list[tuple[s
 
 
 def never_run(nodes: tuple[str, ...]) -> tuple[Layer, ...]:
-    """The layer that stands for nodes that nothing runs at inference; none if there are no such nodes."""
+    """The layer of kind "folded", for nodes that do not run at inference; none if there are no such nodes."""
     return (Layer("folded", nodes, "", 0.0, "folded"),) if nodes else ()
 
 

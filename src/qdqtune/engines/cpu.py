@@ -12,7 +12,7 @@ DOT_PRODUCTS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
 
 
 def model_name() -> str:
-    """What the processor is called."""
+    """The name of the processor."""
     return _field("model name") or platform.processor() or platform.machine()
 
 

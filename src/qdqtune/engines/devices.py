@@ -1,4 +1,4 @@
-"""Devices: what one worker owns, and how the cores and GPUs of this host are divided among several."""
+"""Devices: the cores and the GPU of one worker, and how those of this host are divided among several workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qdqtune.engines import CPU_PROVIDER, TENSORRT_FAMILY, EngineSpec
 from qdqtune.errors import BadOption, EngineUnavailable, one_line
 
 LEASE_SECONDS = 30.0
-"""How long a worker waits for a device whose last owner is still ending: a GPU's memory is freed late."""
+"""How long a worker waits for a device whose last user is still ending: a GPU's memory is freed late."""
 
 NVIDIA_SMI_SECONDS = 30.0
 TOPOLOGY = Path("/sys/devices/system/cpu")
@@ -25,8 +25,8 @@ TOPOLOGY = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True)
 class Device:
-    """Cores that no other worker uses, and a GPU by its number, or none. Without cores nothing is pinned. Where it is
-    yet to be found it has `least` so many cores."""
+    """Cores that no other worker uses, and a GPU by its number, or "". Without cores nothing is pinned. A device that a
+    cluster has yet to find will have at `least` so many cores."""
 
     name: str = ""
     cores: tuple[int, ...] = ()
@@ -35,23 +35,23 @@ class Device:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What tells a process which GPU is its own."""
+        """Environment variables that show a process its GPU only."""
         return {"CUDA_VISIBLE_DEVICES": self.gpu} if self.gpu else {}
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """All that can be owned once, by name."""
+        """Names of its cores and its GPU, each of which only one worker may hold."""
         return (*(f"core-{core}" for core in self.cores), *([f"gpu-{self.gpu}"] if self.gpu else ()))
 
 
 ANYWHERE = Device()
-"""A worker that shares the machine with everybody, as the only one of a run does."""
+"""No device of its own: a single worker shares the machine with other processes."""
 
 
 @contextlib.contextmanager
 def pinned(cores: Sequence[int]) -> Iterator[None]:
-    """What this thread starts meanwhile runs on these cores only; nothing is pinned without cores, or where the system
-    cannot."""
+    """Processes that this thread starts meanwhile run on these cores only. Does nothing without cores, or where the
+    system cannot pin."""
     if not cores or sys.platform != "linux":
         yield
         return
@@ -65,8 +65,8 @@ def pinned(cores: Sequence[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def leased(device: Device, seconds: float = LEASE_SECONDS) -> Iterator[list[int]]:
-    """Own a device: gives descriptors that hold it, and a process that inherits them goes on to hold it until it ends,
-    however that comes about. They are sockets by names that no file system has, so that nothing is left of them.
+    """Hold a device: gives file descriptors, and a process that inherits them holds it until it ends, even by a kill.
+    They are sockets with abstract names, which leave no file behind.
 
     Raises:
         EngineUnavailable: another process still has it after so many seconds.
@@ -87,7 +87,7 @@ def leased(device: Device, seconds: float = LEASE_SECONDS) -> Iterator[list[int]
 
 
 def _taken(part: str) -> socket.socket | None:
-    """What holds a part of this host; None if another has it."""
+    """A socket that holds a core or a GPU; None if another process holds it."""
     lease = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         lease.bind(f"\0qdqtune-{part}")
@@ -98,7 +98,7 @@ def _taken(part: str) -> socket.socket | None:
 
 
 def is_free(part: str) -> bool:
-    """Whether no worker of any run on this host has it now."""
+    """Whether no worker of any run on this host holds this core or GPU."""
     if sys.platform != "linux":
         return True
     taken = _taken(part)
@@ -108,7 +108,7 @@ def is_free(part: str) -> bool:
 
 
 def needs_gpu(spec: EngineSpec) -> bool:
-    """Whether an engine runs on a GPU, so that each worker wants one of its own."""
+    """Whether an engine runs on a GPU, so that each worker needs one of its own."""
     provider = str(spec.options.get("provider") or CPU_PROVIDER)
     return (spec.name in TENSORRT_FAMILY and not spec.options.get("target")) or provider != CPU_PROVIDER
 
@@ -129,8 +129,8 @@ def cores_for(spec: EngineSpec, given: int | None) -> int:
 
 
 def allot(spec: EngineSpec, workers: int, cores_each: int | None = None) -> tuple[Device, ...]:
-    """Devices of this host for so many workers, none of which shares a core or a GPU with another; physical cores are
-    divided only where there are too few of them.
+    """Devices of this host for so many workers, no two of which share a core or a GPU. Physical cores are divided only
+    where there are too few of them.
 
     Raises:
         BadOption: there are too few cores or GPUs.
@@ -155,7 +155,7 @@ def allot(spec: EngineSpec, workers: int, cores_each: int | None = None) -> tupl
 
 
 def devices_for(spec: EngineSpec, workers: int, cores_each: int | None = None) -> tuple[Device, ...]:
-    """`allot`; but one worker that is told no cores shares the machine, as ever.
+    """`allot`; a single worker without a number of cores gets none of its own.
 
     Raises:
         BadOption: there are too few cores or GPUs.
@@ -164,7 +164,7 @@ def devices_for(spec: EngineSpec, workers: int, cores_each: int | None = None) -
 
 
 def physical_cores() -> list[list[int]]:
-    """The logical cores that this process may use, those of one physical core together, near ones in a row."""
+    """The logical cores that this process may use, those of one physical core together, neighbours in order."""
     if not hasattr(os, "sched_getaffinity"):
         return [[core] for core in range(os.cpu_count() or 1)]
     cores: dict[tuple[int, int], list[int]] = {}
@@ -187,7 +187,7 @@ def gpus_here() -> tuple[str, ...]:
 
 
 def nvidia_smi(fields: str, *more: str) -> tuple[list[list[str]], str]:
-    """What nvidia-smi says of the GPUs of this host, a row of these fields for each; or why it says nothing."""
+    """A row of these fields for each GPU of this host, from nvidia-smi; or why there are none."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return [], "no NVIDIA driver: there is no nvidia-smi"

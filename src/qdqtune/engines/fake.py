@@ -107,7 +107,7 @@ class Fake:
     threads: int
 
     def describe(self) -> dict[str, str]:
-        """Name, version of the cost model, and what shapes its answers."""
+        """Name, version of the cost model, and the options that change its latencies or numbers."""
         numbers, threads = "asymmetric" if self.asymmetric else "symmetric", str(self.threads)
         return {"engine": "fake", "version": "1", "device": "cost model", "threads": threads, "numbers": numbers}
 
@@ -129,11 +129,11 @@ class Fake:
         return self.load(model, model, log)
 
     def compile(self, model: Path, log: Path, plan: Path) -> None:
-        """Take the time of a build, and refuse what it refuses; there is nothing to write."""
+        """Take the time of a build and refuse the same models. There is no plan to write."""
         self.build(model, log)
 
     def load(self, plan: Path, model: Path, log: Path) -> FakeModel:
-        """What `build` gives, without its time."""
+        """`build` without its time."""
         log.write_text(f"building {model}\n", encoding="utf-8", errors="replace")
         try:
             onnx.checker.check_model(str(model))
@@ -258,7 +258,7 @@ class _Costs:
         self._known: dict[tuple[tuple[int, ...], ...], _CostModel] = {}
 
     def of(self, inputs: Tensors) -> _CostModel:
-        """That of the sizes of some inputs."""
+        """The cost model for the sizes of these inputs."""
         sizes = {name: np.shape(inputs[name]) for name in self._open if name in inputs}
         key = tuple(sizes.values())
         if key not in self._known:
@@ -272,7 +272,7 @@ def _is_fixed(value: onnx.ValueInfoProto) -> bool:
 
 
 def _sized(model: onnx.ModelProto, sizes: Mapping[str, tuple[int, ...]]) -> onnx.ModelProto:
-    """The model with what its inputs leave open as these sizes have it; other values are left to inference."""
+    """The model with these sizes of its inputs in place of open ones, and shapes inferred from them."""
     copy = deepcopy(model)
     for value in copy.graph.input:
         for dim, size in zip(value.type.tensor_type.shape.dim, sizes.get(value.name, ()), strict=False):
@@ -304,10 +304,10 @@ class _CostModel:
 
     @cached_property
     def seconds(self) -> float:
-        return sum(self._node_seconds(node) for node in self.nodes)
+        return sum(self._node_seconds(node) for node in self.nodes) or SECONDS_PER_NODE
 
     def layers(self) -> tuple[Layer, ...]:
-        """The nodes that run, each with the free ones around it; see `Built.layers`."""
+        """The nodes that run, each with the nodes around it that cost nothing; see `Built.layers`."""
         covered: dict[int, list[str]] = {}
         home: dict[str, int] = {}  # tensor to the layer that makes it
         folded, pending, fixed = list[str](), dict[str, list[str]](), set(self.constants)
@@ -334,7 +334,7 @@ class _CostModel:
         return Layer(node.name, names, precision, 1e3 * self._node_seconds(node), kind)
 
     def _end(self, node: onnx.NodeProto) -> str:
-        """The tensor that a node gives to others: its output, or that of the epilogue fused into it."""
+        """The tensor that other nodes read from a node: its output, or that of the operator fused into it."""
         readers = self.readers.get(node.output[0], [])
         if node.op_type in COMPUTE and len(readers) == 1 and readers[0] is not None:
             return readers[0].output[0] if readers[0].op_type in CLAMPS else node.output[0]

@@ -1,4 +1,4 @@
-"""How each engine wants its numbers. No engine's library is needed to know it."""
+"""The numeric formats that each engine runs fast, known without the engine's library."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ MOVED_ACROSS = frozenset({
     "Concat", "DepthToSpace", "Expand", "Flatten", "Gather", "Identity", "MaxPool", "Reshape", "Slice", "SpaceToDepth",
     "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze",
 })  # fmt: skip
-"""What TensorRT and OpenVINO move a Q or a DQ across: with one scale on both sides, the pairs around it become one."""
+"""Operators that TensorRT and OpenVINO move a Q or a DQ across: with one scale on both sides the pairs become one."""
 
 
 def numeric_format(engine: str, quant_type: QuantType) -> NumericFormat:
-    """The numbers of an engine with its default options, on a processor such as this one.
+    """The numeric format of an engine with its default options, on a processor such as this one.
 
     Raises:
         BadOption: no engine has that name, or it has no kernels for that type.
@@ -37,7 +37,7 @@ def numeric_format(engine: str, quant_type: QuantType) -> NumericFormat:
 
 
 def usual_precision(engine: str, version: str = "") -> Literal["fp32", "fp16"]:
-    """What stays in float where no user says it: float16 for the TensorRT family, which takes types from the graph.
+    """The default precision of what stays in float: float16 for the TensorRT family, which takes types from the graph.
 
     In float32 nothing but pairs would be fast there, and attention not fused at all: most of what 8 bits gain would be
     the gain of half precision. TensorRT before 10 chooses types itself. An unknown version is a late one.
@@ -111,7 +111,7 @@ def tensorrt(quant_type: QuantType, *, explicit_weights: bool = True) -> Numeric
 
 
 def fake(quant_type: QuantType) -> NumericFormat:
-    """The fake engine: like TensorRT, without anything that passes scales on."""
+    """The fake engine: like TensorRT, without operators that keep one scale on both sides."""
     if quant_type == "fp8":
         return NumericFormat(QType.FP8, QType.FP8, symmetric=True, per_channel=False)
     return NumericFormat(QType.INT8, QType.INT8, symmetric=True)
@@ -171,4 +171,4 @@ STORAGES: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType({
     "tensorrt-rtx": dict.fromkeys(PRODUCTS, ("w4b64", "w4b128", "w4b32", "w8")),
     "trtexec": dict.fromkeys(PRODUCTS, ("w4b64", "w4b128")),
 })  # fmt: skip
-"""By engine and operator, names of storages."""
+"""Names of storages by engine and operator."""

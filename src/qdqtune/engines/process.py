@@ -1,4 +1,4 @@
-"""The worker process as its parent sees it: started, asked over a socket, killed, and cleaned up after."""
+"""The worker process as its parent sees it: started, sent requests over a socket, killed, its files removed."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
 from qdqtune.engines.devices import ANYWHERE, Device, leased, pinned
 from qdqtune.graph import janitor
+from qdqtune.graph.interpreter import python
 from qdqtune.graph.outputs import WORKERS, Scratch
 from qdqtune.types import Failure
 
 LOOK_SECONDS = 0.1
-"""How often the parent looks up while it waits, if it is told to."""
+"""How often what `looking` was given is called while a thread waits."""
 
 LOG_LINES = 50
 
@@ -29,13 +29,14 @@ _look: ContextVar[Callable[[], None] | None] = ContextVar("look", default=None)
 
 
 def look() -> Callable[[], None] | None:
-    """What is called while this thread awaits an answer, if anything is."""
+    """The function that `looking` was given in this thread, if any: whoever waits calls it every `LOOK_SECONDS`."""
     return _look.get()
 
 
 @contextlib.contextmanager
 def looking(at: Callable[[], None]) -> Iterator[None]:
-    """Call `at` again and again while this thread awaits an answer; what it raises ends the worker and the wait."""
+    """Have `at` called every `LOOK_SECONDS` while this thread waits for an engine. What it raises ends the wait and the
+    worker: so work is cancelled."""
     token = _look.set(at)
     try:
         yield
@@ -43,16 +44,51 @@ def looking(at: Callable[[], None]) -> Iterator[None]:
         _look.reset(token)
 
 
+class Worker(Protocol):
+    """Answers the requests of one runner: names of `worker.Session` methods with their arguments.
+
+    The first request opens the engine.
+    """
+
+    @property
+    def alive(self) -> bool:
+        """Whether it answers requests. One that does not has lost its builds."""
+
+    @property
+    def place(self) -> str:
+        """The host and device for messages; empty on this host."""
+
+    def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
+        """`(True, result)`, or `(False, QdqtuneError)`.
+
+        Raises:
+            TimeoutError: no answer within `limit` seconds.
+            EOFError, OSError: it has ended.
+        """
+
+    def kill(self) -> None:
+        """End it at once."""
+
+    def exit_reason(self) -> str:
+        """Exit code or signal of a worker that has ended."""
+
+    def printed(self) -> str:
+        """What it has printed outside of builds."""
+
+
+StartWorker = Callable[[Path, Device], Worker]
+"""Starts a worker on a device; it prints to the end of the file given."""
+
+
 class WorkerProcess:
     """The child process and the socket to it. The child ends when this end of the socket closes.
 
-    It runs on `device`, and holds it until it has really ended. What it writes to the folder of temporary files is gone
-    with it.
+    It runs on `device`, and holds it until it has really ended. Its temporary files are removed with it.
     """
 
     place = ""
     PROGRAM = "qdqtune.engines.worker"
-    """The module that answers."""
+    """The module that answers requests."""
 
     def __init__(self, log: Path, device: Device = ANYWHERE) -> None:
         """Start it.
@@ -71,20 +107,14 @@ class WorkerProcess:
         with theirs, log.open("ab") as output:
             self._log_start = output.tell()
             # A process group of its own: Ctrl-C in a terminal reaches the parent only, and one kill reaches whatever
-            # the engine has started. The search path is ours, the current folder only if it is on ours.
+            # the engine has started.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", self.PROGRAM, str(theirs.fileno())],
+                **python("-m", self.PROGRAM, str(theirs.fileno()), TMPDIR=str(self._scratch.path), **told),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 pass_fds=[theirs.fileno(), *held],
                 process_group=0,
-                env=os.environ
-                | {
-                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-                    "TMPDIR": str(self._scratch.path),
-                    **told,
-                },
             )
         self._channel: Connection[Any, Any] = Connection(ours.detach())
 
@@ -105,7 +135,7 @@ class WorkerProcess:
         return answer
 
     def kill(self) -> None:
-        """End the process, and what it has started. It leaves no log where it has printed nothing."""
+        """End the process and those that it has started, and remove its log if that is empty."""
         self._channel.close()
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # gone in between
@@ -133,13 +163,13 @@ class WorkerProcess:
 
 
 def finish_log(log: Path, path: Path, seconds: float | Failure) -> None:
-    """Say at the end of a build's log what was built, and what came of it: many engines print nothing."""
+    """Write the outcome of a build to the end of its log: many engines print nothing."""
     outcome = f"failed: {seconds.reason}" if isinstance(seconds, Failure) else f"built in {seconds:.3f} s"
     with contextlib.suppress(OSError), log.open("a") as file:  # a full disk is told by what matters more
         file.write(f"[qdqtune] {path.name}: {outcome}\n")
 
 
 def last_lines(log: Path | None, more: str = "") -> str:
-    """Of a build's log and of what came after it."""
+    """The last `LOG_LINES` lines of a build's log, followed by `more`."""
     text = log.read_text(errors="replace") if log is not None and log.exists() else ""
     return "\n".join((text + more).splitlines()[-LOG_LINES:])

@@ -1,4 +1,4 @@
-"""The one door to an engine: builds and runs happen in a worker process that may crash, hang or be killed."""
+"""The only way to use an engine: builds and runs happen in a worker process that may crash, hang or be killed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.ahead import Ahead
+from qdqtune.engines.build_queue import BuildQueue
 from qdqtune.engines.devices import ANYWHERE, Device
-from qdqtune.engines.mixes import mix_of
-from qdqtune.engines.process import WorkerProcess, finish_log, last_lines
-from qdqtune.engines.room import SHORT, current_room
+from qdqtune.engines.memory import SHORT, MemoryBudget
+from qdqtune.engines.process import StartWorker, Worker, WorkerProcess, finish_log, last_lines
+from qdqtune.engines.workloads import as_workloads
 from qdqtune.errors import EngineFailure, EngineUnavailable, QdqtuneError, writing
 from qdqtune.graph.files import nbytes
 from qdqtune.graph.outputs import temporary_folder
@@ -31,69 +31,40 @@ SLACK = 5.0
 
 @dataclass(frozen=True)
 class Handle:
-    """One build of a model file that the runner holds ready."""
+    """One build of a model file that a runner holds."""
 
     path: Path
     build: int
     build_seconds: float = field(compare=False)
 
 
-class Worker(Protocol):
-    """What answers the requests of one runner: names of `worker.Session` methods with their arguments.
-
-    The first request opens the engine.
-    """
-
-    @property
-    def alive(self) -> bool:
-        """Whether it may be asked. One that is not has lost what it held."""
-
-    @property
-    def place(self) -> str:
-        """Where it is, for people; nothing where it is here."""
-
-    def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
-        """`(True, result)`, or `(False, QdqtuneError)`.
-
-        Raises:
-            TimeoutError: no answer within `limit` seconds.
-            EOFError, OSError: it has ended.
-        """
-
-    def kill(self) -> None:
-        """End it at once, with all that it holds."""
-
-    def exit_reason(self) -> str:
-        """Exit code or signal of a worker that has ended."""
-
-    def printed(self) -> str:
-        """What it has printed outside of builds."""
-
-
-StartWorker = Callable[[Path, Device], Worker]
-"""Starts a worker on a device; it prints to the end of the file given."""
-
 start_worker: StartWorker = WorkerProcess
-"""How runners that are not told otherwise start theirs."""
+"""The default of `Runner`."""
 
 
 TIME_LIMIT = 600.0
 """Seconds that a build or an inference may take where nobody says otherwise."""
 
-_limit: ContextVar[float] = ContextVar("time limit", default=TIME_LIMIT)
+_limit: ContextVar[tuple[float, float | None]] = ContextVar("time limit", default=(TIME_LIMIT, None))
 
 T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
+def time_limit(seconds: float, ends: float | None = None) -> Iterator[None]:
     """What the user allows one request to an engine, for all runners made meanwhile that are not told otherwise: those
-    of calibration, sensitivity and checks as well."""
-    token = _limit.set(seconds)
+    of calibration, sensitivity and checks as well; and one pass over samples that are opened meanwhile, which have to
+    come before the run `ends` by `time.monotonic`."""
+    token = _limit.set((seconds, ends))
     try:
         yield
     finally:
         _limit.reset(token)
+
+
+def current_limit() -> tuple[float, float | None]:
+    """The seconds of `time_limit`, and when the run ends, if it has to."""
+    return _limit.get()
 
 
 class _WorkerLostError(Exception):
@@ -105,13 +76,14 @@ class _WorkerLostError(Exception):
 class Runner:
     """An engine in a worker process. A context manager; not for use by several threads at once.
 
-    When the worker dies, which may be another's doing, the call at hand is made once more. When it dies again or takes
-    too long, that call returns a `Failure`. Each starts another worker, where models that are still loaded are built
-    again as they are needed. An interrupt while a call waits ends the worker too, and the runner stays usable.
+    When the worker dies, which the system may have caused, the request is repeated once. When it dies again or takes
+    too long, the call returns a `Failure`. The next request starts another worker, where loaded models are built again
+    when they are needed. An interrupt while a call waits ends the worker too, and the runner stays usable.
 
     `time_limit_s`, by default that of `time_limit`, holds for each build, each inference of `outputs`, and each probe.
     Rounds may take that, and `SLACK` times what the probe makes us expect in addition. `start` gives another worker
-    than a process, on `device`. `unpacked` are bytes that a build takes beside its file: weights written out.
+    than a process, on `device`. `unpacked` are bytes that a build takes beside its file: weights written out. `memory`
+    bounds what this runner and others of the same thread hold together; without it all that is loaded stays loaded.
     """
 
     def __init__(
@@ -123,16 +95,17 @@ class Runner:
         start: StartWorker | None = None,
         device: Device = ANYWHERE,
         unpacked: int = 0,
+        memory: MemoryBudget | None = None,
     ) -> None:
         self.engine_seconds = 0.0
         """Wall time that callers have spent waiting for the engine."""
         self._spec = spec
-        self._limit = _limit.get() if time_limit_s is None else time_limit_s
+        self._limit = _limit.get()[0] if time_limit_s is None else time_limit_s
         self.log_dir = log_dir
         self._start_worker = start or start_worker
-        self.device, self._unpacked = device, unpacked
-        self.ahead = Ahead()
-        """What builds beside it."""
+        self.device, self._unpacked, self.memory = device, unpacked, memory
+        self.build_queue = BuildQueue()
+        """Builds that other processes make for it."""
         self.before_start: Callable[[], None] = lambda: None
         """Called before a worker starts."""
         self._own_log = log_dir / f"{device.name or 'worker'}.log"
@@ -141,7 +114,6 @@ class Runner:
         self._numbers = itertools.count()
         self._logs: dict[Handle, Path] = {}
         self._present: set[int] = set()
-        self._room = current_room()
         self._slots: dict[tuple[frozenset[Handle], float], list[Slot]] = {}
         with writing(log_dir):
             log_dir.mkdir(parents=True, exist_ok=True)
@@ -162,20 +134,24 @@ class Runner:
 
     @property
     def place(self) -> str:
-        """Its device and where that is, for people."""
+        """Its device and host, for messages."""
         where = "" if self._worker is None else self._worker.place
         return " on ".join(filter(None, (self.device.name, where)))
 
-    def beside(self, spec: EngineSpec, log_dir: Path) -> Runner:
-        """Another engine in place of this one, on the same device: this one's worker ends, and starts again when it is
-        asked, which should not be before the other one is closed."""
+    def in_place(self, spec: EngineSpec, log_dir: Path, *, has_budget: bool = True) -> Runner:
+        """Another engine in place of this one, on the same device and, if it `has_budget`, with the same memory budget.
+        This one's worker ends, and starts again when it is asked, which should not be before the other is closed."""
         if self.device != ANYWHERE:
             self.close()
-        return Runner(spec, time_limit_s=self._limit, log_dir=log_dir, start=self._start_worker, device=self.device)
+        return self._like(spec, log_dir, self.device, has_budget=has_budget)
 
     def elsewhere(self, spec: EngineSpec, device: Device) -> Runner:
-        """Another engine on another device, started where and as this one is."""
-        return Runner(spec, time_limit_s=self._limit, log_dir=self.log_dir, start=self._start_worker, device=device)
+        """Another engine on another device, started in the same way as this one."""
+        return self._like(spec, self.log_dir, device)
+
+    def _like(self, spec: EngineSpec, log_dir: Path, device: Device, *, has_budget: bool = True) -> Runner:
+        limit, start, memory = self._limit, self._start_worker, self.memory if has_budget else None
+        return Runner(spec, log_dir=log_dir, time_limit_s=limit, start=start, device=device, memory=memory)
 
     def describe(self) -> dict[str, str]:
         """`Engine.describe`.
@@ -195,8 +171,8 @@ class Runner:
         return numbers
 
     def feed(self, given: Tensors | Mix) -> None:
-        """Set what `rounds` and `layers` call all loaded models with: one sample, or several workloads."""
-        self._mix = mix_of(given)
+        """Set the inputs of `rounds` and `layers`: one sample, or several workloads."""
+        self._mix = as_workloads(given)
         self._slots.clear()
         if self._worker is not None:
             self._ask("feed", self._mix)
@@ -226,14 +202,14 @@ class Runner:
         return _twice(lambda: self._try("compile", path, log, plan, what=f"building {path.name}", log=log))
 
     def unload(self, handle: Handle) -> None:
-        """Free one build. Does nothing if that has been done."""
+        """Free one build, if it is loaded."""
         self._logs.pop(handle, None)
         self._slots = {key: slot for key, slot in self._slots.items() if handle not in key[0]}
         if handle.build in self._present:
             self._free(handle.build)
 
     def outputs(self, handle: Handle, samples: Iterable[Tensors]) -> list[dict[str, Array]] | Failure:
-        """The graph outputs for each sample. They may hold NaN: that is the caller's to judge."""
+        """The graph outputs for each sample. They may hold NaN."""
         results = []
         for sample in samples:
             result = self._asked([handle], "run", handle.build, sample, what=f"running {handle.path.name}")
@@ -243,7 +219,7 @@ class Runner:
         return results
 
     def outputs_of(self, path: Path, samples: Iterable[Tensors]) -> list[dict[str, Array]] | Failure:
-        """`outputs` of a file that is built for them alone."""
+        """`outputs` of a file, of a build that is freed afterwards."""
         handle = self.load(path)
         if isinstance(handle, Failure):
             return handle
@@ -260,7 +236,7 @@ class Runner:
         return result
 
     def report(self, model: Path, given: Tensors | Mix, runs: int, log_name: str) -> tuple[Layer, ...] | Failure:
-        """Report the layers of a file on what is given, see `feed`, of a build for that alone."""
+        """`layers` of a file on these inputs (see `feed`), of a build that is freed afterwards."""
         self.feed(given)
         handle = self.load(model, log_name, fresh=True)
         if isinstance(handle, Failure):
@@ -304,12 +280,12 @@ class Runner:
         return result
 
     def _build(self, number: int, path: Path, log: Path, needed: Iterable[int] = ()) -> float | Failure:
-        """Build a file where there is room, `needed` being builds that have to stay."""
-        size = 0 if self._room is None else nbytes(path) + self._unpacked
-        if self._room is not None:
-            self._room.make(size, frozenset((id(self), build) for build in needed))
+        """Build a file within the memory budget; builds that are `needed` now are not freed."""
+        size = 0 if self.memory is None else nbytes(path) + self._unpacked
+        if self.memory is not None:
+            self.memory.make_room(size, frozenset((id(self), build) for build in needed))
         before, begun = self.engine_seconds, monotonic()
-        made = self.ahead.take(path, log, self.compile)
+        made = self.build_queue.take(path, log, self.compile)
         self.engine_seconds = before + monotonic() - begun
         if isinstance(made, Failure):
             return made
@@ -319,13 +295,13 @@ class Runner:
             plan.unlink(missing_ok=True)
         if not isinstance(result, Failure):
             self._present.add(number)
-            if self._room is not None:
-                self._room.hold((id(self), number), size, lambda: self._free(number))
+            if self.memory is not None:
+                self.memory.add((id(self), number), size, lambda: self._free(number))
             result += seconds
         return result
 
     def _free(self, number: int) -> None:
-        """Take a build out of the worker's memory. It is made again when it is asked something, if it is loaded."""
+        """Free a build in the worker. A loaded one is made again when it is needed."""
         self._forget(number)
         if self._worker is not None and self._worker.alive:
             with contextlib.suppress(_WorkerLostError):  # then the memory is free as well
@@ -333,11 +309,11 @@ class Runner:
 
     def _forget(self, number: int) -> None:
         self._present.discard(number)
-        if self._room is not None:
-            self._room.leave((id(self), number))
+        if self.memory is not None:
+            self.memory.remove((id(self), number))
 
     def _ready(self, handles: list[Handle]) -> Failure | None:
-        """Build again what a worker that died has taken with it, and what made room for others."""
+        """Build again what was lost with a worker, or freed for other builds."""
         self._start()
         needed = [handle.build for handle in handles]
         for handle in handles:
@@ -347,12 +323,12 @@ class Runner:
                 result = self._build(handle.build, handle.path, self._logs[handle], needed)
                 if isinstance(result, Failure):
                     return result
-            elif self._room is not None:
-                self._room.use((id(self), handle.build))
+            elif self.memory is not None:
+                self.memory.use((id(self), handle.build))
         return None
 
     def _asked(self, handles: list[Handle], name: str, *arguments: Any, what: str, extra: float = 0.0) -> Any:
-        """The result of a request about builds, or the failure of engine or worker."""
+        """The result of a request about loaded builds, or the failure of engine or worker."""
         return _twice(lambda: self._ready(handles) or self._try(name, *arguments, what=what, extra=extra))
 
     def _try(self, name: str, *arguments: Any, what: str, log: Path | None = None, extra: float = 0.0) -> Any:
@@ -368,14 +344,18 @@ class Runner:
             return Failure("build" if name == "build" else "run", str(error), printed)
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        """The result of a request that no model can be blamed for."""
+        """The result of a request that concerns no model.
+
+        Raises:
+            EngineUnavailable: there is none.
+        """
         result = _twice(lambda: self._try(name, *arguments, what="answering"))
         if isinstance(result, Failure):
             raise EngineUnavailable(f"engine {self._spec.name!r} does not work here: {result.reason}")
         return result
 
     def _start(self) -> Worker:
-        """The worker, with the engine open and the sample fed."""
+        """The worker, started if there is none, with its engine open and its inputs set."""
         if self._worker is not None and self._worker.alive:
             return self._worker
         self.close()
@@ -385,7 +365,7 @@ class Runner:
         spec = EngineSpec(self._spec.name, dict(self._spec.options))
         try:
             self._exchange(worker, "open", (spec,), "opening the engine", limit)
-            if self._room is not None:
+            if self.memory is not None:
                 self._exchange(worker, "save_memory", (), "opening the engine", limit)
             if self._mix:
                 self._exchange(worker, "feed", (self._mix,), "taking the sample", limit)
@@ -420,16 +400,16 @@ class Runner:
 
 
 def _twice(ask: Callable[[], T | Failure]) -> T | Failure:
-    """What `ask` gives; if the worker has ended, what it gives then: that one was killed is not the model's fault."""
+    """What `ask` returns, or what it returns the second time if the worker has crashed: it may have been killed."""
     result = ask()
     return ask() if isinstance(result, Failure) and result.stage == "crash" else result
 
 
 def insist(result: T | Failure, otherwise: str, error: type[QdqtuneError] = EngineFailure) -> T:
-    """What an engine has given.
+    """A result that is no failure.
 
     Raises:
-        EngineFailure: it has given nothing: `otherwise`, and why. Or another `error`.
+        EngineFailure: it is one: `otherwise`, and the reason. Or another `error`.
     """
     if isinstance(result, Failure):
         raise error(f"{otherwise}: {result.reason}")

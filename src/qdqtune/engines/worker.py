@@ -1,4 +1,4 @@
-"""The process that an engine lives in: `python -m qdqtune.engines.worker FD`, started by `Runner`.
+"""The worker process, which holds an engine: `python -m qdqtune.engines.worker FD`, started by `Runner`.
 
 Requests `(name of a Session method, arguments)` come in on socket FD, and each is answered by `(True, result)` or
 `(False, QdqtuneError)`. Any other exception is a defect: it ends the process, with a traceback in its log. Standard
@@ -25,8 +25,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from qdqtune.engines import Built, Compiler, Engine, EngineSpec, mixes, open_engine
-from qdqtune.engines.room import scarce_memory
+from qdqtune.engines import Built, Compiler, Engine, EngineSpec, open_engine, workloads
+from qdqtune.engines.memory import scarce_memory
 from qdqtune.errors import QdqtuneError
 from qdqtune.types import Array, Layer, Measurement, Mix, NumericFormat, QuantType, Slot, Tensors, Workload
 
@@ -45,7 +45,7 @@ class Session:
         self._engine = opener(spec)
         self._models: dict[int, Built] = {}
         self._mix: Mix = (Workload({}),)
-        self._room: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._building: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def describe(self) -> dict[str, str]:
         """`Engine.describe`."""
@@ -56,12 +56,12 @@ class Session:
         return self._engine.numeric_format(quant_type)
 
     def feed(self, mix: Mix) -> None:
-        """Keep the workloads that timing uses."""
+        """Keep the workloads to time and profile with."""
         self._mix = mix
 
     def save_memory(self) -> None:
         """Build with `scarce_memory` from now on."""
-        self._room = scarce_memory
+        self._building = scarce_memory
 
     def compile(self, path: Path, log: Path, plan: Path) -> float:
         """`Compiler.compile`; the seconds that took."""
@@ -70,9 +70,9 @@ class Session:
         return perf_counter() - start
 
     def build(self, number: int, path: Path, log: Path, plan: Path | None = None) -> float:
-        """Build a model, or go on from its plan, and keep it; the seconds that took."""
+        """Build a model, or load its plan, and keep it; the seconds that took."""
         start, engine = perf_counter(), self._engine
-        with self._room():
+        with self._building():
             self._models[number] = (
                 engine.build(path, log) if plan is None else cast(Compiler, engine).load(plan, path, log)
             )
@@ -86,16 +86,17 @@ class Session:
         _give_back()
 
     def run(self, number: int, inputs: Tensors) -> dict[str, Array]:
-        """`Built.run`."""
-        return self._models[number].run(inputs)
+        """`Built.run`; of what ZipMap makes the numbers, [entries, classes]."""
+        outputs: dict[str, Any] = self._models[number].run(inputs)
+        return {name: _unzipped(value) for name, value in outputs.items()}
 
     def layers(self, number: int, runs: int) -> tuple[Layer, ...]:
         """`Built.layers`, of the average call."""
         model = self._models[number]
-        with self._room():  # many engines build the model once more for it
-            report = mixes.layers(self._mix, [model.layers(workload.inputs, runs) for workload in self._mix])
+        with self._building():  # many engines build the model once more for it
+            reports = [model.layers(workload.inputs, runs) for workload in self._mix]
         _give_back()
-        return report
+        return workloads.average_layers(self._mix, reports)
 
     def save(self, number: int, path: Path) -> None:
         """`Built.save`."""
@@ -123,7 +124,7 @@ class Session:
                     first.time(workload.inputs, 1)
                     second.time(workload.inputs, 1)
                 rounds[-1].append(_round(first, second, workload.inputs, slot, a_is_first=coin))
-        return mixes.measurement(self._mix, rounds)
+        return workloads.measurement(self._mix, rounds)
 
 
 def _give_back() -> None:
@@ -188,6 +189,14 @@ def _receive(channel: Connection[Any, Any], requests: SimpleQueue[Any]) -> None:
             requests.put(channel.recv())
         except (EOFError, OSError):
             os.killpg(0, signal.SIGKILL)  # this process and what the engine may have started
+
+
+def _unzipped(value: Any) -> Array:
+    """An output as an array: classifiers of scikit-learn give a list of {class: probability}."""
+    if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
+        return np.array([list(entry.values()) for entry in value], np.float32)
+    array: Array = value
+    return array
 
 
 if __name__ == "__main__":

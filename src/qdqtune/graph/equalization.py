@@ -72,7 +72,7 @@ def sites(model: Model) -> list[Site]:
 def _site(model: Model, node: Node) -> Site | None:
     axis = _producing_axis(model, node)
     info = model.tensors.get(node.outputs[0]) if axis is not None else None
-    if axis is None or info is None or info.dtype != TensorProto.FLOAT or info.shape is None:
+    if axis is None or info is None or info.dtype != TensorProto.FLOAT or not info.shape:
         return None
     axis %= len(info.shape)
     channels = info.shape[axis]

@@ -10,9 +10,11 @@ from copy import deepcopy
 from pathlib import Path
 from threading import RLock
 
-from onnx import TensorProto
+from onnx import ModelProto, StringStringEntryProto, TensorProto
 
 from qdqtune.errors import writing
+from qdqtune.graph.loading import files_of
+from qdqtune.graph.may_write import Output, is_of_a_run, mark
 from qdqtune.graph.model import Constant, Model, size_of
 from qdqtune.graph.outputs import appearing, temporary_folder
 from qdqtune.graph.wire import messages, parsed, refer
@@ -63,6 +65,47 @@ def nbytes(model: Path) -> int:
 def data_of(path: Path) -> Path:
     """The file that holds the constants of a model that is too large for one."""
     return path.parent / f"{path.name}.data"
+
+
+MODEL = "model"
+"""What a model that a command has written says that it is."""
+
+
+def model_outputs(path: Path, option: str, kind: str = MODEL) -> list[Output]:
+    """The files that an option writes which names a model: its own, and that of its constants, where it is large."""
+    data = data_of(path)
+
+    def is_ours(file: Path) -> bool:
+        return _is_signed(path, kind) and not is_of_a_run(path) and (file == path or file in files_of(path))
+
+    return [Output(path, option, is_ours), Output(data, option, is_ours)]
+
+
+def sign(path: Path, kind: str = MODEL) -> None:
+    """Write the mark of an output to the end of a finished ONNX file, as metadata: what follows on a message is merged
+    with it.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    with writing(path), path.open("ab") as file:
+        file.write(signature(file.tell(), kind))
+
+
+def signature(size: int, kind: str = MODEL) -> bytes:
+    """The mark of an output as a part of an ONNX file, behind so many bytes: what another program makes of the file has
+    another size, and is no output any more."""
+    said = StringStringEntryProto(key=f"qdqtune.{kind}.{size:016}", value=mark(kind))
+    return ModelProto(metadata_props=[said]).SerializeToString()
+
+
+def _is_signed(path: Path, kind: str) -> bool:
+    """Whether a file ends with the mark of an output of this kind, and holds what it held when that was written."""
+    length = len(signature(0, kind))
+    with suppress(OSError), path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END) - length
+        return size >= 0 and file.seek(size) == size and file.read() == signature(size, kind)
+    return False
 
 
 class ConstantFile:

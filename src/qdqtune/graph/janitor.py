@@ -30,6 +30,8 @@ def remove_left(parent: str | os.PathLike[str], prefix: str) -> bool:
     """Remove the folders for temporary files in `parent` whose processes were killed; whether none is left there."""
     left = glob.glob(f"{glob.escape(os.fspath(parent))}/{prefix}*/{MARK}")
     for folder in map(os.path.dirname, left):
+        if os.path.islink(folder):  # what it leads to does not lie here
+            continue
         with suppress(OSError):  # locked, or gone already
             descriptor = locked(folder)
             try:
@@ -84,10 +86,12 @@ class Janitor:
         with self._lock:
             if self._pipe is not None:
                 return
-            program = [sys.executable, "-I", "-S", os.path.abspath(__file__)]
+            from qdqtune.graph.interpreter import python  # not known to the program that this file is
+
+            program = python("-I", "-S", os.path.abspath(__file__))
             reads, self._pipe = os.pipe()
             nowhere = subprocess.DEVNULL
-            subprocess.run(program, stdin=reads, stdout=nowhere, stderr=nowhere, start_new_session=True, check=False)
+            subprocess.run(**program, stdin=reads, stdout=nowhere, stderr=nowhere, start_new_session=True, check=False)
             os.close(reads)  # what was run has ended, and left one that has no parent
             self._tell(b"".join(self._places))
 

@@ -24,11 +24,14 @@ from qdqtune.graph.folding import Names, drop_identities, drop_unused
 from qdqtune.graph.folding import fix_inputs as fix
 from qdqtune.graph.model import Constant, Model, bodies, captured
 from qdqtune.graph.operators import COMPUTE
-from qdqtune.graph.soundness import check_sound
+from qdqtune.graph.soundness import check_sound, differs, kind_of
 from qdqtune.graph.wire import parsed
 
 OLDEST_OPSET = 7
 """The version converter knows no way up from anything older."""
+
+LONGEST = 2**22
+"""Elements of tensors of one dimension whose values shape inference may follow: it takes 80 bytes for each."""
 
 INFERENCE_ERRORS = (onnx.shape_inference.InferenceError, RuntimeError, ValueError)
 """What onnx raises from its C++ code; its own error classes have no base in common."""
@@ -81,6 +84,7 @@ def _ready(proto: ModelProto, path: Path, fix_inputs: Mapping[str, float | int |
     name_nodes(proto.graph)
     drop_identities(proto.graph)
     drop_unused(proto.graph, large)
+    _drop_false_types(proto, large)
     proto = _with_opset(proto, large, max(13, min_opset))
     return Model(infer(proto, large), large)
 
@@ -134,12 +138,58 @@ def checked(proto: ModelProto, large: Mapping[str, Constant]) -> Model:
 
 
 def infer(proto: ModelProto, large: Mapping[str, Constant]) -> ModelProto:
-    """`proto` with the types and shapes that shape inference finds; as it is if inference fails."""
+    """`proto` with the types and shapes that shape inference finds; as it is if inference fails.
+
+    Inference that follows values holds one for each element of a tensor of one dimension: where one is longer than any
+    shape or index is, values are not followed.
+    """
+    whole = _whole_graph(proto, large)
     try:
-        inferred = onnx.shape_inference.infer_shapes(_whole_graph(proto, large), data_prop=True)
+        inferred = onnx.shape_inference.infer_shapes(whole)
+        if all(_length(v) <= LONGEST for v in _values(inferred.graph) if v.name not in large):
+            inferred = onnx.shape_inference.infer_shapes(whole, data_prop=True)
     except INFERENCE_ERRORS:
         return proto
     return _without_inputs(inferred, large)
+
+
+def _values(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
+    """What a graph and its bodies say of tensors."""
+    yield from chain(graph.input, graph.value_info, graph.output)
+    for node in graph.node:
+        for body in bodies(node):
+            yield from _values(body)
+
+
+def _length(value: onnx.ValueInfoProto) -> int:
+    """Elements of a tensor of one dimension; 0 of others."""
+    sizes = value.type.tensor_type.shape.dim
+    return sizes[0].dim_value if len(sizes) == 1 else 0
+
+
+def _drop_false_types(proto: ModelProto, large: Mapping[str, Constant]) -> None:
+    """Forget the types and shapes that a file lists for tensors where its nodes make others, in place.
+
+    Raises:
+        BadModel: an output is listed with another type than its node makes.
+    """
+    bare = _whole_graph(proto, large)
+    del bare.graph.value_info[:]
+    for value in bare.graph.output:
+        value.ClearField("type")
+    try:
+        inferred = onnx.shape_inference.infer_shapes(bare).graph
+    except INFERENCE_ERRORS:
+        return
+    made = {value.name: value for value in (*inferred.value_info, *inferred.output) if kind_of(value)}
+    listed = proto.graph.value_info
+    replace(listed, [v for v in listed if v.name not in made or differs(v, made[v.name]) is None])
+    for value in proto.graph.output:
+        if value.name in made and (what := differs(value, made[value.name])) is not None:
+            if what == "type":
+                told = f"is listed as {kind_of(value)}, but its node makes {kind_of(made[value.name])}"
+                raise BadModel(f"output {value.name!r} {told}")
+            value.type.CopyFrom(made[value.name].type)
 
 
 def read(path: Path) -> ModelProto:
@@ -196,7 +246,8 @@ def data_files(path: Path) -> list[str]:
     proto = read(path)
     tensors = chain(proto.graph.initializer, inner_tensors(proto))
     named = {e.value for t in tensors for e in t.external_data if e.key == "location"} - {path.name}
-    return sorted(name for name in named if isinstance(name, str))  # what is no text, whoever loads the model refuses
+    # What no file can be called, whoever loads the model refuses.
+    return sorted(name for name in named if isinstance(name, str) and "\0" not in name)
 
 
 def _copy(proto: ModelProto) -> ModelProto:

@@ -1,25 +1,20 @@
-"""What may be written, asked in one place before any work; and files that appear whole under their names or not at all.
-
-A name that something refers to is refused whatever it is: the file itself, a link to it, or another name of the same
-file.
-"""
+"""Files that appear whole under their names or not at all, and folders for temporary files."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from qdqtune.errors import BadOption, OutputError, writing
+from qdqtune.errors import writing
 from qdqtune.graph import janitor
 from qdqtune.graph.janitor import MARK, locked, remove, remove_left
-
-Inputs = Mapping[str, Iterable[Path]]
-"""The files that a command reads, under what they are."""
+from qdqtune.graph.may_write import check_inside, real
 
 SCRATCH = ".qdqtune-"
 """How the names of our folders for temporary files begin."""
@@ -31,64 +26,29 @@ WORKERS = "worker-"
 """The same for those of engine processes, beside their logs."""
 
 
-def check_output(output: Path, read: Inputs) -> None:
-    """Refuse an output that is no file, that lies in a folder that is not there, or that is one of the files `read`.
-
-    Raises:
-        BadOption, OutputError: see above.
-    """
-    if (what := overwritten([output], read)) is not None:
-        raise BadOption(f"{output} would overwrite the {what[1]}: choose another --output")
-    if not output.parent.is_dir():
-        raise OutputError(f"cannot write {output}: there is no folder {output.parent}")
-    if output.is_dir():
-        raise OutputError(f"cannot write {output}: it is a folder")
-    if output.exists() and not output.is_file():
-        raise OutputError(f"cannot write {output}: it is no file; name one with --output")
-    with writing(output, "choose another --output"):
-        tempfile.TemporaryFile(dir=_replaceable(output).parent).close()
-
-
-def overwritten(outputs: Iterable[Path], read: Inputs) -> tuple[Path, str] | None:
-    """The first input that one of the outputs would overwrite, and what it is."""
-    named: dict[Path | tuple[int, int], tuple[Path, str]] = {}
-    for what, files in read.items():
-        for file in files:
-            for key in _identities(file):
-                named.setdefault(key, (file, what))
-    return next((named[key] for output in outputs for key in _identities(output) if key in named), None)
-
-
-def _identities(path: Path) -> Iterator[Path | tuple[int, int]]:
-    """What a file is known by: its place, links followed, and its number on the disk."""
-    with suppress(OSError):  # a name too long, or links in a circle: it is no input, and writing says what is wrong
-        yield path.resolve()
-        found = path.stat()
-        yield found.st_dev, found.st_ino
-
-
 @contextmanager
 def appearing(target: Path) -> Iterator[Path]:
     """A file to write instead of `target`, which takes its name when the block ends without an error.
 
     So does all that was written beside it, under the same names beside the target: a model and its external data appear
-    together. Until then, and after an error, what had these names is as it was. Where `target` is a link, the file that
-    it leads to is replaced.
+    together. Until then, and after an error, what had these names is as it was. Where `target` is a link to a file in
+    the same folder or below, that file is replaced.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: it cannot be written, or a link leads out of the folder.
     """
     with writing(target):
-        real = _replaceable(target)
-        with Scratch(real.parent) as folder:
+        file = _replaceable(target)
+        with Scratch(file.parent) as folder:
             fresh = folder / "new"
             fresh.mkdir()
-            yield fresh / real.name
+            yield fresh / file.name
             made = sorted(path.relative_to(fresh) for path in fresh.rglob("*") if path.is_file())
             for name in made:
-                _settle(fresh / name, real.parent / name)
-            made.sort(key=lambda name: name == Path(real.name))  # the file itself comes last
-            exchange([(fresh / name, real.parent / name) for name in made], folder / "old")
+                check_inside(file.parent / name, file.parent)
+                _settle(fresh / name, file.parent / name)
+            made.sort(key=lambda name: name == Path(file.name))  # the file itself comes last
+            exchange([(fresh / name, file.parent / name) for name in made], folder / "old")
 
 
 def _replaceable(path: Path) -> Path:
@@ -96,11 +56,13 @@ def _replaceable(path: Path) -> Path:
 
     Raises:
         OSError: it may not.
+        OutputError: it leads out of its folder.
     """
-    real = path.resolve()
-    if real.exists() and not os.access(real, os.W_OK):
+    check_inside(path, path.parent)
+    file = real(path)
+    if file.exists() and not os.access(file, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    return real
+    return file
 
 
 def _settle(fresh: Path, target: Path) -> None:
@@ -109,6 +71,16 @@ def _settle(fresh: Path, target: Path) -> None:
         shutil.copymode(target, fresh)
     with fresh.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def write_json(path: Path, content: Mapping[str, object]) -> None:
+    """Write a JSON file for machines.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    with appearing(path) as fresh:
+        fresh.write_text(json.dumps(dict(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def exchange(moves: Sequence[tuple[Path, Path]], aside: Path) -> None:

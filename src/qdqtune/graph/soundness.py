@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
+from typing import Literal
 
 import onnx
 from onnx import TensorProto
@@ -37,15 +38,44 @@ def check_sound(proto: onnx.ModelProto) -> None:
 
 
 def check_outputs(proto: onnx.ModelProto) -> None:
-    """Refuse outputs that are no tensors: sequences, maps and optional values have no numbers to compare.
+    """Refuse outputs that are no tensors: sequences, maps and optional values have no numbers to compare. What ZipMap
+    makes, as classifiers of scikit-learn give probabilities, has.
 
     Raises:
         BadModel: an output is one.
     """
+    zipped = {name for node in proto.graph.node if node.op_type == "ZipMap" for name in node.output}
     for value in proto.graph.output:
-        if (kind := value.type.WhichOneof("value")) not in (None, "tensor_type"):
-            told = kind.removesuffix("_type").replace("_", " ")
-            raise BadModel(f"output {value.name!r} is no tensor but of type {told}; such outputs are not supported")
+        if value.name in zipped:
+            continue
+        if value.type.WhichOneof("value") not in (None, "tensor_type"):
+            told = f"is no tensor but of type {kind_of(value)}"
+            raise BadModel(f"output {value.name!r} {told}; such outputs are not supported")
+
+
+def kind_of(value: onnx.ValueInfoProto) -> str:
+    """The element type of a tensor, or what else a value is, for people; nothing where that is not known."""
+    kind = value.type.WhichOneof("value") or ""
+    if kind != "tensor_type":
+        return kind.removesuffix("_type").replace("_", " ")
+    element = value.type.tensor_type.elem_type
+    return TensorProto.DataType.Name(element).lower() if element else ""
+
+
+def differs(listed: onnx.ValueInfoProto, made: onnx.ValueInfoProto) -> Literal["type", "shape"] | None:
+    """What a file says of a tensor that cannot be so, given what its node makes; None where both can be."""
+    if kind_of(listed) not in ("", kind_of(made)):
+        return "type"
+    one, other = listed.type.tensor_type, made.type.tensor_type
+    if not (one.HasField("shape") and other.HasField("shape")):
+        return None
+    known = [
+        (a.dim_value, b.dim_value)
+        for a, b in zip(one.shape.dim, other.shape.dim, strict=False)
+        if a.HasField("dim_value") and b.HasField("dim_value")
+    ]
+    is_other = len(one.shape.dim) != len(other.shape.dim) or any(a != b for a, b in known)
+    return "shape" if is_other else None
 
 
 def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:

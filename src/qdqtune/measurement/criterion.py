@@ -28,6 +28,9 @@ def _scores(model: Model, edge: Edge) -> Edge:
     """The input of the first in a row of squashing operators that ends at `edge`; itself if there is none."""
     best = edge
     while (node := model.maker(edge.tensor)) is not None:
+        if node.op == "ZipMap":  # which hands on a tensor as maps
+            edge = best = node.into[0]
+            continue
         if node.domain or node.op not in COPIES | SQUASHES | {"Div"}:
             break
         if node.op == "Div":  # a Softmax that was taken apart

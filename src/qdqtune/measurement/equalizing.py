@@ -16,8 +16,8 @@ from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import Ranges
 from qdqtune.graph.equalization import NORMALIZED_BY_CHANNEL, Factor, Site, scaled, sites
 from qdqtune.graph.model import Model
-from qdqtune.measurement.judging import CannotJudgeError, Outcome, judging
-from qdqtune.types import NumericFormat, Placement, Sample
+from qdqtune.measurement.judging import CannotJudgeError, Outcome, Steps, judging
+from qdqtune.types import Listener, NumericFormat, Placement, Sample
 
 SAMPLES = 32
 """Samples that judge, at most: either half those numbers that the other half has been asked for."""
@@ -35,9 +35,10 @@ def paying_factors(
     placed: Callable[[Ranges], Placement],
     most: int,
     is_late: Callable[[], bool],
+    listener: Listener,
 ) -> tuple[Factor, ...]:
     """The factors by which the outputs of a placement come closer to the float model's, judged by `most` so many
-    samples. Layers behind normalizations are tried apart from those behind others.
+    samples. Layers behind normalizations are tried apart from those behind others. The `listener` hears how far it is.
 
     Raises:
         BadData: no sample.
@@ -47,7 +48,7 @@ def paying_factors(
     samples = prepared.calibration.spread(min(most, SAMPLES)) if found else []
     if len(samples) < 2 or is_late():
         return ()
-    trial = _Trial(model, numbers, placed, samples)
+    trial = _Trial(model, numbers, placed, samples, Steps(listener, RUNS * len(samples)).took)
     placement = placed(trial.ranges(0))
     readers = ((site, [model.nodes[r] for r in site.readers]) for site in found)
     used = [site for site, nodes in readers if any(node.into[0] in placement for node in nodes)]
@@ -64,9 +65,10 @@ class _Trial:
     """Either half of some samples judges what the other half says."""
 
     def __init__(
-        self, model: Model, numbers: NumericFormat, placed: Callable[[Ranges], Placement], samples: Sequence[Sample]
-    ) -> None:
-        self._model, self._numbers, self._placed = model, numbers, placed
+        self, model: Model, numbers: NumericFormat, placed: Callable[[Ranges], Placement], samples: Sequence[Sample],
+        ran: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        self._model, self._numbers, self._placed, self._ran = model, numbers, placed, ran
         halves = samples[::2], samples[1::2]
         self._folds = (halves, halves[::-1])
         self._ranges: dict[int, Ranges] = {}
@@ -75,7 +77,7 @@ class _Trial:
     def ranges(self, fold: int) -> Ranges:
         """All values that the model, as it is, takes on one half of the samples."""
         if fold not in self._ranges:
-            self._ranges[fold] = calibrate(self._model, self._folds[fold][0], numbers=self._numbers)
+            self._ranges[fold] = self._calibrated(self._model, self._folds[fold][0])
         return self._ranges[fold]
 
     def gains(self, found: Sequence[Site]) -> bool:
@@ -89,13 +91,18 @@ class _Trial:
                 self._plain[number] = self._outcome(self._model, self.ranges(number), judges)
             before.append(self._plain[number])
             changed = scaled(self._model, factors)
-            after.append(self._outcome(changed, calibrate(changed, asked, numbers=self._numbers), judges))
+            after.append(self._outcome(changed, self._calibrated(changed, asked), judges))
             if after[-1].db() <= before[-1].db():
                 return False
         return _together(after).db() > _together(before).db() + BETTER_DB
 
+    def _calibrated(self, model: Model, samples: Sequence[Sample]) -> Ranges:
+        found = calibrate(model, samples, numbers=self._numbers)
+        self._ran(len(samples))
+        return found
+
     def _outcome(self, model: Model, ranges: Ranges, judges: Sequence[Sample]) -> Outcome:
-        with judging(model, self._placed(ranges), self._numbers, ranges, judges) as judge:
+        with judging(model, self._placed(ranges), self._numbers, ranges, judges, self._ran) as judge:
             return judge.outcome(ranges)
 
 

@@ -17,8 +17,8 @@ from qdqtune.graph.equalization import Factor, scaled, sites
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import work
 from qdqtune.measurement import equalizing
-from qdqtune.measurement.judging import CannotJudgeError, Judge, judging
-from qdqtune.types import NumericFormat, Placement
+from qdqtune.measurement.judging import CannotJudgeError, Judge, Steps, judging
+from qdqtune.types import Deaf, Listener, NumericFormat, Placement
 
 SAMPLES = 64
 """Samples of calibration that numbers are judged by, if `WORK` allows so many; `LEAST` in any case."""
@@ -47,25 +47,25 @@ def fitted(
     numbers: NumericFormat,
     placed: Callable[[Ranges], Placement],
     is_late: Callable[[], bool] = lambda: False,
-    stage: Callable[[str], None] = lambda _: None,
+    listener: Listener | None = None,
 ) -> Ranges:
     """Ranges by `how`; factors of channels and bias corrections where these bring the outputs closer to the float
     model's.
 
     `placed` gives the placement that the numbers are for, of the ranges: partial ones of it take their part of them.
-    Nothing further is tried once it `is_late`. Each `stage` that takes long is told.
+    Nothing further is tried once it `is_late`. The `listener` hears of what takes long, and how far it is.
 
     Raises:
         BadData: no sample.
         BadModel: ONNX Runtime cannot run the model.
     """
-    factors = tuple[Factor, ...]()
+    factors, listener = tuple[Factor, ...](), listener or Deaf()
     if how.equalization and sites(prepared.shaped):
-        stage("trying to make channels alike")
+        listener.stage("trying to make channels alike")
         most = _Budget(prepared.shaped, 1, how.bias_correction).halves
-        factors = equalizing.paying_factors(prepared, numbers, placed, most, is_late)
+        factors = equalizing.paying_factors(prepared, numbers, placed, most, is_late, listener)
         prepared = replace(prepared, shaped=scaled(prepared.shaped, factors))
-    return replace(_fitted(prepared, how, numbers, placed, is_late, stage), factors=factors)
+    return replace(_fitted(prepared, how, numbers, placed, is_late, listener), factors=factors)
 
 
 def _fitted(
@@ -74,11 +74,11 @@ def _fitted(
     numbers: NumericFormat,
     placed: Callable[[Ranges], Placement],
     is_late: Callable[[], bool],
-    stage: Callable[[str], None],
+    listener: Listener,
 ) -> Ranges:
     """See `fitted`; channels stay as they are."""
     model = prepared.shaped
-    stage(f"calibrating on {prepared.samples.origin}")
+    listener.stage(f"calibrating on {prepared.samples.origin}")
     found = calibrate_by_every_method(model, prepared.calibration, how, numbers=numbers)
     seen = next((ranges for ranges in found if ranges.method == "minmax"), None)
     candidates = [with_known_ranges(model, ranges, numbers, seen or ranges) for ranges in found]
@@ -87,10 +87,12 @@ def _fitted(
         return candidates[0]
     budget = _Budget(model, len(candidates), how.bias_correction)
     samples = prepared.calibration.spread(budget.samples)
-    stage("comparing ways to calibrate")
+    listener.stage("comparing ways to calibrate")
     blocks = _blocks(model, placement, budget.blocks(len(samples)))
+    mixing = len(blocks) * (len(candidates) - 1) * min(len(samples), FEWER)
+    ran = Steps(listener, len(samples) * budget.runs + mixing).took
     try:
-        with judging(model, placement, numbers, candidates[0], samples) as judge:
+        with judging(model, placement, numbers, candidates[0], samples, ran) as judge:
             return _best(judge, candidates, blocks, how.bias_correction, is_late)
     except CannotJudgeError:
         return candidates[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -13,6 +13,7 @@ from qdqtune.calibration.observe import MANY
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.cpu import cores
+from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.graph.files import ConstantFile, constants_to_share
 from qdqtune.graph.model import Model
@@ -21,7 +22,7 @@ from qdqtune.measurement.adjustable import CHANNELS, MOVES, Adjustable, Mode, fe
 from qdqtune.measurement.criterion import judged
 from qdqtune.placement.bias_correction import by_layer, layers, shrunk_mean
 from qdqtune.placement.insertion import Inserter
-from qdqtune.types import Array, Edge, Failure, NumericFormat, Placement, Sample
+from qdqtune.types import Array, Edge, Failure, Listener, NumericFormat, Placement, Sample
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +43,20 @@ class Outcome:
         return min(float(np.mean(part)) for part in np.split(single, np.cumsum(self.parts)[:-1]))
 
 
+@dataclass
+class Steps:
+    """Tells how many inferences were made, of so many at most."""
+
+    listener: Listener
+    most: int
+    done: int = 0
+
+    def took(self, count: int) -> None:
+        """So many more."""
+        self.done = min(self.done + count, self.most)
+        self.listener.progress(self.done, self.most)
+
+
 class CannotJudgeError(Exception):
     """ONNX Runtime does not run the model with pairs."""
 
@@ -52,10 +67,10 @@ class Judge:
 
     def __init__(
         self, runner: Runner, constants: ConstantFile, model: Model, placement: Placement, numbers: NumericFormat,
-        ranges: Ranges, samples: Sequence[Sample],
+        ranges: Ranges, samples: Sequence[Sample], ran: Callable[[int], None] = lambda _: None,
     ) -> None:  # fmt: skip
         self.layers = layers(model, placement)
-        self._runner, self._file = runner, constants
+        self._runner, self._file, self._ran = runner, constants, ran
         self._model, self._placement, self._samples = model, placement, samples
         groups = judged(model)
         self._shown, self._parts = list(chain.from_iterable(groups)), tuple(map(len, groups))
@@ -118,6 +133,7 @@ class Judge:
         found = self._runner.outputs(self._built[mode], given)
         if isinstance(found, Failure):
             raise CannotJudgeError(found.reason)
+        self._ran(len(given))
         return found
 
     def _build(self, mode: Mode) -> Handle:
@@ -134,10 +150,21 @@ class Judge:
 
 @contextmanager
 def judging(
-    model: Model, placement: Placement, numbers: NumericFormat, ranges: Ranges, samples: Sequence[Sample]
+    model: Model,
+    placement: Placement,
+    numbers: NumericFormat,
+    ranges: Ranges,
+    samples: Sequence[Sample],
+    ran: Callable[[int], None] = lambda _: None,
 ) -> Iterator[Judge]:
-    """A judge of `placement` on some samples; `ranges` decide nothing but how constants are rounded."""
+    """A judge of `placement` on some samples; `ranges` decide nothing but how constants are rounded. `ran` hears how
+    many inferences it has taken, whenever it has."""
     written = len(model.nodes) + 2 * len(placement)
     spec = EngineSpec("onnxruntime", {"threads": cores(), "fuse": written <= MANY, "fuse_pairs": False})
-    with temporary_folder() as folder, constants_to_share() as constants, Runner(spec, log_dir=folder) as runner:
-        yield Judge(runner, constants, model, placement, numbers, ranges, samples)
+    memory = MemoryBudget.for_model(sum(constant.nbytes for constant in model.large.values()))
+    with (
+        temporary_folder() as folder,
+        constants_to_share() as constants,
+        Runner(spec, log_dir=folder, memory=memory) as runner,
+    ):
+        yield Judge(runner, constants, model, placement, numbers, ranges, samples, ran)

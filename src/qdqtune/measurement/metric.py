@@ -23,9 +23,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qdqtune.calibration.samples import imported
+from qdqtune.calibration.callables import imported, users_code
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.errors import BadOption, Cancelled, EngineFailure, one_line
+from qdqtune.errors import BadOption, EngineFailure
 from qdqtune.types import Array, Failure
 
 Predict = Callable[[Mapping[str, Array]], Mapping[str, Array]]
@@ -77,19 +77,16 @@ def evaluate(evaluation: Evaluation, runner: Runner, handle: Handle) -> float | 
         return result[0]
 
     try:
-        with redirect_stdout(sys.stderr):
+        with users_code(f"--evaluate {evaluation.source} failed", BadOption), redirect_stdout(sys.stderr):
             value = evaluation.function(predict)
-    except Cancelled:
-        raise
-    except (Exception, SystemExit) as error:  # the function is the user's, and may do anything
+    except (BadOption, EngineFailure) as error:
         if failures:
             return failures[0]
-        given = (
-            " (it is called with `predict`, which takes {input name: array})" if isinstance(error, TypeError) else ""
-        )
-        raise BadOption(
-            f"--evaluate {evaluation.source} failed: {type(error).__name__}: {one_line(error)}{given}"
-        ) from error
+        if isinstance(error.__cause__, TypeError):
+            raise BadOption(f"{error} (it is called with `predict`, which takes {{input name: array}})") from error
+        if isinstance(error, EngineFailure):
+            raise BadOption(f"--evaluate {evaluation.source} failed: {error}") from error
+        raise
     if failures:  # it caught the error and went on: its number is worth nothing
         return failures[0]
     return _number(evaluation.source, value)

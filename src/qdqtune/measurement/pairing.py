@@ -8,25 +8,25 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from qdqtune.engines.ahead import Need
-from qdqtune.engines.crew import shared, to_spare
+from qdqtune.engines.build_queue import Urgency
+from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.measurement.timing import BUILD_LOOKS, Plan, Ratio, Rounds, compare_pairs, ratio, wants_builds
 from qdqtune.types import Failure, Listener, Measurement
 
-S = TypeVar("S", contravariant=True)
+W = TypeVar("W", contravariant=True)
 
 FRESH = ("final_0", "final_1")
 """What the first builds of a proof are called."""
 
 FEW = 4
-"""Rounds until who measures alone looks again for stations that have nothing to do."""
+"""Rounds that a worker takes before it looks again for idle ones, where there are none."""
 
 
-class Beside(Protocol[S]):
-    """Takes rounds of the same two files on another station, which builds both for it."""
+class RoundsElsewhere(Protocol[W]):
+    """Takes rounds of the same two files on another worker, which builds both for it."""
 
-    def __call__(self, station: S, /, *, first: int, count: int) -> Measurement | Failure:
+    def __call__(self, worker: W, /, *, first: int, count: int) -> Measurement | Failure:
         """`count` rounds from the number `first` on."""
 
 
@@ -37,21 +37,29 @@ def rounds_of(runner: Runner, a: Handle, b: Handle, plan: Plan, seed: int) -> Ro
     )
 
 
-def with_help(own: Rounds, beside: Beside[S], build_seconds: float, plan: Plan, *, is_ready: bool = False) -> Rounds:
-    """Rounds of which stations that have nothing else to do take a part, as far as building both files leaves them time
-    for it, unless it `is_ready` there when rounds begin; they are done here where nobody else has done them."""
-    seconds = 4 * plan.slot_seconds  # what a round takes at the least
+def shared_rounds(
+    own: Rounds,
+    elsewhere: RoundsElsewhere[W],
+    pool: WorkerPool[W],
+    build_seconds: float,
+    plan: Plan,
+    *,
+    is_built: bool = False,
+) -> Rounds:
+    """Rounds of which idle workers of the pool take a part, if that pays: building both files, if not `is_built` there
+    when rounds begin, costs each of them `build_seconds`. Rounds that none of them has taken are taken by `own`."""
+    seconds = 4 * plan.slot_seconds  # the least that a round takes
 
     def rounds(first: int, count: int) -> Measurement | Failure:
-        """A few at a time: others may have become free by then."""
-        total, end, lead = None, first + count, 0.0 if is_ready and first == 0 else build_seconds
+        """A few at a time, so that workers that have become idle can help with the next ones."""
+        total, end, lead = None, first + count, 0.0 if is_built and first == 0 else build_seconds
         while first < end:
-            left, share, helpers = end - first, 0, to_spare()
+            left, share, helpers = end - first, 0, pool.idle_per_task()
             if helpers and seconds:
                 share = max(0, int((left - lead / seconds) / (1 + helpers)))
-            mine = left - (helpers or 0) * share if share or helpers is None else min(left, FEW)
-            starts = range(first + mine, end, share) if share else ()
-            part = _in_parts(own, beside, first, mine, starts, share)
+            mine = left - helpers * share if share else min(left, FEW)
+            starts = range(first + mine, end, share) if share else range(0)
+            part = _in_parts(own, elsewhere, pool, first, mine, starts, share)
             if isinstance(part, Failure):
                 return part
             total = part if total is None else total + part
@@ -63,12 +71,13 @@ def with_help(own: Rounds, beside: Beside[S], build_seconds: float, plan: Plan, 
 
 
 def _in_parts(
-    own: Rounds, beside: Beside[S], first: int, mine: int, starts: Sequence[int], share: int
+    own: Rounds, elsewhere: RoundsElsewhere[W], pool: WorkerPool[W], first: int, mine: int, starts: range, share: int
 ) -> Measurement | Failure:
-    """Some rounds here, and parts of so many each beside them."""
-    total, parts = shared(partial(own, first, mine), [partial(beside, first=start, count=share) for start in starts])
-    for start, part in zip(starts, parts, strict=True):
-        more = own(start, share) if part is None or isinstance(part, Failure) else part
+    """The rounds from `first` on: `mine` here, and `share` of them from each of `starts` on other workers."""
+    parts = [partial(elsewhere, first=start, count=share) for start in starts]
+    total, others = pool.shared(partial(own, first, mine), parts)
+    for start, other in zip(starts, others, strict=True):
+        more = own(start, share) if other is None or isinstance(other, Failure) else other
         if isinstance(total, Failure) or isinstance(more, Failure):
             return total if isinstance(total, Failure) else more
         total += more
@@ -91,10 +100,10 @@ def fresh_builds(runner: Runner, a: Path, b: Path, log_name: str) -> Iterator[tu
         yield handles[1], handles[0]
 
 
-def begin_pairs(runner: Runner, file: Path, log_names: Sequence[str], need: Need) -> None:
+def begin_pairs(runner: Runner, file: Path, log_names: Sequence[str], urgency: Urgency) -> None:
     """Have the builds of a file made ahead that `fresh_pairs` takes by these names."""
     for log_name in log_names:
-        runner.ahead.begin(file, f"{log_name}_{file.stem}", need)
+        runner.build_queue.add(file, f"{log_name}_{file.stem}", urgency)
 
 
 def fresh_pairs(
@@ -112,9 +121,9 @@ def fresh_pairs(
     """Several builds of both files side by side, each pair with a seed and a name, compared in turns until all are
     decided: see `timing.compare_pairs`. `listener` hears of each turn."""
     with ExitStack() as stack:
-        runner.ahead.withdraw(Need.NOW)
-        begin_pairs(runner, b, log_names[1:], Need.NOW)  # the first is built here
-        begin_pairs(runner, a, log_names, Need.NOW)
+        runner.build_queue.withdraw(Urgency.NOW)
+        begin_pairs(runner, b, log_names[1:], Urgency.NOW)  # the first is built here
+        begin_pairs(runner, a, log_names, Urgency.NOW)
         pairs = []
         for seed, log_name in zip(seeds, log_names, strict=True):
             pair = stack.enter_context(fresh_builds(runner, a, b, log_name))

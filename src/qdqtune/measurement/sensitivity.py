@@ -23,7 +23,8 @@ from onnx import TensorProto, helper, numpy_helper
 from qdqtune.calibration import scales
 from qdqtune.calibration.observe import Run, running_in_several
 from qdqtune.calibration.scales import Quantization, Range, Ranges
-from qdqtune.engines.crew import Crew
+from qdqtune.engines.memory import MemoryBudget
+from qdqtune.engines.pool import WorkerPool
 from qdqtune.graph.loading import with_opset
 from qdqtune.graph.model import Constant, Model, Node
 from qdqtune.measurement.accuracy import accuracy, is_finite, noisiest
@@ -76,6 +77,7 @@ def sensitivities(
     listener: Listener | None = None,
     deadline: float | None = None,
     side_by_side: int = 1,
+    budget: MemoryBudget | None = None,
     thinned: Callable[[int, int, float], None] = lambda fewer, wanted, seconds: None,
 ) -> dict[str, float] | Failure:
     """Relative noise power that rounding each tensor of `pairs` brings to the worst output (see `search.costs.noise`).
@@ -85,7 +87,8 @@ def sensitivities(
     `deadline`: where that has room for fewer measurements, `thinned` is told how many, of how many, and the seconds of
     one. If only the `loudest` so many count, up to `INFERENCES` tensors are measured one by one, on as many samples as
     that leaves; among more, the blocks are halved until so many stand alone. So many blocks as `side_by_side` says are
-    measured at a time, each in a process of its own; what is found is the same. A failure if ONNX Runtime does not run
+    measured at a time, each in a process of its own; what is found is the same. `budget` is that of what engines hold
+    meanwhile. A failure if ONNX Runtime does not run
     the model with switches, or the float model's outputs are not finite.
     """
     if not pairs:
@@ -96,10 +99,13 @@ def sensitivities(
     most = len(samples) if loudest is not None else SAMPLES
     asked, heard = 0, listener or Deaf()
     each = max(1, min(most, INFERENCES // measurements))
-    with running_in_several(switched, side_by_side, fuse=False) as runs:  # whose fusions do not look outside of an If
-        crew = Crew(runs, is_patient=True)
+    with (
+        # not fused: ONNX Runtime's fusions do not look outside of an If
+        running_in_several(switched, side_by_side, fuse=False, budget=budget) as runs,
+        WorkerPool(runs, repeat_after=None) as pool,
+    ):
 
-        def outputs(block: Block, on: Sequence[Sample], run: Run = crew.first) -> list[dict[str, Array]] | Failure:
+        def outputs(block: Block, on: Sequence[Sample], run: Run = pool.first) -> list[dict[str, Array]] | Failure:
             switches = {_switch(i): np.asarray(block[0] <= i < block[1]) for i in range(count)}
             return run({**sample, **switches} for sample in on)
 
@@ -128,7 +134,7 @@ def sensitivities(
         def noise(blocks: Sequence[Block]) -> list[float]:
             nonlocal asked
             found = [DEAFENING] * len(blocks)
-            for number, rounded in crew.answers([partial(outputs, block, used) for block in blocks]):
+            for number, rounded in pool.results([partial(outputs, block, used) for block in blocks]):
                 asked += 1
                 heard.progress(min(asked, measurements), measurements)
                 if not isinstance(rounded, Failure) and is_finite(rounded):

@@ -6,6 +6,7 @@ these far less than from the float model's. A search asks here before it spends 
 
 ONNX Runtime itself does more: where a pair stands in front of a convolution (or of a MaxPool and the like there) and
 one behind it, it rounds its weights as well, per tensor. What is meant for it runs after these rewrites of the graph.
+These weights have all 8 bits: where products saturate (see `engines.cpu`), it may lose far more than is foretold.
 Its Softmax of 8 bits computes in integers, to less than a step: it stands in the graph as such.
 """
 
@@ -20,6 +21,7 @@ import onnx
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.cpu import cores
+from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.files import ConstantFile, constants_to_share
 from qdqtune.graph.model import Model, rebuild
@@ -32,10 +34,13 @@ MICROSOFT = "com.microsoft"
 
 
 class Simulation:
-    """Placements of one model on some samples, for one `engine`. A context manager; ONNX Runtime starts when somebody
-    asks."""
+    """Placements of one model on some samples, for one `engine`. A context manager; ONNX Runtime starts when it is
+    first needed, within the `memory` budget of the run."""
 
-    def __init__(self, inserter: Inserter, samples: Sequence[Sample], engine: str = "") -> None:
+    def __init__(
+        self, inserter: Inserter, samples: Sequence[Sample], engine: str = "", memory: MemoryBudget | None = None
+    ) -> None:
+        self._memory = memory
         self._inserter, self._samples, self._is_engine = inserter, samples, engine == "onnxruntime"
         self._stack = ExitStack()
         self._reference: list[dict[str, Array]] | Failure | None = None
@@ -76,7 +81,8 @@ class Simulation:
         constants = self._stack.enter_context(constants_to_share())
         spec = EngineSpec("onnxruntime", {"threads": cores(), "fuse": False, "rewrite": self._is_engine})
         floats = sum(constant.nbytes for constant in self._inserter.insert(Placement()).large.values())
-        return self._stack.enter_context(Runner(spec, log_dir=folder, unpacked=floats)), constants
+        runner = Runner(spec, log_dir=folder, unpacked=floats, memory=self._memory)
+        return self._stack.enter_context(runner), constants
 
 
 def with_integer_softmax(model: Model) -> Model:

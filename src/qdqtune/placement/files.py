@@ -10,11 +10,13 @@ from typing import Any, get_args
 import yaml
 
 from qdqtune.calibration.methods import Calibration
-from qdqtune.errors import BadOption, reading
+from qdqtune.errors import BadOption
+from qdqtune.graph.may_write import RECORD, mark
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import is_float
 from qdqtune.graph.outputs import appearing
 from qdqtune.graph.rewrites import Rewrites
+from qdqtune.placement.parsing import parsed_yaml
 from qdqtune.placement.possible import unstorable, weight_at
 from qdqtune.types import Edge, Placement, QuantType, Storage
 
@@ -88,7 +90,7 @@ def read_placement_file(path: Path) -> Recorded:
             content["quant_type"],
             content["engine"],
             dict(content.get("fix_inputs") or {}),
-            Calibration(**content.get("calibration", {})),  # which older files do not have, nor rewrites
+            Calibration(**content.get("calibration", {})),
             _rewrites(**content.get("rewrites", {})),
             content.get("weight_rounding", "nearest"),
         )
@@ -158,13 +160,14 @@ def _uncast(model: Model, tensor: str) -> str:
 
 
 def write_yaml(path: Path, content: Mapping[str, object]) -> None:
-    """Write a YAML file for people and machines.
+    """Write a YAML file for people and machines, with the mark of an output at its head.
 
     Raises:
         OutputError: the file cannot be written.
     """
     with appearing(path) as fresh:
-        fresh.write_text(yaml.safe_dump(dict(content), sort_keys=False, default_flow_style=None, width=120))
+        text = yaml.safe_dump(dict(content), sort_keys=False, default_flow_style=None, width=120)
+        fresh.write_text(f"# {mark(RECORD)}\n{text}")
 
 
 def read_yaml(path: Path, what: str) -> dict[str, Any]:
@@ -182,16 +185,3 @@ def read_yaml(path: Path, what: str) -> dict[str, Any]:
     if not isinstance(content, dict) or content.get("version") != VERSION:
         raise BadOption(f"{path} is no {what} file of this version: give one that `qdqtune tune` has written")
     return content
-
-
-def parsed_yaml(path: Path, what: str) -> Any:
-    """The content of a YAML file, whoever has written it; `what` it is, for errors.
-
-    Raises:
-        BadOption: the file is missing, or no YAML.
-    """
-    try:
-        with reading(f"{what} {path}"):
-            return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError, yaml.YAMLError) as error:  # no text, a date that is none, too deep
-        raise BadOption(f"{path} is no {what} file, or damaged: it is no YAML") from error

@@ -350,3 +350,10 @@ def _joined(op: str, bounds: list[float | None]) -> float | None:
     if op == "Mul":
         return 0.0 if min(known) >= 0 else None
     return sum(known) if op == "Add" else min(known)
+
+
+def count_pairs(placement: Placement) -> int:
+    """How many tensors have a Q/DQ pair: what users are told, in terminal, report and summary alike. A tensor that
+    several nodes read through a pair counts once.
+    """
+    return len({edge.tensor for edge in placement.edges})

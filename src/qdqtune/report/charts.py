@@ -123,6 +123,5 @@ def course(candidates: Sequence[Candidate], height: int = 120) -> tuple[tuple[St
 
 
 def longest(bars: Sequence[Bar]) -> float:
-    """The longest of the bars that name one group: the others' sum may leave the picture."""
-    own = [max(b.float_ms, (b.tuned_ms or 0.0) + b.conversion_ms) for b in bars if b.group is not None]
-    return max(own, default=1.0) or 1.0
+    """The ms of the longest of the bars, which fills the width."""
+    return max(max(bar.float_ms, (bar.tuned_ms or 0.0) + bar.conversion_ms) for bar in bars)

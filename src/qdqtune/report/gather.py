@@ -4,32 +4,33 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from qdqtune.commands.evidence import explain
-from qdqtune.commands.explain import evidence_of
 from qdqtune.commands.explanation import ORIGINS, RULED
+from qdqtune.commands.facts import Facts, facts_of
+from qdqtune.commands.why import explain
+from qdqtune.commands.words import built, decibels, duration, rewrites_gave, title
 from qdqtune.errors import BadOption
-from qdqtune.graph.model import Model
 from qdqtune.graph.operators import QDQ
 from qdqtune.measurement.limits import outcome
 from qdqtune.measurement.timing import Ratio, judge, ratio
-from qdqtune.report.graph import Ran, draw, everywhere
+from qdqtune.placement.reading import count_pairs
+from qdqtune.report.again import measured_again
+from qdqtune.report.charts import longest
+from qdqtune.report.graph import Ran, alike, draw, everywhere
 from qdqtune.report.values import Bar, Candidate, Fact, Group, Map, Point, Report, Speed, Strip, Verdict
-from qdqtune.report.words import decibels, duration, rewrites_gave
 from qdqtune.search import ratios_to_float
-from qdqtune.search.costs.attribution import Priced, attribute
+from qdqtune.search.costs.attribution import spent_by
 from qdqtune.search.front import undominated
-from qdqtune.tuning.finished import Finished, read_run
+from qdqtune.tuning.finished import FinishedRun, read_run
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT
+from qdqtune.tuning.run_files import RunLog
 from qdqtune.tuning.subgraphs.groups import by_rules, from_layers
-from qdqtune.types import EQUAL_DB, Failure, Layer, Measurement, Placement, Trial
+from qdqtune.types import EQUAL_DB, Failure, Measurement, Placement, Trial
 
 BARS = 24
-"""Groups that have a bar of their own."""
+"""Rows of bars, the last one for all others aside."""
 
 TAIL = 36
 """Characters of a node's name beside a bar."""
@@ -45,21 +46,21 @@ def report_of_run(folder: Path) -> Report:
     run = read_run(folder)
     if not (folder / BASELINE).is_file():
         raise BadOption(f"{folder} has lost {BASELINE}, which holds the graph: run the same tune command again")
-    evidence = evidence_of(run.left)
-    drawn = _map(run, evidence.model, {row.node: row.reason for row in explain(evidence)})
+    facts = facts_of(run)
+    drawn = _map(run, facts)
     return Report(
-        title=Path(run.summary["model"]).name,
+        title=title(Path(run.summary["model"])),
         kind="tune",
         verdict=verdict(run),
         facts=tuple(_facts(run)),
-        notes=tuple(run.told.get("notes", ())),
+        notes=() if run.log is None else run.log.notes,
         bars=bars(drawn),
         bars_lead=_bars_lead(drawn, run),
         map=drawn,
         points=tuple(_points(run)),
-        floor_db=run.summary.get("min_sqnr_db"),
+        floor_db=run.summary["min_sqnr_db"],
         proof=tuple(_proof(run)),
-        candidates=tuple(candidates(run)),
+        candidates=tuple(candidates(run, facts.trial)),
         circumstances=tuple(_circumstances(run)),
         commands=tuple(_commands(run)),
     )
@@ -77,10 +78,10 @@ def strip(name: str, measurement: Measurement, measured: Ratio) -> Strip:
     return Strip(name, rounds, speed(measured))
 
 
-def verdict(run: Finished) -> Verdict:
+def verdict(run: FinishedRun) -> Verdict:
     """What came out, in a sentence."""
     summary = run.summary
-    name = Path(summary["model"]).name
+    name = title(Path(summary["model"]))
     if summary["shipped"] == "tuned":
         found = speed(Ratio(summary["ratio"], summary["ratio_low"], summary["ratio_high"]))
         saved = 1 - summary["ratio"]
@@ -89,7 +90,7 @@ def verdict(run: Finished) -> Verdict:
         meaning += "Measured on the finished files, on fresh builds that the search never saw."
         return Verdict(f"{name} runs {found.median:.2f} times as fast", meaning, True, found, "the float model")
     kept = "your own file" if summary["shipped"] == "given" else "the float model"
-    if summary.get("constraint_met") is False:
+    if summary["constraint_met"] is False:
         meaning = f"Faster candidates were found, but none keeps the outputs close enough. {FINAL} is {kept}."
         return Verdict(f"Nothing faster is exact enough for {name}", meaning, False)
     if not summary["trials"]:
@@ -98,39 +99,34 @@ def verdict(run: Finished) -> Verdict:
     return Verdict(f"Nothing faster was found for {name}", meaning, False)
 
 
-def _shown(run: Finished) -> tuple[Placement, str]:
-    """The placement beside the float model, and what it is called: what ships, or else the fastest candidate whose
-    layers are known."""
-    if run.final:
-        return run.final, "tuned"
+def _shown(run: FinishedRun, facts: Facts) -> tuple[Ran, str] | None:
+    """The build beside the float model's, and what it is called: what ships, or else the fastest candidate whose layers
+    are known."""
+    if facts.placement:
+        return Ran(facts.placement, facts.shipped_layers, facts.spent), "tuned" if run.final else "your Q/DQ file"
     ratios = ratios_to_float(run.history, run.plan)
     known = [t for t in run.history if t.layers and t.placement in ratios]
     if not known:
-        return Placement(), ""
+        return None
     best = min(known, key=lambda t: (t.holds is False, ratios[t.placement]))
-    return best.placement, f"candidate {best.number}"
+    spent = spent_by(facts.model, best.placement, best.layers or (), ratios[best.placement] * facts.float_ms)
+    return Ran(best.placement, best.layers or (), spent), f"candidate {best.number}"
 
 
-def _map(run: Finished, model: Model, whys: Mapping[str, str]) -> Map:
-    shown, name = _shown(run)
-    grouped = from_layers(model, run.float_layers, "") if run.float_layers else by_rules(model, everywhere(model))
-    known: dict[Placement, Sequence[Layer]] = {t.placement: t.layers for t in run.history if t.layers}
-    if run.final:
-        known[run.final] = run.final_layers
-    float_ms = run.left.float_ms
-    ratios = ratios_to_float(run.history, run.plan)
-    if run.final:
-        ratios[run.final] = run.left.here["final_ms"] / float_ms  # fresh builds count before those of the search
-    before = _ran(model, Placement(), run.float_layers, 1.0, float_ms)
-    after = _ran(model, shown, known.get(shown, ()), ratios.get(shown, 1.0), float_ms) if shown else None
+def _map(run: FinishedRun, facts: Facts) -> Map:
+    model, layers = facts.model, facts.float_layers
+    grouped = from_layers(model, layers, "") if layers else by_rules(model, everywhere(model))
+    after, name = _shown(run, facts) or (None, "")
+    before = Ran(Placement(), layers, facts.float_spent)
     error_db = {tensor: _db(noise) for tensor, noise in run.alone.items()}
-    return draw(model, grouped.groups, frozenset(grouped.folded), before, after, error_db, whys, name)
+    whys = {row.node: row.reason for row in explain(facts)}
+    floats = "rewritten float" if _gave(run) else "float"
+    return draw(model, grouped.groups, frozenset(grouped.folded), before, after, error_db, whys, name, floats)
 
 
-def _ran(model: Model, placement: Placement, layers: Sequence[Layer], share: float, float_ms: float) -> Ran:
-    timed = any(layer.time_ms for layer in layers)
-    times = attribute(model, Priced(placement, tuple(layers), share), float_ms) if timed else None
-    return Ran(placement, tuple(layers), times)
+def _gave(run: FinishedRun) -> bool:
+    """Whether rewrites have made another float model of the user's file, of which times are known."""
+    return "gave" in run.summary["rewrites"]
 
 
 def _db(noise: float) -> float:
@@ -139,28 +135,31 @@ def _db(noise: float) -> float:
 
 
 def bars(drawn: Map) -> tuple[Bar, ...]:
-    """The groups that take the most time, and all the others as one."""
-    timed = [(n, g) for n, g in enumerate(drawn.groups) if g.float_ms is not None]
-    if not sum(g.float_ms or 0.0 for _, g in timed):
+    """The groups that take the most time, those at one place of a block that repeats as one; and all the others."""
+    if not sum(g.float_ms or 0.0 for g in drawn.groups):
         return ()
-    timed.sort(key=lambda pair: -max(pair[1].float_ms or 0.0, (pair[1].tuned_ms or 0.0) + pair[1].conversion_ms))
-    rows = [
-        Bar(
-            g.label,
-            tail(foremost(drawn, g)),
-            n,
-            g.float_ms or 0.0,
-            g.tuned_ms,
-            g.conversion_ms,
-            g.precision == "8 bit",
-        )
-        for n, g in timed[:BARS]
-    ]
-    if rest := [g for _, g in timed[BARS:]]:
-        tuned = None if rest[0].tuned_ms is None else sum(g.tuned_ms or 0.0 for g in rest)
-        floats, conversions = sum(g.float_ms or 0.0 for g in rest), sum(g.conversion_ms for g in rest)
-        rows.append(Bar(f"the other {len(rest)} groups", "", None, floats, tuned, conversions))
+    rows = [row for numbers in alike(drawn) if longest([row := _bar(drawn, numbers)])]
+    rows.sort(key=lambda row: -longest([row]))
+    if rest := rows[BARS:]:
+        tuned = None if rest[0].tuned_ms is None else sum(bar.tuned_ms or 0.0 for bar in rest)
+        floats, conversions = sum(bar.float_ms for bar in rest), sum(bar.conversion_ms for bar in rest)
+        rows[BARS:] = [Bar(f"the other {sum(bar.groups for bar in rest)} groups", "", None, floats, tuned, conversions)]
     return tuple(rows)
+
+
+def _bar(drawn: Map, numbers: Sequence[int]) -> Bar:
+    groups = [drawn.groups[n] for n in numbers]
+    first, many = groups[0], f"{len(numbers)} times, the first: " * (len(numbers) > 1)
+    return Bar(
+        {"shapes": "computing shapes", "folded": "computed in advance"}.get(first.precision, first.label),
+        many + tail(foremost(drawn, first)),
+        numbers[0],
+        sum(g.float_ms or 0.0 for g in groups),
+        None if first.tuned_ms is None else sum(g.tuned_ms or 0.0 for g in groups),
+        sum(g.conversion_ms for g in groups),
+        first.precision == "8 bit",
+        len(groups),
+    )
 
 
 def foremost(drawn: Map, group: Group) -> str:
@@ -174,57 +173,70 @@ def tail(name: str) -> str:
     return name if len(name) <= TAIL else "…" + name[1 - TAIL :]
 
 
-def _bars_lead(drawn: Map, run: Finished) -> str:
+def _bars_lead(drawn: Map, run: FinishedRun) -> str:
     spent = sum(g.conversion_ms for g in drawn.groups)
-    told = f"{run.left.float_ms:.4g} ms in float, as measured"
+    told = f"{drawn.before.capitalize()} {run.float_ms:.4g} ms"
     if run.final:
-        told += f", and {run.left.here['final_ms']:.4g} ms tuned"
-    told += ", shared out over layers as the engine told of inferences that it profiled."
+        told += f", tuned {run.here['final_ms']:.4g} ms"
+    threads = run.summary["engine"].get("threads")
+    at = f" at {_threads(threads)}" if threads else ""
+    told += f", as rounds have measured{at}, shared out over layers as the engine told of inferences that it profiled."
     if not drawn.tuned:
         return told
     what = "the tuned model" if run.final else f"{drawn.tuned}, the fastest that was tried, which does not ship"
     return f"{told} Conversions between 8 bits and float take {spent:.3g} ms of {what}."
 
 
-def _facts(run: Finished) -> Iterator[Fact]:
+def _facts(run: FinishedRun) -> Iterator[Fact]:
     summary = run.summary
-    yield Fact("float", f"{summary['baseline_ms']:.4g} ms", "median time of one inference")
+    by_threads = summary["by_threads"]
+    here = [row["threads"] for row in by_threads if row["baseline_ms"] == summary["baseline_ms"]]
+    at = f", {_threads(here[0])}" if here else ""
+    yield Fact("float", f"{summary['baseline_ms']:.4g} ms", f"median time of one inference of your file{at}")
+    if _gave(run):
+        told = "what rewrites made of your file, without any pair"
+        yield Fact("rewritten float", f"{run.float_ms:.4g} ms", told)
     if summary["shipped"] == "tuned":
-        yield Fact("tuned", f"{summary['final_ms']:.4g} ms", "median time of one inference")
-        if len(by_threads := summary.get("by_threads", [])) > 1:
+        yield Fact("tuned", f"{summary['final_ms']:.4g} ms", f"median time of one inference{at}")
+        if len(by_threads) > 1:
             for row in by_threads:
                 median = 1 / row["ratio"]
-                named = f"at {row['threads']} thread{'s' * (row['threads'] > 1)}"
+                named = f"at {_threads(row['threads'])}"
                 times = f"{row['final_ms']:.4g} ms instead of {row['baseline_ms']:.4g} ms"
                 yield Fact(named, f"{median:.2f}×", f"as fast: {times}, {row['verdict']} on fresh builds there")
-        for row in summary.get("workloads", []):
-            times = f"{row['final_ms']:.4g} ms instead of {row['baseline_ms']:.4g} ms"
-            which = f"{row['name']}, {row['share']:.0%} of the calls"
-            yield Fact(which, f"{1 / row['ratio']:.2f}×", f"as fast: {times}, {row['verdict']} on fresh builds")
-        if (given := summary.get("ratio_to_given")) is not None:
-            yield Fact("against your file", f"{1 / given:.2f}×", f"as fast as {Path(summary['model']).name} as it is")
+        for workload in summary.get("workloads", []):
+            times = f"{workload['final_ms']:.4g} ms instead of {workload['baseline_ms']:.4g} ms"
+            which = f"{workload['name']}, {workload['share']:.0%} of the calls"
+            told = f"as fast: {times}, {workload['verdict']} on fresh builds"
+            yield Fact(which, f"{1 / workload['ratio']:.2f}×", told)
+        if (given := summary["ratio_to_given"]) is not None:
+            yield Fact("against your file", f"{1 / given:.2f}×", f"as fast as {title(Path(summary['model']))} as it is")
         exact = summary["output_sqnr_db"]
         hint = "signal over error at the outputs; 20 dB is an error of a tenth, 30 of a thirtieth"
         yield Fact("output accuracy", "equal" if exact is None else f"{exact:.1f} dB", hint)
-        if summary.get("metric_before") is not None and summary.get("metric_after") is not None:
-            yield Fact("your metric", f"{summary['metric_after']:.4g}", f"float: {summary['metric_before']:.4g}")
-        if "gave" in (rewrites := summary.get("rewrites", {})):
+        before, after = summary["metric_before"], summary["metric_after"]
+        if before is not None and after is not None:
+            yield Fact("your metric", f"{after:.4g}", f"float: {before:.4g}")
+        if "gave" in (rewrites := summary["rewrites"]):
             gave, placed = rewrites_gave(summary)
             told = "" if placed is None else f"; the placement gave {1 / placed:.2f}× on top"
             yield Fact(
                 "rewrites gave", f"{1 / gave:.2f}×", f"as fast as your file: {', '.join(rewrites['names'])}{told}"
             )
         yield Fact("tensors in 8 bits", str(summary["pairs"]), "values that carry a Q/DQ pair")
-    elif (without := summary.get("fastest_without_limits")) is not None:
+    elif (without := summary["fastest_without_limits"]) is not None:
         ends = "equal outputs" if without["sqnr_db"] is None else decibels(without["sqnr_db"])
         yield Fact("fastest without limits", f"{1 / without['ratio']:.2f}×", f"as fast as float, at {ends}")
-    builds = f"{summary['builds']} build{'s' * (summary['builds'] != 1)}"
-    yield Fact("candidates", str(summary["trials"]), f"{builds} in {duration(summary['seconds'])}")
+    yield Fact("candidates", str(summary["trials"]), f"builds: {built(summary)}, in {duration(summary['seconds'])}")
 
 
-def _points(run: Finished) -> Iterator[Point]:
+def _threads(count: int | str) -> str:
+    return f"{count} thread{'s' * (str(count) != '1')}"
+
+
+def _points(run: FinishedRun) -> Iterator[Point]:
     """Proven points of a front, and the candidates of the search."""
-    proven = run.summary.get("front") or ()
+    proven = run.summary.get("front", [])
     for row in proven:
         ends = speed(Ratio(row["ratio"], row["low"], row["high"]))
         yield Point(f"{FRONT}/{row['name']}", ends, row["sqnr_db"], row["shipped"], True, row["holds_limits"])
@@ -242,16 +254,16 @@ def _points(run: Finished) -> Iterator[Point]:
         yield Point(name, ends, trial.sqnr_db, is_final, is_final, trial.holds is not False)
 
 
-def _proof(run: Finished) -> Iterator[Strip]:
+def _proof(run: FinishedRun) -> Iterator[Strip]:
     for number, measured in enumerate(run.proof, 1):
         yield strip(f"builds {number}", measured, ratio(measured, run.proof_plan))
 
 
-def candidates(run: Finished) -> Iterator[Candidate]:
-    """The candidates in the order in which they were tried."""
+def candidates(run: FinishedRun, shipped: Trial | None) -> Iterator[Candidate]:
+    """The candidates in the order in which they were tried; `shipped` is that of what ships."""
     ratios = ratios_to_float(run.history, run.plan)
-    rows = {row["key"]: row for row in run.told.get("trials", ())}
-    seconds = [row["seconds"] for row in rows.values()] if len(rows) == len(run.history) else [None] * len(run.history)
+    rows = {} if run.log is None else {row.of: row.seconds for row in run.log.trials}
+    seconds = list(rows.values()) if len(rows) == len(run.history) else [None] * len(run.history)
     for trial, when in zip(run.history, seconds, strict=True):
         came = "accepted" if trial.accepted else outcome(trial, run.plan)
         measured = judge(trial, run.plan)
@@ -263,13 +275,14 @@ def candidates(run: Finished) -> Iterator[Candidate]:
             trial.number,
             origin(trial),
             came,
-            told(trial, run),
+            _of_shipped(trial) if trial is shipped else told(trial, run),
             shown,
             None if found is None or measured is None else 1 / found,
             trial.sqnr_db,
-            len({e.tensor for e in trial.placement}),
+            count_pairs(trial.placement),
             trial.builds,
             when,
+            trial is shipped,
         )
 
 
@@ -279,7 +292,12 @@ def origin(trial: Trial) -> str:
     return ORIGINS.get(name, f"the rule '{name}'" if name in RULED else name)
 
 
-def told(trial: Trial, run: Finished) -> str:
+def _of_shipped(trial: Trial) -> str:
+    how = "the best when it was tried" if trial.accepted else "whatever it was against the best of its time"
+    return f"this is {FINAL}: {how}, and proven on fresh builds against the float model"
+
+
+def told(trial: Trial, run: FinishedRun) -> str:
     """Why a candidate was taken or not."""
     measured = judge(trial, run.plan)
     if measured is None:
@@ -288,7 +306,7 @@ def told(trial: Trial, run: Finished) -> str:
     if trial.accepted:
         return "faster than the best before it beyond noise, and exact enough: the new best"
     if trial.holds is False:
-        floor = run.summary.get("min_sqnr_db")
+        floor = run.summary["min_sqnr_db"]
         limit = f", and {floor:g} dB are asked for" if floor is not None and trial.sqnr_db is not None else ""
         exact = "" if trial.sqnr_db is None else f": {trial.sqnr_db:.1f} dB"
         return f"its outputs are too far from the float model's{exact}{limit}"
@@ -300,52 +318,49 @@ def told(trial: Trial, run: Finished) -> str:
     return words[measured.verdict]
 
 
-def _circumstances(run: Finished) -> Iterator[Fact]:
-    summary, machine = run.summary, run.told.get("machine", {})
+def _circumstances(run: FinishedRun) -> Iterator[Fact]:
+    summary, log = run.summary, run.log
     engine = summary["engine"]
     for name in ("engine", "version", "provider", "device", "driver", "isa", "threads"):
         if engine.get(name):
-            yield Fact({"isa": "instruction sets"}.get(name, name), str(engine[name]))
-    if machine:
-        yield Fact("cores", str(machine["cores"]))
-        loads = [f"{load:g}" for load in machine["load"] if load is not None]
+            yield Fact({"isa": "instruction sets"}.get(name, name), engine[name])
+    if log is not None:
+        yield Fact("cores", str(log.machine.cores))
+        loads = [f"{load:g}" for load in log.machine.load if load is not None]
         if loads:
             yield Fact("load, begin and end", " and ".join(loads), "processes that wanted the cores")
-        yield Fact("system", machine["system"])
-    if run.told.get("begun"):
-        yield Fact("begun", run.told["begun"].replace("T", " ").replace("+00:00", " UTC"))
-    if spent := _spent(run):
-        yield Fact("where the time of the run went", spent)
+        yield Fact("system", log.machine.system)
+        yield Fact("begun", log.begun.replace("T", " ").replace("+00:00", " UTC"))
+        if spent := _spent(log):
+            yield Fact("where the time of the run went", spent)
     yield Fact("seed", str(summary["seed"]))
     yield Fact("mode", summary["mode"])
-    if run.told.get("calibration"):
-        yield Fact("calibration", run.told["calibration"])
-    if (judging := summary.get("accuracy_samples")) is not None:
-        held = "kept apart from calibration" if summary.get("accuracy_held_out") else "which calibration saw as well"
+    if log is not None:
+        yield Fact("calibration", log.calibration)
+    if judging := summary["accuracy_samples"]:
+        held = "kept apart from calibration" if summary["accuracy_held_out"] else "which calibration saw as well"
         yield Fact("outputs judged on", f"{judging} samples, {held}")
     for name, version in summary["versions"].items():
-        yield Fact(name, str(version))
+        yield Fact(name, version)
 
 
-def _spent(run: Finished) -> str:
-    """Seconds by stage, those that took longest first; empty for runs of versions that wrote no diary."""
-    stages = run.told.get("stages", ())
-    ends = [*(seconds for _, seconds in stages[1:]), run.told.get("seconds", run.summary["seconds"])]
-    took = Counter[str]()
-    for (text, begin), end in zip(stages, ends, strict=False):
-        took[text] += end - begin  # a stage may come twice
-    return ", ".join(f"{text} {duration(seconds)}" for text, seconds in took.most_common(4) if seconds >= 1)
+def _spent(log: RunLog) -> str:
+    """Seconds by stage, those that took longest first."""
+    ends = [*(seconds for _, seconds in log.stages[1:]), log.seconds]
+    took: dict[str, float] = {}
+    for (text, begin), end in zip(log.stages, ends, strict=False):
+        took[text] = took.get(text, 0.0) + end - begin  # a stage may come twice
+    first = sorted(took.items(), key=lambda item: -item[1])[:4]
+    return ", ".join(f"{text} {duration(seconds)}" for text, seconds in first if seconds >= 1)
 
 
-def _commands(run: Finished) -> Iterator[Fact]:
-    typed: Sequence[str] = run.told.get("command", ())
+def _commands(run: FinishedRun) -> Iterator[Fact]:
+    typed = () if run.log is None else run.log.command
     if typed:
         yield Fact("what was run", shlex.join(typed))
         yield Fact(
             "again from the beginning", shlex.join([*typed, *(["--restart"] if "--restart" not in typed else [])])
         )
-    settings: Mapping[str, Any] = run.told.get("settings", {})
-    if settings and not typed:
-        yield Fact("settings", ", ".join(f"{name}={value!r}" for name, value in settings.items()))
-    given, final = run.summary["model"], str(run.folder / FINAL)
-    yield Fact("measure the result again", shlex.join(["qdqtune", "compare", given, final]))
+    elif run.log is not None and run.log.settings:
+        yield Fact("settings", ", ".join(f"{name}={value!r}" for name, value in run.log.settings.items()))
+    yield measured_again(run)

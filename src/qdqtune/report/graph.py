@@ -5,19 +5,31 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import pairwise
+from typing import Literal
+
+import numpy as np
 
 from qdqtune.commands.reasons import is_float, is_low
 from qdqtune.graph.model import Model
-from qdqtune.graph.operators import QDQ
+from qdqtune.graph.operators import ASKS_SHAPE, QDQ, REARRANGES
 from qdqtune.report.values import Block, Group, Map, Node
-from qdqtune.search.costs.attribution import Times
+from qdqtune.search.costs.attribution import Spent
 from qdqtune.types import Edge, Layer, Placement
 
 MOST = 240
 """As many cells as a screen shows at once; more groups than that form blocks."""
+
+FLAT = 60
+"""More groups than that form blocks where they repeat."""
+
+REPEATS = 3
+"""How often a sequence of groups comes at least that is a block which repeats."""
+
+VIEWS = REARRANGES - {"Transpose"}
+"""Operators that compute and move nothing: they stand with the group whose result they show in another shape."""
 
 USUAL = 80
 """The most blocks that a level is divided into."""
@@ -31,11 +43,19 @@ LEAST = 8
 
 @dataclass(frozen=True)
 class Ran:
-    """A build: where its pairs stood, the layers that the engine ran, and what they took, where it told."""
+    """A build: where its pairs stood, the layers that the engine ran, and what each node took, where it told."""
 
     placement: Placement
-    layers: tuple[Layer, ...]
-    times: Times | None
+    layers: Sequence[Layer] = ()
+    spent: Mapping[str, Spent] = field(default_factory=dict)
+
+    def own(self, nodes: Iterable[str]) -> float | None:
+        """What some nodes took without their conversions; None where nobody knows."""
+        return sum(self.spent[name].own for name in nodes) if self.spent else None
+
+    def conversions(self, nodes: Iterable[str]) -> float:
+        """What the conversions took that count with some nodes."""
+        return sum(self.spent[name].conversions for name in nodes) if self.spent else 0.0
 
 
 def flows(model: Model, groups: Sequence[Sequence[str]]) -> tuple[tuple[int, int], ...]:
@@ -72,9 +92,9 @@ def in_order(model: Model, groups: Iterable[Sequence[str]]) -> list[tuple[str, .
 def blocks(
     groups: Sequence[Sequence[str]], operators: Mapping[str, str], between: Sequence[tuple[int, int]]
 ) -> tuple[Block, ...]:
-    """Blocks of consecutive groups, none where all groups fit a screen. Borders lie where modules begin, or
-    where few values cross."""
-    if len(groups) <= MOST:
+    """Blocks of consecutive groups, none where all groups fit a screen and nothing repeats. Borders lie where a
+    sequence of groups begins again, or modules, or where few values cross."""
+    if len(groups) <= FLAT:
         return ()
     crossing = [0] * (len(groups) + 1)
     for a, b in between:
@@ -96,15 +116,49 @@ def _divided(
     last: int,
 ) -> tuple[Block, ...]:
     count = last - first
-    if count <= MOST:
+    if count <= FLAT:
         return ()
-    modules = _by_module(scopes, first, last)
-    made = []
-    for a, b in pairwise([*(modules or _evenly(crossing, first, last)), last]):
+    begins, size = _repeated([group_label([operators[n] for n in g]) for g in groups[first:last]])
+    again = {first + begin: number for number, begin in enumerate(begins, 1)}
+    if count <= MOST and not again:
+        return ()
+    modules = [] if again else _by_module(scopes, first, last)
+    ends = {end for a in again for end in (a, a + size)} | {first}
+    borders = sorted(ends - {last}) if again else modules or _evenly(crossing, first, last)
+    names, made = _module_of_each([scopes[a : a + size] for a in again]), []
+    for a, b in pairwise([*borders, last]):
         named = [operators[n] for g in groups[a:b] for n in g]
-        label = block_label(named, scopes[a:b], is_module=bool(modules))
+        label = block_label(named, scopes[a:b], is_module=bool(modules or again))
+        if a in again:
+            label = names[again[a] - 1] if names else f"block {again[a]} of {len(again)}"
         made.append(Block(label, a, b, _divided(groups, operators, crossing, scopes, a, b)))
     return tuple(made)
+
+
+def _repeated(labels: Sequence[str]) -> tuple[list[int], int]:
+    """Where a sequence of groups begins that comes at least `REPEATS` times in a row and forms most of these groups,
+    and how long it is: of several the one that covers most, of these the shortest. Nothing where there is none, or
+    it comes more often than a screen shows."""
+    numbers = np.unique(labels, return_inverse=True)[1]
+    found, most = ([0], 1), len(labels) // 2
+    for period in range(1, min(len(labels) // REPEATS, MOST) + 1):
+        differ = np.flatnonzero(numbers[:-period] != numbers[period:])
+        ends = np.array([-1, *differ, len(numbers) - period])
+        longest = int(np.argmax(np.diff(ends)))
+        begin, times = int(ends[longest]) + 1, int(np.diff(ends)[longest] - 1) // period + 1
+        if times >= REPEATS and times * period > most:
+            found, most = ([begin + n * period for n in range(times)], period), times * period
+    return found if found[1] >= FEWEST and len(found[0]) <= USUAL else ([], 0)
+
+
+def _module_of_each(blocks: Sequence[Sequence[tuple[str, ...]]]) -> list[str]:
+    """A name for each of some blocks, given the modules of their groups: that which most groups of no other block are
+    in. Nothing where there is none."""
+    for depth in range(1, 1 + max((len(scope) for block in blocks for scope in block), default=0)):
+        found = [Counter(scope[:depth] for scope in block).most_common(1)[0][0] for block in blocks]
+        if len(set(found)) == len(blocks):
+            return [scope[-1] for scope in found]
+    return []
 
 
 def _by_module(scopes: Sequence[tuple[str, ...]], first: int, last: int) -> list[int]:
@@ -161,8 +215,47 @@ def block_label(operators: Sequence[str], scopes: Sequence[tuple[str, ...]], *, 
 
 
 def group_label(operators: Sequence[str]) -> str:
-    """Operators in order, each once: Conv + Relu. Pairs are named where there is nothing else."""
-    return " + ".join(dict.fromkeys(op for op in operators if op not in QDQ) or dict.fromkeys(operators))
+    """Operators in order, each once: Conv + Relu. Pairs and views are named where there is nothing else."""
+    return " + ".join(dict.fromkeys(op for op in operators if op not in QDQ | VIEWS) or dict.fromkeys(operators))
+
+
+def _with_views(model: Model, groups: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
+    """The groups, those of views joined with the group that they show the result of."""
+    owner = {name: number for number, group in enumerate(groups) for name in group}
+    joined: dict[int, list[str]] = {number: [] for number in range(len(groups))}
+    home = list(range(len(groups)))
+    for number in sorted(joined, key=lambda n: model.index_of[groups[n][0]]):
+        nodes = [model.node(name) for name in groups[number]]
+        maker = model.maker(nodes[0].inputs[0]) if nodes[0].inputs else None
+        if maker is not None and maker.name in owner and all(node.op in VIEWS for node in nodes):
+            home[number] = home[owner[maker.name]]
+        joined[home[number]] += groups[number]
+    return [tuple(group) for group in joined.values() if group]
+
+
+def _of_shapes(model: Model) -> frozenset[str]:
+    """Nodes that compute with shapes and constants alone, and make no output: no value of an input reaches them."""
+    found, known = set[str](), set(model.constants)
+    for node in model.nodes:
+        read = [tensor for tensor in (*node.inputs, *node.captures) if tensor]
+        is_apart = node.op in ASKS_SHAPE or known.issuperset(read)
+        if is_apart and set(node.outputs).isdisjoint(model.outputs):
+            found.add(node.name)
+            known.update(node.outputs)
+    return frozenset(found)
+
+
+def alike(drawn: Map) -> list[list[int]]:
+    """The groups by number, those together that stand at one place of blocks that repeat."""
+    shapes = [tuple(g.label for g in drawn.groups[b.first : b.last]) for b in drawn.blocks]
+    times, place = Counter(shapes), dict[int, tuple[object, ...]]()
+    for block, shape in zip(drawn.blocks, shapes, strict=True):
+        if times[shape] >= REPEATS and len(shape) >= FEWEST:
+            place |= {n: (shape, n - block.first) for n in range(block.first, block.last)}
+    found: dict[object, list[int]] = {}
+    for number in range(len(drawn.groups)):
+        found.setdefault(place.get(number, number), []).append(number)
+    return list(found.values())
 
 
 def draw(
@@ -174,25 +267,32 @@ def draw(
     error_db: Mapping[str, float],
     whys: Mapping[str, str],
     tuned: str = "tuned",
+    floats: str = "float",
 ) -> Map:
-    """The map of a model whose nodes form `groups`; `error_db` by tensor, `whys` by name of node."""
-    ordered = in_order(model, groups)
+    """The map of a model whose nodes form `groups`; `error_db` by tensor, `whys` by name of node. `tuned` and `floats`
+    are what the two builds are called."""
+    of_shapes = _of_shapes(model)
+    shapes = [group for group in groups if of_shapes.issuperset(group)]
+    ordered = in_order(model, _with_views(model, [group for group in groups if not of_shapes.issuperset(group)]))
     between = flows(model, ordered)
     parts = blocks(ordered, {node.name: node.op for node in model.nodes}, between)
-    if folded:
-        ordered.append(tuple(sorted(folded, key=model.index_of.__getitem__)))
+    for apart in ([name for group in shapes for name in group], folded):
+        if apart:
+            ordered.append(tuple(sorted(apart, key=model.index_of.__getitem__)))
+    hidden: dict[str, Literal["shapes", "folded"]] = dict.fromkeys((n for g in shapes for n in g), "shapes")
+    hidden |= dict.fromkeys(folded, "folded")
     quantized = _quantized(model, before, after)
     numbers = {name: number for number, name in enumerate(n for group in ordered for n in group)}
     nodes = tuple(Node(name, op_of(model, name), name in quantized, whys.get(name, "")) for name in numbers)
-    told = tuple(_group(model, g, numbers, folded, before, after, quantized, error_db) for g in ordered)
-    return Map(nodes, told, between, parts, tuned)
+    told = tuple(_group(model, g, numbers, hidden, before, after, quantized, error_db) for g in ordered)
+    return Map(nodes, told, between, parts, tuned, floats)
 
 
 def _group(
     model: Model,
     group: Sequence[str],
     numbers: Mapping[str, int],
-    folded: Collection[str],
+    hidden: Mapping[str, Literal["shapes", "folded"]],
     before: Ran,
     after: Ran | None,
     quantized: Collection[str],
@@ -202,15 +302,13 @@ def _group(
     eight = sum(name in quantized for name in group)
     nodes = [model.node(n) for n in group]
     written = [t for node in nodes for t in node.outputs if t in error_db]
-    float_ms = _spent(before, group)
-    tuned_ms = None if after is None else _spent(after, group)
     return Group(
         tuple(numbers[name] for name in group),
         group_label(operators),
-        "folded" if all(n in folded for n in group) else "8 bit" if eight else "float",
-        float_ms,
-        tuned_ms,
-        0.0 if after is None else _converted(model, group, after),
+        hidden.get(group[0]) or ("8 bit" if eight else "float"),
+        before.own(group),
+        None if after is None else after.own(group),
+        0.0 if after is None else after.conversions(group),
         min((error_db[t] for t in written), default=None),
     )
 
@@ -223,32 +321,3 @@ def _quantized(model: Model, before: Ran, after: Ran | None) -> frozenset[str]:
     fed = {e.node for e in after.placement if e.tensor not in model.constants}
     told = {name: layer.precision for layer in after.layers for name in layer.nodes}
     return frozenset(name for name in fed if not is_float(told.get(name, "")))
-
-
-def _spent(ran: Ran, group: Sequence[str]) -> float | None:
-    if ran.times is None or not ran.times.nodes:
-        return None
-    return sum(ran.times.nodes.get(name, 0.0) for name in group)
-
-
-def _converted(model: Model, group: Sequence[str], ran: Ran) -> float:
-    """What conversions at the borders of a group take: a Q goes with who writes the value (or, for an input of the
-    model, with its first reader), a DQ with its first reader."""
-    if ran.times is None:
-        return 0.0
-    spent = 0.0
-    inside = set(group)
-    for name in group:
-        node = model.node(name)
-        spent += sum(ran.times.quantize.get(t, 0.0) for t in node.outputs)
-        for tensor in dict.fromkeys(t for t in node.inputs if t):
-            uses = model.uses(tensor)
-            first = next((model.nodes[u.node].name for u in uses if u.node >= 0), "")
-            if first in inside and first == name:
-                spent += ran.times.dequantize.get(tensor, 0.0)
-                spent += 0.0 if tensor in model.producers else ran.times.quantize.get(tensor, 0.0)
-    for name in group:  # what is read by nobody but the graph
-        for tensor in model.node(name).outputs:
-            if tensor and all(u.node < 0 for u in model.uses(tensor)):
-                spent += ran.times.dequantize.get(tensor, 0.0)
-    return spent

@@ -8,14 +8,17 @@ from pathlib import Path
 
 from qdqtune.commands.check import Finding
 from qdqtune.commands.compare import Row
-from qdqtune.commands.quantize import Quantized, Request
+from qdqtune.commands.quantize import Quantized
+from qdqtune.commands.quantize_options import Request
 from qdqtune.commands.reasons import is_low
+from qdqtune.commands.words import title
 from qdqtune.graph.model import Model
 from qdqtune.measurement.timing import Plan, ratio
+from qdqtune.placement.reading import count_pairs
 from qdqtune.report.gather import bars, speed, strip
 from qdqtune.report.graph import Ran, draw, everywhere
 from qdqtune.report.values import Fact, Listing, Map, Report, Strip, Verdict
-from qdqtune.search.costs.attribution import Priced, attribute
+from qdqtune.search.costs.attribution import spent_by
 from qdqtune.tuning.subgraphs.groups import by_rules, from_layers
 from qdqtune.types import Layer, Placement
 from qdqtune.version import __version__
@@ -93,11 +96,11 @@ def of_compare(first: str, rows: Sequence[Row], plan: Plan, notes: Sequence[str]
     """Files against the first, with every round."""
     known = [row for row in rows if row.ratio is not None]
     best = min(known, key=lambda row: row.ratio.median if row.ratio else 1.0, default=None)
-    name = Path(first).name
+    name = title(Path(first))
     if best is None or best.ratio is None:
         verdict = Verdict(f"Nothing could be compared with {name}", "The engine refused every other file.", False)
     else:
-        other, found = Path(best.file).name, speed(best.ratio)
+        other, found = title(Path(best.file)), speed(best.ratio)
         words = {
             "faster": f"{other} runs {found.median:.2f} times as fast as {name}",
             "slower": f"{other} is slower than {name}: {found.median:.2f} times as fast",
@@ -127,7 +130,7 @@ def of_quantize(request: Request, done: Quantized, model: Model, typed: Sequence
     """What rules have made of a float model. `model` is that without pairs, with the names of the file written."""
     placement = done.placed.placement
     grouped = by_rules(model, everywhere(model))
-    drawn = draw(model, grouped.groups, (), Ran(Placement(), (), None), Ran(placement, (), None), {}, {}, "quantized")
+    drawn = draw(model, grouped.groups, (), Ran(Placement()), Ran(placement), {}, {}, "quantized")
     eight = sum(node.quantized for node in drawn.nodes)
     exact = "not compared" if not done.judged else "equal" if done.sqnr_db is None else f"{done.sqnr_db:.1f} dB"
     if not done.is_finite:
@@ -144,12 +147,12 @@ def of_quantize(request: Request, done: Quantized, model: Model, typed: Sequence
     meaning = f"{eight} of {len(drawn.nodes)} nodes read 8-bit values, by the rules for {request.engine}. "
     meaning += "Nothing was timed: qdqtune tune measures which pairs pay."
     return Report(
-        title=request.model.name,
+        title=title(request.model),
         kind="quantize",
-        verdict=Verdict(f"{request.model.name} is quantized", meaning, True),
+        verdict=Verdict(f"{title(request.model)} is quantized", meaning, True),
         facts=(
             Fact("output accuracy", exact, hint),
-            Fact("edges with a pair", str(len(placement))),
+            Fact("tensors with a Q/DQ pair", str(count_pairs(placement))),
             Fact("judged on", f"{done.judged} samples", "held out of calibration" if done.is_held_out else ""),
         ),
         notes=done.notes,
@@ -165,24 +168,23 @@ def of_quantize(request: Request, done: Quantized, model: Model, typed: Sequence
 def _map(model: Model, layers: Sequence[Layer], whys: Mapping[str, str] | None = None) -> Map:
     grouped = from_layers(model, layers, "")
     total = sum(layer.time_ms or 0.0 for layer in layers)
-    times = attribute(model, Priced(Placement(), tuple(layers)), total) if total else None
-    ran = Ran(Placement(), tuple(layers), times)
+    ran = Ran(Placement(), layers, spent_by(model, Placement(), layers, total))
     return draw(model, grouped.groups, frozenset(grouped.folded), ran, None, {}, whys or {}, "")
 
 
 def _layers(layers: Sequence[Layer]) -> Listing:
     rows = tuple(
-        (str(number), layer.name, layer.kind, layer.precision, _ms(layer.time_ms), ", ".join(layer.nodes[:8]))
+        (str(number), ", ".join(layer.nodes[:8]), layer.kind, layer.precision, _ms(layer.time_ms), layer.name)
         for number, layer in enumerate(layers, 1)
     )
     lead = "In the order in which the engine runs them."
-    return Listing("All layers", lead, ("#", "layer", "kind", "precision", "ms", "nodes"), rows, (0, 4), late=True)
+    return Listing("All layers", lead, ("#", "nodes", "kind", "precision", "ms", "layer"), rows, (0, 4), late=True)
 
 
 def _strips(rows: Sequence[Row], plan: Plan) -> Iterator[Strip]:
     for row in rows:
         for number, measured in enumerate(row.rounds, 1):
-            yield strip(f"{Path(row.file).name}, builds {number}", measured, ratio(measured, plan))
+            yield strip(f"{title(Path(row.file))}, builds {number}", measured, ratio(measured, plan))
 
 
 def _speed_cells(row: Row) -> tuple[str, str, str]:

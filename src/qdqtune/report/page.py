@@ -14,10 +14,11 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from qdqtune.commands.words import duration
+from qdqtune.graph.may_write import PAGE, mark
 from qdqtune.graph.outputs import appearing
 from qdqtune.report import charts
 from qdqtune.report.values import Block, Map, Report
-from qdqtune.report.words import duration
 from qdqtune.types import EQUAL_DB
 from qdqtune.version import __version__
 
@@ -53,6 +54,7 @@ def render(report: Report) -> str:
             data=None if report.map is None else Markup(embedded(compact(report.map))),
             charts=charts,
             version=__version__,
+            generator=mark(PAGE),
         )
     )
 
@@ -95,6 +97,7 @@ def compact(drawn: Map) -> dict[str, Any]:
         "blocks": blocks,
         "texts": list(texts),
         "tuned": drawn.tuned,
+        "before": drawn.before,
     }
 
 

@@ -50,7 +50,8 @@ class Node:
 
 @dataclass(frozen=True)
 class Group:
-    """Nodes that the engine runs together, by number. Times are as the engine told them of profiled
+    """Nodes that the engine runs together, by number, with the views of their results; or all that it computes in
+    advance ("folded"), or that computes nothing but shapes ("shapes"). Times are as the engine told them of profiled
     inferences; None where it told none. `conversion_ms` is what the pairs at its borders cost in the tuned model.
 
     `error_db` is the output SQNR that rounding what the group writes alone would leave; None if it was not measured.
@@ -58,7 +59,7 @@ class Group:
 
     nodes: tuple[int, ...]
     label: str
-    precision: Literal["8 bit", "float", "mixed", "folded"]
+    precision: Literal["8 bit", "float", "folded", "shapes"]
     float_ms: float | None
     tuned_ms: float | None
     conversion_ms: float
@@ -86,6 +87,8 @@ class Map:
     blocks: tuple[Block, ...]
     tuned: str
     """What the second time of a group is of: the tuned model, or a candidate that did not ship."""
+    before: str = "float"
+    """What the first time of a group is of: the float model, or what rewrites have made of it."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,8 @@ class Strip:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A candidate of the search. `strip` compares it with the best of its time, `speed` is against the float model."""
+    """A candidate of the search. `strip` compares it with the best of its time, `speed` is against the float model;
+    `ships` says that its placement is that of optimized_final.onnx."""
 
     number: int
     origin: str
@@ -111,6 +115,7 @@ class Candidate:
     tensors: int
     builds: int
     seconds: float | None
+    ships: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,7 +132,8 @@ class Point:
 
 @dataclass(frozen=True)
 class Bar:
-    """A row of the bars of time: a group by number (None for all the others) and its first node; conversions apart."""
+    """A row of the bars of time: a group by number (None for all the others), the first of so many `groups` that are
+    alike, and its first node; conversions apart."""
 
     name: str
     node: str
@@ -136,6 +142,7 @@ class Bar:
     tuned_ms: float | None
     conversion_ms: float
     quantized: bool = False
+    groups: int = 1
 
 
 @dataclass(frozen=True)

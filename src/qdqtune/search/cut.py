@@ -105,9 +105,9 @@ class CutSearch:
 
     def propose(self, history: Sequence[Trial]) -> Sequence[Proposal]:
         """See `Strategy`. The first batch prices every unit, as the engine fuses and as the seeds have it. Nodes apart
-        come behind the first cut, which they hardly change where time ends the search soon (docs/measured.md), or last
-        where they may not ship; not at all where the engine fuses in 8 bits as it does in float. Where earlier runs
-        have priced nearly all, the cut comes first, behind what one has found for this model."""
+        come behind the first cut, which they hardly change where time ends the search soon (benchmarks/findings.md), or
+        last where they may not ship; not at all where the engine fuses in 8 bits as it does in float. Where earlier
+        runs have priced nearly all, the cut comes first, behind what one has found for this model."""
         has_cut = any(t.proposal.predicted is not None for t in history)
         apart = [p for p in self._apart(history) if self._is_free or self._may_hold(p.placement)] if has_cut else []
         known = _named(self.found) if self.is_covered else (*self._first, *apart)

@@ -47,7 +47,7 @@ def wide(ratio: Ratio) -> str | None:
 
 def elsewhere(searched: int | None, proven: Sequence[tuple[int | None, Ratio]]) -> str | None:
     """Where to search, if what was proven at some numbers of threads is much less at one of them than at that of the
-    search, or if the search was at none of them: other placements pay there (docs/measured.md)."""
+    search, or if the search was at none of them: other placements pay there (benchmarks/findings.md)."""
     known = dict(proven)
     others = {threads: ratio for threads, ratio in known.items() if threads not in (None, searched)}
     if searched is None or not others:

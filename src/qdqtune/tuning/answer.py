@@ -9,46 +9,35 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from qdqtune.errors import QdqtuneError
+from qdqtune.errors import QdqtuneError, parsed_json
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.stamps import content
-from qdqtune.measurement.timing import Ratio
 from qdqtune.search.costs.explanation import UnitPrice
-from qdqtune.tuning.bench import job_key, remembered
+from qdqtune.tuning.bench import job_of, remembered
 from qdqtune.tuning.folder import LOGS, PARTS, PROGRESS, REGION_MODELS, REPORT, RUN, SUMMARY, pattern_cache_of
-from qdqtune.tuning.forms import MAYBE_NUMBER, Form, ListOf, OneOf, fits
-from qdqtune.tuning.modes.mode import Recorded
+from qdqtune.tuning.modes.mode import GroupOutcome, Recorded
+from qdqtune.tuning.records import (
+    AnsweredTrial,
+    AnswerRecord,
+    Record,
+    StoredPlacement,
+    TrialRecord,
+    is_transient,
+    plain,
+)
 from qdqtune.tuning.result import Result
 from qdqtune.tuning.run import Ready
-from qdqtune.tuning.store import Record, Store, is_transient, pack_placement, unpack_placement
-from qdqtune.tuning.subgraphs.outcomes import GroupOutcome
+from qdqtune.tuning.store import Store
 from qdqtune.types import Placement, Proposal, Trial
 
 PLACES = frozenset({"workers", "cores_per_worker", "ray"})
 UNASKED = PLACES | {"output_dir", "state_file", "restart", "time_budget", "time_limit", "command", "price_cache"}
-"""Settings that a finished run does not hang on. A time budget counts where it was given: one that was too short may
-have left something to find."""
-
-ROWS = (UnitPrice, GroupOutcome)
-"""What modes tell of their parts."""
-
-FIELDS: Mapping[object, Form] = {
-    "tuple[str, ...]": ListOf(str),
-    "str": str,
-    "bool": bool,
-    "float": float,
-    "float | None": MAYBE_NUMBER,
-    "int | None": OneOf((int, None)),
-    "str | None": OneOf((str, None)),
-}
-"""The forms of their fields, by annotation."""
-
-TRIAL = ("metric", "holds", "accepted")
-"""What a trial knows beyond what was measured and proposed."""
+"""Settings that do not change what a finished run has answered. A time budget counts where it was given: one that was
+too short may have left something to find."""
 
 
 def remember(result: Result, ready: Ready) -> None:
@@ -57,63 +46,60 @@ def remember(result: Result, ready: Ready) -> None:
     Raises:
         OutputError: it cannot be written.
     """
-    if any(map(is_transient, ready.store.records())):  # it is not written
+    if any(map(is_transient, ready.store.of(Record))):  # it is not written
         return
-    rows = result.recorded.rows
-    record: Record = {
-        "shipped": result.shipped,
-        "placement": pack_placement(result.placement),
-        "ratio": None if result.ratio is None else asdict(result.ratio),
-        "notes": list(result.notes),
-        "trials": [_pack(trial) for trial in result.history],
-        "rows": {type(rows[0]).__name__: [asdict(row) for row in rows]} if rows else {},
-        "summary": _lasting(dict(result.summary)),
-        "files": dict(_files(ready)),
-    }
-    key, _ = _keys(ready)
-    if ready.store.get(key) != {"key": key, **json.loads(json.dumps(record))}:
-        ready.store.put(key, record)
+    rows, (of, _) = result.recorded.rows, _questions(ready)
+    record = AnswerRecord(
+        of=of,
+        shipped=result.shipped,
+        placement=StoredPlacement.of(result.placement),
+        ratio=result.ratio,
+        notes=result.notes,
+        trials=tuple(map(_packed, result.history)),
+        summary=_lasting(result.summary),
+        files=dict(_files(ready)),
+        units=tuple(row for row in rows if isinstance(row, UnitPrice)),
+        groups=tuple(row for row in rows if isinstance(row, GroupOutcome)),
+    )
+    if ready.store.get(AnswerRecord, of) != record:
+        ready.store.put(record)
 
 
 def recalled(ready: Ready) -> Result | None:
     """What the same command has answered before; None if it has not, or if its files are not as it left them."""
-    record = next((known for key in _keys(ready) if (known := ready.store.get(key)) is not None), None)
-    if record is None:
+    found = (ready.store.get(AnswerRecord, of) for of in _questions(ready))
+    if (record := next(filter(None, found), None)) is None:
         return None
     try:
-        summary = json.loads((ready.output.path / SUMMARY).read_text(encoding="utf-8"))
+        summary = parsed_json((ready.output.path / SUMMARY).read_text(encoding="utf-8"))
         files = dict(_files(ready))
-    except (OSError, ValueError, RecursionError, QdqtuneError):
+    except (OSError, ValueError, QdqtuneError):
         return None
-    if files != record["files"] or not isinstance(summary, dict) or _lasting(summary) != record["summary"]:
+    if files != record.files or not isinstance(summary, dict) or _lasting(summary) != record.summary:
         return None
-    history = _history(record["trials"], ready.store)
+    history = _history(record.trials, ready.store)
     if history is None:
         return None
     ready.observer.stage("this run has finished before: nothing is measured again")
-    return Result(
-        record["shipped"],
-        unpack_placement(record["placement"]),
-        None if record["ratio"] is None else Ratio(**record["ratio"]),
-        summary,
-        history,
-        tuple(record["notes"]),
-        Recorded(_rows(record["rows"])),
-    )
+    recorded = Recorded(record.units or record.groups)
+    return Result(record.shipped, record.placement.placement, record.ratio, summary, history, record.notes, recorded)
 
 
-def _keys(ready: Ready) -> tuple[str, str]:
-    """The names of the question, all settings that matter and what they refer to: as it was asked, and without a limit
-    of time, which answers it as well."""
+def _questions(ready: Ready) -> tuple[str, str]:
+    """Digests of all settings that matter and of what they refer to: as was asked, and without a limit of time, as an
+    answer that had no limit answers it as well."""
     settings = ready.settings
-    asked = [f"{f.name} {getattr(settings, f.name)!r}" for f in fields(settings) if f.name not in UNASKED]
-    asked += [f"thread_counts {settings.thread_counts}"] if settings.deploy_threads is None else []
+    asked = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in UNASKED}
     more = (path for path in (settings.qdq_baseline, settings.pattern_cache) if path is not None and path.is_file())
-    read = [*files_of(settings.model), *more]
-    metric = ready.evaluation.digest if ready.evaluation else ""
-    budget = [] if settings.time_budget is None else [f"time_budget {settings.time_budget!r}"]
-    both = ("\n".join([*asked, *limit, metric, content(read)]) for limit in (budget, []))
-    bounded, free = (f"finished:{hashlib.sha256(text.encode()).hexdigest()[:16]}" for text in both)
+    asked |= {
+        "deploy_threads": settings.thread_counts,
+        "metric": ready.evaluation.digest if ready.evaluation else None,
+        "files": content([*files_of(settings.model), *more]),
+    }
+    bounded, free = (
+        hashlib.sha256(json.dumps(plain({**asked, **limit}, "deterministic")).encode()).hexdigest()[:16]
+        for limit in ({"time_budget": settings.time_budget}, {"time_budget": None})
+    )
     return bounded, free
 
 
@@ -136,41 +122,35 @@ def _files(ready: Ready) -> Iterator[tuple[str, str]]:
 
 def _lasting(summary: Mapping[str, Any]) -> str:
     """16 hex digits of all that summary.json holds, however long the run took."""
-    kept = {name: fits(value, float) if name.endswith("seconds") else value for name, value in summary.items()}
+    kept = {name: isinstance(v, int | float) if name.endswith("seconds") else v for name, v in summary.items()}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _pack(trial: Trial) -> Record:
-    proposal = {f.name: getattr(trial.proposal, f.name) for f in fields(Proposal) if f.name != "placement"}
-    known = {name: getattr(trial, name) for name in TRIAL}
-    return {"job": job_key("trial", trial.placement, trial.against), "proposal": proposal, **known}
+def _packed(trial: Trial) -> AnsweredTrial:
+    proposal = trial.proposal
+    return AnsweredTrial(
+        job_of(trial.placement, trial.against),
+        proposal.origin,
+        proposal.pattern,
+        proposal.predicted,
+        proposal.wants_layers,
+        trial.metric,
+        trial.holds,
+        trial.accepted,
+    )
 
 
-def _history(packed: list[Record], store: Store) -> tuple[Trial, ...] | None:
+def _history(answered: tuple[AnsweredTrial, ...], store: Store) -> tuple[Trial, ...] | None:
     """The trials; None if the store does not have one."""
     placements = {Placement().digest: Placement()}
     trials = []
-    for number, trial in enumerate(packed, 1):
-        record = store.get(trial["job"])
-        if record is None or record["against"] not in placements:
+    for number, told in enumerate(answered, 1):
+        record = store.get(TrialRecord, told.of)
+        if record is None or record.against not in placements:
             return None
-        proposal = Proposal(placement=unpack_placement(record["placement"]), **trial["proposal"])
-        placements[proposal.placement.digest] = proposal.placement
-        found = remembered(number, proposal, placements[record["against"]], record)
-        trials.append(Trial(**{**vars(found), **{name: trial[name] for name in TRIAL}}))
+        placement = record.placement.placement
+        placements[placement.digest] = placement
+        proposal = Proposal(told.origin, placement, told.pattern, told.predicted, told.wants_layers)
+        trial = remembered(number, proposal, placements[record.against], record)
+        trials.append(replace(trial, metric=told.metric, holds=told.holds, accepted=told.accepted))
     return tuple(trials)
-
-
-def _rows(packed: Mapping[str, list[Record]]) -> tuple[UnitPrice, ...] | tuple[GroupOutcome, ...]:
-    """What the mode told of its parts; nothing where another version told other things."""
-    for kind in ROWS:
-        form = {f.name: FIELDS.get(f.type, object) for f in fields(kind)}
-        rows = packed.get(kind.__name__, [])
-        if rows and all(row.keys() == form.keys() and fits(row, form) for row in rows):
-            return tuple(_row(kind, row) for row in rows)
-    return ()
-
-
-def _row(kind: type[UnitPrice] | type[GroupOutcome], row: Record) -> Any:
-    told: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
-    return kind(**told)

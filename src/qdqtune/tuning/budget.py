@@ -10,6 +10,8 @@ from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.observe import outputs_on, passes
 from qdqtune.calibration.prepare import Prepared
+from qdqtune.calibration.reading import TooSlow
+from qdqtune.calibration.samples import Samples
 from qdqtune.measurement.fitting import inferences
 from qdqtune.measurement.timing import BUILD_LOOKS, PAIRS
 from qdqtune.search.front import POINTS
@@ -161,7 +163,7 @@ def affordable(prepared: Prepared, how: Calibration, ends: float | None, observe
     def produce() -> Iterator[Sample]:
         nonlocal most
         started = time.monotonic()
-        for number, sample in enumerate(prepared.calibration):
+        for number, sample in enumerate(_in_time(prepared.calibration)):
             if number and time.monotonic() - started > each_pass:  # it takes longer than foretold
                 most = min(most, number)
             if number == most:
@@ -173,6 +175,18 @@ def affordable(prepared: Prepared, how: Calibration, ends: float | None, observe
 
     limited = replace(prepared.calibration, produce=produce)
     return Calibrating(replace(prepared, calibration=limited), how, lambda: time.monotonic() > begun + left)
+
+
+def _in_time(samples: Samples) -> Iterator[Sample]:
+    """The samples that come before the run has to end, at least one."""
+    found = False
+    try:
+        for sample in samples:
+            yield sample
+            found = True
+    except TooSlow:
+        if not found:
+            raise
 
 
 def pace(prepared: Prepared) -> tuple[float, float]:

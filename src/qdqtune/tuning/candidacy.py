@@ -40,11 +40,11 @@ from qdqtune.search.front import (
 from qdqtune.tuning.budget import builds_of
 from qdqtune.tuning.folder import FRONT
 from qdqtune.tuning.meeting import LOOKS, Opponents, confirmed
+from qdqtune.tuning.records import PointRecord
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import PROOF_BUILDS
-from qdqtune.tuning.station import profiled_runs
-from qdqtune.tuning.store import Record, pack_accuracy, pack_layers, pack_result, unpack_accuracy, unpack_layers
 from qdqtune.tuning.threads import Place
+from qdqtune.tuning.trial_worker import profiled_runs
 from qdqtune.types import EQUAL_DB, Failure, Measurement, Placement, Proposal, Trial
 
 OBVIOUS = 0.8
@@ -302,22 +302,20 @@ class Candidacy:
         proposal = Proposal("front", point.placement, predicted=point.spot.ratio)
         number = len(self._history) + len(self.trials) + 1
         trial = Trial(number, proposal, Placement(), Failure("run", "not measured yet"))
-        seen, store = f"seen:{point.placement.digest}", self._run.store
+        seen, store = point.placement.digest, self._run.store
 
         def look(handle: Handle) -> None:
-            store.put(seen, self._looked_at(handle))
+            store.put(self._looked_at(handle, seen))
 
-        result, known = (
-            self._opponents.meet(0, point.placement, file, None if store.get(seen) else look),
-            store.get(seen) or {},
-        )
-        if "sqnr_db" in known and isinstance(result, Measurement):
-            exact, layers = unpack_accuracy(known), unpack_layers(known.get("layers", []))
-            holds = self._run.limits.is_exact_enough(exact)
+        is_known = store.get(PointRecord, seen) is not None
+        result = self._opponents.meet(0, point.placement, file, None if is_known else look)
+        known = store.get(PointRecord, seen)
+        if known is not None and known.accuracy is not None and isinstance(result, Measurement):
+            holds = self._run.limits.is_exact_enough(known.accuracy)
             beside = _slower(result, self._run.found.gave)
-            trial = replace(trial, result=beside, accuracy=exact, holds=holds, layers=layers)
+            trial = replace(trial, result=beside, accuracy=known.accuracy, holds=holds, layers=known.layers)
         else:
-            result = Failure(**known["failure"]) if "failure" in known else result
+            result = result if known is None or known.failure is None else known.failure
             trial = replace(trial, result=result)
         if point.placement:
             self._run.bench.keep(trial)
@@ -331,17 +329,17 @@ class Candidacy:
         self.written[placement] = file
         return file
 
-    def _looked_at(self, handle: Handle) -> Record:
+    def _looked_at(self, handle: Handle, of: str) -> PointRecord:
         """How exact a build is, and what its layers take, from which prices learn."""
         runner, bench = self._run.runner, self._run.bench
         outputs = runner.outputs(handle, self._run.subject.accuracy)
         if isinstance(outputs, Failure):
-            return pack_result(outputs)
+            return PointRecord(of=of, failure=outputs)
         if not is_finite(outputs):
-            return pack_result(Failure("output", "the outputs hold NaN or infinite values"))
+            return PointRecord(of=of, failure=Failure("output", "the outputs hold NaN or infinite values"))
         layers = runner.layers(handle, profiled_runs(bench.floats.seconds))
-        told = [] if isinstance(layers, Failure) else pack_layers(layers)
-        return pack_accuracy(accuracy(bench.floats.outputs, outputs)) | {"layers": told}
+        told = () if isinstance(layers, Failure) else layers
+        return PointRecord(of=of, accuracy=accuracy(bench.floats.outputs, outputs), layers=told)
 
 
 def _slower(met: Measurement, by: float) -> Measurement:

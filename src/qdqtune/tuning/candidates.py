@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from threading import Lock
 
-from qdqtune.engines.ahead import Need
+from qdqtune.engines.build_queue import Urgency
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.graph.files import ConstantFile, save
 from qdqtune.placement.insertion import Inserter
@@ -81,10 +81,10 @@ class Loaded:
             self._loaded[placement] = handle
         return self._loaded[placement]
 
-    def begin(self, placement: Placement, need: Need) -> None:
-        """Have a placement built ahead; see `Ahead.begin`."""
+    def begin(self, placement: Placement, urgency: Urgency) -> None:
+        """Have a placement built ahead; see `BuildQueue.add`."""
         if placement not in self._loaded:
-            self._runner.ahead.begin(self._candidates.file(placement), need=need)
+            self._runner.build_queue.add(self._candidates.file(placement), urgency=urgency)
 
     def drop(self, placement: Placement) -> None:
         """Unload a placement and delete its file, if it is loaded."""

@@ -17,9 +17,9 @@ from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.obstacles import check_files
 from qdqtune.tuning.rewritten import most_builds
 from qdqtune.tuning.settings import Settings
-from qdqtune.tuning.station import profiled_runs, trial_seconds
-from qdqtune.tuning.store import read_records
+from qdqtune.tuning.store import read_journal
 from qdqtune.tuning.subject import open_subject
+from qdqtune.tuning.trial_worker import profiled_runs, trial_seconds
 
 NOISE_INFERENCES = 50
 """That finding the noise of single tensors takes: up to 256 where not all pairs hold the limits, else none."""
@@ -50,7 +50,7 @@ def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
         subject = open_subject(settings, runner)
         check_files(settings, subject.shaped)
         if settings.state.exists() and not settings.restart:
-            read_records(settings.state)  # which a run opens at this point
+            read_journal(settings.state)  # which a run opens at this point
         runner.feed(subject.mix)
         observer.stage("measuring the float model")
         refused = "the engine cannot run the float model", BaselineFailed

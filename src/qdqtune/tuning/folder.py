@@ -1,32 +1,43 @@
 """The output folder of a run: locked, and with a list of what in it is ours.
 
-Nothing that an input refers to is written, and nothing is overwritten or deleted that is not on the list. A name that a
-run needs and that somebody else's file has is refused before the run begins.
+Nothing that an input refers to is written, and nothing is overwritten or deleted that is not on the list, or that lies
+elsewhere behind a link. A name that a run needs and that somebody else's file has is refused before the run begins.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Self
 
 from qdqtune.calibration.samples import files_named
-from qdqtune.errors import BadOption, BadState, parsed_json, reading, writing
+from qdqtune.engines.tensorrt.options import timing_cache
+from qdqtune.errors import BadOption, BadState, parsed_json, writing
 from qdqtune.graph.files import CONSTANTS, data_of
 from qdqtune.graph.janitor import remove_left
 from qdqtune.graph.loading import files_of
-from qdqtune.graph.outputs import SCRATCH, Inputs, overwritten
+from qdqtune.graph.may_write import (
+    HEAD,
+    LIST,
+    RECORD,
+    Inputs,
+    Output,
+    check_inside,
+    check_outputs,
+    check_single,
+    is_list,
+    listed,
+    overwritten,
+    real,
+    replaceable,
+)
+from qdqtune.graph.outputs import SCRATCH
+from qdqtune.tuning.price_file import read_cache, usual_place
 from qdqtune.tuning.settings import STATE, Settings
-from qdqtune.tuning.store import HEAD as STATE_HEAD
-from qdqtune.tuning.store import is_state
-
-LIST = ".qdqtune"
-"""The list: a path a line, relative to the folder; behind a folder's name a slash."""
-
-HEAD = "# what qdqtune has written to this folder, and may overwrite or delete: a path a line"
+from qdqtune.tuning.store import BEGINNING, may_continue
 
 LOGS = "logs"
 BASELINE, FINAL = "baseline.onnx", "optimized_final.onnx"
@@ -37,8 +48,6 @@ PLACEMENT, SUMMARY = "placement.yaml", "summary.json"
 RUN, REPORT = "run.json", "report.html"
 UNITS, PROGRESS = "units.json", "autotune_cache.json"
 REGION_MODELS, PARTS, FRONT = "region_models", "subgraphs", "front"
-NAMES = (BASELINE, FINAL, RAW, PLACEMENT, SUMMARY, RUN, REPORT, UNITS, PROGRESS)
-"""The files right in the folder, whatever the mode."""
 
 OURS = {
     LOGS: ("*.log", "*.json"),
@@ -58,31 +67,20 @@ class OutputFolder:
         Raises:
             BadOption: an input or somebody else's file would be overwritten.
             BadState: another run is at work there.
-            OutputError: it cannot be written.
+            OutputError: it cannot be written, or a link leads out of it.
         """
         self.path = settings.output_dir
         self._list = self.path / LIST
-        self._ours = self._listed()
-        names = [*_files(settings), f"{LOGS}/"]
-        self._refuse_inputs(settings, names)
-        # Where there is no list, a state file, or a copy of one, stands for a folder that a run has written.
-        is_older = not self._list.exists() and (
-            is_state(self.path / STATE) or bool(lines_of_state(self.path / PROGRESS))
-        )
-        if not is_older:
-            self._refuse_others(settings, names)
+        check_run(settings)
+        self._ours = listed(self.path)
         is_new, logs = not self._list.exists(), self.path / LOGS
         self._made = tuple(folder for folder in (logs, *logs.parents) if is_new and not folder.exists())
         with writing(f"to {self.path}"):
             logs.mkdir(parents=True, exist_ok=True)
             self._file = _taken(self.path)
             remove_left(self.path, SCRATCH)
-        for name in names:
+        for name in _names(settings):
             self.claim(self.path / name, is_folder=name.endswith("/"))
-        if is_older:
-            named = (path for name in NAMES if (path := self.path / name).is_file())
-            for path in (*named, *(path for folder in OURS for path in self._below(folder))):
-                self.claim(path)
 
     def __enter__(self) -> Self:
         return self
@@ -108,8 +106,9 @@ class OutputFolder:
         """Put a path on the list before it is written.
 
         Raises:
-            OutputError: the list cannot be written.
+            OutputError: it leads out of the folder by a link, or the list cannot be written.
         """
+        check_inside(path, self.path)
         name = path.relative_to(self.path).as_posix() + "/" * is_folder
         if name not in self._ours:
             with writing(self._list):
@@ -121,8 +120,9 @@ class OutputFolder:
         """Delete the files of ours in a folder below, and the folder if it holds no others.
 
         Raises:
-            OutputError: one cannot be deleted.
+            OutputError: one cannot be deleted, or lies elsewhere, behind a link.
         """
+        check_inside(self.path / folder, self.path)
         with writing(self.path / folder):
             for path in sorted(map(Path, self._ours)):
                 if path.parent == Path(folder):
@@ -131,40 +131,62 @@ class OutputFolder:
                 (self.path / folder).rmdir()
         return self.path / folder
 
-    def _below(self, folder: str) -> Iterator[Path]:
-        """The files in a folder below that are named as ours are."""
-        for pattern in OURS[folder]:
-            yield from (self.path / folder).glob(pattern)
 
-    def _listed(self) -> set[str]:
-        if not self._list.exists():
-            return set()
-        with reading(self._list):
-            head, *names = self._list.read_text(encoding="utf-8", errors="replace").splitlines() or [HEAD]
-        if head != HEAD:
-            raise BadOption(f"{self._list} is not of qdqtune's making: move it, or choose another --output-dir")
-        return {name for name in names if (parts := Path(name).parts) and ".." not in parts and parts[0] != "/"}
+def check_run(settings: Settings, written: Inputs | None = None) -> None:
+    """Ask whether a run may write all that its settings name, and what it writes to its folder. `written` is what the
+    same command writes beside it.
 
-    def _refuse_inputs(self, settings: Settings, names: list[str]) -> None:
-        below = [path for folder in OURS for path in (self.path / folder).glob("**/*")]
-        outputs = [self.path / name for name in names] + [settings.state, pattern_cache_of(settings.state), *below]
-        if isinstance(cache := settings.engine.options.get("timing_cache"), str):
-            outputs.append(Path(cache))
-        if (found := overwritten(outputs, _inputs(settings))) is not None:
-            file, what = found
-            hint = "" if what == "model" else f", the {what},"
-            raise BadOption(f"{file}{hint} would be overwritten: choose another --output-dir")
+    Raises:
+        BadOption, BadState, OutputError: it may not.
+    """
+    folder, names, read = settings.output_dir, _names(settings), {**_inputs(settings), **(written or {})}
+    if (folder / LIST).is_file() and (folder / LIST).stat().st_size and not is_list(folder / LIST):
+        raise BadOption(f"{folder / LIST} is not of qdqtune's making: move it, or choose another --output-dir")
+    below = [path for name in OURS for path in (folder / name).glob("**/*")]
+    outputs = [folder / name for name in names] + [settings.state, pattern_cache_of(settings.state), *below]
+    if (found := overwritten(outputs, read)) is not None:
+        file, what = found
+        hint = "" if what == "model" else f", the {what},"
+        raise BadOption(f"{file}{hint} would be overwritten: choose another --output-dir")
+    for path in (folder / LIST, *(folder / name for name in OURS), *below):
+        check_inside(path, folder)
+        if path.is_relative_to(folder / LOGS) or path.name == LIST:
+            check_single(path)
+    ours = listed(folder)
+    parts = [path for part in _folders(settings, ours) for named in OURS[part] for path in (folder / part).glob(named)]
+    check_names(folder, [*names, *(path.relative_to(folder).as_posix() for path in parts)])
+    own = [folder / name for name in names if not name.endswith("/")]
+    check_outputs([*_elsewhere(settings)], {**read, "result of this run": own})
 
-    def _refuse_others(self, settings: Settings, names: list[str]) -> None:
-        below = [
-            path.relative_to(self.path).as_posix()
-            for folder in _folders(settings, self._ours)
-            for path in self._below(folder)
-        ]
-        files = [name for name in (*names, *below) if not name.endswith("/") and name not in self._ours]
-        if (found := next((name for name in files if (self.path / name).exists()), None)) is not None:
-            what = f"{self.path / found} is not of qdqtune's making, and would be overwritten"
+
+def check_names(folder: Path, names: Iterable[str]) -> None:
+    """Refuse names in the folder of a run which files have that are not on its list, or that lead out of it.
+
+    Raises:
+        BadOption, OutputError: there is such a name.
+    """
+    ours, home = listed(folder), real(folder)
+    for name in names:
+        path = folder / name
+        check_inside(path, folder)
+        places = {name, real(path).relative_to(home).as_posix()}
+        if not name.endswith("/") and path.exists() and not places <= ours:
+            what = f"{path} is not of qdqtune's making, and would be overwritten"
             raise BadOption(f"{what}: choose another --output-dir, or move it")
+
+
+def _elsewhere(settings: Settings) -> Iterator[Output]:
+    """The files of a run that need not lie in its folder."""
+    state, prices, times = settings.state, settings.price_cache, settings.engine.options.get("timing_cache")
+    option = "--output-dir" if settings.state_file is None else "--state-file"
+    has_begun = state.is_file() and state.stat().st_size > 0
+    yield Output(state, option, may_continue, is_appended=True, makes_folder=True)
+    patterns = replaceable(RECORD)
+    yield Output(pattern_cache_of(state), option, lambda file: has_begun and patterns(file), makes_folder=True)
+    if prices is not None and prices != usual_place():  # nobody has named that one: what is wrong with it is told
+        yield Output(prices, "--price-cache", lambda file: read_cache(file) is not None, makes_folder=True)
+    if isinstance(times, str):
+        yield timing_cache(Path(times), "--timing-cache")
 
 
 def lines_of_state(progress: Path) -> list[str]:
@@ -174,7 +196,7 @@ def lines_of_state(progress: Path) -> list[str]:
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return []
     is_ours = isinstance(lines, list) and all(isinstance(line, str) for line in lines)
-    return lines if is_ours and lines and lines[0].encode().startswith(STATE_HEAD) else []
+    return lines if is_ours and lines and lines[0].encode().startswith(BEGINNING) else []
 
 
 def restored_state(settings: Settings) -> str | None:
@@ -200,7 +222,10 @@ def _taken(folder: Path) -> IO[bytes]:
 
     Raises:
         BadState: another run has it.
+        OutputError: it is a link out of the folder, or has another name as well.
     """
+    check_inside(folder / LIST, folder)
+    check_single(folder / LIST)
     while True:
         file = (folder / LIST).open("ab", buffering=0)
         try:
@@ -216,7 +241,7 @@ def _taken(folder: Path) -> IO[bytes]:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Keep runs out of an output folder meanwhile; one without a list was never a run's of this version.
+    """Keep runs out of an output folder meanwhile; where there is no list, none writes to it.
 
     Raises:
         BadState: a run is at work there.
@@ -241,6 +266,11 @@ def _folders(settings: Settings, listed: set[str]) -> Iterator[str]:
         yield FRONT
 
 
+def _names(settings: Settings) -> list[str]:
+    """What a run of these settings may write right into its folder, that of its logs among it."""
+    return [*_files(settings), f"{LOGS}/"]
+
+
 def _files(settings: Settings) -> Iterator[str]:
     """The files that a run of these settings may write right into its folder."""
     models = [BASELINE, FINAL]
@@ -256,7 +286,7 @@ def _files(settings: Settings) -> Iterator[str]:
         yield model
         yield data_of(Path(model)).name
     given = settings.model.parent
-    if settings.from_qdq and given.resolve() != settings.output_dir.resolve():  # it may ship as it is
+    if settings.from_qdq and real(given) != real(settings.output_dir):  # it may ship as it is
         beside = (
             file for file in files_of(settings.model)[1:] if file.is_relative_to(given) and ".." not in file.parts
         )

@@ -11,22 +11,24 @@ from typing import Any
 
 from qdqtune.engines import threads_of
 from qdqtune.engines.acceptance import check_loads
-from qdqtune.errors import BadOption, parsed_json, writing
+from qdqtune.errors import BadOption, writing
 from qdqtune.graph.files import data_of
 from qdqtune.graph.loading import files_of
-from qdqtune.graph.outputs import appearing
+from qdqtune.graph.outputs import appearing, write_json
 from qdqtune.graph.stamps import content
 from qdqtune.measurement.timing import PAIRS, Ratio
+from qdqtune.placement.reading import count_pairs
 from qdqtune.search import best_of
 from qdqtune.search.front import ENOUGH, FrontSearch, Point, Spot, named
 from qdqtune.tuning.accepting import is_alike
 from qdqtune.tuning.candidacy import Candidacy, Entry, move_model
-from qdqtune.tuning.folder import BASELINE, FINAL, FRONT, PLACEMENT, SUMMARY, alone
-from qdqtune.tuning.forms import POINT, ListOf, fits
+from qdqtune.tuning.folder import BASELINE, FINAL, FRONT, PLACEMENT, REPORT, SUMMARY, alone, check_names
 from qdqtune.tuning.meeting import Opponents, confirmed
 from qdqtune.tuning.proof import Proof, Standing, copy_model, foremost, is_held, prove, rows_by_workload, rows_of
-from qdqtune.tuning.records import write_json, write_placement_of
+from qdqtune.tuning.records import plain
 from qdqtune.tuning.run import Run
+from qdqtune.tuning.run_files import FrontPoint, Summary, read_summary
+from qdqtune.tuning.summary import write_placement_of
 from qdqtune.tuning.threads import places
 from qdqtune.types import Failure, Measurement, Mix, Placement, Trial
 
@@ -64,7 +66,7 @@ class Proven:
             "sqnr_db": accuracy.sqnr_db,
             "agreement": accuracy.top1 if accuracy.agreement is None else accuracy.agreement,
             "metric": self.metric,
-            "pairs": len({e.tensor for e in placement}),
+            "pairs": count_pairs(placement),
             "edges": len(placement),
             "weights": dict(Counter(storage.name for storage in placement.storages.values())),
             "ms": self.seconds * 1e3,
@@ -153,42 +155,38 @@ def pick(folder: Path, name: str) -> Mapping[str, Any]:
         BadOption: the folder holds no finished run with a front, or no such point, or its file is not what was proven.
         BadState: a run is at work there.
         EngineFailure: the engine does not load the point's file any more.
-        OutputError: a file cannot be written.
+        OutputError: a file cannot be written, or a link leads out of the folder.
     """
     with alone(folder):
         return _picked(folder, name)
 
 
 def _picked(folder: Path, name: str) -> Mapping[str, Any]:
-    path = folder / SUMMARY
-    try:
-        summary: dict[str, Any] = parsed_json(path.read_text(encoding="utf-8"))
-        rows: list[dict[str, Any]] = summary["front"]
-        engine = summary["engine"]["engine"]
-        if not fits(rows, ListOf(POINT)) or not isinstance(engine, str):
-            raise ValueError
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
-        raise BadOption(f"{folder} holds no finished run with a front: run tune with --front first") from error
+    summary = read_summary(folder)
+    if (rows := summary.get("front")) is None:
+        raise BadOption(f"{folder} holds no finished run with a front: run tune with --front first")
     files = {row["name"]: file for row in rows if (file := folder / FRONT / f"{Path(row['name']).name}.onnx").is_file()}
     row = next((row for row in rows if row["name"] == name), None)
     if row is None or name not in files:
         points = f"its points are {', '.join(files)}" if files else "no candidate of its run proved to be one"
         raise BadOption(f"{folder} has no point {name!r}: {points}")
-    file, changed = files[name], _as_shipped(row, rows)
-    if row.get("content", held := content(files_of(file))) != held:  # earlier versions did not say what they held
+    file = files[name]
+    if row["content"] != content(files_of(file)):
         raise BadOption(f"{file} is not the file that was proven: run tune with --front again, which writes it anew")
-    check_loads(file, engine)
+    check_names(folder, (FINAL, data_of(Path(FINAL)).name, PLACEMENT, SUMMARY, REPORT))
+    check_loads(file, summary["engine"]["engine"])
     copy_model(file, folder / FINAL)
     with appearing(folder / PLACEMENT) as fresh:
         shutil.copyfile(folder / FRONT / f"{name}.yaml", fresh)
-    summary |= changed
-    write_json(path, summary)
-    return summary
+    picked: dict[str, Any] = plain(_as_shipped(summary, row, rows))
+    write_json(folder / SUMMARY, picked)
+    return picked
 
 
-def _as_shipped(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What summary.json says where this point ships."""
-    return {
+def _as_shipped(summary: Summary, row: FrontPoint, rows: Sequence[FrontPoint]) -> Summary:
+    """The summary where this point ships."""
+    picked: Summary = {
+        **summary,
         "shipped": "tuned",
         "final_ms": row["ms"],
         "ratio": row["ratio"],
@@ -198,10 +196,14 @@ def _as_shipped(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> di
         "output_sqnr_db": row["sqnr_db"],
         "metric_after": row["metric"],
         "constraint_met": row["holds_limits"],
-        "by_threads": row.get("by_threads", []),
-        **{name: row[name] for name in ("edges", "weights", "workloads") if name in row},
+        "by_threads": row["by_threads"],
+        "edges": row["edges"],
+        "weights": row["weights"],
         "front": [{**other, "shipped": other["name"] == row["name"]} for other in rows],
     }
+    if "workloads" in row:
+        picked["workloads"] = row["workloads"]
+    return picked
 
 
 def _proven(entries: Sequence[Entry], run: Run) -> list[Proven]:

@@ -9,7 +9,8 @@ from functools import partial
 from itertools import islice
 
 from qdqtune.engines import threads_of
-from qdqtune.engines.ahead import Need
+from qdqtune.engines.build_queue import Urgency
+from qdqtune.graph.outputs import write_json
 from qdqtune.measurement.accuracy import concern
 from qdqtune.measurement.limits import outcome
 from qdqtune.measurement.timing import Plan, judge
@@ -19,18 +20,18 @@ from qdqtune.tuning import advice
 from qdqtune.tuning.accepting import accepted
 from qdqtune.tuning.answer import recalled, remember
 from qdqtune.tuning.budget import Budget, builds_of
-from qdqtune.tuning.diary import Diary
 from qdqtune.tuning.folder import RUN, SUMMARY
 from qdqtune.tuning.front import prove_front
 from qdqtune.tuning.modes.table import MODES
 from qdqtune.tuning.observer import SEARCHING, Observer, Several, Silent, State
 from qdqtune.tuning.proof import Proof, begin_proof, lost, prove
-from qdqtune.tuning.records import summary_of, write_json, write_records
 from qdqtune.tuning.result import Result
 from qdqtune.tuning.rewritten import with_rewrites
 from qdqtune.tuning.run import Run, open_run, prepared, written_once
+from qdqtune.tuning.run_log import RunLogWriter
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.stopwatch import Stopwatch
+from qdqtune.tuning.summary import summary_of, write_records
 from qdqtune.types import Placement, Proposal, Trial
 
 
@@ -43,21 +44,21 @@ def tune(settings: Settings, observer: Observer | None = None) -> Result:
         QdqtuneError: see `errors`; BaselineFailed if the engine cannot run the float model.
         KeyboardInterrupt: everything measured so far is in the state file.
     """
-    diary, watch = Diary(), Stopwatch(settings)
-    observer = Several((diary, watch, observer or Silent()))
+    log, watch = RunLogWriter(), Stopwatch(settings)
+    observer = Several((log, watch, observer or Silent()))
     with prepared(settings, observer) as ready:
         if (before := recalled(ready)) is not None:
             return before
         if (note := advice.busy(settings.engine)) is not None:
             observer.note(note)
         with written_once(ready) as constants, open_run(with_rewrites(ready, constants), constants) as run:
-            result, is_done = _finished(run, watch, diary)
+            result, is_done = _finished(run, watch, log)
         if is_done:
             remember(result, ready)
         return result
 
 
-def _finished(run: Run, watch: Stopwatch, diary: Diary) -> tuple[Result, bool]:
+def _finished(run: Run, watch: Stopwatch, log: RunLogWriter) -> tuple[Result, bool]:
     """Search and prove, and write down what came out; and whether the same command would find nothing more."""
     settings, budget = run.settings, run.budget
     if not budget.is_late:
@@ -72,14 +73,13 @@ def _finished(run: Run, watch: Stopwatch, diary: Diary) -> tuple[Result, bool]:
     by_points = mode.strategy if isinstance(mode.strategy, FrontSearch) and history else None
     front = prove_front(history, run, by_points) if settings.front else None
     proof = front.proof if front else prove(history, run)
-    run.runner.ahead.close()
+    run.runner.build_queue.close()
     history = [*history, *front.trials] if front else history
     write_records(history, proof, run)
     summary = summary_of(history, proof, run) | ({"front": front.rows(run.subject.mix)} if front else {})
     recorded = mode.record(history, proof.placement)
     if history or not budget.is_late:
         run.bench.layers(proof.placement)
-    told = diary.content(history, run)
     summary |= {**recorded.summary, "seconds": round(watch.whole, 3)}
     shipped = next((t.accuracy for t in history if t.placement == proof.placement and t.accuracy is not None), None)
     warning = None if shipped is None else concern(shipped)
@@ -89,7 +89,7 @@ def _finished(run: Run, watch: Stopwatch, diary: Diary) -> tuple[Result, bool]:
     doubts += [advice.elsewhere(threads_of(settings.engine), [(s.threads, s.ratio) for s in proof.standings])]
     doubts = [*lost(proof.standings, run.subject.mix), *doubts]
     notes = (*run.subject.notes, *run.found.notes, *recorded.notes, *proof.notes, *filter(None, doubts))
-    told = {**told, "notes": notes, "seconds": round(watch.session, 2)}
+    told = log.content(history, run, notes, watch.session)
     for name, content in {SUMMARY: summary, RUN: told, **recorded.files}.items():
         write_json(settings.output_dir / name, content)
     result = Result(proof.shipped, proof.placement, proof.ratio, summary, tuple(history), notes, recorded)
@@ -125,12 +125,12 @@ def search(strategy: Strategy, run: Run, observer: Observer, budget: Budget) -> 
 
 
 def _foresee(strategy: Strategy, history: Sequence[Trial], batch: Sequence[Proposal], run: Run) -> None:
-    """Let who has nothing to build begin with what is likely to come behind a batch; where less is in sight than they
-    could build, with what the proof takes if nothing beats the best that is in sight."""
+    """Give idle builders the candidates likely to come next; failing that, the files that the proof will need if
+    nothing beats the best candidate expected so far."""
     room, plan = run.budget.room(history) - len(batch), run.settings.plan
-    room = max(0, min(builders := run.runner.ahead.count, room))
+    room = max(0, min(builders := run.runner.build_queue.builders, room))
     coming = tuple(islice(foreseen(strategy, history, batch, plan), room))
-    run.bench.begin(coming, Need.NEXT)
+    run.bench.begin(coming, Urgency.NEXT)
     begin_proof(best_of(as_foretold(history, batch, plan)) if len(coming) < builders else Placement(), run)
 
 

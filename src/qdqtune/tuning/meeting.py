@@ -32,9 +32,10 @@ from qdqtune.measurement.timing import (
     spread_of,
 )
 from qdqtune.tuning.folder import BASELINE
+from qdqtune.tuning.records import ComparisonRecord, Outcome
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.settings import PROOF_BUILDS
-from qdqtune.tuning.store import Record, Store, pack_result, unpack_result
+from qdqtune.tuning.store import Store
 from qdqtune.tuning.threads import Place
 from qdqtune.types import Failure, Measurement, Placement
 
@@ -121,10 +122,10 @@ class _Pair:
     def builds(self, numbers: Sequence[int]) -> list[Measurement] | Failure:
         """Pairs of builds by number, from the store where it has them: all in turns, but for large files."""
         both = self.a, self.b
-        files: Record = {"files": [content(files_of(file)) for file in both]}
+        files = content(files_of(self.a)), content(files_of(self.b))
         store, least = self.run.store, self.run.settings.proof_plan.looks[0]
         records = {number: known(store, f"{self.key}:{number}", files, least) for number in numbers}
-        measured = {number: unpack_result(record) for number, record in records.items() if record is not None}
+        measured = {number: record.result.result for number, record in records.items() if record is not None}
         missing = [number for number, record in records.items() if record is None]
         is_small = sum(map(nbytes, both)) <= SIDE_BY_SIDE
         size = PAIRS if is_small else 1
@@ -136,7 +137,8 @@ class _Pair:
             results = patiently(partial(self._fresh, turn, len(turns) - done))
             told: Sequence[Measurement | Failure] = [results] if isinstance(results, Failure) else results
             for number, result in zip(turn, told, strict=False):
-                measured[number] = unpack_result(store.put(f"{self.key}:{number}", pack_result(result) | files))
+                store.put(ComparisonRecord(of=f"{self.key}:{number}", result=Outcome.of(result), files=files))
+                measured[number] = result
         failed = next((result for result in measured.values() if isinstance(result, Failure)), None)
         return failed or [result for _, result in sorted(measured.items()) if isinstance(result, Measurement)]
 
@@ -191,12 +193,13 @@ class Opponents:
             self._handles[number] = None
             self.builds += 1
         self.builds += 1
-        files: Record = {"files": [content(files_of(f)) for f in (run.settings.model, file)]}
+        files = content(files_of(run.settings.model)), content(files_of(file))
         key = f"front:{placement.digest}{self._place.suffix}:{number}"
         record = known(run.store, key, files, run.settings.proof_plan.looks[0])
         if record is None or look is not None:
-            record = run.store.put(key, pack_result(patiently(partial(self._fresh, number, file, look))) | files)
-        return unpack_result(record)
+            result = Outcome.of(patiently(partial(self._fresh, number, file, look)))
+            record = run.store.put(ComparisonRecord(of=key, result=result, files=files))
+        return record.result.result
 
     def _fresh(self, number: int, file: Path, look: Callable[[Handle], None] | None) -> Measurement | Failure:
         runner, plan = self._place.runner, self._run.settings.proof_plan
@@ -234,13 +237,13 @@ class Opponents:
                 self._place.runner.unload(handle)
 
 
-def known(store: Store, key: str, files: Record, least: int) -> Record | None:
-    """The record of a comparison of those very files, with at least so many rounds if it did not fail; earlier versions
-    did not record what the files held."""
-    record = store.get(key)
-    if record is None or record.get("files", files["files"]) != files["files"]:
+def known(store: Store, of: str, files: tuple[str, str], least: int) -> ComparisonRecord | None:
+    """The record of a comparison of those very files, with at least so many rounds if it did not fail."""
+    record = store.get(ComparisonRecord, of)
+    if record is None or record.files != files:
         return None
-    return record if "failure" in record or len(record["samples"]["a"]) >= least else None
+    samples = record.result.samples
+    return record if samples is None or len(samples.a) >= least else None
 
 
 def patiently(ask: Callable[[], T | Failure]) -> T | Failure:

@@ -18,8 +18,8 @@ from qdqtune.measurement.sensitivity import StoredWeight, quantization, sensitiv
 from qdqtune.placement.possible import weight_at
 from qdqtune.search.costs.noise import Noise
 from qdqtune.tuning.observer import SEARCHING
+from qdqtune.tuning.records import NoiseRecord, PredictionRecord, WeightNoiseRecord
 from qdqtune.tuning.run import Run
-from qdqtune.tuning.store import Record, pack_accuracy, pack_result, unpack_accuracy
 from qdqtune.types import Accuracy, Edge, Failure, NumericFormat, Placement, Storage
 
 NOTHING = 0.01
@@ -113,15 +113,15 @@ def _latest(run: Run, share: float) -> float:
 
 def _of_values(run: Run, tensors: Iterable[str], floor: float, share: float) -> Mapping[str, float]:
     """What rounding each value does to the outputs, measured where no run has."""
-    subject, key = run.subject, f"noise:{floor:.3g}"
-    record = run.store.get(key)
+    subject, of = run.subject, f"{floor:.3g}"
+    record = run.store.get(NoiseRecord, of)
     if record is None:
         model = scaled(subject.shaped, subject.ranges.factors)  # whose values the ranges are of
         values = each_value(model, subject.ranges, subject.numbers, subject.possible)
-        alone, failed = _measured(run, "rounding each tensor", model, values, floor, share)
-        record = run.store.put(key, {"alone": dict.fromkeys(tensors, 1.0) if alone is None else alone, **failed})
-    known: Mapping[str, float] = record["alone"]
-    return known
+        alone, failure = _measured(run, "rounding each tensor", model, values, floor, share)
+        told = dict.fromkeys(tensors, 1.0) if alone is None else alone
+        record = run.store.put(NoiseRecord(of=of, alone=told, failure=failure))
+    return record.alone
 
 
 def _of_weights(
@@ -129,25 +129,25 @@ def _of_weights(
 ) -> Mapping[tuple[str, str], float]:
     """What weights that alone are quantized do to the outputs, by tensor and name of the storage: measured in the one
     that keeps least, and in the others as much less as the weights themselves lose less."""
-    model, key = run.subject.shaped, f"noise of weights:{floor:.3g}"
-    record = run.store.get(key)
+    model, of = run.subject.shaped, f"{floor:.3g}"
+    record = run.store.get(WeightNoiseRecord, of)
     if record is None:
         weights = stored_weights(model, loudest)
-        alone, failed = _measured(run, "storing each weight in fewer bits", model, weights, floor, share)
+        alone, failure = _measured(run, "storing each weight in fewer bits", model, weights, floor, share)
         shares = {edge: lost(model, edge, storage) for edge, storage in loudest.items()}
         noise = shares if alone is None else {edge: alone[edge.tensor] for edge in loudest}
-        stored = [
-            [edge.tensor, storage.name, noise[edge] * lost(model, edge, storage) / shares[edge]]
+        stored = tuple(
+            (edge.tensor, storage.name, noise[edge] * lost(model, edge, storage) / shares[edge])
             for edge, storages in run.ways.items()
             for storage in storages
-        ]
-        record = run.store.put(key, {"stored": stored, **failed})
-    return {(tensor, name): noise for tensor, name, noise in record["stored"]}
+        )
+        record = run.store.put(WeightNoiseRecord(of=of, stored=stored, failure=failure))
+    return {(tensor, name): noise for tensor, name, noise in record.stored}
 
 
 def _measured(
     run: Run, what: str, model: Model, pairs: Mapping[Edge, Quantization | StoredWeight], floor: float, share: float
-) -> tuple[dict[str, float] | None, Record]:
+) -> tuple[dict[str, float] | None, Failure | None]:
     """What each of some tensors does to the outputs, within a share of the time that is left; None, and why, where
     ONNX Runtime does not tell."""
     run.observer.stage(f"measuring what {what} does to the outputs")
@@ -166,10 +166,11 @@ def _measured(
         listener=run.observer,
         deadline=_latest(run, share),
         side_by_side=_side_by_side(run),
+        budget=run.runner.memory,
         thinned=thinned,
     )
     run.observer.stage(SEARCHING)
-    return (None, pack_result(alone)) if isinstance(alone, Failure) else (alone, {})
+    return (None, alone) if isinstance(alone, Failure) else (alone, None)
 
 
 def lost(model: Model, edge: Edge, storage: Storage) -> float:
@@ -184,14 +185,18 @@ def lost(model: Model, edge: Edge, storage: Storage) -> float:
 
 def foretold(run: Run, placement: Placement) -> Accuracy | None:
     """How far the outputs of a placement will be from the float model's, asked once; None where nothing can be said."""
-    key = f"foretold:{placement.digest}"
-    record = run.store.get(key)
+    of = placement.digest
+    record = run.store.get(PredictionRecord, of)
     if record is None and run.budget.is_late:
         return None
     if record is None:
-        accuracy = run.simulation.accuracy(placement)
-        record = run.store.put(key, pack_result(accuracy) if isinstance(accuracy, Failure) else pack_accuracy(accuracy))
-    return unpack_accuracy(record) if "sqnr_db" in record else None
+        found = run.simulation.accuracy(placement)
+        record = run.store.put(
+            PredictionRecord(of=of, failure=found)
+            if isinstance(found, Failure)
+            else PredictionRecord(of=of, accuracy=found)
+        )
+    return record.accuracy
 
 
 def each_value(

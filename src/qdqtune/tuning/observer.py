@@ -77,7 +77,7 @@ class Silent(Deaf):
 
 class Several:
     """Observers that hear the same, one after the other, until the call is cancelled; each of them what it has a method
-    for: one of an earlier version lacks some."""
+    for."""
 
     def __init__(self, observers: Sequence[Observer], cancel: Cancel | None = None) -> None:
         self._observers, self._cancel = observers, cancel

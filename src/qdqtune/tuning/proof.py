@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from qdqtune.engines.ahead import Need
+from qdqtune.engines.build_queue import Urgency
 from qdqtune.errors import BaselineFailed, writing
 from qdqtune.graph.files import data_of
 from qdqtune.graph.loading import data_files, load
@@ -24,6 +24,7 @@ from qdqtune.search import ratios_to_float
 from qdqtune.tuning import advice
 from qdqtune.tuning.folder import BASELINE, FINAL
 from qdqtune.tuning.meeting import Confirmed, confirm
+from qdqtune.tuning.records import Shipped
 from qdqtune.tuning.run import Run
 from qdqtune.tuning.threads import SLOWER, Place, places
 from qdqtune.types import Failure, Mix, Placement, Trial
@@ -125,7 +126,7 @@ class Proof:
     same for each number of threads.
     """
 
-    shipped: str
+    shipped: Shipped
     placement: Placement
     ratio: Ratio | None
     to_given: Ratio | None
@@ -274,7 +275,7 @@ def prove(history: Sequence[Trial], run: Run) -> Proof:
     is_slower = met is not None and met.to_given is not None and met.to_given.verdict == "slower"
     is_given = pairs_hold if settings.from_qdq else is_slower or contest.is_rewritten
     copy_model(settings.model if is_given else folder / BASELINE, folder / FINAL)
-    kept = "given" if is_given else "baseline"
+    kept: Shipped = "given" if is_given else "baseline"
     seconds = run.bench.floats.seconds if met is None else met.standing.float_seconds
     return Proof(kept, Placement(), None, None, seconds, seconds, tuple(contest.notes), contest.builds)
 
@@ -331,9 +332,9 @@ def _is_folded(run: Run) -> bool:
 
 def begin_proof(placement: Placement, run: Run) -> None:
     """Have the file of a placement built ahead that may ship, if it has pairs, and of no other."""
-    run.runner.ahead.withdraw(Need.BEST)
+    run.runner.build_queue.withdraw(Urgency.BEST)
     if placement and not run.settings.front:
-        begin_pairs(run.runner, _unproven(placement, run), FRESH, Need.BEST)
+        begin_pairs(run.runner, _unproven(placement, run), FRESH, Urgency.BEST)
 
 
 def _unproven(placement: Placement, run: Run) -> Path:

@@ -1,165 +1,395 @@
-"""What a finished run leaves: summary.json, placement.yaml, the pattern cache."""
+"""What a run writes to its state file: one struct for each kind of line, packed and checked by msgspec.
+
+A struct is found by its kind and by `of`, which says what it is about where a run has several of the kind. Ranges,
+rounds, layers and other values are stored as they are, and a line is refused where one of them cannot be made.
+"""
 
 from __future__ import annotations
 
-import json
-import platform
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
-from importlib.metadata import version
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import PurePath
+from typing import Any, Literal, TypeVar
 
-from qdqtune.graph.outputs import appearing
-from qdqtune.measurement.timing import Plan
-from qdqtune.placement import files
-from qdqtune.search import ratios_to_float
-from qdqtune.search.front import Point, named, spread, undominated
-from qdqtune.search.regions import cache
-from qdqtune.tuning.folder import PLACEMENT, pattern_cache_of
-from qdqtune.tuning.proof import Proof, rows_by_workload, rows_of
-from qdqtune.tuning.run import Run
-from qdqtune.types import Placement, Trial
-from qdqtune.version import __version__
+import msgspec
 
-MET = 8
-"""Candidates that the summary shows of those that nothing beat."""
+from qdqtune.calibration.scales import Ranges
+from qdqtune.measurement.timing import Ratio
+from qdqtune.search.costs.explanation import UnitPrice
+from qdqtune.search.costs.priors import Prices
+from qdqtune.tuning.modes.mode import GroupOutcome
+from qdqtune.types import (
+    TRANSIENT,
+    Accuracy,
+    Edge,
+    Failure,
+    Layer,
+    Measurement,
+    Placement,
+    Storage,
+)
+
+Shipped = Literal["tuned", "baseline", "given"]
+"""What optimized_final.onnx is: the tuned model, the float model, or a copy of the user's file."""
 
 
-def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Write a JSON file for machines.
+class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
+    """A line of the state file."""
+
+    of: str = ""
+
+
+R = TypeVar("R", bound=Record)
+
+
+class StoredPlacement(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
+    """A placement as JSON: the edges with a pair, and the weights stored in fewer bits with the name of how."""
+
+    pairs: tuple[Edge, ...] = ()
+    weights: tuple[tuple[Edge, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        _ = self.placement  # refuses what no placement can hold
+
+    @classmethod
+    def of(cls, placement: Placement) -> StoredPlacement:
+        """Pack a placement."""
+        return cls(tuple(placement), tuple((edge, storage.name) for edge, storage in placement.storages.items()))
+
+    @cached_property
+    def placement(self) -> Placement:
+        """The placement.
+
+        Raises:
+            ValueError: a weight is stored in two ways, or in one that does not exist.
+        """
+        return Placement.of(self.pairs, ((edge, Storage.named(name)) for edge, name in self.weights))
+
+
+class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a comparison gave: its rounds, or why there are none."""
+
+    samples: Measurement | None = None
+    failure: Failure | None = None
+
+    def __post_init__(self) -> None:
+        _insist_on_one(self.samples, self.failure)
+
+    @classmethod
+    def of(cls, result: Measurement | Failure) -> Outcome:
+        """Pack a result."""
+        return cls(failure=result) if isinstance(result, Failure) else cls(samples=result)
+
+    @property
+    def result(self) -> Measurement | Failure:
+        """The result."""
+        found = self.samples or self.failure
+        assert found is not None  # as was checked when it was made
+        return found
+
+
+def _insist_on_one(value: object, failure: Failure | None) -> None:
+    """Refuse a record that holds neither a value nor a failure, or both."""
+    if (value is None) == (failure is None):
+        raise ValueError("there is either a value or a failure")
+
+
+class HeadRecord(Record, frozen=True, tag="run"):
+    """The first line: the version of the file, that of what makes candidates, and the fingerprint of the run."""
+
+    version: int
+    candidates: int
+    fingerprint: dict[str, Any]
+
+
+# ---------------------------------------------------------------- what was measured
+
+
+class RangesRecord(Record, frozen=True, tag="ranges"):
+    """What calibration found."""
+
+    ranges: Ranges
+
+
+class TrialRecord(Record, frozen=True, tag="trial"):
+    """A candidate against another placement, whose digest `against` is; see `Trial`."""
+
+    origin: str
+    against: str
+    placement: StoredPlacement
+    result: Outcome
+    pattern: str = ""
+    predicted: float | None = None
+    accuracy: Accuracy = Accuracy()
+    check: Outcome | None = None
+    layers: tuple[Layer, ...] | None = None
+
+
+class MetricRecord(Record, frozen=True, tag="metric"):
+    """The user's metric of a placement."""
+
+    value: float | None = None
+    failure: Failure | None = None
+
+    def __post_init__(self) -> None:
+        _insist_on_one(self.value, self.failure)
+
+    @property
+    def result(self) -> float | Failure:
+        """The value, or why there is none."""
+        found = self.value if self.failure is None else self.failure
+        assert found is not None  # as was checked when it was made
+        return found
+
+
+class LayersRecord(Record, frozen=True, tag="layers"):
+    """The layer report of a placement, that of the float model without `of`."""
+
+    layers: tuple[Layer, ...] = ()
+    failure: Failure | None = None
+
+
+class RepeatabilityRecord(Record, frozen=True, tag="repeatability"):
+    """The outputs of the float model against those of the same build once more."""
+
+    accuracy: Accuracy
+
+
+class RewriteRecord(Record, frozen=True, tag="rewrite"):
+    """A rewritten model against the one before, and the builds that it took."""
+
+    result: Outcome
+    builds: int
+
+
+Form = Literal["float", "pairs"]
+"""How two models meet: both in float, or both with pairs where the engine's rules place them."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A rewrite, on top of those kept before it, and its ratio to the model without it; None where it failed."""
+
+    name: str
+    form: Form
+    ratio: Ratio | None
+    kept: bool
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The row of summary.json."""
+        ends = self.ratio or Ratio(1.0, None, None)
+        known = {"ratio": ends.median, "low": ends.low, "high": ends.high} if self.ratio else {"ratio": None}
+        return {"name": self.name, "form": self.form, **known, "kept": self.kept}
+
+
+@dataclass(frozen=True)
+class Found:
+    """The rewrites that were tried before the search, in the order in which they are made."""
+
+    tried: tuple[Tried, ...] = ()
+    builds: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that are kept."""
+        return tuple(one.name for one in self.tried if one.kept)
+
+    @property
+    def gave(self) -> float:
+        """The ratio of the rewritten model to the user's, as each was measured."""
+        return prod(one.ratio.median for one in self.tried if one.kept and one.ratio)
+
+
+NO_REWRITES = Found()
+
+
+class RewritesRecord(Record, frozen=True, tag="rewrites"):
+    """What the rewrites gave."""
+
+    found: Found
+
+
+class BatchRecord(Record, frozen=True, tag="batch"):
+    """How many candidates are proposed at a time; see `Run`."""
+
+    width: int
+    learning: int
+
+
+class PricesRecord(Record, frozen=True, tag="prices"):
+    """What the price cache knew when the run began, and the placement that an earlier run has found."""
+
+    prices: Prices
+    found: StoredPlacement | None = None
+
+
+class NoiseRecord(Record, frozen=True, tag="noise"):
+    """The power that rounding each tensor alone adds to the outputs; all alike where measuring it failed."""
+
+    alone: dict[str, float]
+    failure: Failure | None = None
+
+
+class WeightNoiseRecord(Record, frozen=True, tag="weight noise"):
+    """The same of weights, by tensor and name of the storage."""
+
+    stored: tuple[tuple[str, str, float], ...]
+    failure: Failure | None = None
+
+
+class PredictionRecord(Record, frozen=True, tag="prediction"):
+    """How exact a placement is by simulation."""
+
+    accuracy: Accuracy | None = None
+    failure: Failure | None = None
+
+    def __post_init__(self) -> None:
+        _insist_on_one(self.accuracy, self.failure)
+
+
+class ComparisonRecord(Record, frozen=True, tag="comparison"):
+    """Two files on fresh builds, and digests of what the files held."""
+
+    result: Outcome
+    files: tuple[str, str]
+
+
+class PointRecord(Record, frozen=True, tag="point"):
+    """How exact a build for the front is, and its layers."""
+
+    accuracy: Accuracy | None = None
+    layers: tuple[Layer, ...] = ()
+    failure: Failure | None = None
+
+    def __post_init__(self) -> None:
+        _insist_on_one(self.accuracy, self.failure)
+
+
+class PartRecord(Record, frozen=True, tag="part"):
+    """The layers of a group built alone in float."""
+
+    layers: tuple[Layer, ...] = ()
+    failure: Failure | None = None
+
+
+class SchemeRecord(Record, frozen=True, tag="scheme"):
+    """A scheme of a group against its float form; `result` is None where its layers leave no hope."""
+
+    result: Outcome | None = None
+    layers: tuple[Layer, ...] = ()
+
+
+class StoragesRecord(Record, frozen=True, tag="storages"):
+    """The share of a float product's time that each storage of its weight takes, by the size of the product."""
+
+    shares: dict[str, dict[str, float]]
+
+
+# ---------------------------------------------------------------- what a finished run answered
+
+
+class AnsweredTrial(msgspec.Struct, frozen=True):
+    """A trial of a finished run: `of` its record, what was proposed, and what the record does not know."""
+
+    of: str
+    origin: str
+    pattern: str
+    predicted: float | None
+    wants_layers: bool
+    metric: float | None
+    holds: bool | None
+    accepted: bool
+
+
+class AnswerRecord(Record, frozen=True, tag="finished"):
+    """The result of a finished run, with digests of summary.json and of the files that it has left."""
+
+    shipped: Shipped
+    placement: StoredPlacement
+    ratio: Ratio | None
+    notes: tuple[str, ...]
+    trials: tuple[AnsweredTrial, ...]
+    summary: str
+    files: dict[str, str]
+    units: tuple[UnitPrice, ...] = ()
+    groups: tuple[GroupOutcome, ...] = ()
+
+
+# ---------------------------------------------------------------- the interface of ModelOpt's autotuner
+
+
+class TimedPlacement(msgspec.Struct, frozen=True):
+    """A placement and its latency in ms, None where it failed."""
+
+    placement: StoredPlacement
+    ms: float | None
+
+
+class ConversationRecord(Record, frozen=True, tag="conversation"):
+    """Where a script that measures by itself has come to: latencies by digest of the placement, and by digest of the
+    pattern the schemes that were tried."""
+
+    baseline_ms: float | None
+    best: TimedPlacement
+    measured: dict[str, float | None]
+    patterns: dict[str, tuple[TimedPlacement, ...]]
+
+
+RECORDS = (
+    HeadRecord
+    | RangesRecord
+    | TrialRecord
+    | MetricRecord
+    | LayersRecord
+    | RepeatabilityRecord
+    | RewriteRecord
+    | RewritesRecord
+    | BatchRecord
+    | PricesRecord
+    | NoiseRecord
+    | WeightNoiseRecord
+    | PredictionRecord
+    | ComparisonRecord
+    | PointRecord
+    | PartRecord
+    | SchemeRecord
+    | StoragesRecord
+    | AnswerRecord
+    | ConversationRecord
+)
+DECODER: msgspec.json.Decoder[Record] = msgspec.json.Decoder(RECORDS)
+
+
+def parsed(line: bytes) -> Record:
+    """The record that a JSON text holds.
 
     Raises:
-        OutputError: the file cannot be written.
+        ValueError: it holds none.
     """
-    with appearing(path) as fresh:
-        fresh.write_text(json.dumps(dict(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    try:
+        return DECODER.decode(line)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
-def write_records(history: Sequence[Trial], proof: Proof, run: Run) -> None:
-    """Write placement.yaml and the pattern cache.
-
-    Raises:
-        OutputError: a file cannot be written.
-    """
-    settings, subject, final = run.settings, run.subject, proof.placement
-    write_placement_of(final, settings.output_dir / PLACEMENT, run)
-    caches = cache.cache_of(
-        subject.model,
-        subject.patterns,
-        (final, proof.ratio.median if proof.ratio else 1.0),
-        history,
-        settings.plan,
-        minimum_distance=settings.config.pattern_cache_minimum_distance,
-        maximum_entries=settings.config.pattern_cache_max_entries_per_pattern,
-    )
-    cache.write_cache(pattern_cache_of(settings.state), caches, subject.patterns)
+def plain(value: object, order: Literal["deterministic"] | None = None) -> Any:
+    """A struct or another value as JSON values; "deterministic": equal values give equal ones, maps and sets sorted."""
+    return msgspec.to_builtins(value, enc_hook=_plain, order=order)
 
 
-def write_placement_of(placement: Placement, path: Path, run: Run) -> None:
-    """Write a placement of a run's model.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
-    settings = run.settings
-    engine, calibration = settings.engine.name, settings.calibration.chosen(run.subject.ranges)
-    how = calibration, run.subject.rewrites, settings.weight_rounding
-    recorded = files.Recorded(placement, settings.quant_type, engine, settings.fix_inputs, *how)
-    files.write_placement(path, recorded, settings.model.name)
+def _plain(value: Any) -> object:
+    """What msgspec does not know: other maps than dictionaries, paths, and numbers of NumPy."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return str(value) if isinstance(value, PurePath) else value.item()
 
 
-def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, Any]:
-    """What summary.json holds in every mode, but for the seconds of the whole run."""
-    settings, subject, final, tuned = run.settings, run.subject, proof.placement, proof.ratio
-    accuracy = next((t.accuracy for t in history if t.placement == final), None)
-    predicted = next((t.proposal.predicted for t in history if t.placement == final), None)
-    description = run.runner.describe()
-    summary = {
-        "model": str(settings.model),
-        "engine": description,
-        "mode": settings.mode,
-        "state_file": None if settings.state_file is None else str(settings.state.absolute()),
-        "rewrites": _rewrites(run, proof),
-        "shipped": proof.shipped,
-        "baseline_ms": proof.float_seconds * 1e3,
-        "final_ms": proof.final_seconds * 1e3,
-        "ratio": tuned.median if tuned else 1.0,
-        "ratio_low": tuned.low if tuned else None,
-        "ratio_high": tuned.high if tuned else None,
-        "ratio_to_given": proof.to_given.median if tuned and proof.to_given else None,
-        "by_threads": rows_of(proof.standings),
-        **({"workloads": rows_by_workload(proof.standings, subject.mix)} if len(subject.mix) > 1 else {}),
-        "builds": 1 + run.found.builds + sum(t.builds for t in history),
-        "proof_builds": proof.builds,
-        "predicted_ratio": predicted,
-        "predicted_ms": None if predicted is None else predicted * proof.float_seconds * 1e3,
-        "trials": len(history),
-        "engine_seconds": round(run.runner.engine_seconds, 3),
-        "patterns": len(subject.patterns),
-        "regions": subject.region_count,
-        "pairs": len({e.tensor for e in final}),
-        **({"weights": dict(Counter(s.name for s in final.storages.values()))} if final.compressed else {}),
-        "edges": len(final),
-        "output_sqnr_db": None if accuracy is None else accuracy.sqnr_db,
-        "output_accuracy": None if accuracy is None else asdict(accuracy),
-        "fastest_without_limits": _fastest(history, proof, run),
-        "met": list(_met(history, proof, settings.plan)),
-        "accuracy_samples": len(subject.accuracy),
-        "accuracy_held_out": subject.held_out,
-        "seed": settings.seed,
-        "versions": {
-            "qdqtune": __version__,
-            "onnx": version("onnx"),
-            "python": platform.python_version(),
-            settings.engine.name: description.get("version", ""),
-        },
-    }
-    after = run.bench.metric(final) if settings.evaluate and final else run.limits.before
-    return summary | run.limits.summary(history, settings.plan, after)
-
-
-def _rewrites(run: Run, proof: Proof) -> dict[str, Any]:
-    """What the float model was rewritten by before pairs were placed; and where that was measured, which share of the
-    ratio of what ships is its, and which that of the placement."""
-    made, found = run.subject.rewrites, run.found
-    told: dict[str, Any] = {"folded": made.folded, "names": list(made.names)}
-    if found.tried:
-        told |= {"tried": [one.row for one in found.tried], "builds": found.builds}
-    if found.names and proof.ratio is not None:
-        told |= {"gave": found.gave, "placement_gave": proof.ratio.median / found.gave}
-    return told
-
-
-def _met(history: Sequence[Trial], proof: Proof, plan: Plan) -> Iterator[dict[str, Any]]:
-    """Candidates that nothing else beat in both latency and accuracy, as the search has measured them; and what ships,
-    which of those that cannot be told apart need not be the one that looked best."""
-    unbeaten = undominated(history, plan)
-    ratios = ratios_to_float(history, plan)
-    shipped = [Point(ratios[t.placement], t) for t in history if t.placement == proof.placement][-1:]
-    points = (p for p in spread(unbeaten, MET) if p.trial.placement != proof.placement)
-    for name, point in named(sorted([*points, *shipped], key=lambda p: p.ratio)).items():
-        accuracy = point.trial.accuracy
-        yield {
-            "name": name,
-            "number": point.trial.number,
-            "origin": point.trial.proposal.origin,
-            "ratio": point.ratio,
-            "sqnr_db": point.trial.sqnr_db,
-            "agreement": None if accuracy is None else accuracy.agreement,
-            "pairs": len({e.tensor for e in point.trial.placement}),
-            **({"weights": len(point.trial.placement.compressed)} if point.trial.placement.compressed else {}),
-            "holds_limits": point.trial.holds is not False,
-            "shipped": point.trial.placement == proof.placement,
-        }
-
-
-def _fastest(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, float | None] | None:
-    """What the limits cost: the fastest candidate that misses them, where it is faster than what ships."""
-    ratios = ratios_to_float(history, run.settings.plan)
-    missing = [(ratios[t.placement], t.sqnr_db) for t in history if t.holds is False and t.placement in ratios]
-    fastest = min(missing, key=lambda pair: pair[0], default=None)
-    if fastest is None or fastest[0] >= (proof.ratio.median if proof.ratio else 1.0):
-        return None
-    return {"ratio": fastest[0], "sqnr_db": fastest[1]}
+def is_transient(record: Record) -> bool:
+    """Whether a record holds a failure that another try may not have."""
+    parts = (record, getattr(record, "result", None), getattr(record, "check", None))
+    failures: Iterable[Failure | None] = (getattr(part, "failure", None) for part in parts)
+    return any(failure is not None and failure.stage in TRANSIENT for failure in failures)

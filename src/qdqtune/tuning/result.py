@@ -8,6 +8,7 @@ from typing import Any
 
 from qdqtune.measurement.timing import Ratio
 from qdqtune.tuning.modes.mode import Recorded
+from qdqtune.tuning.records import Shipped
 from qdqtune.types import Placement, Trial
 
 
@@ -20,7 +21,7 @@ class Result:
     knows besides.
     """
 
-    shipped: str
+    shipped: Shipped
     placement: Placement
     ratio: Ratio | None
     summary: Mapping[str, Any]

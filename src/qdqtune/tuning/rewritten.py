@@ -9,7 +9,7 @@ Whatever ships has to prove itself against the user's file in the end.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,12 +28,11 @@ from qdqtune.measurement.timing import compare, ratio
 from qdqtune.placement import engine_rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
-from qdqtune.tuning.gains import NO_REWRITES, Form, Found, Tried, pack_found, unpack_found
+from qdqtune.tuning.records import NO_REWRITES, Form, Found, Outcome, RewriteRecord, RewritesRecord, Tried
 from qdqtune.tuning.run import Ready
 from qdqtune.tuning.settings import Settings
-from qdqtune.tuning.station import settled
-from qdqtune.tuning.store import pack_result, unpack_result
 from qdqtune.tuning.subject import Subject, open_subject
+from qdqtune.tuning.trial_worker import settled
 from qdqtune.types import Failure, Measurement, Placement
 
 FORMS: Mapping[str, tuple[Form, ...]] = {
@@ -69,14 +68,13 @@ def with_rewrites(ready: Ready, constants: ConstantFile) -> Ready:
         QdqtuneError: see `errors`.
     """
     store, subject = ready.store, ready.subject
-    record = store.get("rewrites")
-    if record is None and store.get("ranges") is not None:
-        return ready  # it was begun by a version that tried none
+    record = store.get(RewritesRecord)
     if record is None:
-        found, subject = _search(ready, constants)
-        if found.tried or found.notes:
-            store.put("rewrites", pack_found(found))
-    elif (found := unpack_found(record)).names:
+        if not (names := _applicable(ready.settings, subject)):
+            return ready
+        found, subject = _search(names, ready, constants)
+        store.put(RewritesRecord(found=found))
+    elif (found := record.found).names:
         subject = open_subject(ready.settings, ready.runner, replace(subject.rewrites, names=found.names))
     return replace(ready, found=found, subject=subject)
 
@@ -103,10 +101,8 @@ def _applicable(settings: Settings, subject: Subject) -> list[str]:
     return names
 
 
-def _search(ready: Ready, constants: ConstantFile) -> tuple[Found, Subject]:
-    names = _applicable(ready.settings, ready.subject)
-    if not names:
-        return NO_REWRITES, ready.subject
+def _search(names: Sequence[str], ready: Ready, constants: ConstantFile) -> tuple[Found, Subject]:
+    """What these rewrites gave, tried in this order, and the model with those that pay."""
     ready.observer.stage(f"trying rewrites: {', '.join(names)}")
     constants.keep(ready.subject.model)
     ready.runner.feed(ready.subject.mix)
@@ -180,20 +176,21 @@ class _Contest:
     def _met(self, name: str, form: Form, challenger: _Champion) -> Tried | None:
         """The champion against who challenges it, in one form; None where there is nothing to compare."""
         kept = self.champion.subject.rewrites.names
-        key = f"rewrite:{'+'.join((*kept, name))}:{form}"
-        record, before = self.ready.store.get(key), self.found.builds
+        of = f"{'+'.join((*kept, name))}:{form}"
+        record, before = self.ready.store.get(RewriteRecord, of), self.found.builds
         if record is None:
-            result = self._measured(form, challenger, key)
-            if result is None:
+            measured = self._measured(form, challenger, f"rewrite:{of}")
+            if measured is None:
                 return None
-            record = self.ready.store.put(key, pack_result(result) | {"builds": self.found.builds - before})
-        result = unpack_result(record)
-        self.found = replace(self.found, builds=before + record["builds"])
+            spent = self.found.builds - before
+            record = self.ready.store.put(RewriteRecord(of=of, result=Outcome.of(measured), builds=spent))
+        result = record.result.result
+        self.found = replace(self.found, builds=before + record.builds)
         if isinstance(result, Failure):
             self._note(f"rewrite {name} was passed over: {result.reason}")
             return Tried(name, form, None, kept=False)
-        measured = ratio(result, self.ready.settings.plan)
-        return Tried(name, form, measured, measured.verdict == "faster")
+        told = ratio(result, self.ready.settings.plan)
+        return Tried(name, form, told, told.verdict == "faster")
 
     def _measured(self, form: Form, challenger: _Champion, key: str) -> Measurement | Failure | None:
         plan, name = self.ready.settings.plan, key.replace(":", "_").replace("+", "_")

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 from qdqtune.calibration.scales import Ranges
-from qdqtune.engines.ahead import Ahead, Need
-from qdqtune.engines.crew import Crew, check_alike
+from qdqtune.engines.allocation import allocate_workers, check_same_kind
+from qdqtune.engines.build_queue import BuildQueue, Urgency
 from qdqtune.engines.devices import ANYWHERE, Device
-from qdqtune.engines.places import places_for
-from qdqtune.engines.room import bounded_memory
+from qdqtune.engines.memory import MemoryBudget
+from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Runner, time_limit
 from qdqtune.errors import BadOption, BaselineFailed, writing
 from qdqtune.graph.files import ConstantFile, one_constant_file
@@ -30,28 +29,23 @@ from qdqtune.search.costs.units import Ways
 from qdqtune.tuning.bench import Bench
 from qdqtune.tuning.budget import FRONT_SHARE, PROOF_SHARE, Budget
 from qdqtune.tuning.candidates import Candidates
+from qdqtune.tuning.fingerprint import fingerprint_of
 from qdqtune.tuning.folder import LOGS, OutputFolder, restored_state
-from qdqtune.tuning.gains import NO_REWRITES, Found
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.obstacles import check_files
+from qdqtune.tuning.records import NO_REWRITES, BatchRecord, Found, TrialRecord
 from qdqtune.tuning.settings import Settings
-from qdqtune.tuning.station import Conditions, Station
 from qdqtune.tuning.storages import products_of, ways
-from qdqtune.tuning.store import Store, began_without
-from qdqtune.tuning.subject import Subject, calibrated, fingerprint, open_subject
+from qdqtune.tuning.store import Store
+from qdqtune.tuning.subject import Subject, calibrated, open_subject
+from qdqtune.tuning.trial_worker import Conditions, TrialWorker
 from qdqtune.types import Failure, Placement
 
 CANDIDATES = "candidates"
-BATCH = "batch"
-"""The record of how many candidates are proposed at a time; without it, that is one."""
 
 FIRST, LESSONS = 3, 3
 """Builds of a first batch, which prices every unit, and how often a search that learns from layers is to learn from a
 batch behind that: eight workers would else spend all builds on what it knows from the first."""
-
-LARGE, ROOM = 2**30, 1.3
-"""Bytes from which a model is large, and how many times its size engines may then hold: weights of 8 bits take a
-quarter of it."""
 
 DROP = 0.01
 """How far the user's metric may fall where nothing else is said, as a share of the float model's."""
@@ -107,41 +101,33 @@ def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
     """
     ends = None if settings.time_budget is None else time.monotonic() + settings.time_budget
     with ExitStack() as stack:
-        stack.enter_context(time_limit(settings.time_limit))
+        stack.enter_context(time_limit(settings.time_limit, ends))
         output = stack.enter_context(OutputFolder(settings))
         evaluation = None if settings.evaluate is None else load_evaluation(settings.evaluate)
         logs = output.path / LOGS
         most = max(count or 0 for count in settings.thread_counts)
         asked = settings.workers, settings.cores_per_worker, settings.ray, most
-        places = stack.enter_context(places_for(settings.engine, *asked))
-        nbytes = _room(settings.model)
-        stack.enter_context(bounded_memory(nbytes))
-        first, *more = places.devices
-        runner = stack.enter_context(Runner(settings.engine, log_dir=logs, device=first, start=places.start))
-        others = []
-        for device in more:
-            with bounded_memory(nbytes):  # nobody frees what another thread uses
-                others.append(Runner(settings.engine, log_dir=logs, device=device, start=places.start))
-                stack.enter_context(others[-1])
+        allocation = stack.enter_context(allocate_workers(settings.engine, *asked))
+        size = sum(file.stat().st_size for file in files_of(settings.model) if file.is_file())
+        engine, start = settings.engine, allocation.start
+        runners = [  # each with a budget of its own: one thread must not free what another one uses
+            Runner(engine, log_dir=logs, device=device, start=start, memory=MemoryBudget.for_model(size))
+            for device in allocation.devices
+        ]
+        runner, *others = map(stack.enter_context, runners)
         count = settings.engine.options.get("builds_aside")
-        if isinstance(count, int) and runner.device == ANYWHERE and nbytes is None:
+        if isinstance(count, int) and runner.device == ANYWHERE and runner.memory is None:
             beside = [runner.elsewhere(settings.engine, Device(f"builder-{n + 1}")) for n in range(count)]
             builders = [stack.enter_context(one).compile for one in beside]
-            ahead = Ahead(stack.enter_context(temporary_folder()), builders, observer.note)
-            runner.ahead = stack.enter_context(closing(ahead))
+            queue = BuildQueue(stack.enter_context(temporary_folder()), builders, observer.note)
+            runner.build_queue = stack.enter_context(closing(queue))
         observer.stage(f"reading {settings.model.name}")
         if (told := restored_state(settings)) is not None:
             observer.note(told)
-        if not settings.restart and began_without(settings.state, "rewrites"):
-            settings = replace(settings, rewrites="off")  # so that what was measured then serves
-        if not settings.restart and settings.formats is None and began_without(settings.state, "formats"):
-            settings = replace(settings, formats=(settings.quant_type,))
-        if not settings.restart and began_without(settings.state, "equalization"):
-            settings = replace(settings, calibration=replace(settings.calibration, equalization=False))
         given = Stamps.of([*files_of(settings.model), *(files_of(b) if (b := settings.qdq_baseline) else [])])
         subject = open_subject(settings, runner)
         check_files(settings, subject.shaped)
-        signed = fingerprint(settings, subject, runner.describe())
+        signed = fingerprint_of(settings, subject, runner.describe())
         store = stack.enter_context(Store(settings.state, signed, restart=settings.restart, given=given))
         yield Ready(settings, output, given, evaluation, subject, runner, store, observer, ends, tuple(others))
 
@@ -161,12 +147,6 @@ def _affordable_proof(
     observer.note(f"--time-budget has no room to prove the result at {told}: {insisting}")
     settings = replace(settings, deploy_threads=(own,))
     return settings, Budget.of(settings, bench, ends)
-
-
-def _room(model: Path) -> float | None:
-    """Bytes of models that engines may hold together: of a large one the float build and a quantized one."""
-    size = sum(file.stat().st_size for file in files_of(model) if file.is_file())
-    return ROOM * size if size >= LARGE else None
 
 
 @contextmanager
@@ -195,14 +175,14 @@ def open_run(ready: Ready, constants: ConstantFile) -> Iterator[Run]:
     store.check_candidates()
     with ExitStack() as stack:
         constants.keep(ready.subject.model)
-        if runner.ahead.count:  # the float model, and what the proof meets whatever is found, take no ranges
+        if runner.build_queue.builders:  # the float model, and what the proof meets whatever is found, take no ranges
             inserter = Inserter(ready.subject.model, Ranges({}), ready.subject.numbers)
-            runner.ahead.begin(Candidates(inserter, constants).file(Placement()), need=Need.NEXT)
-            begin_pairs(runner, settings.model, () if settings.front else FRESH, Need.PROOF)
+            runner.build_queue.add(Candidates(inserter, constants).file(Placement()), urgency=Urgency.NEXT)
+            begin_pairs(runner, settings.model, () if settings.front else FRESH, Urgency.PROOF)
         subject = calibrated(ready.subject, settings, store, observer, ready.ends)
         if ready.others:
             observer.stage(f"starting {1 + len(ready.others)} workers")
-            check_alike([runner, *ready.others])
+            check_same_kind([runner, *ready.others])
         for one in (runner, *ready.others):
             one.feed(subject.mix)
         inserter = Inserter(subject.model, subject.ranges, subject.numbers, products_of(settings, subject))
@@ -210,9 +190,9 @@ def open_run(ready: Ready, constants: ConstantFile) -> Iterator[Run]:
         conditions = Conditions(
             settings.plan, subject.accuracy, settings.seed, settings.limits, ready.evaluation, settings.checks_wins
         )
-        stations = [Station(r, candidates, conditions, n) for n, r in enumerate((runner, *ready.others))]
-        bench = Bench(Crew(stations, observer.note), store, conditions)
-        simulation = stack.enter_context(Simulation(inserter, subject.accuracy, settings.engine.name))
+        workers = [TrialWorker(r, candidates, conditions, n) for n, r in enumerate((runner, *ready.others))]
+        bench = Bench(stack.enter_context(WorkerPool(workers, observer.note)), store, conditions)
+        simulation = stack.enter_context(Simulation(inserter, subject.accuracy, settings.engine.name, runner.memory))
         observer.stage("measuring the float model")
         settings, budget = _affordable_proof(settings, bench, ready.ends, observer)
         bench.deadline = budget.deadline
@@ -228,13 +208,12 @@ def _widths(ready: Ready) -> tuple[int, int]:
     as it began whatever number there is now. One that learns from each batch proposes fewer where it could not learn
     often enough from the builds that it has."""
     store, workers, settings = ready.store, 1 + len(ready.others), ready.settings
-    record = store.get(BATCH)
-    if record is None and workers > 1 and not any(r["key"].startswith("trial:") for r in store.records()):
+    record = store.get(BatchRecord)
+    if record is None and workers > 1 and not any(store.of(TrialRecord)):
         builds = settings.search_builds if settings.mode == "cut" else settings.seed_builds
         often = workers if settings.front else max(1, (builds - FIRST) // LESSONS)
-        record = store.put(BATCH, {"width": workers, "learning": min(workers, often)})
-    width = 1 if record is None else int(record["width"])
-    return width, width if record is None else int(record.get("learning", width))
+        record = store.put(BatchRecord(width=workers, learning=min(workers, often)))
+    return (1, 1) if record is None else (record.width, record.learning)
 
 
 def _limits(settings: Settings, bench: Bench, budget: Budget, observer: Observer) -> Limits:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
 
 from qdqtune.calibration.methods import CLOSEST, Calibration
 from qdqtune.calibration.workloads import WorkloadFile
@@ -16,12 +15,13 @@ from qdqtune.engines.runner import TIME_LIMIT
 from qdqtune.errors import BadOption
 from qdqtune.graph.float16 import Precision
 from qdqtune.graph.rewrites import allowed
-from qdqtune.measurement.accuracy import FLOOR_DB, MOST_EQUAL
+from qdqtune.measurement.accuracy import FLOOR_DB
 from qdqtune.measurement.limits import Limits
 from qdqtune.measurement.timing import Plan, least_rounds
+from qdqtune.options import Option
 from qdqtune.search.region import Config
+from qdqtune.tuning.options import Mode, SearchOptions, precision_option
 from qdqtune.tuning.threads import counts_of
-from qdqtune.types import QuantType
 
 FRONT_LEAST, FRONT_BUILDS = 12, 25
 """Builds of a run for a front, the proof of its points included: the least, and the usual number."""
@@ -38,8 +38,6 @@ STATE = "autotuner_state.yaml"
 
 MOST_DB = 1000
 """The largest ratio that a limit can name: float64 itself has some 300 dB."""
-
-Mode = Literal["region", "cut", "subgraph"]
 
 
 @dataclass(frozen=True)
@@ -66,78 +64,38 @@ def looks_until(last: int, looks: tuple[int, ...]) -> tuple[int, ...]:
     return (*(n for n in looks if n < last), last)
 
 
-@dataclass(frozen=True)
-class Settings:
+@dataclass(kw_only=True)
+class Settings(SearchOptions):
     """Everything that a tuning run is told. Budgets (`builds`, `time_budget`) may grow when a run is resumed.
 
     `builds` is what the search may spend, the float model's build included. Each comparison of the proof takes 4 more:
     it needs one, or two for a model that has pairs, for each of at most two candidates, and if both fail another. For a
     `front` it is what search and proof may spend together.
-    `time_budget` and `time_limit` are in seconds: of the search, and of one request to the engine.
-    `min_sqnr` in dB, `min_agreement` as a share of the integers, and `max_drop` of the metric `evaluate` (see
-    `measurement.metric`) are limits that a result must hold, None sets none. "auto" is `FLOOR_DB`, or with `evaluate`
-    a hundredth of the float model's metric and no limit on the SQNR. What was measured under other limits serves.
-    `precision` is that of what carries no pair; None is as the engine is usually used, where the outputs hold that.
-    `calibration_cache` is a file of ranges that another tool has written, in place of calibration.
-    `command` is what was typed, for the record alone.
-    `price_cache` is a file of prices that runs leave for each other; None is none.
-    `formats` are what the search may use: the `quant_type` for pairs, and storages (w8, w4, w4b32) of weights alone;
-    None is all that the engine has.
-    `weight_rounding` is that of weights that alone are stored: "gptq" accounts for what they meet in the data.
-    `workloads` are calls of different shapes that are timed as one mix, and without `calibration_data` the samples.
+    `evaluate` names the user's metric (see `measurement.metric`). What was measured under other limits serves.
     `accuracy_samples` is the most samples that outputs are compared on.
-    `deploy_threads` are the numbers of threads at which a result has to hold; None is that of the search and the one
-    that the engine takes by itself here.
-    `workers` measure side by side, each on so many cores of its own as `cores_per_worker` says, or as its engine has
-    threads; on this host, where None is one, or on the Ray cluster at the address `ray`, where None is as many as there
-    is room for. They are no part of what was measured: a run goes on with any number of them.
+    `price_cache` is a file of prices that runs leave for each other; None is none.
+    `workloads` are calls of different shapes that are timed as one mix, and without `calibration_data` the samples.
+    `command` is what was typed, for the record alone.
+    `workers` and where they are is no part of what was measured: a run goes on with any number of them.
+
+    Raises:
+        BadOption: options exclude each other, or leave nothing to do.
     """
 
-    model: Path
-    output_dir: Path = Path("qdqtune_output")
+    model: Path = field(kw_only=False)
     engine: EngineSpec = field(default_factory=lambda: EngineSpec("onnxruntime"))
-    mode: Mode = "cut"
-    quant_type: QuantType = "int8"
-    precision: Precision | None = "fp32"
+    precision: Option[Precision | None, Precision | None] = precision_option("fp32")
     calibration_data: str | None = None
-    calibration_samples: int | None = None
     accuracy_samples: int = 32
     calibration: Calibration = CLOSEST
-    calibration_cache: Path | None = None
-    fix_inputs: Mapping[str, float | int | str] = field(default_factory=dict)
-    input_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    regions: Literal["auto", "names", "topology"] = "auto"
     config: Config = field(default_factory=Config)
     plan: Plan = field(default_factory=Plan)
     proof: tuple[int, ...] = EFFORTS["default"].proof
     builds: int = EFFORTS["default"].builds["cut"]
-    time_budget: float | None = None
     time_limit: float = TIME_LIMIT
-    seed: int = 0
-    node_filter: tuple[str, ...] = ()
-    default_dq_dtype: Literal["float16", "float32", "bfloat16"] | None = None
-    state_file: Path | None = None
-    pattern_cache: Path | None = None
     price_cache: Path | None = None
-    qdq_baseline: Path | None = None
-    from_qdq: bool = False
-    min_sqnr: float | Literal["auto"] | None = "auto"
-    min_agreement: float | None = MOST_EQUAL
-    max_drop: float | Literal["auto"] | None = "auto"
     evaluate: str | None = None
-    graph_json: Path | None = None
-    incremental_validation: bool = True
-    cut_seed: bool = True
-    front: bool = False
-    restart: bool = False
-    workers: int | None = None
-    ray: str | None = None
-    cores_per_worker: int | None = None
     command: tuple[str, ...] = field(default=(), compare=False)
-    rewrites: str = "auto"
-    formats: tuple[str, ...] | None = None
-    weight_rounding: Literal["nearest", "gptq"] = "nearest"
-    deploy_threads: tuple[int, ...] | None = None
     workloads: tuple[WorkloadFile, ...] = ()
 
     def __post_init__(self) -> None:

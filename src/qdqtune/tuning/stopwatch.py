@@ -6,9 +6,9 @@ import json
 import time
 from math import isfinite
 
+from qdqtune.graph.outputs import write_json
 from qdqtune.tuning.folder import LOGS
 from qdqtune.tuning.observer import Silent, State
-from qdqtune.tuning.records import write_json
 from qdqtune.tuning.settings import Settings
 from qdqtune.types import Trial
 
@@ -60,5 +60,5 @@ class Stopwatch(Silent):
         try:
             told = json.loads(self._path.read_text(encoding="utf-8"))["seconds"]
         except (OSError, ValueError, RecursionError, KeyError, TypeError):
-            return 0.0  # a run of an earlier version, or what somebody has damaged
+            return 0.0  # damaged, or deleted
         return float(told) if isinstance(told, float | int) and isfinite(told) and told >= 0 else 0.0

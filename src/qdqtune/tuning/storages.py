@@ -28,6 +28,7 @@ from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import Weight, met_by_weights, storable_edges, unstorable, weight_at
 from qdqtune.search.costs.attribution import Priced, attribute
 from qdqtune.search.costs.units import Ways
+from qdqtune.tuning.records import StoragesRecord
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.subject import Subject
@@ -107,13 +108,12 @@ def ways(
     for edge, size in sizes.items():
         totals[size] = totals.get(size, 0.0) + spent[edge]
     kinds = sorted(totals, key=lambda size: (-totals[size], size.key))[:MOST_KINDS]
-    record = store.get("storages")
+    record = store.get(StoragesRecord)
     if record is None:
         tried = {size.key: dict(_tried(size, wanted, subject, runner)) for size in kinds}
-        record = store.put("storages", {"shares": tried})
+        record = store.put(StoragesRecord(shares=tried))
         runner.feed(subject.mix)
-    shares: Mapping[str, Mapping[str, float]] = record["shares"]
-    found = {}
+    shares, found = record.shares, {}
     for edge, size in sizes.items():
         near = shares.get(size.key) or shares.get(_nearest(size, kinds).key, {})
         able = [s for s in wanted if near.get(s.name, PAYS) < PAYS and unstorable(weights[edge], s) is None]

@@ -12,35 +12,51 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, Self, cast
 
-from qdqtune.calibration.scales import Range, Ranges
-from qdqtune.errors import BadState, OutputError, writing
-from qdqtune.graph.equalization import Factor
+from qdqtune.errors import BadState, OutputError, reading, writing
+from qdqtune.graph.may_write import check_inside, check_single
 from qdqtune.graph.stamps import NOTHING, Stamps
-from qdqtune.tuning.forms import is_whole, rounds_of
-from qdqtune.types import TRANSIENT, Accuracy, Edge, Failure, Layer, Measurement, Placement, Storage
+from qdqtune.tuning.records import HeadRecord, R, Record, is_transient, parsed, plain
 
 VERSION = 1
 CANDIDATES = 3
 """The version of what makes candidates (loading, scales, insertion): raised where equal placements become other files,
 so that no run mixes two kinds. A test holds what they are."""
 
-RECORD = b'- {"key": "'
-EARLIER = {"rewrites": "off", "formats": "pairs", "equalization": False, "weight rounding": "nearest"}
-"""What was so in every run whose fingerprint does not say it."""
-
-HEAD = RECORD + b'run", '
+RECORD = b'- {"kind": "'
+BEGINNING = RECORD + b'run", '
 """How every state file begins."""
 
 BARE_EXPONENT = re.compile(r'"(?:[^"\\]|\\.)*"|\d+\.\d+|(\d+)e')
 """Strings, numbers with a point, and (as group 1) the 1 of 1e-05, a number that YAML wants to be written 1.0e-05."""
 
-Record = dict[str, Any]
+LABELS: Mapping[tuple[str, ...], str] = {
+    ("rounds", "looks"): "rounds of comparisons (--effort)",
+    ("graph_json",): "graph JSON",
+}
+"""What differences of the fingerprint are called that their names do not explain."""
+
+
+@dataclass(frozen=True)
+class Journal:
+    """What a state file holds: its first record, all others by kind and subject, and the bytes that they take."""
+
+    head: HeadRecord
+    records: dict[tuple[type[Record], str], Record] = field(default_factory=dict)
+    size: int = 0
+
+    def get(self, kind: type[R], of: str = "") -> R | None:
+        """The record of a kind about something, if there is one."""
+        return cast(R | None, self.records.get((kind, of)))
+
+    def of(self, kind: type[R]) -> tuple[R, ...]:
+        """All records of a kind, in the order in which they were written."""
+        return tuple(record for record in self.records.values() if isinstance(record, kind))
 
 
 class Store:
@@ -50,19 +66,18 @@ class Store:
     refused with the difference named.
     """
 
-    def __init__(
-        self, path: Path, fingerprint: Mapping[str, Any], *, restart: bool = False, given: Stamps = NOTHING
-    ) -> None:
-        """Open or create `path`. Nothing is written once the files `given` have changed.
+    def __init__(self, path: Path, fingerprint: object, *, restart: bool = False, given: Stamps = NOTHING) -> None:
+        """Open or create `path` for a run of that fingerprint, a struct or a map. Nothing is written once the files
+        `given` have changed.
 
         Raises:
             BadState: the file is damaged, belongs to another run, or is in use.
-            OutputError: it cannot be written.
+            OutputError: it cannot be written, is a link out of its folder, or has another name as well.
         """
         self.path = path
         self._given = given
-        self._found: dict[str, Record] = {}
-        self._made_by = CANDIDATES
+        check_inside(path, path.parent)
+        check_single(path)
         with writing(path):
             path.touch()
             # Unbuffered: what a full disk has refused must not come up again when the file is closed.
@@ -70,10 +85,10 @@ class Store:
         try:
             self._lock()
             if restart:
-                if not self._file.read(len(RECORD)).startswith(RECORD[: os.fstat(self._file.fileno()).st_size]):
+                if not RECORD.startswith(self._file.read(len(RECORD))):
                     raise BadState(f"{path} is no state file: choose another --state-file, or remove it")
                 self._file.truncate(0)
-            self._read(dict(fingerprint))
+            self._journal = self._opened(json.loads(json.dumps(plain(fingerprint, "deterministic"))))
         except BaseException:
             self._file.close()
             raise
@@ -85,13 +100,13 @@ class Store:
         self._file.close()
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._journal.records)
 
-    def get(self, key: str) -> Record | None:
-        """The record of that key, if this run or an earlier one has written it."""
-        return self._found.get(key)
+    def get(self, kind: type[R], of: str = "") -> R | None:
+        """The record of a kind about something, if this run or an earlier one has written it."""
+        return self._journal.get(kind, of)
 
-    def put(self, key: str, record: Record) -> Record:
+    def put(self, record: R) -> R:
         """Write a record for good: when this returns, it survives a kill.
 
         A transient failure is known until this run ends and not written: the next one tries again.
@@ -101,15 +116,14 @@ class Store:
             OutputError: the disk is full, or the file is gone.
         """
         self._given.check()
-        record = {"key": key, **record}
         if not is_transient(record):
             self._append(record)
-        self._found[key] = record
+        self._journal.records[type(record), record.of] = record
         return record
 
-    def records(self) -> Iterator[Record]:
-        """All records in the order in which they were written."""
-        yield from self._found.values()
+    def of(self, kind: type[R]) -> tuple[R, ...]:
+        """All records of a kind, in the order in which they were written."""
+        return self._journal.of(kind)
 
     def lines(self) -> list[str]:
         """The whole records of the file as it stands, its head first, a line each."""
@@ -122,9 +136,9 @@ class Store:
         Raises:
             BadState: it is such a file.
         """
-        if self._made_by != CANDIDATES:
+        if (made_by := self._journal.head.candidates) != CANDIDATES:
             raise BadState(
-                f"{self.path} was made by a version of qdqtune whose candidates are others ({self._made_by}, now "
+                f"{self.path} was made by a version of qdqtune whose candidates are others ({made_by}, now "
                 f"{CANDIDATES}): use that version, another --output-dir, or --restart to start over"
             )
 
@@ -136,7 +150,7 @@ class Store:
 
     def _append(self, record: Record) -> None:
         end = self._file.seek(0, os.SEEK_END)
-        left = memoryview(_line(record))
+        left = memoryview(line_of(plain(record)))
         try:
             while left:
                 left = left[self._file.write(left) :]
@@ -146,81 +160,75 @@ class Store:
                 self._file.truncate(end)
             raise OutputError(f"cannot write {self.path}: {error.strerror or error}") from error
 
-    def _read(self, fingerprint: Mapping[str, Any]) -> None:
+    def _opened(self, fingerprint: dict[str, Any]) -> Journal:
+        """What the file holds; a new one begins with the fingerprint."""
         self._file.seek(0)
-        *lines, torn = _ours(self._file.read(), self.path).split(
-            b"\n"
-        )  # behind the last line break: nothing, or half a record
-        records = [_parsed(line, self.path, number) for number, line in enumerate(lines, 1)]
-        if not records:
-            if not torn.startswith(HEAD[: len(torn)]):
-                raise BadState(f"{self.path} is no state file: choose another --state-file")
+        content = self._file.read()
+        if (journal := _journal(content, self.path)) is None:
             self._file.truncate(0)
-            self._append({"key": "run", "version": VERSION, "candidates": CANDIDATES, "fingerprint": fingerprint})
-            return
-        head, *rest = records
-        if head.get("key") != "run" or head.get("version") != VERSION:
-            raise BadState(f"{self.path} is no state file of this version: move it away, or start over with --restart")
-        earlier = {name: EARLIER[name] for name in EARLIER.keys() & fingerprint.keys()}
-        _compare(earlier | head["fingerprint"], json.loads(json.dumps(fingerprint)), self.path)
-        self._made_by = head.get("candidates", 1)  # which the first versions did not write
-        self._found = {r["key"]: r for r in rest if not is_transient(r)}
-        if torn:
-            self._file.truncate(sum(len(line) + 1 for line in lines))
+            head = HeadRecord(version=VERSION, candidates=CANDIDATES, fingerprint=fingerprint)
+            self._append(head)
+            return Journal(head)
+        _compare(journal.head.fingerprint, fingerprint, self.path)
+        if journal.size < len(content):
+            self._file.truncate(journal.size)
+        return journal
 
 
-def is_transient(record: Record) -> bool:
-    """Whether a record holds a failure that another try may not have. Earlier versions wrote such records."""
-    parts = (record, record.get("result"), record.get("check"))
-    failures = (part.get("failure") for part in parts if isinstance(part, dict))
-    return any(isinstance(failure, dict) and failure.get("stage") in TRANSIENT for failure in failures)
-
-
-def is_state(path: Path) -> bool:
-    """Whether a file begins as state files do."""
-    try:
-        with path.open("rb") as file:
-            return file.read(len(HEAD)) == HEAD
-    except OSError:
-        return False
-
-
-def began_without(path: Path, option: str) -> bool:
-    """Whether a state file comes from a version that did not know an option.
+def may_continue(path: Path) -> bool:
+    """Whether a run may go on with a file, or start over in it: it begins as state files do, as far as it goes.
 
     Raises:
-        BadState: the file is damaged.
+        BadState: it does not, or is one of ModelOpt's autotuner.
     """
-    head = read_records(path)[:1] if is_state(path) else []
-    return any(option not in record.get("fingerprint", {option: None}) for record in head)
+    with path.open("rb") as file:
+        start = file.read(2 * len(BEGINNING))
+    _refuse_modelopt(start, path)
+    if not start.startswith(RECORD[: len(start)]):
+        raise BadState(f"{path} is no state file: choose another --state-file, or remove it")
+    return True
 
 
-def read_records(path: Path) -> list[Record]:
-    """The records of a state file, its head first, without opening it for a run.
+def read_journal(path: Path) -> Journal | None:
+    """Read a state file without opening it for a run; None where no whole line was written yet.
 
     Raises:
-        BadState: the file is damaged.
+        BadState: it is damaged, or no state file of this version.
     """
-    *lines, _torn = _ours(path.read_bytes(), path).split(b"\n")
-    return [_parsed(line, path, number) for number, line in enumerate(lines, 1)]
+    with reading(path, BadState):
+        content = path.read_bytes()
+    return _journal(content, path)
 
 
-def _ours(content: bytes, path: Path) -> bytes:
-    """The content of a state file.
-
-    Raises:
-        BadState: it is one of ModelOpt's autotuner.
-    """
+def _refuse_modelopt(content: bytes, path: Path) -> None:
     if content.startswith(b"baseline_latency_ms:"):
         raise BadState(
             f"{path} is a state file of ModelOpt's autotuner, whose latencies and regions are others: choose another "
             "--output-dir, and give the model that it has made as --qdq-baseline"
         )
-    return content
 
 
-def _line(record: Record) -> bytes:
-    text = json.dumps(record, separators=(", ", ": "), allow_nan=False)
+def _journal(content: bytes, path: Path) -> Journal | None:
+    _refuse_modelopt(content, path)
+    *lines, torn = content.split(b"\n")  # behind the last line break: nothing, or half a record
+    if not lines:
+        if BEGINNING.startswith(torn[: len(BEGINNING)]):
+            return None
+        raise BadState(f"{path} is no state file: choose another --state-file")
+    head = _parsed(lines[0], path, 1)
+    if not isinstance(head, HeadRecord) or head.version != VERSION:
+        raise BadState(f"{path} is no state file of this version: move it away, or start over with --restart")
+    records = (_parsed(line, path, number) for number, line in enumerate(lines[1:], 2))
+    return Journal(head, {(type(record), record.of): record for record in records}, len(content) - len(torn))
+
+
+def line_of(values: Mapping[str, Any]) -> bytes:
+    """JSON values as a line of a state file.
+
+    Raises:
+        ValueError: a number is infinite or none.
+    """
+    text = json.dumps(values, separators=(", ", ": "), allow_nan=False)
     text = BARE_EXPONENT.sub(lambda m: f"{m[1]}.0e" if m[1] else m[0], text)
     return f'- {text[:-1]}, "crc": "{zlib.crc32(text.encode()):08x}"}}\n'.encode()
 
@@ -230,114 +238,35 @@ def _parsed(line: bytes, path: Path, number: int) -> Record:
     if not line.startswith(b"- ") or crc != f'{zlib.crc32((text + "}").encode()):08x}"}}':
         raise BadState(f"{path}, line {number} is damaged: restore the file, or start over with --restart")
     try:
-        record: Record = json.loads(text + "}")
-    except (ValueError, RecursionError):
-        record = {}
-    if not is_whole(record):
+        return parsed((text + "}").encode())
+    except ValueError as error:
         raise BadState(
             f"{path}, line {number} is damaged: it holds what no run writes; restore the file, or use --restart"
-        )
-    return record
+        ) from error
 
 
 def _compare(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> None:
-    for name in (*new, *sorted(old.keys() - new.keys())):
-        if old.get(name) != new.get(name):
-            told = " ".join(dict.fromkeys(name.split()))  # the name of the engine is called "engine engine"
-            was, now = map(_shown, _differing(old.get(name), new.get(name)))
-            looks = [re.search(r"looks=\(([\d, ]+?),?\)", text) for text in (was, now)]
-            if name == "rounds" and looks[0] and looks[1] and looks[0][1] != looks[1][1]:
-                told, was, now = "rounds of comparisons (--effort)", looks[0][1], looks[1][1]
-            made = f"with {told} {was}, now it is {now}"
-            if name == "model":
-                made = "with another model, or the file has changed since then"
-            raise BadState(
-                f"{path} was made {made}: use the same command, another --output-dir, or --restart to start over"
-            )
+    """Refuse a fingerprint that is not that of the file, by its first difference."""
+    for names, was, now in _differences(old, new, ()):
+        words = " ".join(names).replace("_", " ").split()
+        told = LABELS.get(names, " ".join(dict.fromkeys(words)))  # the name of the engine is called "engine engine"
+        made = f"with {told} {_shown(was)}, now it is {_shown(now)}"
+        if names == ("model",):
+            made = "with another model, or the file has changed since then"
+        raise BadState(
+            f"{path} was made {made}: use the same command, another --output-dir, or --restart to start over"
+        )
 
 
-def _differing(was: Any, now: Any) -> tuple[Any, Any]:
-    """Of two mappings what is not alike in both."""
-    if not isinstance(was, Mapping) or not isinstance(now, Mapping):
-        return was, now
-    names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
-    before, after = ({name: values[name] for name in names if name in values} for values in (was, now))
-    return before, after
+def _differences(old: Any, new: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    """The values that differ, by the names that lead to them."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        own = names[-1] if names else None  # an engine of another name differs in its device and version, too
+        for name in sorted((*new, *sorted(old.keys() - new.keys())), key=lambda name: name != own):
+            yield from _differences(old.get(name), new.get(name), (*names, name))
+    elif old != new:
+        yield names, old, new
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return "unset" if value is None else str(value)
-
-
-def pack_placement(placement: Placement) -> list[list[Any]]:
-    """A placement as JSON values: edges with a pair, then weights with the name of their storage behind."""
-    weights = ([e.tensor, e.node, e.index, storage.name] for e, storage in placement.storages.items())
-    return [*([e.tensor, e.node, e.index] for e in placement), *weights]
-
-
-def unpack_placement(values: list[list[Any]]) -> Placement:
-    """The placement of `pack_placement`."""
-    stored = [(Edge(*value[:3]), Storage.named(value[3])) for value in values if len(value) > 3]
-    return Placement.of((Edge(*value) for value in values if len(value) == 3), stored)
-
-
-def pack_ranges(ranges: Ranges) -> Record:
-    """Ranges as JSON values."""
-    activations = {t: [r.low, r.high] for t, r in ranges.activations.items()}
-    vectors = {"weights": dict(ranges.weights), "shifts": dict(ranges.shifts)}
-    given: Record = {"is_given": True} if ranges.is_given else {}
-    if ranges.factors:
-        given["factors"] = [[*f.edge, list(f.shape), list(f.exponents)] for f in ranges.factors]
-    return {"activations": activations, **vectors, "method": ranges.method, **given}
-
-
-def unpack_ranges(record: Record) -> Ranges:
-    """The ranges of `pack_ranges`."""
-    activations = {t: Range(*ends) for t, ends in record["activations"].items()}
-    weights, shifts = record["weights"], record.get("shifts", {})  # which older files do not have, nor a method
-    return Ranges(
-        activations,
-        {t: tuple(s) for t, s in weights.items()},
-        {n: tuple(s) for n, s in shifts.items()},
-        record.get("method", ""),
-        record.get("is_given", False),
-        tuple(Factor(Edge(*edge), tuple(shape), tuple(by)) for *edge, shape, by in record.get("factors", [])),
-    )
-
-
-def pack_layers(layers: Iterable[Layer]) -> list[list[Any]]:
-    """A layer report as JSON values."""
-    return [[x.name, list(x.nodes), x.precision, x.time_ms, x.kind] for x in layers]
-
-
-def unpack_layers(values: list[list[Any]]) -> tuple[Layer, ...]:
-    """The report of `pack_layers`."""
-    return tuple(Layer(name, tuple(nodes), precision, ms, kind) for name, nodes, precision, ms, kind in values)
-
-
-def pack_accuracy(accuracy: Accuracy) -> Record:
-    """An accuracy as JSON values."""
-    return {"sqnr_db": accuracy.sqnr_db, "accuracy": asdict(accuracy)}
-
-
-def unpack_accuracy(record: Record) -> Accuracy:
-    """The accuracy of `pack_accuracy`; an early record knows the SQNR alone."""
-    known = record.get("accuracy") or {"sqnr_db": record["sqnr_db"]}
-    return Accuracy(**{f.name: known[f.name] for f in fields(Accuracy) if f.name in known})
-
-
-def pack_result(result: Measurement | Failure) -> Record:
-    """A measurement with all its samples, or a failure, as JSON values."""
-    return {"failure": asdict(result)} if isinstance(result, Failure) else {"samples": _pack_rounds(result)}
-
-
-def _pack_rounds(result: Measurement) -> Record:
-    parts = {"parts": [_pack_rounds(part) for part in result.parts]} if result.parts else {}
-    return {"a": result.a, "b": result.b, **parts}
-
-
-def unpack_result(record: Record) -> Measurement | Failure:
-    """The result of `pack_result`."""
-    if "failure" in record:
-        return Failure(**record["failure"])
-    return rounds_of(record["samples"])

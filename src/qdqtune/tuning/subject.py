@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import onnx
 
+from qdqtune.calibration.inputs import fixed_inputs
 from qdqtune.calibration.matching import from_file
 from qdqtune.calibration.prepare import Data, Prepared, prepare
-from qdqtune.calibration.samples import Samples, fixed_inputs
+from qdqtune.calibration.samples import Samples
 from qdqtune.calibration.scales import Ranges
-from qdqtune.calibration.workloads import told
 from qdqtune.engines.formats import usual_precision
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.shapes import check_inputs
-from qdqtune.errors import BadModel, BadOption, reading
+from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph.float16 import OPSET, Precision, converted, load_as, load_for
 from qdqtune.graph.loading import load, with_float_type
 from qdqtune.graph.model import Model
@@ -34,10 +31,11 @@ from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.tuning.budget import affordable
 from qdqtune.tuning.observer import Observer
-from qdqtune.tuning.obstacles import hidden_work, insist_on_device
+from qdqtune.tuning.obstacles import insist_on_device
+from qdqtune.tuning.records import RangesRecord
 from qdqtune.tuning.settings import Settings
-from qdqtune.tuning.store import Store, pack_ranges, unpack_ranges
-from qdqtune.types import Edge, Mix, NumericFormat, Placement, QType, Sample
+from qdqtune.tuning.store import Store
+from qdqtune.types import Edge, Mix, NumericFormat, Placement, Sample
 
 FOREMOST = ("imported", "static", "compute")
 """Suggestions that cut and subgraph mode build in any case: the user's, the usual static quantizer's, and the least
@@ -131,7 +129,7 @@ def open_subject(settings: Settings, runner: Runner, rewrites: Rewrites | None =
     if prepared.samples.is_random:
         come = "scales come" if settings.calibration_cache is None else "the SQNR comes"
         notes.append(f"no --calibration-data: {come} from random inputs, so latency is real but accuracy is not")
-    notes += [*prepared.doubts, *filter(None, [hidden_work(model, prepared.samples)])]
+    notes += prepared.hints
     fixed = fixed_inputs(settings.model, settings.fix_inputs)
     mix = tuple(replace(workload, inputs={**workload.inputs, **fixed}) for workload in prepared.mix)
     regions = discovery.find(
@@ -155,69 +153,23 @@ def open_subject(settings: Settings, runner: Runner, rewrites: Rewrites | None =
     )
 
 
-def fingerprint(settings: Settings, subject: Subject, engine: Mapping[str, str]) -> dict[str, Any]:
-    """All that makes two runs' measurements interchangeable. Budgets are no part of it.
-
-    Options come before what follows from them, so that the first difference is the one that the user has made.
-    """
-    how = settings.calibration
-    return {
-        "mode": settings.mode,
-        "graph JSON": _digest("--graph-json", settings.graph_json),
-        "quant type": settings.quant_type,
-        "rewrites": settings.rewrites,
-        "formats": ",".join("pairs" if f == settings.quant_type else f for f in settings.formats or ("all",)),
-        "weight rounding": settings.weight_rounding,
-        "equalization": how.equalization,
-        "seed": settings.seed,
-        "regions": settings.regions,
-        "node filter": list(settings.node_filter),
-        "from Q/DQ": settings.from_qdq,
-        "workloads": told(subject.mix) if settings.workloads else None,
-        "input shapes": {n: list(s) for n, s in sorted(subject.prepared.sizes.items())},
-        "rounds": repr(settings.plan),
-        **{f"engine {name}": value for name, value in engine.items()},
-        "numeric format": _told_apart(subject.numbers),
-        "model": subject.model.fingerprint,
-        "calibration method": str(how),
-        "calibration data": f"{subject.prepared.samples.digest} ({settings.calibration_samples or 'all'} samples"
-        + (f", {len(subject.accuracy)} of them held out)" if subject.held_out else ")"),
-        "calibration cache": _digest("--calibration-cache", settings.calibration_cache),
-    }
-
-
-def _digest(option: str, path: Path | None) -> str | None:
-    """16 hex digits of the content of the file that an option names."""
-    with reading(f"{option} {path}"):
-        return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-
-
-def _told_apart(numbers: NumericFormat) -> str:
-    """The same text for equal formats in every process: a set's own order changes from one to the next."""
-    values = {f.name: getattr(numbers, f.name) for f in fields(numbers)}
-    if not numbers.float_weights:  # as before there was such a field
-        del values["float_weights"]
-    values |= {name: sorted(value) for name, value in values.items() if isinstance(value, frozenset)}
-    return ", ".join(f"{name} {v.value if isinstance(v, QType) else v}" for name, v in values.items())
-
-
 def calibrated(
     subject: Subject, settings: Settings, store: Store, observer: Observer, ends: float | None = None
 ) -> Subject:
     """The subject with ranges: from the store if an earlier run has found them, else by one pass over the samples, of
     which there are fewer where the run has to end soon."""
-    record = store.get("ranges")
+    record = store.get(RangesRecord)
     if settings.calibration_cache is not None:
         matched = from_file(settings.calibration_cache, subject.shaped, settings.model)
         subject = replace(subject, notes=(*subject.notes, *matched.notes()))
-        record = record or store.put("ranges", pack_ranges(matched.ranges))
+        record = record or store.put(RangesRecord(ranges=matched.ranges))
     if record is None:
         given = affordable(subject.prepared, settings.calibration, ends, observer)
         prepared = replace(given.prepared, calibration=_counted(given.prepared.calibration, observer))
         placed = partial(_ruled, subject, settings)
-        found = fitted(prepared, given.how, subject.numbers, placed, given.is_late, observer.stage)
-        record = store.put("ranges", pack_ranges(found))
-    ranges = unpack_ranges(record)
+        found = fitted(prepared, given.how, subject.numbers, placed, given.is_late, observer)
+        record = store.put(RangesRecord(ranges=found))
+    ranges = record.ranges
     if subject.imported is not None and settings.from_qdq:
         own = subject.imported.ranges
         ranges = replace(ranges, activations={**ranges.activations, **own.activations}, weights=own.weights)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from qdqtune.engines import THREADED, EngineSpec, threads_of
+from qdqtune.engines.allocation import first_difference
 from qdqtune.engines.cpu import cores
-from qdqtune.engines.crew import unlike
 from qdqtune.engines.devices import ANYWHERE, Device, physical_cores
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption, EngineUnavailable
@@ -117,7 +117,7 @@ def places(engine: EngineSpec, counts: Sequence[int | None], home: Runner, mix: 
 def _check_machines(found: Sequence[Place]) -> None:
     runners = [place.runner for place in found]
     told = [{name: what for name, what in runner.describe().items() if name != "threads"} for runner in runners]
-    if (difference := unlike(runners, told)) is not None:
+    if (difference := first_difference(runners, told)) is not None:
         raise EngineUnavailable(f"--deploy-threads wants machines that are alike: {difference}")
 
 

@@ -19,10 +19,11 @@ from onnxruntime import InferenceSession as Session
 
 from qdqtune.engines import cpu, formats, output_to, translated
 from qdqtune.engines.coverage import read_model
+from qdqtune.engines.memory import is_scarce
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
-from qdqtune.engines.room import is_scarce
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.graph.files import PROTOBUF_LIMIT, nbytes
+from qdqtune.graph.loading import data_files
 from qdqtune.types import Array, Layer, NumericFormat, QType, QuantType, Tensors
 
 CPU = "CPUExecutionProvider"
@@ -175,8 +176,14 @@ class OnnxRuntimeModel:
             EngineFailure: ONNX Runtime cannot run the model on these inputs.
         """
         with translated(*VENDOR):
+            given = self._taken(inputs)
+            if any(array.dtype.kind in "OSU" for array in given.values()):  # strings, which cannot be bound
+                start = time.perf_counter()
+                for _ in range(runs):
+                    self._session.run(self._outputs, given)
+                return (time.perf_counter() - start) / runs
             binding = self._session.io_binding()
-            for name, array in self._taken(inputs).items():
+            for name, array in given.items():
                 binding.bind_cpu_input(name, np.asarray(array, order="C"))  # copies to the provider's device, if any
             binding.synchronize_inputs()
             try:
@@ -240,7 +247,8 @@ class OnnxRuntimeModel:
             return onnxruntime_layers.report(model.graph, folder / "optimized.onnx", profile, WARMUP, plain)
 
     def save(self, path: Path) -> None:
-        """Write the optimized model as an ONNX file; beyond 2 GB its constants go to `<name>.data` beside it. Load it.
+        """Write the optimized model as an ONNX file, and load it. If the model has external data or more than 2 GB, the
+        constants go to `<name>.data` beside it.
 
         It holds the fusions that any machine can use. The last level of optimization chooses layouts for the CPU at
         hand: a session makes that choice again when it opens the file.
@@ -248,7 +256,8 @@ class OnnxRuntimeModel:
         Raises:
             EngineFailure: the file cannot be written, or ONNX Runtime does not load what was.
         """
-        entries = {EXTERNAL: f"{path.name}.data"} if nbytes(self._path) >= PROTOBUF_LIMIT else {}
+        is_split = bool(data_files(self._path)) or nbytes(self._path) >= PROTOBUF_LIMIT
+        entries = {EXTERNAL: f"{path.name}.data"} if is_split else {}
         level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         with translated(*VENDOR):
             self._engine.session(

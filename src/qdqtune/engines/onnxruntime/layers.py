@@ -27,7 +27,7 @@ Event = Mapping[str, Any]
 COPIES = frozenset({"MemcpyFromHost", "MemcpyToHost"})
 MOVES = frozenset({"Cast", "ReorderInput", "ReorderOutput", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 INSERTED = COPIES | QDQ | MOVES
-"""What the optimizer puts between two nodes; anything else is a node of the model in another form."""
+"""Operators that the optimizer inserts; all other nodes come from nodes of the model."""
 
 PASSIVE = QDQ | MOVES | {"Flatten", "Gather", "Identity", "MaxPool", "Slice", "Split"}
 """Operators that the optimizer moves conversions across."""
@@ -113,7 +113,7 @@ def _inferences(profile: Iterable[Event], nodes: Sequence[onnx.NodeProto]) -> li
 
 
 def _claims(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> list[Claim]:
-    """What each optimized node says of itself by its name and its tensors."""
+    """The claim of each optimized node, from its name and its tensors."""
     model = _Names(graph)
     tensors = {name: model.tensor(name) for node in nodes for name in (*node.input, *node.output)}
     claimed = _named(nodes, model, _made(nodes, model, tensors))
@@ -128,7 +128,7 @@ def _claims(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> list[Cla
 
 
 def _named(nodes: Sequence[onnx.NodeProto], model: _Names, made: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The nodes of the model that each node is called after, or whose results it has."""
+    """The nodes of the model that each optimized node is named after, or whose results it has."""
     exact = {node.name for node in nodes if node.name in model.nodes}
     claimed = []
     for node, makes in zip(nodes, made, strict=True):
@@ -143,7 +143,7 @@ def _named(nodes: Sequence[onnx.NodeProto], model: _Names, made: Sequence[Sequen
 def _moved(
     nodes: Sequence[onnx.NodeProto], model: _Names, tensors: Mapping[str, str]
 ) -> Iterator[tuple[int, Iterator[str]]]:
-    """Every conversion, and the conversions of the model that it may be: behind its input, moves of data between."""
+    """Every conversion, and those of the model that it may be: behind its input, with only data movement between."""
     producer = {tensor: node for node in nodes for tensor in node.output}
     for i, node in enumerate(nodes):
         if node.op_type in QDQ:
@@ -158,7 +158,7 @@ def _moved(
 
 
 def _made(nodes: Sequence[onnx.NodeProto], model: _Names, tensors: Mapping[str, str]) -> list[list[str]]:
-    """The nodes of the model whose results each node has. An inserted one hands on those of the node in front of it."""
+    """The nodes of the model whose results each node has. An inserted node has those of the node in front of it."""
     made = [[n for t in node.output if (n := model.maker(tensors[t] or t))] for node in nodes]
     producer = {tensor: i for i, node in enumerate(nodes) for tensor in node.output if tensor}
     for i in reversed(range(len(nodes))):
@@ -186,15 +186,15 @@ class _Names:
                 self._users.setdefault(tensor, []).append(node.name)
 
     def tensor(self, name: str) -> str:
-        """The tensor of the model that `name`, or the longest part of it that ends before a suffix, is; or ''."""
+        """The tensor of the model with this name, or the name without its last suffixes; "" if there is none."""
         return next((part for part in _parts(name) if part in self._tensors), "")
 
     def maker(self, tensor: str) -> str:
-        """The node that makes a tensor of that name, or whose own name it is; or ''."""
+        """The node with that name, or that makes the tensor of that name; "" if there is none."""
         return self._makers.get(tensor) or (tensor if tensor in self.nodes else "")
 
     def behind(self, tensors: Sequence[str]) -> Iterator[str]:
-        """The nodes that read one of the tensors, or what nodes that only move data make of it, nearest first."""
+        """The nodes that read one of the tensors, directly or behind nodes that only move data, nearest first."""
         seen = set(tensors)
         queue = deque(tensors)
         while queue:
@@ -210,7 +210,7 @@ class _Names:
 
 
 def _parts(name: str) -> Iterator[str]:
-    """A name, and what is left of it without its last suffixes: `a_token_3`, `a_token`, `a`."""
+    """A name, then without its last suffix, and so on: `a_token_3`, `a_token`, `a`."""
     return (name[:end] for end in range(len(name), 0, -1) if end == len(name) or name[end] in "/_")
 
 

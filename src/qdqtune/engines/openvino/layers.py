@@ -24,7 +24,7 @@ PRECISIONS: Mapping[str, str] = {
     "f32": "FP32", "f16": "FP16", "i8": "INT8", "u8": "INT8", "i32": "INT32", "i64": "INT64",
 }  # fmt: skip
 BORDERS = frozenset({"Input", "Output"})
-"""Kinds of layers that stand for the arrays of the caller."""
+"""Kinds of layers for the inputs and outputs of the model."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _times(profiles: Sequence[Iterable[Any]]) -> dict[str, float]:
 
 
 def _undisturbed(times: Sequence[float]) -> float:
-    """The mean of the shortest tenth: what else the machine does makes layers longer, some of them several times."""
+    """The mean of the shortest tenth: other processes on the machine make layers slower, some of them several times."""
     return fmean(sorted(times)[: max(1, len(times) // 10)])
 
 

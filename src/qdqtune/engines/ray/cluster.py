@@ -1,9 +1,10 @@
-"""A Ray cluster as a place for workers: one actor a device, and the worker that a runner asks in its stead."""
+"""Workers on a Ray cluster: an actor for each device, and the worker that passes requests of a runner to it."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,15 +19,15 @@ from ray.exceptions import RayActorError, RayError
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import Device, cores_for, needs_gpu
 from qdqtune.engines.process import LOOK_SECONDS, look
-from qdqtune.engines.ray.host import Host, Place, Reply
-from qdqtune.engines.ray.parcels import Sender
+from qdqtune.engines.ray.actor import Reply, WorkerActor, WorkerLocation
+from qdqtune.engines.ray.file_transfer import Sender
 from qdqtune.errors import BadOption, EngineUnavailable, QdqtuneError, one_line
 from qdqtune.graph import janitor
 from qdqtune.graph.outputs import TEMPORARY, Scratch
 from qdqtune.version import __version__
 
-PLACING_SECONDS = 60.0
-"""How long a worker may look for a device that is free."""
+WAIT_SECONDS = 60.0
+"""How long a worker may wait for a free device."""
 
 CLOSING_SECONDS = 2.0
 
@@ -42,7 +43,7 @@ NETWORK_SECONDS = 60.0
 
 @dataclass
 class Cluster:
-    """A cluster that we are connected to. `start` is the `StartWorker` of runners that work there."""
+    """A cluster that this process is connected to. `start` is the `StartWorker` of runners whose workers are there."""
 
     spec: EngineSpec
     cores_each: int
@@ -50,52 +51,52 @@ class Cluster:
     started: list[RemoteWorker] = field(default_factory=list)
 
     def start(self, log: Path, device: Device) -> RemoteWorker:
-        """A worker on any device of the cluster that is free.
+        """A worker on any free device of the cluster.
 
         Raises:
-            EngineUnavailable: there is none, or another version of qdqtune is installed there.
+            EngineUnavailable: none is free, or another version of qdqtune is installed there.
         """
         gpus, cores = 1 if needs_gpu(self.spec) else 0, max(self.cores_each, device.least)
         wants = {"num_cpus": cores, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
-        actor: Any = ray.remote(Host).options(**wants).remote(self.spec, cores, ray.get)
+        actor: Any = ray.remote(WorkerActor).options(**wants).remote(self.spec, cores, ray.get, os.getcwd())
         try:
-            place = _answer(actor.settle.remote(), PLACING_SECONDS, partial(self._check_room, cores))
+            where = _answer(actor.start.remote(), WAIT_SECONDS, partial(self._check_capacity, cores))
         except TimeoutError:
             _end(actor)
             wanted = f"{cores} CPUs" + (" and a GPU" if gpus else "")
             raise EngineUnavailable(
-                f"the cluster has had no node with {wanted} to spare for {PLACING_SECONDS:.0f} s: give fewer --workers"
+                f"the cluster has had no node with {wanted} to spare for {WAIT_SECONDS:.0f} s: give fewer --workers"
             ) from None
         except RayError as error:
             _end(actor)
             raise EngineUnavailable(f"no worker starts on the cluster: {_reason(error)}") from error
-        if place.version != __version__:
+        if where.version != __version__:
             _end(actor)
             raise EngineUnavailable(
-                f"{place.host} has qdqtune {place.version}, and here is {__version__}: install one version everywhere"
+                f"{where.host} has qdqtune {where.version}, and here is {__version__}: install one version everywhere"
             )
-        worker = RemoteWorker(actor, place, self.sender)
+        worker = RemoteWorker(actor, where, self.sender)
         self.started.append(worker)
         return worker
 
-    def _check_room(self, cores: int) -> None:
-        """Give up at once where nodes that were lost have left no room for another worker.
+    def _check_capacity(self, cores: int) -> None:
+        """Do not wait for a worker that the cluster cannot hold, because nodes were lost.
 
         Raises:
-            TimeoutError: so it is.
+            TimeoutError: it cannot.
         """
-        if sum(worker.alive for worker in self.started) >= room(self.spec, cores):
+        if sum(worker.alive for worker in self.started) >= capacity(self.spec, cores):
             raise TimeoutError
 
 
 class RemoteWorker:
-    """See `runner.Worker`: the engine process of an actor, as if it were here."""
+    """See `process.Worker`: the engine process of an actor, as if it were here."""
 
-    def __init__(self, actor: Any, place: Place, sender: Sender) -> None:
+    def __init__(self, actor: Any, location: WorkerLocation, sender: Sender) -> None:
         self._actor, self._sender = actor, sender
         self._reason = self._printed = ""
         self.alive = True
-        self.place = str(place)
+        self.place = str(location)
 
     def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
         """`Worker.request`."""
@@ -142,18 +143,18 @@ class RemoteWorker:
 
 
 def _end(actor: Any) -> None:
-    """Have an actor put everything away, if it is not at work, and end it; else its engine process does that."""
+    """End an actor. One that is idle removes its files first; else its engine process does."""
     with contextlib.suppress(RayError):
         ray.wait([actor.close.remote()], timeout=CLOSING_SECONDS)
         ray.kill(actor)
 
 
 def _answer(reference: Any, limit: float, check: Callable[[], None] = lambda: None) -> Any:
-    """What an actor answers; while it does not, `check` is called again and again.
+    """The answer of an actor. `check` is called every `LOOK_SECONDS` until it comes.
 
     Raises:
-        TimeoutError: nothing in time.
-        RayError: it has died, or failed.
+        TimeoutError: it did not come in time.
+        RayError: the actor has died, or failed.
     """
     looks, deadline = look(), monotonic() + limit
     while not ray.wait([reference], timeout=LOOK_SECONDS)[0]:
@@ -174,8 +175,8 @@ def _reason(error: RayError) -> str:
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[None]:
-    """Be a driver of the cluster at an address, or of one that is started here (`LOCAL`) and leaves nothing; a
-    connection that is there already is used, and stays.
+    """Connect to the cluster at an address; `LOCAL` starts one here and removes it at the end. An existing connection
+    is used, and stays.
 
     Raises:
         EngineUnavailable: no cluster answers there.
@@ -186,11 +187,13 @@ def connected(address: str) -> Iterator[None]:
     janitor.own().hire()
     quiet: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": logging.ERROR}
     with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(_session_folder())
         if address == LOCAL:
-            quiet |= {"include_dashboard": False, "_temp_dir": str(stack.enter_context(_session_folder()))}
+            quiet |= {"include_dashboard": False, "_temp_dir": str(folder)}
         try:
             stack.callback(ray.shutdown)
-            ray.init(**quiet)
+            with contextlib.chdir(folder):  # Ray's workers look for modules in the folder that this is called in
+                ray.init(**quiet)
         except (ConnectionError, ValueError, RuntimeError, RayError) as error:
             raise EngineUnavailable(
                 f"no Ray cluster answers at {address}: {one_line(error)}; start one with: ray start --head"
@@ -199,13 +202,13 @@ def connected(address: str) -> Iterator[None]:
 
 
 def _session_folder() -> Scratch:
-    """Where a cluster that is started here has its logs and sockets."""
+    """An empty folder for logs and sockets of a cluster that is started here."""
     usual = tempfile.gettempdir()
     return Scratch(Path(usual if len(usual) <= LONGEST else "/tmp"), TEMPORARY)
 
 
-def room(spec: EngineSpec, cores_each: int) -> int:
-    """How many workers have room on the cluster, each with its cores, and its GPU where the engine wants one."""
+def capacity(spec: EngineSpec, cores_each: int) -> int:
+    """How many workers the cluster can hold, each with its cores, and its GPU where the engine needs one."""
     total = 0
     for node in nodes():
         has = node["Resources"] if node["Alive"] else {}
@@ -221,16 +224,16 @@ def nodes() -> Sequence[Mapping[str, Any]]:
 
 
 def devices(spec: EngineSpec, workers: int | None, cores_each: int | None, most: int = 0) -> tuple[Device, ...]:
-    """Names for so many workers, or for as many as there is room; where each is, Ray decides.
+    """Names for so many workers, or for as many as the cluster can hold; Ray decides where each runs.
 
     Raises:
         BadOption: no node has as many cores as `most`.
-        EngineUnavailable: there is no room for as many.
+        EngineUnavailable: it cannot hold as many.
     """
     each = cores_for(spec, cores_each)
-    if most > each and not room(spec, most):
+    if most > each and not capacity(spec, most):
         raise BadOption(f"--deploy-threads {most}: no node of the cluster has as many CPUs, see qdqtune doctor --ray")
-    fit = room(spec, each)
+    fit = capacity(spec, each)
     if (workers or 1) > fit:
         wanted = f"{each} CPUs" + (" and a GPU" if needs_gpu(spec) else "")
         raise EngineUnavailable(

@@ -5,11 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from qdqtune.engines import Engine
 from qdqtune.engines.shapes import Span
-from qdqtune.errors import BadOption
+from qdqtune.errors import BadModel, BadOption
+from qdqtune.graph.loading import read
+from qdqtune.graph.may_write import Output
 
 Shapes = Mapping[str, Sequence[int]]
 """Input name to its sizes; for an input that is itself a shape, to its values."""
@@ -68,6 +71,38 @@ class CachedOptions(Options):
     """
 
     timing_cache: str | None = None
+
+
+OTHERS = (b"PK", b"\x93NUMPY", b"\x1f\x8b", b"\x89HDF")
+"""How files begin that are certainly no timing cache: archives and arrays."""
+
+
+PLANS = (b"ftrt", b"ptrt")
+"""How serialized engines of TensorRT begin."""
+
+
+def is_plan(path: Path) -> bool:
+    """Whether a file is a serialized engine. It has no room for a mark of who made it."""
+    with path.open("rb") as file:
+        return file.read(4) in PLANS
+
+
+def timing_cache(path: Path, option: str) -> Output:
+    """A timing cache to read and write. TensorRT and trtexec change one that is there, whoever made it: it does not say
+    what it is, so texts, arrays, models and plans are known not to be one."""
+    return Output(path, option, _may_be_timing_cache, is_appended=True, makes_folder=True)
+
+
+def _may_be_timing_cache(path: Path) -> bool:
+    with path.open("rb") as file:
+        start = file.read(4096)
+    if start.startswith(OTHERS) or is_plan(path):
+        return False
+    try:
+        read(path)
+    except BadModel:
+        return not start or not start.decode("utf-8", errors="replace").replace("\n", " ").isprintable()
+    return False
 
 
 def taking(options: type[Options]) -> Callable[[Callable[..., E]], Callable[..., E]]:

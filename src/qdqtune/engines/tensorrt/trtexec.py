@@ -141,7 +141,7 @@ class Trtexec:
 
     def _typing(self, signature: _Signature) -> list[str]:
         if self._precisions():
-            return []  # the user's, and strong typing excludes them
+            return []  # the user's, which trtexec ignores or refuses beside --stronglyTyped
         if self.program.version >= STRONG_TYPING:
             return ["--stronglyTyped"] if self.program.version < BETTER_DEFAULTS else []
         return ["--fp16", *(["--int8"] if signature.has_pairs else [])]

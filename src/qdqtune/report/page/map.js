@@ -18,7 +18,8 @@
   const [NAME, OP, EIGHT, WHY] = [0, 1, 2, 3];
   const groups = data.groups.map(([first, count, label, precision, before, after, conversion, error, notes]) =>
     ({ first, count, label: text(label), precision: text(precision), before, after, conversion, error, notes: notes.map(text) }));
-  const running = groups.length && groups[groups.length - 1].precision === "folded" ? groups.length - 1 : groups.length;
+  const HIDDEN = { folded: "computed in advance", shapes: "shapes alone" };
+  const running = groups.filter((g) => !(g.precision in HIDDEN)).length;
   const groupOf = new Int32Array(data.nodes.length);
   groups.forEach((g, n) => groupOf.fill(n, g.first, g.first + g.count));
   const timed = groups.some((g) => g.before !== null && g.before > 0);
@@ -34,6 +35,7 @@
   };
   const ms = (v) => v === null ? "–" : `${v >= 100 ? v.toFixed(1) : v.toFixed(3)} ms`;
   const total = (v) => v.after === null ? null : v.after + v.conversion;
+  const longer = (v) => Math.max(v.before || 0, total(v) || 0);
   const gain = (v) => v.before === null || v.after === null ? null : v.before - total(v);
 
   // A cell is a group, or a block of groups whose values are sums.
@@ -177,24 +179,31 @@
 
   const layout = () => {
     const width = box.clientWidth || 640;
-    const many = cells.length;
-    const narrow = width < 480;
-    const wide = many <= 100 ? 104 : many <= 150 ? 74 : 44;
-    const [w, gap, high] = [narrow ? Math.min(wide, 72) : wide, many <= 60 ? 14 : 9, 26];
-    const perLine = Math.max(1, Math.floor((width + gap) / (w + gap)));
+    const [gap, high] = [cells.length <= 60 ? 14 : 9, 26];
+    // A box is as wide as its time, and no wider than the line; a column is as wide as its widest box.
+    const widest = Math.min(width, 200);
+    const most = Math.max(...cells.map(longer));
+    cells.forEach((c) => { c.w = timed && most > 0 ? Math.max(c.block ? 96 : 16, Math.round(widest * longer(c) / most)) : 96; });
+    const columns = [];
+    cells.forEach((c) => { columns[c.rank] = Math.max(columns[c.rank] || 0, c.w); });
+    const places = [];
+    let [across, line] = [0, 0];
+    columns.forEach((w, rank) => {
+      if (across && across + w > width) [across, line] = [0, line + 1];
+      places[rank] = [across, line];
+      across += w + gap;
+    });
     const lanes = [];
-    cells.forEach((c) => { const line = Math.floor(c.rank / perLine); lanes[line] = Math.max(lanes[line] || 0, c.lane + 1); });
+    cells.forEach((c) => { const at = places[c.rank][1]; lanes[at] = Math.max(lanes[at] || 0, c.lane + 1); });
     const tops = [];
     let y = 10;
-    for (let line = 0; line < lanes.length; line++) { tops.push(y); y += (lanes[line] || 0) * (high + 8) + 16; }
+    for (const count of lanes) { tops.push(y); y += (count || 0) * (high + 8) + 16; }
     cells.forEach((c) => {
-      c.line = Math.floor(c.rank / perLine);
-      c.x = (c.rank % perLine) * (w + gap);
+      [c.x, c.line] = places[c.rank];
       c.y = tops[c.line] + c.lane * (high + 8);
-      c.w = w;
       c.h = high;
-      Object.assign(c.element.style, { left: `${c.x}px`, top: `${c.y}px`, width: `${w}px`, height: `${high}px` });
-      c.element.replaceChildren(make("bdi", "", w >= 60 ? c.label : c.label.slice(0, 5)));
+      Object.assign(c.element.style, { left: `${c.x}px`, top: `${c.y}px`, width: `${c.w}px`, height: `${high}px` });
+      c.element.replaceChildren(...(c.w >= 44 ? [make("bdi", "", c.label)] : []));
     });
     box.style.height = `${y}px`;
     const svg = box.firstChild;
@@ -222,7 +231,7 @@
     const lines = [c.block ? `${c.label}: ${c.groups} groups, ${c.nodes} nodes` : c.label];
     if (!c.block && c.nodes > 1) lines[0] += ` (${c.nodes} nodes)`;
     if (precise) lines.push(c.block ? `${Math.round(c.eight * 100)} % of the groups in 8 bit` : c.precision);
-    if (c.before !== null) lines.push(paired ? `${ms(c.before)} in float, ${ms(total(c))} ${data.tuned}` : ms(c.before));
+    if (c.before !== null) lines.push(paired ? `${data.before} ${ms(c.before)}, ${data.tuned} ${ms(total(c))}` : ms(c.before));
     if (c.error !== null) lines.push(`rounded alone: ${c.error >= 200 ? "no error" : c.error.toFixed(0) + " dB"}`);
     return lines;
   };
@@ -285,7 +294,7 @@
   };
 
   const times = (c) => [
-    [paired ? "in float" : "time", c.before === null ? null : ms(c.before)],
+    [paired ? data.before : "time", c.before === null ? null : ms(c.before)],
     [data.tuned || "tuned", paired && c.after !== null ? ms(total(c)) : null],
     ["of which conversions", paired && c.conversion >= 0.0005 ? ms(c.conversion) : null],
     [gain(c) < 0 ? "lost" : "saved", gain(c) === null ? null : ms(Math.abs(gain(c)))],
@@ -294,13 +303,13 @@
 
   const overview = () => {
     const here = trail[trail.length - 1];
-    const all = blockCell({ ...here, inner: [] });
+    const shown = blockCell({ ...here, inner: [] });
+    const all = here === whole ? blockCell({ ...here, last: groups.length, inner: [] }) : shown;
     title(here.label, false);
-    const folded = here === whole && running < groups.length ? groups[running].count : 0;
     rows([
-      ["nodes", String(all.nodes + folded)], ["groups", String(all.groups)],
-      ["groups in 8 bit", precise ? `${Math.round(all.eight * all.groups)} of ${all.groups}` : null],
-      ["computed in advance", folded ? `${folded} nodes` : null], ...times(all),
+      ["nodes", String(all.nodes)], ["groups", String(shown.groups)],
+      ["groups in 8 bit", precise ? `${Math.round(shown.eight * shown.groups)} of ${shown.groups}` : null],
+      ...groups.slice(here === whole ? running : groups.length).map((g) => [HIDDEN[g.precision], `${g.count} nodes`]), ...times(all),
     ]);
     panel.append(make("p", "soft", cells.some((c) => c.block) ? "Choose a block to open it." : "Choose a group to see its nodes."));
   };
@@ -323,10 +332,10 @@
   const detail = (n) => {
     const g = groups[n];
     title(g.label, true);
-    const tag = make("span", `tag${g.precision === "8 bit" ? " q" : ""}`, g.precision === "folded" ? "computed in advance" : g.precision);
+    const tag = make("span", `tag${g.precision === "8 bit" ? " q" : ""}`, HIDDEN[g.precision] || g.precision);
     const line = make("p");
     line.append(tag);
-    if (precise || g.precision === "folded") panel.append(line);
+    if (precise || g.precision in HIDDEN) panel.append(line);
     rows(times({ ...g }));
     for (const note of g.notes) panel.append(make("p", "", note));
     panel.append(make("h4", "", g.count === 1 ? "Node" : `${g.count} nodes`));

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -56,7 +57,7 @@ def attribute(model: Model, build: Priced, float_ms: float) -> Times:
     """Spread a report over nodes and tensors, scaled so that it adds up to the latency that the rounds found.
 
     A layer of several nodes is shared out by their work. Layers that name nothing (reformats) are charged to the next
-    one that does, for whose sake they run.
+    one that does, for whose sake they run; the last ones to the node before them.
     """
     total = sum(layer.time_ms or 0.0 for layer in build.layers)
     scale = build.ratio * float_ms / total if total > 0 else 0.0
@@ -80,7 +81,36 @@ def attribute(model: Model, build: Priced, float_ms: float) -> Times:
                 copies[match["tensor"]] = copies.get(match["tensor"], 0) + (match["op"] == "Dequantize")
         else:
             waiting += own
+    if waiting and nodes:
+        nodes[next(reversed(nodes))] += waiting
     return Times(build.placement, nodes, converted["Quantize"], converted["Dequantize"], copies)
+
+
+class Spent(NamedTuple):
+    """What a node took in a build, in ms: by itself, and the conversions that count with it."""
+
+    own: float = 0.0
+    conversions: float = 0.0
+
+
+def spent_by(model: Model, placement: Placement, layers: Sequence[Layer], ms: float) -> Mapping[str, Spent]:
+    """What every node took in a build, all of them together `ms`; nothing where the engine told no times.
+
+    A conversion counts once: a Q with the node that writes the value (of an input of the model with its first reader),
+    a DQ with its first reader (where none but the graph reads it with the writer).
+    """
+    if not any(layer.time_ms for layer in layers):
+        return {}
+    times = attribute(model, Priced(placement, tuple(layers)), ms)
+    spent = {node.name: Spent(times.nodes.get(node.name, 0.0)) for node in model.nodes}
+    for paid, from_writer in ((times.quantize, True), (times.dequantize, False)):
+        for tensor, took in paid.items():
+            maker = model.maker(tensor)
+            readers = [model.nodes[use.node].name for use in model.uses(tensor) if use.node >= 0]
+            writers = [] if maker is None else [maker.name]
+            name = next(iter(writers + readers if from_writer else readers + writers))
+            spent[name] = spent[name]._replace(conversions=spent[name].conversions + took)
+    return spent
 
 
 def group_cost(model: Model, group: Collection[str], times: Times) -> float | None:

@@ -30,6 +30,9 @@ NEAR_LIMIT = 0.9
 EVEN = 0.01
 """What is foretold to take longer by no more than this share takes as long: builds of one file differ by that."""
 
+RESTS = 1e-3
+"""A sum that changes by this share of what its guessed parts change by rests on one of them."""
+
 STEPS = 6
 """Cuts that look for what brings less noise and takes as long."""
 
@@ -256,6 +259,11 @@ def margin(costs: Costs, decision: Decision, unit: Unit) -> float:
         return sum(costs.of_unit(u, decided) for u in units) + sum(costs.of_tensor(t, decided) for t in tensors)
 
     return cost(other(parts, decision, [unit.number], usual_ways(costs, [unit.number]))) - cost(decision)
+
+
+def is_shown_by(costs: Costs, decision: Decision, unit: Unit) -> bool:
+    """Whether builds have shown every price that the margin of a unit depends on."""
+    return abs(margin(costs.raised, decision, unit) - margin(costs, decision, unit)) < RESTS * (costs.float_ms or 1.0)
 
 
 def usual_ways(costs: Costs, units: Iterable[int]) -> dict[int, Storage]:

@@ -65,6 +65,14 @@ class Price:
     """Whether its quantized price was measured, in this run or an earlier one."""
     stored: Mapping[Storage, float] = field(default_factory=dict)
     """As a float unit whose weights are stored so, in place of `as_float`."""
+    guessed: frozenset[str] = frozenset()
+    """Which of `EXTRAS`, and which storages by name, no build has shown."""
+
+    def raised(self, ms: float) -> Price:
+        """The price with all that no build has shown higher by so much."""
+        extras = {name: getattr(self, name) + ms for name in EXTRAS if name in self.guessed}
+        stored = {way: paid + ms * (way.name in self.guessed) for way, paid in self.stored.items()}
+        return replace(self, as_quantized=self.as_quantized + ms * (not self.seen), stored=stored, **extras)
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,19 @@ class Costs:
     """Whether each consumer of a tensor has a DQ of its own."""
     doubt: Mapping[str, float] = field(default_factory=dict)
     """By kind, how far apart builds that should price a unit of it alike have priced it."""
+    guessed: frozenset[tuple[Conversion, str]] = frozenset()
+    """Conversions of tensors that no build has shown."""
+
+    @cached_property
+    def raised(self) -> Costs:
+        """The same prices, with all that no build has shown higher by the time of the float model: what comes out
+        otherwise by them rests on a guess."""
+        more = self.float_ms or 1.0
+        q, d = (
+            {t: ms + more * ((op, t) in self.guessed) for t, ms in paid.items()}
+            for op, paid in (("quantize", self.quantize), ("dequantize", self.dequantize))
+        )
+        return replace(self, prices=tuple(p.raised(more) for p in self.prices), quantize=q, dequantize=d)
 
     @cached_property
     def float_ms(self) -> float:
@@ -218,13 +239,15 @@ class _Earlier:
 
 def _priced(partition: Partition, samples: Samples, prior: Prior) -> Costs:
     fixed, per_byte = _line(samples.sizes or prior.sizes)
-    earlier = _Earlier(partition, prior)
+    earlier, guessed = _Earlier(partition, prior), set[tuple[Conversion, str]]()
 
     def conversion(tensor: str, op: Conversion, seen: Mapping[str, float]) -> float:
         if tensor in seen:
             return seen[tensor]
-        before = earlier.conversion(tensor, op, sizes[tensor])
-        return fixed + per_byte * sizes[tensor] if before is None else before
+        if (before := earlier.conversion(tensor, op, sizes[tensor])) is not None:
+            return before
+        guessed.add((op, tensor))
+        return fixed + per_byte * sizes[tensor]
 
     medians = {key: median(sampled) for key, sampled in samples.units.items() if sampled}
     kinds = {unit.kind: unit for unit in partition.units}
@@ -248,13 +271,14 @@ def _priced(partition: Partition, samples: Samples, prior: Prior) -> Costs:
             if not unit.weights and entering:  # the same build as a float unit behind DQs
                 g = max(g or 0.0, own.handed - c0 - sum(dequantize[t] for t in entering))
         stored = _stored(partition, unit, c0, medians, corrections)
-        known.append(_Known(Price(c0, c1, seen=seen is not None, stored=stored), g, e1, o))
+        ways = frozenset(s.name for s in stored if (unit.kind, s.name, "float") not in medians)
+        known.append(_Known(Price(c0, c1, seen=seen is not None, stored=stored, guessed=ways), g, e1, o))
     prices = _completed(partition, known)
     doubt: dict[str, float] = {}
     for (kind, _, _), told in samples.medians.items():
         doubt[kind] = doubt.get(kind, 0.0) + max(told) - min(told)
     per_consumer = samples.per_consumer or prior.per_consumer
-    return Costs(partition, prices, quantize, dequantize, per_consumer, doubt)
+    return Costs(partition, prices, quantize, dequantize, per_consumer, doubt, frozenset(guessed))
 
 
 class _Shown(NamedTuple):
@@ -325,7 +349,10 @@ def _completed(partition: Partition, known: Sequence[_Known]) -> tuple[Price, ..
     prices = []
     for operators, one in zip(names, known, strict=True):
         disturbed, behind_float, handing = (completed(operators, one, extra) for extra in EXTRAS)
-        prices.append(replace(one.price, disturbed=disturbed, behind_float=behind_float, handing=handing))
+        guessed = one.price.guessed | {extra for extra in EXTRAS if getattr(one, extra) is None}
+        prices.append(
+            replace(one.price, disturbed=disturbed, behind_float=behind_float, handing=handing, guessed=guessed)
+        )
     return tuple(prices)
 
 

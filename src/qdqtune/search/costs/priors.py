@@ -8,11 +8,12 @@ model travels but sizes and times. What the run at hand has measured itself alwa
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import msgspec
 import numpy as np
 
 Seen = tuple[str, str, str]
@@ -29,6 +30,9 @@ LARGEST = 100.0
 
 LOW = 0.25
 """Which quantile of the shares of equal operators stands for one that was not seen."""
+
+DECIMALS = 5
+"""Of shares, and of ms and bytes of conversions, as they are written."""
 
 MOST = 20_000
 """Rows of each sort that are kept, the latest: some megabytes."""
@@ -95,29 +99,48 @@ def between(producer: str, users: Iterable[str]) -> str:
     return digest("\n".join([producer, *sorted(users)]))
 
 
-def packed(prior: Prior) -> dict[str, Any]:
-    """A prior as JSON values, in rows from the oldest to the latest."""
-    return {
-        "units": [[kind, prior.operators[kind], *rest, share] for (kind, *rest), share in prior.shares.items()],
-        "conversions": [[*key, size, ms] for key, (size, ms) in prior.conversions.items()],
-        "splits": [
-            [kind, sorted(split), share] for kind, shares in prior.splits.items() for split, share in shares.items()
-        ],
-        "per_consumer": prior.per_consumer,
-    }
+class Prices(msgspec.Struct, frozen=True):
+    """A prior as JSON: rows from the oldest to the latest.
+
+    `units`: digest of the kind, operators, state, what it reads, share. `conversions`: what they stand between, where,
+    bytes, ms. `splits`: digest of the kind, edges with pairs, share.
+    """
+
+    units: tuple[tuple[str, str, str, str, float], ...]
+    conversions: tuple[tuple[str, str, float, float], ...]
+    splits: tuple[tuple[str, tuple[int, ...], float], ...]
+    per_consumer: bool
 
 
-def unpacked(content: Mapping[str, Sequence[Any]]) -> Prior:
-    """The prior of `packed`, whose form was checked; numbers that cannot be prices are left out."""
-    units = [row for row in content["units"] if 0 <= row[4] <= LARGEST]
+def packed(prior: Prior) -> Prices:
+    """A prior as JSON, its numbers as exact as they are worth writing."""
+    return Prices(
+        tuple((kind, prior.operators[kind], how, reads, _rounded(x)) for (kind, how, reads), x in prior.shares.items()),
+        tuple((op, where, _rounded(size), _rounded(ms)) for (op, where), (size, ms) in prior.conversions.items()),
+        tuple(
+            (kind, tuple(sorted(split)), _rounded(share))
+            for kind, shares in prior.splits.items()
+            for split, share in shares.items()
+        ),
+        prior.per_consumer,
+    )
+
+
+def unpacked(prices: Prices) -> Prior:
+    """The prior of `packed`; numbers that cannot be prices are left out."""
+    units = [row for row in prices.units if 0 <= row[4] <= LARGEST]
     splits: dict[str, dict[Split, float]] = {}
-    for kind, split, share in content["splits"]:
+    for kind, split, share in prices.splits:
         if 0 <= share <= LARGEST:
             splits.setdefault(kind, {})[frozenset(split)] = share
     return Prior(
-        {(kind, how, behind): share for kind, _, how, behind, share in units},
+        {(kind, how, reads): share for kind, _, how, reads, share in units},
         {row[0]: row[1] for row in units},
-        {(op, where): (size, ms) for op, where, size, ms in content["conversions"] if size >= 0 and ms >= 0},
+        {(op, where): (size, ms) for op, where, size, ms in prices.conversions if size >= 0 and ms >= 0},
         splits,
-        bool(content["per_consumer"]),
+        prices.per_consumer,
     )
+
+
+def _rounded(number: float) -> float:
+    return round(float(number), DECIMALS)

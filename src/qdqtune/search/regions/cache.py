@@ -49,7 +49,7 @@ def content_of(
 
 
 def read_cache(path: Path) -> dict[str, tuple[Scheme, ...]]:
-    """The schemes of a pattern cache by pattern digest, best first; older files know no storages of weights.
+    """The schemes of a pattern cache by pattern digest, best first.
 
     Raises:
         BadOption: the file is missing, or is no pattern cache of this version.

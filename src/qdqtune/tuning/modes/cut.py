@@ -82,6 +82,6 @@ def cut_search(run: Run, noise: Noise | None) -> CutSearch | None:
         spares,
         run.learning_width,
         run.ways,
-        price_cache.known(run),
+        NOTHING if run.settings.front else price_cache.known(run),  # or it would be spared the builds that it is for
         price_cache.found_before(run),
     )

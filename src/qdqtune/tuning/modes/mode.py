@@ -9,8 +9,32 @@ from typing import Any, Protocol
 from qdqtune.search import Strategy
 from qdqtune.search.costs.explanation import UnitPrice
 from qdqtune.tuning.observer import Observer
-from qdqtune.tuning.subgraphs.outcomes import GroupOutcome
 from qdqtune.types import Placement, Trial
+
+
+@dataclass(frozen=True)
+class GroupOutcome:
+    """A row of subgraph mode's table: one group. Times in ms; those alone leave out the conversions at its border.
+
+    `scheme` is the one that was accepted, or else the best one; None if there is none. `gain_in_model` is what the
+    group takes less in the whole model as decided, conversions included; None where the engine reports no layers.
+    """
+
+    nodes: tuple[str, ...]
+    operators: tuple[str, ...]
+    kind: int | None
+    """Number of the kind; equal groups have the same. None if the group was not timed."""
+    scheme: str | None
+    float_ms: float
+    quantized_ms: float | None
+    gain_in_model: float | None
+    kept: bool
+    why: str
+
+    @property
+    def gain_alone(self) -> float | None:
+        """What the scheme saved alone."""
+        return None if self.quantized_ms is None else self.float_ms - self.quantized_ms
 
 
 @dataclass(frozen=True)

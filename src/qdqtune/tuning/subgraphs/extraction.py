@@ -14,6 +14,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from qdqtune.calibration.observe import outputs_on, with_outputs
+from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.shapes import Span
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Constant, Model
@@ -35,7 +36,9 @@ class Resolved:
     spans: Mapping[str, Span] = field(default_factory=dict)
 
 
-def resolve(model: Model, shaped: Model, sample: Sample, spans: Mapping[str, Span]) -> Resolved:
+def resolve(
+    model: Model, shaped: Model, sample: Sample, spans: Mapping[str, Span], budget: MemoryBudget | None = None
+) -> Resolved:
     """Shapes of all tensors: by inference, and where that ends by running the model once.
 
     Args:
@@ -43,6 +46,7 @@ def resolve(model: Model, shaped: Model, sample: Sample, spans: Mapping[str, Spa
         shaped: the same graph with the input shapes of the measurement.
         sample: what it is measured on.
         spans: the shapes that each dynamic input may take, where the engine is told so.
+        budget: the memory budget of the engines that hold builds meanwhile, if they have one.
 
     Raises:
         BadOption: a span does not fit the model.
@@ -52,7 +56,7 @@ def resolve(model: Model, shaped: Model, sample: Sample, spans: Mapping[str, Spa
     made = [t for node in shaped.nodes for t in node.outputs if t]
     if unknown := [t for t in made if t not in sizes and t in shaped.tensors]:
         nodes = [helper.make_node("Shape", [t], [f"__shape_{i}"], f"__shape_{i}") for i, t in enumerate(unknown)]
-        (shapes,) = outputs_on(with_outputs(shaped, nodes), [sample])
+        (shapes,) = outputs_on(with_outputs(shaped, nodes), [sample], budget)
         sizes |= {t: tuple(map(int, shapes[node.output[0]])) for t, node in zip(unknown, nodes, strict=True)}
     varying = {name: span for name, span in spans.items() if name in model.inputs and span.low != span.high}
     if not varying:

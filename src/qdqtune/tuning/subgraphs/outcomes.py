@@ -3,37 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from qdqtune.search.costs.optimum import nearest
 from qdqtune.search.costs.profiles import Profile
+from qdqtune.tuning.modes.mode import GroupOutcome
 from qdqtune.tuning.subgraphs.prepare import Profiled
 from qdqtune.types import Placement, Trial
-
-
-@dataclass(frozen=True)
-class GroupOutcome:
-    """One group. Times in ms; those alone leave out the conversions and reformats at its border.
-
-    `scheme` is the one that was accepted, or else the best one; None if there is none. `gain_in_model` is what the
-    group takes less in the whole model as decided, conversions included; None where the engine reports no layers.
-    """
-
-    nodes: tuple[str, ...]
-    operators: tuple[str, ...]
-    kind: int | None
-    """Number of the kind; equal groups have the same. None if the group was not timed."""
-    scheme: str | None
-    float_ms: float
-    quantized_ms: float | None
-    gain_in_model: float | None
-    kept: bool
-    why: str
-
-    @property
-    def gain_alone(self) -> float | None:
-        """What the scheme saved alone."""
-        return None if self.quantized_ms is None else self.float_ms - self.quantized_ms
 
 
 def outcomes(profiled: Profiled, history: Sequence[Trial], final: Placement) -> tuple[GroupOutcome, ...]:

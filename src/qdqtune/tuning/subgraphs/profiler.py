@@ -21,8 +21,7 @@ from onnx import helper
 
 from qdqtune.calibration.observe import values_on
 from qdqtune.engines import EngineSpec, shapes
-from qdqtune.engines.crew import Crew
-from qdqtune.engines.room import bounded_memory
+from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadOption, InputError, writing
 from qdqtune.graph.files import CONSTANTS, ConstantFile
@@ -35,8 +34,8 @@ from qdqtune.search.costs.profiles import Answer, Profile, profile_of, schemes, 
 from qdqtune.search.costs.units import Partition, Unit
 from qdqtune.tuning.folder import LOGS, PARTS
 from qdqtune.tuning.observer import Observer
+from qdqtune.tuning.records import Outcome, PartRecord, R, SchemeRecord
 from qdqtune.tuning.run import Run
-from qdqtune.tuning.store import Record, pack_layers, pack_result, unpack_layers, unpack_result
 from qdqtune.tuning.subgraphs.extraction import Resolved, borders, extract, is_shape
 from qdqtune.types import Array, Edge, Failure, Layer, Measurement, Placement
 
@@ -98,23 +97,24 @@ class Profiler:
         self.engine_seconds = 0.0
         settings = run.settings
         self._subject, self._parts, self._resolved, self._store = run.subject, parts, resolved, run.store
-        self._timed, self._seed = timed, settings.seed
+        self._timed, self._seed, self._budget = timed, settings.seed, run.runner.memory
         self._output, self._folder = run.output, run.output.clear(PARTS)
         with writing(self._folder):
             self._folder.mkdir(exist_ok=True)
         self._constants = ConstantFile(run.output.claim(self._folder / CONSTANTS))
         spec = shapes.with_spans(settings.engine, resolved.spans)
         logs = run.output.path / LOGS / PARTS
-        self._crew = Crew(list(_beside(run, spec, logs)), run.observer.note, is_patient=True)
+        self._pool = WorkerPool(list(_beside(run, spec, logs)), run.observer.note, repeat_after=None)
         self._writing = RLock()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._pool.close()
         self._constants.__exit__()
-        self.engine_seconds = sum(runner.engine_seconds for runner in self._crew)
-        for runner in self._crew:
+        self.engine_seconds = sum(runner.engine_seconds for runner in self._pool)
+        for runner in self._pool:
             runner.close()
 
     def all(
@@ -148,21 +148,21 @@ class Profiler:
             values = self._values(batch)
             tell = self._teller(len(kinds), observer)
             jobs = [partial(self._in_time, part=part, values=values, deadline=deadline, tell=tell) for part in batch]
-            with closing(self._crew.answers(jobs)) as answers:
-                for number, in_time in answers:
+            with closing(self._pool.results(jobs)) as results:
+                for number, in_time in results:
                     kind = batch[number].kind
                     late = Profile(kind.each_ms, (), {"": "no time was left"})
                     with self._writing:
                         known(kind, self._recorded(batch[number]) if in_time else late)
-                    if len(self._crew) > 1:
+                    if len(self._pool) > 1:
                         observer.progress(len(profiles), len(kinds))
         return profiles
 
     def _teller(self, count: int, observer: Observer) -> Callable[[GroupKind], None]:
         """What says which group is timed; of several at a time only how many are done."""
-        if len(self._crew) == 1:
+        if len(self._pool) == 1:
             return lambda kind: observer.stage(f"timing group {kind.number} of {count} alone: {self._name(kind)}")
-        observer.stage(f"timing {count} groups alone, {len(self._crew)} at a time")
+        observer.stage(f"timing {count} groups alone, {len(self._pool)} at a time")
         return lambda _: None
 
     def _in_time(
@@ -191,7 +191,7 @@ class Profiler:
         model = self._subject.shaped
         reads = dict.fromkeys(t for kind in kinds for t in borders(model, kind.first.nodes)[0])
         computed = [t for t in reads if is_shape(model, t, self._resolved.sizes)]
-        return values_on(model, computed, self._subject.feed) if computed else {}
+        return values_on(model, computed, self._subject.feed, self._budget) if computed else {}
 
     def _extracted(self, kind: GroupKind, baked: Mapping[str, Array]) -> _Part | str:
         """The part with the files of its schemes' names; or why there is none."""
@@ -203,7 +203,7 @@ class Profiler:
         own = {e for e in parts.possible if e.node in model.index_of}
         own |= {Edge(t, "", k) for k, t in enumerate(unit.outputs) if parts.edges.get(t)}
         text = signature(parts, unit, self._resolved.sizes) + "\n" + "\n".join(model.index_of)
-        key = f"part:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        key = hashlib.sha256(text.encode()).hexdigest()[:16]
         return _Part(
             kind,
             model,
@@ -213,27 +213,28 @@ class Profiler:
         )
 
     def _is_known(self, part: _Part) -> bool:
-        base = self._store.get(part.key)
-        return base is not None and ("failure" in base or all(self._store.get(k) for k in self._keys(part).values()))
+        base, keys = self._store.get(PartRecord, part.key), self._keys(part).values()
+        return base is not None and (base.failure is not None or all(self._store.get(SchemeRecord, k) for k in keys))
 
     def _keys(self, part: _Part) -> dict[str, str]:
         return {name: f"{part.key}:{placement.digest}" for name, placement in part.schemes.items()}
 
     def _recorded(self, part: _Part) -> Profile:
         """The profile that the store's records add up to; files for the parts, also for those timed earlier."""
-        base = self._store.get(part.key) or {}
+        base = self._store.get(PartRecord, part.key)
         with appearing(part.path) as fresh:
             self._constants.save(part.model, fresh)
         self.builds += 1
-        if "failure" in base:
-            return Profile(part.kind.each_ms, (), {"": base["failure"]["reason"]})
+        assert base is not None  # the part was measured
+        if base.failure is not None:
+            return Profile(part.kind.each_ms, (), {"": base.failure.reason})
         answers = []
         for name, key in self._keys(part).items():
-            if record := self._store.get(key):
-                result = unpack_result(record["result"]) if record["result"] else None
-                answers.append(Answer(name, part.schemes[name], result, unpack_layers(record["layers"])))
+            if record := self._store.get(SchemeRecord, key):
+                result = None if record.result is None else record.result.result
+                answers.append(Answer(name, part.schemes[name], result, record.layers))
                 self.builds += 1
-        return profile_of(part.model, unpack_layers(base["layers"]), answers)
+        return profile_of(part.model, base.layers, answers)
 
     # ---- the engine
 
@@ -260,41 +261,44 @@ class Profiler:
         wanted = list(dict.fromkeys(t for part in batch for t in part.model.inputs))
         fed = {t: np.asarray(self._subject.feed[t]) for t in wanted if t in self._subject.feed}
         made = [t for t in wanted if t not in fed]
-        return fed | (values_on(self._subject.shaped, made, self._subject.feed) if made else {})
+        return fed | (values_on(self._subject.shaped, made, self._subject.feed, self._budget) if made else {})
 
     def _measure(self, part: _Part, runner: Runner) -> None:
         """Ask the engine for all that the store does not have yet."""
         with self._writing:
             self._constants.save(part.model, part.path)
         handle = _loaded(runner, part.path)
-        base = self._store.get(part.key)
+        base = self._store.get(PartRecord, part.key)
         if base is None:
             layers = handle if isinstance(handle, Failure) else self._layers(runner, handle)
-            record = pack_result(layers) if isinstance(layers, Failure) else {"layers": pack_layers(layers)}
-            base = self._kept(part.key, record)
+            base = self._kept(
+                PartRecord(of=part.key, failure=layers)
+                if isinstance(layers, Failure)
+                else PartRecord(of=part.key, layers=layers)
+            )
         if isinstance(handle, Failure):
             return
         inserter = Inserter(part.model, self._subject.ranges, self._subject.numbers)
-        for name, key in self._keys(part).items() if "layers" in base else ():
-            if self._store.get(key) is None:
+        for name, key in self._keys(part).items() if base.failure is None else ():
+            if self._store.get(SchemeRecord, key) is None:
                 path = part.path.with_suffix(f".{re.sub(r'[^a-z0-9]+', '_', name)}.onnx")
                 with self._writing:
                     self._constants.save(inserter.insert(part.schemes[name]), self._output.claim(path))
-                self._kept(key, self._asked(runner, part, name, handle, path, unpack_layers(base["layers"])))
+                self._kept(self._asked(runner, part, name, handle, path, base.layers))
                 path.unlink()
         runner.unload(handle)
 
-    def _kept(self, key: str, record: Record) -> Record:
+    def _kept(self, record: R) -> R:
         with self._writing:
-            return self._store.put(key, record)
+            return self._store.put(record)
 
     def _asked(
         self, runner: Runner, part: _Part, scheme: str, float_form: Handle, path: Path, floats: Sequence[Layer]
-    ) -> Record:
+    ) -> SchemeRecord:
         """One scheme: its layers, and rounds unless they leave no hope."""
-        handle = _loaded(runner, path)
+        handle, key = _loaded(runner, path), self._keys(part)[scheme]
         if isinstance(handle, Failure):
-            return {"result": pack_result(handle), "layers": []}
+            return SchemeRecord(of=key, result=Outcome.of(handle))
         layers = self._layers(runner, handle)
         result: Measurement | Failure | None = None
         if isinstance(layers, Failure):
@@ -305,7 +309,7 @@ class Profiler:
                 rounds = rounds_of(runner, float_form, handle, ROUNDS, self._seed)
                 result = compare(rounds, ROUNDS, decided=lambda r: abs(r.median - 1) > CLEAR)
         runner.unload(handle)
-        return {"result": None if result is None else pack_result(result), "layers": pack_layers(layers)}
+        return SchemeRecord(of=key, result=None if result is None else Outcome.of(result), layers=layers)
 
     def _layers(self, runner: Runner, handle: Handle) -> tuple[Layer, ...] | Failure:
         return runner.layers(handle, PROFILED_RUNS) if self._timed else ()
@@ -321,7 +325,6 @@ def _loaded(runner: Runner, path: Path) -> Handle | Failure:
 def _beside(run: Run, spec: EngineSpec, logs: Path) -> Iterator[Runner]:
     """An engine process on each device of the run. Groups are small: where there are several, nothing bounds them."""
     if not run.others:
-        yield run.runner.beside(spec, logs)
-        return
-    with bounded_memory(None):
-        yield from (runner.beside(spec, logs) for runner in (run.runner, *run.others))
+        yield run.runner.in_place(spec, logs)
+    else:
+        yield from (runner.in_place(spec, logs, has_budget=False) for runner in (run.runner, *run.others))

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from qdqtune.graph.outputs import write_json
 from qdqtune.search.costs.profiles import Profile
 from qdqtune.search.costs.units import Partition
 from qdqtune.tuning.folder import PROGRESS
 from qdqtune.tuning.observer import Silent, State
-from qdqtune.tuning.records import write_json
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.subgraphs.profiler import GroupKind
 from qdqtune.types import Trial

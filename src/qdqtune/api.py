@@ -1,0 +1,320 @@
+"""The functions of the package: what the commands do, told by keywords, with results that show themselves.
+
+Models are paths or `onnx.ModelProto`s, samples whatever `SamplesLike` says, metrics functions. Keywords are the options
+of the command line. Nothing is printed: what goes on is told to the log, to an observer, and to a notebook or terminal
+with `progress=True`.
+
+The logger is `qdqtune`, silent unless the program configures it. Stages and candidates are of level INFO, in the lines
+of the command line's `-v`; notes about a result are of level WARNING.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect as inspection
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from onnx import ModelProto
+from rich.console import Console
+
+from qdqtune.cli import progress as lines
+from qdqtune.commands import apply as apply_command
+from qdqtune.commands import build as build_command
+from qdqtune.commands import inspect as inspect_command
+from qdqtune.commands import layers as layers_command
+from qdqtune.commands import quantize as quantize_command
+from qdqtune.commands.check_file import Checked, CheckOptions, check_file
+from qdqtune.commands.compare import CompareOptions, Comparison
+from qdqtune.commands.compare import compare as compare_files
+from qdqtune.commands.explain import Explained, explain_run
+from qdqtune.commands.inputs import ModelLike, limited, model_file, on_disk
+from qdqtune.commands.paths import check_options
+from qdqtune.commands.quantize_options import QuantizeOptions
+from qdqtune.commands.tune import Result, TuneOptions
+from qdqtune.commands.tune import tune as tune_settings
+from qdqtune.engines.options import with_timing_cache
+from qdqtune.engines.process import looking
+from qdqtune.errors import BadOption
+from qdqtune.graph.outputs import temporary_folder
+from qdqtune.options import REQUIRED, Anything, Option, Options, option, options_of
+from qdqtune.report.gather import report_of_run
+from qdqtune.report.page import write_report
+from qdqtune.tuning.folder import REPORT
+from qdqtune.tuning.observer import Cancel, Observer, Several, Silent, State, check_cancel
+from qdqtune.tuning.settings import Settings
+from qdqtune.types import Trial
+
+
+@dataclass
+class Told(Options):
+    """Who hears of a call: `observer`, in the thread that calls; a notebook or a terminal, with `progress`. `cancel`
+    ends the call from another thread when it is set."""
+
+    observer: Observer | None = None
+    progress: bool = field(default=False, kw_only=True)
+    cancel: Cancel | None = field(default=None, kw_only=True)
+
+
+P = ParamSpec("P")
+O = TypeVar("O", bound=Told)  # noqa: E741
+R = TypeVar("R")
+
+
+def function(kind: Callable[P, O], run: Callable[[O, Observer], R]) -> Callable[P, R]:
+    """The function of a command: its keywords are the fields of `kind`, its help what `run` and these say.
+
+    Raises:
+        BadOption: a keyword is none, or its value cannot be used.
+    """
+    assert isinstance(kind, type)
+    name = run.__name__.strip("_")
+
+    def call(*arguments: P.args, **keywords: P.kwargs) -> R:
+        _check_keywords(kind, name, keywords)
+        given = kind(*arguments, **keywords)
+        check_options(given)
+        with limited(given), telling(given.observer, given.progress, given.cancel) as told, on_disk(given) as here:
+            done = run(here, told)
+        for note in getattr(done, "notes", ()):
+            LOGGER.warning("%s", note)
+        return done
+
+    call.__name__ = call.__qualname__ = name
+    helps = (f"    {name}: {own.help}" for name, own in options_of(kind).items())
+    call.__doc__ = "\n".join([inspection.cleandoc(run.__doc__ or ""), "", "Args:", *helps])
+    shown = inspection.signature(kind)
+    plain = [p.replace(annotation=inspection.Parameter.empty) for p in shown.parameters.values()]
+    call.__signature__ = shown.replace(parameters=plain, return_annotation=inspection.Signature.empty)  # type: ignore[attr-defined]
+    return call
+
+
+def _check_keywords(kind: type[Any], name: str, given: Iterable[str]) -> None:
+    known = [field.name for field in fields(kind)]
+    for keyword in given:
+        if keyword not in known:
+            near = get_close_matches(keyword, known, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(sorted(known))}"
+            raise BadOption(f"{name} has no option {keyword!r}{hint}")
+
+
+@dataclass
+class Tune(Told, TuneOptions):
+    """Keywords of `tune`."""
+
+    model: Option[ModelLike | Settings, ModelLike | Settings] = option(  # type: ignore[assignment]
+        Anything(), REQUIRED, "The ONNX file, or all settings of the run.", is_positional=True
+    )
+
+
+@dataclass(kw_only=True)
+class Quantize(Told, QuantizeOptions):
+    """Keywords of `quantize`."""
+
+
+@dataclass(kw_only=True)
+class Compare(Told, CompareOptions):
+    """Keywords of `compare`."""
+
+
+@dataclass(kw_only=True)
+class Apply(Told, apply_command.ApplyOptions):
+    """Keywords of `apply`."""
+
+
+@dataclass(kw_only=True)
+class Check(Told, CheckOptions):
+    """Keywords of `check`."""
+
+
+@dataclass(kw_only=True)
+class Layers(Told, layers_command.LayersOptions):
+    """Keywords of `layers`."""
+
+
+@dataclass(kw_only=True)
+class Build(Told, build_command.BuildOptions):
+    """Keywords of `build`."""
+
+
+@dataclass(kw_only=True)
+class Inspect(Told, inspect_command.InspectOptions):
+    """Keywords of `inspect`."""
+
+
+def _tune(options: Tune, observer: Observer) -> Result:
+    """Find the fastest Q/DQ placement for a model, prove it, and write it to `output_dir`.
+
+    The same call goes on where an earlier one was stopped. `model` may be `Settings`, which hold everything.
+
+    Raises:
+        QdqtuneError: see `errors`; Cancelled if that was asked for.
+    """
+    if isinstance(options.model, Settings):
+        usual = Tune(options.model)
+        names = [name for name in options_of(Tune) if getattr(options, name) != getattr(usual, name)]
+        if names:
+            raise BadOption(f"Settings hold everything: {', '.join(names)} cannot be given besides")
+        return tune_settings(options.model, observer)
+    done = tune_settings(options.settings(), observer)
+    if options.report:
+        write_report(report_of_run(done.folder), done.folder / REPORT)
+    return done
+
+
+def _quantize(options: Quantize, observer: Observer) -> quantize_command.Quantized:
+    """Write a Q/DQ version of a float model, its pairs placed by the rules of an engine, which need not be installed.
+
+    Raises:
+        QdqtuneError: see `commands.quantize.quantize`.
+    """
+    return quantize_command.quantize(options.request(), observer)
+
+
+def _apply(options: Apply, observer: Observer) -> apply_command.Applied:
+    """Put the pairs of a placement file into a model, with scales calibrated anew: no search, no timing.
+
+    Raises:
+        QdqtuneError: see `commands.apply.apply`.
+    """
+    return apply_command.apply(options.request(), observer)
+
+
+def _check(options: Check, observer: Observer) -> Checked:
+    """Find what the engine does not fuse in a Q/DQ model, and why.
+
+    Raises:
+        QdqtuneError: see `commands.check_file.check_file`.
+    """
+    return check_file(options)
+
+
+def _layers(options: Layers, observer: Observer) -> layers_command.Layers:
+    """What the engine makes of a model: its layers in order, the nodes that each covers, and how long each takes.
+
+    Raises:
+        QdqtuneError: see `commands.layers.layers`.
+    """
+    return layers_command.layers(options)
+
+
+def _build(options: Build, observer: Observer) -> build_command.Artifact:
+    """Build a model, and save it in the engine's own format.
+
+    Raises:
+        QdqtuneError: see `commands.build.build`.
+    """
+    spec = with_timing_cache(options.spec(), options.output.parent)
+    return build_command.build(Path(str(options.model)), options.output, spec, time_limit_s=options.time_limit)
+
+
+def _inspect(options: Inspect, observer: Observer) -> inspect_command.Inspection:
+    """How a model divides into regions, and which of them share a pattern.
+
+    Raises:
+        QdqtuneError: the model cannot be read.
+    """
+    return inspect_command.inspect(options)
+
+
+tune, quantize, apply = function(Tune, _tune), function(Quantize, _quantize), function(Apply, _apply)
+check, layers = function(Check, _check), function(Layers, _layers)
+build, inspect = function(Build, _build), function(Inspect, _inspect)
+
+
+def compare(first: ModelLike, *others: ModelLike, **given: Any) -> Comparison:
+    """Time every other model against the first, in interleaved rounds on two fresh builds of both.
+
+    Keywords are the options of `qdqtune compare`.
+
+    Raises:
+        QdqtuneError: see `commands.compare`.
+    """
+    models = (first, *others)
+    names = [f"model {number}" if isinstance(m, ModelProto) else str(m) for number, m in enumerate(models, 1)]
+    with temporary_folder() as folder:
+        paths = [model_file(model, folder, f"model_{number}") for number, model in enumerate(models, 1)]
+
+        def compare(options: Compare, observer: Observer) -> Comparison:
+            found = compare_files(paths, options, observer)
+            rows = (replace(row, file=name) for row, name in zip(found.rows, cycle(names[1:]), strict=False))
+            return replace(found, first=names[0], rows=tuple(rows))
+
+        return function(Compare, compare)(**given)
+
+
+def explain(run: str | Path | Result, pattern: str | None = None, *, state_file: str | Path | None = None) -> Explained:
+    """Why each node of a finished run runs in 8 bits or in float, and what the other way would cost.
+
+    Args:
+        run: its result, or its output folder.
+        pattern: only the node of this name, or those that match a wildcard.
+        state_file: where that does not lie in the folder.
+
+    Raises:
+        QdqtuneError: the folder holds no finished run, or no such node.
+    """
+    folder = run.folder if isinstance(run, Result) else Path(run)
+    return explain_run(folder, None if state_file is None else Path(state_file), pattern)
+
+
+# What a call tells while it goes on
+
+LOGGER = logging.getLogger("qdqtune")
+LOGGER.addHandler(logging.NullHandler())
+
+
+class _Log(Silent):
+    """Lines of progress as records of the log."""
+
+    def stage(self, text: str) -> None:
+        LOGGER.info("%s", text)
+
+    def note(self, text: str) -> None:
+        LOGGER.warning("%s", text)
+
+    def trial(self, trial: Trial, outcome: str, state: State) -> None:
+        LOGGER.info("%s", lines.line(trial, outcome, state).strip())
+
+
+@contextmanager
+def telling(observer: Observer | None, progress: bool, cancel: Cancel | None) -> Iterator[Observer]:
+    """All who hear of a call. What is shown of its progress vanishes at the end, or stays as lines."""
+    heard: list[Observer] = [_Log()] if observer is None else [_Log(), observer]
+    with ExitStack() as stack:
+        stack.enter_context(cancellable(cancel))
+        if progress:
+            shown = _shown()
+            stack.enter_context(shown)
+            heard.insert(0, shown)
+        yield Several(heard, cancel)
+
+
+@contextmanager
+def cancellable(cancel: Cancel | None) -> Iterator[None]:
+    """End waits for the engine when that is asked for.
+
+    Raises:
+        Cancelled: it is, or was before.
+    """
+    if cancel is None:
+        yield
+        return
+    check_cancel(cancel)
+    with looking(partial(check_cancel, cancel)):
+        yield
+
+
+def _shown() -> lines.Live | lines.Plain:
+    """A picture that changes, on a terminal, and in a notebook that has ipywidgets; lines elsewhere."""
+    console = Console(stderr=True)
+    if console.is_jupyter:
+        return lines.Live(console) if importlib.util.find_spec("ipywidgets") else lines.Plain(console)
+    return lines.shown()

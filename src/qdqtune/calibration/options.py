@@ -1,0 +1,189 @@
+"""The options about what a model is fed, and about how its ranges are found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import click
+
+from qdqtune.calibration.methods import CLOSEST, Calibration, Method
+from qdqtune.calibration.samples import files_named
+from qdqtune.errors import BadOption
+from qdqtune.graph.rewrites import NAMES as REWRITTEN
+from qdqtune.options import (
+    COUNT,
+    FILE,
+    SHAPES,
+    SWITCH,
+    TEXT,
+    Anything,
+    Assignments,
+    MaybeFile,
+    MaybeInt,
+    Number,
+    Option,
+    Options,
+    Reads,
+    ShapesByInput,
+    Text,
+    ValuesByInput,
+    choice,
+    option,
+)
+
+SHAPE = "NAME:1x3x224x224"
+
+
+@dataclass(kw_only=True)
+class DataOptions(Options):
+    """What a model is fed, besides the source of its samples."""
+
+    calibration_samples: MaybeInt = option(
+        COUNT, None, "Use at most this many samples.", "Data", short="use at most so many of them", is_rare=True
+    )
+    input_shapes: ShapesByInput = option(
+        SHAPES,
+        None,
+        "Shape of a dynamic input while measuring; what ships stays dynamic. Repeatable.",
+        "Model",
+        short="sizes of dynamic inputs for measuring",
+        flags="--input-shape",
+        metavar=SHAPE,
+        is_repeated=True,
+    )
+    seed: Option[int, int] = option(
+        click.IntRange(0),
+        0,
+        "Seed of everything random: inputs, order of rounds, mutations.",
+        "Search",
+        is_rare=True,
+    )
+
+
+def samples_option(**how: Any) -> Any:
+    """The source of samples: `calibration_data`."""
+    return option(
+        Anything(Reads(files_named, path_type=str)),
+        None,
+        "An .npz (arrays named as the inputs), a folder of .npy/.npz, or module:callable. Without it, seeded random "
+        "inputs.",
+        "Data",
+        short=".npz, folder, or module:callable",
+        metavar="SOURCE",
+        **how,
+    )
+
+
+@dataclass(kw_only=True)
+class RangeOptions(Options):
+    """How scales are found, or which file brings them, and what is rewritten before."""
+
+    calibration_method: Option[Method | None, Method | None] = option(
+        choice(*get_args(Method)),
+        None,
+        "How ranges are found. minmax: all values; percentile: without outliers; entropy: with the least loss of "
+        "information; mse: with the least squared error; auto: whichever of these keeps the outputs of the calibration "
+        "samples closest to the float model's.",
+        "Accuracy",
+        short="how ranges are found",
+        default_in_words=CLOSEST.method,
+    )
+    bias_correction: Option[bool | None, bool | None] = option(
+        SWITCH,
+        None,
+        "Take back in the bias of each quantized layer what quantizing does to the mean of its outputs; kept only if "
+        "outputs come closer to the float model's.",
+        "Accuracy",
+        is_rare=True,
+        default_in_words="yes",
+    )
+    equalize: Option[bool | None, bool | None] = option(
+        SWITCH,
+        None,
+        "Move what is uneven between channels into the weights behind them, if samples that set no scale gain by it.",
+        "Model",
+        is_rare=True,
+        default_in_words="yes",
+    )
+    percentile: Option[float | None, float | None] = option(
+        Number(50, 100, min_open=True),
+        None,
+        "Share of values, in %, that percentile keeps.",
+        "Accuracy",
+        is_rare=True,
+        default_in_words=f"{CLOSEST.percentile}",
+    )
+
+    @property
+    def says_how(self) -> bool:
+        """Whether anything is said about how ranges are found."""
+        return any(value is not None for value in self._said)
+
+    @property
+    def calibration(self) -> Calibration:
+        """How ranges are found: as said, and else as it is usually done."""
+        usual = (CLOSEST.method, CLOSEST.percentile, CLOSEST.bias_correction, CLOSEST.equalization)
+        return Calibration(*(u if said is None else said for said, u in zip(self._said, usual, strict=True)))  # type: ignore[arg-type]
+
+    @property
+    def _said(self) -> tuple[object, ...]:
+        return self.calibration_method, self.percentile, self.bias_correction, self.equalize
+
+
+@dataclass(kw_only=True)
+class CacheOption(Options):
+    """Which file brings the scales."""
+
+    calibration_cache: MaybeFile = option(
+        FILE,
+        None,
+        "Take scales from a calibration cache in place of data: TensorRT's (calib.cache of trtexec or Polygraphy), "
+        "ONNX Runtime's tables, TAO's JSON. Tensors that it lacks stay in float.",
+        "Data",
+        short="scales from a file in place of data",
+        metavar="FILE",
+        is_rare=True,
+    )
+
+
+def check_cache(ranges: RangeOptions, cache: CacheOption) -> None:
+    """Refuse a cache, which brings the scales, beside options that say how to find them.
+
+    Raises:
+        BadOption: both are given.
+    """
+    if cache.calibration_cache is not None and ranges.says_how:
+        names = "--calibration-method, --bias-correction, --equalize, --percentile"
+        raise BadOption(f"--calibration-cache brings the scales: leave {names} out")
+
+
+@dataclass(kw_only=True)
+class RewriteOption(Options):
+    """What is rewritten in the float model."""
+
+    rewrites: Text = option(
+        TEXT,
+        "auto",
+        "auto: change the float model first where no output changes and it pays; apply does what its placement says. "
+        f"off: keep the graph as it is. Or what you name, by commas: {', '.join(REWRITTEN)}.",
+        "Model",
+        metavar="auto|off|NAMES",
+        is_rare=True,
+    )
+
+
+@dataclass(kw_only=True)
+class FixOption(Options):
+    """Inputs that become constants."""
+
+    fix_inputs: ValuesByInput = option(
+        Assignments("fixes nothing", numbers_only=True),
+        None,
+        "Make an input constant; an If that it decides is folded. Repeatable.",
+        "Model",
+        short="make an input constant, fold its If",
+        flags="--fix-input",
+        metavar="NAME=VALUE",
+        is_repeated=True,
+    )

@@ -1,0 +1,150 @@
+"""`qdqtune check`: a model file, run on its engine or read from a report, and what the engine did not fuse in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from onnx import TensorProto
+
+from qdqtune.commands.check import Finding, allow, check, excuse, is_measured, lost_by_pairs
+from qdqtune.commands.inputs import ModelOption
+from qdqtune.commands.layers import ProfileOptions, profiled
+from qdqtune.commands.reasons import is_low
+from qdqtune.commands.shown import Shown, Table, milliseconds
+from qdqtune.commands.source import data_of, prepared_for
+from qdqtune.engines import TENSORRT_FAMILY
+from qdqtune.engines.runner import unlogged
+from qdqtune.engines.tensorrt.report import read_report
+from qdqtune.errors import BadOption
+from qdqtune.graph.loading import load, read
+from qdqtune.graph.model import Model
+from qdqtune.measurement.accuracy import concern
+from qdqtune.options import WORDS, Names, option
+from qdqtune.placement.reading import is_quantized
+from qdqtune.types import Layer, NumericFormat, QType, QuantType
+
+TENSORRT = {
+    "int8": NumericFormat(QType.INT8, QType.INT8, symmetric=True),
+    "fp8": NumericFormat(QType.FP8, QType.FP8, symmetric=True, per_channel=False),
+}
+"""The numbers of an engine whose report is read."""
+
+
+@dataclass(kw_only=True)
+class CheckOptions(ProfileOptions, ModelOption):
+    """The options of `check`."""
+
+    allow_boundary: Names = option(
+        WORDS,
+        (),
+        "Nodes that are meant to stay in float, or conversions that are meant to run: what stands at them does not "
+        "fail. Repeatable.",
+        "Model",
+        short="nodes that are meant to be so",
+        metavar="WILDCARD",
+        is_repeated=True,
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class Checked(Shown):
+    """What an engine does not fuse in a Q/DQ model. `measured`: a search has proven these pairs on this engine, so that
+    nothing fails. `layers` are empty where the model has no pairs."""
+
+    model: Path
+    graph: Model
+    engine: str
+    layers: tuple[Layer, ...]
+    findings: tuple[Finding, ...]
+    measured: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passes(self) -> bool:
+        """Whether nothing fails."""
+        return self.measured or not any(finding.fails for finding in self.findings)
+
+    @property
+    def running(self) -> list[Layer]:
+        """The layers that take time."""
+        return [layer for layer in self.layers if layer.kind != "folded"]
+
+    @property
+    def time_ms(self) -> float | None:
+        """What these take together; None if the engine tells no times."""
+        times = [layer.time_ms for layer in self.running if layer.time_ms is not None]
+        return sum(times) if times else None
+
+    def in_words(self) -> str:
+        """How many findings."""
+        failing = sum(finding.fails for finding in self.findings)
+        verdict = "passes" if self.passes else "fails"
+        return f"{verdict} on {self.engine}: {failing} findings of {len(self.layers)} layers"
+
+    def table(self) -> Table:
+        """The findings, those that fail first."""
+        ordered = sorted(self.findings, key=lambda f: (not f.fails, -(f.time_ms or 0.0)))
+        rows = [(f.kind, ", ".join(f.nodes) or f.layer, milliseconds(f.time_ms), f.reason) for f in ordered]
+        return ("finding", "nodes", "ms", "reason"), rows
+
+    def to_dict(self) -> dict[str, Any]:
+        """For machines."""
+        findings = excuse(self.findings) if self.measured else self.findings
+        return {
+            "model": str(self.model),
+            "engine": self.engine,
+            "pairs": sum(node.op == "DequantizeLinear" for node in self.graph.nodes),
+            "layers": len(self.running),
+            "layers_in_8_bits": sum(is_low(layer.precision) for layer in self.running),
+            "time_ms": self.time_ms,
+            "failing": sum(finding.fails for finding in findings),
+            "findings": [asdict(finding) for finding in findings],
+            "passes": self.passes,
+            "measured": self.measured,
+        }
+
+
+def check_file(options: CheckOptions) -> Checked:
+    """Find what the engine does not fuse in a model. Model and samples lie in files (see `on_disk`).
+
+    Raises:
+        BadOption: options do not go together.
+        QdqtuneError: the engine cannot run the model, say.
+    """
+    if options.profile_json is not None and options.graph_json is None:
+        raise BadOption("--profile-json goes with --graph-json")
+    path = Path(str(options.model))
+    graph, engine = load(path), "tensorrt" if options.graph_json else options.engine_name
+    if not is_quantized(graph):
+        return Checked(path, graph, engine, (), ())
+    described: Mapping[str, str] | None = None
+    if options.graph_json:
+        layers, numbers = read_report(options.graph_json, options.profile_json, read(path)), TENSORRT[_numbers(graph)]
+    else:
+        spec = options.spec(options.input_shapes)
+        (sample,) = prepared_for(graph, spec, data_of(options, path), 0).samples.first(1)
+        with unlogged(spec, time_limit_s=options.time_limit) as runner:
+            numbers, described = runner.numeric_format(_numbers(graph)), runner.describe()
+            layers = profiled(runner, path, sample, options.runs, refusal=f"{path} cannot be checked")
+    found = check(graph, layers, numbers, fuses_attention=engine in TENSORRT_FAMILY)
+    measured = described is not None and is_measured(path, graph, described)
+    notes = () if options.graph_json else _accuracy_notes(options, path, graph)
+    return Checked(path, graph, engine, layers, allow(found, options.allow_boundary), measured, notes)
+
+
+def _accuracy_notes(options: CheckOptions, path: Path, graph: Model) -> tuple[str, ...]:
+    """What the pairs lose by the arithmetic of ONNX, where that is worth a word."""
+    prepared = prepared_for(graph, options.spec(options.input_shapes), data_of(options, path))
+    lost = lost_by_pairs(graph, prepared.judging) if prepared.tells_accuracy else None
+    if lost is None or not (warning := concern(lost)):
+        return ()
+    return (f"as ONNX defines its pairs, on {prepared.samples.origin}: {warning}",)
+
+
+def _numbers(model: Model) -> QuantType:
+    carriers = (node.inputs[0] for node in model.nodes if node.op == "DequantizeLinear")
+    types = {model.tensors[tensor].dtype for tensor in carriers if tensor in model.tensors}
+    return "fp8" if TensorProto.FLOAT8E4M3FN in types else "int8"

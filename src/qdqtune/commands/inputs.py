@@ -1,0 +1,224 @@
+"""Models, samples and metrics that a program holds in memory, as files and names that the package reads."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from time import monotonic
+from types import ModuleType
+from typing import Any, TypeVar
+from zipfile import ZipFile
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+
+from qdqtune.calibration.options import samples_option
+from qdqtune.calibration.reading import Patience, few_enough
+from qdqtune.calibration.samples import files_named
+from qdqtune.calibration.workloads import WorkloadArrays, WorkloadFile
+from qdqtune.engines.runner import TIME_LIMIT, time_limit
+from qdqtune.errors import BadData, BadModel, BadOption, one_line
+from qdqtune.graph.outputs import temporary_folder
+from qdqtune.measurement.metric import Predict
+from qdqtune.options import REQUIRED, Anything, Option, Options, Reads, option
+from qdqtune.tuning.options import MODEL as MODEL
+from qdqtune.tuning.settings import Settings
+
+PROTOBUF_LIMIT = 2**31 - 2**24
+"""Bytes that a single ONNX file may hold, with some room."""
+
+ModelLike = str | Path | onnx.ModelProto
+"""A model: where it lies, or itself."""
+
+Batch = Mapping[str, npt.ArrayLike] | npt.ArrayLike
+"""Arrays by name of input, or the array of the only one: a sample, or several along a first axis."""
+
+SamplesLike = str | Path | Batch | Iterable[Batch] | Callable[[], Iterable[Batch]]
+"""Samples: a dictionary of arrays, dictionaries one after the other, a function that gives them, or a source that the
+command line takes (a file, a folder, module:callable)."""
+
+MetricLike = str | Callable[[Predict], float]
+"""A metric: a function, or module:callable."""
+
+METRIC = Reads(files_named, "metric", path_type=str)
+
+IN_MEMORY = ("model", "quantized", "first", "calibration_data", "workloads", "evaluate")
+"""Options whose value may be in memory."""
+
+T = TypeVar("T", bound=Options)
+
+
+def model_file(model: ModelLike, folder: Path, name: str = "model") -> Path:
+    """Where a model lies; one that is in memory is written to the folder.
+
+    Raises:
+        BadModel: it is no model.
+    """
+    if isinstance(model, str | Path):
+        return Path(model)
+    if not isinstance(model, onnx.ModelProto):
+        raise BadModel(f"a model is a path or an onnx.ModelProto, not {type(model).__name__}")
+    path = folder / f"{name}.onnx"
+    large = sum(len(tensor.raw_data) for tensor in model.graph.initializer) > PROTOBUF_LIMIT
+    copy = deepcopy(model)  # with large weights `save` would move them out of the user's own
+    onnx.save(copy, path, save_as_external_data=large, location=f"{path.name}.data" if large else None)
+    return path
+
+
+def sample_source(samples: SamplesLike | None, folder: Path, limit: int | None = None) -> str | None:
+    """The source of samples that are in memory, written to the folder one by one; at most `limit` are taken. A
+    generator is asked in a thread of its own, as long as `time_limit` lets it take.
+
+    Files have the same bytes for the same arrays, so that a run goes on where it was.
+
+    Raises:
+        BadData: they are no samples, or there is none, or they do not end.
+    """
+    if samples is None or isinstance(samples, str):
+        return samples
+    if isinstance(samples, Path):
+        return str(samples)
+    target = folder / "samples"
+    target.mkdir()
+    if _is_batch(samples):
+        return str(_write(samples, target / "samples"))
+    origin, patience = "calibration_data", Patience()
+    items = next(patience.over(lambda: iter([samples()]), origin)) if callable(samples) else samples
+    if not isinstance(items, Iterable):
+        raise BadData(f"samples are dictionaries of arrays, not {type(items).__name__}")
+    if _is_batch(items):
+        return str(_write(items, target / "samples"))
+    count, given = 0, patience.over(lambda: islice(items, limit), origin)
+    for count, item in enumerate(given if limit is not None else few_enough(given, origin), 1):
+        if not _is_batch(item) and not isinstance(item, list):
+            raise BadData(f"sample {count} is {type(item).__name__}: give a dictionary of arrays by name of input")
+        _write(item, target / f"{count:08}")
+    if not count:
+        raise BadData("the calibration data gives no sample: an exhausted generator?")
+    return str(target)
+
+
+def workload_files(workloads: Sequence[WorkloadFile | WorkloadArrays], folder: Path) -> tuple[WorkloadFile, ...]:
+    """The files of workloads; those that are in memory are written to the folder.
+
+    Raises:
+        BadData: they are no arrays.
+    """
+    found = []
+    for workload in workloads:
+        if isinstance(workload, WorkloadFile):
+            found.append(workload)
+            continue
+        target = folder / "workloads"
+        target.mkdir(exist_ok=True)
+        found.append(WorkloadFile(_write(workload.arrays, target / workload.name), workload.weight))
+    return tuple(found)
+
+
+@dataclass
+class ModelOption(Options):
+    """The model that a command is about."""
+
+    model: Option[ModelLike, ModelLike] = option(
+        Anything(MODEL), REQUIRED, "The ONNX file.", is_positional=True, metavar="MODEL"
+    )
+
+
+@dataclass(kw_only=True)
+class InputOptions(ModelOption):
+    """The model, and the samples for its scales and for its accuracy."""
+
+    calibration_data: Option[SamplesLike | None, SamplesLike | None] = samples_option()
+
+
+def limited(options: Options) -> AbstractContextManager[None]:
+    """The limits on time of a command: on one request to an engine, on reading samples, and on the whole."""
+    seconds, budget = getattr(options, "time_limit", TIME_LIMIT), getattr(options, "time_budget", None)
+    return time_limit(seconds, None if budget is None else monotonic() + budget)
+
+
+@contextmanager
+def on_disk(options: T) -> Iterator[T]:
+    """Options whose model, samples, workloads and metric are files and names: what a program holds in memory is written
+    to a temporary folder meanwhile.
+
+    Raises:
+        BadModel, BadData, BadOption: one is not what it has to be.
+    """
+    given = {name: getattr(options, name) for name in IN_MEMORY if hasattr(options, name)}
+    with temporary_folder() as folder, metric_source(given.get("evaluate")) as metric:
+        known: dict[str, Any] = {}
+        for name, value in given.items():
+            if name == "evaluate":
+                known[name] = metric
+            elif name == "calibration_data":
+                known[name] = sample_source(value, folder, getattr(options, "calibration_samples", None))
+            elif name == "workloads":
+                known[name] = workload_files(value, folder)
+            elif value is not None and not isinstance(value, Settings):
+                known[name] = model_file(value, folder, name)
+        yield replace(options, **known)
+
+
+def _is_batch(item: object) -> bool:
+    return isinstance(item, Mapping | np.ndarray) or hasattr(item, "__array__")
+
+
+def _write(batch: object, path: Path) -> Path:
+    try:
+        if not isinstance(batch, Mapping):
+            np.save(path.with_suffix(".npy"), _array(batch), allow_pickle=False)
+            return path.with_suffix(".npy")
+        with ZipFile(path.with_suffix(".npz"), "w") as archive:  # numpy.savez takes no array that is named "file"
+            for name, array in batch.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                    np.lib.format.write_array(file, _array(array), allow_pickle=False)
+    except (ValueError, TypeError) as error:
+        raise BadData(f"samples are arrays of numbers or strings: {one_line(error)}") from error
+    return path.with_suffix(".npz")
+
+
+def _array(values: object) -> npt.NDArray[np.generic]:
+    """Numbers, or strings, which a file takes where they are no objects."""
+    array = np.asarray(values)
+    is_text = array.dtype.kind == "O" and all(isinstance(value, str) for value in array.flat)
+    return array.astype(str) if is_text else array
+
+
+@contextmanager
+def metric_source(metric: MetricLike | None) -> Iterator[str | None]:
+    """The name under which a function can be imported as a metric; another one when its code is another.
+
+    Raises:
+        BadOption: it is no function.
+    """
+    if metric is None or isinstance(metric, str):
+        yield metric
+        return
+    if not callable(metric):
+        raise BadOption(f"evaluate is a function or 'module:callable', not {type(metric).__name__}")
+    label = getattr(metric, "__name__", type(metric).__name__)
+    module = ModuleType(f"{label if label.isidentifier() else 'metric'}_{_digest(metric)}")
+    module.__dict__["metric"] = metric
+    sys.modules[module.__name__] = module
+    try:
+        yield f"{module.__name__}:metric"
+    finally:
+        del sys.modules[module.__name__]
+
+
+def _digest(function: Callable[..., object]) -> str:
+    try:
+        text = inspect.getsource(function)
+    except (OSError, TypeError):
+        code = getattr(function, "__code__", None)
+        text = repr(function) if code is None else f"{code.co_code!r}{code.co_consts!r}{code.co_names!r}"
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

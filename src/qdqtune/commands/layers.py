@@ -1,0 +1,117 @@
+"""`qdqtune layers`: what an engine made of a model, layer by layer."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from qdqtune.calibration.options import DataOptions, samples_option
+from qdqtune.commands.inputs import MODEL, ModelLike, SamplesLike
+from qdqtune.commands.reasons import is_low
+from qdqtune.commands.shown import Shown, Table, milliseconds
+from qdqtune.commands.source import data_of, prepared_for
+from qdqtune.engines.options import EngineOptions
+from qdqtune.engines.runner import Runner, insist, unlogged
+from qdqtune.engines.tensorrt.report import read_report
+from qdqtune.errors import BadOption
+from qdqtune.graph.loading import load, read
+from qdqtune.options import FILE, Anything, MaybeFile, Option, option
+from qdqtune.types import Layer, Sample
+
+
+@dataclass(kw_only=True)
+class ProfileOptions(EngineOptions, DataOptions):
+    """What says which layers are looked at: those of an engine that runs the model, or of an exported report."""
+
+    calibration_data: Option[SamplesLike | None, SamplesLike | None] = samples_option()
+    runs: Option[int, int] = option(
+        click.IntRange(1), 20, "Inferences to take the times of.", "Engine", short="inferences to time"
+    )
+    graph_json: MaybeFile = option(
+        FILE,
+        None,
+        "Read what trtexec --exportLayerInfo wrote of MODEL, and run nothing.",
+        "Engine",
+        metavar="FILE",
+        is_rare=True,
+    )
+    profile_json: MaybeFile = option(
+        FILE,
+        None,
+        "The times to it: what trtexec --exportProfile wrote.",
+        "Engine",
+        metavar="FILE",
+        is_rare=True,
+    )
+
+
+@dataclass
+class LayersOptions(ProfileOptions):
+    """The options of `layers`."""
+
+    model: Option[ModelLike | None, ModelLike | None] = option(
+        Anything(MODEL), None, "The ONNX file.", is_positional=True, metavar="[MODEL]"
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class Layers(Shown):
+    """What an engine made of a model, in the order in which it runs."""
+
+    engine: str
+    layers: tuple[Layer, ...]
+
+    @property
+    def time_ms(self) -> float | None:
+        """The sum of the layers' times; None if the engine tells none."""
+        times = [layer.time_ms for layer in self.layers if layer.time_ms is not None]
+        return sum(times) if times else None
+
+    def in_words(self) -> str:
+        """How many layers, how many of them in 8 bits, and their time."""
+        low = sum(is_low(layer.precision) for layer in self.layers)
+        return f"{len(self.layers)} layers on {self.engine}, {low} in 8 bits, {milliseconds(self.time_ms) or '?'} ms"
+
+    def table(self) -> Table:
+        """The layers, the longest first."""
+        ordered = sorted(self.layers, key=lambda layer: -(layer.time_ms or 0.0))
+        rows = [(", ".join(x.nodes), x.kind, x.precision, milliseconds(x.time_ms), x.name) for x in ordered]
+        return ("nodes", "kind", "precision", "ms", "layer"), rows
+
+    def to_dict(self) -> dict[str, Any]:
+        """For machines."""
+        return {"engine": self.engine, "layers": [asdict(layer) for layer in self.layers]}
+
+
+def layers(options: LayersOptions) -> Layers:
+    """The layers of a model. Model and samples lie in files (see `on_disk`).
+
+    Raises:
+        BadOption: options do not go together.
+        QdqtuneError: the engine cannot run the model, or has no layers of it.
+    """
+    model = None if options.model is None else Path(str(options.model))
+    if options.graph_json is not None:
+        nodes = None if model is None else read(model)
+        return Layers("tensorrt", read_report(options.graph_json, options.profile_json, nodes))
+    if model is None:
+        raise BadOption("there is nothing to show: give a MODEL, or --graph-json FILE")
+    if options.profile_json is not None:
+        raise BadOption("--profile-json goes with --graph-json")
+    spec = options.spec(options.input_shapes)
+    (sample,) = prepared_for(load(model), spec, data_of(options, model), 0).samples.first(1)
+    with unlogged(spec, time_limit_s=options.time_limit) as runner:
+        refusal = f"{spec.name} has no layers of {model}"
+        return Layers(spec.name, profiled(runner, model, sample, options.runs, refusal=refusal))
+
+
+def profiled(runner: Runner, model: Path, sample: Sample, runs: int, *, refusal: str) -> tuple[Layer, ...]:
+    """The layers of a model with their times.
+
+    Raises:
+        EngineFailure: `refusal`, and why.
+    """
+    return insist(runner.report(model, sample, runs, "layers"), refusal)

@@ -1,0 +1,198 @@
+"""The options of `quantize`, and what it is told by them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+from qdqtune.calibration.methods import CLOSEST, Calibration
+from qdqtune.calibration.options import FixOption, RangeOptions, check_cache
+from qdqtune.commands.inputs import METRIC, InputOptions, MetricLike
+from qdqtune.commands.source import OutputOption, Source, SourceOptions
+from qdqtune.engines.formats import FORMATS
+from qdqtune.engines.options import time_limit_option
+from qdqtune.errors import BadOption
+from qdqtune.graph.model import Model
+from qdqtune.options import (
+    SWITCH,
+    TEXT,
+    WORDS,
+    Anything,
+    Duration,
+    Flag,
+    MaybeText,
+    Names,
+    Option,
+    Text,
+    choice,
+    option,
+)
+from qdqtune.tuning.options import Rounding, quant_type_option
+from qdqtune.types import Edge, QuantType
+
+Likeness = Literal["rules", "implicit"]
+
+
+def _wildcards(help: str, metavar: str = "WILDCARD", **how: Any) -> Any:
+    return option(WORDS, (), help, "Model", metavar=metavar, is_repeated=True, **how)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which nodes may be quantized, by wildcards of their names and by operator. Empty: all but the excluded ones."""
+
+    nodes: Sequence[str] = ()
+    op_types: Sequence[str] = ()
+    excluded_nodes: Sequence[str] = ()
+    excluded_op_types: Sequence[str] = ()
+
+    def allowed(self, model: Model, possible: frozenset[Edge]) -> frozenset[Edge]:
+        """The edges into nodes that may be quantized, and those to graph outputs.
+
+        Raises:
+            BadOption: a wildcard or an operator fits no node.
+        """
+        wanted = self._matching(model, self.nodes, self.op_types)
+        refused = self._matching(model, self.excluded_nodes, self.excluded_op_types)
+        chosen = wanted if self.nodes or self.op_types else {n.name for n in model.nodes}
+        return frozenset(e for e in possible if not e.node or e.node in chosen - refused)
+
+    def _matching(self, model: Model, wildcards: Sequence[str], op_types: Sequence[str]) -> set[str]:
+        names: set[str] = set()
+        for wildcard in wildcards:
+            matching = {n.name for n in model.nodes if fnmatchcase(n.name, wildcard)}
+            if not matching:
+                raise BadOption(f"no node is named {wildcard!r}: see qdqtune inspect --verbose for the names")
+            names |= matching
+        for op in op_types:
+            matching = {n.name for n in model.nodes if n.op == op}
+            if not matching:
+                raise BadOption(f"the model has no {op}; it has {', '.join(sorted({n.op for n in model.nodes}))}")
+            names |= matching
+        return names
+
+
+@dataclass(kw_only=True)
+class PairOptions(SourceOptions, FixOption):
+    """Which pairs are placed, and what is told of them."""
+
+    quant_type: Option[QuantType, QuantType] = quant_type_option("Numbers of the pairs.")
+    placement_like: Option[Likeness, Likeness] = option(
+        choice("rules", "implicit"),
+        "rules",
+        "rules: pairs where --engine gains from them as a rule; implicit: on all that a quantizable layer reads, as "
+        "TensorRT's implicit quantization had its scales.",
+        "Model",
+        is_rare=True,
+    )
+    per_channel: Option[bool | None, bool | None] = option(
+        SWITCH,
+        None,
+        "A scale for each output channel of an int8 weight.",
+        "Model",
+        default_in_words="as the engine wants it",
+        is_rare=True,
+    )
+    weight_only: MaybeText = option(
+        TEXT,
+        None,
+        "Quantize weights of products and tables alone, activations stay in float: w4 or w8, or exactly w4b32, w4b128a "
+        "(blocks of 128, asymmetric) and the like. Language models gain where they read more weights than they "
+        "multiply.",
+        "Model",
+        short="activations stay in float: w4, w8, w4b32",
+        metavar="STORAGE",
+    )
+    weight_rounding: Option[Rounding, Rounding] = option(
+        choice("nearest", "gptq"),
+        "nearest",
+        "With --weight-only: nearest, or gptq, which makes up for the error of each weight in those behind it, as your "
+        "calibration data meet them; some thousand rows (tokens) tell enough.",
+        "Model",
+        is_rare=True,
+    )
+    report: Flag = option(
+        SWITCH,
+        False,
+        "What each rule did, and the ten tensors whose rounding alone does most to the outputs. Runs the float model "
+        "once or more for each tensor with a pair, up to 400 times in all.",
+        "Output",
+        short="tensors whose rounding does most harm",
+    )
+
+
+@dataclass(kw_only=True)
+class QuantizeOptions(PairOptions, RangeOptions, InputOptions, OutputOption):
+    """The options of `quantize`."""
+
+    engine: Text = option(
+        choice(*sorted(FORMATS)),
+        "onnxruntime",
+        "Whose numbers and rules to use. It need not be installed here.",
+        "Engine",
+        short="whose numbers and rules to use",
+    )
+    nodes_to_quantize: Names = _wildcards("Only nodes named so. Repeatable.", short="only these nodes")
+    op_types_to_quantize: Names = _wildcards("Only these operators. Repeatable.", "OP", short="only these operators")
+    nodes_to_exclude: Names = _wildcards(
+        "Nodes to keep in float, such as '/head/*'. Repeatable.", short="nodes that stay in float"
+    )
+    op_types_to_exclude: Names = _wildcards(
+        "Operators to keep in float. Repeatable.", "OP", short="operators that stay in float"
+    )
+    evaluate: Option[MetricLike | None, MetricLike | None] = option(
+        Anything(METRIC),
+        None,
+        "Your metric, called with a function that runs the model: before and after.",
+        "Accuracy",
+        short="your own metric, higher is better",
+        metavar="MODULE:CALLABLE",
+    )
+    time_limit: Duration = time_limit_option()
+
+    def request(self) -> Request:
+        """What `quantize` is told. Samples and metric lie in files (see `on_disk`).
+
+        Raises:
+            BadOption: options exclude each other.
+        """
+        check_cache(self, self)
+        model, told = Path(str(self.model)), {f.name: getattr(self, f.name) for f in fields(PairOptions)}
+        return Request(
+            model,
+            self.target,
+            engine=self.engine,
+            calibration=self.calibration,
+            calibration_data=None if self.calibration_data is None else str(self.calibration_data),
+            selection=Selection(
+                self.nodes_to_quantize, self.op_types_to_quantize, self.nodes_to_exclude, self.op_types_to_exclude
+            ),
+            evaluate=None if self.evaluate is None else str(self.evaluate),
+            **told,
+        )
+
+
+@dataclass(kw_only=True)
+class Request(Source, PairOptions):
+    """All that `quantize` is told. `engine` names numbers and rules: its library is not needed.
+
+    `evaluate` is the `module:callable` of a metric (see `evaluating`).
+    """
+
+    engine: str = "onnxruntime"
+    calibration: Calibration = CLOSEST
+    selection: Selection = field(default_factory=Selection)
+    evaluate: str | None = None
+
+    @property
+    def is_fed(self) -> bool:
+        """Whether the model is run at all: with ranges from a file, random inputs would tell nothing."""
+        return self.calibration_cache is None or bool(self.calibration_data or self.evaluate)
+
+    @property
+    def sees_data(self) -> bool:
+        """Whether what is written depends on the calibration data."""
+        return self.calibration_cache is None and (self.weight_only is None or self.weight_rounding == "gptq")

@@ -1,0 +1,217 @@
+"""`qdqtune tune`: its options, and what a search is told by them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+
+from qdqtune.calibration.options import RangeOptions, check_cache
+from qdqtune.calibration.workloads import WorkloadFile, WorkloadsOption, workloads_option
+from qdqtune.commands.explain import Explained, explain_run
+from qdqtune.commands.inputs import METRIC, InputOptions, MetricLike
+from qdqtune.commands.shown import Shown, Table
+from qdqtune.commands.source import built_for
+from qdqtune.commands.words import built, decibels
+from qdqtune.engines.options import EngineOptions, with_timing_cache
+from qdqtune.engines.shapes import usual_shapes
+from qdqtune.measurement.timing import Plan
+from qdqtune.options import SWITCH, Anything, Flag, MaybeFile, MaybeInt, OfRun, Option, choice, option
+from qdqtune.search.region import Config
+from qdqtune.tuning import loop, result
+from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT, REPORT
+from qdqtune.tuning.observer import Observer
+from qdqtune.tuning.options import SearchOptions
+from qdqtune.tuning.price_file import usual_place
+from qdqtune.tuning.settings import EFFORTS, FRONT_BUILDS, Settings, looks_until
+
+Preset = Literal["quick", "default", "extensive"]
+
+
+@dataclass(kw_only=True)
+class EffortOptions(SearchOptions):
+    """How much a search may spend."""
+
+    effort: Option[Preset, Preset] = option(
+        choice(*EFFORTS),
+        "default",
+        "Preset of --builds, --schemes-per-region and --timing-runs; explicit flags win.",
+        "Search",
+        short="how many builds and rounds",
+    )
+    builds: MaybeInt = option(
+        click.INT,
+        None,
+        "Engine builds that the search may spend.",
+        "Search",
+        short="engine builds for the search",
+        default_in_words="by --effort: cut 7, 8, 30; region 24, 52, 400; subgraph 4, 7, 24",
+    )
+    schemes_per_region: MaybeInt = option(
+        click.IntRange(0),
+        None,
+        "region: candidates per pattern.",
+        "Search",
+        default_in_words="4 | 50 | 200",
+        flags="-s --schemes-per-region",
+        is_rare=True,
+    )
+    timing_runs: MaybeInt = option(
+        click.IntRange(12),
+        None,
+        "Most rounds of one comparison.",
+        "Search",
+        default_in_words="20 | 48 | 96",
+        is_rare=True,
+    )
+    warmup_runs: Option[int, int] = option(
+        click.IntRange(0), 2, "Inferences of each model before its rounds.", "Search", is_rare=True
+    )
+
+
+@dataclass(kw_only=True)
+class TuneOptions(InputOptions, EffortOptions, EngineOptions, RangeOptions):
+    """The options of `tune`."""
+
+    workloads: WorkloadsOption = workloads_option()
+    evaluate: Option[MetricLike | None, MetricLike | None] = option(
+        Anything(METRIC),
+        None,
+        "Your metric, higher is better: callable(predict) -> number, where predict takes {input: array} and returns "
+        "{output: array}. Also path/to/file.py:callable. Reported before and after.",
+        "Accuracy",
+        short="your own metric, higher is better",
+        metavar="MODULE:CALLABLE",
+    )
+    price_cache: MaybeFile = option(
+        OfRun(),
+        None,
+        "File in which runs on one engine and chip leave their prices of units for the next model; none uses none.",
+        "Search",
+        default_in_words="beside --timing-cache, or qdqtune/prices.json in the user's cache folder",
+        metavar="FILE",
+        is_rare=True,
+    )
+    report: Flag = option(
+        SWITCH,
+        True,
+        "Write report.html, which shows the result in a browser.",
+        "Output",
+        short="write report.html, for a browser",
+    )
+
+    def settings(self, command: tuple[str, ...] = (), **more: Any) -> Settings:
+        """What a search is told; `command` is what was typed, `more` are fields of `Settings` that win. What `effort`
+        presets holds where its own option is not given. Samples, workloads and metric lie in files (see `on_disk`).
+
+        Raises:
+            BadOption: options exclude each other, or leave nothing to do.
+            BadData: a workload cannot be read.
+        """
+        check_cache(self, self)
+        effort = EFFORTS[self.effort]
+        usual_builds = FRONT_BUILDS if self.front else effort.builds[self.mode]
+        schemes = effort.schemes_per_region if self.schemes_per_region is None else self.schemes_per_region
+        files = tuple(file for file in self.workloads if isinstance(file, WorkloadFile))
+        data = None if self.calibration_data is None else str(self.calibration_data)
+        # What is faster at the largest number of threads holds with fewer: benchmarks/findings.md
+        spec = built_for(self.spec(self.input_shapes, threads=max(self.deploy_threads or [1])), files, self.fix_inputs)
+        told = {f.name: getattr(self, f.name) for f in fields(SearchOptions)}
+        told |= {
+            "model": Path(str(self.model)),
+            "engine": spec if self.ray else with_timing_cache(spec, self.output_dir),
+            "input_shapes": self.input_shapes or ({} if files else usual_shapes(spec, data)),
+            "calibration_data": data,
+            "calibration": self.calibration,
+            "config": Config(schemes_per_region=schemes),
+            "plan": Plan(looks_until(self.timing_runs or effort.looks[-1], effort.looks), warmup=self.warmup_runs),
+            "proof": effort.proof,
+            "builds": usual_builds if self.builds is None else self.builds,
+            "time_limit": self.time_limit,
+            "price_cache": self._prices(),
+            "evaluate": None if self.evaluate is None else str(self.evaluate),
+            "workloads": files,
+            "command": command,
+        }
+        return Settings(**(told | more))
+
+    def _prices(self) -> Path | None:
+        """The file of prices: what the user has named, or one beside the timing cache that he has, or the usual one."""
+        if self.price_cache is not None:
+            return None if str(self.price_cache) == "none" else self.price_cache
+        return usual_place() if self.timing_cache is None else Path(self.timing_cache).with_suffix(".prices.json")
+
+
+@dataclass(frozen=True, repr=False)
+class Result(Shown, result.Result):
+    """What a search has found. `folder` holds its files."""
+
+    folder: Path = field(default_factory=Path)
+
+    @property
+    def file(self) -> Path:
+        """The model that ships: the tuned one if `improved`, else a copy of the baseline, or of what was given."""
+        return self.folder / FINAL
+
+    @property
+    def baseline(self) -> Path:
+        """The float model, as it was compared."""
+        return self.folder / BASELINE
+
+    @property
+    def placement_file(self) -> Path:
+        """Where the pairs stand, for `apply`."""
+        return self.folder / PLACEMENT
+
+    @property
+    def report(self) -> Path:
+        """The report for a browser, unless `report=False` was asked for."""
+        return self.folder / REPORT
+
+    def explain(self, pattern: str | None = None) -> Explained:
+        """Why each node runs as it does, or those whose names match a wildcard: see `qdqtune.explain`."""
+        return explain_run(self.folder, None, pattern)
+
+    def in_words(self) -> str:
+        """How many times as fast the tuned model is, or that nothing faster was found."""
+        if self.ratio is None:
+            held = " that holds the limits on accuracy" if self.unmet else ""
+            return f"no improvement: nothing faster{held} among {len(self.history)} candidates"
+        exact = self.summary["output_sqnr_db"]
+        near = "exact outputs" if exact is None else decibels(exact)
+        return f"{self.ratio.speedup}, {near if self._is_judged else 'accuracy unknown'}, {self.file}"
+
+    @property
+    def _is_judged(self) -> bool:
+        return bool(self.summary["accuracy_samples"])
+
+    def table(self) -> Table:
+        """Float and tuned model side by side."""
+        told = self.summary
+        rows = [("latency", f"{told['baseline_ms']:.3f} ms", f"{told['final_ms']:.3f} ms")]
+        if self.ratio is not None:
+            rows.append(("speedup", "1x", self.ratio.speedup))
+        rows.append(("tensors with a pair", "0", str(told["pairs"])))
+        if self.improved and self._is_judged:
+            rows.append(("output SQNR", "", decibels(told["output_sqnr_db"])))
+        if told.get("metric_before") is not None and told.get("metric_after") is not None:
+            rows.append(("metric", f"{told['metric_before']:g}", f"{told['metric_after']:g}"))
+        rows.append(("candidates, builds, time", "", f"{told['trials']}, {built(told)}, {told['seconds']:.0f} s"))
+        return ("", "float", "tuned"), rows
+
+    def to_dict(self) -> Mapping[str, Any]:
+        """What summary.json holds, the notes, and the folder."""
+        return {**self.summary, "notes": list(self.notes), "folder": str(self.folder)}
+
+
+def tune(settings: Settings, observer: Observer | None = None) -> Result:
+    """Find the fastest placement, prove it, and write it to the output folder.
+
+    Raises:
+        QdqtuneError: see `tuning.loop.tune`.
+    """
+    done = loop.tune(settings, observer)
+    return Result(**vars(done), folder=settings.output_dir)

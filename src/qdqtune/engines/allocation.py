@@ -1,0 +1,81 @@
+"""Devices for the workers of a run, on this host or on a Ray cluster, and whether they are of one kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import copy_context
+from dataclasses import dataclass
+
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.devices import Device, cores_for, devices_for
+from qdqtune.engines.process import StartWorker
+from qdqtune.engines.runner import Runner
+from qdqtune.errors import EngineUnavailable
+
+INSTALL = "pip install 'qdqtune[ray]'"
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Devices to measure on, and what starts a worker process on one; None is `runner.start_worker`."""
+
+    devices: tuple[Device, ...]
+    start: StartWorker | None = None
+
+
+@contextmanager
+def allocate_workers(
+    spec: EngineSpec, workers: int | None, cores_each: int | None, ray: str | None, most: int = 0
+) -> Iterator[Allocation]:
+    """Devices for so many workers of an engine: on this host, or on the Ray cluster at the address `ray`. None is one
+    worker on this host, and as many as a cluster has room for. A node of the cluster has to have `most` cores.
+
+    Raises:
+        BadOption: this host has no room for so many, or no node has `most` cores.
+        EngineUnavailable: Ray is not installed, no cluster answers, or it has no room for so many.
+    """
+    if ray is None:
+        yield Allocation(devices_for(spec, workers or 1, cores_each))
+        return
+    try:
+        from qdqtune.engines.ray import cluster
+    except ImportError as error:
+        raise EngineUnavailable(f"--ray needs Ray, which is not installed: {INSTALL}") from error
+    with cluster.connected(ray):
+        start = cluster.Cluster(spec, cores_for(spec, cores_each)).start
+        yield Allocation(cluster.devices(spec, workers, cores_each, most), start)
+
+
+def check_same_kind(runners: Sequence[Runner]) -> None:
+    """Start all engines, and refuse devices of several kinds: latencies compare on equal devices only.
+
+    Raises:
+        EngineUnavailable: two differ, or one does not start.
+    """
+    if (difference := first_difference(runners, describe_all(runners))) is not None:
+        raise EngineUnavailable(
+            f"workers are not alike: {difference}; latencies compare on equal devices only, so give a run devices of "
+            "one kind"
+        )
+
+
+def describe_all(runners: Sequence[Runner]) -> list[Mapping[str, str]]:
+    """`Runner.describe` of each; all engines start at once.
+
+    Raises:
+        EngineUnavailable: one does not start.
+    """
+    with ThreadPoolExecutor(len(runners)) as threads:
+        descriptions = [threads.submit(copy_context().run, runner.describe) for runner in runners]
+    return [description.result() for description in descriptions]
+
+
+def first_difference(runners: Sequence[Runner], descriptions: Sequence[Mapping[str, str]]) -> str | None:
+    """The first difference between the first device and another, in words; None where all are alike."""
+    for runner, other in zip(runners[1:], descriptions[1:], strict=True):
+        for name in {**descriptions[0], **other}:
+            if (mine := other.get(name)) != (theirs := descriptions[0].get(name)):
+                return f"{runner.place} has {name} {mine}, {runners[0].place} has {theirs}"
+    return None

@@ -1,0 +1,113 @@
+"""Builds made ahead of time in other processes, while one process times: for engines that say that it disturbs nothing.
+
+Whichever builder is free takes the most urgent build (list scheduling). For builds that are all needed this takes less
+than twice as long as the best order: R. L. Graham, Bounds on multiprocessing timing anomalies, SIAM J. Appl. Math. 17
+(1969). Timing keeps its own order, so that a run finds the same with builders and without.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
+from pathlib import Path
+
+from qdqtune.engines.pool import Task, WorkerPool
+from qdqtune.errors import EngineUnavailable
+from qdqtune.types import Failure
+
+
+class Urgency(IntEnum):
+    """When a build will be needed, the most urgent first."""
+
+    NOW = 0  # it is about to be timed
+    NEXT = 1  # it is likely to be timed next, and proposals depend on it
+    PROOF = 2  # the proof times it in any case
+    BEST = 3  # the proof times it if nothing better is found
+
+
+Builder = Callable[[Path, Path, Path], float | Failure]
+"""`Runner.compile`: the model file, the log and the plan that it writes go in; the seconds that it took come out."""
+
+
+@dataclass(frozen=True)
+class _Build:
+    plan: Path
+    task: Task[Builder, float | Failure]
+
+    @property
+    def log(self) -> Path:
+        return self.plan.with_suffix(".log")
+
+
+class BuildQueue:
+    """Builds of model files by path and log name, as many at once as there are builders. They write into `folder`;
+    `notify` is told how many builds were of no use. Without builders nothing is ever queued."""
+
+    def __init__(
+        self, folder: Path = Path(), builders: Sequence[Builder] = (), notify: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self._folder, self._notify, self._pool = folder, notify, WorkerPool(builders, repeat_after=None)
+        self._builds, self._numbers = dict[tuple[Path, str], _Build](), itertools.count(1)
+
+    @property
+    def builders(self) -> int:
+        """How many builds are made at once."""
+        return len(self._pool)
+
+    def add(self, path: Path, log_name: str = "", urgency: Urgency = Urgency.NOW) -> None:
+        """Queue the build of a file, which must stay until the build is taken. A file is built once for each log name,
+        "" for any; queued again, it can only become more urgent."""
+        path = path.absolute()
+        if (build := self._builds.get((path, log_name))) is not None:
+            build.task.priority = min(urgency, build.task.priority)
+        elif self.builders:
+            plan = self._folder / f"{next(self._numbers)}.plan"
+            task = self._pool.submit(partial(_compile, path, plan), urgency)
+            self._builds[path, log_name] = _Build(plan, task)
+
+    def withdraw(self, urgency: Urgency) -> None:
+        """Remove the builds of that urgency that no builder has begun."""
+        for key, build in list(self._builds.items()):
+            if build.task.priority == urgency and self._pool.withdraw(build.task):
+                del self._builds[key]
+
+    def take(self, path: Path, log: Path, here: Builder) -> tuple[Path, float] | Failure | None:
+        """The plan that was built, with the seconds that it took, or why the engine refuses the file. While it is not
+        ready yet, `here` makes other builds of urgency `NOW`.
+
+        None if no builder has begun it, or if it failed for a reason that a build of its own may not meet: a lost
+        builder, or too little memory.
+        """
+        path = path.absolute()
+        build = self._builds.pop((path, log.stem), None) or self._builds.pop((path, ""), None)
+        if build is None or self._pool.withdraw(build.task):
+            return None
+        while not build.task.result.done() and self._pool.do_one(here, Urgency.NOW):
+            pass
+        self._pool.wait(build.task.result.done)
+        with suppress(OSError):  # a builder that is lost has written none
+            shutil.move(build.log, log)
+        try:
+            made = build.task.result.result()
+        except EngineUnavailable:
+            return None
+        if isinstance(made, Failure):
+            return None if made.is_transient else made
+        return build.plan, made
+
+    def close(self) -> None:
+        """Cancel all builds."""
+        unused = sum(not self._pool.withdraw(build.task) for build in self._builds.values())
+        self._builds.clear()
+        self._pool.close()
+        if unused:
+            self._notify(f"{unused} build{'s' * (unused > 1)} made ahead of time for nothing")
+
+
+def _compile(path: Path, plan: Path, builder: Builder) -> float | Failure:
+    return builder(path, plan.with_suffix(".log"), plan)

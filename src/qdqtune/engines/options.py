@@ -1,0 +1,204 @@
+"""The options that name an engine, and how many of it work side by side."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from qdqtune.engines import MODULES, TENSORRT_FAMILY, THREADED, EngineSpec
+from qdqtune.engines.runner import TIME_LIMIT
+from qdqtune.engines.shapes import OPTIONS as SHAPE_OPTIONS
+from qdqtune.engines.tensorrt.options import timing_cache
+from qdqtune.graph.may_write import Output
+from qdqtune.options import (
+    ANYTHING,
+    COUNT,
+    SECONDS,
+    SHAPES,
+    TEXT,
+    Assignments,
+    Duration,
+    Given,
+    MaybeInt,
+    MaybeText,
+    Names,
+    Option,
+    Options,
+    PathLike,
+    Reads,
+    ShapesByInput,
+    Texts,
+    Writes,
+    option,
+)
+
+MOST_THREADS = max(16, os.cpu_count() or 1)
+"""More than the machine has slow it down without end: idle ones wait busily."""
+
+ENGINE_NAMES = ", ".join(sorted(set(MODULES) - {"fake"})) + " or fake"
+SHAPE = "NAME:1x3x224x224"
+OWN = (
+    "provider",
+    "target",
+    "min_shapes",
+    "opt_shapes",
+    "max_shapes",
+    "timing_cache",
+    "plugin_libraries",
+    "workspace_mb",
+    "builder_level",
+    "trtexec",
+    "trtexec_args",
+)
+"""Options that are the engine's own under the same name."""
+
+
+def tensorrt_option(kind: click.ParamType[Any], help: str, **how: Any) -> Any:
+    """An option of TensorRT's engines, which few need."""
+    return option(kind, None, help, "Engine", is_rare=True, **how)
+
+
+def time_limit_option() -> Any:
+    """How long one request may take: `time_limit`."""
+    return option(
+        SECONDS, TIME_LIMIT, "Longest that one build or inference may take, and samples of --calibration-data in each "
+        "pass over them: 90s, 10m, 1h.", "Engine", is_rare=True, metavar="TEXT",
+    )  # fmt: skip
+
+
+def tensorrt_cache(path: Path, name: str, _: Given) -> list[Output]:
+    """The timing cache as a file that is written."""
+    return [timing_cache(path, name)]
+
+
+TIMING_CACHE = Writes(tensorrt_cache, path_type=str)
+
+
+@dataclass(kw_only=True)
+class EngineOptions(Options):
+    """Which engine, and how it runs."""
+
+    engine: Option[str | EngineSpec, str | EngineSpec] = option(
+        ANYTHING,
+        "onnxruntime",
+        f"Engine to build and time on: {ENGINE_NAMES}.",
+        "Engine",
+        short="what to build and time on",
+        metavar="NAME",
+    )
+    threads: MaybeInt = option(
+        click.IntRange(1, MOST_THREADS),
+        None,
+        "CPU threads of onnxruntime and openvino. One gives the most stable timing.",
+        "Engine",
+        short="of a CPU; one is the steadiest",
+        default_in_words="1; a search takes the largest of --deploy-threads",
+    )
+    provider: MaybeText = option(
+        TEXT, None, "onnxruntime: execution provider (default: CPUExecutionProvider).", "Engine", is_rare=True
+    )
+    target: MaybeText = tensorrt_option(TEXT, "tensorrt-rtx: GPU to build for, such as sm89; needs none here.")
+    min_shapes: ShapesByInput = tensorrt_option(
+        SHAPES, "TensorRT: smallest sizes of a dynamic input. Repeatable.", metavar=SHAPE, is_repeated=True
+    )
+    opt_shapes: ShapesByInput = tensorrt_option(
+        SHAPES, "TensorRT: sizes to tune for.", metavar=SHAPE, is_repeated=True, default_in_words="--input-shape"
+    )
+    max_shapes: ShapesByInput = tensorrt_option(SHAPES, "TensorRT: largest sizes.", metavar=SHAPE, is_repeated=True)
+    timing_cache: Option[PathLike | None, str | None] = tensorrt_option(
+        TIMING_CACHE, "TensorRT: file of kernel times that builds share.", metavar="PATH"
+    )
+    plugin_libraries: Names = option(
+        Texts(typed=Reads(path_type=str)),
+        (),
+        "TensorRT: shared library with plug-ins. Repeatable.",
+        "Engine",
+        is_rare=True,
+        is_repeated=True,
+        flags="--plugin-libraries --plugins",
+        metavar="FILE",
+    )
+    workspace_mb: MaybeInt = tensorrt_option(COUNT, "TensorRT: memory limit of the builder.")
+    builder_level: MaybeInt = tensorrt_option(click.IntRange(0, 5), "TensorRT: builder optimization level.")
+    trtexec: MaybeText = tensorrt_option(TEXT, "trtexec: the program.", default_in_words="trtexec on the PATH")
+    trtexec_args: MaybeText = tensorrt_option(TEXT, "trtexec: more arguments, as one string.")
+    engine_options: Option[Mapping[str, Any] | Sequence[str] | None, Mapping[str, Any]] = option(
+        Assignments("sets nothing"),
+        None,
+        "Any other option of the engine; VALUE is JSON or text. Repeatable.",
+        "Engine",
+        flags="--engine-option",
+        metavar="NAME=VALUE",
+        is_rare=True,
+        is_repeated=True,
+    )
+    time_limit: Duration = time_limit_option()
+
+    @property
+    def engine_name(self) -> str:
+        """The name of the engine."""
+        return self.engine if isinstance(self.engine, str) else self.engine.name
+
+    def spec(
+        self, input_shapes: Mapping[str, tuple[int, ...]] | None = None, *, threads: int | None = None
+    ) -> EngineSpec:
+        """The engine, told what was given; it refuses by itself what it does not know.
+
+        `threads` is how many an engine on a CPU takes that is told no number: one, unless this says otherwise. The
+        shapes that a model is measured with are what an engine for fixed shapes is built for.
+        """
+        if isinstance(self.engine, EngineSpec):
+            return self.engine
+        chosen: dict[str, Any] = {name: value for name in OWN if (value := getattr(self, name))}
+        if self.engine in TENSORRT_FAMILY and input_shapes and "opt_shapes" not in chosen:
+            chosen["opt_shapes"] = input_shapes
+        for name in SHAPE_OPTIONS:
+            if name in chosen:
+                chosen[name] = {tensor: list(shape) for tensor, shape in chosen[name].items()}
+        if self.engine in THREADED:
+            chosen["threads"] = self.threads or threads or 1
+        if "plugin_libraries" in chosen:
+            chosen["plugin_libraries"] = list(chosen["plugin_libraries"])
+        return EngineSpec(self.engine, chosen | dict(self.engine_options))
+
+
+def with_timing_cache(spec: EngineSpec, folder: Path) -> EngineSpec:
+    """The engine with its timing cache beside the output, where none is named."""
+    if spec.name not in ("tensorrt", "trtexec") or "timing_cache" in spec.options:
+        return spec
+    return EngineSpec(spec.name, {**spec.options, "timing_cache": str(folder.absolute() / "timing.cache")})
+
+
+@dataclass(kw_only=True)
+class WorkerOptions(Options):
+    """How many measure at a time, and on what."""
+
+    workers: MaybeInt = option(
+        COUNT,
+        None,
+        "Devices that measure side by side, each a GPU or cores of its own. Several models: one device a model.",
+        "Engine",
+        short="devices that measure side by side",
+        default_in_words="1; with --ray all that there is room for",
+    )
+    cores_per_worker: MaybeInt = option(
+        COUNT,
+        None,
+        "Cores of each worker, which no other uses.",
+        "Engine",
+        is_rare=True,
+        default_in_words="--threads",
+    )
+    ray: MaybeText = option(
+        TEXT,
+        None,
+        "Workers on the Ray cluster at this address (auto: the one that runs here).",
+        "Engine",
+        metavar="ADDRESS",
+        is_rare=True,
+    )

@@ -1,0 +1,180 @@
+"""The question that every command asks before any work: may it write these files?
+
+A file may be written where none is. One that is there may be replaced if an earlier command wrote it: it carries a
+mark, or it is on the list of a run's folder. What the command reads is never written, by whatever name, and nothing is
+written through a link that leaves its folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from qdqtune.errors import BadOption, OutputError, writing
+
+Inputs = Mapping[str, Iterable[Path]]
+"""The files that a command reads, under what they are."""
+
+LIST = ".qdqtune"
+"""The list in a run's folder: a path a line, relative to the folder; behind a folder's name a slash."""
+
+HEAD = "# what qdqtune has written to this folder, and may overwrite or delete: a path a line"
+
+PAGE, RECORD, LOG = "page", "record", "log"
+"""Kinds of outputs besides models: HTML pages, YAML files, logs."""
+
+SEARCHED = 2**16
+"""Bytes at the beginning and at the end of a file that are searched for a mark."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """A file to write: its path, the option that names it, and how a file there is known as an earlier output.
+
+    `is_appended` says that a file there is changed where it lies, so that all of its names would show the change;
+    `makes_folder` that a missing folder is made.
+    """
+
+    path: Path
+    option: str
+    is_ours: Callable[[Path], bool]
+    is_appended: bool = False
+    makes_folder: bool = False
+
+
+def check_outputs(outputs: Sequence[Output], read: Inputs) -> None:
+    """Refuse outputs that are no files, that lie in no folder, that would replace what is read, each other, or a file
+    that no earlier command has written, or that lead out of their folder.
+
+    Raises:
+        BadOption, OutputError: see above.
+    """
+    for number, output in enumerate(outputs):
+        others = {f"file of {other.option}": [other.path] for other in outputs[:number]}
+        _check_output(output, {**read, **others})
+
+
+def _check_output(output: Output, read: Inputs) -> None:
+    path, hint = output.path, f"choose another {output.option}"
+    if "\0" in str(path):
+        raise BadOption(f"{output.option} {str(path)!r} is no name of a file")
+    if path.is_dir():
+        raise OutputError(f"cannot write {path}: it is a folder")
+    if (found := overwritten([path], read)) is not None:
+        raise BadOption(f"{path} would overwrite the {found[1]}: {hint}")
+    if path.exists() and not path.is_file():
+        raise OutputError(f"cannot write {path}: it is no file; name one with {output.option}")
+    check_inside(path, path.parent)
+    if output.makes_folder and not path.parent.is_dir():
+        return
+    if not path.parent.is_dir():
+        raise OutputError(f"cannot write {path}: there is no folder {path.parent}")
+    if path.exists() and not output.is_ours(path):
+        raise BadOption(f"{path} was there before, and is not of qdqtune's making: {hint}, or remove it")
+    if output.is_appended:
+        check_single(path)
+    else:
+        with writing(path, hint):
+            tempfile.TemporaryFile(dir=real(path).parent).close()
+
+
+def overwritten(outputs: Iterable[Path], read: Inputs) -> tuple[Path, str] | None:
+    """The first input that one of the outputs would overwrite, and what it is."""
+    named: dict[Path | tuple[int, int], tuple[Path, str]] = {}
+    for what, files in read.items():
+        for file in files:
+            for key in _identities(file):
+                named.setdefault(key, (file, what))
+    return next((named[key] for output in outputs for key in _identities(output) if key in named), None)
+
+
+def _identities(path: Path) -> Iterator[Path | tuple[int, int]]:
+    """What a file is known by: its place, links followed, and its number on the disk."""
+    with suppress(OSError, ValueError):  # a name too long or with a NUL: it is no input, and writing says what is wrong
+        yield real(path)
+        found = path.stat()
+        yield found.st_dev, found.st_ino
+
+
+# Links
+
+
+def real(path: Path) -> Path:
+    """Where a path leads, links followed.
+
+    Raises:
+        OSError: no file can have that name: it holds a NUL, say.
+    """
+    try:
+        return Path(os.path.realpath(path))
+    except ValueError as error:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL)) from error
+
+
+def check_inside(path: Path, folder: Path) -> None:
+    """Refuse a path in `folder` that leads out of it by a link.
+
+    Raises:
+        OutputError: it does.
+    """
+    if not real(path).is_relative_to(real(folder)):
+        raise OutputError(f"cannot write {path}: a link leads from there to {real(path)}; remove it")
+
+
+def check_single(path: Path) -> None:
+    """Refuse a file that has a second name: what is changed where it lies is changed under all names.
+
+    Raises:
+        OutputError: it has one.
+    """
+    if path.is_file() and path.stat().st_nlink > 1:
+        raise OutputError(f"cannot write {path}: the file has another name (a hard link) as well; put a copy there")
+
+
+# What earlier commands have written
+
+
+def is_list(path: Path) -> bool:
+    """Whether a file begins as the list of a run's folder does."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").split("\n", 1)[0] == HEAD
+    except OSError:
+        return False
+
+
+def listed(folder: Path) -> set[str]:
+    """What is on the list of a run's folder; nothing where there is no list of ours."""
+    if not is_list(folder / LIST):
+        return set()
+    names = (folder / LIST).read_text(encoding="utf-8", errors="replace").splitlines()[1:]
+    return {name for name in names if (parts := Path(name).parts) and ".." not in parts and parts[0] != "/"}
+
+
+def is_of_a_run(path: Path) -> bool:
+    """Whether a file is on the list of a run, in its folder or the one above: only that run writes it."""
+    place = real(path)
+    return any(place.relative_to(folder).as_posix() in listed(folder) for folder in list(place.parents)[:2])
+
+
+def mark(kind: str) -> str:
+    """What an output of one kind (model, page) says of itself, so that the same option may replace it."""
+    return f"made by qdqtune ({kind}), which may replace this file"
+
+
+def is_marked(path: Path, kind: str) -> bool:
+    """Whether a file says at its beginning or its end that it is an output of this kind."""
+    with suppress(OSError), path.open("rb") as file:
+        ends = file.read(SEARCHED)
+        file.seek(-min(SEARCHED, path.stat().st_size), os.SEEK_END)
+        return mark(kind).encode() in ends + b"\n" + file.read()
+    return False
+
+
+def replaceable(kind: str) -> Callable[[Path], bool]:
+    """Whether a file is an earlier output of this kind, and no run's."""
+    return lambda path: is_marked(path, kind) and not is_of_a_run(path)

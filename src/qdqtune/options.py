@@ -1,0 +1,416 @@
+"""Options, each told once: a field of a dataclass that says its name, its values, its default and its help.
+
+The command line, the keywords of Python, the keys of a jobs file and the reference in docs/ are made of these fields. A
+value is read when the dataclass is made, whether it is text that was typed or what a program holds in memory, so that
+every door has the same limits and refuses alike.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import FrozenInstanceError, dataclass, fields
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
+
+import click
+
+from qdqtune.errors import BadOption, OutputError, parsed_json
+
+In = TypeVar("In", contravariant=True)
+Out = TypeVar("Out", covariant=True)
+
+Group = Literal["Output", "Search", "Model", "Data", "Accuracy", "Engine", "Other"]
+"""The headings under which `--help` lists options."""
+
+Given = Mapping[str, Any]
+"""Values of options by name."""
+
+READ = "qdqtune.read"
+"""What a command line names to be read, in the `meta` of its context."""
+
+LONGEST_SECONDS = 366 * 24 * 3600
+
+
+class Option(Generic[In, Out]):
+    """One option: a descriptor that reads what its field is set to. `In` is what may be given, `Out` what it becomes.
+
+    `kind` reads one value, or with `is_repeated` all values together. `default` is `REQUIRED` for none. `help` explains
+    the option, `short` in a few words, `default_in_words` says what a default of None means. `is_rare` options are only
+    named by `--help`. `flags` are the spellings on the command line, by default two dashes and the `name`, which is
+    that of the field.
+    """
+
+    def __init__(
+        self,
+        kind: click.ParamType[Any],
+        default: Any,
+        help: str,
+        group: Group = "Other",
+        *,
+        short: str = "",
+        default_in_words: str = "",
+        is_rare: bool = False,
+        is_repeated: bool = False,
+        is_positional: bool = False,
+        flags: str = "",
+        metavar: str | None = None,
+        name: str = "",
+    ) -> None:
+        self.kind, self.default, self.help, self.group, self.short = kind, default, help, group, short
+        self.default_in_words, self.is_rare, self.is_repeated = default_in_words, is_rare, is_repeated
+        self.is_positional, self.metavar, self._flags = is_positional, metavar, tuple(flags.split())
+        self.name = name
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: object | None, owner: type) -> Out:
+        if instance is not None:
+            value: Out = instance.__dict__[self.name]
+            return value
+        if self.default is REQUIRED:
+            raise AttributeError(self.name)
+        default: Out = self.default
+        return default
+
+    def __set__(self, instance: object, value: In) -> None:
+        instance.__dict__[self.name] = self.read(value)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """How the command line spells it."""
+        return self._flags or (f"--{self.name.replace('_', '-')}",)
+
+    @property
+    def flag(self) -> str:
+        """The longest of its spellings on the command line."""
+        return max(self.flags, key=len)
+
+    def read(self, value: Any) -> Any:
+        """What a value means that was given for it.
+
+        Raises:
+            BadOption: it is none that the option takes.
+        """
+        if value is None or value is self.default:
+            return self.kind.convert(None, None, None) if self.is_repeated else value
+        if isinstance(self.kind, Switch) is not isinstance(value, bool) and not isinstance(self.kind, Anything):
+            told = "is True or False, not" if isinstance(self.kind, Switch) else "is no yes or no, so not"
+            raise BadOption(f"{self.name} {told} {value!r}")
+        if isinstance(value, Mapping | list | tuple) and not isinstance(self.kind, Several):
+            raise BadOption(f"{self.name} is one value, not {value!r}")
+        try:
+            return self.kind.convert(value, None, None)
+        except click.BadParameter as error:
+            raise BadOption(f"{self.name}: {error.message.rstrip('.')}") from error
+
+
+class _Required:
+    def __repr__(self) -> str:
+        return "REQUIRED"
+
+
+REQUIRED = _Required()
+"""The default of an option that has to be given."""
+
+
+def option(kind: click.ParamType[Any], default: Any, help: str, group: Group = "Other", **how: Any) -> Any:
+    """An `Option`, as a field of a dataclass that inherits `Options`; its annotation says which types it takes."""
+    return Option(kind, default, help, group, **how)
+
+
+@dataclass(kw_only=True)
+class Options:
+    """Options of a command. Its fields are read once, and stay as they are."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in self.__dict__:
+            raise FrozenInstanceError(f"cannot assign to field {name!r}")
+        super().__setattr__(name, value)
+
+
+def options_of(kind: type[Options]) -> dict[str, Option[Any, Any]]:
+    """The options of a command by the names of their fields."""
+    found = {}
+    for field in fields(kind):
+        own = next(vars(base)[field.name] for base in kind.__mro__ if field.name in vars(base))
+        if isinstance(own, Option):
+            found[field.name] = own
+    return found
+
+
+def given_in(options: Options, kind: type[Options]) -> dict[str, Any]:
+    """The values of those of the options that another command takes as well, by name."""
+    return {name: getattr(options, name) for name in options_of(kind) if name in options_of(type(options))}
+
+
+# What values may be, and what their text means
+
+
+def _check_name(value: Any) -> None:
+    try:
+        is_one = b"\0" not in os.fsencode(str(value))
+    except UnicodeEncodeError:
+        is_one = False
+    if not is_one:
+        raise click.BadParameter(f"{str(value)!r} holds characters that no name of a file can")
+
+
+class FileName(click.Path):
+    """Text that names a file."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See click."""
+        _check_name(value)
+        return super().convert(value, param, ctx)
+
+
+class Reads(FileName):
+    """Text that names something to read. `files` are its files; `what` is what they are called, or else the name of the
+    option; the value is what `path_type` makes of the text."""
+
+    def __init__(
+        self,
+        files: Callable[[str], Iterable[Path]] = lambda text: [Path(text)],
+        what: str = "",
+        path_type: type[str | Path] = Path,
+    ) -> None:
+        super().__init__(path_type=path_type)
+        self.files, self.what = files, what
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See click."""
+        if ctx is not None and param is not None:  # what is read may become something else, such as lines of the file
+            ctx.meta.setdefault(f"{READ} {ctx.info_name}", []).append((self.what or str(param.name), self, str(value)))
+        return super().convert(value, param, ctx)
+
+
+class Writes(FileName):
+    """Text that names a file to write. `outputs` are the files, told the path, the option and all values by name;
+    `usual` is the path where none is given."""
+
+    def __init__(
+        self,
+        outputs: Callable[[Path, str, Given], Iterable[Any]],
+        usual: Callable[[Given], Path | None] = lambda given: None,
+        path_type: type[str | Path] = Path,
+    ) -> None:
+        super().__init__(path_type=path_type)
+        self.outputs, self.usual = outputs, usual
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See click.
+
+        Raises:
+            OutputError: the name ends as only that of a folder does.
+        """
+        if str(value).endswith("/"):
+            raise OutputError(f"cannot write {value}: it is a folder")
+        return super().convert(value, param, ctx)
+
+
+class OfRun(FileName):
+    """Text that names the folder of a run, or a file that it writes elsewhere: `tuning.folder.check_run` asks of
+    them."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+
+class Several(click.ParamType[Any]):
+    """What takes several values at once, in a list or a dictionary, or what a program holds in memory. `typed` is what
+    one text means that is typed on the command line."""
+
+    typed: click.ParamType[Any] = click.STRING
+
+
+class Anything(Several):
+    """Whatever is given: text, or what a program holds in memory."""
+
+    name = "text"
+
+    def __init__(self, typed: click.ParamType[Any] = click.STRING) -> None:
+        self.typed = typed
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See click."""
+        if isinstance(value, str | Path):
+            _check_name(value)
+        return value
+
+
+class Switch(click.ParamType[bool]):
+    """Yes or no."""
+
+    name = "boolean"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bool:
+        """See click."""
+        return bool(value)
+
+
+class Number(click.FloatRange):
+    """A float in a range, and neither nan nor infinite: comparisons with those let everything pass."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See click."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is no finite number", param, ctx)
+        return number
+
+    def _describe_range(self) -> str:
+        return "" if self.min is None and self.max is None else super()._describe_range()
+
+
+class Limit(Number):
+    """A number, `none` for no limit, or `auto` for the usual one, where that is known before a run."""
+
+    def __init__(self, usual: float | None = None, **bounds: Any) -> None:
+        super().__init__(**bounds)
+        self._usual = usual
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See click."""
+        if isinstance(value, str) and value in ("none", "auto"):
+            return None if value == "none" else value if self._usual is None else self._usual
+        return super().convert(value, param, ctx)
+
+
+class Seconds(click.ParamType[float]):
+    """Seconds of a duration such as 90s, 10m or 1.5h; a bare number is seconds."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """See click."""
+        if isinstance(value, int | float):
+            duration = float(value)
+        else:
+            match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|h|)", str(value).strip())
+            duration = float(match[1]) * {"s": 1, "": 1, "m": 60, "h": 3600}[match[2]] if match else 0.0
+        if not duration > 0:
+            self.fail(f"{value!r} is no duration: give 90s, 10m or 1.5h", param, ctx)
+        if duration > LONGEST_SECONDS:
+            self.fail(f"{value!r} is longer than a year", param, ctx)
+        return duration
+
+
+class Texts(Several):
+    """Words one by one; with `comma` each may be several with commas between."""
+
+    name = "text"
+
+    def __init__(self, comma: bool = False, typed: click.ParamType[Any] = click.STRING) -> None:
+        self._comma, self.typed = comma, typed
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        """See click."""
+        given = [value] if isinstance(value, str | Path) else list(value or ())
+        if not self._comma:
+            return tuple(map(str, given))
+        return tuple(word for part in given for one in str(part).split(",") if (word := one.strip()))
+
+
+class Shapes(Several):
+    """Shapes by input name: of NAME:1x3x224x224 (NAME: is a scalar), or of sizes by name."""
+
+    name = "text"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> dict[str, tuple[int, ...]]:
+        """See click."""
+        if isinstance(value, Mapping):
+            return {str(name): self._sizes(name, sizes) for name, sizes in value.items()}
+        shape_of = {}
+        for text in _listed(value):
+            name, _colon, sizes = str(text).rpartition(":")
+            if not name or not re.fullmatch(r"\d+(x\d+)*|", sizes):
+                self.fail(f"{text!r} is no shape: give NAME:1x3x224x224", param, ctx)
+            shape_of[name] = tuple(int(size) for size in sizes.split("x") if size)
+        return shape_of
+
+    def _sizes(self, name: object, sizes: object) -> tuple[int, ...]:
+        if isinstance(sizes, str) and re.fullmatch(r"\d+(x\d+)*|", sizes):
+            return tuple(int(size) for size in sizes.split("x") if size)
+        try:
+            found = tuple(int(size) for size in sizes)  # type: ignore[attr-defined]
+        except (TypeError, ValueError):
+            found = (-1,)
+        if any(size < 0 for size in found):
+            self.fail(f"{sizes!r} is no shape of {name!r}: give whole numbers, as in (1, 3, 224, 224)")
+        return found
+
+
+class Assignments(Several):
+    """Values by name, of NAME=VALUE, where VALUE is JSON or text. `numbers_only`: JSON that is no number stays text."""
+
+    name = "text"
+
+    def __init__(self, what: str, numbers_only: bool = False) -> None:
+        self._what, self._numbers_only = what, numbers_only
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
+        """See click."""
+        if isinstance(value, Mapping):
+            return {str(name): item for name, item in value.items()}
+        value_of: dict[str, Any] = {}
+        for text in _listed(value):
+            name, equals, written = str(text).partition("=")
+            if not equals or not name:
+                self.fail(f"{text!r} {self._what}: give NAME=VALUE", param, ctx)
+            try:
+                meant = parsed_json(written)
+            except ValueError:
+                meant = written
+            value_of[name] = written if self._numbers_only and not isinstance(meant, int | float) else meant
+        return value_of
+
+
+def _listed(value: Any) -> Iterator[Any]:
+    """One value, or each of several."""
+    yield from [value] if isinstance(value, str) else (value or ())
+
+
+class Files(Several):
+    """Paths, one or several."""
+
+    name = "path"
+
+    def __init__(self, typed: click.ParamType[Any]) -> None:
+        self.typed = typed
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Path, ...]:
+        """See click."""
+        return tuple(map(Path, [value] if isinstance(value, str | Path) else value or ()))
+
+
+ANYTHING, SWITCH, FILE, TEXT = Anything(), Switch(), Reads(), click.STRING
+COUNT, SECONDS, NAMES, WORDS, SHAPES = click.IntRange(1), Seconds(), Texts(comma=True), Texts(), Shapes()
+
+
+def choice(*names: str) -> click.Choice[str]:
+    """One of these names."""
+    return click.Choice(names)
+
+
+# How options are annotated: what may be given, and what it becomes
+
+PathLike = str | Path
+File = Option[PathLike, Path]
+MaybeFile = Option[PathLike | None, Path | None]
+Text = Option[str, str]
+MaybeText = Option[str | None, str | None]
+MaybeInt = Option[int | None, int | None]
+Flag = Option[bool, bool]
+Duration = Option[float | str, float]
+MaybeDuration = Option[float | str | None, float | None]
+Names = Option[str | Sequence[str], tuple[str, ...]]
+ShapesByInput = Option[Mapping[str, Sequence[int]] | Sequence[str] | None, Mapping[str, tuple[int, ...]]]
+ValuesByInput = Option[Mapping[str, float | int | str] | Sequence[str] | None, Mapping[str, float | int | str]]

@@ -1,0 +1,92 @@
+"""What tells one run from another: its state file begins with it, and serves no run with another one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from qdqtune.calibration.workloads import told
+from qdqtune.errors import reading
+from qdqtune.measurement.timing import Plan
+from qdqtune.tuning.settings import Settings
+from qdqtune.tuning.subject import Subject
+from qdqtune.types import NumericFormat
+
+
+class CalibrationData(msgspec.Struct, frozen=True):
+    """Calibration data: a digest of its content, how many samples were asked for, and how many are held out."""
+
+    digest: str
+    samples: int | None
+    held_out: int
+
+
+class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
+    """All that makes the measurements of two runs interchangeable. Budgets are no part of it.
+
+    Options come before what follows from them, so that the first difference is the one that the user has made.
+    """
+
+    mode: str
+    graph_json: str | None
+    quant_type: str
+    rewrites: str
+    formats: tuple[str, ...] | None
+    weight_rounding: str
+    equalization: bool
+    seed: int
+    regions: Literal["auto", "names", "topology"]
+    node_filter: tuple[str, ...]
+    from_qdq: bool
+    workloads: str | None
+    input_shapes: dict[str, tuple[int | None, ...]]
+    rounds: Plan
+    engine: dict[str, str]
+    numeric_format: NumericFormat
+    model: str
+    calibration_method: str
+    calibration_data: CalibrationData
+    calibration_cache: str | None
+
+
+def fingerprint_of(settings: Settings, subject: Subject, engine: Mapping[str, str]) -> Fingerprint:
+    """What tells this run from others; `engine` is how it describes itself.
+
+    Raises:
+        BadOption: a file that an option names cannot be read.
+    """
+    formats, data = settings.formats, subject.prepared.samples.digest
+    return Fingerprint(
+        mode=settings.mode,
+        graph_json=_digest("--graph-json", settings.graph_json),
+        quant_type=settings.quant_type,
+        rewrites=settings.rewrites,
+        formats=None if formats is None else tuple("pairs" if f == settings.quant_type else f for f in formats),
+        weight_rounding=settings.weight_rounding,
+        equalization=settings.calibration.equalization,
+        seed=settings.seed,
+        regions=settings.regions,
+        node_filter=settings.node_filter,
+        from_qdq=settings.from_qdq,
+        workloads=told(subject.mix) if settings.workloads else None,
+        input_shapes={name: tuple(sizes) for name, sizes in sorted(subject.prepared.sizes.items())},
+        rounds=settings.plan,
+        engine=dict(engine),
+        numeric_format=subject.numbers,
+        model=subject.model.fingerprint,
+        calibration_method=str(settings.calibration),
+        calibration_data=CalibrationData(
+            data, settings.calibration_samples, len(subject.accuracy) if subject.held_out else 0
+        ),
+        calibration_cache=_digest("--calibration-cache", settings.calibration_cache),
+    )
+
+
+def _digest(option: str, path: Path | None) -> str | None:
+    """16 hex digits of the content of the file that an option names."""
+    with reading(f"{option} {path}"):
+        return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:16]

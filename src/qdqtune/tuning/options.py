@@ -1,0 +1,288 @@
+"""The options of a search, and those that other commands share with it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import click
+
+from qdqtune.calibration.options import CacheOption, DataOptions, FixOption, RewriteOption
+from qdqtune.engines.options import WorkerOptions
+from qdqtune.graph.float16 import Precision
+from qdqtune.graph.loading import files_of
+from qdqtune.measurement.accuracy import MOST_EQUAL
+from qdqtune.options import (
+    FILE,
+    NAMES,
+    SECONDS,
+    SWITCH,
+    File,
+    Flag,
+    Limit,
+    MaybeDuration,
+    MaybeFile,
+    OfRun,
+    Option,
+    PathLike,
+    Reads,
+    Several,
+    choice,
+    option,
+)
+from qdqtune.types import QuantType
+
+Mode = Literal["region", "cut", "subgraph"]
+Rounding = Literal["nearest", "gptq"]
+Division = Literal["auto", "names", "topology"]
+FloatType = Literal["float16", "float32", "bfloat16"]
+Switched = Literal["auto"] | float | None
+"""A limit: a number, the usual one, or none."""
+
+
+def quant_type_option(help: str) -> Any:
+    """The numbers that pairs hold: `quant_type`."""
+    return option(choice("int8", "fp8"), "int8", help, "Model", short="numbers of the pairs")
+
+
+def precision_option(default: Precision | None = None) -> Any:
+    """The type of what carries no pair: `precision`; None is as the engine is usually used."""
+    return option(
+        choice(*get_args(Precision)),
+        default,
+        "Of what carries no pair; the inputs and outputs of MODEL keep their types. With fp16, nodes stay in float32 "
+        "whose values leave its range. Not for onnxruntime.",
+        "Model",
+        short="of what stays in float; fp16 for GPUs",
+        default_in_words="fp16 for tensorrt-rtx, and tensorrt and trtexec from version 10, which take types from the "
+        "graph; else fp32",
+    )
+
+
+def regions_option() -> Any:
+    """How a graph is divided: `regions`."""
+    return option(
+        choice("auto", "names", "topology"),
+        "auto",
+        "Divide the graph by node names, by topology, or by what fits.",
+        "Search",
+        is_rare=True,
+    )
+
+
+class ThreadCounts(Several):
+    """Numbers of threads, such as 1,4,16; None of no text."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...] | None:
+        """See click."""
+        given = [value] if isinstance(value, str | int) else value or ()
+        told = [count for one in given for count in str(one).replace(" ", "").split(",")]
+        if wrong := [count for count in told if not re.fullmatch(r"[1-9][0-9]{0,3}", count)]:
+            self.fail(f"{wrong[0]!r} is no number of threads: give 1,4,16", param, ctx)
+        if value is not None and not told:
+            self.fail("no number of threads is named: give some, such as 1,4,16", param, ctx)
+        return tuple(dict.fromkeys(map(int, told))) or None
+
+
+def deploy_threads_option() -> Any:
+    """The numbers of threads at which a result has to hold: `deploy_threads`."""
+    return option(
+        ThreadCounts(),
+        None,
+        "Numbers of threads that the model will run with: the result is proven at each, and ships only if it is slower "
+        "at none of them and faster at one. A search runs at the largest, unless --threads says otherwise.",
+        "Engine",
+        default_in_words="--threads, and what the engine takes by itself here: a thread a core",
+        metavar="1,4,16",
+        is_rare=True,
+        is_repeated=True,
+    )
+
+
+def _model_files(text: str) -> list[Path]:
+    path = Path(text)
+    return files_of(path) if path.is_file() else [path]
+
+
+MODEL = Reads(_model_files, "model")
+
+
+class Wildcards(Several):
+    """Wildcards of node names: themselves, or a file with one a line, where empty lines and those that begin with # do
+    not count."""
+
+    name = "path"
+    typed = FILE
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        """See click."""
+        if not isinstance(value, str | Path):
+            return tuple(value or ())
+        try:
+            lines = [line.strip() for line in Path(value).read_text(encoding="utf-8").splitlines()]
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            self.fail(f"cannot read {value}: {why}", param, ctx)
+        found = tuple(line for line in lines if line and not line.startswith("#"))
+        if not found:
+            self.fail(f"{value} holds no wildcard", param, ctx)
+        return found
+
+
+@dataclass(kw_only=True)
+class SearchOptions(DataOptions, CacheOption, RewriteOption, FixOption, WorkerOptions):
+    """What a search is told, as its user says it.
+
+    What `Settings` say otherwise than the user (which engine, how many builds, when comparisons look) is not here: see
+    `commands.tune.TuneOptions`.
+    """
+
+    output_dir: File = option(
+        OfRun(),
+        Path("qdqtune_output"),
+        "Where everything goes. The same folder again resumes.",
+        "Output",
+        short="folder of results and for resuming",
+        flags="-o --output-dir",
+    )
+    mode: Option[Mode, Mode] = option(
+        choice("cut", "region", "subgraph"),
+        "cut",
+        "How to search. cut: price every fusion group from layer times and take the optimum of the prices. region: "
+        "vary the result of the cut pattern by pattern; takes about five times as long. subgraph: time every distinct "
+        "fusion group alone, then put together what gains and check it on the whole model.",
+        "Search",
+        short="how to search; cut is quickest to win",
+    )
+    cut_seed: Flag = option(
+        SWITCH,
+        True,
+        "region: begin with what the cut finds in the first dozen builds; or with rules alone.",
+        "Search",
+        is_rare=True,
+    )
+    graph_json: MaybeFile = option(
+        FILE,
+        None,
+        "subgraph: take the fusion groups from this file of trtexec --exportLayerInfo (with "
+        "--profilingVerbosity=detailed), not from the engine at hand.",
+        "Engine",
+        metavar="FILE",
+        is_rare=True,
+    )
+    incremental_validation: Flag = option(
+        SWITCH,
+        True,
+        "subgraph: look on the whole model for groups that do not pay, in batches that are halved where they are "
+        "rejected; or take all groups that gain alone, or none.",
+        "Search",
+        is_rare=True,
+    )
+    quant_type: Option[QuantType, QuantType] = quant_type_option(
+        "Numbers of the pairs; fp8 is E4M3, where the engine has it, and needs opset 19."
+    )
+    formats: Option[str | Sequence[str] | None, tuple[str, ...] | None] = option(
+        NAMES,
+        None,
+        "What may be used, by commas: int8 (or fp8) for pairs, w8 and w4 for weights alone, or exactly w4b32, w8b128.",
+        "Model",
+        default_in_words="all that the engine has",
+        metavar="NAMES",
+        is_rare=True,
+    )
+    weight_rounding: Option[Rounding, Rounding] = option(
+        choice("nearest", "gptq"),
+        "nearest",
+        "Of weights that alone are stored in fewer bits: nearest, or gptq, which makes up for the error of each weight "
+        "in those behind it, as your calibration data meet them.",
+        "Model",
+        is_rare=True,
+    )
+    precision: Option[Precision | None, Precision | None] = precision_option()
+    deploy_threads: Option[int | str | Sequence[int] | None, tuple[int, ...] | None] = deploy_threads_option()
+    min_sqnr: Option[Switched, Switched] = option(
+        Limit(),
+        "auto",
+        "Take only what keeps the signal this far above the error at the outputs, in dB; 20 is an error of a tenth, "
+        "30 of a thirtieth; none takes the fastest at any price. Exit code 4 if nothing faster holds it.",
+        "Accuracy",
+        short="least signal to error at the outputs",
+        default_in_words="20, or none with --evaluate",
+        metavar="DB",
+    )
+    min_agreement: Option[Switched, float | None] = option(
+        Limit(MOST_EQUAL, min=0, max=1),
+        MOST_EQUAL,
+        "Take only what leaves this share of the integers in outputs as they are, class numbers or token ids say; or "
+        "none.",
+        "Accuracy",
+        metavar="SHARE",
+        is_rare=True,
+    )
+    max_drop: Option[Switched, Switched] = option(
+        Limit(min=0),
+        "auto",
+        "Take only what keeps the metric of --evaluate within X of the float model's, or none.",
+        "Accuracy",
+        default_in_words="1 % of it",
+        metavar="X",
+        is_rare=True,
+    )
+    front: Flag = option(
+        SWITCH,
+        False,
+        "cut: besides the fastest, give points from the fastest to the most exact: front/NAME.onnx, each proven.",
+        "Search",
+        short="points from fastest to most exact",
+    )
+    time_budget: MaybeDuration = option(
+        SECONDS,
+        None,
+        "How long the whole run may take, proof included: 90s, 10m, 1h.",
+        "Search",
+        short="for the whole run: 90s, 10m, 1h",
+    )
+    regions: Option[Division, Division] = regions_option()
+    node_filter: Option[PathLike | Sequence[str], tuple[str, ...]] = option(
+        Wildcards(),
+        (),
+        "File of node-name wildcards, one a line: other regions stay in float.",
+        "Search",
+        flags="--node-filter-list",
+        metavar="PATH",
+        is_rare=True,
+    )
+    default_dq_dtype: Option[FloatType | None, FloatType | None] = option(
+        choice("float16", "float32", "bfloat16"),
+        None,
+        "Type of tensors whose type cannot be inferred (behind custom operators).",
+        "Engine",
+        is_rare=True,
+    )
+    qdq_baseline: MaybeFile = option(
+        MODEL, None, "A quantized version of the model to start from.", "Model", is_rare=True
+    )
+    from_qdq: Flag = option(
+        SWITCH,
+        False,
+        "MODEL has Q/DQ pairs: strip them, keep their scales, start from them.",
+        "Model",
+        short="MODEL has pairs: start from them",
+    )
+    pattern_cache: MaybeFile = option(
+        FILE, None, "region: try the schemes in the pattern cache of an earlier run.", "Search", is_rare=True
+    )
+    state_file: MaybeFile = option(
+        OfRun(),
+        None,
+        "State file of the run.",
+        "Search",
+        is_rare=True,
+        default_in_words="OUTPUT_DIR/autotuner_state.yaml",
+    )
+    restart: Flag = option(SWITCH, False, "Forget what the state file knows.", "Search", is_rare=True)

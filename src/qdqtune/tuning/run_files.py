@@ -1,0 +1,269 @@
+"""What summary.json and run.json hold: written by a run, and checked by msgspec when they are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, NotRequired, Required, TypedDict, TypeVar
+
+import msgspec
+
+from qdqtune.engines import EngineSpec
+from qdqtune.errors import BadOption, reading
+from qdqtune.measurement.timing import Plan, Verdict
+from qdqtune.tuning.folder import RUN, SUMMARY
+from qdqtune.tuning.modes.mode import GroupOutcome
+from qdqtune.tuning.records import Form, Shipped
+from qdqtune.types import Accuracy
+
+FORMAT = 1
+"""The version of both files."""
+
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+T = TypeVar("T")
+
+
+class Figures(TypedDict):
+    """A comparison on fresh builds, final to float model."""
+
+    ratio: Positive
+    low: Positive | None
+    high: Positive | None
+    verdict: Verdict
+    baseline_ms: Positive
+    final_ms: Positive
+
+
+class AtThreads(Figures):
+    """A comparison at a number of threads."""
+
+    threads: int
+
+
+class OnWorkload(TypedDict, total=False):
+    """A comparison on one of several workloads; without figures where nothing was proven."""
+
+    name: Required[str]
+    share: Required[float]
+    ratio: Positive
+    low: Positive | None
+    high: Positive | None
+    verdict: Verdict
+    baseline_ms: Positive
+    final_ms: Positive
+
+
+class FrontPoint(TypedDict):
+    """A point of the front, a file against the float model."""
+
+    name: str
+    file: str
+    content: str
+    ratio: Positive
+    low: Positive | None
+    high: Positive | None
+    sqnr_db: float | None
+    agreement: float | None
+    metric: float | None
+    pairs: Count
+    edges: Count
+    weights: dict[str, Count]
+    ms: Positive
+    holds_limits: bool
+    shipped: bool
+    by_threads: list[AtThreads]
+    workloads: NotRequired[list[OnWorkload]]
+
+
+class Met(TypedDict):
+    """A candidate that no other one beat in both latency and accuracy, as the search has measured it."""
+
+    name: str
+    number: int
+    origin: str
+    ratio: Positive
+    sqnr_db: float | None
+    agreement: float | None
+    pairs: Count
+    weights: NotRequired[Count]
+    holds_limits: bool
+    shipped: bool
+
+
+class TriedRewrite(TypedDict):
+    """A rewrite that was measured, without its ratio where it failed."""
+
+    name: str
+    form: Form
+    ratio: Positive | None
+    low: NotRequired[Positive | None]
+    high: NotRequired[Positive | None]
+    kept: bool
+
+
+class Rewritten(TypedDict):
+    """What the float model was rewritten by; and the ratio that is the rewrites', and that of the placement."""
+
+    folded: bool
+    names: list[str]
+    tried: NotRequired[list[TriedRewrite]]
+    builds: NotRequired[Count]
+    gave: NotRequired[Positive]
+    placement_gave: NotRequired[Positive]
+
+
+class WithoutLimits(TypedDict):
+    """The fastest candidate that misses the limits."""
+
+    ratio: Positive
+    sqnr_db: float | None
+
+
+class Summary(TypedDict):
+    """summary.json."""
+
+    format: int
+    model: str
+    engine: dict[str, str]
+    mode: Literal["region", "cut", "subgraph"]
+    state_file: str | None
+    rewrites: Rewritten
+    shipped: Shipped
+    baseline_ms: Positive
+    final_ms: Positive
+    ratio: Positive
+    ratio_low: Positive | None
+    ratio_high: Positive | None
+    ratio_to_given: Positive | None
+    by_threads: list[AtThreads]
+    workloads: NotRequired[list[OnWorkload]]
+    builds: Count
+    proof_builds: Count
+    predicted_ratio: float | None
+    predicted_ms: float | None
+    trials: Count
+    engine_seconds: float
+    patterns: Count
+    regions: Count
+    pairs: Count
+    weights: NotRequired[dict[str, Count]]
+    edges: Count
+    output_sqnr_db: float | None
+    output_accuracy: Accuracy | None
+    fastest_without_limits: WithoutLimits | None
+    met: list[Met]
+    accuracy_samples: Count
+    accuracy_held_out: bool
+    seed: int
+    versions: dict[str, str]
+    min_sqnr_db: float | None
+    min_agreement: float | None
+    max_drop: float | None
+    metric_before: float | None
+    metric_after: float | None
+    constraint_met: bool | None
+    front: NotRequired[list[FrontPoint]]
+    group_kinds: NotRequired[Count]
+    groups_accepted: NotRequired[Count]
+    group_builds: NotRequired[Count]
+    group_engine_seconds: NotRequired[float]
+    groups: NotRequired[list[GroupOutcome]]
+    seconds: float
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """Where a run was measured, and how many processes wanted the cores when it began and ended."""
+
+    cores: int
+    load: tuple[float | None, float | None]
+    system: str
+
+
+class LoggedTrial(msgspec.Struct, frozen=True, kw_only=True):
+    """A candidate in the order of the search; rounds and layers are in the state file's record `of` the same."""
+
+    of: str
+    origin: str
+    predicted: float | None
+    accepted: bool
+    holds: bool | None
+    metric: float | None
+    seconds: float | None
+    replayed: bool
+
+
+class ReadSettings(TypedDict, total=False):
+    """Of the settings in the log, those that are read again, where they differ from the defaults."""
+
+    calibration_data: str | None
+    calibration_samples: int | None
+    seed: int
+    time_limit: float
+    fix_inputs: dict[str, float | int | str]
+    input_shapes: dict[str, list[int]]
+    workloads: list[str]
+
+
+class RunLog(msgspec.Struct, frozen=True, kw_only=True):
+    """run.json: what was asked, on which machine, and what became of each candidate. Seconds count from the beginning
+    of the session."""
+
+    format: int = FORMAT
+    begun: str
+    command: tuple[str, ...]
+    settings: dict[str, Any]
+    engine: EngineSpec
+    calibration: str
+    machine: Machine
+    plan: Plan
+    proof: tuple[int, ...]
+    stages: tuple[tuple[str, float], ...]
+    trials: tuple[LoggedTrial, ...]
+    notes: tuple[str, ...]
+    seconds: float
+
+    def __post_init__(self) -> None:
+        msgspec.convert(self.settings, ReadSettings)  # refuses what it cannot be
+
+
+def read_summary(folder: Path) -> Summary:
+    """Read summary.json.
+
+    Raises:
+        BadOption: the folder holds no finished run, or the file is damaged.
+    """
+    summary = _read(folder / SUMMARY, Summary)
+    if summary is None:
+        if not folder.is_dir():
+            raise BadOption(f"there is no folder {folder}: name the output folder of a finished qdqtune tune")
+        raise BadOption(f"{folder} holds no finished run: let qdqtune tune write to it, and come to its end")
+    rewrites, is_tuned = summary["rewrites"], summary["shipped"] == "tuned"
+    halves = ("gave" in rewrites) != ("placement_gave" in rewrites)
+    if halves or (
+        is_tuned and any(not Figures.__annotations__.keys() <= r.keys() for r in summary.get("workloads", ()))
+    ):
+        raise _damaged(folder / SUMMARY)
+    return summary
+
+
+def read_log(folder: Path) -> RunLog | None:
+    """Read run.json; None where there is none.
+
+    Raises:
+        BadOption: it is damaged.
+    """
+    return _read(folder / RUN, RunLog)
+
+
+def _read(path: Path, form: type[T]) -> T | None:
+    if not path.exists():
+        return None
+    try:
+        with reading(path):
+            return msgspec.json.decode(path.read_bytes(), type=form)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path) from error
+
+
+def _damaged(path: Path) -> BadOption:
+    return BadOption(f"{path} is not what a run has written: tune again with --restart, or restore it")

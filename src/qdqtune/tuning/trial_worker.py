@@ -1,0 +1,242 @@
+"""The worker of a search: one device with its engine, where a candidate is timed against another placement.
+
+Both are built on the same device. An idle worker takes rounds of a candidate of another one, on builds of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import ceil
+
+import numpy as np
+
+from qdqtune.engines.pool import WorkerPool
+from qdqtune.engines.runner import Handle, Runner
+from qdqtune.errors import EngineFailure
+from qdqtune.measurement.accuracy import accuracy, is_finite
+from qdqtune.measurement.limits import Limits
+from qdqtune.measurement.metric import Evaluation
+from qdqtune.measurement.pairing import RoundsElsewhere, fresh_builds, rounds_of, shared_rounds
+from qdqtune.measurement.timing import Plan, Ratio, Rounds, compare, judge
+from qdqtune.tuning.candidates import Candidates, Loaded
+from qdqtune.types import Array, Failure, Measurement, Placement, Proposal, Sample, Trial
+
+FUTILE = 0.997
+"""A candidate whose median ratio is no better than this at a look is not worth more rounds."""
+
+PROFILED = (4, 12, 400)
+"""Inferences behind a layer report: the least, those that are enough in most cases, and the most."""
+
+PROFILED_SECONDS = (0.05, 1.0)
+"""How long they are to take in all: at least, since short layers need many, and at most."""
+
+
+Ran = tuple[Handle | Failure, list[dict[str, Array]] | Failure]
+"""A build of a candidate and its outputs."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """How candidates are measured: in which rounds, on which samples, and by which metric of the user's.
+
+    `limits` say which wins are worth a check, `check_wins` whether any is.
+    """
+
+    plan: Plan
+    samples: Sequence[Sample]
+    seed: int
+    limits: Limits = field(default_factory=Limits)
+    evaluation: Evaluation | None = None
+    check_wins: bool = True
+
+    def won(self, trial: Trial) -> bool:
+        """Whether a trial is a win as far as it was measured."""
+        measured = judge(trial, self.plan)
+        is_faster = measured is not None and measured.verdict == "faster"
+        return is_faster and self.limits.is_exact_enough(trial.accuracy)
+
+    def may_be_taken(self, trial: Trial) -> bool:
+        """Whether its build is kept until the batch is judged: a win, or what is no slower and may be more exact."""
+        measured = judge(trial, self.plan)
+        is_slower = measured is None or measured.verdict == "slower" or measured.median > 1
+        return not is_slower and self.limits.is_exact_enough(trial.accuracy)
+
+    def needs_check(self, trial: Trial) -> bool:
+        """Whether a win is to be repeated on second builds.
+
+        A win that misses the limit on SQNR is repeated only when another run allows more, and one of a search that
+        learns from layers never: it makes too few candidates for luck.
+        """
+        is_one_of_many = self.check_wins and not trial.proposal.wants_layers
+        return is_one_of_many and trial.check is None and self.won(trial)
+
+
+@dataclass(frozen=True)
+class TrialJob:
+    """One candidate, and the placement that it is timed `against`; `known` is what an earlier run has measured of it,
+    which lacks a check."""
+
+    number: int
+    proposal: Proposal
+    against: Placement
+    known: Trial | None = None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What trials of a batch have in common: the float model's outputs as the `reference`, the time of `time.monotonic`
+    from which comparisons decide with the rounds that they have, and the pool whose idle workers take rounds."""
+
+    reference: Sequence[dict[str, Array]]
+    deadline: float | None = None
+    pool: WorkerPool[TrialWorker] | None = None
+
+
+class TrialWorker:
+    """Measures candidates on one device. Times of two devices never meet: each comparison is one of builds made here.
+
+    Several share `candidates`, the files; `number` tells their logs apart.
+    """
+
+    def __init__(self, runner: Runner, candidates: Candidates, conditions: Conditions, number: int = 0) -> None:
+        self.runner = runner
+        self.loaded = Loaded(runner, candidates)
+        self._mark = f"-{number + 1}" if number else ""
+        self._candidates, self._conditions = candidates, conditions
+
+    def trial(self, job: TrialJob, batch: Batch) -> Trial:
+        """Time a candidate.
+
+        A win is repeated at once on another build of both files: one build may be fast by the luck of its memory
+        layout, and stays so in every round.
+
+        Raises:
+            EngineFailure: the engine refuses the other placement, which it has built before.
+        """
+        trial = job.known or self._measured(job, batch)
+        if self._conditions.needs_check(trial):
+            trial = replace(trial, check=self._checked(trial, batch))
+        if not self._conditions.may_be_taken(trial):
+            self.loaded.drop(trial.placement)
+        return trial
+
+    def _measured(self, job: TrialJob, batch: Batch) -> Trial:
+        conditions, told = self._conditions, (job.number, job.proposal, job.against)
+        opponent = self._opponent(job)
+        if isinstance(opponent, Failure):  # it was built before, so the candidate is not to blame
+            raise EngineFailure(f"the engine does not build the best model so far again: {opponent.reason}")
+        (candidate, outputs), is_built = self._built(job, batch)
+        if isinstance(candidate, Failure):
+            return Trial(*told, candidate)
+        if isinstance(outputs, Failure):
+            return Trial(*told, outputs)
+        if not is_finite(outputs):
+            return Trial(*told, Failure("output", "the outputs hold NaN or infinite values"))
+        elsewhere = partial(TrialWorker.rounds, job=job)
+        rounds = self._rounds(opponent, candidate, conditions.seed, elsewhere, batch, is_built=is_built)
+        begun = time.monotonic()
+        result = compare(rounds, conditions.plan, decided=lambda r: settled(r) or _is_late(begun, batch.deadline))
+        if isinstance(result, Failure):
+            return Trial(*told, result)
+        runs = profiled_runs(float(np.median(result.b)))
+        layers = self.runner.layers(candidate, runs) if job.proposal.wants_layers else None
+        if isinstance(layers, Failure) and layers.is_transient:
+            return Trial(*told, layers)
+        report = () if isinstance(layers, Failure) else layers
+        return Trial(*told, result, accuracy=accuracy(batch.reference, outputs), layers=report)
+
+    def _checked(self, trial: Trial, batch: Batch) -> Measurement | Failure:
+        with self._fresh(trial, "trial") as pair:
+            if isinstance(pair, Failure):
+                return pair
+            elsewhere = partial(TrialWorker.check_rounds, trial=trial)
+            rounds = self._rounds(*pair, self._conditions.seed + 1, elsewhere, batch)
+            return compare(rounds, self._conditions.plan, decided=settled)
+
+    def _built(self, job: TrialJob, batch: Batch) -> tuple[Ran, bool]:
+        """A build of a candidate and its outputs; and whether idle workers have built both files meanwhile."""
+        self._candidates.file(job.proposal.placement)  # written before, so that workers without a task are idle by then
+        if batch.pool is None or not self._conditions.plan.slot_seconds:
+            return self._ran(job), False
+        elsewhere = [partial(TrialWorker.pair, job=job)] * batch.pool.idle_per_task()
+        ran, pairs = batch.pool.shared(partial(self._ran, job), elsewhere)
+        return ran, any(isinstance(pair, tuple) for pair in pairs)
+
+    def _ran(self, job: TrialJob) -> Ran:
+        candidate = self.loaded.load(job.proposal.placement, f"trial_{job.number:03}")
+        if isinstance(candidate, Failure):
+            return candidate, candidate
+        return candidate, self.runner.outputs(candidate, self._conditions.samples)
+
+    def pair(self, job: TrialJob) -> tuple[Handle, Handle] | Failure:
+        """Builds of both files of another worker's candidate; they stay loaded until the batch ends."""
+        opponent = self._opponent(job)
+        if isinstance(opponent, Failure):
+            return opponent
+        candidate = self.loaded.load(job.proposal.placement, f"beside_{job.number:03}{self._mark}")
+        return candidate if isinstance(candidate, Failure) else (opponent, candidate)
+
+    def rounds(self, first: int, count: int, job: TrialJob) -> Measurement | Failure:
+        """Rounds of another worker's candidate, from the number `first` on."""
+        pair = self.pair(job)
+        return pair if isinstance(pair, Failure) else self._rounds(*pair, self._conditions.seed)(first, count)
+
+    def check_rounds(self, first: int, count: int, trial: Trial) -> Measurement | Failure:
+        """Rounds of the check of another worker's candidate, on fresh builds."""
+        with self._fresh(trial, "beside") as pair:
+            return pair if isinstance(pair, Failure) else self._rounds(*pair, self._conditions.seed + 1)(first, count)
+
+    def _opponent(self, job: TrialJob) -> Handle | Failure:
+        return self.loaded.load(job.against, f"best{self._mark}")
+
+    def _fresh(self, trial: Trial, log_name: str) -> AbstractContextManager[tuple[Handle, Handle] | Failure]:
+        files = self._candidates.file(trial.against), self._candidates.file(trial.placement)
+        return fresh_builds(self.runner, *files, f"{log_name}_{trial.number:03}{self._mark}")
+
+    def _rounds(
+        self,
+        a: Handle,
+        b: Handle,
+        seed: int,
+        elsewhere: RoundsElsewhere[TrialWorker] | None = None,
+        batch: Batch | None = None,
+        *,
+        is_built: bool = False,
+    ) -> Rounds:
+        """Rounds of two builds here, of which idle workers of the batch take a part, if it has several."""
+        plan = self._conditions.plan
+        own = rounds_of(self.runner, a, b, plan, seed)
+        if elsewhere is None or batch is None or batch.pool is None:
+            return own
+        return shared_rounds(own, elsewhere, batch.pool, a.build_seconds + b.build_seconds, plan, is_built=is_built)
+
+
+def trial_seconds(plan: Plan, build: float, seconds: float, turn: float, judged: int) -> float:
+    """What a candidate takes at the least that is as fast as the float model, of which a build, an inference and its
+    part in a round take so many seconds: its build, its outputs on so many samples, the first look of its comparison,
+    and its layers."""
+    comparison = plan.start_seconds(turn) + plan.round_seconds(turn) * plan.looks[0]
+    return build + judged * seconds + profiled_runs(seconds) * turn + comparison
+
+
+def profiled_runs(seconds: float) -> int:
+    """Inferences for a layer report of a model that takes so many seconds each."""
+    (least, enough, most), (short, long) = PROFILED, PROFILED_SECONDS
+    if seconds * most <= short:
+        return most
+    return max(ceil(short / seconds), min(enough, max(least, ceil(long / seconds))))
+
+
+def _is_late(begun: float, deadline: float | None) -> bool:
+    """Whether the next look of a comparison would end too late: it takes about as long as all before it."""
+    now = time.monotonic()
+    return deadline is not None and now + (now - begun) > deadline
+
+
+def settled(measured: Ratio) -> bool:
+    """Whether more rounds are not worth their time: it is decided, or at best as fast."""
+    return measured.verdict != "undecided" or measured.median > FUTILE

@@ -1,0 +1,183 @@
+"""Samples that do not come, do not end, fill the memory or raise anything: one line, in every command."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from time import monotonic
+
+import numpy as np
+import pytest
+
+import qdqtune
+from conftest import Call
+from qdqtune.calibration import reading
+from qdqtune.calibration.reading import Patience, TooSlow
+from qdqtune.calibration.samples import UNPACKED, read_arrays
+from qdqtune.errors import BadData, Cancelled
+from runs import mixed, write
+
+GENERATORS = """
+import itertools, os, threading
+import numpy as np
+
+one = {{"x": np.ones((2, 8, 64), np.float32)}}
+
+class Odd(BaseException):
+    def __str__(self):
+        raise ValueError("even this")
+
+def act(what):
+    if what == "sleep":
+        threading.Event().wait()
+    if what == "Odd":
+        raise Odd
+    if what != "go on":
+        raise getattr(__builtins__, what, None) or __builtins__[what]
+
+def generator(what, at):
+    for number in itertools.count():
+        if number == at:
+            act(what)
+        yield one
+
+def call_{what}_{at}():
+    if {at} < 0:
+        act({what!r})
+    return generator({what!r}, {at})
+"""
+
+RAISED = ("SystemExit", "GeneratorExit", "BaseException", "ValueError", "MemoryError", "RecursionError", "Odd")
+DOES = ("sleep", "go on", *RAISED)
+AT = (-1, 0, 3)
+"""Which sample it does that at: none, as it does so before there is a generator."""
+
+COMMANDS = {
+    "quantize": ("quantize", "MODEL", "-o", "OUT.onnx", "--calibration-method", "minmax", "--no-bias-correction"),
+    "tune": ("tune", "MODEL", "--engine", "fake", "--builds", "3", "-o", "OUT", "-q"),
+    "compare": ("compare", "MODEL", "MODEL", "--engine", "fake"),
+    "debug": ("debug", "MODEL", "--engine", "fake"),
+}
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    return write(mixed(batch=2), tmp_path)
+
+
+def source(folder: Path, what: str, at: int) -> str:
+    name = f"call_{what}_{at}".replace("-", "_").replace(" ", "_")
+    text = GENERATORS.format(what=what, at=at).replace(f"def call_{what}_{at}", f"def {name}")
+    (folder / "given.py").write_text(text)
+    return f"{folder / 'given.py'}:{name}"
+
+
+@pytest.mark.usefixtures("workers")
+@pytest.mark.parametrize(("what", "at"), [*product(DOES, AT)])
+def test_whatever_a_generator_does_is_one_line(
+    call: Call, small: Path, monkeypatch: pytest.MonkeyPatch, what: str, at: int
+) -> None:
+    monkeypatch.setattr(reading, "MOST", 50)
+    given = source(small.parent, what, at)
+    for name, template in COMMANDS.items():
+        where = [t.replace("MODEL", str(small)).replace("OUT", str(small.parent / "out")) for t in template]
+        code, out, err = call(*where, "--calibration-data", given, "--time-limit", "0.2s")
+        told = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert (code, len(told), out) == (2, 1, ""), (name, err)
+        expected = {"sleep": "took longer than 0.2 s", "go on": "gives more than 50 samples"}.get(what, what)
+        assert expected in told[0], name
+
+
+@pytest.mark.usefixtures("workers")
+@pytest.mark.parametrize("at", AT)
+def test_a_time_budget_holds_for_samples_that_do_not_come(call: Call, small: Path, at: int) -> None:
+    data = ["--calibration-data", source(small.parent, "sleep", at)]
+    code, _, err = call("tune", small, "--engine", "fake", "--time-budget", "0.5s", *data, "-o", small.parent / "o")
+    assert (code, "--time-budget has ended" in err) == (2, True), err
+
+
+def forever() -> Iterator[np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
+    while True:
+        yield np.ones((2, 8, 64), np.float32)
+
+
+def never() -> Iterator[np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
+    yield np.ones((2, 8, 64), np.float32)
+    threading.Event().wait()
+
+
+@pytest.mark.usefixtures("workers")
+@pytest.mark.parametrize("given", [forever, never, forever(), never()])
+def test_functions_end_in_any_thread(small: Path, monkeypatch: pytest.MonkeyPatch, given: object) -> None:
+    monkeypatch.setattr(reading, "MOST", 50)
+    caught: list[Exception] = []
+
+    def quantize() -> None:
+        with pytest.raises(BadData) as error:
+            qdqtune.quantize(small, small.parent / "q.onnx", calibration_data=given, time_limit=0.2)  # type: ignore[arg-type]
+        caught.append(error.value)
+
+    thread = threading.Thread(target=quantize)
+    thread.start()
+    thread.join()
+    assert "calibration_data" in str(caught[0])
+    with pytest.raises(TooSlow, match="--time-budget has ended"):
+        qdqtune.tune(small, output_dir=small.parent / "o", calibration_data=never, engine="fake", time_budget=0.2)
+
+
+@pytest.mark.usefixtures("workers")
+def test_another_thread_ends_the_wait(small: Path) -> None:
+    end = threading.Event()
+    end.set()
+    with pytest.raises(Cancelled):
+        qdqtune.tune(small, output_dir=small.parent / "o", calibration_data=never, engine="fake", cancel=end)
+
+
+def test_only_what_is_asked_for_is_made_and_generators_are_closed() -> None:
+    made: list[int] = []
+
+    def numbers() -> Iterator[int]:
+        try:
+            for number in range(10):
+                made.append(number)
+                yield number
+        finally:
+            made.append(-1)
+
+    given = Patience().over(numbers, "numbers")
+    assert [next(given), next(given)] == [0, 1]
+    assert isinstance(given, Iterator)
+    given.close()  # type: ignore[attr-defined]
+    assert made == [0, 1, -1]
+    assert list(Patience().over(numbers, "numbers")) == list(range(10))
+
+
+def test_time_that_is_spent_elsewhere_does_not_count() -> None:
+    patience, gate = Patience(seconds=0.3), threading.Event()
+    given = patience.over(lambda: iter(range(3)), "numbers")
+    assert next(given) == 0
+    gate.wait(0.5)
+    assert list(given) == [1, 2]
+    with pytest.raises(TooSlow):
+        list(Patience(ends=monotonic()).over(lambda: iter(gate.wait, False), "a gate"))
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_archives_that_unpack_to_far_more_than_they_hold_are_refused(tmp_path: Path, times: int) -> None:
+    path = tmp_path / "bomb.npz"
+    zeros = np.broadcast_to(np.zeros(1, np.float32), (times * UNPACKED // 12 + 1,))
+    np.savez_compressed(path, a=zeros, b=zeros, c=zeros)
+    with pytest.raises(BadData, match="unpack to"):
+        read_arrays(path)
+
+
+@pytest.mark.parametrize("name", ["pipe.npz", "pipe.npy"])
+def test_a_pipe_is_no_file_of_samples(call: Call, small: Path, name: str) -> None:
+    os.mkfifo(small.parent / name)
+    for given in (small.parent / name, small.parent):
+        small.with_suffix(".npz").unlink(missing_ok=True)
+        code, _, err = call("quantize", small, "--calibration-data", given, "-o", small.parent / "q.onnx")
+        assert (code, "not found" in err) == (2, True), err

@@ -1,0 +1,136 @@
+"""No process of ours executes a module that happens to lie in the current folder; what the user names is executed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qdqtune.cli.main import app
+from qdqtune.engines import devices
+from qdqtune.graph import interpreter
+from runs import environment, hopeless, mixed, write
+from test_architecture import MODULES, imports
+
+QUICK = "--engine fake --builds 4 --calibration-method minmax --no-bias-correction --no-report --price-cache none"
+
+COMMANDS = {
+    "apply": "apply a.onnx --placement placement.yaml --calibration-data a.npz -o q.onnx",
+    "build": "build a.onnx --engine onnxruntime -o built.onnx",
+    "check": "check q8.onnx --engine onnxruntime",
+    "compare": "compare a.onnx q8.onnx --engine fake",
+    "debug": "debug a.onnx q8.onnx --calibration-data a.npz --engine fake",
+    "doctor": "doctor",
+    "layers": "layers a.onnx --engine onnxruntime",
+    "quantize": "quantize a.onnx --calibration-data a.npz -o q.onnx",
+    "quantize, with functions": "quantize a.onnx --calibration-data user:samples --evaluate user:score -o q.onnx",
+    "run": "run jobs.yaml",
+    "run, side by side": "run jobs.yaml --workers 2",
+    "tune": f"tune a.onnx -o out {QUICK}",
+    "tune, of several": f"tune a.onnx b.onnx -o out {QUICK}",
+    "tune, side by side": f"tune a.onnx -o out {QUICK} --workers 2",
+    "tune, on a cluster": f"tune a.onnx -o out {QUICK} --ray local --workers 1",
+    "tune, with functions": f"tune a.onnx -o out {QUICK} --calibration-data user:samples --evaluate user:score",
+}
+"""Every command that starts processes."""
+
+START_NONE = {"completion", "explain", "inspect", "report", "rules"}
+
+USER = """
+import numpy as np
+import beside
+
+def samples():
+    import later
+    yield {"x": np.full((8, 8, 64), later.VALUE, np.float32)}
+
+def score(predict):
+    import later
+    return float(np.mean(predict({"x": np.full((8, 8, 64), later.VALUE, np.float32)})["y"]))
+"""
+
+
+def ours(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A command as it is installed: that has no current folder on its search path, as `python -m` has without -P."""
+    words = [sys.executable, "-P", "-m", "qdqtune", *command.split()]
+    return subprocess.run(words, env=environment(), cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all that the commands want."""
+    here = tmp_path_factory.mktemp("base")
+    write(mixed(), here, "a")
+    write(hopeless(), here, "b")
+    ours("quantize a.onnx --calibration-data a.npz -o q8.onnx", here).check_returncode()
+    (here / "placement.yaml").write_text("{version: 1, engine: fake, quant_type: int8, edges: []}")
+    quick = {"engine": "fake", "builds": 4, "report": False, "price-cache": "none"}
+    jobs = {"defaults": quick, "jobs": [{"model": model} for model in ("a.onnx", "b.onnx")]}
+    (here / "jobs.yaml").write_text(yaml.safe_dump(jobs))
+    return here
+
+
+@pytest.fixture
+def folder(base: Path, tmp_path: Path) -> Path:
+    """The same with a module by the name of each that there is: who executes one leaves its name in `executed`."""
+    here = tmp_path / "here"
+    shutil.copytree(base, here)
+    poison(here, tmp_path / "executed")
+    (here / "user.py").write_text(USER)
+    (here / "beside.py").write_text("")
+    (here / "later.py").write_text("VALUE = 0.5")
+    return here
+
+
+def poison(folder: Path, executed: Path) -> None:
+    installed = {*packages_distributions(), *sys.stdlib_module_names} - set(sys.builtin_module_names)
+    for name in {"qdqtune", *installed}:
+        if name.isidentifier():
+            (folder / f"{name}.py").write_text(f"open({str(executed)!r}, 'a').write({name + ' '!r})\nraise ImportError")
+
+
+def test_every_command_is_known_here() -> None:
+    assert {name.partition(",")[0] for name in COMMANDS} | START_NONE == set(app.commands)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_process_executes_what_lies_in_the_current_folder(name: str, folder: Path, cores: None) -> None:
+    if "--ray" in COMMANDS[name] and importlib.util.find_spec("ray") is None:
+        pytest.skip("needs Ray")
+    if "--workers 2" in COMMANDS[name] and len(devices.physical_cores()) < 2:
+        pytest.skip("two workers want two cores")
+    done = ours(COMMANDS[name], folder)
+    executed = folder.parent / "executed"
+    assert not executed.exists(), executed.read_text()
+    assert done.returncode in (0, 3, 4), done.stderr
+
+
+def test_the_current_folder_is_searched_where_the_package_itself_lies_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def path() -> list[str]:
+        told: str = interpreter.python("-c", "")["env"]["PYTHONPATH"]
+        return told.split(os.pathsep)
+
+    monkeypatch.setattr(sys, "path", ["", *sys.path, str(tmp_path), str(tmp_path / "gone")])
+    monkeypatch.chdir(tmp_path)
+    assert str(tmp_path / "gone") in path()
+    assert str(tmp_path) not in path()
+    monkeypatch.chdir(interpreter.HOME)
+    assert path()[0] == interpreter.HOME
+    assert str(tmp_path) in path()
+
+
+def test_nobody_else_starts_a_python() -> None:
+    found = {name for name, path in MODULES.items() if "sys.executable" in path.read_text()}
+    assert found == {"qdqtune.graph.interpreter"}
+    starters = re.compile(r"multiprocessing(?!\.connection)|concurrent\.futures\.process|os\.(exec|spawn|posix_spawn)")
+    assert not {name for name, path in MODULES.items() if any(map(starters.match, imports(path)))}

@@ -1,0 +1,176 @@
+"""What a jobs file may hold: a schema that follows from the options of `tune` refuses all else at the start."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import click
+import pytest
+import yaml
+
+from conftest import Call
+from qdqtune.cli.job_files import KNOWN, read_jobs
+from qdqtune.errors import BadOption
+from qdqtune.placement import parsing
+from runs import environment
+
+HUGE = "9" * 5000
+
+NEVER = {
+    "null": "null", "nothing": "", "date": "2024-01-01", "time": "2024-01-01 10:00:00", "mapping": "{a: 1}",
+    "jobs": "{jobs: [{model: a.onnx}]}", "NUL": r'"a\0b"', "surrogate": r'"\ud800"', "digits": HUGE, "tag": "!!str a",
+    "python": "!!python/object/apply:os.system [echo]", "binary": "!!binary aGk=", "list of lists": "[[1], [2]]",
+    "unknown alias": "*nobody", "an alias of itself": "&a [*a]", "merge": "<<", "empty": '""', "equals": "=",
+}  # fmt: skip
+"""Values, as YAML has them, that no option takes."""
+
+BY_KIND = {
+    "flag": ["1", "'true'", "text", "[true]", "0.5"],
+    "integer": ["'²'", "'4'", "4.5", "true", ".nan", ".inf", "[4]", "'--help'", "four"],
+    "number": ["'4'", ".nan", ".inf", "-.inf", "true", "four", "'--help'", "1" + "0" * 99],
+    "choice": ["other", "true", "'--help'", "1"],
+    "text": ["true", "off", "yes"],
+}
+
+STRUCTURES = [
+    "", "null", "[]", "5", "text", "- 1", "jobs:", "jobs: null", "jobs: 5", "jobs: {}", "jobs: []", "jobs: [1]", "a: [",
+    "jobs: [null]", "jobs: [[{model: a.onnx}]]", "jobs: [{builds: 3}]", "jobs: [{}]", "jobs: [{model: a.onnx, 1: 2}]",
+    "jobs: [{model: a.onnx, '': x}]", "jobs: [{model: a.onnx, ' builds': 3}]", "jobs: [{model: a.onnx, --builds: 3}]",
+    "jobs: [{model: a.onnx, help: true}]", "jobs: [{model: a.onnx, help-all: true}]", "jobs: [{model: a.onnx, o: b}]",
+    "jobs: [{model: a.onnx, [1]: 2}]", "jobs: [{model: a.onnx, null: 2}]", "jobs: [{model: a.onnx, model: b.onnx}]",
+    "jobs: [{model: a.onnx, fix_input: a=1, fix-input: b=1}]", "jobs: [{model: a.onnx}]\njobs: [{model: b.onnx}]",
+    "jobs: [{model: a.onnx}]\nmore: 1", "jobs: [{model: a.onnx}]\ndefaults: [1]", "jobs: [{model: a.onnx}]\ndefaults:",
+    "jobs: [{model: a.onnx}]\ndefaults: {model: b.onnx}", "jobs: [{model: a.onnx}]\n---\njobs: [{model: b.onnx}]",
+    "jobs: [{model: --help}]", "jobs: [{model: -v}]", "jobs: [{model: [a.onnx]}]", "jobs: [{model: 5}]",
+    "jobs: [{model: a.onnx, time-budget: soon}]", "jobs: [{model: a.onnx, input-shape: 'x:1xy'}]",
+    "jobs: [{model: a.onnx, fix-input: [n]}]", "jobs: [{model: a.onnx, engine-option: [n]}]",
+    "jobs: [{model: a.onnx, node-filter-list: gone}]", "jobs: [{model: a.onnx, <<: {builds: 3}}]",
+    "\x00", "\x07jobs: []",
+    "%YAML 7.0\n---\njobs: []", "jobs: [{model: a.onnx}]x", "a: " + "x" * (parsing.MOST_BYTES + 1),
+    "{" * 3000, "[" * 100_000, "- " * 100_000, "? " * 100_000, "&a " * 1000, "jobs: " + "[" * 60,
+    f"jobs: {[{'model': 'a.onnx'}] * 1001}", f"jobs: [{{model: {'a' * 200_000}}}]", f"jobs: {['a'] * 1_000_001}",
+    f"jobs: [{{model: 1{':1' * 99_999}}}]", f"jobs: [{{model: a.onnx, fix-input: {['a=1'] * 30_000}}}]",
+    f"jobs: &a {['a' * 9] * 100_000}\ndefaults: [{'*a,' * 11}]",
+    "a: &a [x]\n" + "".join(f"{n}: &{n} [{f'*{p},' * 9}]\n" for p, n in pairwise("abcdefghijkl")) + "jobs: *l",
+]  # fmt: skip
+
+
+def kind(option: click.Option) -> str:
+    """Which of `BY_KIND` an option is."""
+    if option.is_flag:
+        return "flag"
+    if isinstance(option.type, click.Choice):
+        return "choice"
+    if isinstance(option.type, click.types.IntParamType):
+        return "integer"
+    return "number" if option.name == "percentile" else "text"
+
+
+def odd() -> Iterator[str]:
+    """Jobs files that are none."""
+    yield from STRUCTURES
+    for name, option in KNOWN.items():
+        for value in (*NEVER.values(), *BY_KIND[kind(option)]):
+            yield f"jobs: [{{model: a.onnx}}, {{model: b.onnx, {name}: {value}}}]"
+    for value in NEVER.values():
+        yield f"jobs: [{{model: {value}}}]"
+        yield f"jobs: [{{model: a.onnx, ? {value or 'null'} : 1}}]"
+        yield f"defaults: {{engine: {value}}}\njobs: [{{model: a.onnx}}]"
+
+
+def test_odd_files_are_refused_in_one_line_and_bounded_memory(tmp_path: Path) -> None:
+    """In a process with room for little more than its modules."""
+    (tmp_path / "odd.json").write_text(json.dumps(list(odd())))
+    code = """
+import json, re, resource, sys
+from pathlib import Path
+from qdqtune.cli.job_files import read_jobs
+from qdqtune.errors import BadOption
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+most = pages * resource.getpagesize() + (600 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+path, unlike = Path("jobs.yaml"), []
+for text in json.loads(Path("odd.json").read_text()):
+    path.write_text(text)
+    try:
+        read_jobs(path)
+        unlike.append((text[:200], "taken"))
+    except BadOption as error:
+        said = str(error)
+        if "\\n" in said or len(said) > 600 or not said.startswith("jobs.yaml"):
+            unlike.append((text[:200], said))
+        if "b.onnx, " in text and "job 2" not in said and "no jobs file, or damaged" not in said:
+            unlike.append((text[:200], said))
+    except Exception as error:
+        unlike.append((text[:200], repr(error)))
+print(json.dumps(unlike))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10, file=sys.stderr)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == []
+
+
+def test_a_wrong_file_ends_the_command_before_anything_begins(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "run", None)
+    file = tmp_path / "jobs.yaml"
+    for text, words in {
+        "jobs: [{model: a.onnx}, {model: b.onnx, threads: '²'}]": "job 2: threads takes a whole number, not '²'",
+        "jobs: [{model: a.onnx, rewrites: off}]": "job 1: rewrites takes text",
+        "jobs: [{model: --help}]": "job 1: model takes the name of a file that does not begin with -",
+        "jobs: [{model: a.onnx, time-budget: 10x}]": "job 1 (a.onnx): Invalid value for '--time-budget': '10x'",
+        "jobs: [{model: a.onnx}]\ndefaults: {'': 1}": "defaults: there is no option ''",
+        "jobs: [{model: a.onnx, builds: 1, builds: 2}]": "line 1: the key 'builds' comes twice",
+    }.items():
+        file.write_text(text)
+        code, out, err = call("run", file)
+        assert (code, out) == (2, "")
+        assert err.startswith(f"error: {file}")
+        assert words in " ".join(err.split())
+        assert len(err.splitlines()) == 1
+
+
+def test_every_option_of_tune_is_a_key(tmp_path: Path) -> None:
+    values = {"flag": True, "integer": 12, "number": 99.5, "text": "1"}
+    special = dict.fromkeys(("min-shapes", "opt-shapes", "max-shapes", "input-shape"), "x:1x2")
+    special |= {"fix-input": "n=1", "engine-option": "a=1", "builder-level": 3, "threads": 1}
+    for name, option in KNOWN.items():
+        value = special.get(name, option.type.choices[0] if isinstance(option.type, click.Choice) else None)
+        value = values[kind(option)] if value is None else value
+        if name == "node-filter-list":
+            (tmp_path / "names").write_text("*")
+            value = str(tmp_path / "names")
+        (tmp_path / "jobs.yaml").write_text(
+            yaml.safe_dump({"jobs": [{"model": "a.onnx", name.replace("-", "_"): value}]})
+        )
+        (job,) = read_jobs(tmp_path / "jobs.yaml")
+        assert len(job.arguments) == 2 - (name == "output-dir")
+
+
+def test_jobs_go_before_defaults_and_repeat_what_can_be_repeated(tmp_path: Path) -> None:
+    file = tmp_path / "jobs.yaml"
+    file.write_text(
+        "defaults: &d {engine: fake, threads: 2, report: false, fix_input: [a=1, b=2], restart: true}\n"
+        "jobs: [{model: x/a.onnx, fix-input: c=3, restart: false, no-report: false}, {model: b.onnx, seed: 0x10}]"
+    )
+    first, second = read_jobs(file)
+    assert first.arguments == ("--output-dir=a_tuned", "--engine=fake", "--threads=2", "--no-report", "--fix-input=c=3",
+                               "--report")  # fmt: skip
+    assert second.arguments[-4:] == ("--fix-input=a=1", "--fix-input=b=2", "--restart", "--seed=16")
+    assert [job.engine.name for job in (first, second)] == ["fake", "fake"]
+
+
+def test_a_file_that_is_none_is_not_read_without_end() -> None:
+    with pytest.raises(BadOption, match="more than 32 MiB"):
+        read_jobs(Path("/dev/zero"))
+    with pytest.raises(BadOption, match="cannot read jobs"):
+        read_jobs(Path("/"))

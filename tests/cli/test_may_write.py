@@ -1,0 +1,399 @@
+"""No command writes to what it reads, or replaces what was there before, through whatever option and whatever link.
+
+The cases are made of the commands themselves: each option that names something to write, with each file that the
+command reads. `pytest -rP tests/cli/test_may_write.py | grep refused` prints how many there are.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import onnx
+import pytest
+
+from qdqtune.autotune import command as autotune
+from qdqtune.autotune import quantization, quantize_command
+from qdqtune.cli import main
+from qdqtune.cli.main import Later, app
+from qdqtune.errors import QdqtuneError
+from qdqtune.graph.may_write import HEAD, LIST, PAGE, mark
+from qdqtune.options import OfRun, Reads, Writes
+from qdqtune.tuning import folder
+from qdqtune.tuning.folder import OutputFolder
+from qdqtune.tuning.loop import tune
+from qdqtune.tuning.settings import Settings
+from runs import contents, mixed, settings, write
+from workers import in_process
+
+Finished = Callable[[str], Path]
+
+QUICK = ("--engine", "fake", "--engine-option", "asymmetric=true", "--builds", "4", "-q")
+
+COMMANDS = {name: command.command for name, command in app.commands.items() if isinstance(command, Later)} | {
+    "autotune": autotune.command,
+    "quantization": quantize_command.command_for(quantization.quantize),
+}
+
+TEXTS = frozenset({"trtexec", "trtexec_args", "autotune_trtexec_args", "tune_args", "engine_options", "ray", "target"})
+"""Options whose text may hold names of files for another program."""
+
+GIVEN = {"build": ["--engine", "onnxruntime"], "debug": [], "report": [], "autotune": ["--engine", "fake"]}
+"""What a command has to be given besides files."""
+
+MODES = {"graph_json": "subgraph", "pattern_cache": "region"}
+"""The mode of `tune` in which it reads a file."""
+
+
+class Case(NamedTuple):
+    """An option that names something to write."""
+
+    command: str
+    option: click.Option
+
+    @property
+    def flag(self) -> str:
+        return max(self.option.opts, key=len)
+
+    def __str__(self) -> str:
+        return f"{self.command} {self.flag}"
+
+
+def cases(kind: type[click.ParamType[Any]]) -> list[Case]:
+    found = [(name, p) for name, command in COMMANDS.items() for p in command.params if isinstance(p.type, kind)]
+    return [Case(name, option) for name, option in found if isinstance(option, click.Option)]
+
+
+def reads(command: str) -> list[click.Parameter]:
+    return [param for param in COMMANDS[command].params if isinstance(param.type, Reads)]
+
+
+def run(capfd: pytest.CaptureFixture[str], name: str, *arguments: object) -> tuple[int, str]:
+    """The exit code, and what was said of errors."""
+    words = [str(a) for a in arguments]
+    command = (words, COMMANDS[name], name) if name not in app.commands else ([name, *words],)
+    with pytest.raises(SystemExit) as end:
+        main.main(*command)
+    assert isinstance(end.value.code, int)
+    return end.value.code, capfd.readouterr().err
+
+
+def refused(capfd: pytest.CaptureFixture[str], folder: Path, name: str, *arguments: object) -> str:
+    """The line that says why; nothing in the folder has changed."""
+    before = contents(folder)
+    code, err = run(capfd, name, *arguments)
+    told = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert (code, len(told)) == (2, 1), (arguments, code, err)
+    assert contents(folder) == before, arguments
+    return told[0]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    """What commands may read, by parameter, and beside it files that were there before."""
+    model = write(mixed(), tmp_path)
+    onnx.save(onnx.load(model), model, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    samples = model.with_suffix(".npz")
+    made = {
+        "model": model,
+        "onnx_path": model,
+        "files": model,
+        "directory": tmp_path / "run",
+        "calibration_data": samples,
+    }
+    for name in ("workloads.npz", "plugin_libraries.so", "qdq_baseline.onnx", "quantized.onnx", "placement.yaml",
+                 "autotune_qdq_baseline.onnx", "calibration_cache.txt", "calibration_cache_path.txt", "evaluate.py",
+                 "graph_json.json", "profile_json.json", "node_filter.txt", "pattern_cache.yaml", "state_file.yaml",
+                 "autotune_pattern_cache_file.yaml", "autotune_node_filter_list.txt", "file.yaml"):  # fmt: skip
+        made[Path(name).stem] = path = tmp_path / name
+        like = {".onnx": model, ".npz": samples}.get(path.suffix)
+        path.write_bytes(like.read_bytes() if like else b"mine\n")
+    made["folder"] = made["directory"]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LIST).write_text(f"{HEAD}\nsummary.json\nreport.html\noptimized_final.onnx\nlogs/\n")
+    for name in ("summary.json", "optimized_final.onnx", "autotuner_state.yaml"):
+        (tmp_path / "run" / name).write_text("{}")
+    (tmp_path / "run" / "report.html").write_text(mark(PAGE))
+    for name in ("before.txt", "before.html", "before.yaml", "before.json", "before.npz", "before.xml", "before"):
+        (tmp_path / name).write_bytes(samples.read_bytes() if name.endswith("npz") else b"<p>mine</p>")
+    shutil.copy(made["qdq_baseline"], tmp_path / "before.onnx")
+    return made
+
+
+def given(command: str, files: dict[str, Path], but: str = "") -> list[object]:
+    """Arguments that name a file for all that a command may read."""
+    named: list[object] = [*GIVEN.get(command, ())]
+    for param in reads(command):
+        assert param.name in files, f"{param.name} of {command} names a file to read: the test needs one"
+        if param.name == but:
+            continue
+        path: object = files[param.name]
+        path = f"{path}:score" if param.name == "evaluate" else path
+        named += [path] if isinstance(param, click.Argument) else [max(param.opts, key=len), path]
+    return named
+
+
+def test_each_option_says_whether_what_it_names_is_read_or_written() -> None:
+    for name, command in COMMANDS.items():
+        for param in command.params:
+            is_plain = not isinstance(param.type, click.Path) or isinstance(param.type, Reads | Writes | OfRun)
+            assert is_plain, f"{name} {param.opts}: a path is of one of the types of cli.paths"
+            told = f"{param.name} {getattr(param, 'metavar', '')}"
+            names_file = any(word in told for word in ("FILE", "file", "path", "cache", "output", "_dir", "html"))
+            if names_file and not getattr(param, "is_flag", False) and not getattr(param, "hidden", False):
+                typed = isinstance(param.type, Reads | Writes | OfRun)
+                assert typed or param.name in TEXTS or param.name == "input_shapes_profile", f"{name} {param.opts}"
+
+
+@pytest.mark.usefixtures("workers")
+@pytest.mark.parametrize("case", cases(Writes), ids=str)
+def test_no_option_writes_to_what_is_read_or_was_there_before(
+    case: Case,
+    files: dict[str, Path],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+) -> None:
+    assert case.option.name is not None
+    others = [path for path in sorted(tmp_path.rglob("*")) if path.is_file()]
+    if case.command == "report":
+        others.remove(tmp_path / "run" / "report.html")  # its own, which it replaces
+    needed = [p for p in COMMANDS[case.command].params if isinstance(p.type, Writes) and p.required]
+    more = [word for p in needed if p is not case.option for word in (max(p.opts, key=len), tmp_path / "new.onnx")]
+    for victim in others:
+        refused(capfd, tmp_path, case.command, *given(case.command, files), *more, case.flag, victim)
+    link, second = tmp_path / "link", tmp_path / "second"
+    link.symlink_to(files["evaluate"])
+    os.link(files["evaluate"], second)
+    for victim in (link, second):
+        refused(capfd, tmp_path, case.command, *given(case.command, files), *more, case.flag, victim)
+    request.node.add_report_section("call", "written", f"{case}: {len(others) + 2} files, all refused and untouched")
+
+
+@pytest.mark.usefixtures("workers")
+@pytest.mark.parametrize("case", cases(Writes), ids=str)
+def test_a_folder_is_called_a_folder(
+    case: Case, files: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    needed = [p for p in COMMANDS[case.command].params if isinstance(p.type, Writes) and p.required]
+    more = [word for p in needed if p is not case.option for word in (max(p.opts, key=len), tmp_path / "new.onnx")]
+    for name in (tmp_path, tmp_path / "run", f"{tmp_path}/run/", f"{tmp_path}/new/"):
+        told = refused(capfd, tmp_path, case.command, *given(case.command, files), *more, case.flag, name)
+        assert told == f"error: cannot write {name}: it is a folder", case
+
+
+@pytest.mark.usefixtures("workers")
+@pytest.mark.parametrize("case", [case for case in cases(OfRun) if case.command == "tune"], ids=str)
+def test_no_run_writes_to_what_is_read_or_was_there_before(
+    case: Case,
+    files: dict[str, Path],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+) -> None:
+    """A file of the run's own is named as each file that a run reads, or as another; its folder holds each of these
+    under each name of a result."""
+    count, out = 0, tmp_path / "out"
+    known: list[tuple[list[object], Path]] = [([], file) for file in sorted(tmp_path.glob("before*"))]
+    for param in reads("tune"):
+        assert param.name is not None
+        path = files[param.name]
+        named: list[object] = [f"{path}:score" if param.name == "evaluate" else path]
+        mode = ["--mode", MODES[param.name]] if param.name in MODES else []
+        known.append(([*mode, *([] if param.name == "model" else [max(param.opts, key=len), *named])], path))
+    is_folder = case.option.name == "output_dir"
+    for more, victim in known:
+        arguments = [files["model"], *QUICK, *more, case.flag]
+        if not is_folder:
+            refused(capfd, tmp_path, "tune", *arguments, victim, "-o", out)
+            count += 1
+            continue
+        mode = next((m for m in ("region", "subgraph") if m in more), "cut")
+        exported = victim if "--graph-json" in more else None
+        for name in names_of(settings(files["model"], mode=mode, output_dir=out, graph_json=exported)):
+            place = out / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            os.link(victim, place)
+            refused(capfd, tmp_path, "tune", *arguments, out)
+            count += 1
+            place.unlink()
+    request.node.add_report_section("call", "written", f"{case}: {count} files, all refused and untouched")
+
+
+def names_of(asked: Settings) -> list[str]:
+    """Names that files of a run have."""
+    parts = {"logs": "baseline.log", "region_models": "region_1_level_2.onnx", "subgraphs": "group_001.onnx"}
+    below = [f"{part}/{parts[part]}" for part in folder._folders(asked, set())]
+    return [*folder._files(asked), *below, "autotuner_state.yaml", "autotuner_state_pattern_cache.yaml"]
+
+
+@pytest.mark.usefixtures("workers")
+def test_what_a_command_has_written_it_writes_again(
+    files: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model, data = files["model"], ["--calibration-data", files["calibration_data"]]
+    tune(settings(model, builds=3, mode="cut", output_dir=tmp_path / "o"))
+    asked = [
+        ("quantize", [model, *data, "-o", tmp_path / "q.onnx", "--html", tmp_path / "q.html"]),
+        ("apply", [model, *data, "--placement", tmp_path / "o" / "placement.yaml", "-o", tmp_path / "a.onnx"]),
+        ("compare", [model, files["qdq_baseline"], "--engine", "fake", "--html", tmp_path / "c.html"]),
+        ("layers", [model, "--engine", "fake", "--html", tmp_path / "l.html"]),
+        ("check", [model, "--engine", "fake", "--html", tmp_path / "k.html"]),
+        ("report", [tmp_path / "o", "-o", tmp_path / "r.html"]),
+        ("report", [tmp_path / "o"]),
+        ("tune", [model, *QUICK, "--state-file", tmp_path / "s.yaml", "--price-cache", tmp_path / "p.json",
+                  "-o", tmp_path / "t"]),
+    ]  # fmt: skip
+    for name, arguments in (*asked, *asked):
+        code, err = run(capfd, name, *arguments)
+        assert code in (0, 3, 4), err
+    refused(capfd, tmp_path, "quantize", model, *data, "-o", tmp_path / "q.html")  # a page is no earlier model
+    refused(capfd, tmp_path, "compare", model, files["qdq_baseline"], "--html", tmp_path / "t" / "report.html")
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
+def test_an_artifact_is_written_again(
+    engine: str, files: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip(engine)
+    ending = {"onnxruntime": "onnx", "openvino": "xml"}[engine]
+    model = write(mixed(), tmp_path, "whole")
+    asked = [model, "--engine", engine, "-o", tmp_path / f"b.{ending}"]
+    for _ in range(2):
+        assert run(capfd, "build", *asked)[0] == 0
+    refused(capfd, tmp_path, "quantize", model, "-o", asked[-1])
+    if engine == "openvino":
+        (tmp_path / "b.xml").unlink()
+        told = refused(capfd, tmp_path, "build", *asked)
+        assert "b.bin was there before" in told
+
+
+# Links in a folder that came from elsewhere
+
+
+LINKS: dict[str, Callable[[Path, Path], None]] = {
+    "symbolic": lambda victim, name: name.symlink_to(victim),
+    "to nothing": lambda victim, name: name.symlink_to(victim.with_name("nothing")),
+    "relative": lambda victim, name: name.symlink_to(os.path.relpath(victim, name.parent)),
+    "hard": lambda victim, name: os.link(victim, name),
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """The folder of a finished run in a mode, its model beside it."""
+    made: dict[str, Path] = {}
+
+    def ran(mode: str) -> Path:
+        if mode not in made:
+            home = tmp_path_factory.mktemp(mode)
+            with in_process():
+                tune(asked(write(mixed(), home), mode))
+            made[mode] = home
+        return made[mode]
+
+    return ran
+
+
+def asked(model: Path, mode: str) -> Settings:
+    if mode == "front":
+        return settings(model, mode="cut", builds=14, front=True, min_sqnr=None)
+    return settings(model, mode=mode, builds=6)
+
+
+@pytest.mark.parametrize("mode", ["cut", "region", "subgraph", "front"])
+def test_no_name_of_a_run_leads_out_of_its_folder(
+    mode: str, finished: Finished, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Each file and each folder that a run writes is a link to a file elsewhere, or lies behind one."""
+    home, count = finished(mode), 0
+    victims = tmp_path / "victims"
+    (victims / "folder").mkdir(parents=True)
+    names = [path.relative_to(home / "out") for path in sorted((home / "out").rglob("*"))]
+    for name in names:
+        for kind, link in LINKS.items():
+            if kind == "hard" and not ((home / "out" / name).is_file() and is_appended(name)):
+                continue
+            shutil.copytree(home, tmp_path / "home", dirs_exist_ok=True)
+            model, place = tmp_path / "home" / "model.onnx", tmp_path / "home" / "out" / name
+            (victims / "file").write_text("mine")
+            for inner in (home / "out" / name).rglob("*"):
+                (victims / "folder" / inner.name).write_text("mine")
+            before = contents(victims)
+            target = victims / ("folder" if place.is_dir() else "file")
+            shutil.rmtree(place) if place.is_dir() else place.unlink()
+            link(target, place)
+            with pytest.raises(QdqtuneError) as error, OutputFolder(asked(model, mode)):
+                pass
+            assert error.value.exit_code == 2
+            assert "\n" not in str(error.value)
+            assert contents(victims) == before, (name, kind)
+            assert not (victims / "nothing").exists()
+            shutil.rmtree(tmp_path / "home")
+            count += 1
+    request.node.add_report_section("call", "links", f"tune --mode {mode}: {count} links, all refused and untouched")
+
+
+def is_appended(name: Path) -> bool:
+    """Whether a run writes to a file as it lies there: others are replaced, and a second name keeps the old content."""
+    return name.parts[0] == "logs" or name.name in (LIST, "autotuner_state.yaml")
+
+
+@pytest.mark.usefixtures("workers")
+@pytest.mark.parametrize("mode", ["cut", "region", "subgraph", "front"])
+def test_second_names_keep_their_content(mode: str, finished: Finished, tmp_path: Path) -> None:
+    """A run replaces files under their names: what else they are called keeps what it holds."""
+    shutil.copytree(finished(mode), tmp_path / "home")
+    model, out = tmp_path / "home" / "model.onnx", tmp_path / "home" / "out"
+    (tmp_path / "second").mkdir()
+    for number, path in enumerate(sorted(out.rglob("*"))):
+        if path.is_file() and not is_appended(path.relative_to(out)):
+            os.link(path, tmp_path / "second" / str(number))
+    before = contents(tmp_path / "second")
+    tune(replace(asked(model, mode), restart=True))
+    assert contents(tmp_path / "second") == before
+
+
+@pytest.mark.usefixtures("workers")
+def test_a_list_from_elsewhere_deletes_nothing_elsewhere(finished: Finished, tmp_path: Path) -> None:
+    for mode, part in (("region", "region_models"), ("subgraph", "subgraphs"), ("front", "front")):
+        home, victim = tmp_path / mode, tmp_path / f"{mode} victim"
+        shutil.copytree(finished(mode), home)
+        victim.mkdir()
+        (victim / "x").write_text("mine")
+        with (home / "out" / LIST).open("a") as listed:
+            listed.write(f"{part}/x\n../{mode} victim/x\n{victim}/x\n")
+        shutil.rmtree(home / "out" / part, ignore_errors=True)
+        (home / "out" / part).symlink_to(victim)
+        with pytest.raises(QdqtuneError):
+            tune(asked(home / "model.onnx", mode))
+        assert contents(victim) == {"x": b"mine"}
+
+
+@pytest.mark.usefixtures("workers")
+def test_what_ends_a_run_does_not_write_through_links(
+    finished: Finished, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`report` and `tune --pick` in a folder that came from elsewhere."""
+    shutil.copytree(finished("front"), tmp_path / "home")
+    out, victim = tmp_path / "home" / "out", tmp_path / "victim"
+    point = next((out / "front").glob("*.onnx")).stem
+    for name in ("report.html", "summary.json", "placement.yaml", "optimized_final.onnx", "optimized_final.onnx.data"):
+        kept = (out / name).read_bytes() if (out / name).exists() else None
+        for kind in ("symbolic", "to nothing"):
+            victim.write_text("mine")
+            (out / name).unlink(missing_ok=True)
+            LINKS[kind](victim, out / name)
+            refused(capfd, tmp_path, "tune", tmp_path / "home" / "model.onnx", "--pick", point, "-o", out)
+            if name == "report.html":
+                refused(capfd, tmp_path, "report", out)
+            assert victim.read_text() == "mine"
+            (out / name).unlink()
+        if kept is not None:
+            (out / name).write_bytes(kept)
+    assert not [path for path in tmp_path.iterdir() if path.name == "nothing"]

@@ -1,0 +1,57 @@
+"""Builds, candidates and models are told alike wherever people read of them."""
+
+from __future__ import annotations
+
+import io
+import re
+from itertools import product
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from qdqtune.cli.progress import Live, Plain
+from qdqtune.cli.report import result_table
+from qdqtune.commands.words import builds, built, title
+from qdqtune.report.gather import report_of_run
+from qdqtune.tuning.loop import tune
+from qdqtune.tuning.observer import Several
+from runs import mixed, settings, write
+
+pytestmark = pytest.mark.usefixtures("workers")
+
+
+@pytest.mark.parametrize(("mode", "count"), list(product(["cut", "region", "subgraph"], [5, 9])))
+def test_a_run_has_one_count_of_builds_and_candidates_without_holes(mode: str, count: int, tmp_path: Path) -> None:
+    asked = settings(write(mixed(), tmp_path), mode=mode, builds=count, output_dir=tmp_path / "out")
+    written = [io.StringIO(), io.StringIO()]
+    live, plain = (make(Console(file=file, width=200)) for make, file in zip((Live, Plain), written, strict=True))
+    result = tune(asked, Several([live, plain]))
+    for file in written:
+        lines = re.findall(r"^ +(\d+) +(\d+)/(\d+) builds  best", file.getvalue(), re.MULTILINE)
+        assert [int(number) for number, *_ in lines] == list(range(1, len(result.history) + 1))
+        assert {int(limit) for *_, limit in lines} <= {count}
+        told = [f"builds: {spent}" for _, spent, _ in lines[-1:]]
+    caption = str(result_table(result).caption)
+    assert built(result.summary) in caption
+    assert all(words in caption for words in told)
+    page = report_of_run(tmp_path / "out")
+    assert any(built(result.summary) in fact.hint for fact in page.facts)
+    assert [one.number for one in page.candidates] == list(range(1, len(result.history) + 1))
+
+
+@pytest.mark.parametrize("counts", list(product([1, 8], [0, 3], [0, 4])))
+def test_builds_for_rewrites_are_told_beside_those_of_the_search(counts: tuple[int, int, int]) -> None:
+    search, rewrites, proof = counts
+    summary = {"builds": search + rewrites, "proof_builds": proof, "rewrites": {"builds": rewrites}}
+    assert built(summary) == builds(*counts)
+    assert [int(number) for number in re.findall(r"\d+", built(summary))] == [n for n in counts if n]
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [("a/model.onnx", "a/model.onnx"), ("x/a/model.onnx", "a/model.onnx"), ("a/m.onnx", "m.onnx"),
+     ("/model.onnx", "model.onnx")],
+)  # fmt: skip
+def test_titles_name_the_folder_of_a_usual_name(path: str, told: str) -> None:
+    assert title(Path(path)) == told

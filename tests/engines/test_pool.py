@@ -1,0 +1,252 @@
+"""A pool of workers: tasks are done in order of priority, and again where a worker is lost or slow."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from processes import until
+from qdqtune.engines.pool import WorkerPool
+from qdqtune.engines.process import LOOK_SECONDS, look, looking
+from qdqtune.errors import EngineFailure, EngineUnavailable
+
+
+def named(number: int) -> Callable[[str], tuple[int, str]]:
+    return lambda worker: (number, worker)
+
+
+def waited(event: threading.Event) -> None:
+    """What a worker does while it waits for an engine."""
+    check = look()
+    assert check is not None
+    while not event.wait(LOOK_SECONDS / 10):
+        check()
+
+
+class TestResults:
+    def test_every_job_has_one_result_and_all_workers_work(self) -> None:
+        meeting = threading.Barrier(3)
+
+        def met(_: str) -> int:
+            return meeting.wait(timeout=60)
+
+        with WorkerPool(["a", "b", "c"]) as pool:
+            assert sorted(arrived for _, arrived in pool.results([met] * 3)) == [0, 1, 2]
+            results = dict(pool.results([named(n) for n in range(7)]))
+        assert sorted(results) == list(range(7))
+        assert all(results[n][0] == n for n in results)
+
+    def test_one_worker_does_each_when_it_is_asked_for(self) -> None:
+        done: list[int] = []
+        results = WorkerPool(["a"]).results([lambda _, n=n: done.append(n) for n in range(3)])  # type: ignore[misc]
+        next(results)
+        assert done == [0]
+
+    def test_a_job_of_a_lost_worker_is_done_by_another(self) -> None:
+        notes: list[str] = []
+        lost = threading.Event()
+
+        def ask(worker: str) -> str:
+            if worker == "bad":
+                lost.set()
+                raise EngineUnavailable("its node is gone")
+            assert lost.wait(timeout=60)
+            return worker
+
+        with WorkerPool(["bad", "good"], notes.append) as pool:
+            assert [result for _, result in pool.results([ask] * 4)] == ["good"] * 4
+            assert list(pool) == ["good"]
+        assert notes == ["a worker is lost, and the others go on with its job: its node is gone"]
+
+    def test_without_workers_left_it_ends(self) -> None:
+        def ask(_: str) -> None:
+            raise EngineUnavailable("no device")
+
+        with WorkerPool(["a", "b"]) as pool, pytest.raises(EngineUnavailable, match="no device"):
+            list(pool.results([ask] * 3))
+        assert len(pool) == 1
+
+    def test_what_a_job_raises_reaches_the_caller_and_ends_the_others(self) -> None:
+        never = threading.Event()
+
+        def ask(_: str, number: int) -> None:
+            if number == 1:
+                raise EngineFailure("refused")
+            waited(never)
+
+        before = threading.active_count()
+        with WorkerPool(["a", "b"]) as pool, pytest.raises(EngineFailure, match="refused"):
+            list(pool.results([partial(ask, number=n) for n in range(5)]))
+        assert threading.active_count() == before
+
+    def test_closing_the_iterator_cancels_what_runs_and_the_pool_goes_on(self) -> None:
+        never, begun = threading.Event(), threading.Barrier(3)
+
+        def ask(_: str) -> None:
+            begun.wait(timeout=60)
+            waited(never)
+
+        with WorkerPool(["a", "b"]) as pool:
+            results = pool.results([ask] * 4)
+            caller = threading.Thread(target=begun.wait, args=(60,))
+            caller.start()
+            with looking(self._raise_when(lambda: not caller.is_alive())), pytest.raises(KeyboardInterrupt):
+                next(results)
+            assert not pool._running
+            assert dict(pool.results([named(0)]))[0][0] == 0
+
+    @staticmethod
+    def _raise_when(is_so: Callable[[], bool]) -> Callable[[], None]:
+        main = threading.current_thread()
+
+        def check() -> None:
+            if threading.current_thread() is main and is_so():
+                raise KeyboardInterrupt
+
+        return check
+
+    @pytest.mark.parametrize("repeat_after", [0.01, None])
+    def test_a_slow_worker_is_not_waited_for_unless_tasks_are_done_once(self, repeat_after: float | None) -> None:
+        release, taken = threading.Event(), threading.Event()
+
+        def ask(worker: str) -> str:
+            if worker == "slow":
+                taken.set()
+                waited(release)
+            else:
+                assert taken.wait(timeout=60)
+            return worker
+
+        with (
+            WorkerPool(["slow", "quick"], repeat_after=repeat_after) as pool,
+            closing(pool.results([ask] * 3)) as found,
+        ):
+            first = [next(found)[1] for _ in range(2)]
+            if repeat_after is None:
+                release.set()
+            assert [*first, next(found)[1]] == ["quick"] * 2 + ["quick" if repeat_after else "slow"]
+
+
+class TestTasks:
+    def test_the_most_urgent_is_next_and_of_equals_the_oldest(self) -> None:
+        done: list[str] = []
+        go = threading.Event()
+        with WorkerPool(["a"]) as pool:
+            first = pool.submit(lambda _: waited(go))
+            until(lambda: first.running > 0)
+            tasks = [pool.submit(lambda _, n=n: done.append(n), p) for n, p in (("x", 2), ("y", 1), ("z", 1), ("w", 3))]
+            assert pool.withdraw(tasks[3])
+            assert pool.do_one("here", 1)
+            assert not pool.do_one("here", 0)
+            tasks[2].priority = 4
+            go.set()
+            pool.wait(lambda: all(task.result.done() for task in tasks))
+            assert not pool.withdraw(tasks[0])
+        assert done == ["y", "x", "z"]
+
+    def test_a_closed_pool_begins_again_with_the_next_task(self) -> None:
+        pool = WorkerPool(["a", "b"])
+        for _ in range(2):
+            task = pool.submit(lambda worker: worker)
+            assert task.result.result(timeout=60) in ("a", "b")
+            pool.close()
+        assert not pool._threads
+
+    def test_an_interrupt_of_what_is_done_here_is_raised_here(self) -> None:
+        def interrupted(_: str) -> None:
+            raise KeyboardInterrupt
+
+        with WorkerPool(["a"]) as pool:
+            go = threading.Event()
+            pool.submit(lambda _: waited(go))
+            until(lambda: not pool._waiting)
+            pool.submit(interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                pool.do_one("here", 0)
+
+
+class TestParts:
+    def test_parts_of_a_task_are_done_by_idle_workers(self) -> None:
+        meeting = threading.Barrier(3)
+
+        def met(worker: str) -> str:
+            meeting.wait(timeout=60)
+            return worker
+
+        def ask(worker: str) -> tuple[str, list[str | None]]:
+            until(lambda: pool.idle_per_task() == 2)
+            return pool.shared(lambda: met(worker), [met] * 2)
+
+        with WorkerPool(["a", "b", "c"]) as pool:
+            ((_, (own, others)),) = pool.results([ask])
+        assert {own, *others} == {"a", "b", "c"}
+
+    def test_parts_that_no_worker_has_done_are_left_to_the_owner(self) -> None:
+        gone = threading.Event()
+
+        def part(_: str) -> str:
+            gone.set()
+            raise EngineUnavailable("its node is gone")
+
+        def ask(_: str) -> list[str | None]:
+            until(lambda: pool.idle_per_task() == 1)
+            return pool.shared(lambda: gone.wait(timeout=60), [part, lambda _: "never begun"])[1]
+
+        notes: list[str] = []
+        with WorkerPool(["a", "b"], notes.append) as pool:
+            assert list(pool.results([ask])) == [(0, [None, None])]
+        assert len(notes) == 1
+
+    def test_a_task_that_fails_cancels_its_parts(self) -> None:
+        never = threading.Event()
+
+        def fail() -> None:
+            until(lambda: pool.idle_per_task() == 0)
+            raise EngineFailure("refused")
+
+        with WorkerPool(["a", "b"]) as pool, pytest.raises(EngineFailure, match="refused"):
+            list(pool.results([lambda _: pool.shared(fail, [lambda _: waited(never)])]))
+        assert not pool._running
+
+
+@given(
+    count=st.integers(1, 5),
+    losses=st.lists(st.integers(0, 11), max_size=4, unique=True),
+    urgencies=st.lists(st.integers(0, 3), min_size=1, max_size=12),
+    parts=st.integers(0, 3),
+)
+def test_whatever_is_lost_each_task_ends_once_and_no_thread_stays(
+    count: int, losses: list[int], urgencies: list[int], parts: int
+) -> None:
+    """A worker is lost at some tasks; each task also hands parts to workers that may be idle."""
+    before, lock, gone, calls = threading.active_count(), threading.Lock(), set[int](), Counter[int]()
+
+    def ask(worker: int, number: int) -> list[int]:
+        with lock:
+            calls[number] += 1
+            is_lost = number in losses and number not in gone and len(pool) > 1
+            gone.add(number) if is_lost else None
+        if is_lost:
+            raise EngineUnavailable(str(number))
+        mine, others = pool.shared(lambda: number, [lambda _: number] * parts)
+        return [mine, *(number if other is None else other for other in others)]
+
+    with WorkerPool(range(count)) as pool:
+        tasks = [pool.submit(partial(ask, number=n), urgency) for n, urgency in enumerate(urgencies)]
+        pool.wait(lambda: all(task.result.done() for task in tasks))
+        failed = [n for n, task in enumerate(tasks) if task.result.exception() is not None]
+        assert not failed or len(pool) == 1  # only the last worker fails at a task
+        for n, task in enumerate(tasks):
+            if n not in failed:
+                assert task.result.result() == [n] * (1 + parts)
+            assert calls[n] == 1 + (n in gone and n not in failed)
+        assert len(pool) == count - len(gone) + len(failed)
+        assert not pool._running
+    assert threading.active_count() == before

@@ -1,0 +1,352 @@
+"""The package as a library: what notebooks hold in memory, keywords, results that show themselves, logs and ends."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import onnx
+import pytest
+
+import qdqtune
+from models import feeds
+from qdqtune import api
+from qdqtune.cli import main
+from qdqtune.commands.inputs import metric_source, model_file, sample_source
+from qdqtune.commands.layers import Layers
+from qdqtune.commands.shown import MOST_ROWS
+from qdqtune.commands.tune import TuneOptions
+from qdqtune.errors import BadData, BadModel, BadOption
+from qdqtune.measurement.metric import load_evaluation
+from qdqtune.options import Options, options_of
+from qdqtune.tuning.observer import State
+from qdqtune.types import Layer, Trial
+from runs import mixed, settings, write
+from workers import in_process
+
+SHORT: dict[str, Any] = {
+    "engine": "fake", "builds": 4, "calibration_method": "minmax", "bias_correction": False, "min_sqnr": None,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> qdqtune.Result:
+    """What `tune` gives for a model and samples in memory."""
+    folder = tmp_path_factory.mktemp("library")
+    proto = onnx.load(write(mixed(), folder))
+    with in_process():
+        return qdqtune.tune(proto, calibration_data=lambda: iter(feeds(mixed(), 3)), output_dir=folder / "out", **SHORT)
+
+
+def test_a_model_and_samples_in_memory_give_a_result_that_shows_itself(tuned: qdqtune.Result) -> None:
+    assert tuned.improved
+    assert tuned.file.is_file()
+    assert tuned.baseline.is_file()
+    assert tuned.report.is_file()
+    assert repr(tuned).startswith("<Result: 1.")
+    assert len(repr(tuned)) < 200
+    assert "\n" not in repr(tuned)
+    html = tuned._repr_html_()
+    assert "<td>speedup</td>" in html
+    assert json.loads(json.dumps(tuned.to_dict()))["shipped"] == "tuned"
+    with pytest.raises(AttributeError):
+        tuned.folder = Path()  # type: ignore[misc]
+
+
+def test_a_result_explains_itself(tuned: qdqtune.Result) -> None:
+    whole, one = tuned.explain(), qdqtune.explain(tuned.folder, "second")
+    assert [row.node for row in one.rows] == ["second"]
+    assert repr(one).startswith("<Explained: second (MatMul) runs in int8: in 8 bits it takes")
+    assert "faster so" in whole._repr_html_()
+    assert whole.to_dict()["reasons"]
+    assert isinstance(one.rows[0], qdqtune.Explanation)
+
+
+def test_the_same_call_goes_on_where_it_was_also_from_memory(tuned: qdqtune.Result) -> None:
+    heard: list[bool] = []
+
+    class Listening(qdqtune.Observer):
+        def trial(self, trial: Trial, outcome: str, state: State) -> None:
+            heard.append(state.replayed)
+
+    with in_process():
+        again = qdqtune.tune(
+            onnx.load(tuned.baseline), Listening(), calibration_data=feeds(mixed(), 3), output_dir=tuned.folder, **SHORT
+        )
+    assert heard == [True] * 3
+    assert again.placement == tuned.placement
+
+
+def test_the_other_functions_take_models_in_memory_too(tuned: qdqtune.Result, tmp_path: Path) -> None:
+    proto, on_fake = onnx.load(tuned.baseline), {"engine": "fake"}
+    with in_process():
+        done = qdqtune.quantize(proto, tmp_path / "q.onnx", calibration_data=feeds(mixed(), 5), nodes_to_exclude="head")
+        pair = qdqtune.compare(proto, done.output, timing_runs=12, **on_fake)
+        ran = qdqtune.layers(done.output, **on_fake)
+        checked = qdqtune.check(tuned.file, **on_fake)
+        applied = qdqtune.apply(proto, tuned.placement_file, tmp_path / "a.onnx", calibration_data=feeds(mixed(), 3))
+        seen = qdqtune.inspect(proto)
+    assert done.output == tmp_path / "q.onnx"
+    assert not any(edge.node == "head" for edge in done.placed.placement)
+    assert pair.ratio is not None
+    assert pair.first == "model 1"
+    assert "model 1" in repr(pair)
+    assert "inputs are random" in pair.notes[0]
+    assert ran.time_ms is not None
+    assert checked.passes
+    assert checked.measured
+    assert applied.placement == tuned.placement
+    assert seen.to_dict()["nodes"] == 8
+    for result in (done, pair, ran, checked, applied, seen):
+        assert repr(result).startswith(f"<{type(result).__name__}: ")
+        assert "<table>" in result._repr_html_() or not result.table()[1]
+        json.dumps(result.to_dict())
+
+
+def test_build_saves_what_the_engine_makes(tuned: qdqtune.Result, tmp_path: Path) -> None:
+    with in_process():
+        made = qdqtune.build(tuned.baseline, tmp_path / "built.onnx", threads=1)
+    assert made.files == (tmp_path / "built.onnx",)
+    assert "MB" in repr(made)
+
+
+def test_settings_go_on_to_work(model: Path, workers: object) -> None:
+    done = qdqtune.tune(settings(model, mode="cut", builds=4))
+    assert isinstance(done, qdqtune.Result)
+    assert done.folder == model.parent / "out"
+    with pytest.raises(BadOption, match="Settings hold everything: builds"):
+        qdqtune.tune(settings(model), builds=3)
+
+
+# Keywords
+
+DOORS: dict[str, tuple[type[Options], Callable[..., object]]] = {
+    "tune": (api.Tune, api.tune), "quantize": (api.Quantize, api.quantize), "compare": (api.Compare, api.compare),
+    "apply": (api.Apply, api.apply), "check": (api.Check, api.check), "build": (api.Build, api.build),
+    "layers": (api.Layers, api.layers), "inspect": (api.Inspect, api.inspect),
+}  # fmt: skip
+ONLY_TYPED = {"as_machine", "dry_run", "pick", "html", "is_seed", "tune_args", "files"}
+"""Parameters of the command line alone."""
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_the_command_line_has_the_options_that_python_has(name: str) -> None:
+    kind, function = DOORS[name]
+    typed = {str(param.name) for param in cast(main.Later, main.app.commands[name]).command.params}
+    assert typed - ONLY_TYPED == set(options_of(kind))
+    assert function.__doc__
+    assert all(f"    {option}: " in function.__doc__ for option in options_of(kind)) or name == "compare"
+
+
+def test_an_unknown_keyword_is_refused_with_the_nearest(model: Path) -> None:
+    with pytest.raises(BadOption, match="no option 'calibration_sample'; did you mean 'calibration_samples'"):
+        qdqtune.tune(model, calibration_sample=3)  # type: ignore[call-arg]
+    with pytest.raises(BadOption, match="compare has no option 'thread'; did you mean 'threads'"):
+        qdqtune.compare(model, model, thread=3)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"builds": "many"}, "builds: 'many' is not a valid integer"),
+        ({"mode": "cat"}, "mode: 'cat' is not one of"),
+        ({"front": 1}, "front is True or False"),
+        ({"builds": True}, "builds is no yes or no"),
+        ({"builds": {"a": 1}}, "builds is one value"),
+        ({"time_budget": "soon"}, "is no duration"),
+        ({"min_sqnr": float("nan")}, "is no finite number"),
+        ({"input_shapes": {"x": "wide"}}, "'wide' is no shape of 'x'"),
+        ({"workloads": {"d.npz": 0}}, "no weight above zero"),
+    ],
+)
+def test_values_are_checked_as_on_the_command_line(given: Mapping[str, Any], words: str) -> None:
+    with pytest.raises(BadOption, match=words):
+        TuneOptions("model.onnx", **given)
+
+
+def test_values_of_python_mean_what_text_means() -> None:
+    typed = TuneOptions(
+        "-model.onnx",
+        input_shapes=["x:0:1x3", "s:"], fix_inputs=["n=2", "s=a=b"], engine_options=["streams=2", "mode=x"],
+        plugin_libraries=["a.so", "b.so"], min_sqnr="none", min_agreement="auto",  # type: ignore[arg-type]
+        time_budget="90s", deploy_threads="1,4", workloads=["a.npz:2"],
+    )  # fmt: skip
+    held = TuneOptions(
+        "-model.onnx",
+        input_shapes={"x:0": (1, 3), "s": ()}, fix_inputs={"n": 2, "s": "a=b"},
+        engine_options={"streams": 2, "mode": "x"},
+        plugin_libraries=("a.so", "b.so"), min_sqnr=None, time_budget=90, deploy_threads=[1, 4], workloads={"a.npz": 2},
+    )  # fmt: skip
+    assert typed == held
+    assert held.input_shapes == {"x:0": (1, 3), "s": ()}
+    assert held.fix_inputs == {"n": 2, "s": "a=b"}
+    assert (held.min_sqnr, held.time_budget, held.deploy_threads) == (None, 90.0, (1, 4))
+    with pytest.raises(FrozenInstanceError):
+        held.builds = 3
+
+
+# What is in memory
+
+
+def test_samples_of_every_kind_have_one_file_or_one_each(tmp_path: Path) -> None:
+    one = {"x": np.zeros((2, 3), np.float32), "file": np.ones(2)}
+    kinds: list[Any] = [one, [one, one], (s for s in [one, one]), lambda: [one, one], np.zeros(3)]
+    made = []
+    for number, samples in enumerate(kinds):
+        (folder := tmp_path / str(number)).mkdir()
+        source = sample_source(samples, folder)
+        assert source is not None
+        made.append([Path(source)] if Path(source).is_file() else sorted(Path(source).iterdir()))
+    assert [len(found) for found in made] == [1, 2, 2, 2, 1]
+    assert made[1][0].read_bytes() == made[2][1].read_bytes() == made[0][0].read_bytes()
+    with np.load(made[0][0]) as arrays:
+        assert set(arrays) == {"x", "file"}
+    assert sample_source("module:callable", tmp_path) == "module:callable"
+    assert sample_source(tmp_path, tmp_path) == str(tmp_path)
+    assert sample_source(None, tmp_path) is None
+
+
+def test_a_generator_is_read_as_far_as_it_is_needed(tmp_path: Path) -> None:
+    def endless() -> Iterator[Mapping[str, Any]]:
+        while True:
+            yield {"x": np.zeros(1)}
+
+    source = sample_source(endless(), tmp_path, limit=3)
+    assert source is not None
+    assert len(list(Path(source).iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    ("samples", "words"),
+    [([1, 2], "sample 1 is int"), (iter(()), "gives no sample"), (3, "not int"), ({"x": [object()]}, "numbers")],
+)
+def test_what_is_no_sample_is_refused(tmp_path: Path, samples: Any, words: str) -> None:
+    with pytest.raises(BadData, match=words):
+        sample_source(samples, tmp_path)
+
+
+def test_a_model_in_memory_stays_as_it_is(model: Path, tmp_path: Path) -> None:
+    proto = onnx.load(model)
+    before = proto.SerializeToString()
+    assert onnx.load(model_file(proto, tmp_path, "copy")) == proto
+    assert proto.SerializeToString() == before
+    with pytest.raises(BadModel, match="not int"):
+        model_file(3, tmp_path)  # type: ignore[arg-type]
+
+
+def test_a_metric_is_a_function_known_by_its_code(tuned: qdqtune.Result) -> None:
+    def small(predict: Any) -> float:
+        return 0.5
+
+    def smaller(predict: Any) -> float:
+        return 0.25
+
+    names = []
+    for function in (small, smaller, small):
+        with metric_source(function) as source:
+            assert source is not None
+            evaluation = load_evaluation(source)
+            assert evaluation.function is function
+            names.append(evaluation.digest)
+    assert names[0] == names[2] != names[1]
+    with pytest.raises(BadOption, match="not int"), metric_source(3):  # type: ignore[arg-type]
+        pass
+
+
+def test_a_metric_of_the_callers_decides(tuned: qdqtune.Result) -> None:
+    asked = []
+
+    def metric(predict: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> float:
+        asked.append(predict(feeds(mixed(), 1)[0]))
+        return 1.0
+
+    with in_process():
+        done = qdqtune.tune(
+            onnx.load(tuned.baseline),
+            calibration_data=feeds(mixed(), 3),
+            evaluate=metric,
+            output_dir=tuned.folder,
+            **SHORT,
+        )
+    assert done.summary["metric_before"] == done.summary["metric_after"] == 1.0
+    assert asked
+
+
+# What is told, and how a call ends
+
+
+def test_names_from_models_are_escaped_and_long_tables_end() -> None:
+    hostile = Layer("<script>alert(1)</script>", ("a&b",), "FP32", 1.0, "compute")
+    html = Layers("fake", (hostile,) * (MOST_ROWS + 5))._repr_html_()
+    assert "<script>" not in html
+    assert "a&amp;b" in html
+    assert html.count("<tr>") == MOST_ROWS + 1
+    assert "and 5 more" in html
+
+
+def test_nothing_is_printed_and_the_log_has_the_lines(
+    tuned: qdqtune.Result, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with in_process(), caplog.at_level(logging.INFO, "qdqtune"):
+        qdqtune.tune(onnx.load(tuned.baseline), calibration_data=feeds(mixed(), 3), output_dir=tuned.folder, **SHORT)
+    assert capfd.readouterr() == ("", "")
+    assert "searching" in caplog.messages
+    assert any("from the state file" in line for line in caplog.messages)
+    with in_process():
+        qdqtune.quantize(tuned.baseline, tuned.folder.parent / "p.onnx", progress=True)
+    assert "comparing with the float model" in capfd.readouterr().err
+
+
+def test_another_thread_ends_a_call_and_what_was_measured_is_kept(model: Path) -> None:
+    cancel = threading.Event()
+
+    class Impatient(qdqtune.Observer):
+        def trial(self, trial: Trial, outcome: str, state: State) -> None:
+            cancel.set()
+
+    given: dict[str, Any] = {"calibration_data": feeds(mixed(), 3), "output_dir": model.parent / "out", **SHORT}
+    with pytest.raises(qdqtune.Cancelled, match="the same call goes on from there"):
+        qdqtune.tune(model, Impatient(), cancel=cancel, **given)
+    with pytest.raises(qdqtune.Cancelled):
+        qdqtune.tune(model, cancel=cancel, **given)
+    replayed: list[bool] = []
+
+    class Listening(qdqtune.Observer):
+        def trial(self, trial: Trial, outcome: str, state: State) -> None:
+            replayed.append(state.replayed)
+
+    with in_process():
+        assert qdqtune.tune(model, Listening(), **given).improved
+    assert replayed == [True, False, False]
+
+
+def test_a_wait_for_the_engine_ends_when_it_is_cancelled(model: Path) -> None:
+    cancel = threading.Event()
+    threading.Timer(0.5, cancel.set).start()
+    hanging = qdqtune.EngineSpec("fake", {"build_seconds": 600.0})  # whose builds take longer than anybody waits
+    with pytest.raises(qdqtune.Cancelled):
+        qdqtune.layers(model, engine=hanging, cancel=cancel)
+
+
+def test_an_observer_may_lack_what_it_does_not_care_for(tuned: qdqtune.Result) -> None:
+    stages: list[str] = []
+
+    class Old:
+        def stage(self, text: str) -> None:
+            stages.append(text)
+
+    with in_process():
+        qdqtune.tune(
+            onnx.load(tuned.baseline),
+            Old(),  # type: ignore[arg-type]
+            calibration_data=feeds(mixed(), 3),
+            output_dir=tuned.folder,
+            **SHORT,
+        )
+    assert "searching" in stages

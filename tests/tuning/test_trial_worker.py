@@ -1,0 +1,202 @@
+"""Candidates of a batch side by side: what is found, in which order it is known, and how such a run goes on."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qdqtune.engines import EngineSpec, devices
+from qdqtune.errors import EngineUnavailable
+from qdqtune.search import best_of
+from qdqtune.tuning import loop
+from qdqtune.tuning.loop import tune
+from qdqtune.tuning.observer import Silent
+from qdqtune.tuning.proof import prove
+from qdqtune.tuning.records import R, TrialRecord
+from qdqtune.tuning.store import Store
+from qdqtune.types import Measurement
+from runs import cost, rows, settings
+from workers import Build, Workers
+
+MODES: dict[str, dict[str, Any]] = {
+    "cut": {"mode": "cut", "builds": 12},
+    "one question a build": {"mode": "cut", "builds": 12, "engine": EngineSpec("fake", {"hide_times": True})},
+    "region": {"mode": "region", "builds": 20},
+    "subgraph": {"mode": "subgraph", "builds": 6},
+    "front": {"mode": "cut", "front": True, "builds": 20},
+}
+
+pytestmark = pytest.mark.usefixtures("many_cores")
+
+
+@pytest.fixture
+def many_cores(monkeypatch: pytest.MonkeyPatch, workers: Workers) -> Workers:
+    """A machine of eight cores, as far as workers in this process can tell."""
+    monkeypatch.setattr(devices, "physical_cores", lambda: [[core] for core in range(8)])
+    monkeypatch.setattr(devices, "is_free", lambda _: True)
+    return workers
+
+
+class Notes(Silent):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_three_workers_find_the_same_twice_and_what_one_finds(model: Path, mode: str, many_cores: Workers) -> None:
+    alone = tune(settings(model, **MODES[mode]))
+    asked = settings(model, output_dir=model.parent / "three", workers=3, **MODES[mode])
+    side_by_side = tune(asked)
+    assert len({device.name for device in many_cores.devices}) >= 3
+    assert cost(asked.output_dir / "optimized_final.onnx") <= 1.02 * cost(model.parent / "out" / "optimized_final.onnx")
+    assert [t.number for t in side_by_side.history] == list(range(1, len(side_by_side.history) + 1))
+    assert sum(t.builds for t in side_by_side.history) < asked.builds
+    again = tune(replace(asked, output_dir=model.parent / "again"))
+    assert again.history == side_by_side.history
+    if mode in ("region", "subgraph"):  # whose batches do not hang on how many there are
+        assert side_by_side.history == alone.history
+
+
+def test_a_run_goes_on_as_it_began_with_another_number_of_workers(model: Path, many_cores: Workers) -> None:
+    """A driver that was killed leaves what is on disk: the journal, in whatever order its lines came."""
+    asked = settings(model, workers=4, **MODES["cut"])
+    expected = tune(asked)
+    lines = (asked.output_dir / "autotuner_state.yaml").read_bytes().splitlines(keepends=True)
+    trials = [n for n, line in enumerate(lines) if b'"kind": "trial"' in line]
+    for count, workers in ((1, 4), (3, 1), (-1, 2)):
+        cut = lines[: trials[count]]
+        left = sum(b'"kind": "trial"' in line for line in lines[trials[count] :])
+        shuffled = [*(line for line in cut if b'"kind": "trial"' not in line),
+                    *reversed([line for line in cut if b'"kind": "trial"' in line])]  # fmt: skip
+        folder = model.parent / f"killed_{count}"
+        folder.mkdir()
+        (folder / "autotuner_state.yaml").write_bytes(b"".join(shuffled))
+        many_cores.builds.clear()
+        found = tune(replace(asked, output_dir=folder, workers=workers))
+        assert found.history == expected.history
+        asked_again = [b for b in many_cores.builds if b.log.name.startswith("trial_")]
+        assert len(asked_again) == left
+
+
+def test_a_search_that_learns_from_batches_is_not_given_all_builds_in_one(model: Path) -> None:
+    asked = settings(model, **MODES["cut"])
+    eight, two = (tune(replace(asked, output_dir=model.parent / str(n), workers=n)).history for n in (8, 2))
+    assert eight == two
+    more = replace(asked, output_dir=model.parent / "more", workers=8, builds=40)
+    assert tune(more).history[: len(eight)] != eight
+
+
+def test_a_run_of_one_worker_stays_one_at_a_time(model: Path) -> None:
+    asked = settings(model, **MODES["cut"])
+    expected = tune(asked)
+    shutil.rmtree(asked.output_dir / "logs")
+    assert not any(r["kind"] == "batch" for r in rows(asked.output_dir / "autotuner_state.yaml"))
+    assert tune(replace(asked, workers=4, builds=asked.builds + 1)).history[: len(expected.history)] == expected.history
+
+
+def test_jobs_of_a_lost_worker_are_done_by_the_others(
+    model: Path, monkeypatch: pytest.MonkeyPatch, many_cores: Workers
+) -> None:
+    asked = settings(model, workers=3, **MODES["region"])
+    expected = tune(asked)
+    others, started = threading.Lock(), Workers.__call__
+
+    def lost(self: Workers, log: Path, device: devices.Device = devices.ANYWHERE) -> Any:
+        worker = started(self, log, device)
+        request = worker.request
+
+        def refused(name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
+            with others:
+                if name == "build" and device.name == "worker-2":
+                    return False, EngineUnavailable("its driver is gone")
+            return request(name, arguments, limit)
+
+        worker.request = refused  # type: ignore[method-assign]
+        return worker
+
+    monkeypatch.setattr(Workers, "__call__", lost)
+    notes = Notes()
+    found = tune(replace(asked, output_dir=model.parent / "lost"), notes)
+    assert found.history == expected.history
+    assert [note for note in notes.notes if "its driver is gone" in note]
+
+
+@pytest.mark.parametrize("mode", ["cut", "region"])
+def test_workers_without_a_candidate_take_rounds_of_others(model: Path, mode: str, many_cores: Workers) -> None:
+    """Results are those of workers that do not; a build that fails there is no result."""
+
+    def refused(build: Build) -> str | None:
+        return "not here" if build.log.name.startswith("beside_") and build.number % 3 == 0 else None
+
+    asked = settings(model, workers=5, **MODES[mode])
+    expected = tune(asked)
+    assert not [build for build in many_cores.builds if build.log.name.startswith("beside_")]
+    many_cores.refused = refused
+    helped = tune(replace(asked, output_dir=model.parent / "helped", plan=replace(asked.plan, slot_seconds=60.0)))
+    assert [build for build in many_cores.builds if build.log.name.startswith("beside_")]
+    assert [(t.placement, t.accepted, t.check is None) for t in helped.history] == [
+        (t.placement, t.accepted, t.check is None) for t in expected.history
+    ]
+    assert all(len(t.result.a) in asked.plan.looks for t in helped.history if isinstance(t.result, Measurement))
+
+
+def test_the_proof_runs_alone(model: Path, monkeypatch: pytest.MonkeyPatch, many_cores: Workers) -> None:
+    alive: list[int] = []
+
+    def watched(history: Any, run: Any) -> Any:
+        alive.append(sum(runner._worker is not None for runner in (run.runner, *run.others)))
+        return prove(history, run)
+
+    monkeypatch.setattr(loop, "prove", watched)
+    assert tune(settings(model, workers=3, **MODES["region"])).improved
+    assert alive == [1]
+
+
+def test_candidates_beyond_the_budget_are_not_begun(model: Path, many_cores: Workers) -> None:
+    asked = settings(model, workers=8, mode="cut", builds=4)
+    result = tune(asked)
+    known = [r for r in rows(asked.output_dir / "autotuner_state.yaml") if r["kind"] == "trial"]
+    assert len(known) == len(result.history) == 3
+
+
+def test_what_comes_first_is_written_first_and_told_in_order(
+    model: Path, monkeypatch: pytest.MonkeyPatch, many_cores: Workers
+) -> None:
+    """The first candidate of a batch hangs until another one is in the journal."""
+    written, waited = threading.Event(), []
+    put = Store.put
+
+    def watched(self: Store, record: R) -> R:
+        done = put(self, record)
+        if isinstance(record, TrialRecord):
+            written.set()
+        return done
+
+    def hang(build: Build) -> None:
+        if build.log.name == "trial_001.log":
+            waited.append(written.wait(timeout=60))
+
+    monkeypatch.setattr(Store, "put", watched)
+    many_cores.refused = hang
+    result = tune(settings(model, workers=2, **MODES["region"]))
+    assert waited == [True]
+    assert [t.number for t in result.history] == sorted(t.number for t in result.history)
+    assert best_of(result.history).edges
+
+
+def test_a_metric_of_the_users_is_asked_for_on_one_device(
+    model: Path, monkeypatch: pytest.MonkeyPatch, many_cores: Workers
+) -> None:
+    monkeypatch.syspath_prepend(str(model.parent))
+    (model.parent / "score.py").write_text("def score(model):\n    return 1.0\n")
+    result = tune(settings(model, workers=3, evaluate="score:score", **MODES["region"]))
+    assert result.improved
+    assert result.summary["metric_after"] == 1.0
