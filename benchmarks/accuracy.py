@@ -39,8 +39,8 @@ from qdqtune.engines.runner import Runner
 from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
-from qdqtune.measurement.accuracy import sqnr_db
-from qdqtune.measurement.timing import Plan
+from qdqtune.numerics.accuracy import sqnr_db
+from qdqtune.timing.ratios import Plan
 from qdqtune.types import Array, Failure, NumericFormat, Sample
 
 IMAGENET_MEAN = np.array([123.68, 116.779, 103.939], np.float32)

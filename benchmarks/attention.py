@@ -19,9 +19,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from qdqtune.commands.split_attention import splits
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import unlogged
+from qdqtune.explanation.split_attention import splits
 from qdqtune.graph.loading import load
 from qdqtune.types import Failure
 

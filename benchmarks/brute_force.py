@@ -26,9 +26,9 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.files import one_constant_file
-from qdqtune.measurement.timing import Plan, judge
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search.costs.units import Decision, Partition, fusion_groups, partition
+from qdqtune.timing.ratios import Plan, judge
 from qdqtune.tuning.bench import Bench
 from qdqtune.tuning.candidates import Candidates
 from qdqtune.tuning.loop import tune

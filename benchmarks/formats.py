@@ -32,10 +32,10 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.formats import numeric_format
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.loading import load
-from qdqtune.measurement.accuracy import FLOOR_DB
-from qdqtune.measurement.timing import Plan
+from qdqtune.numerics.accuracy import FLOOR_DB
 from qdqtune.placement.compression import BLOCKS
 from qdqtune.placement.files import read_placement_file
+from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.folder import FINAL, PLACEMENT
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.settings import Settings

@@ -30,10 +30,10 @@ from qdqtune.commands.compare import compare_files
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.loading import load
-from qdqtune.measurement.timing import Plan
 from qdqtune.search import best_of
 from qdqtune.search.costs.optimum import decision_of
 from qdqtune.search.costs.prices import Costs
+from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.modes.cut import cut_search
 from qdqtune.tuning.noise import foresee

@@ -14,7 +14,7 @@ from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.graph.float16 import OPSET
 from qdqtune.graph.loading import load
-from qdqtune.measurement.half_precision import SAMPLES, Half, keeping, lowered
+from qdqtune.numerics.half_precision import SAMPLES, Half, keeping, lowered
 from qdqtune.types import Failure
 
 COLUMNS = ("model", "nodes", "of", "casts", "plain", "kept", "bfloat16")

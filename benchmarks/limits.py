@@ -26,10 +26,10 @@ import zoo
 
 from qdqtune import Settings
 from qdqtune.engines import EngineSpec
-from qdqtune.measurement.timing import judge
 from qdqtune.placement import rules
 from qdqtune.placement.possible import consistent
 from qdqtune.search.costs.noise import Noise
+from qdqtune.timing.ratios import judge
 from qdqtune.tuning.noise import foretold
 from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.records import NoiseRecord, TrialRecord

@@ -32,7 +32,7 @@ from qdqtune.errors import QdqtuneError
 from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
-from qdqtune.measurement.timing import Plan, Ratio
+from qdqtune.timing.ratios import Plan, Ratio
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.options import Mode
 from qdqtune.tuning.settings import EFFORTS, Settings

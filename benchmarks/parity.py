@@ -21,9 +21,9 @@ from qdqtune.commands.compare import compare_files
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
-from qdqtune.measurement.timing import Plan, Ratio
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.reading import read_placement
+from qdqtune.timing.ratios import Plan, Ratio
 
 NAMES = ("resnet50", "mobilenet_v2", "efficientnet_b0", "deit_small", "convnext_tiny")
 COLUMNS = ("model", "edges", "unmatched", "float ms", "theirs ms", "ours ms", "ours/theirs", "theirs dB", "ours dB",

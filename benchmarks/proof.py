@@ -18,8 +18,8 @@ from qdqtune.engines.runner import Runner
 from qdqtune.errors import QdqtuneError
 from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
-from qdqtune.measurement.pairing import as_many_pairs_as_needed, fresh_pairs
-from qdqtune.measurement.timing import PAIRS, Plan, across_builds, envelope, ratio
+from qdqtune.timing.pairing import as_many_pairs_as_needed, fresh_pairs
+from qdqtune.timing.ratios import PAIRS, Plan, across_builds, envelope, ratio
 from qdqtune.tuning.settings import EFFORTS
 from qdqtune.types import Failure, Measurement
 

@@ -31,8 +31,8 @@ from qdqtune.commands.quantize_options import Request
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
-from qdqtune.measurement.accuracy import sqnr_db
-from qdqtune.measurement.timing import Plan
+from qdqtune.numerics.accuracy import sqnr_db
+from qdqtune.timing.ratios import Plan
 from qdqtune.types import Array, Failure, Sample
 
 COLUMNS = ("model", "float ms", "theirs ms", "ours ms", "ours/theirs", "theirs dB", "ours dB", "as fast", "as accurate",

@@ -32,7 +32,7 @@ from qdqtune.engines.formats import numeric_format
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
-from qdqtune.measurement.timing import Plan, ratio
+from qdqtune.timing.ratios import Plan, ratio
 from qdqtune.tuning.folder import FINAL, PLACEMENT
 from qdqtune.tuning.loop import tune
 

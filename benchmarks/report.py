@@ -21,11 +21,11 @@ from axe_playwright_python.sync_playwright import Axe
 from onnx import TensorProto, helper
 from playwright.sync_api import Browser, sync_playwright
 
+from qdqtune.explanation.model_map import Ran, draw
+from qdqtune.explanation.page import render
+from qdqtune.explanation.report import bars, report_of_run
+from qdqtune.explanation.report_values import Report, Verdict
 from qdqtune.graph.model import Model
-from qdqtune.report.gather import bars, report_of_run
-from qdqtune.report.graph import Ran, draw
-from qdqtune.report.page import render
-from qdqtune.report.values import Report, Verdict
 from qdqtune.search.costs.attribution import spent_by
 from qdqtune.tuning.subgraphs.groups import from_layers
 from qdqtune.types import Edge, Layer, Placement

@@ -26,11 +26,11 @@ from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import REWRITES
 from qdqtune.graph.rewriting import folded
-from qdqtune.measurement.pairing import rounds_of
-from qdqtune.measurement.timing import Plan, compare, ratio
 from qdqtune.placement import engine_rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
+from qdqtune.timing.pairing import rounds_of
+from qdqtune.timing.ratios import Plan, compare, ratio
 from qdqtune.types import Failure, Sample
 
 PLAN = Plan((12, 24, 48))

@@ -25,8 +25,8 @@ from qdqtune.calibration.samples import open_samples
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.loading import load
-from qdqtune.measurement.pairing import as_many_pairs_as_needed, fresh_pairs
-from qdqtune.measurement.timing import MOST_PAIRS, Plan, across_builds, ratio
+from qdqtune.timing.pairing import as_many_pairs_as_needed, fresh_pairs
+from qdqtune.timing.ratios import MOST_PAIRS, Plan, across_builds, ratio
 from qdqtune.tuning.settings import EFFORTS
 from qdqtune.types import Failure, Measurement
 

@@ -31,8 +31,8 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import QdqtuneError
 from qdqtune.graph.loading import load
-from qdqtune.measurement.pairing import fresh_pairs
-from qdqtune.measurement.timing import Plan, Ratio, ratio
+from qdqtune.timing.pairing import fresh_pairs
+from qdqtune.timing.ratios import Plan, Ratio, ratio
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.settings import EFFORTS, Settings
 from qdqtune.types import Failure, Measurement, Sample

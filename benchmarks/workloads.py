@@ -24,7 +24,7 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.formats import numeric_format
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.loading import load
-from qdqtune.measurement.timing import Plan
+from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.folder import FINAL
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.settings import Settings

@@ -94,8 +94,8 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
         return dict(zip(names, session.run(names, feed), strict=True))
 
     monkeypatch.setattr(FakeModel, "run", run)
-    monkeypatch.setattr("qdqtune.measurement.fitting.WORK", 0)
-    monkeypatch.setattr("qdqtune.measurement.sensitivity.SAMPLES", 1)
+    monkeypatch.setattr("qdqtune.numerics.fitting.WORK", 0)
+    monkeypatch.setattr("qdqtune.numerics.sensitivity.SAMPLES", 1)
 
 
 def run_command(command: str, *, on_gpu: bool = False, builds: int | None = None) -> None:

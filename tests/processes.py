@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 
 def until(what: Callable[[], object], seconds: float = 60.0) -> None:
@@ -26,3 +31,17 @@ def family(folder: Path) -> list[int]:
         if os.fsencode(folder) in told and int(path.name) != os.getpid():
             found.append(int(path.name))
     return found
+
+
+def ran(monkeypatch: pytest.MonkeyPatch, codes: list[int]) -> list[list[str]]:
+    """What is started instead of processes."""
+    started: list[list[str]] = []
+
+    def run(args: list[str], **_: object) -> SimpleNamespace:
+        started.append(args[4:])
+        code = codes[len(started) - 1]
+        done = {"shipped": "tuned", "baseline_ms": 2.0, "final_ms": 1.0, "ratio": 0.5, "output_sqnr_db": 30.0}
+        return SimpleNamespace(returncode=code, stdout=json.dumps(done) if code in (0, 3) else "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return started

@@ -21,8 +21,8 @@ from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
 from qdqtune.graph.files import save
 from qdqtune.graph.model import Model
-from qdqtune.measurement.timing import Plan
 from qdqtune.search.region import Config
+from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.settings import Settings
 
 MIXED = """net (float[B,ROWS,64] x) => (float[B,ROWS,8] y) {

@@ -23,7 +23,7 @@ from qdqtune.commands.layers import Layers
 from qdqtune.commands.shown import MOST_ROWS
 from qdqtune.commands.tune import TuneOptions
 from qdqtune.errors import BadData, BadModel, BadOption
-from qdqtune.measurement.metric import load_evaluation
+from qdqtune.numerics.metric import load_evaluation
 from qdqtune.options import Options, options_of
 from qdqtune.tuning.observer import State
 from qdqtune.types import Layer, Trial

@@ -20,7 +20,7 @@ VENDORS = {
 }  # fmt: skip
 GRAPH_TOOLS = {"onnxruntime.transformers"}
 """Parts of vendor packages that rewrite models and run nothing; to be imported where they are used."""
-FLOORS = ("autotune", "api", "cli", "report", "commands", "tuning", "search", "measurement", "placement",
+FLOORS = ("autotune", "api", "cli", "commands", "explanation", "tuning", "search", "timing", "numerics", "placement",
           "calibration", "engines", "graph", "options", "types", "errors", "version")  # fmt: skip
 """The folders and the files that all stand on, from the top: imports run downwards only."""
 

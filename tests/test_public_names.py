@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 
@@ -23,24 +22,6 @@ def test_the_public_names_are_these() -> None:
     assert all(getattr(qdqtune, name) for name in NAMES)
     with pytest.raises(AttributeError, match="no_such"):
         _ = qdqtune.no_such
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "home"),
-    [
-        ("tune", "tune", "tuning.loop"),
-        ("settings", "Settings", "tuning.settings"),
-        ("timing", "Plan", "measurement.timing"),
-        ("data", "open_samples", "calibration.samples"),
-        ("loading", "load", "graph.loading"),
-        ("strategies.mincut", "solve", "search.costs.mincut"),
-    ],
-)
-def test_former_modules_go_on_to_work(module: str, name: str, home: str) -> None:
-    former = importlib.import_module(f"qdqtune.{module}")
-    with pytest.warns(DeprecationWarning, match=home):
-        found = getattr(former, name)
-    assert found is getattr(importlib.import_module(f"qdqtune.{home}"), name)
 
 
 def test_importing_the_package_is_cheap() -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from qdqtune.version import __version__ as __version__
@@ -20,11 +17,11 @@ if TYPE_CHECKING:
     from qdqtune.api import layers as layers
     from qdqtune.api import quantize as quantize
     from qdqtune.api import tune as tune
-    from qdqtune.commands.explanation import Explanation as Explanation
     from qdqtune.commands.tune import Result as Result
     from qdqtune.engines import EngineSpec as EngineSpec
     from qdqtune.errors import Cancelled as Cancelled
     from qdqtune.errors import QdqtuneError as QdqtuneError
+    from qdqtune.explanation.values import Explanation as Explanation
     from qdqtune.tuning.observer import Observer as Observer
     from qdqtune.tuning.observer import State as State
     from qdqtune.tuning.settings import Settings as Settings
@@ -36,7 +33,7 @@ _HOMES = {
     "Cancelled": "errors",
     "Edge": "types",
     "EngineSpec": "engines",
-    "Explanation": "commands.explanation",
+    "Explanation": "explanation.values",
     "Observer": "tuning.observer",
     "Placement": "types",
     "QdqtuneError": "errors",
@@ -50,16 +47,6 @@ _HOMES = {
 
 __all__ = [*_HOMES, "__version__"]
 
-_FORMER = {
-    "data": "calibration.samples",
-    "loading": "graph.loading",
-    "settings": "tuning.settings",
-    "strategies.mincut": "search.costs.mincut",
-    "timing": "measurement.timing",
-    "tune": "tuning.loop",
-}
-"""Modules that version 0.1 documented, and where they live now."""
-
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
@@ -69,18 +56,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Former(ModuleType):
-    """A module under the name that it had: `from qdqtune.tune import tune` goes on to work."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        home = f"qdqtune.{_FORMER[self.__name__.removeprefix('qdqtune.')]}"
-        warnings.warn(f"{self.__name__} is {home} now", DeprecationWarning, stacklevel=2)
-        return getattr(import_module(home), name)
-
-
-for _name in _FORMER:
-    sys.modules[f"{__name__}.{_name}"] = _Former(f"{__name__}.{_name}")

@@ -31,7 +31,7 @@ from qdqtune.commands import build as build_command
 from qdqtune.commands import inspect as inspect_command
 from qdqtune.commands import layers as layers_command
 from qdqtune.commands import quantize as quantize_command
-from qdqtune.commands.check_file import Checked, CheckOptions, check_file
+from qdqtune.commands.check import Checked, CheckOptions, check_file
 from qdqtune.commands.compare import CompareOptions, Comparison
 from qdqtune.commands.compare import compare as compare_files
 from qdqtune.commands.explain import Explained, explain_run
@@ -43,10 +43,10 @@ from qdqtune.commands.tune import tune as tune_settings
 from qdqtune.engines.options import with_timing_cache
 from qdqtune.engines.process import looking
 from qdqtune.errors import BadOption
+from qdqtune.explanation.page import write_report
+from qdqtune.explanation.report import report_of_run
 from qdqtune.graph.outputs import temporary_folder
 from qdqtune.options import REQUIRED, Anything, Option, Options, option, options_of
-from qdqtune.report.gather import report_of_run
-from qdqtune.report.page import write_report
 from qdqtune.tuning.folder import REPORT
 from qdqtune.tuning.observer import Cancel, Observer, Several, Silent, State, check_cancel
 from qdqtune.tuning.settings import Settings

@@ -47,13 +47,13 @@ from qdqtune.engines.fake import latency
 from qdqtune.errors import BadOption, BadState, BaselineFailed
 from qdqtune.graph.loading import load, load_proto
 from qdqtune.graph.model import Model
-from qdqtune.measurement.timing import Plan
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import read_placement
 from qdqtune.qdq_utils import get_quantized_tensors
 from qdqtune.search.regions.region import NodeInput, Scheme
+from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.settings import Settings
 from runs import cost, hopeless, mixed, settings, write

@@ -21,9 +21,9 @@ from engine_contract import IMAGE, conv_model, quantized_conv_model
 from models import INT8, UINT8, build, normal
 from qdqtune.cli import engines
 from qdqtune.commands import build as building
-from qdqtune.commands.check import Finding, allow
 from qdqtune.engines import MODULES, open_engine
 from qdqtune.errors import EngineFailure
+from qdqtune.explanation.findings import Finding, allow
 from runs import write
 
 DATA = Path(__file__).parents[1] / "data" / "tensorrt"

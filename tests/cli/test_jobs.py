@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from conftest import Call
+from processes import ran
 
 JOBS = {
     "defaults": {"engine": "fake", "builds": 7, "output-dir": "out"},
@@ -19,20 +18,6 @@ JOBS = {
         {"model": "gone.onnx", "fix_input": ["sr=16000", "n=1"], "output-dir": "b"},
     ],
 }
-
-
-def ran(monkeypatch: pytest.MonkeyPatch, codes: list[int]) -> list[list[str]]:
-    """What is started instead of processes."""
-    started: list[list[str]] = []
-
-    def run(args: list[str], **_: object) -> SimpleNamespace:
-        started.append(args[4:])
-        code = codes[len(started) - 1]
-        done = {"shipped": "tuned", "baseline_ms": 2.0, "final_ms": 1.0, "ratio": 0.5, "output_sqnr_db": 30.0}
-        return SimpleNamespace(returncode=code, stdout=json.dumps(done) if code in (0, 3) else "")
-
-    monkeypatch.setattr(subprocess, "run", run)
-    return started
 
 
 @pytest.mark.parametrize(("codes", "worst"), [([0, 0], 0), ([0, 3], 3), ([4, 3], 4), ([2, 0], 2), ([3, 5], 5)])

@@ -8,10 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_jobs import ran
 
 from conftest import Call
 from models import normal
+from processes import ran
 from qdqtune.cli.many import named
 from runs import hopeless, mixed, write
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from qdqtune.cli import progress
-from qdqtune.measurement.timing import Ratio
+from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning.observer import State
 from qdqtune.types import Accuracy, Edge, Failure, Measurement, Placement, Proposal, Trial
 

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from qdqtune.cli.progress import Live, Plain
 from qdqtune.cli.report import result_table
-from qdqtune.commands.words import builds, built, title
-from qdqtune.report.gather import report_of_run
+from qdqtune.explanation.report import report_of_run
+from qdqtune.explanation.words import builds, built, title
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Several
 from runs import mixed, settings, write

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from models import FP8, INT8, PLAIN, UINT8, build, normal
-from qdqtune.commands.check import Finding, allow, check
-from qdqtune.commands.reasons import UNKNOWN
 from qdqtune.engines import EngineSpec, open_engine
+from qdqtune.explanation.findings import Finding, allow, check
+from qdqtune.explanation.reasons import UNKNOWN
 from qdqtune.graph.files import save
 from qdqtune.graph.model import Model
 from qdqtune.types import Layer, NumericFormat

@@ -27,8 +27,8 @@ from qdqtune.errors import BadModel, BadOption, OutputError
 from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
-from qdqtune.measurement.accuracy import sqnr_db
-from qdqtune.measurement.fitting import with_known_ranges
+from qdqtune.numerics.accuracy import sqnr_db
+from qdqtune.numerics.fitting import with_known_ranges
 from qdqtune.placement.files import Recorded, write_placement
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.reading import read_placement

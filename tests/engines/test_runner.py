@@ -354,7 +354,7 @@ import time
 from pathlib import Path
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Runner
-from qdqtune.graph import janitor
+from qdqtune.graph import cleanup as janitor
 janitor.Janitor.hire = lambda _: None  # or it would remove what this process leaves
 runner = Runner({trtexec(tmp_path)!r}, time_limit_s=600, log_dir=Path({str(tmp_path / "logs")!r}))
 runner.load(Path({str(files.plain)!r}))

@@ -13,8 +13,8 @@ import onnx
 import pytest
 
 from qdqtune.errors import OutputError
+from qdqtune.graph.cleanup import MARK
 from qdqtune.graph.files import save
-from qdqtune.graph.janitor import MARK
 from qdqtune.graph.outputs import Scratch, appearing, write_json
 from qdqtune.placement.files import write_yaml
 from runs import environment, hopeless, mixed, room_for

@@ -13,9 +13,9 @@ from qdqtune.engines import MODULES
 from qdqtune.engines.formats import numeric_format
 from qdqtune.graph.model import Model
 from qdqtune.placement.engine_rules import RULES, KeepFloat, Placed, as_json, place, rules_of
+from qdqtune.placement.graph_queries import DEPTH, Scene
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import consistent, possible_edges
-from qdqtune.placement.scene import DEPTH, Scene
 from qdqtune.types import Edge, QuantType
 from region_models import networks
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from models import build, normal
-from qdqtune.graph.equalization import Factor, factors, scaled, sites
+from qdqtune.calibration.equalization import Factor, factors, scaled, sites
 from qdqtune.graph.model import Model
 from qdqtune.placement.moved_channels import moved_channels
 from qdqtune.types import Edge

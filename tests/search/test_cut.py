@@ -12,7 +12,6 @@ import pytest
 from models import INT8, attention, build, conv_net, normal, ranges
 from qdqtune.engines.fake import _CostModel
 from qdqtune.graph.model import Model
-from qdqtune.measurement.timing import Plan, judge
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
@@ -22,6 +21,7 @@ from qdqtune.search.costs.optimum import Formulation, cut, formulate
 from qdqtune.search.costs.prices import Costs, Price
 from qdqtune.search.costs.units import Decision, Partition, partition
 from qdqtune.search.cut import CutSearch
+from qdqtune.timing.ratios import Plan, judge
 from qdqtune.types import Failure, Layer, Measurement, Placement, Trial
 from runs import mixed
 

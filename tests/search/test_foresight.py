@@ -7,8 +7,8 @@ from itertools import islice
 
 import pytest
 
-from qdqtune.measurement.timing import Plan
 from qdqtune.search import as_foretold, best_of, foreseen
+from qdqtune.timing.ratios import Plan
 from qdqtune.types import Edge, Placement, Proposal, Trial
 
 

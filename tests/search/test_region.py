@@ -16,7 +16,6 @@ from qdqtune.engines.fake import create, latency
 from qdqtune.graph import operators
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import work
-from qdqtune.measurement.timing import Plan
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import consistent, possible_edges
@@ -25,6 +24,7 @@ from qdqtune.search.region import BATCH, Config, RegionSearch
 from qdqtune.search.regions import cache, discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.search.regions.region import Scheme
+from qdqtune.timing.ratios import Plan
 from qdqtune.types import Edge, Failure, Measurement, Placement, Proposal, Storage, Trial
 from runs import mixed
 

@@ -10,7 +10,6 @@ import pytest
 
 from models import build, normal, ranges
 from qdqtune.graph.model import Model
-from qdqtune.measurement.timing import Plan, judge
 from qdqtune.placement import rules
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search import best_of
@@ -19,6 +18,7 @@ from qdqtune.search.costs.profiles import Option, Profile, select
 from qdqtune.search.costs.units import Decision, Partition, partition
 from qdqtune.search.cut import CUT, CutSearch
 from qdqtune.search.subgraph import Change, SubgraphSearch
+from qdqtune.timing.ratios import Plan, judge
 from qdqtune.types import Failure, Layer, Measurement, Placement, Proposal, Trial
 
 PLAN = Plan((12,), slot_seconds=0.0)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from qdqtune.measurement.timing import Plan
+from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.accepting import accepted
 from qdqtune.tuning.loop import tune
 from qdqtune.types import Accuracy, Edge, Measurement, Placement, Proposal, Trial

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from qdqtune.engines import EngineSpec
-from qdqtune.measurement.timing import Plan, Ratio
+from qdqtune.timing.ratios import Plan, Ratio
 from qdqtune.tuning import advice
 from qdqtune.tuning.bench import Bench
 from qdqtune.tuning.budget import Budget

@@ -22,7 +22,6 @@ from qdqtune.errors import BadModel, BadOption, BaselineFailed, OutputError
 from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
-from qdqtune.measurement.timing import Plan, judge
 from qdqtune.placement import rules
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.insertion import Inserter, insert
@@ -31,6 +30,7 @@ from qdqtune.placement.reading import is_quantized
 from qdqtune.search import best_of
 from qdqtune.search.region import Config
 from qdqtune.search.regions.cache import read_cache
+from qdqtune.timing.ratios import Plan, judge
 from qdqtune.tuning.estimate import estimate
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent, State

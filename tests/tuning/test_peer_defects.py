@@ -22,13 +22,13 @@ from qdqtune.engines.fake import create, latency
 from qdqtune.errors import BadState, BaselineFailed
 from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
-from qdqtune.measurement.timing import Plan
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter, insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search import best_of
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.region import NodeInput, Scheme
+from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
 from qdqtune.types import Failure, Measurement, Placement
 from runs import cost, hopeless, mixed, settings, write

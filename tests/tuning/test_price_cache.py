@@ -12,7 +12,7 @@ import pytest
 from models import build, normal
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption, OutputError
-from qdqtune.measurement.timing import Plan
+from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.price_file import usual_place

@@ -23,8 +23,8 @@ from qdqtune.calibration.methods import Calibration
 from qdqtune.cli import main
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadState, EngineFailure
-from qdqtune.measurement.timing import Plan
 from qdqtune.search.region import Config
+from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
 from qdqtune.types import Failure
 from runs import environment, mixed, settings, write

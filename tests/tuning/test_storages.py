@@ -25,10 +25,10 @@ from qdqtune.engines.runner import Runner
 from qdqtune.engines.workloads import as_workloads
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
-from qdqtune.measurement.timing import Plan
 from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
+from qdqtune.timing.ratios import Plan
 from qdqtune.tuning import storages as asked
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.records import StoredPlacement, plain

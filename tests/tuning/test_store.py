@@ -17,12 +17,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qdqtune.calibration.equalization import Factor
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadState, OutputError
-from qdqtune.graph.equalization import Factor
-from qdqtune.measurement.timing import Plan, Ratio
 from qdqtune.search.costs.explanation import UnitPrice
 from qdqtune.search.costs.priors import Prices
+from qdqtune.timing.ratios import Plan, Ratio
 from qdqtune.tuning import records as kinds
 from qdqtune.tuning.records import (
     ComparisonRecord,

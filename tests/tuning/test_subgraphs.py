@@ -22,7 +22,7 @@ from qdqtune.cli import report
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption, BadState
 from qdqtune.graph.loading import load
-from qdqtune.measurement.timing import Plan
+from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.result import Result

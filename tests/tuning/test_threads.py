@@ -12,7 +12,7 @@ import pytest
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
 from qdqtune.errors import BadOption
-from qdqtune.measurement.timing import Ratio
+from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning import threads
 from qdqtune.tuning.front import pick
 from qdqtune.tuning.loop import tune

@@ -28,7 +28,7 @@ from qdqtune.errors import BadData, BadOption, BadState
 from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
-from qdqtune.measurement.timing import Plan, Ratio
+from qdqtune.timing.ratios import Plan, Ratio
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent
 from qdqtune.tuning.proof import Standing, lost

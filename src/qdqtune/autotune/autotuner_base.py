@@ -37,7 +37,6 @@ from qdqtune.graph.float16 import HALF, OPSET
 from qdqtune.graph.loading import load_proto, with_float_type
 from qdqtune.graph.may_write import RECORD, Output, check_outputs, replaceable
 from qdqtune.graph.model import Model, Node
-from qdqtune.measurement.timing import Plan
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import consistent, possible_edges
@@ -48,6 +47,7 @@ from qdqtune.search.region import RegionSearch
 from qdqtune.search.regions import patterns
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.search.regions.region import Scheme
+from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.records import ConversationRecord, StoredPlacement, TimedPlacement
 from qdqtune.tuning.result import Result
 from qdqtune.tuning.store import Store, may_continue

@@ -22,8 +22,8 @@ from qdqtune.errors import BadModel, EngineUnavailable
 from qdqtune.graph.loading import load, read
 from qdqtune.graph.model import Model
 from qdqtune.graph.outputs import temporary_folder
-from qdqtune.measurement.pairing import rounds_of
-from qdqtune.measurement.timing import Plan, compare, ratio
+from qdqtune.timing.pairing import rounds_of
+from qdqtune.timing.ratios import Plan, compare, ratio
 from qdqtune.tuning.settings import EFFORTS, looks_until
 from qdqtune.types import Failure, NumericFormat, QuantType
 

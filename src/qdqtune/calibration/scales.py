@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from qdqtune.graph.equalization import Factor
+from qdqtune.calibration.equalization import Factor
 from qdqtune.types import Array, NumericFormat, QType
 
 NUMPY_TYPE: Mapping[QType, Any] = MappingProxyType(

@@ -21,8 +21,8 @@ from qdqtune.commands.cut_off import WrongPart
 from qdqtune.commands.debug import Diagnosis, Suspect, debug
 from qdqtune.commands.debug_options import DebugOptions, Request
 from qdqtune.commands.probes import NOT_FINITE
-from qdqtune.commands.words import placed, samples
 from qdqtune.errors import ConstraintUnmet
+from qdqtune.explanation.words import placed, samples
 from qdqtune.types import sqnr_of
 
 

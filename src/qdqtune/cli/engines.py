@@ -15,15 +15,15 @@ from qdqtune.cli.command import AS_JSON, HTML, command, command_line
 from qdqtune.cli.output import print_json, print_lines, say_notes, show
 from qdqtune.cli.report import table_of
 from qdqtune.commands.build import BuildOptions, build
-from qdqtune.commands.check import Finding
-from qdqtune.commands.check_file import CheckOptions, check_file
+from qdqtune.commands.check import CheckOptions, check_file
 from qdqtune.commands.cluster import ClusterState, DoctorOptions, examine_cluster
 from qdqtune.commands.doctor import Diagnosis, examine
-from qdqtune.commands.reasons import is_low
-from qdqtune.commands.words import counted, placed, title
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.options import with_timing_cache
 from qdqtune.errors import ConstraintUnmet, EngineUnavailable
+from qdqtune.explanation.findings import Finding
+from qdqtune.explanation.reasons import is_low
+from qdqtune.explanation.words import counted, placed, title
 from qdqtune.graph.model import Model
 from qdqtune.graph.outputs import temporary_folder
 from qdqtune.placement.reading import is_quantized, placement_in, strip_pairs
@@ -70,8 +70,8 @@ def check_command(options: CheckOptions, html: Path | None, as_machine: bool) ->
     done = check_file(options)
     say_notes(done.notes)
     if html is not None:
-        from qdqtune.report.of_commands import of_check
-        from qdqtune.report.page import write_report
+        from qdqtune.commands.result_pages import of_check
+        from qdqtune.explanation.page import write_report
 
         write_report(
             of_check(title(model), done.graph, done.engine, done.layers, done.findings, done.measured, command_line()),

@@ -11,7 +11,7 @@ from qdqtune.cli.layers import shortened
 from qdqtune.cli.output import print_json, print_prose, show
 from qdqtune.cli.report import table_of
 from qdqtune.commands.explain import Explained, ExplainOptions, explain_run
-from qdqtune.commands.explanation import IN_WORDS, Explanation, total
+from qdqtune.explanation.values import IN_WORDS, Explanation, total
 
 LONGEST = 40
 """Characters of a node's name in the table of reasons."""

@@ -12,9 +12,9 @@ from qdqtune.cli.output import print_json, say_error, say_notes, show
 from qdqtune.commands.apply import ApplyOptions, apply
 from qdqtune.commands.compare import CompareOptions, compare
 from qdqtune.commands.inputs import MODEL
-from qdqtune.commands.words import placed, samples
 from qdqtune.errors import EngineFailure
-from qdqtune.measurement.accuracy import concern
+from qdqtune.explanation.words import placed, samples
+from qdqtune.numerics.accuracy import concern
 from qdqtune.options import REQUIRED, Files, Option, PathLike, option
 from qdqtune.tuning import advice
 
@@ -50,8 +50,8 @@ def compare_command(options: CompareArguments, html: Path | None, as_machine: bo
         show(report.comparison_table(done.first, done.rows, judged))
     say_notes(done.notes)
     if html is not None:
-        from qdqtune.report.of_commands import of_compare
-        from qdqtune.report.page import write_report
+        from qdqtune.commands.result_pages import of_compare
+        from qdqtune.explanation.page import write_report
 
         write_report(of_compare(done.first, done.rows, options.plan, done.notes, command_line()), html)
     refused = [row for row in done.rows if row.ratio is None]

@@ -26,10 +26,10 @@ from rich.text import Text
 from qdqtune.cli.command import is_quiet
 from qdqtune.cli.output import console, say
 from qdqtune.cli.streams import INTERRUPTED, PARENT
-from qdqtune.commands.words import duration
 from qdqtune.engines.devices import Device, leased, pinned
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.process import look
+from qdqtune.explanation.words import duration
 from qdqtune.graph.interpreter import python
 
 LOOK_SECONDS = 0.1

@@ -17,12 +17,12 @@ from qdqtune.cli.fleet import run_all
 from qdqtune.cli.output import print_json, say, show
 from qdqtune.cli.report import table_of
 from qdqtune.cli.streams import INTERRUPTED
-from qdqtune.commands.words import builds, duration
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.allocation import allocate_workers
 from qdqtune.engines.devices import ANYWHERE, Device, cores_for, needs_gpu
+from qdqtune.explanation.words import builds, duration
 from qdqtune.graph.interpreter import python
-from qdqtune.measurement.timing import speed
+from qdqtune.timing.ratios import speed
 
 WORST = (0, 3, 4)
 """Exit codes from the best on; all others are worse than these."""

@@ -13,7 +13,7 @@ from qdqtune.cli.command import HTML, JSON_FOR_TABLE, command, command_line
 from qdqtune.cli.output import print_json, show, width
 from qdqtune.cli.streams import escaped
 from qdqtune.commands.layers import LayersOptions, layers
-from qdqtune.commands.words import title
+from qdqtune.explanation.words import title
 from qdqtune.graph.loading import load
 from qdqtune.types import Layer
 
@@ -35,8 +35,8 @@ def layers_command(options: LayersOptions, html: Path | None, as_machine: bool) 
     model = None if options.model is None else Path(str(options.model))
     found = layers(options)
     if html is not None:
-        from qdqtune.report.of_commands import of_layers
-        from qdqtune.report.page import write_report
+        from qdqtune.commands.result_pages import of_layers
+        from qdqtune.explanation.page import write_report
 
         graph, name = (None, f"an engine of {found.engine}") if model is None else (load(model), title(model))
         write_report(of_layers(name, graph, found.engine, found.layers, command_line()), html)

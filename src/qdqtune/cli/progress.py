@@ -15,8 +15,8 @@ from rich.text import Text
 
 from qdqtune.cli.command import is_quiet, is_verbose
 from qdqtune.cli.output import console
-from qdqtune.commands.words import duration
-from qdqtune.measurement.timing import speed
+from qdqtune.explanation.words import duration
+from qdqtune.timing.ratios import speed
 from qdqtune.tuning.observer import State
 from qdqtune.types import Failure, Trial
 

@@ -22,9 +22,9 @@ from qdqtune.cli.streams import escaped
 from qdqtune.commands.quantize import Quantized, quantize
 from qdqtune.commands.quantize_options import QuantizeOptions, Request
 from qdqtune.commands.tune import TuneOptions
-from qdqtune.commands.words import decibels, placed, samples
 from qdqtune.engines.formats import FORMATS
 from qdqtune.errors import BadModel, BadOption
+from qdqtune.explanation.words import decibels, placed, samples
 from qdqtune.graph.files import data_of
 from qdqtune.graph.loading import load
 from qdqtune.options import TEXT, MaybeText, Option, Options, choice, given_in, option
@@ -86,8 +86,8 @@ def quantize_command(
         done = quantize(request, observer)
     say_notes(done.notes)
     if html is not None:
-        from qdqtune.report.of_commands import of_quantize
-        from qdqtune.report.page import write_report
+        from qdqtune.commands.result_pages import of_quantize
+        from qdqtune.explanation.page import write_report
 
         plain = strip_pairs(load(done.output))
         write_report(of_quantize(request, done, plain, command_line()), html)

@@ -17,9 +17,9 @@ from rich.text import Text
 from qdqtune.cli.progress import failure
 from qdqtune.cli.streams import escaped
 from qdqtune.commands.compare import Row
-from qdqtune.commands.words import builds, built, decibels, duration, rewrites_gave, samples, title
-from qdqtune.measurement.timing import Ratio, speed
+from qdqtune.explanation.words import builds, built, decibels, duration, rewrites_gave, samples, title
 from qdqtune.search.costs.explanation import UnitPrice
+from qdqtune.timing.ratios import Ratio, speed
 from qdqtune.tuning.estimate import Estimate
 from qdqtune.tuning.modes.mode import GroupOutcome
 from qdqtune.tuning.result import Result

@@ -14,16 +14,16 @@ from qdqtune.calibration.scales import Ranges
 from qdqtune.commands.inputs import InputOptions, ModelOption
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.source import OutputOption, Ready, Source, SourceOptions
-from qdqtune.commands.words import placed
 from qdqtune.engines.acceptance import accepted
 from qdqtune.engines.formats import numeric_format, usual_precision
 from qdqtune.engines.options import time_limit_option
 from qdqtune.errors import BadModel
+from qdqtune.explanation.words import placed
 from qdqtune.graph.files import save
 from qdqtune.graph.float16 import load_for
 from qdqtune.graph.rewrites import allowed
-from qdqtune.measurement.half_precision import finished
-from qdqtune.measurement.simulation import Simulation
+from qdqtune.numerics.half_precision import finished
+from qdqtune.numerics.simulation import Simulation
 from qdqtune.options import FILE, REQUIRED, TEXT, Duration, File, MaybeText, option
 from qdqtune.placement.files import Recorded, every_edge, existing, read_placement_file
 from qdqtune.placement.insertion import Inserter

@@ -1,220 +1,150 @@
-"""What an engine did not fuse: pairs that run as kernels of their own, operators that stayed in float, reformats."""
+"""`qdqtune check`: a model file, run on its engine or read from a report, and what the engine did not fuse in it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
-from qdqtune.calibration.observe import running
-from qdqtune.commands.reasons import UNKNOWN, Reason, Reasons, is_conversion, is_float, is_low, told
-from qdqtune.commands.split_attention import Split, splits
-from qdqtune.errors import InputError, parsed_json
-from qdqtune.graph.loading import load
-from qdqtune.graph.model import Model, Node
-from qdqtune.graph.operators import COMPUTE
-from qdqtune.measurement.accuracy import accuracy, is_finite
-from qdqtune.placement.files import read_placement_file
-from qdqtune.placement.reading import placement_in, stored_alone, strip_pairs
-from qdqtune.placement.stored import tables_of
-from qdqtune.tuning.folder import BASELINE
-from qdqtune.types import Accuracy, Failure, Layer, NumericFormat, Sample
+from onnx import TensorProto
 
-Symptom = Literal["standalone pair", "float compute", "split attention", "reformat", "boundary"]
+from qdqtune.commands.inputs import ModelOption
+from qdqtune.commands.layers import ProfileOptions, profiled
+from qdqtune.commands.shown import Shown, Table, milliseconds
+from qdqtune.commands.source import data_of, prepared_for
+from qdqtune.engines import TENSORRT_FAMILY
+from qdqtune.engines.runner import unlogged
+from qdqtune.engines.tensorrt.report import read_report
+from qdqtune.errors import BadOption
+from qdqtune.explanation.findings import Finding, allow, check, excuse, is_measured, lost_by_pairs
+from qdqtune.explanation.reasons import is_low
+from qdqtune.graph.loading import load, read
+from qdqtune.graph.model import Model
+from qdqtune.numerics.accuracy import concern
+from qdqtune.options import WORDS, Names, option
+from qdqtune.placement.reading import is_quantized
+from qdqtune.types import Layer, NumericFormat, QType, QuantType
 
-
-@dataclass(frozen=True)
-class Finding:
-    """A layer that a better placement might do without, if it `fails`; else one to know about.
-
-    Kinds: "standalone pair", a Q or a DQ that runs as a kernel of its own; "float compute", an operator that runs in
-    float although its inputs carry pairs; "split attention", two products and a Softmax in several kernels where the
-    engine has one (it fails if any of them carries a pair); "reformat", a layer beside a quantized one that only moves
-    values (it fails if the other side is float); "boundary", a conversion that has to be there, since the model's own
-    inputs and outputs are float, or that the user allows. `nodes` are the ONNX nodes that it is about; `cause` is the
-    node that `reason` speaks of, which has several findings around it.
-    """
-
-    kind: Symptom
-    layer: str
-    nodes: tuple[str, ...]
-    time_ms: float | None
-    reason: str
-    cause: str = ""
-    fails: bool = True
+TENSORRT = {
+    "int8": NumericFormat(QType.INT8, QType.INT8, symmetric=True),
+    "fp8": NumericFormat(QType.FP8, QType.FP8, symmetric=True, per_channel=False),
+}
+"""The numbers of an engine whose report is read."""
 
 
-def check(
-    model: Model, layers: Sequence[Layer], numbers: NumericFormat | None = None, *, fuses_attention: bool = False
-) -> tuple[Finding, ...]:
-    """What is not fused in a Q/DQ model, in the order of the engine's layers.
+@dataclass(kw_only=True)
+class CheckOptions(ProfileOptions, ModelOption):
+    """The options of `check`."""
 
-    `layers` name nodes of `model`; names that it has not are passed over. With `numbers`, the format that the engine
-    wants, pairs in another one are recognised as a reason. With `fuses_attention`, as the engines of the TensorRT
-    family do, attention in several kernels is a finding, and stands for those about its two products.
-    """
-    checker = _Checker(model, layers, Reasons(model, layers, numbers))
-    findings = [f for number in range(len(layers)) if (f := checker.finding(number)) is not None]
-    split = tuple(splits(model, layers)) if fuses_attention else ()
-    explained = {name for s in split for name in s.nodes}
-    kept = (f for f in findings if f.kind != "float compute" or not explained.issuperset(f.nodes))
-    return (*(_of_attention(s, layers) for s in split), *kept)
-
-
-def _of_attention(split: Split, layers: Sequence[Layer]) -> Finding:
-    own = [layer for layer in layers if not set(split.nodes).isdisjoint(layer.nodes)]
-    times = [layer.time_ms for layer in own if layer.time_ms is not None]
-    reason = f"attention around {split.softmax} runs in {len(own)} kernels: {split.reason}"
-    spent = sum(times) if times else None
-    return Finding("split attention", own[0].name, split.nodes, spent, reason, split.scores, split.has_pairs)
-
-
-def allow(findings: Iterable[Finding], wildcards: Sequence[str]) -> tuple[Finding, ...]:
-    """The findings; those of which a node or the cause matches a wildcard have become boundaries."""
-
-    def is_meant(finding: Finding) -> bool:
-        names = (*finding.nodes, finding.cause)
-        return finding.fails and any(fnmatchcase(name, wildcard) for name in names for wildcard in wildcards)
-
-    return tuple(
-        replace(f, kind="boundary", reason=f"allowed: {f.reason}", fails=False) if is_meant(f) else f for f in findings
+    allow_boundary: Names = option(
+        WORDS,
+        (),
+        "Nodes that are meant to stay in float, or conversions that are meant to run: what stands at them does not "
+        "fail. Repeatable.",
+        "Model",
+        short="nodes that are meant to be so",
+        metavar="WILDCARD",
+        is_repeated=True,
     )
 
 
-def excuse(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """The findings of a placement that was measured: what they cost is paid for elsewhere, so that none fails."""
-    return tuple(replace(finding, fails=False) for finding in findings)
+@dataclass(frozen=True, repr=False)
+class Checked(Shown):
+    """What an engine does not fuse in a Q/DQ model. `measured`: a search has proven these pairs on this engine, so that
+    nothing fails. `layers` are empty where the model has no pairs."""
+
+    model: Path
+    graph: Model
+    engine: str
+    layers: tuple[Layer, ...]
+    findings: tuple[Finding, ...]
+    measured: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passes(self) -> bool:
+        """Whether nothing fails."""
+        return self.measured or not any(finding.fails for finding in self.findings)
+
+    @property
+    def running(self) -> list[Layer]:
+        """The layers that take time."""
+        return [layer for layer in self.layers if layer.kind != "folded"]
+
+    @property
+    def time_ms(self) -> float | None:
+        """What these take together; None if the engine tells no times."""
+        times = [layer.time_ms for layer in self.running if layer.time_ms is not None]
+        return sum(times) if times else None
+
+    def in_words(self) -> str:
+        """How many findings."""
+        failing = sum(finding.fails for finding in self.findings)
+        verdict = "passes" if self.passes else "fails"
+        return f"{verdict} on {self.engine}: {failing} findings of {len(self.layers)} layers"
+
+    def table(self) -> Table:
+        """The findings, those that fail first."""
+        ordered = sorted(self.findings, key=lambda f: (not f.fails, -(f.time_ms or 0.0)))
+        rows = [(f.kind, ", ".join(f.nodes) or f.layer, milliseconds(f.time_ms), f.reason) for f in ordered]
+        return ("finding", "nodes", "ms", "reason"), rows
+
+    def to_dict(self) -> dict[str, Any]:
+        """For machines."""
+        findings = excuse(self.findings) if self.measured else self.findings
+        return {
+            "model": str(self.model),
+            "engine": self.engine,
+            "pairs": sum(node.op == "DequantizeLinear" for node in self.graph.nodes),
+            "layers": len(self.running),
+            "layers_in_8_bits": sum(is_low(layer.precision) for layer in self.running),
+            "time_ms": self.time_ms,
+            "failing": sum(finding.fails for finding in findings),
+            "findings": [asdict(finding) for finding in findings],
+            "passes": self.passes,
+            "measured": self.measured,
+        }
 
 
-class _Checker:
-    def __init__(self, model: Model, layers: Sequence[Layer], reasons: Reasons) -> None:
-        self._nodes = {node.name: node for node in model.nodes}
-        self._float_types = {name for name, info in model.tensors.items() if info.is_float}
-        self._layers = layers
-        self._reasons = reasons
-        self._stored = stored_alone(model)
-        self._tables = tuple(table.dq.name for table in tables_of(model)) or ("\0",)
-        self._computing = [number for number, layer in enumerate(layers) if layer.kind == "compute"]
+def check_file(options: CheckOptions) -> Checked:
+    """Find what the engine does not fuse in a model. Model and samples lie in files (see `on_disk`).
 
-    def finding(self, number: int) -> Finding | None:
-        layer = self._layers[number]
-        if layer.name.startswith(self._tables):
-            return None
-        nodes = [self._nodes[name] for name in layer.nodes if name in self._nodes]
-        if layer.kind == "quantize" and (alone := [n for n in nodes if n.name in self._stored]):
-            reason = f"the engine does not draw weights of {self._stored[alone[0].name].name} into the product behind"
-            return Finding("standalone pair", layer.name, _names(alone), layer.time_ms, reason)
-        pairs = [node for node in nodes if is_conversion(node)]
-        others = [node for node in nodes if not is_conversion(node)]
-        if layer.kind in ("folded", "unknown"):
-            return None
-        if layer.kind == "quantize" or (pairs and not others and layer.kind != "copy"):
-            finding = self._conversion(number, pairs)
-            # A kernel that only computes a Q of the model's, but is no conversion: what is left of an operator before.
-            return None if layer.kind == "compute" and finding.fails else finding
-        if others:
-            return self._in_float(layer, others)
-        return self._inserted(number)
-
-    def _conversion(self, number: int, pairs: Sequence[Node]) -> Finding:
-        layer = self._layers[number]
-        reasons = [
-            self._reasons.of_quantize(n) if n.op == "QuantizeLinear" else self._reasons.of_dequantize(n) for n in pairs
-        ]
-        known = [r for r in reasons if r.text != UNKNOWN and not r.is_boundary]
-        if not known and (border := next((r for r in reasons if r.is_boundary), None)):
-            return Finding("boundary", layer.name, _names(pairs), layer.time_ms, border.text, fails=False)
-        if not pairs:
-            reason = f"the engine names no node for it, and may have added it: it runs {self._place(number)}"
-            return Finding("standalone pair", layer.name, (), layer.time_ms, reason)
-        first = known[0] if known else Reason(f"runs as a kernel of its own {UNKNOWN}")
-        return Finding("standalone pair", layer.name, _names(pairs), layer.time_ms, first.text, first.cause)
-
-    def _in_float(self, layer: Layer, others: Sequence[Node]) -> Finding | None:
-        """An operator, or one that only moves values, that a pair should have brought into 8 bits."""
-        if not is_float(layer.precision):
-            return None
-        meant = [n for n in others if self._is_meant_for_8_bits(n)]
-        if not meant:
-            return None
-        first = next((n for n in meant if n.op in COMPUTE), meant[0])
-        kind: Symptom = "float compute" if layer.kind == "compute" else "reformat"
-        reason = f"{told(first)} runs in float: {self._reasons.of_float(first)}"
-        return Finding(kind, layer.name, _names(meant), layer.time_ms, reason, first.name)
-
-    def _is_meant_for_8_bits(self, node: Node) -> bool:
-        """Whether a convolution or product has a pair, or another operator only pairs of which one runs in vain.
-
-        Elsewhere float arithmetic in a kernel that reads and writes 8 bits is no loss.
-        """
-        operands = self._reasons.operands(node)
-        if any(o.dq is not None and o.dq.name in self._stored for o in operands):
-            return False  # its weights alone are meant
-        paired = [operand.dq for operand in operands if operand.dq is not None]
-        if not paired or not any(output in self._float_types for output in node.outputs):
-            return False
-        if node.op in COMPUTE:
-            return True
-        return len(paired) == len(operands) and self._reasons.has_running_pair(node)
-
-    def _inserted(self, number: int) -> Finding | None:
-        """A layer that the engine added to move values, beside one that runs in 8 bits."""
-        layer = self._layers[number]
-        if layer.kind == "compute" or (layer.kind == "copy" and not layer.time_ms):
-            return None  # a copy that takes no time is none
-        around = self._neighbours(number)
-        beside = [neighbour for neighbour in around if neighbour is not None]
-        if not any(is_low(neighbour.precision) for neighbour in beside):
-            return None
-        reason = f"the engine changes layout or type {self._place(number)}"
-        if None in around:
-            return Finding("boundary", layer.name, (), layer.time_ms, reason, fails=False)
-        in_float = [neighbour for neighbour in beside if is_float(neighbour.precision)]
-        around_it = [self._nodes[name] for neighbour in in_float for name in neighbour.nodes if name in self._nodes]
-        cause = next((node.name for node in around_it if not is_conversion(node)), "")
-        return Finding("reformat", layer.name, (), layer.time_ms, reason, cause, bool(in_float))
-
-    def _neighbours(self, number: int) -> tuple[Layer | None, Layer | None]:
-        """The layers that compute before and after one, in the order in which the engine runs them."""
-        before = next((self._layers[i] for i in reversed(self._computing) if i < number), None)
-        return before, next((self._layers[i] for i in self._computing if i > number), None)
-
-    def _place(self, number: int) -> str:
-        before, behind = (None if n is None else f"{n.name} ({n.precision})" for n in self._neighbours(number))
-        if before and behind:
-            return f"between {before} and {behind}"
-        return f"behind {before}" if before else f"in front of {behind}"
-
-
-def _names(nodes: Iterable[Node]) -> tuple[str, ...]:
-    return tuple(node.name for node in nodes)
-
-
-def is_measured(file: Path, model: Model, engine: Mapping[str, str]) -> bool:
-    """Whether `model`, read from `file`, carries the pairs that a run has proven faster than none on this very engine.
-
-    `engine` is its description. An engine of another version, device or setting may fuse otherwise, and another
-    placement than the recorded one was not measured.
+    Raises:
+        BadOption: options do not go together.
+        QdqtuneError: the engine cannot run the model, say.
     """
-    folder = file.parent
-    try:
-        summary = parsed_json((folder / "summary.json").read_text(encoding="utf-8"))
-        if summary["shipped"] != "tuned" or summary["engine"] != dict(engine):
-            return False
-        recorded = read_placement_file(folder / "placement.yaml").placement
-        return recorded == placement_in(load(folder / BASELINE), model)
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, InputError):  # no output folder of ours
-        return False
+    if options.profile_json is not None and options.graph_json is None:
+        raise BadOption("--profile-json goes with --graph-json")
+    path = Path(str(options.model))
+    graph, engine = load(path), "tensorrt" if options.graph_json else options.engine_name
+    if not is_quantized(graph):
+        return Checked(path, graph, engine, (), ())
+    described: Mapping[str, str] | None = None
+    if options.graph_json:
+        layers, numbers = read_report(options.graph_json, options.profile_json, read(path)), TENSORRT[_numbers(graph)]
+    else:
+        spec = options.spec(options.input_shapes)
+        (sample,) = prepared_for(graph, spec, data_of(options, path), 0).samples.first(1)
+        with unlogged(spec, time_limit_s=options.time_limit) as runner:
+            numbers, described = runner.numeric_format(_numbers(graph)), runner.describe()
+            layers = profiled(runner, path, sample, options.runs, refusal=f"{path} cannot be checked")
+    found = check(graph, layers, numbers, fuses_attention=engine in TENSORRT_FAMILY)
+    measured = described is not None and is_measured(path, graph, described)
+    notes = () if options.graph_json else _accuracy_notes(options, path, graph)
+    return Checked(path, graph, engine, layers, allow(found, options.allow_boundary), measured, notes)
 
 
-def lost_by_pairs(model: Model, samples: Sequence[Sample]) -> Accuracy | None:
-    """What the pairs of a Q/DQ model do to its outputs on ONNX Runtime, which fuses none of them; None if it does not
-    run them. Weights that the file holds in 8 bits alone count as they are there.
-    """
-    with running(strip_pairs(model)) as as_float, running(model, fuse=False) as as_quantized:
-        reference, outputs = as_float(samples), as_quantized(samples)
-    if isinstance(reference, Failure) or isinstance(outputs, Failure):
-        return None
-    return accuracy(reference, outputs) if is_finite([*reference, *outputs]) else None
+def _accuracy_notes(options: CheckOptions, path: Path, graph: Model) -> tuple[str, ...]:
+    """What the pairs lose by the arithmetic of ONNX, where that is worth a word."""
+    prepared = prepared_for(graph, options.spec(options.input_shapes), data_of(options, path))
+    lost = lost_by_pairs(graph, prepared.judging) if prepared.tells_accuracy else None
+    if lost is None or not (warning := concern(lost)):
+        return ()
+    return (f"as ONNX defines its pairs, on {prepared.samples.origin}: {warning}",)
+
+
+def _numbers(model: Model) -> QuantType:
+    carriers = (node.inputs[0] for node in model.nodes if node.op == "DequantizeLinear")
+    types = {model.tensors[tensor].dtype for tensor in carriers if tensor in model.tensors}
+    return "fp8" if TensorProto.FLOAT8E4M3FN in types else "int8"

@@ -25,10 +25,10 @@ from qdqtune.errors import BadOption, EngineFailure
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.stamps import content
-from qdqtune.measurement.accuracy import accuracy, concern
-from qdqtune.measurement.pairing import as_many_pairs_as_needed, fresh_pairs
-from qdqtune.measurement.timing import PAIRS, Plan, Ratio, Verdict, across_builds, ratio
+from qdqtune.numerics.accuracy import accuracy, concern
 from qdqtune.options import Assignments, Option, ValuesByInput, option
+from qdqtune.timing.pairing import as_many_pairs_as_needed, fresh_pairs
+from qdqtune.timing.ratios import PAIRS, Plan, Ratio, Verdict, across_builds, ratio
 from qdqtune.tuning import advice
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.tuning.options import deploy_threads_option

@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 from onnx import TensorProto
 
+from qdqtune.calibration.equalization import scaled
 from qdqtune.calibration.inputs import fixed_inputs
 from qdqtune.calibration.observe import observe
 from qdqtune.calibration.prepare import prepare
@@ -25,13 +26,12 @@ from qdqtune.commands.probes import Probe, reference_spec
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.shapes import check_inputs
 from qdqtune.errors import BadModel, BadOption
-from qdqtune.graph.equalization import scaled
 from qdqtune.graph.float16 import Precision, kept_in, load_for, to_float16
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.outputs import temporary_folder
 from qdqtune.graph.rewrites import Rewrites, between
-from qdqtune.measurement.bisection import Culprit, Parts, Verdict, culprits
+from qdqtune.numerics.bisection import Culprit, Parts, Verdict, culprits
 from qdqtune.placement.grafting import Kind, StandingPair, representable, standing_pairs
 from qdqtune.placement.moved_channels import moved_channels
 from qdqtune.placement.reading import is_quantized, placement_in, strip_pairs, twins_of

@@ -7,11 +7,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from qdqtune.commands.explanation import IN_WORDS, Explanation, Tally
-from qdqtune.commands.facts import facts_of
 from qdqtune.commands.shown import Shown, Table, milliseconds
-from qdqtune.commands.why import headline, tallied
 from qdqtune.errors import BadOption
+from qdqtune.explanation.facts import facts_of
+from qdqtune.explanation.values import IN_WORDS, Explanation, Tally
+from qdqtune.explanation.why import headline, tallied
 from qdqtune.options import FILE, REQUIRED, TEXT, File, MaybeFile, MaybeText, Options, option
 from qdqtune.tuning.finished import read_run
 

@@ -27,7 +27,7 @@ from qdqtune.calibration.workloads import WorkloadArrays, WorkloadFile
 from qdqtune.engines.runner import TIME_LIMIT, time_limit
 from qdqtune.errors import BadData, BadModel, BadOption, one_line
 from qdqtune.graph.outputs import temporary_folder
-from qdqtune.measurement.metric import Predict
+from qdqtune.numerics.metric import Predict
 from qdqtune.options import REQUIRED, Anything, Option, Options, Reads, option
 from qdqtune.tuning.options import MODEL as MODEL
 from qdqtune.tuning.settings import Settings

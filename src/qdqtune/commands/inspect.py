@@ -12,7 +12,7 @@ from typing import Any
 from qdqtune.calibration.options import FixOption
 from qdqtune.commands.inputs import ModelOption
 from qdqtune.commands.shown import Shown, Table
-from qdqtune.commands.words import counted
+from qdqtune.explanation.words import counted
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import CONTROL_FLOW, HEAVY, INTEGER_KERNELS, may_be_float

@@ -10,13 +10,13 @@ import click
 
 from qdqtune.calibration.options import DataOptions, samples_option
 from qdqtune.commands.inputs import MODEL, ModelLike, SamplesLike
-from qdqtune.commands.reasons import is_low
 from qdqtune.commands.shown import Shown, Table, milliseconds
 from qdqtune.commands.source import data_of, prepared_for
 from qdqtune.engines.options import EngineOptions
 from qdqtune.engines.runner import Runner, insist, unlogged
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption
+from qdqtune.explanation.reasons import is_low
 from qdqtune.graph.loading import load, read
 from qdqtune.options import FILE, Anything, MaybeFile, Option, option
 from qdqtune.types import Layer, Sample

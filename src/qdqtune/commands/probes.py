@@ -14,8 +14,8 @@ from qdqtune.engines.runner import Handle, Runner, insist
 from qdqtune.errors import EngineFailure
 from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.model import Model
-from qdqtune.measurement.accuracy import accuracy, is_finite
-from qdqtune.measurement.bisection import Parts
+from qdqtune.numerics.accuracy import accuracy, is_finite
+from qdqtune.numerics.bisection import Parts
 from qdqtune.placement.grafting import SWITCH, StandingPair, graft
 from qdqtune.types import Array, Failure, Sample
 

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from qdqtune.calibration.equalization import scaled
 from qdqtune.calibration.hidden_work import hidden_work
 from qdqtune.calibration.matching import Matched
 from qdqtune.calibration.moments import moments
@@ -22,7 +23,6 @@ from qdqtune.calibration.samples import HELD_OUT
 from qdqtune.calibration.scales import Ranges
 from qdqtune.commands.quantize_options import Request, Selection
 from qdqtune.commands.shown import Shown, Table
-from qdqtune.commands.words import decibels, placed
 from qdqtune.commands.worst_tensors import Damage, damages, to_exclude
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.acceptance import accepted
@@ -30,7 +30,7 @@ from qdqtune.engines.cpu import cores
 from qdqtune.engines.formats import numeric_format, storages_like, usual_precision, wanted_storage
 from qdqtune.engines.runner import Handle, Runner, insist
 from qdqtune.errors import BadModel, BadOption
-from qdqtune.graph.equalization import scaled
+from qdqtune.explanation.words import decibels, placed
 from qdqtune.graph.files import one_constant_file, save
 from qdqtune.graph.float16 import Precision, load_for
 from qdqtune.graph.loading import load
@@ -38,9 +38,9 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.operators import elements, integer_operators
 from qdqtune.graph.outputs import temporary_folder
 from qdqtune.graph.rewrites import allowed
-from qdqtune.measurement.accuracy import accuracy, concern, cosine, is_finite
-from qdqtune.measurement.half_precision import finished
-from qdqtune.measurement.metric import Evaluation, evaluate, load_evaluation
+from qdqtune.numerics.accuracy import accuracy, concern, cosine, is_finite
+from qdqtune.numerics.half_precision import finished
+from qdqtune.numerics.metric import Evaluation, evaluate, load_evaluation
 from qdqtune.placement import engine_rules, implicit, rules
 from qdqtune.placement.engine_rules import Placed
 from qdqtune.placement.insertion import Inserter

@@ -20,8 +20,8 @@ from qdqtune.graph.files import model_outputs
 from qdqtune.graph.float16 import Precision
 from qdqtune.graph.model import Model
 from qdqtune.graph.shaping import with_input_shapes
-from qdqtune.measurement.fitting import fitted
-from qdqtune.measurement.half_precision import by_ranges, in_half
+from qdqtune.numerics.fitting import fitted
+from qdqtune.numerics.half_precision import by_ranges, in_half
 from qdqtune.options import Given, MaybeFile, Option, Writes, option
 from qdqtune.tuning.finished import data_beside
 from qdqtune.tuning.options import precision_option

@@ -15,12 +15,12 @@ from qdqtune.commands.explain import Explained, explain_run
 from qdqtune.commands.inputs import METRIC, InputOptions, MetricLike
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.source import built_for
-from qdqtune.commands.words import built, decibels
 from qdqtune.engines.options import EngineOptions, with_timing_cache
 from qdqtune.engines.shapes import usual_shapes
-from qdqtune.measurement.timing import Plan
+from qdqtune.explanation.words import built, decibels
 from qdqtune.options import SWITCH, Anything, Flag, MaybeFile, MaybeInt, OfRun, Option, choice, option
 from qdqtune.search.region import Config
+from qdqtune.timing.ratios import Plan
 from qdqtune.tuning import loop, result
 from qdqtune.tuning.folder import BASELINE, FINAL, PLACEMENT, REPORT
 from qdqtune.tuning.observer import Observer

@@ -12,7 +12,7 @@ from qdqtune.calibration import scales
 from qdqtune.calibration.observe import observe
 from qdqtune.calibration.scales import NUMPY_TYPE, Quantization
 from qdqtune.graph.model import Model
-from qdqtune.measurement.sensitivity import sensitivities
+from qdqtune.numerics.sensitivity import sensitivities
 from qdqtune.types import Edge, Failure, Placement, Sample, sqnr_of
 
 WORST = 10

@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 from qdqtune.engines.devices import ANYWHERE, Device, leased, pinned
-from qdqtune.graph import janitor
+from qdqtune.graph import cleanup as janitor
 from qdqtune.graph.interpreter import python
 from qdqtune.graph.outputs import WORKERS, Scratch
 from qdqtune.types import Failure

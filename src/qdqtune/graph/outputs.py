@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from qdqtune.errors import writing
-from qdqtune.graph import janitor
-from qdqtune.graph.janitor import MARK, locked, remove, remove_left
+from qdqtune.graph import cleanup as janitor
+from qdqtune.graph.cleanup import MARK, locked, remove, remove_left
 from qdqtune.graph.may_write import check_inside, real
 
 SCRATCH = ".qdqtune-"

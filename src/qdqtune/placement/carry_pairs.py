@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from qdqtune.graph.model import Node
 from qdqtune.graph.operators import AVERAGE_POOLS
 from qdqtune.placement import rules
+from qdqtune.placement.graph_queries import Scene, nodes_into
 from qdqtune.placement.keep_float import attention_results as results_of
 from qdqtune.placement.keep_float import follows_convolution, result
-from qdqtune.placement.scene import Scene, nodes_into
 from qdqtune.types import Edge
 
 INTEGER = frozenset({"Add", "Concat", "LeakyRelu", "Mul", "Sigmoid"})

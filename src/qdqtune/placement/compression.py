@@ -18,7 +18,7 @@ from onnx import TensorProto, helper
 from qdqtune.calibration import blocks
 from qdqtune.calibration.blocks import Stored
 from qdqtune.graph.model import LARGE, Constant, Model
-from qdqtune.placement.draft import Draft
+from qdqtune.placement.graph_builder import Draft
 from qdqtune.placement.possible import Weight, storable_edges, unstorable, weight_at
 from qdqtune.types import Array, Edge, Placement, Storage
 

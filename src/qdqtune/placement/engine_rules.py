@@ -14,8 +14,8 @@ from qdqtune.engines import TENSORRT_FAMILY
 from qdqtune.graph.model import Model
 from qdqtune.placement import carry_pairs as pairs
 from qdqtune.placement import keep_float as floats
+from qdqtune.placement.graph_queries import Scene
 from qdqtune.placement.possible import consistent
-from qdqtune.placement.scene import Scene
 from qdqtune.types import Edge, Placement, QuantType
 
 TENSORRT = TENSORRT_FAMILY | {"fake"}

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from qdqtune.graph.model import Model, Node
 from qdqtune.graph.operators import AVERAGE_POOLS, COMPUTE
 from qdqtune.placement.engine_rules import Placed
+from qdqtune.placement.graph_queries import Scene
 from qdqtune.placement.possible import compute_edges, consistent
-from qdqtune.placement.scene import Scene
 from qdqtune.types import Edge, Placement, QuantType
 
 JOINS = frozenset({"Add", "Mul", "Sub"})

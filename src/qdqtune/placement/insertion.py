@@ -17,10 +17,10 @@ import numpy as np
 from onnx import TensorProto, helper
 
 from qdqtune.calibration import scales
+from qdqtune.calibration.equalization import scaled
 from qdqtune.calibration.moments import Moments, no_moments
 from qdqtune.calibration.scales import Quantization, Range, Ranges
 from qdqtune.errors import BadModel
-from qdqtune.graph.equalization import scaled
 from qdqtune.graph.fields import field_of
 from qdqtune.graph.folding import names_in
 from qdqtune.graph.loading import with_opset
@@ -28,7 +28,7 @@ from qdqtune.graph.model import GRAPH, NODE, Constant, Made, Model, Node, rebuil
 from qdqtune.graph.operators import CLAMPS, COMPUTE
 from qdqtune.placement.bias_correction import layer_at
 from qdqtune.placement.compression import BLOCKS, Compressor
-from qdqtune.placement.draft import Draft, Fragment, Parameters, converter, with_names
+from qdqtune.placement.graph_builder import Draft, Fragment, Parameters, converter, with_names
 from qdqtune.placement.possible import clamp_bounds, refusal, unscaled, weight_role
 from qdqtune.placement.shared_scales import Member, common_ranges, joined_for_convolutions
 from qdqtune.types import Array, Edge, NumericFormat, Placement, QType

@@ -8,7 +8,7 @@ from math import prod
 from qdqtune.graph.float16 import HALF
 from qdqtune.graph.model import Node
 from qdqtune.graph.operators import ARITHMETIC, CLAMPS, COMPUTE, CONVOLUTIONS, NORMALIZATIONS
-from qdqtune.placement.scene import Attention, Scene, nodes_into
+from qdqtune.placement.graph_queries import Attention, Scene, nodes_into
 from qdqtune.types import Edge
 
 FLOAT_FUNCTIONS = frozenset({"Softmax", "LogSoftmax", "Erf", "Gelu"})

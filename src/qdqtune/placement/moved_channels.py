@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from qdqtune.graph.equalization import Factor, Site, factors, sites
+from qdqtune.calibration.equalization import Factor, Site, factors, sites
 from qdqtune.graph.model import Constant, Model
 from qdqtune.placement.reading import strip_pairs
 from qdqtune.types import Array

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from qdqtune.measurement.timing import Plan, judge
+from qdqtune.timing.ratios import Plan, judge
 from qdqtune.types import Measurement, Placement, Proposal, Trial
 
 

@@ -37,7 +37,6 @@ from itertools import chain
 from math import inf
 
 from qdqtune.graph.model import Model
-from qdqtune.measurement.timing import Plan, judge
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.costs.attribution import CONVERSION, Times, attribute, group_cost, inner_pairs, priced
 from qdqtune.search.costs.noise import RESERVE, Noise
@@ -57,6 +56,7 @@ from qdqtune.search.costs.units import (
     partition,
     split,
 )
+from qdqtune.timing.ratios import Plan, judge
 from qdqtune.types import Edge, Layer, Placement, Proposal, Trial
 
 CUT = "cut"

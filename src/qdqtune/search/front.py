@@ -15,13 +15,13 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from qdqtune.measurement.timing import Plan
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.costs.noise import Noise
 from qdqtune.search.costs.optimum import cut, decision_of, other
 from qdqtune.search.costs.prices import Costs
 from qdqtune.search.costs.units import Decision
 from qdqtune.search.cut import CutSearch
+from qdqtune.timing.ratios import Plan
 from qdqtune.types import EQUAL_DB, Placement, Proposal, Trial
 
 POINTS = 8

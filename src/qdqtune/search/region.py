@@ -17,7 +17,6 @@ import numpy as np
 
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import work
-from qdqtune.measurement.timing import Plan, judge
 from qdqtune.placement.possible import consistent
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.costs.noise import DOUBT, Noise
@@ -25,6 +24,7 @@ from qdqtune.search.costs.units import Ways
 from qdqtune.search.regions import patterns
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.search.regions.region import Point, Scheme
+from qdqtune.timing.ratios import Plan, judge
 from qdqtune.types import Edge, Placement, Proposal, Storage, Trial
 
 QUIETER = "within the limits"

@@ -14,7 +14,6 @@ from functools import cached_property
 from itertools import takewhile
 
 from qdqtune.graph.model import Model
-from qdqtune.measurement.timing import Plan
 from qdqtune.search import best_of
 from qdqtune.search.costs.attribution import Times, attribute, priced
 from qdqtune.search.costs.noise import RESERVE, Noise
@@ -23,6 +22,7 @@ from qdqtune.search.costs.profiles import Selection
 from qdqtune.search.costs.units import Partition
 from qdqtune.search.cut import CUT, CutSearch
 from qdqtune.search.region import QUIETER
+from qdqtune.timing.ratios import Plan
 from qdqtune.types import Edge, Layer, Placement, Proposal, Storage, Trial
 
 WORTH = 0.002

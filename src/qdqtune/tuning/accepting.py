@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from qdqtune.measurement.timing import Plan, Ratio, judge, overlap
+from qdqtune.timing.ratios import Plan, Ratio, judge, overlap
 from qdqtune.types import Trial
 
 ALIKE = 1.01

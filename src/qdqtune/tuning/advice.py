@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.cpu import cores as usable_cores
-from qdqtune.measurement.timing import Plan, Ratio, judge, overlap, speed
 from qdqtune.search import ratios_to_float
+from qdqtune.timing.ratios import Plan, Ratio, judge, overlap, speed
 from qdqtune.types import Trial
 
 WIDE = 1.5

@@ -12,8 +12,8 @@ from qdqtune.engines.build_queue import Urgency
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Runner, insist
 from qdqtune.errors import BaselineFailed
-from qdqtune.measurement.accuracy import accuracy, is_finite
-from qdqtune.measurement.metric import evaluate
+from qdqtune.numerics.accuracy import accuracy, is_finite
+from qdqtune.numerics.metric import evaluate
 from qdqtune.tuning.candidates import Loaded
 from qdqtune.tuning.records import (
     LayersRecord,

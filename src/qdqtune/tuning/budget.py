@@ -12,9 +12,9 @@ from qdqtune.calibration.observe import outputs_on, passes
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.reading import TooSlow
 from qdqtune.calibration.samples import Samples
-from qdqtune.measurement.fitting import inferences
-from qdqtune.measurement.timing import BUILD_LOOKS, PAIRS
+from qdqtune.numerics.fitting import inferences
 from qdqtune.search.front import POINTS
+from qdqtune.timing.ratios import BUILD_LOOKS, PAIRS
 from qdqtune.tuning.bench import Bench
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.settings import Settings

@@ -19,9 +19,7 @@ from qdqtune.engines import threads_of
 from qdqtune.engines.runner import Handle
 from qdqtune.errors import writing
 from qdqtune.graph.files import data_of
-from qdqtune.measurement.accuracy import accuracy, is_finite
-from qdqtune.measurement.pairing import as_many_pairs_as_needed
-from qdqtune.measurement.timing import PAIRS, Ratio, on_these_builds, ratio
+from qdqtune.numerics.accuracy import accuracy, is_finite
 from qdqtune.search import best_of, ratios_to_float
 from qdqtune.search.front import (
     APART,
@@ -37,6 +35,8 @@ from qdqtune.search.front import (
     is_beyond,
     undominated,
 )
+from qdqtune.timing.pairing import as_many_pairs_as_needed
+from qdqtune.timing.ratios import PAIRS, Ratio, on_these_builds, ratio
 from qdqtune.tuning.budget import builds_of
 from qdqtune.tuning.folder import FRONT
 from qdqtune.tuning.meeting import LOOKS, Opponents, confirmed

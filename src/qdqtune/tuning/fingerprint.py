@@ -11,7 +11,7 @@ import msgspec
 
 from qdqtune.calibration.workloads import told
 from qdqtune.errors import reading
-from qdqtune.measurement.timing import Plan
+from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.subject import Subject
 from qdqtune.types import NumericFormat

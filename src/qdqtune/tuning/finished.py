@@ -15,9 +15,9 @@ import msgspec
 from qdqtune.calibration.prepare import Data
 from qdqtune.calibration.samples import digest_of
 from qdqtune.errors import BadState, InputError
-from qdqtune.measurement.limits import Limits, wins
-from qdqtune.measurement.timing import MOST_PAIRS, PAIRS, Plan
 from qdqtune.placement.files import read_placement_file
+from qdqtune.timing.limits import Limits, wins
+from qdqtune.timing.ratios import MOST_PAIRS, PAIRS, Plan
 from qdqtune.tuning.bench import trial_of
 from qdqtune.tuning.fingerprint import Fingerprint
 from qdqtune.tuning.folder import FRONT, PLACEMENT, RUN

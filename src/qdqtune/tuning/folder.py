@@ -16,8 +16,8 @@ from typing import IO, Self
 from qdqtune.calibration.samples import files_named
 from qdqtune.engines.tensorrt.options import timing_cache
 from qdqtune.errors import BadOption, BadState, parsed_json, writing
+from qdqtune.graph.cleanup import remove_left
 from qdqtune.graph.files import CONSTANTS, data_of
-from qdqtune.graph.janitor import remove_left
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.may_write import (
     HEAD,

@@ -16,10 +16,10 @@ from qdqtune.graph.files import data_of
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.outputs import appearing, write_json
 from qdqtune.graph.stamps import content
-from qdqtune.measurement.timing import PAIRS, Ratio
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import best_of
 from qdqtune.search.front import ENOUGH, FrontSearch, Point, Spot, named
+from qdqtune.timing.ratios import PAIRS, Ratio
 from qdqtune.tuning.accepting import is_alike
 from qdqtune.tuning.candidacy import Candidacy, Entry, move_model
 from qdqtune.tuning.folder import BASELINE, FINAL, FRONT, PLACEMENT, REPORT, SUMMARY, alone, check_names

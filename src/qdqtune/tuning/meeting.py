@@ -17,8 +17,8 @@ from qdqtune.errors import BaselineFailed
 from qdqtune.graph.files import nbytes
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.stamps import content
-from qdqtune.measurement.pairing import as_many_pairs_as_needed, fresh_pairs, rounds_of
-from qdqtune.measurement.timing import (
+from qdqtune.timing.pairing import as_many_pairs_as_needed, fresh_pairs, rounds_of
+from qdqtune.timing.ratios import (
     BUILD_LOOKS,
     PAIRS,
     USUAL,

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from qdqtune.calibration.blocks import store
+from qdqtune.calibration.equalization import scaled
 from qdqtune.calibration.moments import Awaited
 from qdqtune.calibration.scales import Quantization, Ranges
 from qdqtune.engines.cpu import cores
-from qdqtune.graph.equalization import scaled
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.model import Model
-from qdqtune.measurement.sensitivity import StoredWeight, quantization, sensitivities, stored_weights
+from qdqtune.numerics.sensitivity import StoredWeight, quantization, sensitivities, stored_weights
 from qdqtune.placement.possible import weight_at
 from qdqtune.search.costs.noise import Noise
 from qdqtune.tuning.observer import SEARCHING

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from qdqtune.errors import Cancelled
-from qdqtune.measurement.timing import Ratio
+from qdqtune.timing.ratios import Ratio
 from qdqtune.types import Deaf, Listener, Placement, Trial
 
 SEARCHING = "searching"

@@ -14,7 +14,7 @@ from qdqtune.calibration.options import CacheOption, DataOptions, FixOption, Rew
 from qdqtune.engines.options import WorkerOptions
 from qdqtune.graph.float16 import Precision
 from qdqtune.graph.loading import files_of
-from qdqtune.measurement.accuracy import MOST_EQUAL
+from qdqtune.numerics.accuracy import MOST_EQUAL
 from qdqtune.options import (
     FILE,
     NAMES,

@@ -18,9 +18,9 @@ from qdqtune.errors import BaselineFailed, writing
 from qdqtune.graph.files import data_of
 from qdqtune.graph.loading import data_files, load
 from qdqtune.graph.outputs import appearing, exchange
-from qdqtune.measurement.pairing import FRESH, begin_pairs
-from qdqtune.measurement.timing import Ratio
 from qdqtune.search import ratios_to_float
+from qdqtune.timing.pairing import FRESH, begin_pairs
+from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning import advice
 from qdqtune.tuning.folder import BASELINE, FINAL
 from qdqtune.tuning.meeting import Confirmed, confirm

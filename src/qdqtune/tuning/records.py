@@ -16,9 +16,9 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from qdqtune.calibration.scales import Ranges
-from qdqtune.measurement.timing import Ratio
 from qdqtune.search.costs.explanation import UnitPrice
 from qdqtune.search.costs.priors import Prices
+from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning.modes.mode import GroupOutcome
 from qdqtune.types import (
     TRANSIENT,

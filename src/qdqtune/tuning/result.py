@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from qdqtune.measurement.timing import Ratio
+from qdqtune.timing.ratios import Ratio
 from qdqtune.tuning.modes.mode import Recorded
 from qdqtune.tuning.records import Shipped
 from qdqtune.types import Placement, Trial

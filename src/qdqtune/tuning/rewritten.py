@@ -22,12 +22,12 @@ from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.float16 import HALF, load_for
 from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import REWRITES
-from qdqtune.measurement.accuracy import accuracy
-from qdqtune.measurement.pairing import rounds_of
-from qdqtune.measurement.timing import compare, ratio
+from qdqtune.numerics.accuracy import accuracy
 from qdqtune.placement import engine_rules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
+from qdqtune.timing.pairing import rounds_of
+from qdqtune.timing.ratios import compare, ratio
 from qdqtune.tuning.records import NO_REWRITES, Form, Found, Outcome, RewriteRecord, RewritesRecord, Tried
 from qdqtune.tuning.run import Ready
 from qdqtune.tuning.settings import Settings

@@ -20,12 +20,12 @@ from qdqtune.graph.files import ConstantFile, one_constant_file
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.outputs import Scratch, temporary_folder
 from qdqtune.graph.stamps import Stamps
-from qdqtune.measurement.limits import Limits
-from qdqtune.measurement.metric import Evaluation, load_evaluation
-from qdqtune.measurement.pairing import FRESH, begin_pairs
-from qdqtune.measurement.simulation import Simulation
+from qdqtune.numerics.metric import Evaluation, load_evaluation
+from qdqtune.numerics.simulation import Simulation
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search.costs.units import Ways
+from qdqtune.timing.limits import Limits
+from qdqtune.timing.pairing import FRESH, begin_pairs
 from qdqtune.tuning.bench import Bench
 from qdqtune.tuning.budget import FRONT_SHARE, PROOF_SHARE, Budget
 from qdqtune.tuning.candidates import Candidates

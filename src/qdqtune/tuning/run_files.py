@@ -9,7 +9,7 @@ import msgspec
 
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption, reading
-from qdqtune.measurement.timing import Plan, Verdict
+from qdqtune.timing.ratios import Plan, Verdict
 from qdqtune.tuning.folder import RUN, SUMMARY
 from qdqtune.tuning.modes.mode import GroupOutcome
 from qdqtune.tuning.records import Form, Shipped

@@ -15,11 +15,11 @@ from qdqtune.engines.runner import TIME_LIMIT
 from qdqtune.errors import BadOption
 from qdqtune.graph.float16 import Precision
 from qdqtune.graph.rewrites import allowed
-from qdqtune.measurement.accuracy import FLOOR_DB
-from qdqtune.measurement.limits import Limits
-from qdqtune.measurement.timing import Plan, least_rounds
+from qdqtune.numerics.accuracy import FLOOR_DB
 from qdqtune.options import Option
 from qdqtune.search.region import Config
+from qdqtune.timing.limits import Limits
+from qdqtune.timing.ratios import Plan, least_rounds
 from qdqtune.tuning.options import Mode, SearchOptions, precision_option
 from qdqtune.tuning.threads import counts_of
 

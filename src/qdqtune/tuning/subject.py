@@ -22,8 +22,8 @@ from qdqtune.graph.float16 import OPSET, Precision, converted, load_as, load_for
 from qdqtune.graph.loading import load, with_float_type
 from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import Rewrites, allowed
-from qdqtune.measurement.fitting import fitted
-from qdqtune.measurement.half_precision import in_half
+from qdqtune.numerics.fitting import fitted
+from qdqtune.numerics.half_precision import in_half
 from qdqtune.placement import engine_rules, rules
 from qdqtune.placement.possible import possible_edges
 from qdqtune.placement.reading import Reading, is_quantized, read_placement, strip_pairs

@@ -10,12 +10,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from qdqtune.measurement.timing import Plan
 from qdqtune.placement import files
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import ratios_to_float
 from qdqtune.search.front import Point, named, spread, undominated
 from qdqtune.search.regions import cache
+from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.folder import PLACEMENT, pattern_cache_of
 from qdqtune.tuning.proof import Proof, rows_by_workload, rows_of
 from qdqtune.tuning.run import Run

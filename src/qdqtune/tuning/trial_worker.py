@@ -17,11 +17,11 @@ import numpy as np
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import EngineFailure
-from qdqtune.measurement.accuracy import accuracy, is_finite
-from qdqtune.measurement.limits import Limits
-from qdqtune.measurement.metric import Evaluation
-from qdqtune.measurement.pairing import RoundsElsewhere, fresh_builds, rounds_of, shared_rounds
-from qdqtune.measurement.timing import Plan, Ratio, Rounds, compare, judge
+from qdqtune.numerics.accuracy import accuracy, is_finite
+from qdqtune.numerics.metric import Evaluation
+from qdqtune.timing.limits import Limits
+from qdqtune.timing.pairing import RoundsElsewhere, fresh_builds, rounds_of, shared_rounds
+from qdqtune.timing.ratios import Plan, Ratio, Rounds, compare, judge
 from qdqtune.tuning.candidates import Candidates, Loaded
 from qdqtune.types import Array, Failure, Measurement, Placement, Proposal, Sample, Trial
 

@@ -15,7 +15,7 @@ from qdqtune.engines.devices import LEASE_SECONDS, Device, allot
 from qdqtune.engines.process import WorkerProcess
 from qdqtune.engines.ray.file_transfer import Get, Receiver
 from qdqtune.errors import BadOption, EngineUnavailable, OutputError
-from qdqtune.graph import janitor
+from qdqtune.graph import cleanup as janitor
 from qdqtune.graph.outputs import temporary_folder
 from qdqtune.version import __version__
 

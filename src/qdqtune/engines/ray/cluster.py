@@ -22,7 +22,7 @@ from qdqtune.engines.process import LOOK_SECONDS, look
 from qdqtune.engines.ray.actor import Reply, WorkerActor, WorkerLocation
 from qdqtune.engines.ray.file_transfer import Sender
 from qdqtune.errors import BadOption, EngineUnavailable, QdqtuneError, one_line
-from qdqtune.graph import janitor
+from qdqtune.graph import cleanup as janitor
 from qdqtune.graph.outputs import TEMPORARY, Scratch
 from qdqtune.version import __version__
 

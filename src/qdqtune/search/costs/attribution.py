@@ -12,8 +12,8 @@ import numpy as np
 
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import is_float, work
-from qdqtune.measurement.timing import Plan
 from qdqtune.search import ratios_to_float
+from qdqtune.timing.ratios import Plan
 from qdqtune.types import Edge, Layer, Placement, Trial
 
 CONVERSION = re.compile(r"^(?P<tensor>.*)_(?P<op>Quantize|Dequantize)Linear(_\d+)?$")

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
-from qdqtune.measurement.timing import Plan, judge
 from qdqtune.placement.files import VERSION, read_yaml, write_yaml
 from qdqtune.search.regions.patterns import Pattern, scheme_of
 from qdqtune.search.regions.region import ChildInput, NodeInput, Point, RegionOutput, Scheme
+from qdqtune.timing.ratios import Plan, judge
 from qdqtune.types import Placement, Storage, Trial
 
 

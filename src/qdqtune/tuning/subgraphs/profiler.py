@@ -27,11 +27,11 @@ from qdqtune.errors import BadOption, InputError, writing
 from qdqtune.graph.files import CONSTANTS, ConstantFile
 from qdqtune.graph.model import Model
 from qdqtune.graph.outputs import appearing
-from qdqtune.measurement.pairing import rounds_of
-from qdqtune.measurement.timing import Plan, compare
 from qdqtune.placement.insertion import Inserter
 from qdqtune.search.costs.profiles import Answer, Profile, profile_of, schemes, signature
 from qdqtune.search.costs.units import Partition, Unit
+from qdqtune.timing.pairing import rounds_of
+from qdqtune.timing.ratios import Plan, compare
 from qdqtune.tuning.folder import LOGS, PARTS
 from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.records import Outcome, PartRecord, R, SchemeRecord

@@ -1,0 +1,127 @@
+"""Where the marks of a picture stand: pure arithmetic from values to shares of a width, in %."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from qdqtune.explanation.report_values import Bar, Candidate, Point, Speed, Strip
+from qdqtune.types import EQUAL_DB
+
+OUTSIDE = 0.02
+"""Share of the rounds on either side that may lie off the axis, and are drawn at its end."""
+
+FINE = 1000
+"""Units of width that a strip of dots is drawn in."""
+
+LANES = (5, 11, 2, 8, 13, 4, 10, 7)
+"""Heights in a strip at which dots stand by turns, so that they do not hide each other."""
+
+MOST_DOTS = 96
+"""Dots of one strip; more rounds are thinned out evenly."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A range of values over a width."""
+
+    low: float
+    high: float
+
+    def place(self, value: float) -> float:
+        """Where a value stands, in % of the width; at an end if it lies outside."""
+        share = (value - self.low) / (self.high - self.low)
+        return round(100 * min(max(share, 0.0), 1.0), 2)
+
+    def ticks(self, most: int = 6) -> tuple[float, ...]:
+        """Round values on the axis, at most so many."""
+        rough = (self.high - self.low) / most
+        power = 10 ** math.floor(math.log10(rough))
+        step = next(s * power for s in (1, 2, 2.5, 5, 10) if s * power >= rough * 0.999)
+        first = math.ceil(self.low / step - 1e-9)
+        return tuple(round(n * step, 10) for n in range(first, math.floor(self.high / step + 1e-9) + 1))
+
+
+def spanning(values: Iterable[float], pad: float = 0.06) -> Axis:
+    """An axis with room for all values."""
+    known = list(values)
+    low, high = min(known), max(known)
+    room = pad * (high - low) or 0.05 * abs(high) or 1.0
+    return Axis(low - room, high + room)
+
+
+def ends(speed: Speed) -> tuple[float, ...]:
+    """The median of a speed, and what is known of its interval."""
+    return tuple(v for v in (speed.low, speed.median, speed.high) if v is not None)
+
+
+def of_strips(strips: Sequence[Strip]) -> Axis:
+    """One axis for several comparisons, with 1 on it."""
+    values = [1.0]
+    for strip in strips:
+        values += [*ends(strip.speed), *np.quantile(strip.rounds, [OUTSIDE, 1 - OUTSIDE]).tolist()]
+    return spanning(values)
+
+
+def dots(strip: Strip, axis: Axis) -> str:
+    """The rounds as a path of strokes without length, in a box of FINE by 16: round ends make dots of them."""
+    chosen = np.linspace(0, len(strip.rounds) - 1, min(len(strip.rounds), MOST_DOTS)).round().astype(int)
+    places = (round(axis.place(strip.rounds[i]) * FINE / 100) for i in chosen)
+    return "".join(f"M{x} {LANES[i % len(LANES)]}h0" for i, x in enumerate(places))
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Speed to the right, output SQNR upwards. Places in % of the width and px of the height."""
+
+    x: Axis
+    y: Axis
+    height: int
+
+    def down(self, sqnr_db: float | None) -> float:
+        """How far below the upper edge a point stands."""
+        return round(self.height * (1 - self.y.place(self.loud(sqnr_db)) / 100), 1)
+
+    def loud(self, sqnr_db: float | None) -> float:
+        """Equal outputs stand at the top."""
+        return self.y.high if sqnr_db is None or sqnr_db >= EQUAL_DB else sqnr_db
+
+
+def scatter(points: Sequence[Point], floor_db: float | None, height: int = 260) -> Scatter:
+    """Axes with room for all points, for 1 and for what is asked for."""
+    x = spanning([1.0, *(v for p in points for v in ends(p.speed))], 0.08)
+    known = [p.sqnr_db for p in points if p.sqnr_db is not None and p.sqnr_db < EQUAL_DB]
+    known += [] if floor_db is None else [floor_db]
+    y = spanning(known or [0.0, 40.0], 0.15)
+    return Scatter(x, Axis(max(y.low, 0.0) if min(known or [0.0]) >= 0 else y.low, y.high), height)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A candidate in the course of the search: its place, and the best speed until then."""
+
+    x: float
+    y: float | None
+    best: float
+
+
+def course(candidates: Sequence[Candidate], height: int = 120) -> tuple[tuple[Step, ...], Axis]:
+    """The candidates in order, and the axis of speeds."""
+    speeds = [c.speed for c in candidates if c.speed is not None]
+    axis = spanning([1.0, *speeds], 0.12)
+    best, steps = 1.0, []
+    for number, candidate in enumerate(candidates):
+        if candidate.outcome == "accepted" and candidate.speed is not None:
+            best = candidate.speed
+        x = round(100 * (number + 0.5) / len(candidates), 2)
+        y = None if candidate.speed is None else round(height * (1 - axis.place(candidate.speed) / 100), 1)
+        steps.append(Step(x, y, round(height * (1 - axis.place(best) / 100), 1)))
+    return tuple(steps), axis
+
+
+def longest(bars: Sequence[Bar]) -> float:
+    """The ms of the longest of the bars, which fills the width."""
+    return max(max(bar.float_ms, (bar.tuned_ms or 0.0) + bar.conversion_ms) for bar in bars)

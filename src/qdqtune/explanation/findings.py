@@ -1,0 +1,220 @@
+"""What an engine did not fuse: pairs that run as kernels of their own, operators that stayed in float, reformats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal
+
+from qdqtune.calibration.observe import running
+from qdqtune.errors import InputError, parsed_json
+from qdqtune.explanation.reasons import UNKNOWN, Reason, Reasons, is_conversion, is_float, is_low, told
+from qdqtune.explanation.split_attention import Split, splits
+from qdqtune.graph.loading import load
+from qdqtune.graph.model import Model, Node
+from qdqtune.graph.operators import COMPUTE
+from qdqtune.numerics.accuracy import accuracy, is_finite
+from qdqtune.placement.files import read_placement_file
+from qdqtune.placement.reading import placement_in, stored_alone, strip_pairs
+from qdqtune.placement.stored import tables_of
+from qdqtune.tuning.folder import BASELINE
+from qdqtune.types import Accuracy, Failure, Layer, NumericFormat, Sample
+
+Symptom = Literal["standalone pair", "float compute", "split attention", "reformat", "boundary"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A layer that a better placement might do without, if it `fails`; else one to know about.
+
+    Kinds: "standalone pair", a Q or a DQ that runs as a kernel of its own; "float compute", an operator that runs in
+    float although its inputs carry pairs; "split attention", two products and a Softmax in several kernels where the
+    engine has one (it fails if any of them carries a pair); "reformat", a layer beside a quantized one that only moves
+    values (it fails if the other side is float); "boundary", a conversion that has to be there, since the model's own
+    inputs and outputs are float, or that the user allows. `nodes` are the ONNX nodes that it is about; `cause` is the
+    node that `reason` speaks of, which has several findings around it.
+    """
+
+    kind: Symptom
+    layer: str
+    nodes: tuple[str, ...]
+    time_ms: float | None
+    reason: str
+    cause: str = ""
+    fails: bool = True
+
+
+def check(
+    model: Model, layers: Sequence[Layer], numbers: NumericFormat | None = None, *, fuses_attention: bool = False
+) -> tuple[Finding, ...]:
+    """What is not fused in a Q/DQ model, in the order of the engine's layers.
+
+    `layers` name nodes of `model`; names that it has not are passed over. With `numbers`, the format that the engine
+    wants, pairs in another one are recognised as a reason. With `fuses_attention`, as the engines of the TensorRT
+    family do, attention in several kernels is a finding, and stands for those about its two products.
+    """
+    checker = _Checker(model, layers, Reasons(model, layers, numbers))
+    findings = [f for number in range(len(layers)) if (f := checker.finding(number)) is not None]
+    split = tuple(splits(model, layers)) if fuses_attention else ()
+    explained = {name for s in split for name in s.nodes}
+    kept = (f for f in findings if f.kind != "float compute" or not explained.issuperset(f.nodes))
+    return (*(_of_attention(s, layers) for s in split), *kept)
+
+
+def _of_attention(split: Split, layers: Sequence[Layer]) -> Finding:
+    own = [layer for layer in layers if not set(split.nodes).isdisjoint(layer.nodes)]
+    times = [layer.time_ms for layer in own if layer.time_ms is not None]
+    reason = f"attention around {split.softmax} runs in {len(own)} kernels: {split.reason}"
+    spent = sum(times) if times else None
+    return Finding("split attention", own[0].name, split.nodes, spent, reason, split.scores, split.has_pairs)
+
+
+def allow(findings: Iterable[Finding], wildcards: Sequence[str]) -> tuple[Finding, ...]:
+    """The findings; those of which a node or the cause matches a wildcard have become boundaries."""
+
+    def is_meant(finding: Finding) -> bool:
+        names = (*finding.nodes, finding.cause)
+        return finding.fails and any(fnmatchcase(name, wildcard) for name in names for wildcard in wildcards)
+
+    return tuple(
+        replace(f, kind="boundary", reason=f"allowed: {f.reason}", fails=False) if is_meant(f) else f for f in findings
+    )
+
+
+def excuse(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """The findings of a placement that was measured: what they cost is paid for elsewhere, so that none fails."""
+    return tuple(replace(finding, fails=False) for finding in findings)
+
+
+class _Checker:
+    def __init__(self, model: Model, layers: Sequence[Layer], reasons: Reasons) -> None:
+        self._nodes = {node.name: node for node in model.nodes}
+        self._float_types = {name for name, info in model.tensors.items() if info.is_float}
+        self._layers = layers
+        self._reasons = reasons
+        self._stored = stored_alone(model)
+        self._tables = tuple(table.dq.name for table in tables_of(model)) or ("\0",)
+        self._computing = [number for number, layer in enumerate(layers) if layer.kind == "compute"]
+
+    def finding(self, number: int) -> Finding | None:
+        layer = self._layers[number]
+        if layer.name.startswith(self._tables):
+            return None
+        nodes = [self._nodes[name] for name in layer.nodes if name in self._nodes]
+        if layer.kind == "quantize" and (alone := [n for n in nodes if n.name in self._stored]):
+            reason = f"the engine does not draw weights of {self._stored[alone[0].name].name} into the product behind"
+            return Finding("standalone pair", layer.name, _names(alone), layer.time_ms, reason)
+        pairs = [node for node in nodes if is_conversion(node)]
+        others = [node for node in nodes if not is_conversion(node)]
+        if layer.kind in ("folded", "unknown"):
+            return None
+        if layer.kind == "quantize" or (pairs and not others and layer.kind != "copy"):
+            finding = self._conversion(number, pairs)
+            # A kernel that only computes a Q of the model's, but is no conversion: what is left of an operator before.
+            return None if layer.kind == "compute" and finding.fails else finding
+        if others:
+            return self._in_float(layer, others)
+        return self._inserted(number)
+
+    def _conversion(self, number: int, pairs: Sequence[Node]) -> Finding:
+        layer = self._layers[number]
+        reasons = [
+            self._reasons.of_quantize(n) if n.op == "QuantizeLinear" else self._reasons.of_dequantize(n) for n in pairs
+        ]
+        known = [r for r in reasons if r.text != UNKNOWN and not r.is_boundary]
+        if not known and (border := next((r for r in reasons if r.is_boundary), None)):
+            return Finding("boundary", layer.name, _names(pairs), layer.time_ms, border.text, fails=False)
+        if not pairs:
+            reason = f"the engine names no node for it, and may have added it: it runs {self._place(number)}"
+            return Finding("standalone pair", layer.name, (), layer.time_ms, reason)
+        first = known[0] if known else Reason(f"runs as a kernel of its own {UNKNOWN}")
+        return Finding("standalone pair", layer.name, _names(pairs), layer.time_ms, first.text, first.cause)
+
+    def _in_float(self, layer: Layer, others: Sequence[Node]) -> Finding | None:
+        """An operator, or one that only moves values, that a pair should have brought into 8 bits."""
+        if not is_float(layer.precision):
+            return None
+        meant = [n for n in others if self._is_meant_for_8_bits(n)]
+        if not meant:
+            return None
+        first = next((n for n in meant if n.op in COMPUTE), meant[0])
+        kind: Symptom = "float compute" if layer.kind == "compute" else "reformat"
+        reason = f"{told(first)} runs in float: {self._reasons.of_float(first)}"
+        return Finding(kind, layer.name, _names(meant), layer.time_ms, reason, first.name)
+
+    def _is_meant_for_8_bits(self, node: Node) -> bool:
+        """Whether a convolution or product has a pair, or another operator only pairs of which one runs in vain.
+
+        Elsewhere float arithmetic in a kernel that reads and writes 8 bits is no loss.
+        """
+        operands = self._reasons.operands(node)
+        if any(o.dq is not None and o.dq.name in self._stored for o in operands):
+            return False  # its weights alone are meant
+        paired = [operand.dq for operand in operands if operand.dq is not None]
+        if not paired or not any(output in self._float_types for output in node.outputs):
+            return False
+        if node.op in COMPUTE:
+            return True
+        return len(paired) == len(operands) and self._reasons.has_running_pair(node)
+
+    def _inserted(self, number: int) -> Finding | None:
+        """A layer that the engine added to move values, beside one that runs in 8 bits."""
+        layer = self._layers[number]
+        if layer.kind == "compute" or (layer.kind == "copy" and not layer.time_ms):
+            return None  # a copy that takes no time is none
+        around = self._neighbours(number)
+        beside = [neighbour for neighbour in around if neighbour is not None]
+        if not any(is_low(neighbour.precision) for neighbour in beside):
+            return None
+        reason = f"the engine changes layout or type {self._place(number)}"
+        if None in around:
+            return Finding("boundary", layer.name, (), layer.time_ms, reason, fails=False)
+        in_float = [neighbour for neighbour in beside if is_float(neighbour.precision)]
+        around_it = [self._nodes[name] for neighbour in in_float for name in neighbour.nodes if name in self._nodes]
+        cause = next((node.name for node in around_it if not is_conversion(node)), "")
+        return Finding("reformat", layer.name, (), layer.time_ms, reason, cause, bool(in_float))
+
+    def _neighbours(self, number: int) -> tuple[Layer | None, Layer | None]:
+        """The layers that compute before and after one, in the order in which the engine runs them."""
+        before = next((self._layers[i] for i in reversed(self._computing) if i < number), None)
+        return before, next((self._layers[i] for i in self._computing if i > number), None)
+
+    def _place(self, number: int) -> str:
+        before, behind = (None if n is None else f"{n.name} ({n.precision})" for n in self._neighbours(number))
+        if before and behind:
+            return f"between {before} and {behind}"
+        return f"behind {before}" if before else f"in front of {behind}"
+
+
+def _names(nodes: Iterable[Node]) -> tuple[str, ...]:
+    return tuple(node.name for node in nodes)
+
+
+def is_measured(file: Path, model: Model, engine: Mapping[str, str]) -> bool:
+    """Whether `model`, read from `file`, carries the pairs that a run has proven faster than none on this very engine.
+
+    `engine` is its description. An engine of another version, device or setting may fuse otherwise, and another
+    placement than the recorded one was not measured.
+    """
+    folder = file.parent
+    try:
+        summary = parsed_json((folder / "summary.json").read_text(encoding="utf-8"))
+        if summary["shipped"] != "tuned" or summary["engine"] != dict(engine):
+            return False
+        recorded = read_placement_file(folder / "placement.yaml").placement
+        return recorded == placement_in(load(folder / BASELINE), model)
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, InputError):  # no output folder of ours
+        return False
+
+
+def lost_by_pairs(model: Model, samples: Sequence[Sample]) -> Accuracy | None:
+    """What the pairs of a Q/DQ model do to its outputs on ONNX Runtime, which fuses none of them; None if it does not
+    run them. Weights that the file holds in 8 bits alone count as they are there.
+    """
+    with running(strip_pairs(model)) as as_float, running(model, fuse=False) as as_quantized:
+        reference, outputs = as_float(samples), as_quantized(samples)
+    if isinstance(reference, Failure) or isinstance(outputs, Failure):
+        return None
+    return accuracy(reference, outputs) if is_finite([*reference, *outputs]) else None

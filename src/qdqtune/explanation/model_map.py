@@ -1,0 +1,323 @@
+"""A model as a map: groups of nodes, who reads from whom, and blocks of groups where there are many of them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+
+from qdqtune.explanation.reasons import is_float, is_low
+from qdqtune.explanation.report_values import Block, Group, Map, Node
+from qdqtune.graph.model import Model
+from qdqtune.graph.operators import ASKS_SHAPE, QDQ, REARRANGES
+from qdqtune.search.costs.attribution import Spent
+from qdqtune.types import Edge, Layer, Placement
+
+MOST = 240
+"""As many cells as a screen shows at once; more groups than that form blocks."""
+
+FLAT = 60
+"""More groups than that form blocks where they repeat."""
+
+REPEATS = 3
+"""How often a sequence of groups comes at least that is a block which repeats."""
+
+VIEWS = REARRANGES - {"Transpose"}
+"""Operators that compute and move nothing: they stand with the group whose result they show in another shape."""
+
+USUAL = 80
+"""The most blocks that a level is divided into."""
+
+FEWEST = 4
+"""The fewest blocks that modules may form, and the fewest groups of one on average."""
+
+LEAST = 8
+"""Groups of a block where names tell of no modules: fewer are not worth a step down."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A build: where its pairs stood, the layers that the engine ran, and what each node took, where it told."""
+
+    placement: Placement
+    layers: Sequence[Layer] = ()
+    spent: Mapping[str, Spent] = field(default_factory=dict)
+
+    def own(self, nodes: Iterable[str]) -> float | None:
+        """What some nodes took without their conversions; None where nobody knows."""
+        return sum(self.spent[name].own for name in nodes) if self.spent else None
+
+    def conversions(self, nodes: Iterable[str]) -> float:
+        """What the conversions took that count with some nodes."""
+        return sum(self.spent[name].conversions for name in nodes) if self.spent else 0.0
+
+
+def flows(model: Model, groups: Sequence[Sequence[str]]) -> tuple[tuple[int, int], ...]:
+    """Who reads from whom, by number of group; nodes in none are passed over."""
+    owner = {name: number for number, group in enumerate(groups) for name in group}
+    found = set()
+    for node in model.nodes:
+        for tensor in (*node.inputs, *node.captures):
+            if (maker := model.maker(tensor)) is not None:
+                found.add((owner.get(maker.name), owner.get(node.name)))
+    return tuple(sorted((a, b) for a, b in found if a is not None and b is not None and a != b))
+
+
+def in_order(model: Model, groups: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
+    """The groups so that each comes behind those it reads from, else as in the file. In a circle, as in the file."""
+    told = sorted((tuple(g) for g in groups), key=lambda g: max(model.index_of[n] for n in g))
+    waits = [0] * len(told)
+    readers: list[list[int]] = [[] for _ in told]
+    for a, b in flows(model, told):
+        waits[b] += 1
+        readers[a].append(b)
+    ready = [number for number, count in enumerate(waits) if not count]
+    ordered: dict[int, None] = {}
+    while ready:
+        number = heappop(ready)
+        ordered[number] = None
+        for reader in readers[number]:
+            waits[reader] -= 1
+            if not waits[reader]:
+                heappush(ready, reader)
+    return [told[n] for n in ordered] + [group for n, group in enumerate(told) if n not in ordered]
+
+
+def blocks(
+    groups: Sequence[Sequence[str]], operators: Mapping[str, str], between: Sequence[tuple[int, int]]
+) -> tuple[Block, ...]:
+    """Blocks of consecutive groups, none where all groups fit a screen and nothing repeats. Borders lie where a
+    sequence of groups begins again, or modules, or where few values cross."""
+    if len(groups) <= FLAT:
+        return ()
+    crossing = [0] * (len(groups) + 1)
+    for a, b in between:
+        low, high = min(a, b), max(a, b)
+        crossing[low + 1] += 1
+        crossing[high + 1] -= 1
+    for border in range(1, len(crossing)):
+        crossing[border] += crossing[border - 1]
+    scopes = [scope(group[0]) for group in groups]
+    return _divided(groups, operators, crossing, scopes, 0, len(groups))
+
+
+def _divided(
+    groups: Sequence[Sequence[str]],
+    operators: Mapping[str, str],
+    crossing: Sequence[int],
+    scopes: Sequence[tuple[str, ...]],
+    first: int,
+    last: int,
+) -> tuple[Block, ...]:
+    count = last - first
+    if count <= FLAT:
+        return ()
+    begins, size = _repeated([group_label([operators[n] for n in g]) for g in groups[first:last]])
+    again = {first + begin: number for number, begin in enumerate(begins, 1)}
+    if count <= MOST and not again:
+        return ()
+    modules = [] if again else _by_module(scopes, first, last)
+    ends = {end for a in again for end in (a, a + size)} | {first}
+    borders = sorted(ends - {last}) if again else modules or _evenly(crossing, first, last)
+    names, made = _module_of_each([scopes[a : a + size] for a in again]), []
+    for a, b in pairwise([*borders, last]):
+        named = [operators[n] for g in groups[a:b] for n in g]
+        label = block_label(named, scopes[a:b], is_module=bool(modules or again))
+        if a in again:
+            label = names[again[a] - 1] if names else f"block {again[a]} of {len(again)}"
+        made.append(Block(label, a, b, _divided(groups, operators, crossing, scopes, a, b)))
+    return tuple(made)
+
+
+def _repeated(labels: Sequence[str]) -> tuple[list[int], int]:
+    """Where a sequence of groups begins that comes at least `REPEATS` times in a row and forms most of these groups,
+    and how long it is: of several the one that covers most, of these the shortest. Nothing where there is none, or
+    it comes more often than a screen shows."""
+    numbers = np.unique(labels, return_inverse=True)[1]
+    found, most = ([0], 1), len(labels) // 2
+    for period in range(1, min(len(labels) // REPEATS, MOST) + 1):
+        differ = np.flatnonzero(numbers[:-period] != numbers[period:])
+        ends = np.array([-1, *differ, len(numbers) - period])
+        longest = int(np.argmax(np.diff(ends)))
+        begin, times = int(ends[longest]) + 1, int(np.diff(ends)[longest] - 1) // period + 1
+        if times >= REPEATS and times * period > most:
+            found, most = ([begin + n * period for n in range(times)], period), times * period
+    return found if found[1] >= FEWEST and len(found[0]) <= USUAL else ([], 0)
+
+
+def _module_of_each(blocks: Sequence[Sequence[tuple[str, ...]]]) -> list[str]:
+    """A name for each of some blocks, given the modules of their groups: that which most groups of no other block are
+    in. Nothing where there is none."""
+    for depth in range(1, 1 + max((len(scope) for block in blocks for scope in block), default=0)):
+        found = [Counter(scope[:depth] for scope in block).most_common(1)[0][0] for block in blocks]
+        if len(set(found)) == len(blocks):
+            return [scope[-1] for scope in found]
+    return []
+
+
+def _by_module(scopes: Sequence[tuple[str, ...]], first: int, last: int) -> list[int]:
+    """Where modules begin, as deep as their number fits a screen; nothing where names tell of none."""
+    for depth in range(max(map(len, scopes[first:last])), 0, -1):
+        inner = [n for n in range(first + 1, last) if scopes[n - 1][:depth] != scopes[n][:depth]]
+        if FEWEST <= len(inner) + 1 <= min(USUAL, (last - first) / FEWEST):
+            return [first, *inner]
+    return []
+
+
+def _evenly(crossing: Sequence[int], first: int, last: int) -> list[int]:
+    """Borders at about equal distances, where few values cross."""
+    size = max((last - first) / USUAL, LEAST)
+    borders, slack = [first], max(1, int(size * 0.45))
+    for number in range(1, math.ceil((last - first) / size)):
+        ideal = first + round(number * size)
+        window = range(max(borders[-1] + 1, ideal - slack), min(last, ideal + slack + 1))
+        if window:
+            borders.append(min(window, key=lambda b: (crossing[b], abs(b - ideal))))
+    return borders
+
+
+def everywhere(model: Model) -> frozenset[Edge]:
+    """Every use of a float value by a node: where pairs might stand as far as the graph tells."""
+    uses = ((t, n.name, slot) for n in model.nodes for slot, t in enumerate(n.inputs) if t not in model.constants)
+    return frozenset(Edge(*use) for use in uses if (info := model.tensors.get(use[0])) is not None and info.is_float)
+
+
+def op_of(model: Model, name: str) -> str:
+    """The operator of a node."""
+    return model.node(name).op
+
+
+def scope(name: str) -> tuple[str, ...]:
+    """The modules that a name stands in: /encoder/layer.0/attention/MatMul is in encoder, layer.0, attention."""
+    return tuple(part for part in name.split("/") if part)[:-1]
+
+
+def shared(a: Sequence[str], b: Sequence[str]) -> int:
+    """How many modules two names have in common, from the outermost."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def block_label(operators: Sequence[str], scopes: Sequence[tuple[str, ...]], *, is_module: bool) -> str:
+    """The module that a block is, or from which module to which it goes, or else the operators that it has most of."""
+    depth = min(shared(scopes[0], other) for other in scopes)
+    ends = [scope[depth] for scope in (scopes[0], scopes[-1]) if len(scope) > depth]
+    if len(set(ends)) == 2 and not is_module:
+        return " – ".join(ends)
+    if common := scopes[0][:depth]:
+        return "/".join(common[-2:])
+    return " · ".join(op for op, _ in Counter(operators).most_common(2))
+
+
+def group_label(operators: Sequence[str]) -> str:
+    """Operators in order, each once: Conv + Relu. Pairs and views are named where there is nothing else."""
+    return " + ".join(dict.fromkeys(op for op in operators if op not in QDQ | VIEWS) or dict.fromkeys(operators))
+
+
+def _with_views(model: Model, groups: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
+    """The groups, those of views joined with the group that they show the result of."""
+    owner = {name: number for number, group in enumerate(groups) for name in group}
+    joined: dict[int, list[str]] = {number: [] for number in range(len(groups))}
+    home = list(range(len(groups)))
+    for number in sorted(joined, key=lambda n: model.index_of[groups[n][0]]):
+        nodes = [model.node(name) for name in groups[number]]
+        maker = model.maker(nodes[0].inputs[0]) if nodes[0].inputs else None
+        if maker is not None and maker.name in owner and all(node.op in VIEWS for node in nodes):
+            home[number] = home[owner[maker.name]]
+        joined[home[number]] += groups[number]
+    return [tuple(group) for group in joined.values() if group]
+
+
+def _of_shapes(model: Model) -> frozenset[str]:
+    """Nodes that compute with shapes and constants alone, and make no output: no value of an input reaches them."""
+    found, known = set[str](), set(model.constants)
+    for node in model.nodes:
+        read = [tensor for tensor in (*node.inputs, *node.captures) if tensor]
+        is_apart = node.op in ASKS_SHAPE or known.issuperset(read)
+        if is_apart and set(node.outputs).isdisjoint(model.outputs):
+            found.add(node.name)
+            known.update(node.outputs)
+    return frozenset(found)
+
+
+def alike(drawn: Map) -> list[list[int]]:
+    """The groups by number, those together that stand at one place of blocks that repeat."""
+    shapes = [tuple(g.label for g in drawn.groups[b.first : b.last]) for b in drawn.blocks]
+    times, place = Counter(shapes), dict[int, tuple[object, ...]]()
+    for block, shape in zip(drawn.blocks, shapes, strict=True):
+        if times[shape] >= REPEATS and len(shape) >= FEWEST:
+            place |= {n: (shape, n - block.first) for n in range(block.first, block.last)}
+    found: dict[object, list[int]] = {}
+    for number in range(len(drawn.groups)):
+        found.setdefault(place.get(number, number), []).append(number)
+    return list(found.values())
+
+
+def draw(
+    model: Model,
+    groups: Sequence[Sequence[str]],
+    folded: Collection[str],
+    before: Ran,
+    after: Ran | None,
+    error_db: Mapping[str, float],
+    whys: Mapping[str, str],
+    tuned: str = "tuned",
+    floats: str = "float",
+) -> Map:
+    """The map of a model whose nodes form `groups`; `error_db` by tensor, `whys` by name of node. `tuned` and `floats`
+    are what the two builds are called."""
+    of_shapes = _of_shapes(model)
+    shapes = [group for group in groups if of_shapes.issuperset(group)]
+    ordered = in_order(model, _with_views(model, [group for group in groups if not of_shapes.issuperset(group)]))
+    between = flows(model, ordered)
+    parts = blocks(ordered, {node.name: node.op for node in model.nodes}, between)
+    for apart in ([name for group in shapes for name in group], folded):
+        if apart:
+            ordered.append(tuple(sorted(apart, key=model.index_of.__getitem__)))
+    hidden: dict[str, Literal["shapes", "folded"]] = dict.fromkeys((n for g in shapes for n in g), "shapes")
+    hidden |= dict.fromkeys(folded, "folded")
+    quantized = _quantized(model, before, after)
+    numbers = {name: number for number, name in enumerate(n for group in ordered for n in group)}
+    nodes = tuple(Node(name, op_of(model, name), name in quantized, whys.get(name, "")) for name in numbers)
+    told = tuple(_group(model, g, numbers, hidden, before, after, quantized, error_db) for g in ordered)
+    return Map(nodes, told, between, parts, tuned, floats)
+
+
+def _group(
+    model: Model,
+    group: Sequence[str],
+    numbers: Mapping[str, int],
+    hidden: Mapping[str, Literal["shapes", "folded"]],
+    before: Ran,
+    after: Ran | None,
+    quantized: Collection[str],
+    error_db: Mapping[str, float],
+) -> Group:
+    operators = [op_of(model, name) for name in group]
+    eight = sum(name in quantized for name in group)
+    nodes = [model.node(n) for n in group]
+    written = [t for node in nodes for t in node.outputs if t in error_db]
+    return Group(
+        tuple(numbers[name] for name in group),
+        group_label(operators),
+        hidden.get(group[0]) or ("8 bit" if eight else "float"),
+        before.own(group),
+        None if after is None else after.own(group),
+        0.0 if after is None else after.conversions(group),
+        min((error_db[t] for t in written), default=None),
+    )
+
+
+def _quantized(model: Model, before: Ran, after: Ran | None) -> frozenset[str]:
+    """Nodes that run on 8 bits: pairs stand before them, and their layer, where the engine tells, is not in float. Of
+    a build by itself the layers alone tell."""
+    if after is None:
+        return frozenset(name for layer in before.layers if is_low(layer.precision) for name in layer.nodes)
+    fed = {e.node for e in after.placement if e.tensor not in model.constants}
+    told = {name: layer.precision for layer in after.layers for name in layer.nodes}
+    return frozenset(name for name in fed if not is_float(told.get(name, "")))

@@ -1,0 +1,154 @@
+"""A report as one HTML file: it asks for nothing, runs one script, and what comes from a model is text in it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from qdqtune.explanation import charts
+from qdqtune.explanation.report_values import Block, Map, Report
+from qdqtune.explanation.words import duration
+from qdqtune.graph.may_write import PAGE, mark
+from qdqtune.graph.outputs import appearing
+from qdqtune.types import EQUAL_DB
+from qdqtune.version import __version__
+
+PARTS = Path(__file__).parent / "page"
+"""The template, and what it takes in: the style and the script."""
+
+
+def write_report(report: Report, path: Path) -> None:
+    """Write a report, unless it is written already.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    page = render(report)
+    with suppress(OSError, UnicodeDecodeError):
+        if path.read_text(encoding="utf-8") == page:
+            return
+    with appearing(path) as fresh:
+        fresh.write_text(page, encoding="utf-8")
+
+
+def render(report: Report) -> str:
+    """The page of a report."""
+    style, script = (PARTS / "style.css").read_text(encoding="utf-8"), (PARTS / "map.js").read_text(encoding="utf-8")
+    return (
+        _environment()
+        .get_template("report.html.jinja")
+        .render(
+            report=report,
+            style=Markup(style),
+            script=Markup(script),
+            policy=Markup(policy(style, script)),
+            data=None if report.map is None else Markup(embedded(compact(report.map))),
+            charts=charts,
+            version=__version__,
+            generator=mark(PAGE),
+        )
+    )
+
+
+def policy(style: str, script: str) -> str:
+    """A Content-Security-Policy that allows this style and this script, and no request at all."""
+    allowed = {"style-src": style, "script-src": script}
+    rules = [f"{name} 'sha256-{_digest(text)}'" for name, text in allowed.items()]
+    return "; ".join(["default-src 'none'", *rules, "img-src data:", "base-uri 'none'", "form-action 'none'"])
+
+
+def compact(drawn: Map) -> dict[str, Any]:
+    """What the script reads of a map: rows without names, texts that repeat once."""
+    texts: dict[str, int] = {}
+
+    def number(text: str) -> int:
+        return texts.setdefault(spelled(text), len(texts))
+
+    nodes = [[spelled(n.name), number(n.op), int(n.quantized), number(n.why)] for n in drawn.nodes]
+    groups = [
+        [
+            g.nodes[0],
+            len(g.nodes),
+            number(g.label),
+            number(g.precision),
+            _short(g.float_ms),
+            _short(g.tuned_ms),
+            _short(g.conversion_ms),
+            None if g.error_db is None else round(min(g.error_db, EQUAL_DB), 1),
+            [number(note) for note in g.notes],
+        ]
+        for g in drawn.groups
+    ]
+    flows = [end for flow in drawn.flows for end in flow]
+    blocks = [_block(block) for block in drawn.blocks]
+    return {
+        "nodes": nodes,
+        "groups": groups,
+        "flows": flows,
+        "blocks": blocks,
+        "texts": list(texts),
+        "tuned": drawn.tuned,
+        "before": drawn.before,
+    }
+
+
+def _block(block: Block) -> list[object]:
+    return [spelled(block.label), block.first, block.last, [_block(inner) for inner in block.blocks]]
+
+
+def _short(ms: float | None) -> float | None:
+    """Four digits are more than a measurement has."""
+    return None if ms is None else float(f"{ms:.4g}")
+
+
+def embedded(value: Mapping[str, Any]) -> str:
+    """JSON that no HTML parser can mistake for its own: nothing in it ends a script, and all of it is ASCII."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def spelled(text: str) -> str:
+    """The text with what turns or hides other text spelled out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+@cache
+def _environment() -> Environment:
+    made = Environment(
+        loader=FileSystemLoader(PARTS),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: spelled(value) if type(value) is str else value,
+    )
+    made.filters |= {"ms": _ms, "times": _times, "db": _db, "duration": duration}
+    return made
+
+
+def _ms(value: float | None) -> str:
+    """A time with as many digits as it deserves."""
+    if value is None:
+        return ""
+    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.3f}"
+
+
+def _times(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}×"
+
+
+def _db(value: float | None) -> str:
+    return "equal" if value is None or value >= EQUAL_DB else f"{value:.1f}"

@@ -1,0 +1,366 @@
+"""A finished run as a report."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from qdqtune.errors import BadOption
+from qdqtune.explanation.again import measured_again
+from qdqtune.explanation.charts import longest
+from qdqtune.explanation.facts import Facts, facts_of
+from qdqtune.explanation.model_map import Ran, alike, draw, everywhere
+from qdqtune.explanation.report_values import Bar, Candidate, Fact, Group, Map, Point, Report, Speed, Strip, Verdict
+from qdqtune.explanation.values import ORIGINS, RULED
+from qdqtune.explanation.why import explain
+from qdqtune.explanation.words import built, decibels, duration, rewrites_gave, title
+from qdqtune.graph.operators import QDQ
+from qdqtune.placement.reading import count_pairs
+from qdqtune.search import ratios_to_float
+from qdqtune.search.costs.attribution import spent_by
+from qdqtune.search.front import undominated
+from qdqtune.timing.limits import outcome
+from qdqtune.timing.ratios import Ratio, judge, ratio
+from qdqtune.tuning.finished import FinishedRun, read_run
+from qdqtune.tuning.folder import BASELINE, FINAL, FRONT
+from qdqtune.tuning.run_files import RunLog
+from qdqtune.tuning.subgraphs.groups import by_rules, from_layers
+from qdqtune.types import EQUAL_DB, Failure, Measurement, Placement, Trial
+
+BARS = 24
+"""Rows of bars, the last one for all others aside."""
+
+TAIL = 36
+"""Characters of a node's name beside a bar."""
+
+
+def report_of_run(folder: Path) -> Report:
+    """What a finished run says.
+
+    Raises:
+        BadOption: the folder holds no finished run, or lacks its baseline.onnx.
+        BadState: its state file is damaged.
+    """
+    run = read_run(folder)
+    if not (folder / BASELINE).is_file():
+        raise BadOption(f"{folder} has lost {BASELINE}, which holds the graph: run the same tune command again")
+    facts = facts_of(run)
+    drawn = _map(run, facts)
+    return Report(
+        title=title(Path(run.summary["model"])),
+        kind="tune",
+        verdict=verdict(run),
+        facts=tuple(_facts(run)),
+        notes=() if run.log is None else run.log.notes,
+        bars=bars(drawn),
+        bars_lead=_bars_lead(drawn, run),
+        map=drawn,
+        points=tuple(_points(run)),
+        floor_db=run.summary["min_sqnr_db"],
+        proof=tuple(_proof(run)),
+        candidates=tuple(candidates(run, facts.trial)),
+        circumstances=tuple(_circumstances(run)),
+        commands=tuple(_commands(run)),
+    )
+
+
+def speed(measured: Ratio) -> Speed:
+    """Times as fast: the other way round than ratios of time."""
+    low, high = (None if end is None else 1 / end for end in (measured.high, measured.low))
+    return Speed(1 / measured.median, low, high)
+
+
+def strip(name: str, measurement: Measurement, measured: Ratio) -> Strip:
+    """The rounds of a comparison."""
+    rounds = tuple(a / b for a, b in zip(measurement.a, measurement.b, strict=True))
+    return Strip(name, rounds, speed(measured))
+
+
+def verdict(run: FinishedRun) -> Verdict:
+    """What came out, in a sentence."""
+    summary = run.summary
+    name = title(Path(summary["model"]))
+    if summary["shipped"] == "tuned":
+        found = speed(Ratio(summary["ratio"], summary["ratio_low"], summary["ratio_high"]))
+        saved = 1 - summary["ratio"]
+        meaning = f"Side by side an inference takes {saved:.0%} less time; over all rounds the medians are "
+        meaning += f"{summary['final_ms']:.4g} ms instead of {summary['baseline_ms']:.4g} ms. "
+        meaning += "Measured on the finished files, on fresh builds that the search never saw."
+        return Verdict(f"{name} runs {found.median:.2f} times as fast", meaning, True, found, "the float model")
+    kept = "your own file" if summary["shipped"] == "given" else "the float model"
+    if summary["constraint_met"] is False:
+        meaning = f"Faster candidates were found, but none keeps the outputs close enough. {FINAL} is {kept}."
+        return Verdict(f"Nothing faster is exact enough for {name}", meaning, False)
+    if not summary["trials"]:
+        return Verdict(f"Nothing was tried in {name}", f"No pair was tried in this run. {FINAL} is {kept}.", False)
+    meaning = f"No candidate proved faster than the float model beyond the noise of measuring. {FINAL} is {kept}."
+    return Verdict(f"Nothing faster was found for {name}", meaning, False)
+
+
+def _shown(run: FinishedRun, facts: Facts) -> tuple[Ran, str] | None:
+    """The build beside the float model's, and what it is called: what ships, or else the fastest candidate whose layers
+    are known."""
+    if facts.placement:
+        return Ran(facts.placement, facts.shipped_layers, facts.spent), "tuned" if run.final else "your Q/DQ file"
+    ratios = ratios_to_float(run.history, run.plan)
+    known = [t for t in run.history if t.layers and t.placement in ratios]
+    if not known:
+        return None
+    best = min(known, key=lambda t: (t.holds is False, ratios[t.placement]))
+    spent = spent_by(facts.model, best.placement, best.layers or (), ratios[best.placement] * facts.float_ms)
+    return Ran(best.placement, best.layers or (), spent), f"candidate {best.number}"
+
+
+def _map(run: FinishedRun, facts: Facts) -> Map:
+    model, layers = facts.model, facts.float_layers
+    grouped = from_layers(model, layers, "") if layers else by_rules(model, everywhere(model))
+    after, name = _shown(run, facts) or (None, "")
+    before = Ran(Placement(), layers, facts.float_spent)
+    error_db = {tensor: _db(noise) for tensor, noise in run.alone.items()}
+    whys = {row.node: row.reason for row in explain(facts)}
+    floats = "rewritten float" if _gave(run) else "float"
+    return draw(model, grouped.groups, frozenset(grouped.folded), before, after, error_db, whys, name, floats)
+
+
+def _gave(run: FinishedRun) -> bool:
+    """Whether rewrites have made another float model of the user's file, of which times are known."""
+    return "gave" in run.summary["rewrites"]
+
+
+def _db(noise: float) -> float:
+    """Signal to noise of a power of noise; what cannot be told from none has the most that can be told."""
+    return EQUAL_DB if noise <= 10 ** (-EQUAL_DB / 10) else -10 * math.log10(noise)
+
+
+def bars(drawn: Map) -> tuple[Bar, ...]:
+    """The groups that take the most time, those at one place of a block that repeats as one; and all the others."""
+    if not sum(g.float_ms or 0.0 for g in drawn.groups):
+        return ()
+    rows = [row for numbers in alike(drawn) if longest([row := _bar(drawn, numbers)])]
+    rows.sort(key=lambda row: -longest([row]))
+    if rest := rows[BARS:]:
+        tuned = None if rest[0].tuned_ms is None else sum(bar.tuned_ms or 0.0 for bar in rest)
+        floats, conversions = sum(bar.float_ms for bar in rest), sum(bar.conversion_ms for bar in rest)
+        rows[BARS:] = [Bar(f"the other {sum(bar.groups for bar in rest)} groups", "", None, floats, tuned, conversions)]
+    return tuple(rows)
+
+
+def _bar(drawn: Map, numbers: Sequence[int]) -> Bar:
+    groups = [drawn.groups[n] for n in numbers]
+    first, many = groups[0], f"{len(numbers)} times, the first: " * (len(numbers) > 1)
+    return Bar(
+        {"shapes": "computing shapes", "folded": "computed in advance"}.get(first.precision, first.label),
+        many + tail(foremost(drawn, first)),
+        numbers[0],
+        sum(g.float_ms or 0.0 for g in groups),
+        None if first.tuned_ms is None else sum(g.tuned_ms or 0.0 for g in groups),
+        sum(g.conversion_ms for g in groups),
+        first.precision == "8 bit",
+        len(groups),
+    )
+
+
+def foremost(drawn: Map, group: Group) -> str:
+    """The name of a group's first node that is not of a pair, or else of its first."""
+    nodes = [drawn.nodes[n] for n in group.nodes]
+    return next((node.name for node in nodes if node.op not in QDQ), nodes[0].name)
+
+
+def tail(name: str) -> str:
+    """The end of a node's name, which tells more than its beginning."""
+    return name if len(name) <= TAIL else "…" + name[1 - TAIL :]
+
+
+def _bars_lead(drawn: Map, run: FinishedRun) -> str:
+    spent = sum(g.conversion_ms for g in drawn.groups)
+    told = f"{drawn.before.capitalize()} {run.float_ms:.4g} ms"
+    if run.final:
+        told += f", tuned {run.here['final_ms']:.4g} ms"
+    threads = run.summary["engine"].get("threads")
+    at = f" at {_threads(threads)}" if threads else ""
+    told += f", as rounds have measured{at}, shared out over layers as the engine told of inferences that it profiled."
+    if not drawn.tuned:
+        return told
+    what = "the tuned model" if run.final else f"{drawn.tuned}, the fastest that was tried, which does not ship"
+    return f"{told} Conversions between 8 bits and float take {spent:.3g} ms of {what}."
+
+
+def _facts(run: FinishedRun) -> Iterator[Fact]:
+    summary = run.summary
+    by_threads = summary["by_threads"]
+    here = [row["threads"] for row in by_threads if row["baseline_ms"] == summary["baseline_ms"]]
+    at = f", {_threads(here[0])}" if here else ""
+    yield Fact("float", f"{summary['baseline_ms']:.4g} ms", f"median time of one inference of your file{at}")
+    if _gave(run):
+        told = "what rewrites made of your file, without any pair"
+        yield Fact("rewritten float", f"{run.float_ms:.4g} ms", told)
+    if summary["shipped"] == "tuned":
+        yield Fact("tuned", f"{summary['final_ms']:.4g} ms", f"median time of one inference{at}")
+        if len(by_threads) > 1:
+            for row in by_threads:
+                median = 1 / row["ratio"]
+                named = f"at {_threads(row['threads'])}"
+                times = f"{row['final_ms']:.4g} ms instead of {row['baseline_ms']:.4g} ms"
+                yield Fact(named, f"{median:.2f}×", f"as fast: {times}, {row['verdict']} on fresh builds there")
+        for workload in summary.get("workloads", []):
+            times = f"{workload['final_ms']:.4g} ms instead of {workload['baseline_ms']:.4g} ms"
+            which = f"{workload['name']}, {workload['share']:.0%} of the calls"
+            told = f"as fast: {times}, {workload['verdict']} on fresh builds"
+            yield Fact(which, f"{1 / workload['ratio']:.2f}×", told)
+        if (given := summary["ratio_to_given"]) is not None:
+            yield Fact("against your file", f"{1 / given:.2f}×", f"as fast as {title(Path(summary['model']))} as it is")
+        exact = summary["output_sqnr_db"]
+        hint = "signal over error at the outputs; 20 dB is an error of a tenth, 30 of a thirtieth"
+        yield Fact("output accuracy", "equal" if exact is None else f"{exact:.1f} dB", hint)
+        before, after = summary["metric_before"], summary["metric_after"]
+        if before is not None and after is not None:
+            yield Fact("your metric", f"{after:.4g}", f"float: {before:.4g}")
+        if "gave" in (rewrites := summary["rewrites"]):
+            gave, placed = rewrites_gave(summary)
+            told = "" if placed is None else f"; the placement gave {1 / placed:.2f}× on top"
+            yield Fact(
+                "rewrites gave", f"{1 / gave:.2f}×", f"as fast as your file: {', '.join(rewrites['names'])}{told}"
+            )
+        yield Fact("tensors in 8 bits", str(summary["pairs"]), "values that carry a Q/DQ pair")
+    elif (without := summary["fastest_without_limits"]) is not None:
+        ends = "equal outputs" if without["sqnr_db"] is None else decibels(without["sqnr_db"])
+        yield Fact("fastest without limits", f"{1 / without['ratio']:.2f}×", f"as fast as float, at {ends}")
+    yield Fact("candidates", str(summary["trials"]), f"builds: {built(summary)}, in {duration(summary['seconds'])}")
+
+
+def _threads(count: int | str) -> str:
+    return f"{count} thread{'s' * (str(count) != '1')}"
+
+
+def _points(run: FinishedRun) -> Iterator[Point]:
+    """Proven points of a front, and the candidates of the search."""
+    proven = run.summary.get("front", [])
+    for row in proven:
+        ends = speed(Ratio(row["ratio"], row["low"], row["high"]))
+        yield Point(f"{FRONT}/{row['name']}", ends, row["sqnr_db"], row["shipped"], True, row["holds_limits"])
+    ratios = ratios_to_float(run.history, run.plan)
+    best = {point.trial.placement for point in undominated(run.history, run.plan)}
+    last = {t.placement: t for t in run.history if t.placement in ratios and t.accuracy is not None}
+    for placement, trial in last.items():
+        is_final = placement == run.final
+        if is_final and proven:
+            continue
+        ends = Speed(1 / ratios[placement])
+        if is_final:
+            ends = speed(Ratio(run.summary["ratio"], run.summary["ratio_low"], run.summary["ratio_high"]))
+        name = f"candidate {trial.number}" + (", unbeaten" if placement in best else "")
+        yield Point(name, ends, trial.sqnr_db, is_final, is_final, trial.holds is not False)
+
+
+def _proof(run: FinishedRun) -> Iterator[Strip]:
+    for number, measured in enumerate(run.proof, 1):
+        yield strip(f"builds {number}", measured, ratio(measured, run.proof_plan))
+
+
+def candidates(run: FinishedRun, shipped: Trial | None) -> Iterator[Candidate]:
+    """The candidates in the order in which they were tried; `shipped` is that of what ships."""
+    ratios = ratios_to_float(run.history, run.plan)
+    rows = {} if run.log is None else {row.of: row.seconds for row in run.log.trials}
+    seconds = list(rows.values()) if len(rows) == len(run.history) else [None] * len(run.history)
+    for trial, when in zip(run.history, seconds, strict=True):
+        came = "accepted" if trial.accepted else outcome(trial, run.plan)
+        measured = judge(trial, run.plan)
+        shown = None
+        if isinstance(trial.result, Measurement) and measured is not None:
+            shown = strip(f"candidate {trial.number}", trial.result, measured)
+        found = ratios.get(trial.placement)
+        yield Candidate(
+            trial.number,
+            origin(trial),
+            came,
+            _of_shipped(trial) if trial is shipped else told(trial, run),
+            shown,
+            None if found is None or measured is None else 1 / found,
+            trial.sqnr_db,
+            count_pairs(trial.placement),
+            trial.builds,
+            when,
+            trial is shipped,
+        )
+
+
+def origin(trial: Trial) -> str:
+    """Where a candidate comes from, in words."""
+    name = trial.proposal.origin
+    return ORIGINS.get(name, f"the rule '{name}'" if name in RULED else name)
+
+
+def _of_shipped(trial: Trial) -> str:
+    how = "the best when it was tried" if trial.accepted else "whatever it was against the best of its time"
+    return f"this is {FINAL}: {how}, and proven on fresh builds against the float model"
+
+
+def told(trial: Trial, run: FinishedRun) -> str:
+    """Why a candidate was taken or not."""
+    measured = judge(trial, run.plan)
+    if measured is None:
+        failures = [part for part in (trial.result, trial.check) if isinstance(part, Failure)]
+        return f"the engine refused it: {failures[0].reason}" if failures[0].stage == "build" else failures[0].reason
+    if trial.accepted:
+        return "faster than the best before it beyond noise, and exact enough: the new best"
+    if trial.holds is False:
+        floor = run.summary["min_sqnr_db"]
+        limit = f", and {floor:g} dB are asked for" if floor is not None and trial.sqnr_db is not None else ""
+        exact = "" if trial.sqnr_db is None else f": {trial.sqnr_db:.1f} dB"
+        return f"its outputs are too far from the float model's{exact}{limit}"
+    words = {
+        "faster": "faster than the best before it, but another one of its batch was taken",
+        "slower": "slower than the best before it, beyond noise",
+        "undecided": "the interval holds 1: too close to the best before it to tell",
+    }
+    return words[measured.verdict]
+
+
+def _circumstances(run: FinishedRun) -> Iterator[Fact]:
+    summary, log = run.summary, run.log
+    engine = summary["engine"]
+    for name in ("engine", "version", "provider", "device", "driver", "isa", "threads"):
+        if engine.get(name):
+            yield Fact({"isa": "instruction sets"}.get(name, name), engine[name])
+    if log is not None:
+        yield Fact("cores", str(log.machine.cores))
+        loads = [f"{load:g}" for load in log.machine.load if load is not None]
+        if loads:
+            yield Fact("load, begin and end", " and ".join(loads), "processes that wanted the cores")
+        yield Fact("system", log.machine.system)
+        yield Fact("begun", log.begun.replace("T", " ").replace("+00:00", " UTC"))
+        if spent := _spent(log):
+            yield Fact("where the time of the run went", spent)
+    yield Fact("seed", str(summary["seed"]))
+    yield Fact("mode", summary["mode"])
+    if log is not None:
+        yield Fact("calibration", log.calibration)
+    if judging := summary["accuracy_samples"]:
+        held = "kept apart from calibration" if summary["accuracy_held_out"] else "which calibration saw as well"
+        yield Fact("outputs judged on", f"{judging} samples, {held}")
+    for name, version in summary["versions"].items():
+        yield Fact(name, version)
+
+
+def _spent(log: RunLog) -> str:
+    """Seconds by stage, those that took longest first."""
+    ends = [*(seconds for _, seconds in log.stages[1:]), log.seconds]
+    took: dict[str, float] = {}
+    for (text, begin), end in zip(log.stages, ends, strict=False):
+        took[text] = took.get(text, 0.0) + end - begin  # a stage may come twice
+    first = sorted(took.items(), key=lambda item: -item[1])[:4]
+    return ", ".join(f"{text} {duration(seconds)}" for text, seconds in first if seconds >= 1)
+
+
+def _commands(run: FinishedRun) -> Iterator[Fact]:
+    typed = () if run.log is None else run.log.command
+    if typed:
+        yield Fact("what was run", shlex.join(typed))
+        yield Fact(
+            "again from the beginning", shlex.join([*typed, *(["--restart"] if "--restart" not in typed else [])])
+        )
+    elif run.log is not None and run.log.settings:
+        yield Fact("settings", ", ".join(f"{name}={value!r}" for name, value in run.log.settings.items()))
+    yield measured_again(run)

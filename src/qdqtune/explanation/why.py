@@ -1,0 +1,388 @@
+"""Why each node of a tuned model runs as it does: what a finished run knows, weighed.
+
+Everything is said of the placement that shipped, wherever it came from. What nodes took are the run's `facts`; what the
+other decision would cost is foretold by prices, learned from all builds of the run, in every mode, as long as the
+engine tells layer times. Decisions are about units, the nodes that are quantized as a whole: the nodes of a unit share
+its times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import log10
+
+from onnx import TensorProto
+
+from qdqtune.explanation.facts import Facts
+from qdqtune.explanation.reasons import is_float, is_low
+from qdqtune.explanation.values import NOT_TAKEN, Explanation, Tally, Why, tally
+from qdqtune.graph.model import Node
+from qdqtune.placement.possible import refusal
+from qdqtune.search import ratios_to_float
+from qdqtune.search.costs.attribution import Spent
+from qdqtune.search.costs.optimum import decision_of, is_shown_by, margin, nearest, other, usual_ways
+from qdqtune.search.costs.units import Decision, Partition, Unit, partition, usual_groups
+from qdqtune.search.cut import CLOSE
+from qdqtune.timing.limits import outcome
+from qdqtune.timing.ratios import judge, speed
+from qdqtune.types import Failure, Layer, Placement, Storage, Trial
+
+FORETOLD = frozenset({"cut", "front", "polish"})
+"""Origins of candidates whose ratio prices have predicted."""
+
+
+def headline(facts: Facts) -> str:
+    """What shipped, and where it comes from: one sentence."""
+    if not facts.placement:
+        if facts.shipped == "tuned":
+            return "the float model ships with its rewrites, which are faster alone than with any pair that was tried"
+        if not facts.history:
+            return "the float model ships: nothing was tried"
+        return f"the float model ships: of {len(facts.history)} candidates none was proven faster within the limits"
+    trial, ratios = facts.trial, ratios_to_float(facts.history, facts.plan)
+    share = f", {speed(ratios[facts.placement])} as fast as float in the search" if trial else ""
+    text = f"what ships is {facts.origin}{share}"
+    if trial and trial.proposal.origin not in FORETOLD:
+        cuts = [t for t in facts.history if t.proposal.origin == "cut" and t.placement in ratios]
+        if cuts:
+            best = min(cuts, key=lambda t: ratios[t.placement])
+            came = NOT_TAKEN[outcome(best, facts.plan)]
+            text += f"; the best cut of the prices was {speed(ratios[best.placement])} as fast, {came}"
+    return text
+
+
+def explain(facts: Facts) -> tuple[Explanation, ...]:
+    """A row for every node, in graph order."""
+    return tallied(facts)[0]
+
+
+def tallied(facts: Facts) -> tuple[tuple[Explanation, ...], tuple[Tally, ...]]:
+    """A row for every node, in graph order, and these by reason."""
+    reasons = _Reasons(facts)
+    of_unit = {unit.number: reasons.of_unit(unit) for unit in reasons.parts.units}
+    owner = reasons.parts.owner
+    rows = tuple(reasons.of_node(node, of_unit[owner[node.name]]) for node in facts.model.nodes)
+    return rows, tally(rows, reasons.together)
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What is said of a unit as a whole."""
+
+    unit: tuple[str, ...]
+    quantized: bool
+    why: Why
+    reason: str
+    ms: float | None
+    float_ms: float | None
+    margin_ms: float | None = None
+    measured: bool = False
+    unknown: str = ""
+    storage: str = ""
+    otherwise: str = "8 bits"
+
+
+class _Reasons:
+    """The facts, with what is asked of them for every unit computed once."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+        self._costs = facts.costs
+        self.parts: Partition = (
+            self._costs.partition
+            if self._costs
+            else partition(facts.model, facts.possible, usual_groups(facts.model, facts.possible))
+        )
+        self._decision = self._decided(facts.placement)
+        self._others = tuple(self._flips())
+
+    def _decided(self, placement: Placement) -> Decision:
+        return decision_of(self._costs, placement) if self._costs else nearest(self.parts, placement)
+
+    def _layers(self, unit: Unit) -> list[Layer]:
+        """What computes the nodes of a unit in the shipped build."""
+        names = (self.parts.model.nodes[n].name for n in unit.nodes)
+        known = (self._facts.layers.get(name) for name in names)
+        return [layer for layer in known if layer is not None and layer.kind == "compute"]
+
+    def _flips(self) -> Iterator[tuple[Trial, frozenset[int], frozenset[int]]]:
+        """The candidates, with the units that each runs in 8 bits and those that its opponent does."""
+        known = {p: self._decided(p).quantized for t in self._facts.history for p in (t.placement, t.against)}
+        for trial in self._facts.history:
+            yield trial, known[trial.placement], known[trial.against]
+
+    def together(self, rows: Sequence[Explanation]) -> float | None:
+        """What units take more, in ms, if all of them are decided otherwise: conversions between two of them go."""
+        costs, decision = self._costs, self._decision
+        if costs is None:
+            return None
+        numbers = {row.unit: self.parts.owner[row.unit[0]] for row in rows}
+        stored = {numbers[row.unit] for row in rows if decision.way.get(numbers[row.unit]) and not row.quantized}
+        in_part = {row.unit for row in rows if row.quantized and numbers[row.unit] not in decision.quantized}
+        turned = [n for unit, n in numbers.items() if n not in stored and unit not in in_part]
+        plain = replace(decision, ways=frozenset(pair for pair in decision.ways if pair[0] not in stored))
+        flipped = other(self.parts, plain, turned, usual_ways(costs, turned))
+        alone = sum(row.margin_ms or 0.0 for row in rows if row.unit in in_part)
+        return costs.total(flipped) - costs.total(decision) + alone
+
+    # ---- nodes
+
+    def of_node(self, node: Node, verdict: _Verdict) -> Explanation:
+        """The verdict on its unit, but for what the engine made of this very node."""
+        row = Explanation(
+            node.name,
+            node.op,
+            verdict.unit,
+            verdict.quantized,
+            self._precision(node, verdict),
+            verdict.why,
+            verdict.reason,
+            verdict.ms,
+            verdict.float_ms,
+            verdict.margin_ms,
+            verdict.measured,
+            verdict.unknown,
+            verdict.storage if any(e.node == node.name for e in self._facts.placement.storages) else "",
+            verdict.otherwise,
+        )
+        if verdict.quantized and (why := self._facts.in_float.get(node.name)):
+            return replace(row, why="no kernel", reason="; ".join([why, *_told(verdict, "with the pairs it")]))
+        layer = self._facts.layers.get(node.name)
+        if layer is not None and layer.kind == "folded":
+            return replace(row, why="no time", reason="the engine computes it in advance")
+        return row
+
+    def _precision(self, node: Node, verdict: _Verdict) -> str:
+        layer = self._facts.layers.get(node.name)
+        if layer is not None and layer.kind == "compute" and layer.precision:
+            return layer.precision.lower()
+        if verdict.quantized:
+            return self._facts.quant_type
+        infos = (self._facts.model.tensors.get(t) for t in (*node.outputs, *node.inputs) if t)
+        dtype = next((info.dtype for info in infos if info is not None), TensorProto.FLOAT)
+        name: str = TensorProto.DataType.Name(dtype).lower()
+        return {"float": "fp32", "float16": "fp16"}.get(name, name)
+
+    # ---- units
+
+    def of_unit(self, unit: Unit) -> _Verdict:
+        """Why a unit runs as it does: what makes the other decision impossible, then what decided."""
+        names = tuple(self.parts.model.nodes[n].name for n in unit.nodes)
+        quantized = unit.number in self._decision.quantized
+        costs = self._costs
+        verdict = _Verdict(
+            names, quantized, "close", "", _sum(names, self._facts.spent), _sum(names, self._facts.float_spent)
+        )
+        if costs is None or verdict.ms is None:
+            verdict = replace(verdict, unknown=_UNTIMED)
+        if (way := self._decision.way.get(unit.number)) is not None and not quantized:
+            return self._stored(unit, way, verdict)
+        if not unit.inputs:
+            return self._barred(unit, verdict)
+        if costs is None:
+            return self._by_trials(unit, replace(verdict, why="untried"))
+        more, is_shown = margin(costs, self._decision, unit), is_shown_by(costs, self._decision, unit)
+        verdict = replace(verdict, margin_ms=more, measured=is_shown)
+        if quantized:
+            usual = costs.way(unit.number)[1]
+            otherwise = "float" if usual is None else f"float with weights stored as {usual.name}"
+            return self._in_8_bits(unit, replace(verdict, otherwise=otherwise))
+        if any(is_low(layer.precision) for layer in self._layers(unit)):
+            return self._in_part(verdict)
+        return self._in_float(unit, verdict)
+
+    def _stored(self, unit: Unit, way: Storage, verdict: _Verdict) -> _Verdict:
+        """Of a unit that runs in float, and has its weights in fewer bits."""
+        told = f"its weights alone are stored in {way.bits} bits ({way.name})"
+        verdict = replace(verdict, why="placement", quantized=False, storage=way.name, otherwise="float weights")
+        if verdict.ms is None or verdict.float_ms is None:
+            return replace(verdict, reason=f"{told}, as part of {self._facts.origin}")
+        verdict = replace(verdict, margin_ms=verdict.float_ms - verdict.ms, measured=True)
+        return self._weighed(verdict, "; ".join([told, *_told(verdict, "it")]))
+
+    def _barred(self, unit: Unit, verdict: _Verdict) -> _Verdict:
+        """Why there is nothing to decide about a unit: no activation that it reads can carry a pair."""
+        facts, nodes = self._facts, [self.parts.model.nodes[n] for n in unit.nodes]
+        names = {n.name for n in nodes}
+        if any(e.node in names and e not in facts.possible for e in facts.able):
+            told = "your list of nodes (--node-filter-list) leaves it in float"
+            return replace(verdict, quantized=False, why="excluded", reason=told, unknown=told)
+        if any(e in facts.placement for e in unit.weights):
+            told = f"only its constant carries a pair, as part of {facts.origin}"
+            return replace(verdict, quantized=True, why="placement", reason=told, unknown=told)
+        told = self._refused(nodes, unit)
+        return replace(verdict, why="unsupported", reason=told, unknown=f"no pair can stand there, {told}")
+
+    def _refused(self, nodes: Sequence[Node], unit: Unit) -> str:
+        facts = self._facts
+        made = {t for n in nodes for t in n.outputs}
+        entering = [(n, slot, t) for n in nodes for slot, t in enumerate(n.inputs) if t and t not in made]
+        data = [each for each in entering if each[2] not in facts.model.constants]
+        for node, slot, tensor in data:
+            if why := refusal(facts.model, tensor, node.index, slot):
+                besides = "; a pair on its constant alone brings nothing" if unit.weights else ""
+                return f"on its input {tensor}: {why}{besides}"
+        if data:
+            return f"on its input {data[0][2]}: the range of its values is unknown"
+        return "for it reads no tensor but constants"
+
+    def _in_8_bits(self, unit: Unit, verdict: _Verdict) -> _Verdict:
+        if self._is_free(unit, verdict):
+            return replace(verdict, why="no time", reason="it takes no time either way, and follows its neighbours")
+        return self._weighed(verdict, "; ".join(_told(verdict, "in 8 bits it")))
+
+    def _in_part(self, verdict: _Verdict) -> _Verdict:
+        """Of a unit that the prices count as float: pairs on some inputs, with which a node of it runs in 8 bits."""
+        assert verdict.ms is not None
+        assert verdict.float_ms is not None
+        more = verdict.float_ms - verdict.ms
+        verdict = replace(verdict, quantized=True, margin_ms=more, measured=True, otherwise="float")
+        return self._weighed(verdict, "; ".join(["it carries pairs in part", *_told(verdict, "it")]))
+
+    def _weighed(self, verdict: _Verdict, told: str) -> _Verdict:
+        """Whether prices or the placement as a whole speak for 8 bits."""
+        assert verdict.margin_ms is not None
+        if verdict.margin_ms > 0:
+            return replace(verdict, why="faster", reason=told)
+        whole = f"{told}; it is part of {self._facts.origin}, which was measured as a whole"
+        if self._is_close(verdict):
+            return replace(verdict, why="close", reason=f"{whole}, and the two hardly differ")
+        return replace(verdict, why="placement", reason=whole)
+
+    def _in_float(self, unit: Unit, verdict: _Verdict) -> _Verdict:
+        assert verdict.margin_ms is not None
+        told = "; ".join(_told(verdict, "in float it"))
+        if alone := self._facts.alone.get(verdict.unit[0]):
+            told += f"; alone: {alone.why}"
+        if self._is_free(unit, verdict):
+            return replace(verdict, why="no time", reason="it takes no time either way, and follows its neighbours")
+        if kernel := self._without_kernel(unit):
+            told = "; ".join([kernel, *_told(replace(verdict, margin_ms=None), "it")])
+            return replace(verdict, margin_ms=None, why="no kernel", reason=told, unknown=kernel)
+        if verdict.margin_ms > 0:
+            return replace(verdict, why="slower", reason=told)
+        if noise := self._damage(unit):
+            return replace(verdict, why="inaccurate", reason=f"{noise}; {told}")
+        tried = self._by_trials(unit, verdict)
+        if tried.why in ("failed", "inaccurate"):
+            return replace(tried, reason=f"{tried.reason}; {told}")
+        if self._is_close(verdict):
+            return replace(verdict, why="close", reason=f"{told}: too little to tell them apart")
+        if not self._facts.placement:
+            return replace(verdict, why="unproven" if self._facts.history else "untried", reason=told)
+        trial = self._facts.trial
+        if tried.why == "slower" or trial is None or trial.proposal.origin in FORETOLD:
+            return replace(tried, reason=f"{told}; {tried.reason}")
+        whole = f"this placement is {self._facts.origin}, which measured faster than what the prices led to"
+        return replace(verdict, why="placement", reason=f"{whole}; {told}")
+
+    def _is_free(self, unit: Unit, verdict: _Verdict) -> bool:
+        assert self._costs is not None
+        return self._costs.prices[unit.number].as_float == 0 and not verdict.ms and not verdict.margin_ms
+
+    def _is_close(self, verdict: _Verdict) -> bool:
+        """Whether the two ways differ by less than the search takes for a difference."""
+        assert verdict.margin_ms is not None
+        return abs(verdict.margin_ms) <= CLOSE * self._facts.float_ms / 2
+
+    def _without_kernel(self, unit: Unit) -> str:
+        """That builds had pairs around the unit, and in each of them the engine ran it in float all the same."""
+        names = {self.parts.model.nodes[n].name for n in unit.nodes}
+        ran = [
+            (trial.proposal.origin, layer)
+            for trial, quantized, _ in self._others
+            if unit.number in quantized
+            for layer in trial.layers or ()
+            if layer.kind == "compute" and not names.isdisjoint(layer.nodes)
+        ]
+        if not ran or not all(is_float(layer.precision) for _, layer in ran):
+            return ""
+        return f"with pairs around it (as in the candidate {ran[0][0]!r}) the engine still ran it in float"
+
+    def _damage(self, unit: Unit) -> str:
+        """That its rounding is foretold to take the outputs below the limit."""
+        noise, parts = self._facts.noise, self.parts
+        if noise is None or self._facts.limits.max_noise is None:
+            return ""
+        now, flipped = parts.placement(self._decision), parts.placement(other(parts, self._decision, [unit.number]))
+        before, fresh = ({noise.value(e.tensor) for e in p.edges} for p in (now, flipped))
+        alone = sum(noise.alone.get(value, 0.0) for value in fresh - before)
+        if not alone or self._foretold + alone <= self._allowed:
+            return ""
+        most = self._facts.limits.min_sqnr
+        scale = self._facts.limits.max_noise / self._allowed
+        return (
+            f"its rounding alone brings the outputs to {_db(alone * scale)}, with the rest of the placement to "
+            f"{_db((self._foretold + alone) * scale)}, and the limit is {most:g} dB"
+        )
+
+    @cached_property
+    def _foretold(self) -> float:
+        noise = self._facts.noise
+        return 0.0 if noise is None else noise.predicted(self.parts.placement(self._decision))
+
+    @cached_property
+    def _allowed(self) -> float:
+        noise = self._facts.noise
+        assert noise is not None
+        return noise.allowed(self._facts.history)
+
+    def _by_trials(self, unit: Unit, verdict: _Verdict) -> _Verdict:
+        """What candidates say that ran the unit otherwise than their opponent, the one with fewest changes first."""
+        facts = self._facts
+        if verdict.quantized and facts.trial is not None:
+            share = ratios_to_float(facts.history, facts.plan).get(facts.placement)
+            told = "" if share is None else f", which was {speed(share)} as fast as float"
+            return replace(verdict, why="faster", reason=f"part of {facts.origin}{told}")
+        if verdict.quantized:
+            return replace(verdict, why="placement", reason=f"part of {facts.origin}")
+        flips = [
+            (len(mine ^ theirs), trial.number, trial, unit.number in mine)
+            for trial, mine, theirs in self._others
+            if (unit.number in mine) != (unit.number in theirs)
+        ]
+        telling = [flip for flip in flips if flip[3] != (outcome(flip[2], facts.plan) == "faster")]
+        if not flips:
+            return replace(verdict, why="untried", reason="no candidate ran it in 8 bits within the builds of this run")
+        changed, _, trial, into_8_bits = min(telling or flips)
+        others = "" if changed == 1 else f" with {changed - 1} more unit{'s' if changed > 2 else ''}"
+        way = "in 8 bits" if into_8_bits else "in float again"
+        name = f"a candidate that ran it {way}{others} ({trial.proposal.origin!r})"
+        if isinstance(trial.result, Failure):
+            return replace(verdict, why="failed", reason=f"{name} failed: {trial.result.reason}")
+        said, ratio = outcome(trial, facts.plan), judge(trial, facts.plan)
+        if said == "inaccurate":
+            return replace(verdict, why="inaccurate", reason=f"{name} missed the limits on accuracy: {trial.accuracy}")
+        took = "" if ratio is None else f" was {speed(ratio.median)} as fast as its opponent"
+        if into_8_bits and said == "faster":
+            return replace(verdict, why="unproven", reason=f"{name}{took} and won, but did not ship")
+        words = "" if said != "undecided" else ": not clearly faster"
+        return replace(verdict, why="slower", reason=f"{name}{took}{words}")
+
+
+_UNTIMED = "the builds of this run have no layer times, so that single nodes have no price"
+
+
+def _sum(names: Sequence[str], spent: Mapping[str, Spent]) -> float | None:
+    """What some nodes took together, conversions included; None where nobody knows."""
+    return sum(sum(spent[name]) for name in names) if spent else None
+
+
+def _told(verdict: _Verdict, subject: str) -> Iterator[str]:
+    """What a unit took in what shipped and in the float model, and what the other decision would add."""
+    if verdict.ms is not None and verdict.float_ms is not None:
+        yield f"{subject} takes {_ms(verdict.ms)}, in the float model {_ms(verdict.float_ms)}"
+    if (margin_ms := verdict.margin_ms) is not None:
+        verb, more = ("cost", " more") if margin_ms >= 0 else ("save", "")
+        guess = "" if verdict.measured else " (a guess: no build ran it so)"
+        yield f"{verdict.otherwise} would {verb} {_ms(abs(margin_ms))}{more} with the conversions around it{guess}"
+
+
+def _ms(ms: float) -> str:
+    return f"{ms:.3g} ms"
+
+
+def _db(noise: float) -> str:
+    return f"{-10 * log10(noise):.1f} dB"

@@ -1,1 +1,0 @@
-"""Which of two models is faster, and whether one is accurate enough."""

@@ -1,0 +1,184 @@
+"""Equalization from samples: how far channels are to be scaled, and whether a placement gains by it.
+
+How far channels are scaled follows Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias
+Correction" (arXiv 1906.04721), for convolutions, and Xiao et al., "SmoothQuant" (arXiv 2211.10438), for products
+behind a LayerNormalization. Weights have a scale for each output channel, so scaling costs neither the producer nor a
+depthwise reader any precision; for these the activations' channels are made alike, and for all other readers
+
+    s_j = max|X_j| ^ 1/2 / max|W_j| ^ 1/2
+
+Where one channel's values set the range of all, values beyond those that calibration saw hardly ever come. Where all
+channels reach its ends, any of them may: so neither factors nor ranges may come from the samples that judge them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import onnx
+from onnx import helper
+
+from qdqtune.calibration.calibrate import calibrate
+from qdqtune.calibration.equalization import (
+    NORMALIZED_BY_CHANNEL,
+    Factor,
+    Site,
+    factors,
+    largest_weights,
+    scaled,
+    sites,
+)
+from qdqtune.calibration.observe import outputs_on, with_outputs
+from qdqtune.calibration.prepare import Prepared
+from qdqtune.calibration.scales import Ranges
+from qdqtune.graph.model import Model
+from qdqtune.numerics.judging import CannotJudgeError, Outcome, Steps, judging
+from qdqtune.types import Array, Listener, NumericFormat, Placement, Sample
+
+SAMPLES = 32
+"""Samples that judge, at most: either half those numbers that the other half has been asked for."""
+
+RUNS = 10
+"""Inferences that one of these takes at most."""
+
+BETTER_DB = 0.1
+"""What factors must gain to be kept."""
+
+
+def paying_factors(
+    prepared: Prepared,
+    numbers: NumericFormat,
+    placed: Callable[[Ranges], Placement],
+    most: int,
+    is_late: Callable[[], bool],
+    listener: Listener,
+) -> tuple[Factor, ...]:
+    """The factors by which the outputs of a placement come closer to the float model's, judged by `most` so many
+    samples. Layers behind normalizations are tried apart from those behind others. The `listener` hears how far it is.
+
+    Raises:
+        BadData: no sample.
+        BadModel: ONNX Runtime cannot run the model.
+    """
+    model, found = prepared.shaped, sites(prepared.shaped)
+    samples = prepared.calibration.spread(min(most, SAMPLES)) if found else []
+    if len(samples) < 2 or is_late():
+        return ()
+    trial = _Trial(model, numbers, placed, samples, Steps(listener, RUNS * len(samples)).took)
+    placement = placed(trial.ranges(0))
+    readers = ((site, [model.nodes[r] for r in site.readers]) for site in found)
+    used = [site for site, nodes in readers if any(node.into[0] in placement for node in nodes)]
+    behind = [model.nodes[site.producer].op in NORMALIZED_BY_CHANNEL for site in used]
+    kinds = [[s for s, is_behind in zip(used, behind, strict=True) if is_behind == kind] for kind in (True, False)]
+    try:
+        paying = [site for kind in kinds if kind and not is_late() and trial.gains(kind) for site in kind]
+    except CannotJudgeError:
+        return ()
+    return factors_on_samples(model, paying, prepared.calibration) if paying else ()
+
+
+class _Trial:
+    """Either half of some samples judges what the other half says."""
+
+    def __init__(
+        self, model: Model, numbers: NumericFormat, placed: Callable[[Ranges], Placement], samples: Sequence[Sample],
+        ran: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        self._model, self._numbers, self._placed, self._ran = model, numbers, placed, ran
+        halves = samples[::2], samples[1::2]
+        self._folds = (halves, halves[::-1])
+        self._ranges: dict[int, Ranges] = {}
+        self._plain: dict[int, Outcome] = {}
+
+    def ranges(self, fold: int) -> Ranges:
+        """All values that the model, as it is, takes on one half of the samples."""
+        if fold not in self._ranges:
+            self._ranges[fold] = self._calibrated(self._model, self._folds[fold][0])
+        return self._ranges[fold]
+
+    def gains(self, found: Sequence[Site]) -> bool:
+        """Whether equal channels at some sites gain: on either half, or it is luck."""
+        before, after = [], []
+        for number, (asked, judges) in enumerate(self._folds):
+            factors = factors_on_samples(self._model, found, asked)
+            if not factors:
+                return False
+            if number not in self._plain:
+                self._plain[number] = self._outcome(self._model, self.ranges(number), judges)
+            before.append(self._plain[number])
+            changed = scaled(self._model, factors)
+            after.append(self._outcome(changed, self._calibrated(changed, asked), judges))
+            if after[-1].db() <= before[-1].db():
+                return False
+        return _together(after).db() > _together(before).db() + BETTER_DB
+
+    def _calibrated(self, model: Model, samples: Sequence[Sample]) -> Ranges:
+        found = calibrate(model, samples, numbers=self._numbers)
+        self._ran(len(samples))
+        return found
+
+    def _outcome(self, model: Model, ranges: Ranges, judges: Sequence[Sample]) -> Outcome:
+        with judging(model, self._placed(ranges), self._numbers, ranges, judges, self._ran) as judge:
+            return judge.outcome(ranges)
+
+
+def _together(outcomes: Sequence[Outcome]) -> Outcome:
+    signal, noise = (np.concatenate([getattr(o, name) for o in outcomes]) for name in ("signal", "noise"))
+    return Outcome(signal, noise, outcomes[0].parts)
+
+
+SHARE = 0.5
+"""The exponent of max|X|: half of the difference between channels moves into the weights."""
+
+LARGEST_EXPONENT = 8
+"""Channels are scaled by 2^8 at most."""
+
+
+def factors_on_samples(model: Model, found: Sequence[Site], samples: Iterable[Sample]) -> tuple[Factor, ...]:
+    """The factors that make channels alike, as far as samples show them; none where they are already."""
+    largest = _largest_activations(model, found, samples)
+    moved = [(site, _exponents(model, site, largest[site.tensor])) for site in found]
+    return tuple(factor for site, by in moved if any(by) for factor in factors(model, site, by))
+
+
+def _exponents(model: Model, site: Site, activations: Array) -> list[int]:
+    """log2(s), rounded, less its median; 0 of channels that are always 0."""
+    weights = largest_weights(model, site)
+    with np.errstate(divide="ignore"):
+        logarithms = np.log2(activations)
+        wanted = SHARE * logarithms - (1 - SHARE) * np.log2(weights) if weights.any() else logarithms
+    known = np.isfinite(wanted)
+    if not known.any():
+        return [0] * site.channels
+    rounded = np.rint(np.where(known, wanted - np.median(wanted[known]), 0))
+    return [int(e) for e in np.clip(rounded, -LARGEST_EXPONENT, LARGEST_EXPONENT)]
+
+
+def _largest_activations(model: Model, found: Sequence[Site], samples: Iterable[Sample]) -> dict[str, Array]:
+    """max|X_j| of what readers take, over all samples, [channels] by the tensor of the site."""
+    read = {site.tensor: list(dict.fromkeys(model.nodes[r].inputs[0] for r in site.readers)) for site in found}
+    nodes: list[onnx.NodeProto] = []
+    shown: dict[str, str] = {}
+    for site in found:
+        for tensor in read[site.tensor]:
+            rank = len(model.tensors[tensor].shape or ())
+            axes = [i for i in range(rank) if i != site.axis]
+            shown[tensor] = f"__channels_{len(shown)}"
+            nodes += _magnitude_nodes(model, tensor, axes, shown[tensor])
+    largest: dict[str, Array] = {}
+    for outputs in outputs_on(with_outputs(model, nodes, shown.values()), samples) if shown else ():
+        for tensor, name in shown.items():
+            largest[tensor] = np.maximum(largest.get(tensor, 0.0), outputs[name].astype(np.float64))
+    return {tensor: np.max([largest[t] for t in tensors], axis=0) for tensor, tensors in read.items()}
+
+
+def _magnitude_nodes(model: Model, tensor: str, axes: Sequence[int], name: str) -> list[onnx.NodeProto]:
+    """Nodes that find the largest magnitudes along some axes."""
+    magnitude = helper.make_node("Abs", [tensor], [f"{name}_abs"], f"{name}_abs")
+    if model.opset < 18:
+        largest = helper.make_node("ReduceMax", [f"{name}_abs"], [name], name, axes=axes, keepdims=0)
+        return [magnitude, largest]
+    along = helper.make_node("Constant", [], [f"{name}_axes"], f"{name}_axes", value_ints=axes)
+    largest = helper.make_node("ReduceMax", [f"{name}_abs", f"{name}_axes"], [name], name, keepdims=0)
+    return [magnitude, along, largest]

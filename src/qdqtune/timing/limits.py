@@ -1,0 +1,97 @@
+"""The limits that a user sets on accuracy, and whether a candidate holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from qdqtune.timing.ratios import Plan, Verdict, judge
+from qdqtune.types import Accuracy, Failure, Placement, Trial, noise_of
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The least output SQNR in dB, how far the user's metric may fall below `before`, that of the float model, and the
+    least share of equal elements in outputs that hold integers. What is None sets no limit.
+    """
+
+    min_sqnr: float | None = None
+    max_drop: float | None = None
+    before: float | None = None
+    min_agreement: float | None = None
+
+    @property
+    def are_set(self) -> bool:
+        """Whether there is a limit at all."""
+        return any(limit is not None for limit in (self.min_sqnr, self.max_drop, self.min_agreement))
+
+    @property
+    def max_noise(self) -> float | None:
+        """The most noise power relative to the signal that the SQNR allows: 10^(-dB/10)."""
+        return None if self.min_sqnr is None else noise_of(self.min_sqnr)
+
+    def is_exact_enough(self, accuracy: Accuracy | None) -> bool:
+        """Whether outputs hold the limits on them; None stands for what failed and has none."""
+        if accuracy is None:
+            return True
+        ratio, equal = accuracy.sqnr_db, accuracy.agreement
+        is_clean = self.min_sqnr is None or ratio is None or ratio >= self.min_sqnr
+        return is_clean and (self.min_agreement is None or equal is None or equal >= self.min_agreement)
+
+    def is_good_enough(self, metric: float) -> bool:
+        """Whether the user's metric holds its limit."""
+        return self.max_drop is None or self.before is None or self.before - metric <= self.max_drop
+
+    def judged(
+        self, trial: Trial, rivals: Sequence[Trial], plan: Plan, metric: Callable[[Placement], float | Failure]
+    ) -> Trial:
+        """The trial with what it holds.
+
+        The user's metric takes time, so it is asked for only where the trial would be taken: if it won, faster than
+        any of the rivals that were measured against the same placement.
+        """
+        if not self.is_exact_enough(trial.accuracy):
+            return replace(trial, holds=False)
+        if self.max_drop is None:
+            return trial
+        ratio = judge(trial, plan)
+        best = min((f.median for r in rivals if wins(r, plan) and (f := judge(r, plan)) is not None), default=None)
+        if ratio is None or ratio.verdict != "faster" or (best is not None and best <= ratio.median):
+            return replace(trial, holds=None)
+        value = metric(trial.placement)
+        if isinstance(value, Failure):
+            return replace(trial, holds=False)
+        return replace(trial, metric=value, holds=self.is_good_enough(value))
+
+    def summary(self, history: Sequence[Trial], plan: Plan, after: float | Failure | None) -> dict[str, float | None]:
+        """The limits and what became of them, for the summary; `after` is the metric of the model that ships."""
+        unmet = not any(t.accepted for t in history) and is_unmet(history, plan)
+        return {
+            "min_sqnr_db": self.min_sqnr,
+            "min_agreement": self.min_agreement,
+            "max_drop": self.max_drop,
+            "metric_before": self.before,
+            "metric_after": None if isinstance(after, Failure) else after,
+            "constraint_met": not unmet if self.are_set else None,
+        }
+
+
+def wins(trial: Trial, plan: Plan) -> bool:
+    """Whether a judged trial may be taken: it is faster than the best so far, and holds the limits."""
+    ratio = judge(trial, plan)
+    return ratio is not None and ratio.verdict == "faster" and trial.holds is True
+
+
+def outcome(trial: Trial, plan: Plan) -> Verdict | Literal["failed", "inaccurate"]:
+    """What came of a judged trial, in one word: of what is slower, that alone."""
+    ratio = judge(trial, plan)
+    if ratio is None:
+        return "failed"
+    return "inaccurate" if trial.holds is False and ratio.verdict != "slower" else ratio.verdict
+
+
+def is_unmet(history: Sequence[Trial], plan: Plan) -> bool:
+    """Whether candidates were faster, but none of them holds the limits."""
+    faster = [t for t in history if (ratio := judge(t, plan)) is not None and ratio.verdict == "faster"]
+    return bool(faster) and not any(t.holds for t in faster)

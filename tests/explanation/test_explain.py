@@ -1,0 +1,253 @@
+"""What a finished run says of each node: true of what shipped, in every mode, with a number or the reason for none."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from conftest import Call
+from models import build, normal, ranges
+from qdqtune.cli.explain import by_reason
+from qdqtune.commands.explain import Explained, explain_run
+from qdqtune.engines import EngineSpec
+from qdqtune.errors import BadOption, BadState
+from qdqtune.explanation.facts import Facts, facts_of
+from qdqtune.explanation.values import Explanation
+from qdqtune.explanation.why import explain, headline, tallied
+from qdqtune.placement.files import Recorded, write_placement
+from qdqtune.placement.possible import possible_edges
+from qdqtune.search.cut import CutSearch
+from qdqtune.tuning.finished import read_run
+from qdqtune.tuning.loop import tune
+from qdqtune.tuning.result import Result
+from qdqtune.types import Edge, Layer, Measurement, Placement, Proposal, Storage, Trial
+from runs import hopeless, mixed, settings, write
+from runs import rows as lines
+from workers import in_process
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """The folder of a run in cut mode, and its result."""
+    model = write(mixed(), tmp_path_factory.mktemp("explained"))
+    with in_process():
+        return model.parent / "out", tune(settings(model, mode="cut", builds=8))
+
+
+def run(folder: Path, **changes: object) -> Explained:
+    with in_process():
+        tune(settings(write(mixed(), folder), **changes))
+    return explain_run(folder / "out")
+
+
+def by_name(explained: Explained) -> dict[str, Explanation]:
+    return {row.node: row for row in explained.rows}
+
+
+def test_prices_decide_and_are_told(tuned: tuple[Path, Result]) -> None:
+    explained = explain_run(tuned[0])
+    rows = by_name(explained)
+    assert list(rows) == [n.name for n in mixed().nodes]
+    assert "the cut of the prices" in explained.headline
+    assert {name for name, row in rows.items() if row.quantized} == {"first", "relu", "second", "skip"}
+    assert (rows["second"].why, rows["second"].precision) == ("faster", "int8")
+    assert (rows["third"].why, rows["third"].precision) == ("slower", "fp32")
+    assert rows["first"].unit == rows["relu"].unit == ("first", "relu")
+    assert all(row.margin_ms is not None and row.margin_ms > 0 for row in rows.values() if row.why != "no kernel")
+    assert all(row.margin_ms is None and row.unknown for row in rows.values() if row.why == "no kernel")
+    second = rows["second"]
+    assert f"{second.ms:.3g} ms" in second.reason
+    assert f"in the float model {second.float_ms:.3g} ms" in second.reason
+    assert rows["softmax"].why == "no kernel"
+
+
+def test_the_table_of_reasons_shortens_names(tuned: tuple[Path, Result]) -> None:
+    explained = explain_run(tuned[0])
+    long = replace(explained.tallies[0], example="model/" + "relu;" * 40 + "conv")
+    cells = by_reason(replace(explained, tallies=(long,))).columns[-1].cells
+    assert [str(cell) for cell in cells] == ["model/relu;relu;relu…relu;relu;relu;conv", ""]
+
+
+def test_a_rule_that_won_is_not_told_as_the_prices_decision(tuned: tuple[Path, Result], tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    shutil.copytree(tuned[0], folder)
+    compute = next(t.placement for t in tuned[1].history if t.proposal.origin == "compute")
+    write_placement(folder / "placement.yaml", Recorded(compute, "int8", "fake", {}), "model.onnx")
+    explained = explain_run(folder)
+    rows = by_name(explained)
+    assert "the rule 'compute'" in explained.headline
+    assert "the best cut of the prices was 2.00x as fast" in explained.headline
+    assert rows["relu"].why == "placement"
+    assert "part of the rule 'compute'" in rows["relu"].reason
+    assert (rows["relu"].margin_ms or 0.0) < 0
+    assert not rows["skip"].quantized
+    assert explained.tallies[0].nodes == sum(
+        (row.quantized, row.why) == (explained.tallies[0].quantized, explained.tallies[0].why) for row in explained.rows
+    )
+
+
+def test_damage_to_the_outputs_is_told_with_the_limit(tmp_path: Path) -> None:
+    rows = by_name(run(tmp_path, mode="cut", min_sqnr=45.0))
+    assert rows["second"].why == "inaccurate"
+    assert "the limit is 45 dB" in rows["second"].reason
+    assert (rows["second"].margin_ms or 0.0) < 0
+    keys = [row["kind"] for row in lines(tmp_path / "out" / "autotuner_state.yaml")]
+    assert keys.index("trial") < keys.index("noise")  # what is built first waits for no noise of single tensors
+
+
+def test_nothing_faster_is_told_of_the_float_model(tmp_path: Path) -> None:
+    with in_process():
+        tune(settings(write(hopeless(), tmp_path), mode="cut", builds=6))
+    explained = explain_run(tmp_path / "out")
+    assert explained.headline.startswith("the float model ships")
+    assert not any(row.quantized for row in explained.rows)
+    assert {row.why for row in explained.rows} <= {"slower", "no kernel"}
+
+
+def test_a_search_without_layers_tells_what_candidates_took(tmp_path: Path) -> None:
+    explained = run(tmp_path, mode="region", engine=EngineSpec("fake", {"hide_times": True}))
+    rows = by_name(explained)
+    assert all(row.margin_ms is None and "no layer times" in row.unknown for row in explained.rows)
+    assert rows["second"].quantized
+    assert "x as fast as float" in rows["second"].reason
+    assert rows["softmax"].why == "slower"
+    assert "x as fast as its opponent" in rows["softmax"].reason
+    assert explained.tallies[0].ms is None
+
+
+def test_a_region_search_knows_the_layers_of_float_and_of_what_ships(tmp_path: Path) -> None:
+    rows = by_name(run(tmp_path, mode="region"))
+    assert rows["second"].why == "faster"
+    assert (rows["second"].ms or 0.0) < (rows["second"].float_ms or 0.0)
+    assert rows["second"].margin_ms is not None
+    assert rows["third"].why == "slower"
+    assert "a guess: no build ran it so" in rows["third"].reason
+    assert "x as fast as its opponent" in rows["third"].reason
+
+
+def test_subgraph_mode_adds_what_it_found_alone(tmp_path: Path) -> None:
+    rows = by_name(run(tmp_path, mode="subgraph", builds=4))
+    assert rows["second"].why == "faster"
+    assert "alone: conversions cost more" in rows["head"].reason
+    assert rows["head"].margin_ms is not None
+
+
+def test_what_the_user_excludes_is_excluded(tmp_path: Path) -> None:
+    rows = by_name(run(tmp_path, mode="cut", builds=4, node_filter=("first",)))
+    assert rows["third"].why == "excluded"
+    assert "--node-filter-list" in rows["third"].unknown
+    assert rows["first"].quantized
+    assert (rows["second"].why, rows["second"].precision) == ("no kernel", "fp32")
+    assert "its weight w1 does not" in rows["second"].reason
+
+
+def test_where_no_pair_can_stand_the_reason_is_the_tensors(tmp_path: Path) -> None:
+    text = """net (float[8,64] x) => (float[8,64] y, int64[2] s) {
+        [big] a = MatMul(x, w) [shape] s0 = Shape(a) [twice] s = Add(s0, s0) [relu] y = Relu(a) }"""
+    with in_process():
+        tune(settings(write(build(text, {"w": normal(64, 64)}), tmp_path), mode="cut", builds=4))
+    rows = by_name(explain_run(tmp_path / "out"))
+    assert rows["twice"].why == "unsupported"
+    assert "on its input s0: it is not known to be a float tensor" in rows["twice"].unknown
+    assert all(row.margin_ms is not None or row.unknown for row in rows.values())
+
+
+def test_a_pick_of_another_placement_needs_no_new_prices(tuned: tuple[Path, Result]) -> None:
+    facts = facts_of(read_run(tuned[0]))
+    search = CutSearch(facts.model, facts.possible, facts.float_layers, plan=facts.plan)
+    assert {t.placement for t in facts.history} == {t.placement for t in tuned[1].history}
+    told = [t.proposal.predicted is None for t in facts.history]
+    assert told == [t.proposal.predicted is None for t in tuned[1].history]
+    assert search.costs(facts.history).prices == search.costs(tuned[1].history).prices
+    assert explain(facts) == explain_run(tuned[0]).rows
+
+
+def test_the_command_line_tells_reasons_and_nodes(
+    call: Call, tuned: tuple[Path, Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tuned[0]
+    code, out, _ = call("explain", folder)
+    assert code == 0
+    assert "faster so" in out
+    assert "8 bits take longer" in out
+    code, out, _ = call("explain", folder, "s*")
+    assert [line.split(" (")[0] for line in out.splitlines() if not line.startswith(" ")] == [
+        "second",
+        "skip",
+        "softmax",
+    ]
+    assert re.search(r"float would cost \S+ ms more", out)
+    code, out, _ = call("explain", folder, "third", "--json")
+    told = json.loads(out)
+    assert [row["node"] for row in told["nodes"]] == ["third"]
+    assert told["nodes"][0]["margin_ms"] > 0
+    code, _, err = call("explain", folder, "th")
+    assert code == 2
+    assert "near are third" in err
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "60")
+    assert max(map(len, call("explain", folder, "s*")[1].splitlines())) <= 60
+
+
+def test_what_is_no_finished_run_is_refused(tuned: tuple[Path, Result], tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match=r"there is no folder .*none: name the output folder"):
+        explain_run(tmp_path / "none")
+    shutil.copytree(tuned[0], tmp_path / "out")
+    (tmp_path / "out" / "autotuner_state.yaml").rename(tmp_path / "elsewhere.yaml")
+    with pytest.raises(BadState, match="--state-file"):
+        explain_run(tmp_path / "out")
+    assert explain_run(tmp_path / "out", tmp_path / "elsewhere.yaml").rows == explain_run(tuned[0]).rows
+
+
+def test_weights_in_fewer_bits_are_a_decision_of_their_own() -> None:
+    net = """net (float[4,64] x) => (float[4,64] y) {
+        [a] p = MatMul(x, w0) [b] q = Tanh(p) [c] r = Softmax(q) [d] y = MatMul(r, w1) }"""
+    model = build(net, {"w0": normal(64, 64), "w1": normal(64, 64, seed=1)})
+    w4, (first, last) = Storage(4, 32), (Edge("w0", "a", 1), Edge("w1", "d", 1))
+    shipped = Placement.of((), [(first, w4), (last, w4)])
+    ran = [("a", "W4", 0.25), ("b", "FP32", 1.0), ("c", "FP32", 1.0), ("d", "W4", 0.25)]
+    layers = tuple(Layer(n, (n,), precision, ms, "compute") for n, precision, ms in ran)
+    floats = tuple(Layer(n.name, (n.name,), "FP32", 1.0, "compute") for n in model.nodes)
+    won = Measurement((4e-3,) * 12, (2.5e-3,) * 12)
+    trial = Trial(0, Proposal("weights in 4 bits", shipped), Placement(), won, layers=layers, accepted=True)
+    able = possible_edges(model, ranges(model))
+    facts = Facts(model, able, able, shipped, "tuned", "int8", floats, (trial,))
+    assert "weights of products in 4 bits, and no pairs" in headline(facts)
+    rows, tallies = tallied(facts)
+    a = rows[0]
+    assert (a.precision, a.storage, a.otherwise, a.why, a.quantized) == (
+        "w4",
+        "w4b32",
+        "float weights",
+        "faster",
+        False,
+    )
+    assert (a.ms, a.margin_ms) == pytest.approx((0.25, 0.75))
+    assert (rows[1].storage, rows[1].otherwise) == ("", "8 bits")
+    stored = next(tally for tally in tallies if tally.bits == 4)
+    assert (stored.runs_in, stored.nodes, stored.ms, stored.float_ms) == ("4-bit weights", 2, 0.5, 2.0)
+
+
+def test_units_decided_otherwise_together_need_no_conversions_between_them(tuned: tuple[Path, Result]) -> None:
+    explained = explain_run(tuned[0])
+    in_8_bits = {row.unit: row for row in explained.rows if row.quantized}.values()
+    (together,) = (tally for tally in explained.tallies if tally.quantized)
+    assert together.margin_ms is not None
+    assert 0 < together.margin_ms < sum(row.margin_ms or 0.0 for row in in_8_bits)
+
+
+def test_where_nothing_was_tried_no_candidate_is_told_and_the_other_way_is_a_guess(tuned: tuple[Path, Result]) -> None:
+    known = facts_of(read_run(tuned[0]))
+    untried = replace(known, history=(), placement=Placement(), shipped="baseline", in_float={})
+    rows, tallies = tallied(untried)
+    whys = {row.why for row in rows}
+    assert "untried" in whys
+    assert "unproven" not in whys
+    table = by_reason(Explained(tuned[0], headline(untried), rows, tallies))
+    assert any(str(cell).endswith(" ?") for cell in table.columns[4].cells)
+    assert "?: a guess in part" in str(table.caption)

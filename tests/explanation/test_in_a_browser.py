@@ -1,0 +1,156 @@
+"""The report in a real browser: it shows, answers to mouse and keys, says nothing on the console, asks for nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, expect
+
+from browsers import chromium, installed, opened
+from qdqtune.explanation.model_map import blocks
+from qdqtune.explanation.page import render
+from qdqtune.explanation.report import report_of_run
+from qdqtune.explanation.report_values import Group, Map, Node, Report, Verdict
+from qdqtune.tuning.loop import tune
+from runs import mixed, settings, write
+from workers import in_process
+
+pytestmark = pytest.mark.skipif(installed() is None, reason="no Chromium: apt-get install chromium")
+
+HOSTILE = "</script><img src=x onerror=alert(1)>\u202ereversed<b>"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    model = write(mixed(), tmp_path_factory.mktemp("run"))
+    with in_process():
+        tune(settings(model, mode="cut", builds=8))
+    return report_of_run(model.parent / "out")
+
+
+@pytest.fixture
+def page_file(report: Report, tmp_path: Path) -> Path:
+    return written(report, tmp_path)
+
+
+def written(report: Report, folder: Path) -> Path:
+    file = folder / "report.html"
+    file.write_text(render(report), encoding="utf-8")
+    return file
+
+
+def large(count: int) -> Report:
+    """A chain of so many nodes, each a group."""
+    names = {f"n{number}": ("Conv", "Relu", "Add")[number % 3] for number in range(count)}
+    flows = tuple((n, n + 1) for n in range(count - 1))
+    nodes = tuple(Node(name, op, op == "Conv") for name, op in names.items())
+    groups = tuple(
+        Group((n,), node.op, "8 bit" if node.quantized else "float", 1.0 + n % 7, 1.0, 0.1, 30.0)
+        for n, node in enumerate(nodes)
+    )
+    drawn = Map(nodes, groups, flows, blocks([(name,) for name in names], names, flows), "tuned")
+    return Report("large.onnx", "tune", Verdict("large.onnx", "", True), map=drawn)
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (1200, "dark"), (360, "light")])
+def test_it_is_quiet_fits_the_window_and_keeps_nobody_out(
+    browser: Browser, page_file: Path, width: int, scheme: str
+) -> None:
+    with opened(browser, page_file, width=width, scheme=scheme) as seen:
+        expect(seen.page.get_by_role("heading", level=1)).to_contain_text("times as fast")
+        found = Axe().run(seen.page)
+        serious = [(v["id"], v["nodes"][0]["html"]) for v in found.response["violations"]
+                   if v["impact"] in ("serious", "critical")]  # fmt: skip
+        assert not serious
+        assert seen.page.evaluate("document.documentElement.scrollWidth") <= width
+        assert not seen.said
+        assert not seen.asked
+
+
+def test_a_box_opens_what_is_in_it_and_escape_closes_it(browser: Browser, page_file: Path) -> None:
+    with opened(browser, page_file) as seen:
+        page, panel = seen.page, seen.page.locator("#panel")
+        expect(panel).to_contain_text("whole model")
+        page.locator(".cell[aria-label^=Softmax]").click()
+        expect(panel.locator("bdi")).to_have_text("softmax")
+        expect(panel).to_contain_text("float")
+        page.keyboard.press("Escape")
+        expect(panel).to_contain_text("whole model")
+        assert not seen.said
+
+
+def test_arrows_walk_and_enter_opens(browser: Browser, page_file: Path) -> None:
+    with opened(browser, page_file) as seen:
+        page = seen.page
+        page.locator(".cell").first.focus()
+        page.keyboard.press("End")
+        page.keyboard.press("ArrowLeft")
+        page.keyboard.press("Enter")
+        expect(page.locator("[role=option][aria-selected=true]")).to_be_focused()
+        expect(page.locator("#panel")).to_contain_text("tanh")
+        page.keyboard.press("Escape")
+        expect(page.locator("[aria-selected=true]")).to_have_count(0)
+
+
+def test_colours_change_and_the_legend_with_them(browser: Browser, page_file: Path) -> None:
+    with opened(browser, page_file) as seen:
+        first = seen.page.locator(".cell").first
+        expect(first).to_have_class("cell q")
+        seen.page.get_by_text("time saved").click()
+        expect(first).to_have_class(re.compile("cell g[123]"))
+        expect(seen.page.locator("#legend")).to_contain_text("saved")
+        seen.page.get_by_label("Colours").select_option("dark")
+        assert seen.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(21, 21, 20)"
+
+
+def test_a_bar_leads_to_its_group(browser: Browser, page_file: Path) -> None:
+    with opened(browser, page_file) as seen:
+        seen.page.locator(".bars button").first.click()
+        expect(seen.page.locator("[role=option][aria-selected=true]")).to_be_focused()
+
+
+def test_thousands_of_nodes_form_blocks_and_search_finds_each(browser: Browser, tmp_path: Path) -> None:
+    with opened(browser, written(large(3000), tmp_path)) as seen:
+        page = seen.page
+        assert page.locator(".cell").count() < 240
+        page.locator(".cell").nth(3).click()
+        expect(page.locator("#path")).to_contain_text("whole model")
+        page.keyboard.press("Escape")
+        expect(page.locator("#path")).to_be_empty()
+        page.get_by_label("Find nodes").fill("n2999")
+        expect(page.locator("#found")).to_contain_text("1 node in 1 group")
+        page.keyboard.press("Enter")
+        expect(page.locator("#panel bdi")).to_have_text("n2999")
+        assert not seen.said
+
+
+def test_names_cannot_command_the_page(browser: Browser, report: Report, tmp_path: Path) -> None:
+    assert report.map is not None
+    nodes = tuple(replace(node, name=f"{HOSTILE}{n}", why=HOSTILE) for n, node in enumerate(report.map.nodes))
+    hostile = replace(report, title=HOSTILE, map=replace(report.map, nodes=nodes))
+    with opened(browser, written(hostile, tmp_path)) as seen:
+        seen.page.locator(".cell").first.click()
+        expect(seen.page.locator("#panel bdi").first).to_have_text(
+            "</script><img src=x onerror=alert(1)>\\u202ereversed<b>0"
+        )
+        assert seen.page.locator("img").count() == 0
+        assert not seen.said
+        assert not seen.asked
+
+
+def test_it_can_be_printed(browser: Browser, page_file: Path) -> None:
+    with opened(browser, page_file) as seen:
+        seen.page.emulate_media(media="print")
+        assert not seen.page.locator("#panel").is_visible()
+        assert seen.page.pdf().startswith(b"%PDF")

@@ -1,0 +1,68 @@
+"""The map: groups in the order in which values flow, and blocks where there are too many to see at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from models import conv_net
+from qdqtune.explanation.model_map import MOST, blocks, everywhere, flows, in_order
+from qdqtune.explanation.report_values import Block
+
+
+def divided(names: Sequence[str]) -> tuple[Block, ...]:
+    chain = [(n, n + 1) for n in range(len(names) - 1)]
+    return blocks([(name,) for name in names], dict.fromkeys(names, "Conv"), chain)
+
+
+def leaves(found: Sequence[Block]) -> list[tuple[int, int]]:
+    return [end for b in found for end in (leaves(b.blocks) if b.blocks else [(b.first, b.last)])]
+
+
+def test_few_groups_need_no_blocks() -> None:
+    assert divided([f"n{i}" for i in range(MOST)]) == ()
+
+
+@pytest.mark.parametrize("count", [MOST + 1, 3000, 25_000])
+@pytest.mark.parametrize("name", ["node_{n}", "/stage{s}/block{b}/Conv_{n}"])
+def test_blocks_hold_every_group_once_and_fit_a_screen(count: int, name: str) -> None:
+    found = divided([name.format(n=n, b=n // 12, s=n // 500) for n in range(count)])
+    assert 1 < len(found) <= MOST
+    ends = leaves(found)
+    assert [a for a, _ in ends] == [0, *(b for _, b in ends[:-1])]
+    assert ends[-1][1] == count
+    assert all(0 < b - a <= MOST for a, b in ends)
+
+
+def test_blocks_are_the_modules_that_names_tell_of() -> None:
+    found = divided([f"/encoder/layer.{n // 25}/MatMul_{n}" for n in range(300)])
+    assert [block.label for block in found] == [f"encoder/layer.{n}" for n in range(12)]
+    assert [block.first for block in found] == list(range(0, 300, 25))
+
+
+@pytest.mark.parametrize("layers", [3, 12, 80, 3000])
+@pytest.mark.parametrize("name", ["node_{n}", "/layers/layers.{k}/part{part}/op_{n}"])
+def test_what_repeats_is_a_block_with_a_name_of_its_own(layers: int, name: str) -> None:
+    operators = ["Gather", "Add"] + layers * [f"Op{n}" for n in range(21)] + ["Norm", "MatMul"]
+    names = [name.format(n=n, k=(n - 2) // 21, part=(n - 2) % 21 // 7) for n in range(len(operators))]
+    chain = [(n, n + 1) for n in range(len(names) - 1)]
+    found = blocks([(n,) for n in names], dict(zip(names, operators, strict=True)), chain)
+    assert len(found) <= MOST
+    if layers <= 80:
+        repeated = [block for block in found if block.last - block.first == 21]
+        assert len(repeated) == len({block.label for block in repeated}) == layers
+        assert repeated[1].label == ("layers.1" if "/" in name else f"block 2 of {layers}")
+
+
+def test_groups_stand_behind_those_that_they_read_from() -> None:
+    model = conv_net()
+    groups = in_order(model, [(node.name,) for node in reversed(model.nodes)])
+    assert all(a < b for a, b in flows(model, groups))
+    assert {name for group in groups for name in group} == {node.name for node in model.nodes}
+
+
+def test_pairs_may_stand_on_floats_only() -> None:
+    model = conv_net()
+    assert {edge.tensor for edge in everywhere(model)} <= set(model.producers) | set(model.inputs)
+    assert all(model.tensors[edge.tensor].is_float for edge in everywhere(model))

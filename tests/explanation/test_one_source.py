@@ -1,0 +1,205 @@
+"""`explain` and the page of one run say the same of every node, their sums are what was measured, and the command that
+measures the result again is complete: over runs of many kinds."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from conftest import Call
+from models import build, normal
+from qdqtune.calibration.workloads import WorkloadFile
+from qdqtune.commands.explain import Explained, explain_run
+from qdqtune.engines import EngineSpec
+from qdqtune.explanation.charts import longest
+from qdqtune.explanation.page import compact
+from qdqtune.explanation.report import report_of_run
+from qdqtune.explanation.report_values import Report
+from qdqtune.graph.model import Model
+from qdqtune.timing.ratios import Plan
+from qdqtune.tuning.finished import read_run
+from qdqtune.tuning.loop import tune
+from runs import hopeless, mixed, settings, write
+from workers import in_process
+
+ROUNDED = {"rel": 1e-3, "abs": 1e-9}
+"""What a page rounds a time by."""
+
+
+def swishing(width: int = 128) -> Model:
+    """Two products with a HardSwish of four nodes between them, which a rewrite makes one."""
+    text = f"""net (float[8,8,{width}] x) => (float[8,8,8] y) {{
+        [first] a = MatMul(x, w0) [plus] p = Add(a, three) [clip] q = Clip(p, zero, six) [times] r = Mul(a, q)
+        [sixth] b = Div(r, six) [second] c = MatMul(b, w1) [relu] d = Relu(c) [head] y = MatMul(d, w2)
+    }}"""
+    numbers = {name: np.float32(value) for name, value in (("zero", 0), ("three", 3), ("six", 6))}
+    weights = {"w0": normal(width, width, scale=0.1), "w1": normal(width, width, scale=0.1), "w2": normal(width, 8)}
+    return build(text, weights | numbers)
+
+
+def reshaped() -> Model:
+    """Products behind a Reshape whose sizes a Shape tells, as exporters write them."""
+    text = """net (float[8,64] x) => (float[8,64] y) {
+        [first] a = MatMul(x, w0) [asks] s = Shape(a) [picks] n = Gather(s, zero) [listed] l = Unsqueeze(n, zeros)
+        [joined] t = Concat<axis = 0>(l, halves) [view] b = Reshape(a, t) [relu] c = Relu(b) [whole] d = Reshape(c, s)
+        [second] e = MatMul(d, w1) [tanh] y = Tanh(e) }"""
+    numbers = {"zero": np.int64(0), "zeros": np.array([0]), "halves": np.array([2, 32])}
+    return build(text, {"w0": normal(64, 64), "w1": normal(64, 64, seed=1)} | numbers)
+
+
+def scaled() -> Model:
+    """Products with a factor between them that is an input."""
+    text = """net (float[8,64] x, float[1] k) => (float[8,64] y) {
+        [first] a = MatMul(x, w0) [times] b = Mul(a, k) [second] y = MatMul(b, w1) }"""
+    return build(text, {"w0": normal(64, 64), "w1": normal(64, 64, seed=1)})
+
+
+SHORT = Plan((12,), slot_seconds=0.0)
+FEW: Mapping[str, Any] = {"builds": 8}
+ORT: Mapping[str, Any] = {"engine": EngineSpec("onnxruntime", {"threads": 1}), "plan": SHORT, "proof": (12,), **FEW}
+RUNS: Mapping[str, tuple[Callable[[], Model], Mapping[str, Any]]] = {
+    **{f"{mode} {name}": (made, {"mode": mode, **FEW}) for mode in ("cut", "region", "subgraph")
+       for name, made in (("mixed", mixed), ("hopeless", hopeless), ("reshaped", reshaped))},
+    "front": (mixed, {"mode": "cut", "front": True, "builds": 25}),
+    "rewrites": (swishing, {"mode": "cut", "rewrites": "auto", **FEW}),
+    "rewrites alone": (lambda: swishing(8), {"mode": "cut", "rewrites": "auto", **FEW}),
+    "dynamic": (lambda: mixed(batch=None), {"mode": "cut", "calibration_data": None, "seed": 3,
+                                            "input_shapes": {"x": (4, 64, 64)}, **FEW}),
+    "dynamic, by samples": (lambda: mixed(batch=None), {"mode": "cut", "calibration_samples": 2, **FEW}),
+    "fixed": (scaled, {"mode": "cut", "fix_inputs": {"k": 2}, **FEW}),
+    "no times": (mixed, {"mode": "region", "engine": EngineSpec("fake", {"hide_times": True}), **FEW}),
+    "several threads": (mixed, {"mode": "cut", "engine": EngineSpec("fake", {"threads": 1}),
+                                "deploy_threads": (1, 2), **FEW}),
+    "nothing tried": (mixed, {"mode": "cut", "time_budget": 1e-3, **FEW}),
+    "no pair on most": (mixed, {"mode": "cut", "node_filter": ("first",), **FEW}),
+    "not exact enough": (mixed, {"mode": "cut", "min_sqnr": 45.0, **FEW}),
+    "onnxruntime": (mixed, {"mode": "cut", **ORT}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a finished run."""
+    made, changes = RUNS[request.param]
+    model = write(made(), tmp_path_factory.mktemp("run"))
+    with in_process(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qdqtune.tuning.threads.usual_threads", lambda: 1)
+        tune(settings(model, **changes))
+    return model.parent / "out"
+
+
+def by_unit(explained: Explained) -> dict[str, tuple[tuple[str, ...], float, float]]:
+    """By node its unit, and what that took in what ships and in the float model."""
+    return {row.node: (row.unit, row.ms or 0.0, row.float_ms or 0.0) for row in explained.rows}
+
+
+def drawn_groups(report: Report) -> list[tuple[list[str], float | None, float | None]]:
+    """The groups in the page's data: names, and what they take before and after."""
+    assert report.map is not None
+    data = compact(report.map)
+    nodes = [node[0] for node in data["nodes"]]
+    return [(nodes[g[0] : g[0] + g[1]], g[4], None if g[5] is None else g[5] + g[6]) for g in data["groups"]]
+
+
+def test_the_page_and_explain_tell_the_same_of_every_node(folder: Path) -> None:
+    explained, report = explain_run(folder), report_of_run(folder)
+    told, ships = by_unit(explained), report.map is not None and report.map.tuned == "tuned"
+    for names, before, after in drawn_groups(report):
+        units = {told[name] for name in names}
+        if before is not None and {node for unit, _, _ in units for node in unit} == set(names):
+            assert before == pytest.approx(sum(unit[2] for unit in units), **ROUNDED)
+            if ships and after is not None:
+                assert after == pytest.approx(sum(unit[1] for unit in units), **ROUNDED)
+    assert report.map is not None
+    assert {n.name: n.why for n in report.map.nodes} == {row.node: row.reason for row in explained.rows}
+    assert all(row.margin_ms is not None or row.unknown for row in explained.rows)
+
+
+def test_sums_are_what_was_measured(folder: Path) -> None:
+    explained, report, run = explain_run(folder), report_of_run(folder), read_run(folder)
+    groups, units = drawn_groups(report), set(by_unit(explained).values())
+    if all(row.float_ms is None for row in explained.rows):
+        assert all(before is None for _, before, _ in groups)
+        assert not report.bars
+        return
+    ships = run.here["final_ms"] if run.summary["shipped"] == "tuned" else run.float_ms
+    assert sum(unit[2] for unit in units) == pytest.approx(run.float_ms)
+    assert sum(unit[1] for unit in units) == pytest.approx(ships)
+    assert sum(tally.ms or 0.0 for tally in explained.tallies) == pytest.approx(ships)
+    assert sum(tally.float_ms or 0.0 for tally in explained.tallies) == pytest.approx(run.float_ms)
+    assert sum(before or 0.0 for _, before, _ in groups) == pytest.approx(run.float_ms, rel=1e-3)
+    assert sum(bar.float_ms for bar in report.bars) == pytest.approx(run.float_ms)
+    assert f"{run.float_ms:.4g} ms" in report.bars_lead
+    if run.final:
+        assert sum(after or 0.0 for _, _, after in groups) == pytest.approx(ships, rel=1e-3)
+        assert sum((bar.tuned_ms or 0.0) + bar.conversion_ms for bar in report.bars) == pytest.approx(ships)
+    assert longest(report.bars) >= max(max(bar.float_ms, bar.tuned_ms or 0.0) for bar in report.bars)
+
+
+def test_a_row_says_which_candidate_ships(folder: Path) -> None:
+    run, report = read_run(folder), report_of_run(folder)
+    shipped = [candidate for candidate in report.candidates if candidate.ships]
+    tried = {trial.placement for trial in run.history}
+    assert len(shipped) == (1 if run.final and run.final in tried else 0)
+    assert all("optimized_final.onnx" in candidate.told for candidate in shipped)
+
+
+def test_the_command_that_measures_again_runs(folder: Path, call: Call) -> None:
+    (command,) = [fact for fact in report_of_run(folder).commands if fact.name == "measure the result again"]
+    log = read_run(folder).log
+    assert log is not None
+    program, *words = shlex.split(command.value)
+    assert program == "qdqtune"
+    assert bool(command.hint) == ("fix_inputs" in log.settings)
+    with in_process():
+        code, out, err = call(*words, "--timing-runs", "12", "--json")
+    assert code == 0, err
+    assert "optimized_final.onnx" in out
+
+
+def test_what_was_fed_and_built_is_measured_again(tmp_path: Path, call: Call) -> None:
+    model = write(mixed(batch=None), tmp_path)
+    names = [tmp_path / "small one.npz", tmp_path / "large.npz"]
+    for name, batch in zip(names, (1, 4), strict=True):
+        np.savez(name, x=np.ones((batch, 64, 64), np.float32))
+    files = tuple(WorkloadFile(name, weight) for name, weight in zip(names, (0.75, 0.25), strict=True))
+    with in_process():
+        tune(settings(model, mode="cut", builds=4, workloads=files, time_limit=50.0))
+        again = shlex.split(report_of_run(tmp_path / "out").commands[-1].value)
+        assert again[again.index("--calibration-data") + 1] == str(model.with_suffix(".npz"))
+        assert [again[n + 1] for n, word in enumerate(again) if word == "--workload"] == [str(f) for f in files]
+        code, out, err = call(*again[1:], "--timing-runs", "12")
+    assert code == 0, err
+    assert "small one, 75% of the calls" in out
+
+
+def test_what_is_gone_is_told(tmp_path: Path) -> None:
+    model = write(mixed(), tmp_path)
+    with in_process():
+        tune(settings(model, mode="cut", builds=4))
+    model.unlink()
+    model.with_suffix(".npz").unlink()
+    hint = report_of_run(tmp_path / "out").commands[-1].hint
+    assert f"against baseline.onnx: {model} is gone" in hint
+    assert "model.npz is gone: name a file with your samples instead" in hint
+
+
+def test_what_only_computes_shapes_is_no_box(tmp_path: Path) -> None:
+    model = write(reshaped(), tmp_path)
+    with in_process():
+        tune(settings(model, mode="cut", builds=4))
+    drawn = report_of_run(tmp_path / "out").map
+    assert drawn is not None
+    asked = {n.name for n in onnx.load(tmp_path / "out" / "baseline.onnx").graph.node}
+    assert {n.name for n in drawn.nodes} == asked
+    hidden = [g for g in drawn.groups if g.precision in ("folded", "shapes")]
+    assert {"asks", "picks", "listed", "joined"} & asked <= {drawn.nodes[n].name for g in hidden for n in g.nodes}
+    assert drawn.groups[: -len(hidden)] == tuple(g for g in drawn.groups if g not in hidden)
+    labels = [g.label for g in drawn.groups if g not in hidden]
+    assert not any("Reshape" in label for label in labels)

@@ -1,0 +1,129 @@
+"""Output error in dB."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from qdqtune.numerics.accuracy import accuracy, cosine, is_finite, noisiest, sqnr_db
+
+
+def test_noise_is_summed_over_samples_before_the_ratio_is_taken() -> None:
+    reference = [{"y": np.float32([3, 4])}, {"y": np.float32([0, 5])}]
+    outputs = [{"y": np.float32([3, 4.5])}, {"y": np.float32([0.5, 5])}]
+    assert sqnr_db(reference, outputs) == pytest.approx(10 * np.log10(50 / 0.5))
+
+
+def test_the_worst_float_output_counts() -> None:
+    reference = [{"a": np.ones(4, np.float32), "b": np.ones(4, np.float16), "n": np.arange(4)}]
+    outputs = [{"a": np.full(4, 1.5, np.float32), "b": np.full(4, 1.1, np.float16), "n": np.zeros(4, np.int64)}]
+    assert sqnr_db(reference, outputs) == pytest.approx(10 * np.log10(4))
+
+
+def test_the_noisiest_samples_are_those_of_the_worst_output() -> None:
+    reference = [{"y": np.float32([8, 8]), "z": np.float32([8, 8])} for _ in range(4)]
+    errors = [0.1, 2.0, 0.0, 1.0]
+    outputs = [{"y": s["y"] + error, "z": s["z"] + 0.5 - error / 4} for s, error in zip(reference, errors, strict=True)]
+    assert noisiest(reference, outputs, 2) == [1, 3]
+    assert noisiest(reference, reference, 2) == [0, 1]
+
+
+def test_float16_is_squared_without_overflow() -> None:
+    reference, outputs = [{"y": np.full(9, 60000, np.float16)}], [{"y": np.full(9, 59968, np.float16)}]
+    assert sqnr_db(reference, outputs) == pytest.approx(20 * np.log10(60000 / 32))
+
+
+def test_equal_outputs_and_outputs_without_floats_have_no_ratio() -> None:
+    same = [{"y": np.float32([1, 2]), "n": np.array([3])}]
+    assert sqnr_db(same, same) is None
+    assert sqnr_db([{"n": np.array([3])}], [{"n": np.array([4])}]) is None
+
+
+def test_a_signal_of_zeros_is_all_noise() -> None:
+    found = sqnr_db([{"y": np.zeros(2, np.float32)}], [{"y": np.float32([0.1, 0])}])
+    assert found is not None
+    assert found < -100
+
+
+def test_samples_must_correspond() -> None:
+    with pytest.raises(ValueError, match=r"shorter|longer"):
+        sqnr_db([{"y": np.ones(1)}] * 2, [{"y": np.ones(1)}])
+
+
+@pytest.mark.parametrize(("value", "expected"), [(1.0, True), (np.nan, False), (np.inf, False), (-np.inf, False)])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_finite_outputs(value: float, expected: bool, dtype: type) -> None:
+    outputs = [{"y": np.ones(3, dtype)}, {"y": np.array([1, value], dtype), "n": np.array([1]), "s": np.array(["a"])}]
+    assert is_finite(outputs) == expected
+
+
+def test_the_cosine_is_taken_over_all_samples_of_the_worst_output() -> None:
+    reference = [
+        {"a": np.float32([3, 0]), "b": np.float32([1, 1]), "n": np.array([1])},
+        {"a": np.float32([0, 4]), "b": np.float32([1, 1]), "n": np.array([1])},
+    ]
+    outputs = [
+        {"a": np.float32([6, 0]), "b": np.float32([1, 0]), "n": np.array([2])},
+        {"a": np.float32([0, 8]), "b": np.float32([1, 1]), "n": np.array([2])},
+    ]
+    assert cosine(reference, outputs) == pytest.approx(3 / np.sqrt(4 * 3))
+    assert cosine(reference, reference) == pytest.approx(1)
+
+
+def test_outputs_without_floats_or_of_zeros_have_no_angle() -> None:
+    assert cosine([{"n": np.array([3])}], [{"n": np.array([4])}]) is None
+    assert cosine([{"y": np.zeros(2)}], [{"y": np.ones(2)}]) is None
+
+
+def test_the_spread_is_that_of_single_samples_of_the_worst_output() -> None:
+    reference = [{"a": np.float32([10, 0]), "b": np.float32([1, 0])} for _ in range(3)]
+    outputs = [{"a": np.float32([10 + error, 0]), "b": np.float32([1, 0.001])} for error in (1, 0.1, 0)]
+    found = accuracy(reference, outputs)
+    assert found.sqnr_db == pytest.approx(10 * np.log10(300 / 1.01), abs=1e-4)
+    assert (found.lowest_db, found.highest_db) == pytest.approx((20, 40), abs=1e-3)
+    assert found.samples == 3
+    assert str(found) == "24.7 dB (20.0 to 40.0 over 3 samples)"
+
+
+def test_integers_count_by_how_many_are_equal_in_the_worst_output() -> None:
+    reference = [{"ids": np.array([1, 2, 3, 4]), "flag": np.array([True]), "s": np.array(["a"])}] * 2
+    outputs = [{**reference[0], "ids": np.array([1, 2, 3, 0])}, reference[1]]
+    found = accuracy(reference, outputs)
+    assert found.agreement == 7 / 8
+    assert found.sqnr_db is None
+    assert str(found) == "87.5% of the integers equal"
+    assert accuracy([{"y": np.ones(3)}], [{"y": np.ones(3)}]).agreement is None
+
+
+def test_class_scores_tell_how_many_samples_keep_their_class() -> None:
+    reference = [{"y": np.float32([[0.1, 0.9], [0.8, 0.2]])}, {"y": np.float32([[0.6, 0.4], [0.3, 0.7]])}]
+    outputs = [reference[0], {"y": np.float32([[0.4, 0.6], [0.3, 0.7]])}]
+    assert accuracy(reference, outputs).top1 == 0.75
+    with_ones = [{"y": sample["y"].reshape(2, 2, 1, 1)} for sample in reference]
+    assert accuracy(with_ones, with_ones).top1 == 1
+    boxes = [{"y": np.ones((1, 4, 5), np.float32)}]
+    assert accuracy(boxes, boxes).top1 is None
+    one = [{"y": np.ones((1, 1), np.float32)}]
+    assert accuracy(one, one).top1 is None
+
+
+def test_what_one_of_two_shapes_lacks_counts_as_zeros() -> None:
+    reference = [{"y": np.array([[3.0, 4.0]], np.float32), "n": np.array([1, 2, 3])}]
+    outputs = [{"y": np.array([[3.0], [0.0]], np.float32), "n": np.array([[1, 2]])}]
+    judged = accuracy(reference, outputs)
+    assert judged.sqnr_db == pytest.approx(10 * np.log10(25 / 16))
+    assert judged.agreement == pytest.approx(2 / 3)
+    assert cosine(reference, outputs) == pytest.approx(9 / (5 * 3))
+
+
+def test_an_output_without_values_has_lost_nothing() -> None:
+    empty = [{"y": np.zeros((0, 4), np.float32)}]
+    assert accuracy(empty, empty).sqnr_db is None
+
+
+def test_ratios_are_finite_numbers_whatever_the_outputs() -> None:
+    silence, loud = [{"y": np.zeros((1, 4), np.float32)}], [{"y": np.full((1, 4), 3e38, np.float32)}]
+    for reference, outputs in ((silence, loud), (loud, silence)):
+        found = accuracy(reference, outputs).sqnr_db
+        assert found is not None
+        assert np.isfinite(found)

@@ -1,0 +1,226 @@
+"""Numbers are chosen by what they do to the outputs, and biases are corrected where that helps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import numpy as np
+import pytest
+
+from models import INT8, UINT8, Arrays, build, conv_net, feeds, normal, run
+from qdqtune.calibration.methods import AUTO, Calibration, Method
+from qdqtune.calibration.prepare import Prepared
+from qdqtune.calibration.samples import Samples
+from qdqtune.calibration.scales import Range, Ranges
+from qdqtune.graph.model import Model
+from qdqtune.numerics.accuracy import sqnr_db
+from qdqtune.numerics.fitting import fitted
+from qdqtune.placement.insertion import insert
+from qdqtune.placement.possible import possible_edges
+from qdqtune.types import Deaf, Placement
+
+pytestmark = pytest.mark.usefixtures("workers")
+
+SQUASHED = """net (float[1,256] x) => (float[1,4] y) {
+    [squash] s = SQUASH(x)
+    [last] y = MatMul(s, w)
+}"""
+
+
+def squashed(op: str) -> Model:
+    return build(SQUASHED.replace("SQUASH", op), {"w": normal(256, 4)})
+
+
+def prepared(net: Model, feeds: list[Arrays]) -> Prepared:
+    samples = Samples("test", "", False, lambda: iter(feeds))
+    return Prepared(net, net, samples, samples, samples)
+
+
+def inputs_of(net: Model, *nodes: str) -> Callable[[Ranges], Placement]:
+    """Pairs on the inputs of some nodes."""
+    return lambda known: Placement.of(e for e in possible_edges(net, known) if e.node in nodes)
+
+
+def heavy_tailed(count: int = 4) -> list[Arrays]:
+    """Values within 3, but for a few far outside."""
+    feeds = [{"x": normal(1, 256, seed=i)} for i in range(count)]
+    for i, feed in enumerate(feeds):
+        feed["x"][0, i] = 120.0
+    return feeds
+
+
+class Heard(Deaf):
+    """How far each stage was, as it was told."""
+
+    def __init__(self) -> None:
+        self.stages: list[tuple[str, list[tuple[int, int | None]]]] = []
+
+    def stage(self, text: str) -> None:
+        self.stages.append((text, []))
+
+    def progress(self, done: int, total: int | None) -> None:
+        self.stages[-1][1].append((done, total))
+
+
+def db(exact: list[Arrays], outputs: list[Arrays]) -> float:
+    found = sqnr_db(exact, outputs)
+    assert found is not None
+    return found
+
+
+def test_auto_cuts_off_what_the_outputs_do_not_see() -> None:
+    """A Sigmoid takes 5 and 120 for the same, so the range that holds 120 is the worst, though exact for all values."""
+    net, feeds = squashed("Sigmoid"), heavy_tailed()
+    heard = Heard()
+    place = inputs_of(net, "squash")
+    found = fitted(prepared(net, feeds), Calibration("auto"), UINT8, place, listener=heard)
+    assert [text for text, _ in heard.stages] == ["calibrating on test", "comparing ways to calibrate"]
+    assert found.activations["x"].high < 20
+
+
+def test_auto_keeps_what_the_outputs_see() -> None:
+    feeds = heavy_tailed()
+    net = build("net (float[1,256] x) => (float[1,4] y) { [last] y = MatMul(x, w) }", {"w": normal(256, 4)})
+    found = fitted(prepared(net, feeds), Calibration("auto"), UINT8, inputs_of(net, "last"))
+    assert found.activations["x"].high > 100
+
+
+def test_auto_takes_different_methods_where_tensors_need_them() -> None:
+    """A Sigmoid does not tell 5 from 120, the product of the same values does."""
+    text = """net (float[1,256] x, float[1,256] z) => (float[1,4] y) {
+        [squash] s = Sigmoid(x)
+        [last] a = MatMul(s, w)
+        [plain] b = MatMul(z, w)
+        y = Add(a, b)
+    }"""
+    net = build(text, {"w": normal(256, 4)})
+    feeds = [{"x": 10 * feed["x"], "z": feed["x"] / 40} for feed in heavy_tailed()]
+    found = fitted(prepared(net, feeds), Calibration("auto"), UINT8, inputs_of(net, "squash", "plain"))
+    assert found.activations["x"].high < 200  # of 1200
+    assert found.activations["z"].high > 2.5  # of 3
+    assert found.method == "auto"
+    alike = fitted(prepared(net, feeds), Calibration("minmax"), UINT8, inputs_of(net, "squash", "plain"))
+    exact = run(net, feeds)
+    mixed, plain = (db(exact, run(insert(net, inputs_of(net, "squash", "plain")(r), r, UINT8), feeds))
+                    for r in (found, alike))  # fmt: skip
+    assert mixed > plain + 3
+
+
+def test_auto_is_never_worse_than_any_method_on_what_it_has_seen() -> None:
+    net, feeds = squashed("Tanh"), heavy_tailed()
+    exact = run(net, feeds)
+    place = inputs_of(net, "squash", "last")
+
+    def outcome(method: object) -> float:
+        found = fitted(prepared(net, feeds), Calibration(method), INT8, place)  # type: ignore[arg-type]
+        return db(exact, run(insert(net, place(found), found, INT8), feeds))
+
+    assert outcome("auto") >= max(outcome(method) for method in AUTO) - 0.01
+
+
+@pytest.mark.parametrize("method", ["auto", "mse", "percentile", "minmax"])
+def test_probabilities_have_the_range_that_they_can_have(method: Method) -> None:
+    net = build("net (float[1,64] x) => (float[1,64] y) { [soft] p = Softmax(x) [last] y = Relu(p) }", {})
+    feeds = [{"x": 12 * normal(1, 64, seed=i)} for i in range(6)]  # nearly all is next to zero, and what counts is not
+    found = fitted(prepared(net, feeds), Calibration(method), UINT8, inputs_of(net, "last"))
+    assert found.activations["p"] == Range(0.0, 1.0)
+    flat = fitted(prepared(net, [{"x": normal(1, 64)}]), Calibration(method), UINT8, inputs_of(net, "last"))
+    assert flat.activations["p"].high < 0.5
+    assert fitted(prepared(net, feeds), Calibration(method), INT8, inputs_of(net, "last")).activations["p"].high < 1.01
+
+
+def lopsided_layer(first: float) -> Model:
+    """A convolution whose weights of 0.4 steps are lost; with `first` 0.4 steps as well, all fit."""
+    weights = np.full((2, 4, 1, 1), 0.4 / 127, np.float32)
+    weights[:, 0] = first
+    return build("net (float[1,4,5,5] x) => (float[1,2,5,5] y) { [only] y = Conv(x, w) }", {"w": weights})
+
+
+def test_biases_are_corrected_where_the_outputs_gain_by_it_and_only_if_asked() -> None:
+    feeds = [{"x": 3 + normal(1, 4, 5, 5, seed=i) / 4} for i in range(6)]
+    net = lopsided_layer(1.0)
+    place = inputs_of(net, "only")
+    corrected = fitted(prepared(net, feeds), Calibration(bias_correction=True), INT8, place)
+    assert corrected.shifts.keys() == {"only"}
+    assert not fitted(prepared(net, feeds), Calibration(), INT8, place).shifts
+    exact = run(net, feeds)
+    gained, lost = (db(exact, run(insert(net, place(r), r, INT8), feeds))
+                    for r in (corrected, Ranges(corrected.activations)))  # fmt: skip
+    assert gained > lost + 3
+    zero_mean = [{"x": normal(1, 4, 5, 5, seed=i)} for i in range(6)]
+    even = lopsided_layer(0.4 / 127)
+    assert not fitted(
+        prepared(even, zero_mean), Calibration(bias_correction=True), INT8, inputs_of(even, "only")
+    ).shifts
+
+
+def test_nothing_is_run_for_an_empty_placement() -> None:
+    net, feeds = squashed("Tanh"), heavy_tailed()
+    found = fitted(prepared(net, feeds), Calibration("auto", bias_correction=True), UINT8, lambda _: Placement())
+    assert not found.shifts
+    assert found.activations.keys() == {"x", "s", "y"}
+
+
+NORMALIZED = """net (float[4,32] x) => (float[4,16] y) {
+    n = LayerNormalization <axis = -1> (x, g, h)
+    [last] y = MatMul(n, w)
+}"""
+
+
+def uneven(by: float) -> Model:
+    """A few channels behind a normalization are larger than the others, and matter less."""
+    gain = np.ones(32, np.float32)
+    gain[:3] = by
+    weights = normal(32, 16) / gain[:, None]
+    return build(NORMALIZED, {"g": gain, "h": np.zeros(32, np.float32), "w": weights})
+
+
+def test_channels_are_made_alike_where_samples_gain_that_set_no_scale() -> None:
+    feeds = [{"x": normal(4, 32, seed=i)} for i in range(8)]
+    how = Calibration("minmax", equalization=True)
+    net = uneven(64.0)
+    place = inputs_of(net, "last")
+    heard = Heard()
+    found, plain = (fitted(prepared(net, feeds), h, UINT8, place, listener=heard) for h in (how, Calibration()))
+    assert [text for text, _ in heard.stages] == [
+        "trying to make channels alike",
+        "calibrating on test",
+        "calibrating on test",
+    ]
+    assert {f.edge.tensor for f in found.factors} == {"g", "h", "w"}
+    assert how.chosen(found).equalization
+    assert not how.chosen(plain).equalization
+    unseen = [{"x": normal(4, 32, seed=i)} for i in range(20, 24)]
+    exact = run(net, unseen)
+    gained, lost = (db(exact, run(insert(net, place(r), r, UINT8), unseen)) for r in (found, plain))
+    assert gained > lost + 6
+    assert insert(net, Placement(), found, UINT8).to_proto() == insert(net, Placement(), plain, UINT8).to_proto()
+    assert not fitted(prepared(uneven(1.0), feeds), how, UINT8, place).factors
+    assert not fitted(prepared(net, feeds[:1]), how, UINT8, place).factors  # which nobody else can judge
+
+
+@pytest.mark.parametrize(
+    ("method", "bias_correction", "equalization", "count"),
+    [*product(("auto", "minmax"), (False, True), (False, True), (2, 5))],
+)
+def test_what_takes_long_tells_how_far_it_is(
+    method: Method, bias_correction: bool, equalization: bool, count: int
+) -> None:
+    net, heard = conv_net(), Heard()
+    how = Calibration(method, bias_correction=bias_correction, equalization=equalization)
+    fitted(
+        prepared(net, feeds(net, count)),
+        how,
+        UINT8,
+        lambda ranges: Placement(possible_edges(net, ranges)),
+        listener=heard,
+    )
+    told = {text: steps for text, steps in heard.stages if not text.startswith("calibrating on")}
+    assert ("comparing ways to calibrate" in told) is (method == "auto" or bias_correction)
+    for steps in told.values():
+        assert len(steps) > 1
+        totals = {total for _, total in steps}
+        assert len(totals) == 1
+        assert steps == sorted(steps)
+        assert max(totals) >= steps[-1][0] > 0

@@ -1,0 +1,204 @@
+"""What a judge says of numbers is what the file does; with corrected biases the means of all layers are those of the
+float model, in whatever placement a layer stands."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models import FP8, INT8, PLAIN, UINT8, Arrays, attention, build, conv_net, normal, ranges, run
+from models import feeds as feeds_of
+from qdqtune.calibration.scales import Range, Ranges
+from qdqtune.graph.model import Model
+from qdqtune.numerics.accuracy import accuracy
+from qdqtune.numerics.criterion import judged
+from qdqtune.numerics.judging import CannotJudgeError, judging
+from qdqtune.placement import rules
+from qdqtune.placement.insertion import insert
+from qdqtune.placement.possible import possible_edges
+from qdqtune.types import Edge, NumericFormat, Placement
+
+pytestmark = pytest.mark.usefixtures("workers")
+
+TWO_LAYERS = """net (float[N,4,6,6] x) => (float[N,4,4,4] y, float[N,4,6,6] a) {
+    [first] a = Conv(x, w0)
+    b = Relu(a)
+    [second] y = Conv(b, w1, bias)
+}"""
+
+
+def lopsided(*shape: int) -> np.ndarray[Any, Any]:
+    """One weight of 1 in each channel and others of 0.4 steps, which all round down to 0."""
+    weights = np.full(shape, 0.4 / 127, np.float32)
+    weights.reshape(shape[0], -1)[:, 0] = 1
+    return weights
+
+
+def two_layers(half: bool = False) -> Model:
+    constants = {"w0": lopsided(4, 4, 1, 1), "w1": lopsided(4, 4, 3, 3), "bias": np.arange(4, dtype=np.float32)}
+    return build(TWO_LAYERS, constants, half=half)
+
+
+def positive(net: Model, count: int = 6) -> list[Arrays]:
+    """Inputs that differ little from each other in the mean."""
+    dtype = np.float16 if net.tensors["x"].dtype == 10 else np.float32
+    return [{"x": (2 + normal(1, 4, 6, 6, seed=i)).astype(dtype)} for i in range(count)]
+
+
+def shifts_of(
+    net: Model, feeds: list[Arrays], placement: Placement, known: Ranges, numbers: NumericFormat
+) -> dict[str, tuple[float, ...]]:
+    with judging(net, placement, numbers, known, feeds) as judge:
+        return judge.shifts(judge.moves(known))
+
+
+def everything(net: Model, known: Ranges) -> Placement:
+    return Placement.of(e for e in possible_edges(net, known) if not e.is_graph_output)
+
+
+def means(net: Model, feeds: list[Arrays], output: str) -> np.ndarray[Any, Any]:
+    return np.stack([out[output].astype(np.float64).mean(axis=(0, 2, 3)) for out in run(net, feeds)]).mean(axis=0)
+
+
+@pytest.mark.parametrize("numbers", [UINT8, INT8])
+def test_the_mean_of_every_layer_is_that_of_the_float_model(numbers: NumericFormat) -> None:
+    net = two_layers()
+    feeds = positive(net)
+    known = ranges(net, feeds)
+    placement = everything(net, known)
+    shifts = shifts_of(net, feeds, placement, known, numbers)
+    assert set(shifts) == {"first", "second"}
+    np.testing.assert_allclose(shifts["first"], 3 * 0.4 / 127 * 2, rtol=0.15)  # three lost weights, inputs around 2
+    plain, corrected = (insert(net, placement, r, numbers) for r in (known, replace(known, shifts=shifts)))
+    for output in ("a", "y"):
+        wanted = means(net, feeds, output)
+        lost = np.abs(means(plain, feeds, output) - wanted)
+        assert (np.abs(means(corrected, feeds, output) - wanted) < 0.2 * lost).all()
+
+
+def test_a_layer_does_not_take_back_what_the_layer_before_it_has_taken_back() -> None:
+    """Its weights alone lose 35 steps of 0.4; the first layer's mean is right when the second one looks."""
+    net = two_layers()
+    feeds = positive(net)
+    known = ranges(net, feeds)
+    shifts = shifts_of(net, feeds, everything(net, known), known, INT8)
+    inner = np.mean([np.maximum(out["a"], 0).mean() for out in run(net, feeds)])
+    np.testing.assert_allclose(shifts["second"], 35 * 0.4 / 127 * inner, rtol=0.15)
+
+
+def test_a_layer_in_float_keeps_its_bias() -> None:
+    net = two_layers()
+    feeds = positive(net)
+    known = ranges(net, feeds)
+    whole = everything(net, known)
+    corrected = replace(known, shifts=shifts_of(net, feeds, whole, known, UINT8))
+    assert insert(net, Placement(), corrected, UINT8).to_proto() == insert(net, Placement(), known, UINT8).to_proto()
+    second = Placement.of(e for e in whole if e.node == "second")
+    alone = insert(net, second, corrected, UINT8)
+    assert len(alone.nodes[alone.index_of["first"]].inputs) == 2
+    np.testing.assert_array_equal(means(alone, feeds, "a"), means(net, feeds, "a"))
+    wanted = means(net, feeds, "y")
+    lost = np.abs(means(insert(net, second, known, UINT8), feeds, "y") - wanted)
+    assert (np.abs(means(alone, feeds, "y") - wanted) < 0.3 * lost).all()  # its weights are at fault, not its inputs
+
+
+def test_a_mean_that_luck_explains_is_left_alone() -> None:
+    """Rounded values of wide inputs, of which there are two: the difference is as often above zero as below."""
+    net = build("net (float[N,4,1,1] x) => (float[N,16,1,1] y) { [only] y = Conv(x, w) }", {"w": normal(16, 4, 1, 1)})
+    feeds = [{"x": normal(1, 4, 1, 1, seed=i)} for i in range(2)]
+    known = ranges(net, feeds)
+    shifts = shifts_of(net, feeds, everything(net, known), known, UINT8)
+    assert np.mean(np.asarray(shifts["only"]) == 0) >= 0.25
+
+
+def test_float16_and_fp8() -> None:
+    for half, numbers in ((True, INT8), (False, FP8)):
+        net = two_layers(half)
+        feeds = positive(net)
+        known = ranges(net, feeds)
+        placement = everything(net, known)
+        corrected = replace(known, shifts=shifts_of(net, feeds, placement, known, numbers))
+        quantized = insert(net, placement, corrected, numbers)
+        bias = quantized.constants[quantized.nodes[quantized.index_of["first"]].inputs[2]]
+        assert bias.dtype == net.constants["w0"].dtype
+        wanted = means(net, feeds, "y")
+        lost = np.abs(means(insert(net, placement, known, numbers), feeds, "y") - wanted)
+        assert (np.abs(means(quantized, feeds, "y") - wanted) <= lost).all()
+
+
+@pytest.mark.parametrize(("net", "numbers"), [(conv_net, PLAIN), (conv_net, INT8), (attention, UINT8)])
+def test_it_tells_what_the_file_does(net: type[object], numbers: NumericFormat) -> None:
+    model: Model = net()  # type: ignore[assignment]
+    known, samples = ranges(model), feeds_of(model)
+    narrow = Ranges({t: Range(r.low / 2, r.high / 2) for t, r in known.activations.items()})
+    placement = rules.placements(model, possible_edges(model, known))["everything"]
+    with judging(model, placement, numbers, known, samples) as judge:
+        for tried in (known, narrow):
+            real = accuracy(run(model, samples), run(insert(model, placement, tried, numbers), samples)).sqnr_db
+            assert judge.outcome(tried).db() == pytest.approx(real, abs=0.2)
+
+
+def test_the_constant_behind_a_product_is_its_bias() -> None:
+    text = "net (float[N,3,4] x) => (float[N,3,4] y) { [product] p = MatMul(x, w) [add] y = Add(bias, p) }"
+    net = build(text, {"w": lopsided(4, 4).T, "bias": np.arange(4, dtype=np.float32)})
+    feeds = [{"x": 2 + normal(1, 3, 4, seed=i)} for i in range(6)]
+    known = ranges(net, feeds)
+    placement = Placement.of(e for e in possible_edges(net, known) if e.node == "product")
+    shifts = shifts_of(net, feeds, placement, known, INT8)
+    assert set(shifts) == {"add"}
+    np.testing.assert_allclose(shifts["add"], 3 * 0.4 / 127 * 2, rtol=0.2)
+    corrected = insert(net, placement, replace(known, shifts=shifts), INT8)
+    (bias,) = (t for t in corrected.nodes[corrected.index_of["add"]].inputs if t in corrected.constants)
+    np.testing.assert_allclose(corrected.constants[bias].array(), np.arange(4) + np.asarray(shifts["add"]), rtol=1e-5)
+    assert insert(net, Placement(), replace(known, shifts=shifts), INT8).to_proto() == net.to_proto()
+
+
+def test_a_constant_that_is_quantized_itself_is_left_alone() -> None:
+    text = "net (float[2,4] x) => (float[2,4] y) { [product] p = MatMul(x, w) [add] y = Add(p, bias) }"
+    net = build(text, {"w": lopsided(4, 4).T, "bias": np.arange(4, dtype=np.float32)})
+    feeds = [{"x": 2 + normal(2, 4, seed=i)} for i in range(6)]
+    known = ranges(net, feeds)
+    assert not shifts_of(net, feeds, everything(net, known), known, INT8)
+
+
+def test_each_sample_is_judged_by_what_the_others_say_of_biases() -> None:
+    """One of them asks for the opposite of what all others ask: it gets worse, though the mean over all is right."""
+    net = build("net (float[1,1] x) => (float[1,1] y) { [only] y = Gemm(x, w) }", {"w": np.ones((1, 1), np.float32)})
+    feeds = [{"x": np.full((1, 1), value, np.float32)} for value in (0.4, 0.4, 0.4, 127)]
+    known = Ranges({"x": Range(-127, 127), "y": Range(-127, 127)})
+    placement = Placement.of([Edge("x", "only", 0), Edge("w", "only", 1)])
+    with judging(net, placement, INT8, known, feeds[:3]) as judge:
+        moves = judge.moves(known)
+        np.testing.assert_allclose(moves, 0.4, rtol=1e-5)
+        assert judge.outcome(known, moves).db() > 40
+    with judging(net, placement, INT8, known, feeds) as judge:
+        alone = np.zeros_like(judge.moves(known))
+        alone[3] = 50.0
+        # the first three hear of 50, the last one hears of nothing
+        assert judge.outcome(known, alone).noise[3, 0] == judge.outcome(known).noise[3, 0]
+
+
+def test_outputs_are_judged_in_front_of_what_squashes_them_as_well() -> None:
+    text = """net (float[2,8] x) => (float[2,8] p, int64[2,1] i, float[2,8] s, float[2,8] d, float[2,8] y) {
+        [softmax] q = Softmax(x)
+        [shape] p = Identity(q)
+        [most] i = ArgMax <axis=1> (x)
+        [log] s = Log(x)
+        [exp] e = Exp(s)
+        [sum] t = ReduceSum(e)
+        [share] d = Div(e, t)
+        [relu] y = Relu(x)
+    }"""
+    assert judged(build(text)) == (
+        (Edge("p", "", 0), Edge("x", "softmax", 0)), (Edge("x", "most", 0),), (Edge("s", "", 2),),
+        (Edge("d", "", 3), Edge("s", "exp", 0)), (Edge("y", "", 4),),
+    )  # fmt: skip
+
+
+def test_what_onnx_runtime_does_not_run_cannot_be_judged() -> None:
+    model = build("net (float[2,4] x) => (float[2,4] y) { h = MatMul(x, w) y = custom.Knows(h) }", {"w": normal(4, 4)})
+    with pytest.raises(CannotJudgeError), judging(model, Placement(), INT8, Ranges({}), [{"x": normal(2, 4)}]):
+        pass

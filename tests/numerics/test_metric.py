@@ -1,0 +1,153 @@
+"""The user's own metric: where it comes from, what it is given, and what its errors become."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models import build, feeds, normal
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.runner import Handle, Runner
+from qdqtune.errors import BadOption
+from qdqtune.graph.files import save
+from qdqtune.numerics.metric import evaluate, load_evaluation
+from qdqtune.types import Failure
+from workers import Workers
+
+NET = build("net (float[2,4] x) => (float[2,3] y) { y = MatMul(x, w) }", {"w": normal(4, 3)})
+Metric = Callable[[str], str]
+
+
+@pytest.fixture
+def metric(tmp_path: Path) -> Metric:
+    """Writes a file with a function `score(predict)` of the given body, and names it for --evaluate."""
+
+    def write(body: str) -> str:
+        path = tmp_path / "metric.py"
+        path.write_text(f"import numpy as np\ndef score(predict):\n    {body}\n")
+        return f"{path}:score"
+
+    return write
+
+
+@pytest.fixture
+def loaded(tmp_path: Path, workers: Workers) -> tuple[Runner, Handle]:
+    save(NET, tmp_path / "net.onnx")
+    runner = Runner(EngineSpec("fake"), time_limit_s=60, log_dir=tmp_path)
+    handle = runner.load(tmp_path / "net.onnx")
+    assert isinstance(handle, Handle)
+    return runner, handle
+
+
+def test_predict_runs_the_model_on_the_engine(metric: Metric, loaded: tuple[Runner, Handle]) -> None:
+    sample = feeds(NET, 1)[0]["x"]
+    source = metric(f"return predict({{'x': np.array({sample.tolist()}, np.float32)}})['y'].sum()")
+    expected = float((sample @ normal(4, 3)).sum())
+    assert evaluate(load_evaluation(source), *loaded) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_metric_may_come_from_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded: tuple[Runner, Handle]
+) -> None:
+    (tmp_path / "metric_of_a_module.py").write_text(
+        "class Score:\n def __call__(self, predict):\n  return True\nf = Score()"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert evaluate(load_evaluation("metric_of_a_module:f"), *loaded) == 1.0
+
+
+def test_another_text_is_another_metric(metric: Metric) -> None:
+    first = load_evaluation(metric("return 1")).digest
+    assert load_evaluation(metric("return 1")).digest == first
+    assert load_evaluation(metric("return 2")).digest != first
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [("metric", "give module:callable"), ("no_such_module:f", "cannot import --evaluate 'no_such_module:f'"),
+     ("nowhere/metric.py:f", "cannot import .*: there is no file .*nowhere/metric.py"),
+     ("json:loads_", "cannot import"), ("json:__name__", "not callable")],
+)  # fmt: skip
+def test_what_cannot_be_imported(source: str, message: str) -> None:
+    with pytest.raises(BadOption, match=message):
+        load_evaluation(source)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [("raise KeyError('label\\n7')", "failed: KeyError: 'label"), ("return 'good'", "returned str, not a number"),
+     ("return open(predict)", r"failed: TypeError: .* \(it is called with `predict`, which takes"),
+     ("return np.ones(2)", "returned ndarray"), ("return None", "returned NoneType")],
+)  # fmt: skip
+def test_errors_of_the_function_are_one_line(
+    metric: Metric, loaded: tuple[Runner, Handle], body: str, message: str
+) -> None:
+    with pytest.raises(BadOption, match=message) as error:
+        evaluate(load_evaluation(metric(body)), *loaded)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_metric_that_is_not_finite_fails_the_model(metric: Metric, loaded: tuple[Runner, Handle], value: str) -> None:
+    found = evaluate(load_evaluation(metric(f"return float('{value}')")), *loaded)
+    assert isinstance(found, Failure)
+    assert value in found.reason
+
+
+@pytest.mark.parametrize(
+    "body", ["predict({'x': np.ones(7, np.float32)}); return 1",
+             "try: predict({'x': np.ones(7, np.float32)})\n    except Exception: return 1"],
+)  # fmt: skip
+def test_what_the_engine_refuses_fails_the_model_and_not_the_function(
+    metric: Metric, loaded: tuple[Runner, Handle], body: str
+) -> None:
+    assert isinstance(evaluate(load_evaluation(metric(body)), *loaded), Failure)
+
+
+def test_what_it_prints_keeps_out_of_the_results(
+    metric: Metric, loaded: tuple[Runner, Handle], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(load_evaluation(metric("print('epoch'); return np.float32(0.5)")), *loaded) == 0.5
+    assert capsys.readouterr() == ("", "epoch\n")
+
+
+def test_threads_that_call_predict_take_turns(
+    metric: Metric, loaded: tuple[Runner, Handle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, handle = loaded
+    outputs, asked = runner.outputs, threading.Lock()
+
+    def alone(*arguments: Any) -> Any:
+        assert asked.acquire(blocking=False)
+        time.sleep(0.001)
+        asked.release()
+        return outputs(*arguments)
+
+    monkeypatch.setattr(runner, "outputs", alone)
+    lines = (
+        "from concurrent.futures import ThreadPoolExecutor",
+        "ask = lambda i: float(predict({'x': np.full((2, 4), i, np.float32)})['y'].sum())",
+        "with ThreadPoolExecutor(8) as pool: found = list(pool.map(ask, range(40)))",
+        "assert np.allclose(found, np.arange(40) * found[1], rtol=1e-4), found",
+        "return len(found)",
+    )
+    assert evaluate(load_evaluation(metric("\n    ".join(lines))), runner, handle) == 40
+
+
+def test_predict_in_another_process_is_refused_by_name(metric: Metric, loaded: tuple[Runner, Handle]) -> None:
+    lines = (
+        "import os",
+        "read, write = os.pipe()",
+        "if os.fork() == 0:",
+        "    try: predict({'x': np.zeros((2, 4), np.float32)})",
+        "    except Exception as error: os.write(write, str(error).encode())",
+        "    os._exit(0)",
+        "raise ValueError(os.read(read, 200).decode())",
+    )
+    with pytest.raises(BadOption, match="predict works in the process of the metric only"):
+        evaluate(load_evaluation(metric("\n    ".join(lines))), *loaded)

@@ -1,0 +1,183 @@
+"""What rounding one value does to the outputs: against the inserter's own models, one value at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models import FORMATS, PLAIN, attention, build, conv_net, feeds, normal, ranges, run
+from qdqtune.calibration import scales
+from qdqtune.calibration.scales import Range
+from qdqtune.graph.model import Model
+from qdqtune.numerics.accuracy import sqnr_db
+from qdqtune.numerics.sensitivity import DEAFENING, Block, _shares, sensitivities, stored_weights
+from qdqtune.placement import rules
+from qdqtune.placement.insertion import insert
+from qdqtune.placement.possible import possible_edges
+from qdqtune.search.costs.noise import Noise
+from qdqtune.tuning.noise import each_value
+from qdqtune.types import Edge, Failure, NumericFormat, Placement, Storage
+
+NETS = {"conv": conv_net, "attention": attention}
+
+
+pytestmark = pytest.mark.usefixtures("workers")
+
+
+def alone(model: Model, numbers: NumericFormat = PLAIN) -> dict[str, float]:
+    known = ranges(model)
+    found = sensitivities(model, each_value(model, known, numbers, possible_edges(model, known)), feeds(model))
+    assert isinstance(found, dict)
+    return found
+
+
+def noise_of(model: Model, placement: Placement, numbers: NumericFormat) -> float:
+    """As the inserter has it."""
+    samples = feeds(model)
+    ratio = sqnr_db(run(model, samples), run(insert(model, placement, ranges(model), numbers), samples))
+    return 0.0 if ratio is None else float(10 ** (-ratio / 10))
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_each_value_alone_is_as_the_inserter_rounds_it(name: str) -> None:
+    model = NETS[name]()
+    possible = possible_edges(model, ranges(model))
+    noise = Noise(model, alone(model))
+    assert set(noise.alone) == {noise.value(e.tensor) for e in possible}
+    for value, found in noise.alone.items():
+        placement = Placement.of(e for e in possible if noise.value(e.tensor) == value)
+        assert found == pytest.approx(noise_of(model, placement, PLAIN), rel=0.1, abs=1e-9), value
+
+
+@pytest.mark.parametrize("numbers", FORMATS)
+def test_the_sum_foretells_the_noise_of_a_placement(numbers: str) -> None:
+    model = conv_net()
+    noise = Noise(model, alone(model, FORMATS[numbers]))
+    for placement in rules.placements(model, possible_edges(model, ranges(model))).values():
+        real = noise_of(model, placement, FORMATS[numbers])
+        assert abs(10 * np.log10(noise.predicted(placement) / real)) < 4
+
+
+def test_half_precision_is_rounded_as_well() -> None:
+    found = alone(attention(half=True))
+    assert 0 < min(v for v in found.values() if v > 0) < max(found.values()) < 1e-2
+
+
+def test_the_loudest_blocks_are_divided_until_the_measurements_are_spent() -> None:
+    real = np.array([1, 1, 1, 1, 1, 100, 1, 1.0])
+    asked: list[tuple[int, int]] = []
+
+    def noise(blocks: Sequence[Block]) -> list[float]:
+        asked.extend(blocks)
+        return [float(real[start:stop].sum()) for start, stop in blocks]
+
+    assert _shares(8, noise, 100, 0.0) == real.tolist()
+    assert len(asked) == 15
+    asked.clear()
+    assert _shares(8, noise, 7, 0.0) == [1, 1, 1, 1, 1, 100, 1, 1]
+    assert asked == [(0, 8), (0, 4), (4, 8), (4, 6), (6, 8), (4, 5), (5, 6)]
+    asked.clear()
+    assert _shares(8, noise, 100, loudest=1) == [1, 1, 1, 1, 1, 100, 1, 1]
+    assert asked == [(0, 8), (0, 4), (4, 8), (4, 6), (6, 8), (4, 5), (5, 6)]
+    assert _shares(8, noise, 100, floor=4.0) == real.tolist()
+    assert _shares(8, noise, 100, floor=1000.0) == [real.sum() / 8] * 8
+
+
+@given(st.lists(st.floats(0.0, 1e3), min_size=1, max_size=20), st.integers(1, 30), st.integers(2, 9), st.floats(0, 1e3))
+def test_blocks_side_by_side_are_divided_as_one_after_the_other(
+    values: list[float], measurements: int, width: int, floor: float
+) -> None:
+    def noise(blocks: Sequence[Block]) -> list[float]:
+        return [float(np.sum(values[start:stop])) for start, stop in blocks]
+
+    alone = _shares(len(values), noise, measurements, floor)
+    assert _shares(len(values), noise, measurements, floor, width=width) == alone
+
+
+def test_blocks_in_several_processes_are_found_as_in_one() -> None:
+    model = conv_net()
+    known = ranges(model)
+    pairs = each_value(model, known, PLAIN, possible_edges(model, known))
+    assert sensitivities(model, pairs, feeds(model), side_by_side=3) == alone(model)
+
+
+def test_weights_that_are_stored_in_fewer_bits_do_what_they_do_in_a_file() -> None:
+    model = build("net (float[2,32] x) => (float[2,8] y) { [product] y = MatMul(x, w) }", {"w": normal(32, 8)}, 21)
+    edge, storage = Edge("w", "product", 1), Storage(4, 32)
+    known = noise_of(model, Placement.of((), {edge: storage}.items()), PLAIN)
+    found = sensitivities(model, stored_weights(model, {edge: storage}), feeds(model))
+    assert isinstance(found, dict)
+    assert found["w"] == pytest.approx(known, rel=0.1)
+
+
+def test_measurements_that_time_has_no_room_for_are_left_out_and_told() -> None:
+    model, told = conv_net(), list[tuple[int, int]]()
+    known = ranges(model)
+    pairs = each_value(model, known, PLAIN, possible_edges(model, known))
+    found = sensitivities(model, pairs, feeds(model), deadline=0.0, thinned=lambda *seen: told.append(seen[:2]))
+    assert isinstance(found, dict)
+    assert len(set(found.values())) == 1
+    assert told == [(1, 2 * len(found))]
+
+
+def test_the_samples_are_those_to_which_rounding_does_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first ones lie within the ranges, and say nothing of what is cut off from a later one."""
+    monkeypatch.setattr("qdqtune.numerics.sensitivity.SAMPLES", 1)
+    monkeypatch.setattr("qdqtune.numerics.sensitivity.CONSIDERED", 10.0)
+    model = conv_net()
+    samples = feeds(model)
+    (name,) = model.inputs
+    wide = {name: 3 * samples[2][name]}
+    pairs = each_value(model, ranges(model), PLAIN, possible_edges(model, ranges(model)))
+    assert sensitivities(model, pairs, [*samples[:2], wide, samples[3]]) == sensitivities(model, pairs, [wide])
+
+
+@pytest.mark.parametrize("measured", [400, 16])
+def test_the_loudest_are_found_one_by_one_or_by_halving(measured: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qdqtune.numerics.sensitivity.INFERENCES", measured)
+    model = conv_net()
+    known = ranges(model)
+    pairs = each_value(model, known, PLAIN, possible_edges(model, known))
+    every = alone(model)
+    assert len(every) > 16
+    found = sensitivities(model, pairs, feeds(model)[:1], loudest=2)
+    assert isinstance(found, dict)
+    assert max(found, key=found.__getitem__) == max(every, key=every.__getitem__)
+    largest = max(every.values())
+    assert max(found.values()) == pytest.approx(largest, rel=0.5)
+
+
+def test_outputs_that_are_not_finite() -> None:
+    text = "net (float[1,4] x) => (float[1,4] y) { h = Neg(x) y = Reciprocal(h) }"
+    model = build(text, {})
+    pairs = {Edge("x", model.nodes[0].name, 0): scales.of_range(Range(-1, 1), PLAIN)}
+    tiny, zero = ({"x": np.float32([[1, 1, 1, last]])} for last in (1e-3, 0))
+    assert sensitivities(model, pairs, [tiny]) == {"x": DEAFENING}
+    found = sensitivities(model, pairs, [zero])
+    assert isinstance(found, Failure)
+    assert "NaN or infinite" in found.reason
+
+
+def test_samples_are_taken_as_they_come_where_all_rounding_together_leaves_nothing_finite(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("qdqtune.numerics.sensitivity.SAMPLES", 1)
+    monkeypatch.setattr("qdqtune.numerics.sensitivity.CONSIDERED", 10.0)
+    text = "net (float[1,4] x, float[1,4] z) => (float[1,4] y) { r = Reciprocal(x) [sum] y = Add(r, z) }"
+    model = build(text, {})
+    edges = Edge("x", model.nodes[0].name, 0), Edge("z", "sum", 1)
+    sample = {"x": np.float32([[1, 1, 1, 1e-3]]), "z": np.float32([[0.3, 100, 0.1, 0.1]])}
+    found = sensitivities(model, dict.fromkeys(edges, scales.of_range(Range(-1, 1), PLAIN)), [sample, sample])
+    assert isinstance(found, dict)
+    assert 0 < found["z"] < found["x"] == DEAFENING
+
+
+def test_what_onnx_runtime_does_not_run_is_a_failure() -> None:
+    model = build("net (float[2,4] x) => (float[2,4] y) { h = MatMul(x, w) y = custom.Knows(h) }", {"w": normal(4, 4)})
+    edge = Edge("x", model.nodes[0].name, 0)
+    found = sensitivities(model, {edge: scales.of_range(Range(-1, 1), PLAIN)}, feeds(model))
+    assert isinstance(found, Failure)

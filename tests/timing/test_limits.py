@@ -1,0 +1,321 @@
+"""Limits on accuracy: what is taken, what ships, and what is measured for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import chain, combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from onnx.reference import ReferenceEvaluator
+
+from conftest import Call
+from models import INT8, build, feeds, normal, ranges
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.fake import latency
+from qdqtune.errors import BadOption, BaselineFailed
+from qdqtune.graph.files import save
+from qdqtune.graph.model import Model
+from qdqtune.numerics.accuracy import sqnr_db
+from qdqtune.placement.insertion import Inserter
+from qdqtune.placement.possible import possible_edges
+from qdqtune.placement.rules import everything
+from qdqtune.search.costs.units import Decision, partition
+from qdqtune.search.region import QUIETER
+from qdqtune.timing.limits import Limits, is_unmet, outcome, wins
+from qdqtune.timing.ratios import Plan
+from qdqtune.tuning.loop import tune
+from qdqtune.tuning.observer import Silent, State
+from qdqtune.tuning.settings import Settings
+from qdqtune.types import Accuracy, Failure, Measurement, Placement, Proposal, Trial
+from runs import hopeless, mixed, settings, write
+from workers import Workers
+
+PLAN = Plan((12,))
+GROUPS = [("first", "relu")]
+"""What the fake engine fuses in the mixed model."""
+
+METRIC = """import numpy as np
+from pathlib import Path
+from workers import Workers
+HERE = Path(__file__).parent
+SAMPLE = np.load(HERE / "model.npz")["x"][0]
+def score(predict):
+    y = predict({"x": SAMPLE})["y"]
+    if not (HERE / "y.npy").exists():
+        np.save(HERE / "y.npy", y)
+    with (HERE / "calls").open("a") as calls:
+        print(file=calls)
+    return -float(np.abs(y - np.load(HERE / "y.npy")).mean() / np.abs(y).mean())
+"""
+
+
+def trial(ratio: float, number: int = 1, **given) -> Trial:
+    return Trial(number, Proposal("", Placement()), Placement(), Measurement((1.0,) * 12, (ratio,) * 12), **given)
+
+
+def never(_: Placement) -> float:
+    raise AssertionError("nobody needs the metric")
+
+
+class TestOneTrial:
+    def test_without_limits_everything_holds(self) -> None:
+        assert not Limits().are_set
+        assert Limits().judged(trial(0.5, accuracy=Accuracy(-3.0)), [], PLAN, never).holds
+
+    def test_the_ratio_of_signal_to_noise(self) -> None:
+        limits = Limits(min_sqnr=20)
+        assert limits.max_noise == pytest.approx(0.01)
+        found = [
+            limits.judged(trial(0.5, accuracy=Accuracy(db)), [], PLAN, never).holds for db in (19.9, 20.0, 25.0, None)
+        ]
+        assert found == [False, True, True, True]
+
+    def test_the_metric_is_asked_for_what_would_be_taken_only(self) -> None:
+        limits = Limits(min_sqnr=20, max_drop=0.1, before=0.9)
+        best = trial(0.6, accuracy=Accuracy(30.0), metric=0.9)
+        for other in (trial(1.0), trial(1.5), trial(0.7), trial(0.5, accuracy=Accuracy(10.0))):
+            assert limits.judged(other, [best], PLAN, never).holds is not True
+        assert limits.judged(trial(0.5), [best], PLAN, lambda _: 0.81).holds is True
+        assert limits.judged(trial(0.7), [replace(best, holds=False)], PLAN, lambda _: 0.81).holds is True
+
+    @pytest.mark.parametrize(
+        ("metric", "holds"), [(0.95, True), (0.8, True), (0.79, False), (Failure("run", ""), False)]
+    )
+    def test_the_metric_may_fall_so_far(self, metric: float | Failure, holds: bool) -> None:
+        found = Limits(max_drop=0.1, before=0.9).judged(trial(0.5), [], PLAN, lambda _: metric)
+        assert found.holds is holds
+        assert found.metric == (None if isinstance(metric, Failure) else metric)
+
+    def test_verdicts(self) -> None:
+        assert outcome(trial(0.5), PLAN) == "faster"
+        assert outcome(trial(0.5, holds=None), PLAN) == "faster"
+        assert outcome(trial(0.5, holds=False), PLAN) == "inaccurate"
+        assert outcome(replace(trial(0.5), result=Failure("run", "")), PLAN) == "failed"
+        assert [wins(trial(0.5, holds=h), PLAN) for h in (True, None, False)] == [True, False, False]
+
+    def test_limits_are_unmet_if_only_inaccurate_candidates_are_faster(self) -> None:
+        assert is_unmet([trial(0.5, holds=False), trial(1.2)], PLAN)
+        assert not is_unmet([trial(1.2, holds=False)], PLAN)
+        assert not is_unmet([trial(0.5, holds=False), trial(0.8)], PLAN)
+        assert not is_unmet([], PLAN)
+
+
+@dataclass
+class Log(Silent):
+    """Remembers verdicts, and which trials were measured anew."""
+
+    verdicts: list[str] = field(default_factory=list)
+    measured: list[Trial] = field(default_factory=list)
+
+    def trial(self, trial: Trial, verdict: str, state: State) -> None:
+        self.verdicts.append(verdict)
+        if not state.replayed:
+            self.measured.append(trial)
+
+
+@pytest.fixture
+def model(tmp_path: Path, workers: Workers) -> Path:
+    return write(mixed(), tmp_path)
+
+
+@pytest.fixture
+def metric(model: Path) -> Callable[[], int]:
+    """A metric in metric.py beside the model; tells how often it was asked."""
+    (model.parent / "metric.py").write_text(METRIC)
+    calls = model.parent / "calls"
+    return lambda: len(calls.read_text().splitlines()) if calls.exists() else 0
+
+
+def evaluated(model: Path, /, **changes) -> Settings:
+    return settings(model, evaluate=f"{model.parent / 'metric.py'}:score", **changes)
+
+
+def summary(model: Path) -> dict:
+    return json.loads((model.parent / "out" / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def every() -> list[tuple[float, float]]:
+    """Ratio to the float model and output SQNR of every placement of the mixed model."""
+    net = mixed()
+    known = ranges(net)
+    inserter, parts = Inserter(net, known, INT8), partition(net, possible_edges(net, known), GROUPS)
+    samples = feeds(net, 3)[:1]
+
+    def outputs(model: Model) -> list[dict]:
+        evaluator = ReferenceEvaluator(model.to_proto())
+        return [dict(zip(net.outputs, evaluator.run(None, s), strict=True)) for s in samples]
+
+    able = [u.number for u in parts.units if u.inputs]
+    found = []
+    for chosen in chain.from_iterable(combinations(able, n) for n in range(1, len(able) + 1)):
+        stored = [t for t in parts.edges if parts.producer.get(t) in chosen]
+        candidate = inserter.insert(parts.placement(Decision.of(chosen, stored)))
+        db = sqnr_db(outputs(net), outputs(candidate))
+        assert db is not None
+        found.append((latency(candidate.to_proto()) / latency(net.to_proto()), db))
+    return found
+
+
+@pytest.mark.parametrize("mode", ["region", "cut"])
+class TestARunWithALimit:
+    @pytest.mark.parametrize("limit", [30.0, 36.0, 38.0])
+    def test_the_fastest_that_holds_ships(self, model: Path, every: list[tuple[float, float]], mode, limit) -> None:
+        best = min(ratio for ratio, db in every if db >= limit)
+        result = tune(settings(model, mode=mode, min_sqnr=limit))
+        assert result.improved
+        assert result.summary["ratio"] == pytest.approx(best, rel=1e-3)
+        assert result.summary["output_sqnr_db"] >= limit
+        assert (result.summary["constraint_met"], result.summary["min_sqnr_db"]) == (True, limit)
+
+    def test_where_nothing_holds_the_baseline_ships(
+        self, model: Path, every: list[tuple[float, float]], mode: str
+    ) -> None:
+        limit = 1 + max(db for ratio, db in every if ratio < 1)
+        log = Log()
+        result = tune(settings(model, mode=mode, min_sqnr=limit), log)
+        assert result.unmet
+        assert not result.improved
+        assert result.summary["constraint_met"] is False
+        assert "inaccurate" in log.verdicts
+        out = model.parent / "out"
+        assert (out / "optimized_final.onnx").read_bytes() == (out / "baseline.onnx").read_bytes()
+
+    def test_another_limit_judges_what_was_measured(self, model: Path, mode: str) -> None:
+        first = tune(settings(model, mode=mode))
+        tight = settings(model, mode=mode, min_sqnr=38.0)
+        log = Log()
+        tune(tight, log)
+        known = {t.placement for t in first.history if not t.against.edges}
+        for again in log.measured:
+            assert again.against.edges or again.placement not in known
+        log = Log()
+        tune(tight, log)
+        assert not log.measured
+        assert tune(settings(model, mode=mode)).placement == first.placement
+
+    def test_a_win_that_another_limit_lets_pass_is_checked_then(self, model: Path, mode: str) -> None:
+        tune(settings(model, mode=mode, min_sqnr=60.0))
+        result = tune(settings(model, mode=mode))
+        assert result.improved
+        assert all((t.check is not None) == (mode == "region") for t in result.history if t.accepted)
+
+    def test_the_metric_is_a_limit_as_well(self, model: Path, metric: Callable[[], int], mode: str) -> None:
+        free = tune(evaluated(model, mode=mode, max_drop=None))
+        assert free.summary["metric_before"] == 0
+        lost = -free.summary["metric_after"]
+        assert lost > 0
+        assert metric() == 2  # the float model and the result
+        allowed = {"region": 1.5, "cut": 0.7}[mode] * lost  # less than what the first candidates lose
+        limited = evaluated(model, mode=mode, max_drop=allowed)
+        result = tune(limited)
+        assert result.improved
+        assert not result.history[0].holds
+        assert -allowed <= result.summary["metric_after"] < 0
+        assert metric() < 2 + len(result.history)
+        asked = metric()
+        assert tune(limited).placement == result.placement
+        assert metric() == asked
+
+
+@pytest.mark.parametrize(
+    ("limit", "other"),
+    [(36.0, {"mode": "subgraph"}), (38.0, {"mode": "cut", "engine": EngineSpec("fake", {"hide_times": True})})],
+)
+def test_other_searches_try_a_guess_within_the_limit(
+    model: Path, every: list[tuple[float, float]], limit: float, other: dict
+) -> None:
+    result = tune(settings(model, min_sqnr=limit, **other))
+    assert result.summary["ratio"] == pytest.approx(min(ratio for ratio, db in every if db >= limit), rel=1e-3)
+    assert result.summary["output_sqnr_db"] >= limit
+    assert other["mode"] == "subgraph" or any(t.proposal.origin.startswith(QUIETER) for t in result.history)
+
+
+@pytest.mark.usefixtures("workers")
+class TestWhatCannotBe:
+    def test_nothing_faster_is_not_a_limit_unmet(self, tmp_path: Path) -> None:
+        result = tune(settings(write(hopeless(), tmp_path), min_sqnr=1.0))
+        assert not result.improved
+        assert not result.unmet
+
+    @pytest.mark.parametrize("limit", [20.0, None])
+    def test_a_float_model_that_draws_random_numbers_misses_any_limit(self, tmp_path: Path, limit) -> None:
+        net = build("net (float[2,8] x) => (float[2,8] y) { h = MatMul(x, w) n = RandomNormalLike(h) y = Add(h, n) }",
+                    {"w": normal(8, 8)})  # fmt: skip
+        asked = settings(write(net, tmp_path), min_sqnr=limit)
+        if limit is None:
+            assert not tune(asked).unmet
+        else:
+            with pytest.raises(BadOption, match=r"differs from itself: .* only \d+\.\d dB"):
+                tune(asked)
+
+    def test_a_model_without_float_outputs_has_no_ratio(self, tmp_path: Path) -> None:
+        net = build("net (float[2,8] x) => (int64[2,1] y) { h = MatMul(x, w) y = ArgMax <axis=1> (h) }",
+                    {"w": normal(8, 8)})  # fmt: skip
+        with pytest.raises(BadOption, match="float outputs"):
+            tune(settings(write(net, tmp_path), min_sqnr=20.0))
+
+    def test_a_drop_needs_a_metric(self, tmp_path: Path) -> None:
+        with pytest.raises(BadOption, match="--evaluate"):
+            settings(tmp_path / "model.onnx", max_drop=0.1)
+
+    def test_a_metric_that_fails_on_the_float_model(self, model: Path) -> None:
+        (model.parent / "metric.py").write_text("def score(predict):\n    return float('nan')\n")
+        with pytest.raises(BaselineFailed, match=r"the metric of .* is nan"):
+            tune(evaluated(model))
+
+    def test_a_quantized_model_that_misses_the_limit_does_not_ship(self, tmp_path: Path) -> None:
+        net = mixed()
+        known = ranges(net)
+        given = Inserter(net, known, INT8).insert(everything(net, possible_edges(net, known)))
+        path = write(net, tmp_path)
+        save(given, path)
+        result = tune(settings(path, from_qdq=True, min_sqnr=60.0))
+        assert (result.shipped, result.unmet) == ("baseline", True)
+        result = tune(settings(path, from_qdq=True, min_sqnr=38.0, output_dir=tmp_path / "other"))
+        assert result.shipped == "tuned"
+        assert result.summary["output_sqnr_db"] >= 38
+
+
+def test_with_enough_samples_some_are_kept_from_calibration(tmp_path: Path, workers: Workers) -> None:
+    path = write(mixed(), tmp_path)
+    few = tune(settings(path, builds=10)).summary
+    assert (few["accuracy_samples"], few["accuracy_held_out"]) == (1, False)
+    x = np.stack([s["x"] for s in feeds(mixed(), 6)])
+    x[4] *= 100  # the fifth: no range may know of it
+    np.savez(path.with_suffix(".npz"), x=x)
+    many = tune(settings(path, builds=10, min_sqnr=None, output_dir=tmp_path / "many")).summary
+    assert (many["accuracy_samples"], many["accuracy_held_out"]) == (1, True)
+    assert many["output_sqnr_db"] < 3
+
+
+class TestTheCommandLine:
+    def test_codes_and_lines(self, model: Path, call: Call) -> None:
+        tune = ("tune", model, "--engine", "fake", "--builds", "10", "-o", model.parent / "out",
+                "--calibration-data", model.with_suffix(".npz"))  # fmt: skip
+        code, out, err = call(*tune, "--min-sqnr", "60")
+        assert code == 4
+        assert "nothing faster holds the limits on accuracy" in out
+        assert "not taken: too inaccurate: 28.1 dB" in err
+        code, out, err = call(*tune, "--min-sqnr", "20", "--json")
+        assert code == 0
+        assert json.loads(out)["constraint_met"] is True
+
+    def test_the_metric_is_shown(self, model: Path, metric: Callable[[], int], call: Call) -> None:
+        code, out, err = call("tune", model, "--engine", "fake", "--builds", "8", "-o", model.parent / "out",
+                              "--calibration-data", model.with_suffix(".npz"), "--max-drop", "0",
+                              "--evaluate", f"{model.parent / 'metric.py'}:score")  # fmt: skip
+        assert code == 4
+        assert "inaccurate" in err
+        assert "metric -" in err
+        assert "your metric" in out
+
+    def test_bad_limits_are_one_line(self, model: Path, call: Call) -> None:
+        for given in (("--max-drop", "0.1"), ("--evaluate", "nobody:knows"), ("--max-drop", "-1"), ("--min-sqnr", "x")):
+            code, _, err = call("tune", model, "--engine", "fake", *given)
+            assert code == 2
+            assert len(err.strip().splitlines()) == 1
