@@ -140,7 +140,7 @@ def tuned(settings: Settings) -> str:
     begun = time.monotonic()
     result = tune(settings)
     placement = read_placement_file(settings.output_dir / PLACEMENT).placement
-    kinds = "/".join(sorted({s.name for s in placement.storages.values()})) or "in fewer bits"
+    kinds = "/".join(sorted({s.name for s in placement.weight_formats.values()})) or "in fewer bits"
     tensors = len({e.tensor for e in placement})
     stored = f"{len(placement.compressed)} weights {kinds}"
     return f"{tensors} tensors in pairs, {stored}; {len(result.history)} candidates, {time.monotonic() - begun:.0f} s"

@@ -37,11 +37,11 @@ class Edge(NamedTuple):
 
 
 STORAGE = re.compile(r"w(?P<bits>[48])(b(?P<block>\d+))?(?P<asymmetric>a)?")
-"""How a storage is written: w8, w8b128, w4b32, w4b32a."""
+"""How a weight format is written: w8, w8b128, w4b32, w4b32a."""
 
 
 @dataclass(frozen=True, slots=True)
-class Storage:
+class WeightFormat:
     """How a weight is kept where it alone is quantized: integers of 4 or 8 bits, which the kernel turns into floats.
 
     One scale serves `block` weights that are summed into one output, or without `block` all of an output channel.
@@ -82,8 +82,8 @@ class Storage:
         return 13 if self.block is None else 21
 
     @staticmethod
-    def named(name: str) -> Storage:
-        """The storage of that name.
+    def named(name: str) -> WeightFormat:
+        """The weight format of that name.
 
         Raises:
             ValueError: there is none.
@@ -92,7 +92,7 @@ class Storage:
         if match is None:
             raise ValueError(f"{name!r} names no way to store weights: write w8, w8b128, w4b32 or w4b32a")
         block = match["block"] and int(match["block"])
-        return Storage(int(match["bits"]), block or None, match["asymmetric"] is None)
+        return WeightFormat(int(match["bits"]), block or None, match["asymmetric"] is None)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Placement:
     """
 
     edges: frozenset[Edge] = frozenset()
-    compressed: frozenset[tuple[Edge, Storage]] = frozenset()
+    compressed: frozenset[tuple[Edge, WeightFormat]] = frozenset()
 
     def __post_init__(self) -> None:
         if self.compressed:
@@ -137,25 +137,25 @@ class Placement:
         return Placement(self.edges - other.edges, self.compressed - other.compressed)
 
     def paired(self, edges: Iterable[Edge]) -> Placement:
-        """The same with pairs on these edges instead; weights among them have no other storage any more."""
+        """The same with pairs on these edges instead; weights among them have no other weight format any more."""
         fresh = frozenset(edges)
         return Placement(fresh, frozenset(pair for pair in self.compressed if pair[0] not in fresh))
 
     @staticmethod
-    def of(edges: Iterable[Edge], compressed: Iterable[tuple[Edge, Storage]] = ()) -> Placement:
+    def of(edges: Iterable[Edge], compressed: Iterable[tuple[Edge, WeightFormat]] = ()) -> Placement:
         """A placement of any iterable of edges."""
         return Placement(frozenset(edges), frozenset(compressed))
 
     @cached_property
-    def storages(self) -> dict[Edge, Storage]:
-        """The storage of each use of a weight that has one, in the order of `__iter__`."""
+    def weight_formats(self) -> dict[Edge, WeightFormat]:
+        """The weight format of each use of a weight that has one, in the order of `__iter__`."""
         return dict(sorted(self.compressed, key=itemgetter(0)))
 
     @property
     def digest(self) -> str:
         """16 hex digits that are equal exactly for equal placements."""
         lines = [f"{e.tensor}\t{e.node}\t{e.index}" for e in self]
-        lines += [f"{e.tensor}\t{e.node}\t{e.index}\t{s.name}" for e, s in self.storages.items()]
+        lines += [f"{e.tensor}\t{e.node}\t{e.index}\t{s.name}" for e, s in self.weight_formats.items()]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 

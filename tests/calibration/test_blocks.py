@@ -6,27 +6,27 @@ import numpy as np
 import pytest
 
 from qdqtune.calibration.blocks import compensated, ends, passed_on, store
-from qdqtune.types import Storage
+from qdqtune.types import WeightFormat
 
 WEIGHT = np.random.default_rng(0).standard_normal((64, 24)).astype(np.float32)
 
 
 def error(name: str, weight: np.ndarray = WEIGHT) -> float:
-    return float(np.square(store(weight, Storage.named(name)).values() - weight).mean())
+    return float(np.square(store(weight, WeightFormat.named(name)).values() - weight).mean())
 
 
 @pytest.mark.parametrize("name", ["w8", "w8b32", "w8a", "w8b32a", "w4b16", "w4b32", "w4b32a"])
 def test_integers_and_scales_stand_for_the_weights(name: str) -> None:
-    storage = Storage.named(name)
-    assert storage.name == name
-    found = store(WEIGHT, storage)
-    low, high = ends(storage)
+    weight_format = WeightFormat.named(name)
+    assert weight_format.name == name
+    found = store(WEIGHT, weight_format)
+    low, high = ends(weight_format)
     integers = found.integers.astype(int)
     assert integers.min() >= low
     assert integers.max() <= high
-    assert found.scale.shape == ((64 // storage.block, 24) if storage.block else (24,))
-    assert (found.zero_point is None) == storage.symmetric
-    largest = np.abs(WEIGHT).max() * (1 if storage.bits == 4 else 0.01)
+    assert found.scale.shape == ((64 // weight_format.block, 24) if weight_format.block else (24,))
+    assert (found.zero_point is None) == weight_format.symmetric
+    largest = np.abs(WEIGHT).max() * (1 if weight_format.bits == 4 else 0.01)
     assert np.abs(found.values() - WEIGHT).max() < largest
 
 
@@ -46,7 +46,7 @@ def test_weights_that_are_zero_stay_zero_and_scales_are_what_the_type_holds() ->
     weight = np.zeros((32, 4), np.float16)
     weight[:, 0] = 1e-7
     for name in ("w4b32", "w4b32a", "w8"):
-        found = store(weight, Storage.named(name))
+        found = store(weight, WeightFormat.named(name))
         assert found.scale.dtype == np.float16
         assert (found.scale > 0).all()
         assert np.array_equal(found.values()[:, 1:], weight[:, 1:])
@@ -55,7 +55,7 @@ def test_weights_that_are_zero_stay_zero_and_scales_are_what_the_type_holds() ->
 @pytest.mark.parametrize("name", ["w4", "w5b32", "w8b24", "w4b8", "int8", ""])
 def test_what_is_no_storage_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"way to store|blocks"):
-        Storage.named(name)
+        WeightFormat.named(name)
 
 
 @pytest.mark.parametrize("name", ["w4b32", "w4b32a", "w8"])
@@ -64,12 +64,12 @@ def test_errors_are_made_up_for_where_inputs_know_of_each_other(name: str) -> No
     random = np.random.default_rng(3)
     mixing = random.standard_normal((64, 64)) @ np.diag(np.logspace(0, -1.5, 64))
     seen, unseen = (random.standard_normal((n, 64)) @ mixing.T for n in (400, 200))
-    storage = Storage.named(name)
+    weight_format = WeightFormat.named(name)
 
     def noise(values: np.ndarray) -> float:
         return float(np.square(unseen @ (values - WEIGHT)).sum() / np.square(unseen @ WEIGHT).sum())
 
-    usual, better = store(WEIGHT, storage), compensated(WEIGHT, storage, passed_on(seen.T @ seen))
+    usual, better = store(WEIGHT, weight_format), compensated(WEIGHT, weight_format, passed_on(seen.T @ seen))
     assert noise(better.values()) < 0.6 * noise(usual.values())
     assert np.array_equal(better.scale, usual.scale)
     assert better.integers.dtype == usual.integers.dtype
@@ -78,4 +78,4 @@ def test_errors_are_made_up_for_where_inputs_know_of_each_other(name: str) -> No
 def test_inputs_that_are_never_met_do_no_harm() -> None:
     moment = np.zeros((64, 64))
     moment[:8, :8] = np.eye(8)
-    assert np.isfinite(compensated(WEIGHT, Storage(4, 32), passed_on(moment)).values()).all()
+    assert np.isfinite(compensated(WEIGHT, WeightFormat(4, 32), passed_on(moment)).values()).all()

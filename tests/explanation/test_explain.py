@@ -25,7 +25,7 @@ from qdqtune.search.cut import CutSearch
 from qdqtune.tuning.finished import read_run
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.result import Result
-from qdqtune.types import Edge, Layer, Measurement, Placement, Proposal, Storage, Trial
+from qdqtune.types import Edge, Layer, Measurement, Placement, Proposal, Trial, WeightFormat
 from runs import hopeless, mixed, settings, write
 from runs import rows as lines
 from workers import in_process
@@ -208,7 +208,7 @@ def test_weights_in_fewer_bits_are_a_decision_of_their_own() -> None:
     net = """net (float[4,64] x) => (float[4,64] y) {
         [a] p = MatMul(x, w0) [b] q = Tanh(p) [c] r = Softmax(q) [d] y = MatMul(r, w1) }"""
     model = build(net, {"w0": normal(64, 64), "w1": normal(64, 64, seed=1)})
-    w4, (first, last) = Storage(4, 32), (Edge("w0", "a", 1), Edge("w1", "d", 1))
+    w4, (first, last) = WeightFormat(4, 32), (Edge("w0", "a", 1), Edge("w1", "d", 1))
     shipped = Placement.of((), [(first, w4), (last, w4)])
     ran = [("a", "W4", 0.25), ("b", "FP32", 1.0), ("c", "FP32", 1.0), ("d", "W4", 0.25)]
     layers = tuple(Layer(n, (n,), precision, ms, "compute") for n, precision, ms in ran)
@@ -220,7 +220,7 @@ def test_weights_in_fewer_bits_are_a_decision_of_their_own() -> None:
     assert "weights of products in 4 bits, and no pairs" in headline(facts)
     rows, tallies = tallied(facts)
     a = rows[0]
-    assert (a.precision, a.storage, a.otherwise, a.why, a.quantized) == (
+    assert (a.precision, a.weight_format, a.otherwise, a.why, a.quantized) == (
         "w4",
         "w4b32",
         "float weights",
@@ -228,7 +228,7 @@ def test_weights_in_fewer_bits_are_a_decision_of_their_own() -> None:
         False,
     )
     assert (a.ms, a.margin_ms) == pytest.approx((0.25, 0.75))
-    assert (rows[1].storage, rows[1].otherwise) == ("", "8 bits")
+    assert (rows[1].weight_format, rows[1].otherwise) == ("", "8 bits")
     stored = next(tally for tally in tallies if tally.bits == 4)
     assert (stored.runs_in, stored.nodes, stored.ms, stored.float_ms) == ("4-bit weights", 2, 0.5, 2.0)
 

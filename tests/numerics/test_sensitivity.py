@@ -20,7 +20,7 @@ from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search.costs.noise import Noise
 from qdqtune.tuning.noise import each_value
-from qdqtune.types import Edge, Failure, NumericFormat, Placement, Storage
+from qdqtune.types import Edge, Failure, NumericFormat, Placement, WeightFormat
 
 NETS = {"conv": conv_net, "attention": attention}
 
@@ -107,9 +107,9 @@ def test_blocks_in_several_processes_are_found_as_in_one() -> None:
 
 def test_weights_that_are_stored_in_fewer_bits_do_what_they_do_in_a_file() -> None:
     model = build("net (float[2,32] x) => (float[2,8] y) { [product] y = MatMul(x, w) }", {"w": normal(32, 8)}, 21)
-    edge, storage = Edge("w", "product", 1), Storage(4, 32)
-    known = noise_of(model, Placement.of((), {edge: storage}.items()), PLAIN)
-    found = sensitivities(model, stored_weights(model, {edge: storage}), feeds(model))
+    edge, weight_format = Edge("w", "product", 1), WeightFormat(4, 32)
+    known = noise_of(model, Placement.of((), {edge: weight_format}.items()), PLAIN)
+    found = sensitivities(model, stored_weights(model, {edge: weight_format}), feeds(model))
     assert isinstance(found, dict)
     assert found["w"] == pytest.approx(known, rel=0.1)
 

@@ -22,7 +22,7 @@ from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import storable_edges
 from qdqtune.placement.reading import read_placement, strip_pairs
 from qdqtune.placement.rules import weights_only
-from qdqtune.types import Edge, Placement, Storage
+from qdqtune.types import Edge, Placement, WeightFormat
 
 NET = """net (int64[1,3] ids) => (float[1,3,40] logits) {
     [pick] x = Gather(table, ids)
@@ -71,9 +71,9 @@ def test_every_weight_that_a_product_or_a_table_reads_may_be_stored() -> None:
 def test_onnx_runtime_runs_them_in_its_kernels_and_they_are_read_back(wanted: str, tmp_path: Path) -> None:
     model = net()
     placement = placed(model, wanted)
-    storages = placement.storages
-    assert storages.keys() == WEIGHTS
-    assert {s.name for e, s in storages.items() if e.node != "pick"} == {wanted}
+    weight_formats = placement.weight_formats
+    assert weight_formats.keys() == WEIGHTS
+    assert {s.name for e, s in weight_formats.items() if e.node != "pick"} == {wanted}
     save(model, tmp_path / "float.onnx")
     save(inserter(model).insert(placement), tmp_path / "stored.onnx")
     onnx.checker.check_model(str(tmp_path / "stored.onnx"), full_check=True)
@@ -112,13 +112,13 @@ def test_candidates_share_their_integers_by_reference(tmp_path: Path) -> None:
 def test_what_cannot_be_stored_so_is_refused() -> None:
     model, make = net(), inserter(net())
     with pytest.raises(ValueError, match="no multiple of the 64"):
-        make.insert(Placement.of((), [(Edge("up_weight", "up", 1), Storage(4, 64))]))
+        make.insert(Placement.of((), [(Edge("up_weight", "up", 1), WeightFormat(4, 64))]))
     with pytest.raises(ValueError, match="Gather takes tables"):
-        make.insert(Placement.of((), [(Edge("table", "pick", 0), Storage(4, 32))]))
+        make.insert(Placement.of((), [(Edge("table", "pick", 0), WeightFormat(4, 32))]))
     with pytest.raises(ValueError, match="no product"):
-        make.insert(Placement.of((), [(Edge("bias", "down", 2), Storage(8))]))
+        make.insert(Placement.of((), [(Edge("bias", "down", 2), WeightFormat(8))]))
     with pytest.raises(ValueError, match="in one way"):
-        Placement.of([Edge("up_weight", "up", 1)], [(Edge("up_weight", "up", 1), Storage(8))])
+        Placement.of([Edge("up_weight", "up", 1)], [(Edge("up_weight", "up", 1), WeightFormat(8))])
     assert model.opset == 18
 
 
@@ -126,10 +126,10 @@ def test_a_placement_file_holds_them_and_one_without_is_as_it_was(tmp_path: Path
     model, path = net(), tmp_path / "placement.yaml"
     placement = placed(model, "w4b32a")
     write_placement(path, Recorded(placement, "int8", "onnxruntime", {}), "net.onnx")
-    assert "{tensor: up_weight, node: up, input: 1, storage: w4b32a}" in path.read_text()
+    assert "{tensor: up_weight, node: up, input: 1, weight format: w4b32a}" in path.read_text()
     assert read_placement_file(path).placement == placement
     assert existing(model, placement, frozenset()) == (placement, ())
-    other = Placement.of((), [(Edge("nothing", "up", 1), Storage(8))])
+    other = Placement.of((), [(Edge("nothing", "up", 1), WeightFormat(8))])
     assert existing(model, other, frozenset()) == (Placement(), (Edge("nothing", "up", 1),))
     write_placement(path, Recorded(Placement.of([Edge("x", "up", 0)]), "int8", "onnxruntime", {}), "net.onnx")
     assert "weights" not in path.read_text()

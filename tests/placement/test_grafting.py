@@ -14,7 +14,7 @@ from qdqtune.graph.model import Model
 from qdqtune.placement.grafting import SWITCH, graft, representable, standing_pairs
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
-from qdqtune.types import Edge, Placement, Storage
+from qdqtune.types import Edge, Placement, WeightFormat
 
 NETS = {"conv": conv_net, "attention": attention, "tapped": tapped}
 
@@ -124,6 +124,6 @@ def test_pairs_come_in_graph_order() -> None:
 def test_what_a_weight_in_blocks_gives() -> None:
     weights = np.linspace(-1, 2, 64 * 4, dtype=np.float32).reshape(64, 4)
     model = build("net (float[1,64] x) => (float[1,4] y) { [m] y = MatMul(x, w) }", {"w": weights}, 21)
-    stored = Placement.of((), [(Edge("w", "m", 1), Storage(4, 32, symmetric=False))])
+    stored = Placement.of((), [(Edge("w", "m", 1), WeightFormat(4, 32, symmetric=False))])
     (pair,), _ = standing_pairs(model, load_proto(insert(model, stored, Ranges({}), FORMATS["plain"]).to_proto()))
     assert representable(pair) == pytest.approx((-1, 2), abs=0.1)

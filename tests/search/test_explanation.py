@@ -74,9 +74,9 @@ def test_the_largest_units_are_printed(tmp_path: Path) -> None:
 def test_weights_in_fewer_bits_are_printed_with_the_time_of_their_storage(tmp_path: Path) -> None:
     first = cut_run(tmp_path).recorded.rows[0]
     assert isinstance(first, UnitPrice)
-    stored = replace(first, quantized=False, storage="w8", stored_ms={"w8": 0.75, "w4b32": 0.25})
+    stored = replace(first, quantized=False, weight_format="w8", stored_ms={"w8": 0.75, "w4b32": 0.25})
     console = Console(width=140, record=True, file=StringIO())
-    console.print(report.units_table([stored, replace(stored, storage="")]))
+    console.print(report.units_table([stored, replace(stored, weight_format="")]))
     own, least = (line.split() for line in console.export_text().splitlines() if first.nodes[0] in line)
     assert ("0.750" in own, "w8" in own, "0.250" in least, "float" in least) == (True, True, True, True)
 

@@ -13,7 +13,7 @@ from qdqtune.search.costs.noise import DOUBT, STEP, Noise
 from qdqtune.search.costs.optimum import cut, cut_holding, cut_within
 from qdqtune.search.costs.prices import Costs, Price
 from qdqtune.search.costs.units import Decision, Partition, partition
-from qdqtune.types import Accuracy, Edge, Measurement, Placement, Proposal, Storage, Trial
+from qdqtune.types import Accuracy, Edge, Measurement, Placement, Proposal, Trial, WeightFormat
 from runs import mixed
 
 CHAIN = """net (float[4,6] x) => (float[2,12] y) {
@@ -52,10 +52,10 @@ class TestWhatIsForetold:
         assert noise.allowed([far, near]) == noise.allowed([near, far]) == pytest.approx(0.1 * 0.25 / 0.05)
 
     def test_what_pairs_bring_beyond_what_is_foretold_is_not_held_against_stored_weights(self) -> None:
-        weight, storage = Edge("w", "node", 1), Storage(4, 32)
-        paired, stored = on("a"), Placement.of((), [(weight, storage)])
+        weight, weight_format = Edge("w", "node", 1), WeightFormat(4, 32)
+        paired, stored = on("a"), Placement.of((), [(weight, weight_format)])
         both = Placement(paired.edges, stored.compressed)
-        noise = Noise(chain(), {"a": 0.03}, 0.1, lambda _: 0.04, {("w", storage.name): 0.01})
+        noise = Noise(chain(), {"a": 0.03}, 0.1, lambda _: 0.04, {("w", weight_format.name): 0.01})
         told = noise.heeding([trial(paired, db=4.0), trial(stored, db=14.0)])
         assert told.brought(stored) == pytest.approx(0.04)
         assert told.brought(paired) == pytest.approx(10**-0.4)
@@ -128,7 +128,7 @@ def test_of_what_takes_about_as_long_the_cut_takes_what_brings_less_noise() -> N
     """A limit that the fastest holds as well is no reason to use it up."""
     model = build("net (float[4,6] x) => (float[4,6] y) { [a] b = MatMul(x, v) [c] y = MatMul(b, w) }",
                   {"v": normal(6, 6), "w": normal(6, 6, seed=1)})  # fmt: skip
-    loud, quiet = Storage(4, 32), Storage(8)
+    loud, quiet = WeightFormat(4, 32), WeightFormat(8)
     ways = {Edge("v", "a", 1): {loud: 0.5, quiet: 0.5}, Edge("w", "c", 1): {loud: 0.5, quiet: 0.5}}
     parts = partition(model, frozenset(), [], ways)
     prices = tuple(Price(1.0, 1.0, stored={loud: 0.5, quiet: ms}) for ms in (0.505, 0.7))

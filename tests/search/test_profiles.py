@@ -29,7 +29,7 @@ from qdqtune.search.costs.units import Partition, Unit, partition
 from qdqtune.search.subgraph import Change, SubgraphSearch
 from qdqtune.tuning.subgraphs.extraction import Resolved, extract
 from qdqtune.tuning.subgraphs.groups import by_rules
-from qdqtune.types import Edge, Failure, Layer, Measurement, Placement, Storage
+from qdqtune.types import Edge, Failure, Layer, Measurement, Placement, WeightFormat
 
 
 def parts_of(model: Model) -> Partition:
@@ -225,18 +225,18 @@ def test_weights_in_fewer_bits_are_schemes_of_a_group() -> None:
         """net (float[4,64] x) => (float[4,64] y) { [a] p = MatMul(x, w0) [b] q = Softmax(p) [c] y = MatMul(q, w1) }"""
     )
     model = build(net, {f"w{k}": normal(64, 64, seed=k) for k in range(2)})
-    w4, w4a, w8 = Storage(4, 32), Storage(4, 32, symmetric=False), Storage(8)
+    w4, w4a, w8 = WeightFormat(4, 32), WeightFormat(4, 32, symmetric=False), WeightFormat(8)
     ways = {Edge(f"w{k}", node, 1): {w4a: 0.5, w4: 0.4, w8: 0.6} for k, node in enumerate("ac")}
     parts = partition(model, possible_edges(model, ranges(model)), [], ways)
     part, possible = alone(parts, parts.units[0])
     found = schemes(part, possible, {edge: shares for edge, shares in ways.items() if edge.node == "a"})
-    stored = {name: dict(p.storages) for name, p in found.items() if not p.edges}
+    stored = {name: dict(p.weight_formats) for name, p in found.items() if not p.edges}
     assert stored == {f"weights as {s.name}": {Edge("w0", "a", 1): s} for s in (w4, w8)}
 
     floats = [layer("a", 1.0, "compute", "a")]
     answer = Answer("weights as w4b32", found["weights as w4b32"], None, [layer("a", 0.3, "compute", "a")])
     profile = profile_of(part, floats, [answer])
-    assert [(o.storage, o.points, o.ms) for o in profile.options] == [(w4, frozenset(), 0.3)]
+    assert [(o.weight_format, o.points, o.ms) for o in profile.options] == [(w4, frozenset(), 0.3)]
     assert select(parts, {u.number: Profile(1.0) for u in parts.units}).placement() == Placement()
     chosen = select(parts, {0: profile, 1: Profile(1.0), 2: profile})
     assert chosen.placement() == Placement.of((), [(edge, w4) for edge in ways])

@@ -25,7 +25,7 @@ from qdqtune.search.regions import cache, discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.search.regions.region import Scheme
 from qdqtune.timing.ratios import Plan
-from qdqtune.types import Edge, Failure, Measurement, Placement, Proposal, Storage, Trial
+from qdqtune.types import Edge, Failure, Measurement, Placement, Proposal, Trial, WeightFormat
 from runs import mixed
 
 ROUNDS = 12
@@ -332,7 +332,7 @@ def test_impossible_constants_are_refused(wrong: dict[str, int]) -> None:
         Config(**wrong)
 
 
-W4, W8 = Storage(4, 32), Storage(8)
+W4, W8 = WeightFormat(4, 32), WeightFormat(8)
 
 
 def with_ways(**changes: Any) -> tuple[RegionSearch, Pattern]:
@@ -351,15 +351,15 @@ def test_storages_of_weights_are_schemes_of_a_pattern() -> None:
     stored = next(idea.placement for idea in ideas if idea.origin == "weights as w4b32")
     inside = {model.nodes[n].name for r in pattern.instances for n in r.all_nodes()}
     assert {e: s for e, s in strategy.ways.items() if e.node in inside} == {
-        e: {W4: 0.4, W8: 0.6} for e in stored.storages
+        e: {W4: 0.4, W8: 0.6} for e in stored.weight_formats
     }
-    assert set(stored.storages.values()) == {W4}
+    assert set(stored.weight_formats.values()) == {W4}
     assert not any(e.node in inside for e in stored.edges)
-    mutated = [idea.placement for idea in ideas if idea.origin == "mutated" and idea.placement.storages]
-    assert {s for p in mutated for s in p.storages.values()} == {W4, W8}
+    mutated = [idea.placement for idea in ideas if idea.origin == "mutated" and idea.placement.weight_formats]
+    assert {s for p in mutated for s in p.weight_formats.values()} == {W4, W8}
     for placement in mutated:
-        by_slot = {(e.node[:2], s) for e, s in placement.storages.items()}
-        assert len(placement.storages) == 3 * len(by_slot), "every instance has it"
+        by_slot = {(e.node[:2], s) for e, s in placement.weight_formats.items()}
+        assert len(placement.weight_formats) == 3 * len(by_slot), "every instance has it"
         assert placement == consistent(model, placement)
 
 
@@ -372,10 +372,10 @@ def test_a_pattern_cache_knows_the_storages_of_weights(tmp_path: Path) -> None:
     cache.write_cache(tmp_path / "cache.yaml", rows, [pattern])
     known = cache.read_cache(tmp_path / "cache.yaml")
     (scheme,) = known[pattern.digest]
-    assert {s for _, s in scheme.storages} == {W4}
-    assert scheme.distance(Scheme(scheme.points)) == len(scheme.storages)
+    assert {s for _, s in scheme.weight_formats} == {W4}
+    assert scheme.distance(Scheme(scheme.points)) == len(scheme.weight_formats)
     (first, *_) = replace(strategy, cached=known).propose(())
     inside = {model.nodes[n].name for r in pattern.instances for n in r.all_nodes()}
-    assert first.placement == Placement.of((), ((e, s) for e, s in stored.storages.items() if e.node in inside))
+    assert first.placement == Placement.of((), ((e, s) for e, s in stored.weight_formats.items() if e.node in inside))
     assert patterns.place(model, [pattern], {pattern.digest: scheme}) == first.placement
-    assert not replace(strategy, cached=known, ways={}).propose(())[0].placement.storages
+    assert not replace(strategy, cached=known, ways={}).propose(())[0].placement.weight_formats

@@ -16,7 +16,7 @@ from qdqtune.search.costs.optimum import cut, cut_within, decision_of, margin
 from qdqtune.search.costs.prices import Costs, Price, learn
 from qdqtune.search.costs.units import Decision, Partition, by_bits, partition
 from qdqtune.search.cut import CutSearch
-from qdqtune.types import Edge, Layer, Placement, Storage
+from qdqtune.types import Edge, Layer, Placement, WeightFormat
 
 NET = """net (float[4,64] x) => (float[4,64] y) {
     [a] p = MatMul(x, w0)
@@ -25,7 +25,7 @@ NET = """net (float[4,64] x) => (float[4,64] y) {
     [d] y = MatMul(r, w2)
 }"""
 MODEL = build(NET, {f"w{i}": normal(64, 64, seed=i) for i in range(3)})
-W4, W8 = Storage(4, 32), Storage(8)
+W4, W8 = WeightFormat(4, 32), WeightFormat(8)
 WAYS = {Edge(f"w{i}", node, 1): {W4: 0.4, W8: 0.6} for i, node in enumerate("acd")}
 
 
@@ -38,7 +38,7 @@ def made_up(seed: int) -> Costs:
     random, units = np.random.default_rng(seed), parts()
     prices = []
     for unit in units.units:
-        stored = {s: float(random.random()) for s in units.storages(unit)}
+        stored = {s: float(random.random()) for s in units.weight_formats(unit)}
         prices.append(Price(*random.random(5).tolist(), stored=stored))
     q, d = ({t: float(random.random()) / 4 for t in units.edges} for _ in range(2))
     return Costs(units, tuple(prices), q, d)
@@ -52,7 +52,7 @@ def every_decision(units: Partition) -> list[Decision]:
         kept = [t for t in units.edges if units.producer.get(t) in quantized]
         floats = [u for u in units.units if u.number not in quantized]
         for stored in product((False, True), repeat=len(kept)):
-            for ways in product(*((None, *units.storages(u)) for u in floats)):
+            for ways in product(*((None, *units.weight_formats(u)) for u in floats)):
                 chosen = ((u.number, w) for u, w in zip(floats, ways, strict=True) if w is not None)
                 found.append(Decision.of(quantized, (t for t, k in zip(kept, stored, strict=True) if k), chosen))
     return found
@@ -87,7 +87,7 @@ def test_a_decision_survives_as_a_placement_and_its_margin_asks_for_the_best_oth
     units = costs.partition
     floats = Decision.of((), (), [(0, W4), (3, W8)])
     placement = units.placement(floats)
-    assert placement.storages == {Edge("w0", "a", 1): W4, Edge("w2", "d", 1): W8}
+    assert placement.weight_formats == {Edge("w0", "a", 1): W4, Edge("w2", "d", 1): W8}
     assert decision_of(costs, placement) == floats
     quantized = Decision.of([0])
     prices = list(costs.prices)
@@ -128,7 +128,7 @@ def test_what_does_not_hold_the_limits_in_4_bits_has_the_loudest_in_8() -> None:
     search = CutSearch(MODEL, possible_edges(MODEL, ranges(MODEL)), layers, ways=WAYS, noise=noise)
     first = {p.origin: p.placement for p in search.propose([])}
     assert list(first) == ["weights in fewer bits", "fused units", "weights in 8 bits"]
-    assert [first["weights in fewer bits"].storages[edge] for edge in WAYS] == [W4, W8, W4]
+    assert [first["weights in fewer bits"].weight_formats[edge] for edge in WAYS] == [W4, W8, W4]
     alone = {edge: {W4: 0.5, W8: 0.45} for edge in WAYS}  # where 8 bits are as fast in a product alone
     assert _named(replace(search, ways=alone)) == {name: first[name] for name in first if name.startswith("weights")}
 
@@ -138,15 +138,15 @@ def _named(search: CutSearch) -> dict[str, Placement]:
 
 
 def test_of_storages_that_take_as_long_the_one_that_keeps_more_is_built() -> None:
-    shares = {Storage(4, 128): 0.30, Storage(4, 32): 0.32, Storage(4, 32, symmetric=False): 0.50}
+    shares = {WeightFormat(4, 128): 0.30, WeightFormat(4, 32): 0.32, WeightFormat(4, 32, symmetric=False): 0.50}
     (found,) = by_bits({Edge("w0", "a", 1): shares}).values()
-    assert found.storages == {Edge("w0", "a", 1): Storage(4, 32)}
-    assert by_bits({Edge("w0", "a", 1): {Storage(8): 0.95}}) == {}
+    assert found.weight_formats == {Edge("w0", "a", 1): WeightFormat(4, 32)}
+    assert by_bits({Edge("w0", "a", 1): {WeightFormat(8): 0.95}}) == {}
 
 
 def test_what_holds_no_limit_is_stored_more_exactly() -> None:
     edge = Edge("w0", "a", 1)
-    ways = {edge: {Storage(4, 128): 0.30, Storage(4, 32, symmetric=False): 0.50}}
-    fast, exact = (Placement.of((), [(edge, storage)]) for storage in ways[edge])
+    ways = {edge: {WeightFormat(4, 128): 0.30, WeightFormat(4, 32, symmetric=False): 0.50}}
+    fast, exact = (Placement.of((), [(edge, weight_format)]) for weight_format in ways[edge])
     assert by_bits(ways, lambda p: p == fast) == {"weights in 4 bits": fast}
     assert by_bits(ways, lambda p: p == exact) == {"weights in 4 bits": exact}

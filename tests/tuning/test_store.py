@@ -332,7 +332,7 @@ EVERY: tuple[Record, ...] = (
     kinds.PointRecord(of="p", accuracy=Accuracy(None, agreement=0.5), layers=LAYERS),
     kinds.PartRecord(of="k", layers=LAYERS),
     kinds.SchemeRecord(of="k:p", result=MEASURED, layers=LAYERS),
-    kinds.StoragesRecord(shares={"1x2x3 1": {"w8": 0.5}}),
+    kinds.WeightFormatsRecord(shares={"1x2x3 1": {"w8": 0.5}}),
     kinds.AnswerRecord(
         of="q", shipped="tuned", placement=STORED, ratio=Ratio(0.5, 0.4, None), notes=("n",),
         summary="s", files={"f": "d"},

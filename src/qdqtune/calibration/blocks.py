@@ -1,7 +1,7 @@
 """Weights alone become integers: scales of blocks by least squared error, and nothing of graphs.
 
-A block is `Storage.block` weights that are summed into one output; its scale and zero point are those with which the
-integers come closest to the weights. Largest values alone would give steps that few large weights widen for all.
+A block is `WeightFormat.block` weights that are summed into one output; its scale and zero point are those with which
+the integers come closest to the weights. Largest values alone would give steps that few large weights widen for all.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from qdqtune.types import Array, Storage
+from qdqtune.types import Array, WeightFormat
 
 SHRINKS = (1.0, 0.93, 0.86, 0.78, 0.68)
 """Shares of the range of a block that 4 bits are tried on: what lies beyond saturates, which pays where few are large.
@@ -55,29 +55,31 @@ class Stored:
         return np.asarray(shifted * spread(self.scale.astype(np.float32)))
 
 
-def ends(storage: Storage) -> tuple[int, int]:
+def ends(weight_format: WeightFormat) -> tuple[int, int]:
     """The smallest and the largest integer. Signed ones of 8 bits leave out -128, as pairs do."""
-    if not storage.symmetric:
-        return 0, 2**storage.bits - 1
-    high: int = 2 ** (storage.bits - 1) - 1
-    return (-high - 1 if storage.bits == 4 else -high), high
+    if not weight_format.symmetric:
+        return 0, 2**weight_format.bits - 1
+    high: int = 2 ** (weight_format.bits - 1) - 1
+    return (-high - 1 if weight_format.bits == 4 else -high), high
 
 
-def store(weight: Array, storage: Storage) -> Stored:
-    """A weight [in, out] of float32 or float16 in a storage; scales have its type. The block divides `in`."""
+def store(weight: Array, weight_format: WeightFormat) -> Stored:
+    """A weight [in, out] of float32 or float16 in a weight format; scales have its type. The block divides `in`."""
     rows, columns = weight.shape
-    block = storage.block or rows
+    block = weight_format.block or rows
     wide = max(1, CHUNK // rows)
     parts = [
-        _closest(np.asarray(weight[:, first : first + wide], np.float32).reshape(rows // block, block, -1), storage)
+        _closest(
+            np.asarray(weight[:, first : first + wide], np.float32).reshape(rows // block, block, -1), weight_format
+        )
         for first in range(0, columns, wide)
     ]
     scale = np.concatenate([scale for scale, _ in parts], axis=1)
     scale = held(scale, weight.dtype)
-    zero = None if storage.symmetric else np.concatenate([zero for _, zero in parts], axis=1)
-    integers = rounded(weight, scale, zero, storage)
-    kind = NUMPY_TYPE[storage.bits, storage.symmetric]
-    if storage.block is None:
+    zero = None if weight_format.symmetric else np.concatenate([zero for _, zero in parts], axis=1)
+    integers = rounded(weight, scale, zero, weight_format)
+    kind = NUMPY_TYPE[weight_format.bits, weight_format.symmetric]
+    if weight_format.block is None:
         scale, zero = scale[0], None if zero is None else zero[0]
     return Stored(integers.astype(kind), scale, None if zero is None else zero.astype(kind))
 
@@ -88,11 +90,11 @@ def held(scale: Array, dtype: np.dtype[np.generic]) -> Array:
     return np.where(scale == 0, 1.0, np.maximum(scale, smallest)).astype(dtype)
 
 
-def rounded(weight: Array, scale: Array, zero: Array | None, storage: Storage) -> Array:
+def rounded(weight: Array, scale: Array, zero: Array | None, weight_format: WeightFormat) -> Array:
     """The nearest integers of a weight [in, out], as int8 or uint8; `scale` is [in / block, out]."""
-    low, high = ends(storage)
+    low, high = ends(weight_format)
     block = len(weight) // len(scale)
-    result = np.empty(weight.shape, np.int8 if storage.symmetric else np.uint8)
+    result = np.empty(weight.shape, np.int8 if weight_format.symmetric else np.uint8)
     most = max(1, CHUNK // weight.shape[1])
     for number, own in enumerate(scale.astype(np.float32)):
         end = (number + 1) * block
@@ -103,19 +105,19 @@ def rounded(weight: Array, scale: Array, zero: Array | None, storage: Storage) -
     return result
 
 
-def _closest(weight: Array, storage: Storage) -> tuple[Array, Array]:
+def _closest(weight: Array, weight_format: WeightFormat) -> tuple[Array, Array]:
     """Scale and zero point [blocks, out] of the least squared error over a weight [blocks, block, out]."""
     least: Array | None = None
     best = zero = np.zeros(())
     shifted, product = np.empty_like(weight), np.empty_like(weight)
-    for scale, centre in _tried(weight, storage):
-        _shift(weight, scale, centre, storage, shifted)
-        if storage.bits == 4:  # the scale that fits these integers best
+    for scale, centre in _tried(weight, weight_format):
+        _shift(weight, scale, centre, weight_format, shifted)
+        if weight_format.bits == 4:  # the scale that fits these integers best
             power = np.square(shifted, out=product).sum(axis=1, keepdims=True)
             fitting = np.multiply(shifted, weight, out=product).sum(axis=1, keepdims=True)
             fitting /= np.where(power == 0, 1, power)
             scale = np.where(fitting > 0, fitting, scale)
-            _shift(weight, scale, centre, storage, shifted)
+            _shift(weight, scale, centre, weight_format, shifted)
         np.subtract(np.multiply(shifted, scale, out=product), weight, out=product)
         error = np.square(product, out=product).sum(axis=1, keepdims=True)
         if least is None:
@@ -125,19 +127,19 @@ def _closest(weight: Array, storage: Storage) -> tuple[Array, Array]:
     return best[:, 0], zero[:, 0]
 
 
-def _shift(weight: Array, scale: Array, centre: Array, storage: Storage, shifted: Array) -> None:
+def _shift(weight: Array, scale: Array, centre: Array, weight_format: WeightFormat, shifted: Array) -> None:
     """The integers less their zero point that come closest to a weight, written over `shifted`."""
     np.rint(np.divide(weight, scale, out=shifted), out=shifted)
     np.add(shifted, centre, out=shifted)
-    np.clip(shifted, *ends(storage), out=shifted)
+    np.clip(shifted, *ends(weight_format), out=shifted)
     np.subtract(shifted, centre, out=shifted)
 
 
-def _tried(weight: Array, storage: Storage) -> Iterator[tuple[Array, Array]]:
+def _tried(weight: Array, weight_format: WeightFormat) -> Iterator[tuple[Array, Array]]:
     """Scales and zero points [blocks, 1, out] to choose from; a scale is 1 where all weights are zero."""
-    low, high = ends(storage)
-    shares = SHRINKS if storage.bits == 4 else SHRINKS[:1]
-    if storage.symmetric:
+    low, high = ends(weight_format)
+    shares = SHRINKS if weight_format.bits == 4 else SHRINKS[:1]
+    if weight_format.symmetric:
         top = np.abs(weight).max(axis=1, keepdims=True)
         for share in shares:
             yield np.where(top == 0, 1, top * share / high), np.zeros((1, 1, 1), np.float32)
@@ -159,16 +161,16 @@ def passed_on(moment: Array) -> Array:
     return np.asarray(np.linalg.cholesky(np.linalg.inv(damped)).T.astype(np.float32))
 
 
-def compensated(weight: Array, storage: Storage, upper: Array) -> Stored:
-    """A weight [in, out] in a storage, each input rounded so that what is lost is made up for by those behind it.
+def compensated(weight: Array, weight_format: WeightFormat, upper: Array) -> Stored:
+    """A weight [in, out] in a weight format, each input rounded so that what is lost is made up for by those behind it.
 
     One input after the other is rounded, with the scales of `store`; its error goes to the inputs that are left, as
     `upper` says (see `passed_on`): the sum of squared errors of the product's outputs falls, where inputs know of each
     other (GPTQ, arXiv 2210.17323).
     """
-    start = store(weight, storage)
-    (rows, columns), (low, high) = weight.shape, ends(storage)
-    block = storage.block or rows
+    start = store(weight, weight_format)
+    (rows, columns), (low, high) = weight.shape, ends(weight_format)
+    block = weight_format.block or rows
     scale = start.scale.astype(np.float32).reshape(-1, columns)
     zero = (
         np.zeros_like(scale) if start.zero_point is None else start.zero_point.astype(np.float32).reshape(-1, columns)

@@ -151,8 +151,8 @@ def _flags(done: Diagnosis) -> str:
     placement, excluded = done.placement, to_exclude(done.excluded)
     if placement.edges or not placement.compressed or not excluded:
         return excluded
-    names = {storage.name for _, storage in placement.compressed}
-    families = {storage.family for _, storage in placement.compressed}
+    names = {weight_format.name for _, weight_format in placement.compressed}
+    families = {weight_format.family for _, weight_format in placement.compressed}
     return f"--weight-only {min(names if len(names) == 1 else families)} {excluded}"
 
 

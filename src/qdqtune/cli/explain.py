@@ -67,7 +67,7 @@ def by_node(rows: Sequence[Explanation]) -> Iterator[str]:
     for row in rows:
         others = [name for name in row.unit if name != row.node]
         together = f", decided together with {', '.join(others)}" if others else ""
-        stored = f", its weights stored as {row.storage}" if row.storage else ""
+        stored = f", its weights stored as {row.weight_format}" if row.weight_format else ""
         yield f"{row.node} ({row.op}): runs in {row.precision}{stored}{together}"
         yield f"    {IN_WORDS[row.why]}: {row.reason}"
         if row.margin_ms is None:

@@ -154,7 +154,7 @@ def met_table(summary: Mapping[str, Any]) -> Table:
 
 
 def _carry(row: Mapping[str, Any]) -> str:
-    """How many tensors carry a pair, and how many weights are stored in fewer bits: told by storage or in all."""
+    """How many tensors carry a pair, and how many weights are stored in fewer bits: told by weight format or in all."""
     weights = row.get("weights") or 0
     count = weights if isinstance(weights, int) else sum(weights.values())
     return str(row["pairs"]) + (f" + {count} weights" if count else "")
@@ -198,8 +198,8 @@ def units_table(units: Sequence[UnitPrice]) -> Table:
     for unit in units[:LARGEST_UNITS]:
         quantized = "" if unit.quantized_ms is None else f"{unit.quantized_ms:.3f}" + ("" if unit.seen else " ?")
         margin = "" if unit.margin_ms is None else f"{unit.margin_ms:+.3f}"
-        decision = "8 bits" if unit.quantized else unit.storage or "float"
-        stored = unit.stored_ms.get(unit.storage, min(unit.stored_ms.values(), default=None))
+        decision = "8 bits" if unit.quantized else unit.weight_format or "float"
+        stored = unit.stored_ms.get(unit.weight_format, min(unit.stored_ms.values(), default=None))
         name = unit.nodes[0] + (f" and {len(unit.nodes) - 1} more" if len(unit.nodes) > 1 else "")
         weights = [] if not has_stored else ["" if stored is None else f"{stored:.3f}"]
         rows.append((name, f"{unit.float_ms:.3f}", *weights, quantized, f"{unit.boundary_ms:.3f}", decision, margin))

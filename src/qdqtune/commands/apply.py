@@ -160,7 +160,7 @@ def apply(request: Request, observer: Observer | None = None) -> Applied:
 def _met(recorded: Recorded, ready: Ready, placement: Placement) -> tuple[Moments, tuple[str, ...]]:
     """What products meet whose weights were rounded by it, and are to be so again; and what to say where no data tell
     it."""
-    tensors = sorted(met_by_weights(ready.shaped, placement.storages))
+    tensors = sorted(met_by_weights(ready.shaped, placement.weight_formats))
     if recorded.weight_rounding == "nearest" or not tensors:
         return no_moments, ()
     prepared = ready.prepared

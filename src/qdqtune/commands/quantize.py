@@ -172,7 +172,7 @@ def _quantized(request: Request, observer: Observer) -> Quantized:
 
 
 def _check_options(request: Request) -> None:
-    """Refuse a storage that the engine has no kernels for, and options that are about pairs or need data."""
+    """Refuse a weight format that the engine has no kernels for, and options that are about pairs or need data."""
     if request.weight_only is None:
         if request.report and request.calibration_data is None:
             raise BadOption("--report says what rounding does to outputs on your data: give --calibration-data")
@@ -195,12 +195,12 @@ def _moments(
     if request.weight_rounding == "nearest" or prepared is None:
         return {}
     observer.stage(f"looking at what products meet on {prepared.samples.origin}")
-    return moments(model, sorted(met_by_weights(model, placement.storages)), prepared.calibration)
+    return moments(model, sorted(met_by_weights(model, placement.weight_formats)), prepared.calibration)
 
 
 def _few_rows(request: Request, model: Model, placement: Placement, prepared: Prepared | None) -> tuple[str, ...]:
     """What to say where the data have fewer rows than products have inputs: rounding learns little from them."""
-    met = {} if request.weight_rounding == "nearest" else met_by_weights(model, placement.storages)
+    met = {} if request.weight_rounding == "nearest" else met_by_weights(model, placement.weight_formats)
     if not met or prepared is None:
         return ()
     tensor = max(met, key=lambda name: met[name])
@@ -217,7 +217,7 @@ def _weights_only(request: Request, model: Model, wanted: str) -> Placed:
     """Every weight among the chosen nodes as `wanted` says, by the operators that read them."""
     edges = request.selection.allowed(model, storable_edges(model))
     placement = rules.weights_only(model, edges, partial(storages_like, request.engine, wanted))
-    return Placed(placement, tuple(Counter(s.name for s in placement.storages.values()).items()))
+    return Placed(placement, tuple(Counter(s.name for s in placement.weight_formats.values()).items()))
 
 
 def _compared(

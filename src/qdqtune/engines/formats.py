@@ -8,7 +8,7 @@ from typing import Literal
 
 from qdqtune.engines import MODULES, TENSORRT_FAMILY, cpu
 from qdqtune.errors import BadOption
-from qdqtune.types import NumericFormat, QType, QuantType, Storage
+from qdqtune.types import NumericFormat, QType, QuantType, WeightFormat
 
 # Observed with ONNX Runtime 1.31: between a DQ and a Q of one scale it runs exactly these on 8-bit values (Resize when
 # it is nearest). Pad, SpaceToDepth and GatherND stay in float whatever their scales are; Concat and the average pools
@@ -125,7 +125,7 @@ FORMATS: Mapping[str, Callable[[QuantType], NumericFormat]] = MappingProxyType({
 PRODUCTS = frozenset({"Gemm", "MatMul"})
 
 
-def storages(engine: str, operator: str = "MatMul") -> tuple[Storage, ...]:
+def weight_formats(engine: str, operator: str = "MatMul") -> tuple[WeightFormat, ...]:
     """The ways to store weights for which an engine has kernels of an operator, the usual ones first.
 
     Observed. ONNX Runtime 1.31 makes MatMulNBits of blocks of 16 to 256 of a product's inputs, in 4 and 8 bits (a
@@ -136,28 +136,31 @@ def storages(engine: str, operator: str = "MatMul") -> tuple[Storage, ...]:
     points are refused. A Gather of integers is ours.
     """
     names = STORAGES.get(engine, {})
-    return tuple(Storage.named(name) for name in names.get(operator, ()))
+    return tuple(WeightFormat.named(name) for name in names.get(operator, ()))
 
 
-def storages_like(engine: str, wanted: str, operator: str = "MatMul") -> tuple[Storage, ...]:
-    """Those of `storages` that a name means, the nearest first: w8 and w4 mean all of so many bits, others themselves.
+def storages_like(engine: str, wanted: str, operator: str = "MatMul") -> tuple[WeightFormat, ...]:
+    """Those of `weight_formats` that a name means, the nearest first: w8 and w4 mean all of so many bits, others
+    themselves.
 
     A table of Gather has 8 bits where 4 are asked for.
     """
-    known = storages(engine, operator)
+    known = weight_formats(engine, operator)
     exact = [s for s in known if s.name == wanted]
     alike = [s for s in known if wanted == s.family or operator == "Gather"]
     return tuple(dict.fromkeys((*exact, *alike)))
 
 
 def wanted_storage(engine: str, wanted: str) -> str:
-    """The name of a storage or of a family that an engine has for products.
+    """The name of a weight format or of a family that an engine has for products.
 
     Raises:
         BadOption: it has none.
     """
     if not storages_like(engine, wanted):
-        known = ", ".join(dict.fromkeys((*(s.family for s in storages(engine)), *(s.name for s in storages(engine)))))
+        known = ", ".join(
+            dict.fromkeys((*(s.family for s in weight_formats(engine)), *(s.name for s in weight_formats(engine))))
+        )
         raise BadOption(f"{engine} has no kernels for weights stored as {wanted!r}; it has {known or 'none'}")
     return wanted
 
@@ -171,4 +174,4 @@ STORAGES: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType({
     "tensorrt-rtx": dict.fromkeys(PRODUCTS, ("w4b64", "w4b128", "w4b32", "w8")),
     "trtexec": dict.fromkeys(PRODUCTS, ("w4b64", "w4b128")),
 })  # fmt: skip
-"""Names of storages by engine and operator."""
+"""Names of weight formats by engine and operator."""

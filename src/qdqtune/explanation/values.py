@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from qdqtune.types import Storage
+from qdqtune.types import WeightFormat
 
 Why = Literal[
     "faster", "slower", "close", "placement", "inaccurate", "no kernel", "failed", "unproven", "untried", "unsupported",
@@ -74,7 +74,7 @@ class Explanation:
     Where a time is None, `unknown` says why.
 
     `precision` is what the engine's report says of the shipped build where there is one, else what the pairs mean.
-    `storage` is how the unit's weights are stored where they alone are in fewer bits, "" if they are not.
+    `weight_format` is how the unit's weights are stored where they alone are in fewer bits, "" if they are not.
     """
 
     node: str
@@ -89,7 +89,7 @@ class Explanation:
     margin_ms: float | None
     measured: bool
     unknown: str = ""
-    storage: str = ""
+    weight_format: str = ""
     otherwise: str = ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def tally(rows: Sequence[Explanation], together: Callable[[Sequence[Explanation]
     """
     groups: dict[tuple[bool, int | None, Why], list[Explanation]] = {}
     for row in rows:
-        bits = Storage.named(row.storage).bits if row.storage else None
+        bits = WeightFormat.named(row.weight_format).bits if row.weight_format else None
         groups.setdefault((row.quantized, bits, row.why), []).append(row)
     tallies = []
     for (quantized, bits, why), members in groups.items():

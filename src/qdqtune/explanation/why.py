@@ -27,7 +27,7 @@ from qdqtune.search.costs.units import Decision, Partition, Unit, partition, usu
 from qdqtune.search.cut import CLOSE
 from qdqtune.timing.limits import outcome
 from qdqtune.timing.ratios import judge, speed
-from qdqtune.types import Failure, Layer, Placement, Storage, Trial
+from qdqtune.types import Failure, Layer, Placement, Trial, WeightFormat
 
 FORETOLD = frozenset({"cut", "front", "polish"})
 """Origins of candidates whose ratio prices have predicted."""
@@ -80,7 +80,7 @@ class _Verdict:
     margin_ms: float | None = None
     measured: bool = False
     unknown: str = ""
-    storage: str = ""
+    weight_format: str = ""
     otherwise: str = "8 bits"
 
 
@@ -144,7 +144,7 @@ class _Reasons:
             verdict.margin_ms,
             verdict.measured,
             verdict.unknown,
-            verdict.storage if any(e.node == node.name for e in self._facts.placement.storages) else "",
+            verdict.weight_format if any(e.node == node.name for e in self._facts.placement.weight_formats) else "",
             verdict.otherwise,
         )
         if verdict.quantized and (why := self._facts.in_float.get(node.name)):
@@ -193,10 +193,10 @@ class _Reasons:
             return self._in_part(verdict)
         return self._in_float(unit, verdict)
 
-    def _stored(self, unit: Unit, way: Storage, verdict: _Verdict) -> _Verdict:
+    def _stored(self, unit: Unit, way: WeightFormat, verdict: _Verdict) -> _Verdict:
         """Of a unit that runs in float, and has its weights in fewer bits."""
         told = f"its weights alone are stored in {way.bits} bits ({way.name})"
-        verdict = replace(verdict, why="placement", quantized=False, storage=way.name, otherwise="float weights")
+        verdict = replace(verdict, why="placement", quantized=False, weight_format=way.name, otherwise="float weights")
         if verdict.ms is None or verdict.float_ms is None:
             return replace(verdict, reason=f"{told}, as part of {self._facts.origin}")
         verdict = replace(verdict, margin_ms=verdict.float_ms - verdict.ms, measured=True)

@@ -32,7 +32,7 @@ from qdqtune.placement.compression import BLOCKS, Compressor
 from qdqtune.placement.grafting import behind_switch, either
 from qdqtune.placement.insertion import ONNX_TYPE, quantized
 from qdqtune.placement.possible import weight_at, weight_role
-from qdqtune.types import Array, Deaf, Edge, Failure, Listener, NumericFormat, Sample, Storage
+from qdqtune.types import Array, Deaf, Edge, Failure, Listener, NumericFormat, Sample, WeightFormat
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,14 +249,14 @@ def _switch(number: int) -> str:
     return f"__switch_{number}"
 
 
-def stored_weights(model: Model, storages: Mapping[Edge, Storage]) -> dict[Edge, StoredWeight]:
+def stored_weights(model: Model, weight_formats: Mapping[Edge, WeightFormat]) -> dict[Edge, StoredWeight]:
     """Weights as candidates store them."""
     compressor, found = Compressor(model), {}
-    for edge, storage in storages.items():
+    for edge, weight_format in weight_formats.items():
         weight = weight_at(model, edge)
-        assert weight is not None  # only weights have storages
+        assert weight is not None  # only weights have weight formats
         turned = weight.transposed != (edge.tensor in model.producers)
-        found[edge] = StoredWeight(compressor.parts(weight, storage), storage.block, turned)
+        found[edge] = StoredWeight(compressor.parts(weight, weight_format), weight_format.block, turned)
     return found
 
 

@@ -20,7 +20,7 @@ from qdqtune.calibration.blocks import Stored
 from qdqtune.graph.model import LARGE, Constant, Model
 from qdqtune.placement.graph_builder import Draft
 from qdqtune.placement.possible import Weight, storable_edges, unstorable, weight_at
-from qdqtune.types import Array, Edge, Placement, Storage
+from qdqtune.types import Array, Edge, Placement, WeightFormat
 
 BLOCKS = 21
 """The opset of blocks, and of 4 bits."""
@@ -39,7 +39,7 @@ KEPT = 8 * LARGE
 
 class Compressor:
     """Stored weights of one model, written into candidates; remembers small scales, which each candidate holds, and
-    what moments say, which is the same for all products of a tensor and in all storages.
+    what moments say, which is the same for all products of a tensor and in all weight formats.
 
     `moments` of tensors that products meet, by name, make the rounding of the weights there account for them.
     """
@@ -54,22 +54,22 @@ class Compressor:
     def _able(self) -> frozenset[Edge]:
         return storable_edges(self._model)
 
-    def problem(self, edge: Edge, storage: Storage) -> str | None:
+    def problem(self, edge: Edge, weight_format: WeightFormat) -> str | None:
         """Why a weight cannot be stored so there; None if it can."""
         weight = weight_at(self._model, edge)
         if weight is None or edge not in self._able:
             return "no product and no Gather reads a matrix of finite weights there"
-        return unstorable(weight, storage)
+        return unstorable(weight, weight_format)
 
     def opset(self, placement: Placement) -> int:
         """The opset that the stored weights of a placement need at least; 0 for none."""
         return max((self._opset(e, s) for e, s in placement.compressed), default=0)
 
-    def _opset(self, edge: Edge, storage: Storage) -> int:
+    def _opset(self, edge: Edge, weight_format: WeightFormat) -> int:
         weight = weight_at(self._model, edge)
         if weight is None or weight.node.op == "Gather":
             return BLOCKS
-        return max(storage.opset, 13 if weight.constant.dtype == TensorProto.FLOAT else 19)
+        return max(weight_format.opset, 13 if weight.constant.dtype == TensorProto.FLOAT else 19)
 
     def superfluous(self, placement: Placement) -> frozenset[int]:
         """Transposes of constants that only stored weights have read."""
@@ -80,28 +80,30 @@ class Compressor:
                 found.add(model.producers[tensor])
         return frozenset(found)
 
-    def write(self, draft: Draft, node: onnx.NodeProto, edge: Edge, storage: Storage) -> tuple[onnx.NodeProto, ...]:
+    def write(
+        self, draft: Draft, node: onnx.NodeProto, edge: Edge, weight_format: WeightFormat
+    ) -> tuple[onnx.NodeProto, ...]:
         """Make `node` read a stored weight in place of the one at `edge`; the nodes that have to stand behind it."""
         weight = weight_at(self._model, edge)
         assert weight is not None  # as `problem` has said
-        names = self._constants(draft, edge.tensor, weight, storage)
+        names = self._constants(draft, edge.tensor, weight, weight_format)
         if weight.node.op == "Gather":
-            return self._picked(draft, node, names, storage.block or weight.shape[0])
-        node.input[edge.index] = self._dequantized(draft, edge.tensor, names, storage)
+            return self._picked(draft, node, names, weight_format.block or weight.shape[0])
+        node.input[edge.index] = self._dequantized(draft, edge.tensor, names, weight_format)
         kept = [a for a in node.attribute if a.name != "transB"]
         del node.attribute[:]
         node.attribute.extend(kept)
         return ()
 
-    def _dequantized(self, draft: Draft, tensor: str, names: tuple[str, ...], storage: Storage) -> str:
+    def _dequantized(self, draft: Draft, tensor: str, names: tuple[str, ...], weight_format: WeightFormat) -> str:
         key = ("stored", names)
         if key not in draft.made:
             draft.made[key] = draft.unique(f"{tensor}_DequantizeLinear_Output")
             name = draft.unique(f"{tensor}_DequantizeLinear")
-            axis = 1 if storage.block is None else 0
+            axis = 1 if weight_format.block is None else 0
             back = helper.make_node("DequantizeLinear", list(names), [draft.made[key]], name, axis=axis)
-            if storage.block is not None:
-                back.attribute.append(helper.make_attribute("block_size", storage.block))
+            if weight_format.block is not None:
+                back.attribute.append(helper.make_attribute("block_size", weight_format.block))
             draft.nodes.append(back)
         return draft.made[key]
 
@@ -118,27 +120,27 @@ class Compressor:
             helper.make_node("DequantizeLinear", [rows, scales], [result], own[1], axis=-1, block_size=block),
         )
 
-    def parts(self, weight: Weight, storage: Storage) -> dict[str, Constant]:
+    def parts(self, weight: Weight, weight_format: WeightFormat) -> dict[str, Constant]:
         """The integers, the scales and, where it is asymmetric, the zero points, as their node reads them; computed
         when somebody writes them."""
         source, is_table = weight.constant, weight.node.op == "Gather"
-        key = f"{source.key}:{storage.name}:{weight.transposed:d}{is_table:d}"
+        key = f"{source.key}:{weight_format.name}:{weight.transposed:d}{is_table:d}"
         if not is_table and weight.node.inputs[0] in self._moments:
             key += f":{weight.node.inputs[0]}"  # whose moment it is rounded for
-        integers = ONNX_TYPE[storage.bits, storage.symmetric]
+        integers = ONNX_TYPE[weight_format.bits, weight_format.symmetric]
         rows, columns = weight.shape
-        scaled = (rows // (storage.block or rows), columns) if storage.block or is_table else (columns,)
+        scaled = (rows // (weight_format.block or rows), columns) if weight_format.block or is_table else (columns,)
         described = [("quantized", integers, (rows, columns)), ("scale", source.dtype, scaled)]
-        described += [] if storage.symmetric else [("zero_point", integers, scaled)]
+        described += [] if weight_format.symmetric else [("zero_point", integers, scaled)]
         found = {}
         for number, (what, dtype, shape) in enumerate(described):
-            read = partial(self._part, number, key, weight, storage, shape)
+            read = partial(self._part, number, key, weight, weight_format, shape)
             found[what] = Constant(f"{key}:{what}", dtype, shape[::-1] if is_table else shape, read)
         return found
 
-    def _constants(self, draft: Draft, tensor: str, weight: Weight, storage: Storage) -> tuple[str, ...]:
+    def _constants(self, draft: Draft, tensor: str, weight: Weight, weight_format: WeightFormat) -> tuple[str, ...]:
         """Names of the parts of a stored weight."""
-        parts = self.parts(weight, storage)
+        parts = self.parts(weight, weight_format)
         made = ("constants", tensor, *(constant.key for constant in parts.values()))
         if made not in draft.made:
             names = {draft.unique(f"{tensor}_{what}"): constant for what, constant in parts.items()}
@@ -146,19 +148,21 @@ class Compressor:
             draft.made[made] = "\n".join(names)
         return tuple(draft.made[made].split("\n"))
 
-    def _rounded(self, weight: Weight, storage: Storage) -> Stored:
+    def _rounded(self, weight: Weight, weight_format: WeightFormat) -> Stored:
         met = weight.node.inputs[0]
         if weight.node.op == "Gather" or met not in self._moments:
-            return blocks.store(weight.array(), storage)
+            return blocks.store(weight.array(), weight_format)
         if met not in self._passed_on:
             self._passed_on[met] = blocks.passed_on(self._moments[met])
-        return blocks.compensated(weight.array(), storage, self._passed_on[met])
+        return blocks.compensated(weight.array(), weight_format, self._passed_on[met])
 
-    def _part(self, number: int, key: str, weight: Weight, storage: Storage, shape: tuple[int, ...]) -> Array:
+    def _part(
+        self, number: int, key: str, weight: Weight, weight_format: WeightFormat, shape: tuple[int, ...]
+    ) -> Array:
         """Integers, scales or zero points of a weight, in this order; the three are read one after the other."""
         if number == 0 or key not in self._scales:
             if self._latest is None or self._latest[0] != key:
-                self._latest = key, self._rounded(weight, storage)
+                self._latest = key, self._rounded(weight, weight_format)
             latest = self._latest[1]
             parts = latest.integers, latest.scale, latest.zero_point
             if latest.scale.nbytes < KEPT:
@@ -166,5 +170,5 @@ class Compressor:
             found = parts[number]
         else:
             found = self._scales[key][number - 1]
-        assert found is not None  # a symmetric storage has no third part
+        assert found is not None  # a symmetric weight format has no third part
         return np.ascontiguousarray(found.reshape(shape).T if weight.node.op == "Gather" else found.reshape(shape))

@@ -18,7 +18,7 @@ from qdqtune.graph.outputs import appearing
 from qdqtune.graph.rewrites import Rewrites
 from qdqtune.placement.parsing import parsed_yaml
 from qdqtune.placement.possible import unstorable, weight_at
-from qdqtune.types import Edge, Placement, QuantType, Storage
+from qdqtune.types import Edge, Placement, QuantType, WeightFormat
 
 VERSION = 1
 
@@ -52,8 +52,8 @@ def write_placement(path: Path, recorded: Recorded, model: str) -> None:
         for e in recorded.placement
     ]
     compressed = [
-        {"tensor": e.tensor, "node": e.node, "input": e.index, "storage": storage.name}
-        for e, storage in recorded.placement.storages.items()
+        {"tensor": e.tensor, "node": e.node, "input": e.index, "storage": weight_format.name}
+        for e, weight_format in recorded.placement.weight_formats.items()
     ]
     write_yaml(
         path,
@@ -83,7 +83,8 @@ def read_placement_file(path: Path) -> Recorded:
             Edge(e["tensor"], e.get("node", ""), e["output"] if "output" in e else e["input"]) for e in content["edges"]
         ]
         stored = [
-            (Edge(e["tensor"], e["node"], e["input"]), Storage.named(e["storage"])) for e in content.get("weights", [])
+            (Edge(e["tensor"], e["node"], e["input"]), WeightFormat.named(e["storage"]))
+            for e in content.get("weights", [])
         ]
         recorded = Recorded(
             Placement.of(filter(_is_named, edges), (pair for pair in stored if _is_named(pair[0]))),
@@ -123,12 +124,12 @@ def existing(model: Model, placement: Placement, possible: frozenset[Edge]) -> t
 
     A cast between float types, which one of two precisions has and the other has not, leaves an edge what it is.
     """
-    same = {edge: _behind_casts(model, edge) for edge in (*placement, *placement.storages)}
+    same = {edge: _behind_casts(model, edge) for edge in (*placement, *placement.weight_formats)}
     known = {edge: same[edge] for edge in placement if same[edge] in possible}
     stored = {
-        same[edge]: storage
-        for edge, storage in placement.storages.items()
-        if (weight := weight_at(model, same[edge])) is not None and unstorable(weight, storage) is None
+        same[edge]: weight_format
+        for edge, weight_format in placement.weight_formats.items()
+        if (weight := weight_at(model, same[edge])) is not None and unstorable(weight, weight_format) is None
     }
     lost = (e for e in same if e not in known and same[e] not in stored)
     return Placement.of(known.values(), stored.items()), tuple(lost)

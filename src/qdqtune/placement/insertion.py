@@ -133,9 +133,9 @@ class Inserter:
                 if edge_problem := self._problem(edge):
                     raise ValueError(f"no pair can stand on {edge}: {edge_problem}")
             self._fine |= new
-        for edge, storage in placement.compressed:
-            if (problem := self._compressor.problem(edge, storage)) is not None:
-                raise ValueError(f"{storage.name} cannot be the storage of {edge}: {problem}")
+        for edge, weight_format in placement.compressed:
+            if (problem := self._compressor.problem(edge, weight_format)) is not None:
+                raise ValueError(f"{weight_format.name} cannot be the weight format of {edge}: {problem}")
         is_half = any(self._dtype(t) != TensorProto.FLOAT for t in {e.tensor for e in placement.edges})
         opset, needed = self._model.opset, max(self._format.opset, 19 if is_half else 13)
         if placement.edges and opset < needed:
@@ -291,7 +291,7 @@ class Inserter:
         shown = sorted(Edge(tensor, "", slot) for slot, tensor in enumerate(model.outputs))
         paired = {e.tensor: e for e in shown if e in placement}
         raw = {tensor: draft.unique(tensor + RAW_OUTPUT) for tensor in paired}
-        storages, superfluous = placement.storages, self._compressor.superfluous(placement)
+        weight_formats, superfluous = placement.weight_formats, self._compressor.superfluous(placement)
         changed = self._changed(placement, decision, raw.keys() | renamed.keys() | set(renamed.values()))
         for node in model.nodes:
             if node.index in decision.dropped or node.index in superfluous:
@@ -301,9 +301,9 @@ class Inserter:
                 continue
             inputs = self._inputs(draft, decision, node, placement.edges, raw)
             outputs = [raw.get(tensor, renamed.get(tensor, tensor)) for tensor in node.outputs]
-            if stored := [e for e in self._into[node.index] if e in storages] if storages else []:
+            if stored := [e for e in self._into[node.index] if e in weight_formats] if weight_formats else []:
                 written = with_names(model.proto.graph.node[node.index], inputs, outputs)
-                behind = [n for e in stored for n in self._compressor.write(draft, written, e, storages[e])]
+                behind = [n for e in stored for n in self._compressor.write(draft, written, e, weight_formats[e])]
                 draft.nodes += [written, *behind]
             else:
                 draft.nodes.append(self._renamed(node, inputs, outputs))
@@ -341,7 +341,7 @@ class Inserter:
     def _changed(self, placement: Placement, decision: _Decision, touched: Set[str]) -> set[int]:
         """The nodes that are not as in the float model, `touched` being tensors that have other names."""
         model = self._model
-        names = {e.node for e in (*placement.edges, *placement.storages)} - {""}
+        names = {e.node for e in (*placement.edges, *placement.weight_formats)} - {""}
         changed = {*map(model.index_of.__getitem__, names), *decision.biases, *decision.shifted}
         for tensor in touched:
             changed.update(use.node for use in model.uses(tensor))

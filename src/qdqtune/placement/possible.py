@@ -2,7 +2,8 @@
 
 Region search asks of its points, `possible_edges` for the rules and the searches, insertion before it writes. What the
 structure of a graph says (`refusal`) is one function; the rest is numbers (`unscaled`): a pair needs a scale. Weights
-that alone are quantized (`types.Storage`) stand elsewhere, and carry no pair: `weight_at` and `unstorable` say where.
+that alone are quantized (`types.WeightFormat`) stand elsewhere, and carry no pair: `weight_at` and `unstorable` say
+where.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import onnx
 from qdqtune.calibration.scales import Ranges
 from qdqtune.graph.model import GRAPH, Constant, Model, Node
 from qdqtune.graph.operators import ARITHMETIC, COMPUTE, is_float, takes_data
-from qdqtune.types import Array, Edge, Placement, Storage
+from qdqtune.types import Array, Edge, Placement, WeightFormat
 
 TAKES_CONSTANTS = ARITHMETIC | {"Concat"}
 """Operators of which a constant operand is like an activation: engines have integer kernels that read both in 8 bits.
@@ -181,11 +182,11 @@ def weight_at(model: Model, edge: Edge) -> Weight | None:
     return None
 
 
-def unstorable(weight: Weight, storage: Storage) -> str | None:
-    """Why a weight cannot have a storage, by its shape and operator; None if it can. What pays, engines say."""
-    if storage.block is not None and weight.shape[0] % storage.block:
-        return f"its {weight.shape[0]} inputs are no multiple of the {storage.block} of a block"
-    if weight.node.op == "Gather" and (storage.bits == 4 or not storage.symmetric):
+def unstorable(weight: Weight, weight_format: WeightFormat) -> str | None:
+    """Why a weight cannot have a weight format, by its shape and operator; None if it can. What pays, engines say."""
+    if weight_format.block is not None and weight.shape[0] % weight_format.block:
+        return f"its {weight.shape[0]} inputs are no multiple of the {weight_format.block} of a block"
+    if weight.node.op == "Gather" and (weight_format.bits == 4 or not weight_format.symmetric):
         return "Gather takes tables of signed 8 bits, and none of 4"
     return None
 

@@ -20,7 +20,7 @@ from qdqtune.graph.operators import KEEPS_SIGN, LOWER_BOUNDS, QDQ
 from qdqtune.placement.insertion import RAW_OUTPUT
 from qdqtune.placement.possible import STORING, weight_at, weight_role
 from qdqtune.placement.stored import Table, storage_in, tables_of, with_tables, without_blocks
-from qdqtune.types import Array, Edge, Placement, Storage
+from qdqtune.types import Array, Edge, Placement, WeightFormat
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,11 @@ def placement_in(float_model: Model, qdq_model: Model) -> Placement:
     return Placement.of(found, stored.items())
 
 
-def _uses(float_model: Model, qdq_model: Model) -> tuple[dict[Edge, Pair], list[str], dict[Edge, Storage]]:
+def _uses(float_model: Model, qdq_model: Model) -> tuple[dict[Edge, Pair], list[str], dict[Edge, WeightFormat]]:
     """Edges with their pairs, DQs of pairs that are on none, and uses of weights that alone are quantized."""
     twins = twins_of(float_model, qdq_model)
     edges: dict[Edge, Pair] = {}
-    stored: dict[Edge, Storage] = {}
+    stored: dict[Edge, WeightFormat] = {}
     unmatched: list[str] = []
     for pair in pairs_of(qdq_model):
         if pair.is_bias:
@@ -117,13 +117,15 @@ def _uses(float_model: Model, qdq_model: Model) -> tuple[dict[Edge, Pair], list[
                 unmatched.append(pair.dq.name)
                 continue
             if _is_alone(qdq_model, pair, use.node) and weight_at(float_model, edge) is not None:
-                if (storage := storage_in(pair.zero_point, pair.block)) is not None:
-                    stored[edge] = storage
+                if (weight_format := storage_in(pair.zero_point, pair.block)) is not None:
+                    stored[edge] = weight_format
                 else:
                     unmatched.append(pair.dq.name)
                 continue
             edges[edge] = pair
-    stored |= {edge: table.storage for table in tables_of(qdq_model) if (edge := _of_table(float_model, table, twins))}
+    stored |= {
+        edge: table.weight_format for table in tables_of(qdq_model) if (edge := _of_table(float_model, table, twins))
+    }
     return edges, unmatched, stored
 
 
@@ -137,14 +139,14 @@ def _is_alone(model: Model, pair: Pair, node: int) -> bool:
     return is_ours and (maker is None or maker.op != "DequantizeLinear")
 
 
-def stored_alone(model: Model) -> dict[str, Storage]:
-    """Names of the DQs of weights that alone are quantized, with their storage."""
-    found: dict[str, Storage] = {}
+def stored_alone(model: Model) -> dict[str, WeightFormat]:
+    """Names of the DQs of weights that alone are quantized, with their weight format."""
+    found: dict[str, WeightFormat] = {}
     for pair in pairs_of(model):
         uses = model.uses(pair.dq.outputs[0])
         if uses and all(_is_alone(model, pair, use.node) for use in uses):
-            storage = storage_in(pair.zero_point, pair.block)
-            found |= {} if storage is None else {pair.dq.name: storage}
+            weight_format = storage_in(pair.zero_point, pair.block)
+            found |= {} if weight_format is None else {pair.dq.name: weight_format}
     return found
 
 

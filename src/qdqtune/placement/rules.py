@@ -11,7 +11,7 @@ from types import MappingProxyType
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import CLAMPS, COMPUTE, FUSED_BEHIND, INTEGER_KERNELS, MOVERS, is_float, takes_data
 from qdqtune.placement.possible import compute_edges, consistent, unstorable, weight_at
-from qdqtune.types import Edge, Placement, Storage
+from qdqtune.types import Edge, Placement, WeightFormat
 
 STATIC = COMPUTE | INTEGER_KERNELS | {
     "InstanceNormalization", "LayerNormalization", "LeakyRelu", "Pad", "Sigmoid", "Softmax",
@@ -102,14 +102,14 @@ RULES: Mapping[str, Callable[[Model, frozenset[Edge]], Placement]] = MappingProx
 })  # fmt: skip
 
 
-def weights_only(model: Model, edges: Iterable[Edge], choose: Callable[[str], Sequence[Storage]]) -> Placement:
-    """Every weight in the first storage that it can have of those that are chosen for its operator."""
+def weights_only(model: Model, edges: Iterable[Edge], choose: Callable[[str], Sequence[WeightFormat]]) -> Placement:
+    """Every weight in the first weight format that it can have of those that are chosen for its operator."""
     stored = {}
     for edge in edges:
         weight = weight_at(model, edge)
         able = () if weight is None else (s for s in choose(weight.node.op) if unstorable(weight, s) is None)
-        if (storage := next(iter(able), None)) is not None:
-            stored[edge] = storage
+        if (weight_format := next(iter(able), None)) is not None:
+            stored[edge] = weight_format
     return Placement.of((), stored.items())
 
 

@@ -10,15 +10,15 @@ import numpy as np
 from onnx import helper
 
 from qdqtune.graph.model import Constant, Model, Node, rebuild
-from qdqtune.types import Array, Storage
+from qdqtune.types import Array, WeightFormat
 
 
-def storage_in(zero_point: Array, block: int | None) -> Storage | None:
-    """The storage of integers with these zero points; None if there is no such one."""
+def storage_in(zero_point: Array, block: int | None) -> WeightFormat | None:
+    """The weight format of integers with these zero points; None if there is no such one."""
     name = zero_point.dtype.name
     is_signed = not name.startswith("u") and not zero_point.astype(np.int8).any()
     try:
-        return Storage(4 if name.endswith("int4") else 8, block, is_signed)
+        return WeightFormat(4 if name.endswith("int4") else 8, block, is_signed)
     except ValueError:  # other blocks than ours, or 4 bits with one scale a channel
         return None
 
@@ -41,7 +41,7 @@ class Table:
     gather: Node
     scaling: Node
     dq: Node
-    storage: Storage
+    weight_format: WeightFormat
 
 
 def tables_of(model: Model) -> Iterator[Table]:
@@ -52,9 +52,9 @@ def tables_of(model: Model) -> Iterator[Table]:
         makers = [maker for t in dq.inputs if (maker := model.maker(t)) is not None]
         if [m.op for m in makers] == ["Gather"] * 2 and all(m.inputs[0] in model.constants for m in makers):
             rows, block = model.constants[makers[0].inputs[0]], int(dq.attributes["block_size"])
-            storage = storage_in(np.zeros((), helper.tensor_dtype_to_np_dtype(rows.dtype)), _inside(rows, block))
-            if storage is not None:
-                yield Table(makers[0], makers[1], dq, storage)
+            weight_format = storage_in(np.zeros((), helper.tensor_dtype_to_np_dtype(rows.dtype)), _inside(rows, block))
+            if weight_format is not None:
+                yield Table(makers[0], makers[1], dq, weight_format)
 
 
 def _inside(rows: Constant, block: int) -> int | None:

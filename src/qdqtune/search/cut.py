@@ -88,7 +88,7 @@ that where builds disagree about the prices."""
 class CutSearch:
     """See the module. `float_layers` is the report of the float build; `seeds` are placements to price besides, and
     `spares` those to price when the prices lead no further. `width` is how many to propose at a time: behind the
-    optimum what is close to the best so far, so that each build prices other units. `ways` are the storages
+    optimum what is close to the best so far, so that each build prices other units. `ways` are the weight formats
     that weights may have. `prior` is what earlier runs have learned, and `found` what one has shipped for the model."""
 
     model: Model

@@ -79,57 +79,57 @@ SCALES = (0.5, 2.0)
 
 
 @dataclass(frozen=True)
-class Spot:
+class Tradeoff:
     """Where a placement lies, or is foretold to lie: its share of the float model's time, and its SQNR in dB."""
 
     ratio: float
     db: float
 
-    def apart(self, other: Spot) -> float:
+    def apart(self, other: Tradeoff) -> float:
         """How far two are from each other: as far as the nearer of both counts."""
         share, db = APART
         times = abs(np.log(self.ratio / other.ratio)) / share
         return float(min(times, abs(min(self.db, LOUD) - min(other.db, LOUD)) / db))
 
-    def beats(self, other: Spot) -> bool:
+    def beats(self, other: Tradeoff) -> bool:
         """Whether it is at least as good in both, and better in one."""
         return self != other and self.ratio <= other.ratio and self.db >= other.db
 
 
 @dataclass(frozen=True)
-class Offer:
+class PredictedPoint:
     """A placement that no build has seen, and where it is foretold to lie."""
 
     placement: Placement
-    spot: Spot
-    is_foretold: bool = False
+    tradeoff: Tradeoff
+    is_simulated: bool = False
     """Whether its noise was simulated, and not summed up."""
 
     @property
     def noise(self) -> float:
         """The SQNR as relative noise."""
-        return float(10 ** (-self.spot.db / 10))
+        return float(10 ** (-self.tradeoff.db / 10))
 
 
 class Placed(Protocol):
     """What lies somewhere."""
 
     @property
-    def spot(self) -> Spot:
+    def tradeoff(self) -> Tradeoff:
         """Where."""
 
 
 Somewhere = TypeVar("Somewhere", bound=Placed)
 
 
-def farthest(offers: Iterable[Somewhere], taken: Sequence[Spot], near: float = NEAREST) -> Somewhere | None:
+def farthest(offers: Iterable[Somewhere], taken: Sequence[Tradeoff], near: float = NEAREST) -> Somewhere | None:
     """The one that is farthest from all that is taken; None if each is `near` to one of these."""
-    found = max(offers, key=lambda o: min((o.spot.apart(t) for t in taken), default=np.inf), default=None)
-    return found if found is not None and all(found.spot.apart(t) >= near for t in taken) else None
+    found = max(offers, key=lambda o: min((o.tradeoff.apart(t) for t in taken), default=np.inf), default=None)
+    return found if found is not None and all(found.tradeoff.apart(t) >= near for t in taken) else None
 
 
 @dataclass(frozen=True)
-class Point:
+class MeasuredPoint:
     """A measured placement: its median ratio to the float model over all that it was compared with, and its trial."""
 
     ratio: float
@@ -141,24 +141,24 @@ class Point:
         return self.trial.placement
 
     @property
-    def spot(self) -> Spot:
+    def tradeoff(self) -> Tradeoff:
         """Where it was measured."""
-        return Spot(self.ratio, self.trial.exactness)
+        return Tradeoff(self.ratio, self.trial.exactness)
 
-    def beats(self, other: Point) -> bool:
+    def beats(self, other: MeasuredPoint) -> bool:
         """Whether it is at least as good in both, and better in one."""
-        return self.spot.beats(other.spot)
+        return self.tradeoff.beats(other.tradeoff)
 
 
-def undominated(history: Sequence[Trial], plan: Plan) -> tuple[Point, ...]:
+def undominated(history: Sequence[Trial], plan: Plan) -> tuple[MeasuredPoint, ...]:
     """What was measured, faster than float, and is beaten by nothing else in both; the fastest first."""
     ratios = ratios_to_float(history, plan)
     last = {t.placement: t for t in history if t.placement in ratios and t.accuracy is not None}
-    points = [Point(ratios[p], t) for p, t in last.items() if ratios[p] < 1]
+    points = [MeasuredPoint(ratios[p], t) for p, t in last.items() if ratios[p] < 1]
     return tuple(sorted((p for p in points if not any(o.beats(p) for o in points)), key=lambda p: p.ratio))
 
 
-def spread(points: Sequence[Point], count: int) -> tuple[Point, ...]:
+def spread(points: Sequence[MeasuredPoint], count: int) -> tuple[MeasuredPoint, ...]:
     """At most `count` of the points, the two ends among them and the others far from each other; in their order."""
     if len(points) <= count:
         return tuple(points)
@@ -170,9 +170,9 @@ def spread(points: Sequence[Point], count: int) -> tuple[Point, ...]:
     return tuple(points[i] for i in sorted(chosen))
 
 
-def named(points: Sequence[Point]) -> dict[str, Point]:
+def named(points: Sequence[MeasuredPoint]) -> dict[str, MeasuredPoint]:
     """The points by name, after their SQNR: 24db, or 24db-2 where that is taken."""
-    found: dict[str, Point] = {}
+    found: dict[str, MeasuredPoint] = {}
     for point in points:
         stem = "exact" if point.trial.sqnr_db is None else f"{point.trial.sqnr_db:.0f}db"
         name, number = stem, 1
@@ -204,19 +204,21 @@ class FrontSearch:
 
     def offers(
         self, times: Sequence[tuple[Placement, float]], history: Sequence[Trial], heard: Mapping[Placement, float]
-    ) -> tuple[Offer, ...]:
+    ) -> tuple[PredictedPoint, ...]:
         """What may be points of the front, of what `times` have, far from each other. Noise is what was `heard` in a
         simulation, an SQNR in dB by placement, or else the sum of what values bring alone, off as it is for placements
         with such sums."""
-        chosen = list[Offer]()
+        chosen = list[PredictedPoint]()
         best = unbeaten(self._quiet(times, history, heard))
-        while len(chosen) < OFFERED and (found := farthest(best, [o.spot for o in chosen])) is not None:
+        while len(chosen) < OFFERED and (found := farthest(best, [o.tradeoff for o in chosen])) is not None:
             chosen.append(found)
         return tuple(chosen)
 
-    def foretold(self, offer: Offer) -> Offer:
+    def foretold(self, offer: PredictedPoint) -> PredictedPoint:
         """The offer with its noise as simulated."""
-        return replace(offer, spot=Spot(offer.spot.ratio, _db(self.noise.brought(offer.placement))), is_foretold=True)
+        return replace(
+            offer, tradeoff=Tradeoff(offer.tradeoff.ratio, _db(self.noise.brought(offer.placement))), is_simulated=True
+        )
 
     def times(self, history: Sequence[Trial]) -> tuple[tuple[Placement, float], ...]:
         """What is worth a build and had none, and the share of the float model's time that prices foretell of it, as
@@ -232,12 +234,14 @@ class FrontSearch:
 
     def _quiet(
         self, times: Sequence[tuple[Placement, float]], history: Sequence[Trial], heard: Mapping[Placement, float]
-    ) -> Iterator[Offer]:
+    ) -> Iterator[PredictedPoint]:
         known = {t.placement: t.exactness for t in history if t.sqnr_db is not None}
         summed_db = self._level({**heard, **known})
         for placement, ratio in times:
             db = heard.get(placement)
-            offer = Offer(placement, Spot(ratio, summed_db(placement) if db is None else db), db is not None)
+            offer = PredictedPoint(
+                placement, Tradeoff(ratio, summed_db(placement) if db is None else db), db is not None
+            )
             if not is_beyond(offer.noise, self.noise.limit):
                 yield offer
 
@@ -307,11 +311,11 @@ def is_beyond(noise: float, limit: float | None) -> bool:
     return limit is not None and noise > BEYOND * limit
 
 
-def unbeaten(offers: Iterable[Offer]) -> tuple[Offer, ...]:
+def unbeaten(offers: Iterable[PredictedPoint]) -> tuple[PredictedPoint, ...]:
     """Those that no other one is foretold to beat, the fastest first."""
     known = tuple(offers)
-    kept = (o for o in known if not any(other.spot.beats(o.spot) for other in known))
-    return tuple(sorted(kept, key=lambda o: o.spot.ratio))
+    kept = (o for o in known if not any(other.tradeoff.beats(o.tradeoff) for other in known))
+    return tuple(sorted(kept, key=lambda o: o.tradeoff.ratio))
 
 
 def _db(noise: float) -> float:

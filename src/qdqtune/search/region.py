@@ -3,7 +3,7 @@
 Phase 1 measures what rules, an imported Q/DQ model and the pattern cache suggest. Phase 2 takes the best of it and, for
 each pattern in the order of the work that it does, tries what the other suggestions would do there, nothing, and all.
 Phase 3 flips a few insertion points of a pattern at random. What wins alone is also tried together. Weights that may be
-stored in fewer bits are tried so as well, pattern by pattern, each storage in place of the pairs around them.
+stored in fewer bits are tried so as well, pattern by pattern, each weight format in place of the pairs around them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qdqtune.search.regions import patterns
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.search.regions.region import Point, Scheme
 from qdqtune.timing.ratios import Plan, judge
-from qdqtune.types import Edge, Placement, Proposal, Storage, Trial
+from qdqtune.types import Edge, Placement, Proposal, Trial, WeightFormat
 
 QUIETER = "within the limits"
 TRIES = 6
@@ -64,7 +64,7 @@ class RegionSearch:
 
     `cached` holds schemes of earlier runs by pattern digest, fastest first. Where accuracy is limited, `noise` is what
     is known about it, and `within` gives a placement for a sum of noise. `width` is how many to propose at a time,
-    where that is more than `BATCH`; `ways` are the storages that weights may have.
+    where that is more than `BATCH`; `ways` are the weight formats that weights may have.
     """
 
     model: Model
@@ -141,7 +141,7 @@ class RegionSearch:
     def _recalled(self) -> Placement:
         """The fastest cached scheme of every pattern that has one."""
         edges: set[Edge] = set()
-        stored: dict[Edge, Storage] = {}
+        stored: dict[Edge, WeightFormat] = {}
         for pattern in self.patterns:
             for scheme in islice(self.cached.get(pattern.digest, ()), 1):
                 edges |= self._edges(pattern, scheme.points)
@@ -188,11 +188,11 @@ class RegionSearch:
                 yield Proposal("cached", _within(best, domains[pattern.digest], offered), pattern.digest)
 
     def _storages(self) -> tuple[list[tuple[str, Placement]], list[tuple[str, Placement]]]:
-        """All weights in one storage, for each by name; apart those that promise most with 4 bits and with 8."""
-        shares: dict[Storage, list[float]] = {}
+        """All weights in one weight format, for each by name; apart those that promise most with 4 bits and with 8."""
+        shares: dict[WeightFormat, list[float]] = {}
         for each in self.ways.values():
-            for storage, share in each.items():
-                shares.setdefault(storage, []).append(share)
+            for weight_format, share in each.items():
+                shares.setdefault(weight_format, []).append(share)
         ordered = sorted(shares, key=lambda s: (sum(shares[s]) / len(shares[s]), s.name))
         best = {bits: next(s for s in ordered if s.bits == bits) for bits in {s.bits for s in ordered}}
         offers = [
@@ -213,7 +213,7 @@ class RegionSearch:
             pattern = movable[int(rng.choice(len(movable), p=weights / weights.sum()))]
             count = int(rng.integers(1, 1 + min(self.config.maximum_mutations, len(pattern.points))))
             flipped = [pattern.points[int(i)] for i in rng.choice(len(pattern.points), count, replace=False)]
-            edges, stored = set(best.edges), dict(best.storages)
+            edges, stored = set(best.edges), dict(best.weight_formats)
             for point in flipped:
                 own = self._edges(pattern, [point])
                 able = self._able(pattern, point)
@@ -227,16 +227,16 @@ class RegionSearch:
                 stored = {e: s for e, s in stored.items() if e not in fresh} | ({} if is_so else fresh)
             yield Proposal("mutated", _placed(edges, stored), pattern.digest)
 
-    def _able(self, pattern: Pattern, point: Point) -> list[Storage]:
-        """The storages that the weights of a point may have in every instance."""
+    def _able(self, pattern: Pattern, point: Point) -> list[WeightFormat]:
+        """The weight formats that the weights of a point may have in every instance."""
         if not self.ways:
             return []
         first, *others = [self.ways.get(e, {}) for edges in pattern.edges.values() for e in edges[point]] or [{}]
         return [s for s in first if all(s in other for other in others)]
 
-    def _stored(self, pattern: Pattern, scheme: Scheme) -> dict[Edge, Storage]:
+    def _stored(self, pattern: Pattern, scheme: Scheme) -> dict[Edge, WeightFormat]:
         """What a scheme says of weights, as far as they may be stored so."""
-        return {e: s for e, s in patterns.stored(pattern, scheme.storages).items() if s in self.ways.get(e, {})}
+        return {e: s for e, s in patterns.stored(pattern, scheme.weight_formats).items() if s in self.ways.get(e, {})}
 
     def _edges(self, pattern: Pattern, points: Sequence[Point] | frozenset[Point]) -> frozenset[Edge]:
         """What some insertion points of a pattern mean, over all instances."""
@@ -257,14 +257,14 @@ class RegionSearch:
         return sum(work(self.model, self.model.nodes[n]) for r in pattern.instances for n in r.all_nodes())
 
 
-def _placed(edges: Iterable[Edge], storages: Mapping[Edge, Storage]) -> Placement:
-    """A placement of pairs, and of storages where none stands."""
+def _placed(edges: Iterable[Edge], weight_formats: Mapping[Edge, WeightFormat]) -> Placement:
+    """A placement of pairs, and of weight formats where none stands."""
     own = frozenset(edges)
-    return Placement.of(own, ((e, s) for e, s in storages.items() if e not in own))
+    return Placement.of(own, ((e, s) for e, s in weight_formats.items() if e not in own))
 
 
 def _within(best: Placement, domain: frozenset[Edge], offered: Placement) -> Placement:
     """A placement that is another one's within some edges."""
-    storages = {e: s for e, s in best.storages.items() if e not in domain}
-    storages |= {e: s for e, s in offered.storages.items() if e in domain}
-    return _placed((best.edges - domain) | (offered.edges & domain), storages)
+    weight_formats = {e: s for e, s in best.weight_formats.items() if e not in domain}
+    weight_formats |= {e: s for e, s in offered.weight_formats.items() if e in domain}
+    return _placed((best.edges - domain) | (offered.edges & domain), weight_formats)

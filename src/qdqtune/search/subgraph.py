@@ -23,7 +23,7 @@ from qdqtune.search.costs.units import Partition
 from qdqtune.search.cut import CUT, CutSearch
 from qdqtune.search.region import QUIETER
 from qdqtune.timing.ratios import Plan
-from qdqtune.types import Edge, Layer, Placement, Proposal, Storage, Trial
+from qdqtune.types import Edge, Layer, Placement, Proposal, Trial, WeightFormat
 
 WORTH = 0.002
 """A group is changed only where that is expected to save this share of the model's time."""
@@ -215,12 +215,12 @@ class SubgraphSearch:
         paired = {edge.node for edge in edges}
         return Placement.of(edges, ((e, s) for e, s in self._storages(base, taken) if e.node not in paired))
 
-    def _storages(self, base: Placement, taken: Mapping[int, Placement]) -> Iterator[tuple[Edge, Storage]]:
+    def _storages(self, base: Placement, taken: Mapping[int, Placement]) -> Iterator[tuple[Edge, WeightFormat]]:
         """How weights are stored in a mixed placement, each as the placement has it that its group is taken from."""
         for placement in {base, *taken.values()}:
-            for edge, storage in placement.storages.items():
+            for edge, weight_format in placement.weight_formats.items():
                 if taken.get(self.parts.owner[edge.node], base) == placement:
-                    yield edge, storage
+                    yield edge, weight_format
 
     def _name(self, batch: Batch) -> str:
         first = self.model.nodes[self.parts.units[batch[0].number].nodes[0]].name

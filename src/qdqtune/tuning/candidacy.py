@@ -28,9 +28,9 @@ from qdqtune.search.front import (
     NEAR,
     NEAREST,
     FrontSearch,
-    Offer,
-    Point,
-    Spot,
+    MeasuredPoint,
+    PredictedPoint,
+    Tradeoff,
     farthest,
     is_beyond,
     undominated,
@@ -59,7 +59,7 @@ class Entry:
     """A placement that has met the user's file: its trial, where it was thought to lie, and the rounds of each pair."""
 
     trial: Trial
-    thought: Spot
+    thought: Tradeoff
     measured: tuple[Measurement | Failure, ...]
     is_fresh: bool
     """Whether no search had built it."""
@@ -79,16 +79,16 @@ class Entry:
         seems = self.seems(run)
         return seems is None or seems.verdict == "slower"
 
-    def spot(self, run: Run) -> Spot:
+    def tradeoff(self, run: Run) -> Tradeoff:
         """Where they show it, as the search has it: beside the float model that it began with, rewrites and all."""
         seems = self.seems(run)
         if seems is None or self.trial.accuracy is None:
             return self.thought
-        return Spot(seems.median / run.found.gave, self.trial.exactness)
+        return Tradeoff(seems.median / run.found.gave, self.trial.exactness)
 
-    def spots(self, run: Run) -> tuple[Spot, ...]:
+    def tradeoffs(self, run: Run) -> tuple[Tradeoff, ...]:
         """What nothing else needs to be near to: where it is, and where it was thought to be if it is no point."""
-        return (self.spot(run),) if self.is_faster(run) else (self.spot(run), self.thought)
+        return (self.tradeoff(run),) if self.is_faster(run) else (self.tradeoff(run), self.thought)
 
 
 class Candidacy:
@@ -182,8 +182,8 @@ class Candidacy:
     def _shippable(self) -> list[Entry]:
         """Those that hold the limits and may be the fastest that do."""
         holding = [e for e in self._standing() if self._run.limits.is_exact_enough(e.trial.accuracy)]
-        least = min((e.spot(self._run).ratio for e in holding), default=0.0)
-        return [e for e in holding if e.spot(self._run).ratio <= least * (1 + APART[0])]
+        least = min((e.tradeoff(self._run).ratio for e in holding), default=0.0)
+        return [e for e in holding if e.tradeoff(self._run).ratio <= least * (1 + APART[0])]
 
     def excuse(self, count: int, elsewhere: int) -> str:
         """Why there are no more points than so many, in a sentence. `elsewhere` are those that failed only at another
@@ -241,19 +241,19 @@ class Candidacy:
         """Builds that so many points take at other numbers of threads, with those of the user's file that they meet."""
         return (len(self._run.settings.thread_counts) - 1) * (count + bool(count)) * pairs
 
-    def _next(self) -> Point | Offer | None:
+    def _next(self) -> MeasuredPoint | PredictedPoint | None:
         """What the search would ship, the fastest that nothing beats, then what is farthest from all that were met."""
         plan, met = self._run.settings.plan, {entry.trial.placement for entry in self.entries}
         most, ratios = self._run.limits.max_noise, ratios_to_float(self._history, plan)
         unbeaten = [p for p in undominated(self._history, plan) if not is_beyond(_noise(p.trial), most)]
         best = best_of(self._history)
-        first = [Point(ratios[best], t) for t in self._history if t.accepted and t.placement == best]
-        fastest = [p for p in unbeaten[:1] if all(p.spot.apart(f.spot) >= NEAR for f in first)]
+        first = [MeasuredPoint(ratios[best], t) for t in self._history if t.accepted and t.placement == best]
+        fastest = [p for p in unbeaten[:1] if all(p.tradeoff.apart(f.tradeoff) >= NEAR for f in first)]
         waiting = [p for p in (*first, *fastest) if p.trial.placement not in met]
         if waiting:
             return waiting[0]
         if self._run.subject.rewrites.names and Placement() not in met:
-            return Offer(Placement(), Spot(1.0, EQUAL_DB), is_foretold=True)
+            return PredictedPoint(Placement(), Tradeoff(1.0, EQUAL_DB), is_simulated=True)
         history = [*self._history, *self.trials]
         times = () if self._search is None else self._search.times(history)
         points = [p for p in unbeaten if p.trial.placement not in met]
@@ -264,42 +264,42 @@ class Candidacy:
             if found is not None or len(self._heard) == before:
                 return found
 
-    def _far(self, candidates: Sequence[Point | Offer]) -> Point | Offer | None:
+    def _far(self, candidates: Sequence[MeasuredPoint | PredictedPoint]) -> MeasuredPoint | PredictedPoint | None:
         """The one that is farthest from all that were met, and by all that is known not beaten."""
-        standing = [entry.spot(self._run) for entry in self._standing()]
+        standing = [entry.tradeoff(self._run) for entry in self._standing()]
         near = NEAR if len(standing) >= ENOUGH else NEAREST
-        taken = [spot for entry in self.entries for spot in entry.spots(self._run)]
-        good = [*(c.spot for c in candidates if isinstance(c, Point)), *standing]
+        taken = [tradeoff for entry in self.entries for tradeoff in entry.tradeoffs(self._run)]
+        good = [*(c.tradeoff for c in candidates if isinstance(c, MeasuredPoint)), *standing]
         left = list(candidates)
         while True:
-            left = [c for c in left if isinstance(c, Point) or not any(g.beats(c.spot) for g in good)]
+            left = [c for c in left if isinstance(c, MeasuredPoint) or not any(g.beats(c.tradeoff) for g in good)]
             found = farthest(left, taken, near)
-            if not isinstance(found, Offer) or found.is_foretold:
+            if not isinstance(found, PredictedPoint) or found.is_simulated:
                 return found
             left.remove(found)
             left += filter(None, [self._foretold(found)])
 
-    def _foretold(self, offer: Offer) -> Offer | None:
+    def _foretold(self, offer: PredictedPoint) -> PredictedPoint | None:
         """The offer with its noise as simulated; None if it is too noisy, or enough were simulated."""
         if self._search is None or len(self._heard) >= SIMULATED:
             return None
         known = self._search.foretold(offer)
-        self._heard[offer.placement] = known.spot.db
+        self._heard[offer.placement] = known.tradeoff.db
         return None if is_beyond(known.noise, self._search.noise.limit) else known
 
     def _standing(self) -> list[Entry]:
         """Those that prove faster and are not beaten. What the search took stays where a metric decides: what beats it
         may miss that."""
-        faster = [(e, e.spot(self._run)) for e in self.entries if e.is_faster(self._run)]
+        faster = [(e, e.tradeoff(self._run)) for e in self.entries if e.is_faster(self._run)]
         stays = best_of(self._history) if self._run.limits.max_drop is not None else None
         return [e for e, s in faster if e.trial.placement == stays or not any(o.beats(s) for _, o in faster)]
 
-    def _entry(self, point: Point | Offer) -> Entry:
+    def _entry(self, point: MeasuredPoint | PredictedPoint) -> Entry:
         """Write the file of a point, and let it meet the user's once."""
         file = self._write(point.placement)
-        if isinstance(point, Point):
-            return Entry(point.trial, point.spot, (self._opponents.meet(0, point.placement, file),), is_fresh=False)
-        proposal = Proposal("front", point.placement, predicted=point.spot.ratio)
+        if isinstance(point, MeasuredPoint):
+            return Entry(point.trial, point.tradeoff, (self._opponents.meet(0, point.placement, file),), is_fresh=False)
+        proposal = Proposal("front", point.placement, predicted=point.tradeoff.ratio)
         number = len(self._history) + len(self.trials) + 1
         trial = Trial(number, proposal, Placement(), Failure("run", "not measured yet"))
         seen, store = point.placement.digest, self._run.store
@@ -319,7 +319,7 @@ class Candidacy:
             trial = replace(trial, result=result)
         if point.placement:
             self._run.bench.keep(trial)
-        return Entry(trial, point.spot, (result,), is_fresh=True)
+        return Entry(trial, point.tradeoff, (result,), is_fresh=True)
 
     def _write(self, placement: Placement) -> Path:
         """A file of its own, under a name that says nothing yet."""

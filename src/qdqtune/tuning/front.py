@@ -18,7 +18,7 @@ from qdqtune.graph.outputs import appearing, write_json
 from qdqtune.graph.stamps import content
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import best_of
-from qdqtune.search.front import ENOUGH, FrontSearch, Point, Spot, named
+from qdqtune.search.front import ENOUGH, FrontSearch, MeasuredPoint, Tradeoff, named
 from qdqtune.timing.ratios import PAIRS, Ratio
 from qdqtune.tuning.accepting import is_alike
 from qdqtune.tuning.candidacy import Candidacy, Entry, move_model
@@ -68,7 +68,7 @@ class Proven:
             "metric": self.metric,
             "pairs": count_pairs(placement),
             "edges": len(placement),
-            "weights": dict(Counter(storage.name for storage in placement.storages.values())),
+            "weights": dict(Counter(weight_format.name for weight_format in placement.weight_formats.values())),
             "ms": self.seconds * 1e3,
             "holds_limits": self.holds,
             "shipped": placement == shipped,
@@ -107,8 +107,10 @@ def prove_front(history: Sequence[Trial], run: Run, search: FrontSearch | None) 
     candidacy = Candidacy(history, run, search)
     proven = _proven(candidacy.met(), run)
     held, more = _everywhere(proven, candidacy.written, run)
-    spots = [Spot(p.ratio.median, p.trial.exactness) for p in held]
-    kept = [p for p, spot in zip(held, spots, strict=True) if not any(other.beats(spot) for other in spots)]
+    tradeoffs = [Tradeoff(p.ratio.median, p.trial.exactness) for p in held]
+    kept = [
+        p for p, tradeoff in zip(held, tradeoffs, strict=True) if not any(other.beats(tradeoff) for other in tradeoffs)
+    ]
     kept.sort(key=lambda p: p.ratio.median)
     kept = _settled(kept, candidacy.written, run)
     if not kept:
@@ -133,7 +135,7 @@ def prove_front(history: Sequence[Trial], run: Run, search: FrontSearch | None) 
 
 def _settled(kept: Sequence[Proven], written: Mapping[Placement, Path], run: Run) -> list[Proven]:
     """The points under their names, each with its placement beside it; the files of all others are deleted."""
-    names = named([Point(p.ratio.median, p.trial) for p in kept])
+    names = named([MeasuredPoint(p.ratio.median, p.trial) for p in kept])
     settled = []
     for (name, point), proven in zip(names.items(), kept, strict=True):
         file = run.output.claim(written[point.trial.placement].with_name(f"{name}.onnx"))

@@ -20,7 +20,7 @@ from qdqtune.search.costs.noise import Noise
 from qdqtune.tuning.observer import SEARCHING
 from qdqtune.tuning.records import NoiseRecord, PredictionRecord, WeightNoiseRecord
 from qdqtune.tuning.run import Run
-from qdqtune.types import Accuracy, Edge, Failure, NumericFormat, Placement, Storage
+from qdqtune.types import Accuracy, Edge, Failure, NumericFormat, Placement, WeightFormat
 
 NOTHING = 0.01
 """Share of the noise that a limit allows, below which a block is not worth dividing."""
@@ -36,7 +36,7 @@ MEMORY = 2**30
 """Bytes of models that are held side by side to find the noise of single tensors, if one alone is not larger."""
 
 SAMPLED = 64
-"""Outputs of a weight that tell how much a storage takes from it."""
+"""Outputs of a weight that tell how much a weight format takes from it."""
 
 TINY = 1e-12
 
@@ -67,7 +67,7 @@ def noise_of(run: Run) -> Noise | None:
     floor = FINE if is_front else NOTHING * limits.max_noise if limits.max_noise is not None else 0.0
     share = SHARE / 2 if loudest else SHARE
     tensors = sorted({e.tensor for e in subject.possible})
-    stored = [(e.tensor, storage.name) for e, shares in run.ways.items() for storage in shares]
+    stored = [(e.tensor, weight_format.name) for e, shares in run.ways.items() for weight_format in shares]
 
     def brought(placement: Placement) -> float | None:
         accuracy = foretold(run, placement)
@@ -125,21 +125,21 @@ def _of_values(run: Run, tensors: Iterable[str], floor: float, share: float) -> 
 
 
 def _of_weights(
-    run: Run, loudest: Mapping[Edge, Storage], floor: float, share: float
+    run: Run, loudest: Mapping[Edge, WeightFormat], floor: float, share: float
 ) -> Mapping[tuple[str, str], float]:
-    """What weights that alone are quantized do to the outputs, by tensor and name of the storage: measured in the one
-    that keeps least, and in the others as much less as the weights themselves lose less."""
+    """What weights that alone are quantized do to the outputs, by tensor and name of the weight format: measured in the
+    one that keeps least, and in the others as much less as the weights themselves lose less."""
     model, of = run.subject.shaped, f"{floor:.3g}"
     record = run.store.get(WeightNoiseRecord, of)
     if record is None:
         weights = stored_weights(model, loudest)
         alone, failure = _measured(run, "storing each weight in fewer bits", model, weights, floor, share)
-        shares = {edge: lost(model, edge, storage) for edge, storage in loudest.items()}
+        shares = {edge: lost(model, edge, weight_format) for edge, weight_format in loudest.items()}
         noise = shares if alone is None else {edge: alone[edge.tensor] for edge in loudest}
         stored = tuple(
-            (edge.tensor, storage.name, noise[edge] * lost(model, edge, storage) / shares[edge])
-            for edge, storages in run.ways.items()
-            for storage in storages
+            (edge.tensor, weight_format.name, noise[edge] * lost(model, edge, weight_format) / shares[edge])
+            for edge, weight_formats in run.ways.items()
+            for weight_format in weight_formats
         )
         record = run.store.put(WeightNoiseRecord(of=of, stored=stored, failure=failure))
     return {(tensor, name): noise for tensor, name, noise in record.stored}
@@ -173,14 +173,14 @@ def _measured(
     return (None, alone) if isinstance(alone, Failure) else (alone, None)
 
 
-def lost(model: Model, edge: Edge, storage: Storage) -> float:
-    """The power of what a storage takes from a weight over that of the weight, by some of its outputs."""
+def lost(model: Model, edge: Edge, weight_format: WeightFormat) -> float:
+    """The power of what a weight format takes from a weight over that of the weight, by some of its outputs."""
     weight = weight_at(model, edge)
-    assert weight is not None  # only weights have storages
+    assert weight is not None  # only weights have weight formats
     values = np.asarray(weight.array(), np.float32)
     values = values[:, :: max(1, values.shape[1] // SAMPLED)]
     power = float(np.square(values).sum())
-    return max(float(np.square(store(values, storage).values() - values).sum()) / max(power, TINY), TINY)
+    return max(float(np.square(store(values, weight_format).values() - values).sum()) / max(power, TINY), TINY)
 
 
 def foretold(run: Run, placement: Placement) -> Accuracy | None:

@@ -28,7 +28,7 @@ from qdqtune.types import (
     Layer,
     Measurement,
     Placement,
-    Storage,
+    WeightFormat,
 )
 
 Shipped = Literal["tuned", "baseline", "given"]
@@ -56,7 +56,10 @@ class StoredPlacement(msgspec.Struct, frozen=True, omit_defaults=True, dict=True
     @classmethod
     def of(cls, placement: Placement) -> StoredPlacement:
         """Pack a placement."""
-        return cls(tuple(placement), tuple((edge, storage.name) for edge, storage in placement.storages.items()))
+        return cls(
+            tuple(placement),
+            tuple((edge, weight_format.name) for edge, weight_format in placement.weight_formats.items()),
+        )
 
     @cached_property
     def placement(self) -> Placement:
@@ -65,7 +68,7 @@ class StoredPlacement(msgspec.Struct, frozen=True, omit_defaults=True, dict=True
         Raises:
             ValueError: a weight is stored in two ways, or in one that does not exist.
         """
-        return Placement.of(self.pairs, ((edge, Storage.named(name)) for edge, name in self.weights))
+        return Placement.of(self.pairs, ((edge, WeightFormat.named(name)) for edge, name in self.weights))
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -235,7 +238,7 @@ class NoiseRecord(Record, frozen=True, tag="noise"):
 
 
 class WeightNoiseRecord(Record, frozen=True, tag="weight noise"):
-    """The same of weights, by tensor and name of the storage."""
+    """The same of weights, by tensor and name of the weight format."""
 
     stored: tuple[tuple[str, str, float], ...]
     failure: Failure | None = None
@@ -283,8 +286,8 @@ class SchemeRecord(Record, frozen=True, tag="scheme"):
     layers: tuple[Layer, ...] = ()
 
 
-class StoragesRecord(Record, frozen=True, tag="storages"):
-    """The share of a float product's time that each storage of its weight takes, by the size of the product."""
+class WeightFormatsRecord(Record, frozen=True, tag="weight formats"):
+    """The share of a float product's time that each weight format of its weight takes, by the size of the product."""
 
     shares: dict[str, dict[str, float]]
 
@@ -357,7 +360,7 @@ RECORDS = (
     | PointRecord
     | PartRecord
     | SchemeRecord
-    | StoragesRecord
+    | WeightFormatsRecord
     | AnswerRecord
     | ConversationRecord
 )

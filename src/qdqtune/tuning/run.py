@@ -35,10 +35,10 @@ from qdqtune.tuning.observer import Observer
 from qdqtune.tuning.obstacles import check_files
 from qdqtune.tuning.records import NO_REWRITES, BatchRecord, Found, TrialRecord
 from qdqtune.tuning.settings import Settings
-from qdqtune.tuning.storages import products_of, ways
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.subject import Subject, calibrated, open_subject
 from qdqtune.tuning.trial_worker import Conditions, TrialWorker
+from qdqtune.tuning.weight_formats import products_of, ways
 from qdqtune.types import Failure, Placement
 
 CANDIDATES = "candidates"
@@ -86,7 +86,7 @@ class Run(Ready):
 
     @cached_property
     def ways(self) -> Ways:
-        """The storages that weights may have; the engine is asked of them the first time."""
+        """The weight formats that weights may have; the engine is asked of them the first time."""
         if self.budget.is_late:
             return {}
         return ways(self.subject, self.settings, self.runner, self.store, self.bench.layers)

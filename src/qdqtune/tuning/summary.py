@@ -13,7 +13,7 @@ from typing import Any
 from qdqtune.placement import files
 from qdqtune.placement.reading import count_pairs
 from qdqtune.search import ratios_to_float
-from qdqtune.search.front import Point, named, spread, undominated
+from qdqtune.search.front import MeasuredPoint, named, spread, undominated
 from qdqtune.search.regions import cache
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.folder import PLACEMENT, pattern_cache_of
@@ -91,7 +91,7 @@ def summary_of(history: Sequence[Trial], proof: Proof, run: Run) -> dict[str, An
         "patterns": len(subject.patterns),
         "regions": subject.region_count,
         "pairs": count_pairs(final),
-        **({"weights": dict(Counter(s.name for s in final.storages.values()))} if final.compressed else {}),
+        **({"weights": dict(Counter(s.name for s in final.weight_formats.values()))} if final.compressed else {}),
         "edges": len(final),
         "output_sqnr_db": None if accuracy is None else accuracy.sqnr_db,
         "output_accuracy": None if accuracy is None else asdict(accuracy),
@@ -128,7 +128,7 @@ def _met(history: Sequence[Trial], proof: Proof, plan: Plan) -> Iterator[dict[st
     which of those that cannot be told apart need not be the one that looked best."""
     unbeaten = undominated(history, plan)
     ratios = ratios_to_float(history, plan)
-    shipped = [Point(ratios[t.placement], t) for t in history if t.placement == proof.placement][-1:]
+    shipped = [MeasuredPoint(ratios[t.placement], t) for t in history if t.placement == proof.placement][-1:]
     points = (p for p in spread(unbeaten, MET) if p.trial.placement != proof.placement)
     for name, point in named(sorted([*points, *shipped], key=lambda p: p.ratio)).items():
         accuracy = point.trial.accuracy

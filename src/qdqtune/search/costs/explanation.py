@@ -32,7 +32,7 @@ class UnitPrice:
     seen: bool
     """Whether its quantized time was measured, not guessed."""
     unpriced: str = ""
-    storage: str = ""
+    weight_format: str = ""
     """How its weights are stored where they alone are quantized, and what each way would take."""
     stored_ms: Mapping[str, float] = field(default_factory=dict)
 
@@ -66,8 +66,8 @@ def explain(costs: Costs, placement: Placement) -> tuple[UnitPrice, ...]:
             margin_ms=margin(costs, decision, unit) if able else None,
             seen=price.seen,
             unpriced="" if able else "no pair can stand on its inputs",
-            storage="" if way is None or quantized else way.name,
-            stored_ms={storage.name: ms for storage, ms in price.stored.items()},
+            weight_format="" if way is None or quantized else way.name,
+            stored_ms={weight_format.name: ms for weight_format, ms in price.stored.items()},
         )
         rows.append(row)
     return tuple(sorted(rows, key=lambda r: (-r.float_ms, r.nodes)))
@@ -76,4 +76,4 @@ def explain(costs: Costs, placement: Placement) -> tuple[UnitPrice, ...]:
 def record(units: Sequence[UnitPrice]) -> list[Mapping[str, object]]:
     """The rows for a JSON file."""
     rows = [asdict(unit) for unit in units]
-    return [{k: v for k, v in row.items() if v or k not in ("storage", "stored_ms")} for row in rows]
+    return [{k: v for k, v in row.items() if v or k not in ("weight_format", "stored_ms")} for row in rows]

@@ -16,7 +16,7 @@ from math import inf, log
 
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import REARRANGES
-from qdqtune.types import Edge, Placement, Storage, Trial
+from qdqtune.types import Edge, Placement, Trial, WeightFormat
 
 RESERVE = 0.8
 """Share of what is allowed that a search uses up at first: what just fails is worth nothing."""
@@ -47,7 +47,7 @@ class Noise:
     tensor that holds them, `aliases` knows the others. `limit` is the most noise that the output SQNR allows; None if
     only the user's metric counts, and then trials tell how much noise it takes. `foretold` gives the noise of a whole
     placement without a build, None where it cannot. `stored` is what weights alone bring, by tensor and name of the
-    storage. `harmless` finds out whether all that may be placed holds the limits, so that nobody needs to ask.
+    weight format. `harmless` finds out whether all that may be placed holds the limits, so that nobody needs to ask.
     """
 
     model: Model
@@ -86,9 +86,9 @@ class Noise:
         """What a value brings that carries a pair."""
         return self.pairs * self.alone.get(value, 0.0)
 
-    def of_weight(self, edge: Edge, storage: Storage) -> float:
+    def of_weight(self, edge: Edge, weight_format: WeightFormat) -> float:
         """What a weight brings that alone is quantized."""
-        return self.weights * self.stored.get((edge.tensor, storage.name), 0.0)
+        return self.weights * self.stored.get((edge.tensor, weight_format.name), 0.0)
 
     def brought(self, placement: Placement) -> float:
         """Noise of a placement as it is foretold, as much more as builds have shown; else as `predicted`."""

@@ -13,7 +13,7 @@ from qdqtune.search.costs.noise import Noise
 from qdqtune.search.costs.prices import Costs
 from qdqtune.search.costs.samples import state, stored_in
 from qdqtune.search.costs.units import Decision, Partition, Unit
-from qdqtune.types import Placement, Storage
+from qdqtune.types import Placement, WeightFormat
 
 BISECTIONS = 20
 
@@ -111,7 +111,7 @@ class Formulation:
     problem: Problem
     runs: Sequence[int]
     stored: Mapping[str, int]
-    ways: Mapping[int, Storage]
+    ways: Mapping[int, WeightFormat]
     parts: Partition
 
     def decision(self, answers: Sequence[bool]) -> Decision:
@@ -178,13 +178,15 @@ def formulate(costs: Costs, noise: Noise | None = None, price: float = 0.0) -> F
     return Formulation(problem, runs, stored, ways, parts)
 
 
-def _charge(parts: Partition, unit: Unit, noise: Noise | None, price: float, most: float) -> Callable[[Storage], float]:
-    """What the noise of a unit's weights costs in each storage."""
+def _charge(
+    parts: Partition, unit: Unit, noise: Noise | None, price: float, most: float
+) -> Callable[[WeightFormat], float]:
+    """What the noise of a unit's weights costs in each weight format."""
 
-    def charge(storage: Storage) -> float:
+    def charge(weight_format: WeightFormat) -> float:
         if noise is None or price <= 0:
             return 0.0
-        return sum(min(price * noise.of_weight(e, storage), most) for e in parts.compressible(unit))
+        return sum(min(price * noise.of_weight(e, weight_format), most) for e in parts.compressible(unit))
 
     return charge
 
@@ -266,8 +268,9 @@ def is_shown_by(costs: Costs, decision: Decision, unit: Unit) -> bool:
     return abs(margin(costs.raised, decision, unit) - margin(costs, decision, unit)) < RESTS * (costs.float_ms or 1.0)
 
 
-def usual_ways(costs: Costs, units: Iterable[int]) -> dict[int, Storage]:
-    """The cheapest storages of the weights of some units in float; none for those that are cheapest with floats."""
+def usual_ways(costs: Costs, units: Iterable[int]) -> dict[int, WeightFormat]:
+    """The cheapest weight formats of the weights of some units in float; none for those that are cheapest with
+    floats."""
     return {number: way for number in units if (way := costs.way(number)[1]) is not None}
 
 
@@ -281,7 +284,7 @@ def other(
     parts: Partition,
     decision: Decision,
     units: Collection[int],
-    ways: Mapping[int, Storage] = MappingProxyType({}),
+    ways: Mapping[int, WeightFormat] = MappingProxyType({}),
 ) -> Decision:
     """A decision with some units the other way: what units store that become quantized, and all else as it was; those
     that become float have their weights as in `ways`. What a unit with stored weights reads stays a float for it."""

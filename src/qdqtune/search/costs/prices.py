@@ -8,8 +8,8 @@ Every build prices every unit at once, in the state that its placement puts the 
     handing    pairs on all inputs, not on all uses of its outputs        c1 + o
     mixed      anything else: says nothing about the unit
 
-A float unit whose weights are stored in fewer bits has a price for each storage in place of c0: no neighbour sees it.
-g says that pairs disturb a float unit: they part what the engine would fuse, or an engine moves a Q in front of
+A float unit whose weights are stored in fewer bits has a price for each weight format in place of c0: no neighbour sees
+it. g says that pairs disturb a float unit: they part what the engine would fuse, or an engine moves a Q in front of
 operators that hand values on and runs those in a poor way. A quantized unit may cost e more behind float units than
 behind quantized ones, since engines lay 8-bit tensors out in another way than floats. A Q that runs by itself behind a
 float unit is the price q of its tensor, a DQ that runs in front of a float unit its price d. Conversions that run
@@ -33,7 +33,7 @@ from qdqtune.search.costs.attribution import Times
 from qdqtune.search.costs.priors import DISTURBED, NOTHING, Prior, Seen, between, digest
 from qdqtune.search.costs.samples import Behind, Conversion, Sample, Samples, State, bytes_of, gathered
 from qdqtune.search.costs.units import Decision, Partition, Unit, kind_of
-from qdqtune.types import Storage
+from qdqtune.types import WeightFormat
 
 WITHIN: tuple[Behind, ...] = ("quantized", "both")
 BEHIND: tuple[Behind, ...] = ("float",)
@@ -63,10 +63,10 @@ class Price:
     as where an engine moves the Q behind a Concat into the units in front of it, which then run two."""
     seen: bool = False
     """Whether its quantized price was measured, in this run or an earlier one."""
-    stored: Mapping[Storage, float] = field(default_factory=dict)
+    stored: Mapping[WeightFormat, float] = field(default_factory=dict)
     """As a float unit whose weights are stored so, in place of `as_float`."""
     guessed: frozenset[str] = frozenset()
-    """Which of `EXTRAS`, and which storages by name, no build has shown."""
+    """Which of `EXTRAS`, and which weight formats by name, no build has shown."""
 
     def raised(self, ms: float) -> Price:
         """The price with all that no build has shown higher by so much."""
@@ -126,8 +126,11 @@ class Costs:
         extra = price.behind_float * sum(t not in decision.stored for t in entering)
         return price.as_quantized + extra + price.handing * leaving
 
-    def way(self, unit: int, charge: Callable[[Storage], float] = lambda _: 0.0) -> tuple[float, Storage | None]:
-        """The least ms of a unit in float, and how its weights are stored then; `charge` is what a storage adds."""
+    def way(
+        self, unit: int, charge: Callable[[WeightFormat], float] = lambda _: 0.0
+    ) -> tuple[float, WeightFormat | None]:
+        """The least ms of a unit in float, and how its weights are stored then; `charge` is what a weight format
+        adds."""
         price = self.prices[unit]
         if not price.stored:
             return price.as_float, None
@@ -361,24 +364,24 @@ def _corrections(partition: Partition, samples: Samples) -> Mapping[int, float]:
     sums: dict[int, list[float]] = {}
     for unit in {u.kind: u for u in partition.units if partition.compressible(u)}.values():
         floats = samples.units.get((unit.kind, "float", "float"), [])
-        for storage in partition.storages(unit):
-            seen = samples.units.get((unit.kind, storage.name, "float"))
+        for weight_format in partition.weight_formats(unit):
+            seen = samples.units.get((unit.kind, weight_format.name, "float"))
             if seen and floats:
-                own = sums.setdefault(storage.bits, [0.0, 0.0])
+                own = sums.setdefault(weight_format.bits, [0.0, 0.0])
                 own[0] += float(np.median(seen))
-                own[1] += float(np.median(floats)) * partition.share(unit, storage)
+                own[1] += float(np.median(floats)) * partition.share(unit, weight_format)
     return {bits: real / promised for bits, (real, promised) in sums.items() if promised > 0}
 
 
 def _stored(
     partition: Partition, unit: Unit, as_float: float, medians: Mapping[Sample, float], corrections: Mapping[int, float]
-) -> dict[Storage, float]:
+) -> dict[WeightFormat, float]:
     """The ms of a float unit by how its weights are stored: measured, or as its products take alone, corrected by what
     builds have shown of others with as many bits."""
     found = {}
-    for storage in partition.storages(unit):
-        guess = as_float * partition.share(unit, storage) * corrections.get(storage.bits, 1.0)
-        found[storage] = medians.get((unit.kind, storage.name, "float"), guess)
+    for weight_format in partition.weight_formats(unit):
+        guess = as_float * partition.share(unit, weight_format) * corrections.get(weight_format.bits, 1.0)
+        found[weight_format] = medians.get((unit.kind, weight_format.name, "float"), guess)
     return found
 
 

@@ -17,7 +17,8 @@ import msgspec
 import numpy as np
 
 Seen = tuple[str, str, str]
-"""Digest of a unit's kind, its state or the name of the storage of its weights, and what it reads; see `prices`."""
+"""Digest of a unit's kind, its state or the name of the weight format of its weights, and what it reads; see
+`prices`."""
 
 Split = frozenset[int]
 """Which inner edges of a fusion group carry pairs, by their position."""

@@ -23,7 +23,7 @@ from qdqtune.search.costs.attribution import Priced, attribute
 from qdqtune.search.costs.optimum import cut, margin
 from qdqtune.search.costs.prices import Costs, Price
 from qdqtune.search.costs.units import Decision, Partition, Unit, Ways, partition
-from qdqtune.types import Edge, Failure, Layer, Measurement, Placement, Storage
+from qdqtune.types import Edge, Failure, Layer, Measurement, Placement, WeightFormat
 
 Point = tuple[int, int]
 """Input `slot` of the group's node number `n` as (n, slot); all uses of the group's output number `k` as (-1, k)."""
@@ -39,8 +39,8 @@ class Option:
     """What one scheme of a group took alone, in ms, beside the group's own `Profile.float_ms`.
 
     `ratio` is that of the whole part to its float form, None where its layers left no hope. `quantize` are the Qs of
-    what it reads, `dequantize` the DQs of what it writes, by the first point of the tensor. `storage` is that of its
-    weights where they alone are in fewer bits: it has no points then.
+    what it reads, `dequantize` the DQs of what it writes, by the first point of the tensor. `weight_format` is that of
+    its weights where they alone are in fewer bits: it has no points then.
     """
 
     scheme: str
@@ -49,7 +49,7 @@ class Option:
     ratio: float | None = None
     quantize: Mapping[Point, float] = field(default_factory=dict)
     dequantize: Mapping[Point, float] = field(default_factory=dict)
-    storage: Storage | None = None
+    weight_format: WeightFormat | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def schemes(model: Model, possible: frozenset[Edge], ways: Ways = MappingProxyTy
     """Schemes to try on a group that stands alone as `model`, by name, each placement once and none empty.
 
     An activation never goes without its weight; "output" means that what the group writes is stored in 8 bits too. Of
-    the storages that all its weights may have, that which promises most with 4 bits and with 8 are tried.
+    the weight formats that all its weights may have, that which promises most with 4 bits and with 8 are tried.
     """
     parts = partition(model, possible, [[node.name for node in model.nodes]], ways)
     (unit,) = parts.units
@@ -85,9 +85,11 @@ def schemes(model: Model, possible: frozenset[Edge], ways: Ways = MappingProxyTy
         names.setdefault(placement, name)
     names.setdefault(Placement.of(unit.weights), "weight-only")
     pairs = {name: placement for placement, name in list(names.items())[:MOST_SCHEMES] if placement.edges}
-    promising = sorted(parts.storages(unit), key=lambda s: (parts.share(unit, s), s.name))
-    for storage in {s.bits: s for s in reversed(promising)}.values():
-        pairs[f"weights as {storage.name}"] = Placement.of((), ((e, storage) for e in parts.compressible(unit)))
+    promising = sorted(parts.weight_formats(unit), key=lambda s: (parts.share(unit, s), s.name))
+    for weight_format in {s.bits: s for s in reversed(promising)}.values():
+        pairs[f"weights as {weight_format.name}"] = Placement.of(
+            (), ((e, weight_format) for e in parts.compressible(unit))
+        )
     return pairs
 
 
@@ -162,7 +164,7 @@ def profile_of(model: Model, floats: Sequence[Layer], answers: Sequence[Answer])
     rounds = [(a, measured) for a, measured in good if measured is not None]
     float_ms = 1e3 * float(np.median([s for _, m in rounds for s in m.a])) if rounds else 0.0
     options = (
-        Option(a.scheme, points_of(model, a.placement), float_ms * r, r, storage=_storage(a.placement))
+        Option(a.scheme, points_of(model, a.placement), float_ms * r, r, weight_format=_storage(a.placement))
         for a, m in rounds
         for r in [_ratio(m)]
     )
@@ -182,8 +184,8 @@ def _by_layers(model: Model, floats: Sequence[Layer], answer: Answer, measured: 
     return Option(answer.scheme, points_of(model, answer.placement), alone, ratio, q, d, _storage(answer.placement))
 
 
-def _storage(placement: Placement) -> Storage | None:
-    return next(iter(placement.storages.values()), None)
+def _storage(placement: Placement) -> WeightFormat | None:
+    return next(iter(placement.weight_formats.values()), None)
 
 
 def _ratio(measured: Measurement) -> float:
@@ -224,7 +226,7 @@ class Selection:
         if number not in self.decision.quantized:
             way = self.decision.way.get(number)
             own = self.profiles[number].options if way is not None else ()
-            return next((option for option in own if option.storage == way), None)
+            return next((option for option in own if option.weight_format == way), None)
         unit = self.parts.units[number]
         storing, handing = _both(self.parts, unit, self.profiles[number])
         stores = all(t in self.decision.stored for t in unit.outputs if t in self.parts.edges)
@@ -294,9 +296,9 @@ def _price(parts: Partition, unit: Unit, profile: Profile, never: float) -> Pric
         handing=max(0.0, more) / leaving if leaving else 0.0,
         seen=bool(known),
         stored={
-            option.storage: NOISE * profile.float_ms + option.ms
+            option.weight_format: NOISE * profile.float_ms + option.ms
             for option in profile.options
-            if option.storage in parts.storages(unit)
+            if option.weight_format in parts.weight_formats(unit)
         },
     )
 
@@ -308,7 +310,7 @@ def _both(parts: Partition, unit: Unit, profile: Profile) -> tuple[Option | None
     def best(options: Iterator[Option]) -> Option | None:
         return min(options, key=lambda o: o.ms, default=None)
 
-    pairs = [option for option in profile.options if option.storage is None]
+    pairs = [option for option in profile.options if option.weight_format is None]
     storing = best(o for o in pairs if leaving and leaving <= o.points)
     handing = best(o for o in pairs if not leaving & o.points)
     return storing, handing

@@ -65,7 +65,7 @@ def stored_in(partition: Partition, placement: Placement, states: Sequence[State
 
 
 Sample = tuple[str, str, Behind]
-"""Kind of unit, its state or the name of the storage of its weights, and what it reads."""
+"""Kind of unit, its state or the name of the weight format of its weights, and what it reads."""
 
 
 @dataclass

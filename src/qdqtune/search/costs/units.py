@@ -15,16 +15,18 @@ from types import MappingProxyType
 from qdqtune.graph.model import GRAPH, Model
 from qdqtune.graph.operators import COMPUTE
 from qdqtune.placement import rules
-from qdqtune.types import Edge, Layer, Placement, Storage
+from qdqtune.types import Edge, Layer, Placement, WeightFormat
 
-Ways = Mapping[Edge, Mapping[Storage, float]]
-"""Uses of weights, the storages that each may have, and the share of the float time that its product takes alone so."""
+Ways = Mapping[Edge, Mapping[WeightFormat, float]]
+"""Uses of weights, the weight formats that each may have, and the share of the float time that its product takes alone
+so."""
 
 WORTH = 0.8
 """Mean share of the float time of products, alone, below which a build of all weights in so many bits is worth it."""
 
 NEAR = 1.1
-"""Storages that take up to this factor longer than the fastest are as good: the one that keeps more of the weights."""
+"""Weight formats that take up to this factor longer than the fastest are as good: the one that keeps more of the
+weights."""
 
 Group = tuple[str, ...]
 """Names of nodes that an engine runs together, in graph order."""
@@ -54,23 +56,25 @@ class Decision:
 
     quantized: frozenset[int] = frozenset()
     stored: frozenset[str] = frozenset()
-    ways: frozenset[tuple[int, Storage]] = frozenset()
+    ways: frozenset[tuple[int, WeightFormat]] = frozenset()
 
     @staticmethod
-    def of(quantized: Iterable[int], stored: Iterable[str] = (), ways: Iterable[tuple[int, Storage]] = ()) -> Decision:
+    def of(
+        quantized: Iterable[int], stored: Iterable[str] = (), ways: Iterable[tuple[int, WeightFormat]] = ()
+    ) -> Decision:
         """The decision for some units and tensors."""
         return Decision(frozenset(quantized), frozenset(stored), frozenset(ways))
 
     @cached_property
-    def way(self) -> Mapping[int, Storage]:
-        """The storage of a unit's weights, by its number; those that keep floats are absent."""
+    def way(self) -> Mapping[int, WeightFormat]:
+        """The weight format of a unit's weights, by its number; those that keep floats are absent."""
         return dict(self.ways)
 
 
 @dataclass(frozen=True)
 class Partition:
-    """All units of a model. Only `possible` edges ever carry a pair, and `ways` are the storages that weights may have:
-    a unit that runs in float has them all in one, which no other unit sees."""
+    """All units of a model. Only `possible` edges ever carry a pair, and `ways` are the weight formats that weights may
+    have: a unit that runs in float has them all in one, which no other unit sees."""
 
     model: Model
     possible: frozenset[Edge]
@@ -119,21 +123,21 @@ class Partition:
         """The weights of a unit that may be stored in fewer bits."""
         return self._compressible.get(unit.number, ())
 
-    def storages(self, unit: Unit) -> tuple[Storage, ...]:
-        """The storages that all these weights of a unit may have."""
+    def weight_formats(self, unit: Unit) -> tuple[WeightFormat, ...]:
+        """The weight formats that all these weights of a unit may have."""
         first, *others = [self.ways[e] for e in self.compressible(unit)] or [{}]
         return tuple(s for s in first if all(s in other for other in others))
 
-    def share(self, unit: Unit, storage: Storage) -> float:
+    def share(self, unit: Unit, weight_format: WeightFormat) -> float:
         """What a unit's products take so, alone, as a share of their float time."""
-        shares = [self.ways[e].get(storage, 1.0) for e in self.compressible(unit)]
+        shares = [self.ways[e].get(weight_format, 1.0) for e in self.compressible(unit)]
         return sum(shares) / len(shares)
 
-    def way(self, unit: Unit, placement: Placement) -> Storage | None:
-        """The storage of a unit's weights in a placement, if it is one for all of them."""
+    def way(self, unit: Unit, placement: Placement) -> WeightFormat | None:
+        """The weight format of a unit's weights in a placement, if it is one for all of them."""
         if not placement.compressed:
             return None
-        found = {placement.storages.get(e) for e in self.compressible(unit)}
+        found = {placement.weight_formats.get(e) for e in self.compressible(unit)}
         return found.pop() if len(found) == 1 else None
 
     @cached_property
@@ -265,24 +269,24 @@ def usual_groups(model: Model, possible: frozenset[Edge]) -> list[list[str]]:
 
 
 def ways_in(placements: Iterable[Placement]) -> Ways:
-    """The storages that weights have in some placements, of which nothing else is known."""
-    found: dict[Edge, dict[Storage, float]] = {}
+    """The weight formats that weights have in some placements, of which nothing else is known."""
+    found: dict[Edge, dict[WeightFormat, float]] = {}
     for placement in placements:
-        for edge, storage in placement.storages.items():
-            found.setdefault(edge, {})[storage] = 1.0
+        for edge, weight_format in placement.weight_formats.items():
+            found.setdefault(edge, {})[weight_format] = 1.0
     return found
 
 
 def expected_share(ways: Ways, placement: Placement) -> float:
     """The mean share of the float time that products take, alone, whose weights a placement stores."""
-    shares = [ways[edge][storage] for edge, storage in placement.compressed]
+    shares = [ways[edge][weight_format] for edge, weight_format in placement.compressed]
     return sum(shares) / len(shares)
 
 
 def by_bits(ways: Ways, holds: Callable[[Placement], bool] = lambda _: True) -> dict[str, Placement]:
-    """Every weight in 4 bits, and every one in 8, as far as they may be: in the storage that is the fastest alone, or
-    keeps more of the weights and takes hardly longer; in the one that keeps most of them where that does not hold what
-    it has to. Not where products gain little so: a cut may still take some."""
+    """Every weight in 4 bits, and every one in 8, as far as they may be: in the weight format that is the fastest
+    alone, or keeps more of the weights and takes hardly longer; in the one that keeps most of them where that does not
+    hold what it has to. Not where products gain little so: a cut may still take some."""
     seeds = {}
     for bits in sorted({s.bits for shares in ways.values() for s in shares}):
         for nearness in (NEAR, inf):
@@ -296,13 +300,13 @@ def by_bits(ways: Ways, holds: Callable[[Placement], bool] = lambda _: True) -> 
 
 
 def by_bytes(ways: Ways) -> Ways:
-    """The same storages with their sizes, in shares of float32, in place of what products take."""
+    """The same weight formats with their sizes, in shares of float32, in place of what products take."""
     return {edge: {s: s.bytes_per_weight / 4 for s in shares} for edge, shares in ways.items()}
 
 
-def _of_bits(ways: Ways, bits: int, nearness: float) -> tuple[dict[Edge, Storage], list[float]]:
-    """Of the storages of each weight that take up to so many times as long as the fastest with so many bits, the one
-    that keeps most of it, and the shares that these take."""
+def _of_bits(ways: Ways, bits: int, nearness: float) -> tuple[dict[Edge, WeightFormat], list[float]]:
+    """Of the weight formats of each weight that take up to so many times as long as the fastest with so many bits, the
+    one that keeps most of it, and the shares that these take."""
     stored, expected = {}, []
     for edge, shares in ways.items():
         able = {s: share for s, share in shares.items() if s.bits == bits}

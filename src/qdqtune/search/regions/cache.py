@@ -12,7 +12,7 @@ from qdqtune.placement.files import VERSION, read_yaml, write_yaml
 from qdqtune.search.regions.patterns import Pattern, scheme_of
 from qdqtune.search.regions.region import ChildInput, NodeInput, Point, RegionOutput, Scheme
 from qdqtune.timing.ratios import Plan, judge
-from qdqtune.types import Placement, Storage, Trial
+from qdqtune.types import Placement, Trial, WeightFormat
 
 
 class Known(Protocol):
@@ -75,11 +75,11 @@ def cache_of(
     schemes: dict[str, list[tuple[Scheme, float]]] = {}
     for pattern in patterns:
         region = pattern.instances[0]
-        entries = [(scheme_of(model, pattern, region, final[0].edges, final[0].storages), final[1])]
+        entries = [(scheme_of(model, pattern, region, final[0].edges, final[0].weight_formats), final[1])]
         own = [(t, judge(t, plan)) for t in history if t.proposal.pattern == pattern.digest]
         trials = [(t, measured) for t, measured in own if measured is not None]
         for trial, measured in sorted(trials, key=lambda item: item[1].median):
-            scheme = scheme_of(model, pattern, region, trial.placement.edges, trial.placement.storages)
+            scheme = scheme_of(model, pattern, region, trial.placement.edges, trial.placement.weight_formats)
             if measured.verdict == "faster" and all(scheme.distance(s) >= minimum_distance for s, _ in entries):
                 entries.append((scheme, measured.median))
         schemes[pattern.digest] = entries[:maximum_entries]
@@ -88,12 +88,14 @@ def cache_of(
 
 def _row(scheme: Scheme) -> dict[str, object]:
     points: list[object] = [_point(p) for p in sorted(scheme.points, key=repr)]
-    stored: list[object] = [[*_point(p), storage.name] for p, storage in sorted(scheme.storages, key=repr)]
+    stored: list[object] = [
+        [*_point(p), weight_format.name] for p, weight_format in sorted(scheme.weight_formats, key=repr)
+    ]
     return {"points": points, **({"weights": stored} if stored else {})}
 
 
 def _scheme(row: Mapping[str, Any]) -> Scheme:
-    stored = ((_parsed(values[:3]), Storage.named(values[3])) for values in row.get("weights", ()))
+    stored = ((_parsed(values[:3]), WeightFormat.named(values[3])) for values in row.get("weights", ()))
     return Scheme(frozenset(map(_parsed, row["points"])), frozenset(stored))
 
 

@@ -23,7 +23,7 @@ from qdqtune.placement.possible import can_carry
 from qdqtune.search.regions.discovery import Regions
 from qdqtune.search.regions.region import ChildInput, NodeInput, Point, Region, RegionOutput, RegionType, Scheme
 from qdqtune.search.regions.structure import Listing, Structure
-from qdqtune.types import Edge, Placement, Storage
+from qdqtune.types import Edge, Placement, WeightFormat
 
 Edges = Mapping[Point, frozenset[Edge]]
 
@@ -96,24 +96,24 @@ def scheme_of(
     pattern: Pattern,
     region: Region,
     edges: Collection[Edge],
-    storages: Mapping[Edge, Storage] = MappingProxyType({}),
+    weight_formats: Mapping[Edge, WeightFormat] = MappingProxyType({}),
 ) -> Scheme:
     """The points of `pattern` whose edges in `region` are all among `edges`: what `resolve` undoes; and those of
-    weights that have one of `storages`: what `stored` undoes.
+    weights that have one of `weight_formats`: what `stored` undoes.
 
     Raises:
         ValueError: the region is no instance of the pattern.
     """
     wanted = edges if isinstance(edges, frozenset | set) else frozenset(edges)
     points = _edges_of(model, pattern, region).items()
-    found = ((p, {storages.get(e) for e in own}) for p, own in points if storages)
+    found = ((p, {weight_formats.get(e) for e in own}) for p, own in points if weight_formats)
     ways = ((p, s) for p, (s, *others) in found if s is not None and not others)
     return Scheme(frozenset(p for p, own in points if own <= wanted), frozenset(ways))
 
 
-def stored(pattern: Pattern, storages: Iterable[tuple[Point, Storage]]) -> dict[Edge, Storage]:
-    """The storages of weights that points of a pattern mean, over all its instances."""
-    wanted = dict(storages)
+def stored(pattern: Pattern, weight_formats: Iterable[tuple[Point, WeightFormat]]) -> dict[Edge, WeightFormat]:
+    """The weight formats of weights that points of a pattern mean, over all its instances."""
+    wanted = dict(weight_formats)
     parts = (item for edges in pattern.edges.values() for item in edges.items()) if wanted else ()
     return {edge: wanted[point] for point, own in parts if point in wanted for edge in own}
 
@@ -122,7 +122,7 @@ def place(model: Model, patterns: Iterable[Pattern], choice: Mapping[str, Scheme
     """The union, over all instances, of the schemes chosen by pattern digest. Patterns without a choice add nothing."""
     chosen = [(p, choice[p.digest]) for p in patterns if p.digest in choice]
     edges = {e for p, scheme in chosen for r in p.instances for e in resolve(model, p, r, scheme)}
-    ways = {e: s for p, scheme in chosen for e, s in stored(p, scheme.storages).items() if e not in edges}
+    ways = {e: s for p, scheme in chosen for e, s in stored(p, scheme.weight_formats).items() if e not in edges}
     return Placement.of(edges, ways.items())
 
 

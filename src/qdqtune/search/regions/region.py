@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from qdqtune.types import Storage
+from qdqtune.types import WeightFormat
 
 
 class RegionType(Enum):
@@ -83,8 +83,8 @@ class Scheme:
     """The insertion points of a pattern that carry a pair, and those of weights that alone are stored in fewer bits."""
 
     points: frozenset[Point] = frozenset()
-    storages: frozenset[tuple[Point, Storage]] = frozenset()
+    weight_formats: frozenset[tuple[Point, WeightFormat]] = frozenset()
 
     def distance(self, other: Scheme) -> int:
         """Number of points in which two schemes differ."""
-        return len((self.points ^ other.points) | {point for point, _ in self.storages ^ other.storages})
+        return len((self.points ^ other.points) | {point for point, _ in self.weight_formats ^ other.weight_formats})

@@ -21,7 +21,7 @@ from qdqtune.tuning.modes.mode import Recorded
 from qdqtune.tuning.noise import foresee
 from qdqtune.tuning.observer import Observer, Silent, State
 from qdqtune.tuning.run import Run
-from qdqtune.tuning.storages import products_of
+from qdqtune.tuning.weight_formats import products_of
 from qdqtune.types import Placement, Trial
 
 

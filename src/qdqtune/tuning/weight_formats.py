@@ -16,7 +16,7 @@ from onnx import helper
 
 from qdqtune.calibration.moments import Awaited, Moments, moments, no_moments
 from qdqtune.calibration.scales import Ranges
-from qdqtune.engines.formats import storages, storages_like
+from qdqtune.engines.formats import storages_like, weight_formats
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption, writing
 from qdqtune.graph.files import save
@@ -28,11 +28,11 @@ from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import Weight, met_by_weights, storable_edges, unstorable, weight_at
 from qdqtune.search.costs.attribution import Priced, attribute
 from qdqtune.search.costs.units import Ways
-from qdqtune.tuning.records import StoragesRecord
+from qdqtune.tuning.records import WeightFormatsRecord
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.subject import Subject
-from qdqtune.types import Array, Edge, Failure, Layer, Placement, Storage, Workload
+from qdqtune.types import Array, Edge, Failure, Layer, Placement, WeightFormat, Workload
 
 LEAST_BYTES = 2**20
 """Weights of fewer bytes in all stay in a cache: reading less of them gains nothing."""
@@ -41,8 +41,8 @@ LEAST_SHARE = 0.1
 """Of the float model's time: products that take less are not worth builds of their own."""
 
 PAYS = 1.05
-"""Share of the time of the float product that a storage may take to be searched for: a product alone finds its weights
-in a cache, which flatters floats."""
+"""Share of the time of the float product that a weight format may take to be searched for: a product alone finds its
+weights in a cache, which flatters floats."""
 
 MOST_KINDS = 6
 """Sizes of products that are tried, those that take most time."""
@@ -55,7 +55,7 @@ COPIES, TOGETHER = (3, 8), 2**22
 its weights from memory, and so do they then; and the median of several says more than one."""
 
 RUNS = (4, 24)
-"""Inferences of a product in float and in each storage: the least and the most."""
+"""Inferences of a product in float and in each weight format: the least and the most."""
 
 OPERATIONS = 2e10
 """That these may take in all, multiplications with their additions: about a second."""
@@ -64,7 +64,7 @@ MOST_MOMENTS = 2**31
 """Bytes of what products meet that are held for rounding by it."""
 
 UNTIMED = 0.5
-"""What a storage is presumed to take where the engine tells no times."""
+"""What a weight format is presumed to take where the engine tells no times."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class Size:
 def ways(
     subject: Subject, settings: Settings, runner: Runner, store: Store, float_layers: Callable[[], Sequence[Layer]]
 ) -> Ways:
-    """The storages that each weight may have and the share of its float time that it takes alone; none where the user
-    wants none, the engine has none, or the model has nothing to gain."""
+    """The weight formats that each weight may have and the share of its float time that it takes alone; none where the
+    user wants none, the engine has none, or the model has nothing to gain."""
     wanted = wanted_storages(settings)
     weights = {e: w for e in storable_edges(subject.shaped) if (w := weight_at(subject.shaped, e)) is not None}
     chosen = {e.node for e in (subject.possible if settings.node_filter else weights)}
@@ -108,10 +108,10 @@ def ways(
     for edge, size in sizes.items():
         totals[size] = totals.get(size, 0.0) + spent[edge]
     kinds = sorted(totals, key=lambda size: (-totals[size], size.key))[:MOST_KINDS]
-    record = store.get(StoragesRecord)
+    record = store.get(WeightFormatsRecord)
     if record is None:
         tried = {size.key: dict(_tried(size, wanted, subject, runner)) for size in kinds}
-        record = store.put(StoragesRecord(shares=tried))
+        record = store.put(WeightFormatsRecord(shares=tried))
         runner.feed(subject.mix)
     shares, found = record.shares, {}
     for edge, size in sizes.items():
@@ -122,13 +122,13 @@ def ways(
     return found
 
 
-def wanted_storages(settings: Settings) -> tuple[Storage, ...]:
+def wanted_storages(settings: Settings) -> tuple[WeightFormat, ...]:
     """What the engine declares of what the user wants."""
     engine = settings.engine.name
     if settings.engine.options.get("provider", "CPUExecutionProvider") != "CPUExecutionProvider":
         return ()
     if settings.formats is None:
-        return storages(engine)
+        return weight_formats(engine)
     return tuple(dict.fromkeys(s for name in settings.formats for s in storages_like(engine, name)))
 
 
@@ -188,9 +188,9 @@ def _nearest(size: Size, kinds: Sequence[Size]) -> Size:
     return min(kinds, key=distance)
 
 
-def _tried(size: Size, wanted: Sequence[Storage], subject: Subject, runner: Runner) -> Iterator[tuple[str, float]]:
-    """The share of a float product's time that each storage takes; those that the engine refuses, or does not draw into
-    the product, are absent."""
+def _tried(size: Size, wanted: Sequence[WeightFormat], subject: Subject, runner: Runner) -> Iterator[tuple[str, float]]:
+    """The share of a float product's time that each weight format takes; those that the engine refuses, or does not
+    draw into the product, are absent."""
     able = [s for s in wanted if s.block is None or size.inputs % s.block == 0]
     layers = _layers(size, able, subject, runner)
     if isinstance(layers, Failure):  # one that the engine refuses spoils all
@@ -200,12 +200,12 @@ def _tried(size: Size, wanted: Sequence[Storage], subject: Subject, runner: Runn
         if isinstance(layers, Failure):
             return
     floats = _time(layers, "float")
-    for storage in able:
-        weights = (layer for layer in layers if _parts_of(layer, storage.name, "weight"))
-        stands_alone = any(w.kind != "folded" and not _parts_of(w, storage.name, "product") for w in weights)
-        spent = _time(layers, storage.name)
+    for weight_format in able:
+        weights = (layer for layer in layers if _parts_of(layer, weight_format.name, "weight"))
+        stands_alone = any(w.kind != "folded" and not _parts_of(w, weight_format.name, "product") for w in weights)
+        spent = _time(layers, weight_format.name)
         if not stands_alone:
-            yield storage.name, UNTIMED if not floats or spent is None else spent / floats
+            yield weight_format.name, UNTIMED if not floats or spent is None else spent / floats
 
 
 def _parts_of(layer: Layer, name: str, what: str) -> list[str]:
@@ -224,8 +224,10 @@ def _time(layers: Sequence[Layer], name: str) -> float | None:
     return median(spent.values()) if spent else None
 
 
-def _layers(size: Size, wanted: Sequence[Storage], subject: Subject, runner: Runner) -> tuple[Layer, ...] | Failure:
-    """What the engine runs of one product in float and in each storage, side by side."""
+def _layers(
+    size: Size, wanted: Sequence[WeightFormat], subject: Subject, runner: Runner
+) -> tuple[Layer, ...] | Failure:
+    """What the engine runs of one product in float and in each weight format, side by side."""
     copies = min(max(COPIES[0], TOGETHER // (size.inputs * _columns(size))), COPIES[1])
     model = _side_by_side(size, wanted, copies)
     stored = [(Edge(f"{s.name}_weight{n}", f"{s.name}_product{n}", 1), s) for s in wanted for n in range(copies)]
@@ -248,7 +250,7 @@ def _columns(size: Size) -> int:
     return max(1, min(size.outputs, MOST_WEIGHTS // size.inputs))
 
 
-def _side_by_side(size: Size, wanted: Sequence[Storage], copies: int) -> Model:
+def _side_by_side(size: Size, wanted: Sequence[WeightFormat], copies: int) -> Model:
     columns = _columns(size)
     dtype = helper.tensor_dtype_to_np_dtype(size.dtype)
     rows = size.rows[0] if len(size.rows) == 1 else None

@@ -9,7 +9,7 @@ from qdqtune.placement.possible import possible_edges
 from qdqtune.search.costs.optimum import everything
 from qdqtune.search.costs.prices import Costs, Price
 from qdqtune.search.costs.units import Decision, partition
-from qdqtune.search.front import NEAR, Offer, Spot, between, farthest, unbeaten
+from qdqtune.search.front import NEAR, PredictedPoint, Tradeoff, between, farthest, unbeaten
 from qdqtune.types import Edge, Placement
 
 CHAIN = "net (float[4,8] x) => (float[4,8] h6) {" + "".join(
@@ -17,24 +17,24 @@ CHAIN = "net (float[4,8] x) => (float[4,8] h6) {" + "".join(
 ) + "}"  # fmt: skip
 
 
-def offer(ratio: float, db: float) -> Offer:
-    return Offer(Placement.of([Edge(f"{ratio} {db}", "n", 0)]), Spot(ratio, db))
+def offer(ratio: float, db: float) -> PredictedPoint:
+    return PredictedPoint(Placement.of([Edge(f"{ratio} {db}", "n", 0)]), Tradeoff(ratio, db))
 
 
 def test_the_one_that_is_far_in_both_comes_next() -> None:
     slow_and_exact, nearly_as_fast, nearly_as_exact = offer(0.8, 40), offer(0.51, 40), offer(0.8, 20.5)
-    assert farthest([nearly_as_fast, slow_and_exact, nearly_as_exact], [Spot(0.5, 20)]) is slow_and_exact
-    assert farthest([nearly_as_exact], [Spot(0.5, 20)]) is nearly_as_exact
+    assert farthest([nearly_as_fast, slow_and_exact, nearly_as_exact], [Tradeoff(0.5, 20)]) is slow_and_exact
+    assert farthest([nearly_as_exact], [Tradeoff(0.5, 20)]) is nearly_as_exact
     near = offer(0.51, 20.2)
-    assert farthest([near], [Spot(0.5, 20)]) is near
-    assert farthest([near], [Spot(0.5, 20)], NEAR) is None
-    assert farthest([offer(0.5, 21)], [Spot(0.5, 20)]) is None
+    assert farthest([near], [Tradeoff(0.5, 20)]) is near
+    assert farthest([near], [Tradeoff(0.5, 20)], NEAR) is None
+    assert farthest([offer(0.5, 21)], [Tradeoff(0.5, 20)]) is None
     assert farthest([], []) is None
 
 
 def test_what_is_beaten_is_not_offered() -> None:
     kept = unbeaten([offer(0.9, 50), offer(0.6, 30), offer(0.7, 29), offer(0.6, 28)])
-    assert [(o.spot.ratio, o.spot.db) for o in kept] == [(0.6, 30), (0.9, 50)]
+    assert [(o.tradeoff.ratio, o.tradeoff.db) for o in kept] == [(0.6, 30), (0.9, 50)]
 
 
 def test_stretches_of_what_tells_neighbours_apart_lie_between() -> None:

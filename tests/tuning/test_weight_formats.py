@@ -20,7 +20,7 @@ from qdqtune.calibration.moments import no_moments
 from qdqtune.calibration.scales import Ranges
 from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.formats import numeric_format, storages
+from qdqtune.engines.formats import numeric_format, weight_formats
 from qdqtune.engines.runner import Runner
 from qdqtune.engines.workloads import as_workloads
 from qdqtune.errors import BadOption
@@ -29,13 +29,13 @@ from qdqtune.placement.files import read_placement_file
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
 from qdqtune.timing.ratios import Plan
-from qdqtune.tuning import storages as asked
+from qdqtune.tuning import weight_formats as asked
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.records import StoredPlacement, plain
 from qdqtune.tuning.settings import Settings
 from qdqtune.tuning.store import Store
 from qdqtune.tuning.subject import Subject
-from qdqtune.types import Edge, Failure, Layer, Mix, Placement, Storage, Workload
+from qdqtune.types import Edge, Failure, Layer, Mix, Placement, WeightFormat, Workload
 from runs import write
 
 SIZE = 512
@@ -88,12 +88,12 @@ def ways(tmp_path: Path, telling: Telling, graph: Model, layers: Sequence[Layer]
 
 
 def test_what_an_engine_refuses_or_does_not_draw_in_or_is_slow_at_is_not_searched_for(tmp_path: Path) -> None:
-    ms = {"float": 1.0} | {s.name: 0.4 for s in storages("onnxruntime")} | {"w4b128": 1.2}
+    ms = {"float": 1.0} | {s.name: 0.4 for s in weight_formats("onnxruntime")} | {"w4b128": 1.2}
     engine = Telling(ms, apart=["w8"], refused=["w4b32a"])
     found = ways(tmp_path, engine, model())
     assert found.keys() == {Edge("w0", "m0", 1), Edge("w1", "m1", 1)}
     assert {s.name for s in found[Edge("w0", "m0", 1)]} == {"w4b32", "w4b128a", "w8b32", "w8b128"}
-    assert found[Edge("w0", "m0", 1)][Storage(4, 32)] == pytest.approx(0.4)
+    assert found[Edge("w0", "m0", 1)][WeightFormat(4, 32)] == pytest.approx(0.4)
     count = engine.asked
     assert ways(tmp_path, engine, model()) == found
     assert engine.asked == count  # the store remembers
@@ -110,7 +110,7 @@ def test_a_product_takes_what_all_its_layers_take_and_its_part_of_one_that_runs_
             return (joined, *halves)
 
     found = ways(tmp_path, Halving({"float": 1.0, "w8": 0.6}), model(), formats=("w8",))
-    assert found[Edge("w0", "m0", 1)][Storage(8, None)] == pytest.approx(0.6)
+    assert found[Edge("w0", "m0", 1)][WeightFormat(8, None)] == pytest.approx(0.6)
 
 
 def test_a_product_is_tried_on_the_rows_of_each_workload(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_formats_that_the_engine_has_not_are_refused_in_words(tmp_path: Path) ->
 
 
 def test_placements_with_stored_weights_survive_the_state_file() -> None:
-    placement = Placement.of([Edge("x", "a", 0)], [(Edge("w", "b", 1), Storage(4, 32, symmetric=False))])
+    placement = Placement.of([Edge("x", "a", 0)], [(Edge("w", "b", 1), WeightFormat(4, 32, symmetric=False))])
     stored = json.loads(json.dumps(plain(StoredPlacement.of(placement))))
     assert stored == {"pairs": [["x", "a", 0]], "weights": [[["w", "b", 1], "w4b32a"]]}
     assert msgspec.convert(stored, StoredPlacement).placement == placement
@@ -194,7 +194,7 @@ def test_what_products_meet_is_looked_at_once_a_weight_is_rounded_by_it(tmp_path
     random = np.random.default_rng(3)
     samples = Looked({"x": random.standard_normal((1, SIZE), np.float32)} for _ in range(4))
     own = cast(Subject, SimpleNamespace(shaped=graph, prepared=SimpleNamespace(calibration=samples)))
-    numbers, w4 = numeric_format("onnxruntime", "int8"), Storage(4, 128)
+    numbers, w4 = numeric_format("onnxruntime", "int8"), WeightFormat(4, 128)
     stored = Placement.of((), [(Edge(f"w{i}", f"m{i}", 1), w4) for i in range(2)])
     told = Settings(Path("m.onnx"), calibration_data="d.npz", weight_rounding="gptq")
     inserter = Inserter(graph, Ranges({}), numbers, asked.products_of(told, own))
