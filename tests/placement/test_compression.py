@@ -126,7 +126,7 @@ def test_a_placement_file_holds_them_and_one_without_is_as_it_was(tmp_path: Path
     model, path = net(), tmp_path / "placement.yaml"
     placement = placed(model, "w4b32a")
     write_placement(path, Recorded(placement, "int8", "onnxruntime", {}), "net.onnx")
-    assert "{tensor: up_weight, node: up, input: 1, weight format: w4b32a}" in path.read_text()
+    assert "{tensor: up_weight, node: up, input: 1, storage: w4b32a}" in path.read_text()
     assert read_placement_file(path).placement == placement
     assert existing(model, placement, frozenset()) == (placement, ())
     other = Placement.of((), [(Edge("nothing", "up", 1), WeightFormat(8))])
