@@ -228,3 +228,9 @@ def test_no_text_is_read_as_the_terminal_has_it() -> None:
     """Where the locale is C, Python reads files as ASCII unless it is told otherwise."""
     sources = Path(main.__file__).parents[1].rglob("*.py")
     assert not [path.name for path in sources if ".read_text()" in path.read_text(encoding="utf-8")]
+
+
+def test_results_of_a_run_on_a_cluster_reach_standard_output(tmp_path: Path) -> None:
+    told = "from qdqtune.cli import driver, streams; driver.command_line = lambda: ['qdqtune', '--version']"
+    code, out, err = shell(f'{sys.executable} -c "{told}\nwith streams.guarded(): driver.driven()"', tmp_path)
+    assert (code, out.startswith("qdqtune"), err) == (0, True, "")

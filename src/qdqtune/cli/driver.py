@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from contextlib import suppress
 
 from qdqtune.cli.command import command_line
@@ -36,7 +37,7 @@ def driven() -> int:
     """
     reads, holds = os.pipe()  # it ends when this end closes, however that comes about
     asked = python("-m", "qdqtune", *command_line()[1:], **{DRIVER: "1", PARENT: str(reads)})
-    run = subprocess.Popen(**asked, pass_fds=[reads], process_group=0)
+    run = subprocess.Popen(**asked, stdout=sys.stdout.fileno(), pass_fds=[reads], process_group=0)
     os.close(reads)
     while run.returncode is None:
         try:
