@@ -18,6 +18,7 @@ Messages are one line and say what to do.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -130,6 +131,16 @@ def writing(what: Path | str, hint: str = "") -> Iterator[None]:
         yield
     except OSError as error:
         raise OutputError(f"cannot write {what}: {error.strerror or error}{hint and f'; {hint}'}") from error
+
+
+def check_file(path: Path) -> None:
+    """Refuse to read what is there but is neither file nor folder: a pipe or a device might never end.
+
+    Raises:
+        OSError: it is such.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "it is no file")
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import click
 
-from qdqtune.errors import BadOption, OutputError, parsed_json
+from qdqtune.errors import BadOption, OutputError, check_file, parsed_json
 
 In = TypeVar("In", contravariant=True)
 Out = TypeVar("Out", covariant=True)
@@ -185,6 +185,11 @@ class Reads(FileName):
         """See click."""
         if ctx is not None and param is not None:  # what is read may become something else, such as lines of the file
             ctx.meta.setdefault(f"{READ} {ctx.info_name}", []).append((self.what or str(param.name), self, str(value)))
+        _check_name(value)
+        try:
+            check_file(Path(value))
+        except OSError as error:
+            self.fail(f"cannot read {value}: {error.strerror}", param, ctx)
         return super().convert(value, param, ctx)
 
 

@@ -223,3 +223,39 @@ def test_a_run_that_ends_before_it_has_written_anything_leaves_nothing(tmp_path:
     with OutputFolder(settings(model, output_dir=tmp_path / "new")):
         (tmp_path / "new" / "logs" / "worker.log").write_text("what the engine has said")
     assert (tmp_path / "new" / LIST).exists()
+
+
+NAMED = {
+    "inspect": ["PIPE"],
+    "run": ["PIPE"],
+    "apply": ["MODEL", "--placement", "PIPE", "-o", "made.onnx"],
+    "quantize": ["MODEL", "--calibration-cache", "PIPE", "-o", "made.onnx"],
+}
+
+
+@pytest.mark.parametrize("command", NAMED)
+def test_a_pipe_is_no_file_to_read(call: Call, model: Path, command: str) -> None:
+    pipe = model.with_name("pipe")
+    os.mkfifo(pipe)
+    words = [{"PIPE": pipe, "MODEL": model}.get(word, word) for word in NAMED[command]]
+    code, _, err = call(command, *words)
+    assert (code, "is no file" in err) == (2, True), err
+
+
+@pytest.mark.parametrize("option", ["--node-filter-list", "--pattern-cache", "--qdq-baseline", "--graph-json"])
+def test_no_option_of_a_search_reads_a_pipe(call: Call, model: Path, option: str) -> None:
+    pipe = model.with_name("pipe")
+    os.mkfifo(pipe)
+    code, _, err = call("tune", model, *QUICK, "-o", model.with_name("out"), option, pipe)
+    assert (code, "is no file" in err) == (2, True), err
+
+
+@pytest.mark.parametrize("name", ["summary.json", "run.json", "units.json", "placement.yaml", "baseline.onnx", LIST])
+def test_pipes_in_the_folder_of_a_run_are_refused(call: Call, external: Path, name: str) -> None:
+    folder = external.parent / "tuned"
+    tune(settings(external, builds=4, mode="cut", output_dir=folder))
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    for arguments in (["explain", folder], ["report", folder], ["tune", external, *QUICK, "-o", folder]):
+        code, _, err = call(*arguments)
+        assert code == 2 or arguments[0] != "tune", err

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from qdqtune.errors import BadOption, OutputError, writing
+from qdqtune.errors import BadOption, OutputError, check_file, writing
 
 Inputs = Mapping[str, Iterable[Path]]
 """The files that a command reads, under what they are."""
@@ -117,13 +117,15 @@ def real(path: Path) -> Path:
 
 
 def check_inside(path: Path, folder: Path) -> None:
-    """Refuse a path in `folder` that leads out of it by a link.
+    """Refuse a path in `folder` that leads out of it by a link, or to a pipe or a device.
 
     Raises:
         OutputError: it does.
     """
     if not real(path).is_relative_to(real(folder)):
         raise OutputError(f"cannot write {path}: a link leads from there to {real(path)}; remove it")
+    with writing(path):
+        check_file(path)
 
 
 def check_single(path: Path) -> None:
@@ -142,6 +144,7 @@ def check_single(path: Path) -> None:
 def is_list(path: Path) -> bool:
     """Whether a file begins as the list of a run's folder does."""
     try:
+        check_file(path)
         return path.read_text(encoding="utf-8", errors="replace").split("\n", 1)[0] == HEAD
     except OSError:
         return False

@@ -16,6 +16,7 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import TensorProto
 
+from qdqtune.errors import check_file
 from qdqtune.graph.fields import MESSAGE, head
 from qdqtune.graph.model import LARGE, Constant, Model
 
@@ -44,6 +45,7 @@ def parsed(path: Path) -> onnx.ModelProto:
         OSError: it cannot be read.
     """
     proto = onnx.ModelProto()
+    check_file(path)
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         proto.ParseFromString(file.read() if size < APART else b"".join(_without_weights(file, size, path.name)))

@@ -10,7 +10,7 @@ import yaml
 from yaml.constructor import SafeConstructor
 from yaml.resolver import Resolver
 
-from qdqtune.errors import BadOption, one_line, reading
+from qdqtune.errors import BadOption, check_file, one_line, reading
 
 MOST_BYTES = 32 * 2**20
 """Of a file. A placement takes about 100 for each pair."""
@@ -38,8 +38,10 @@ def parsed_yaml(path: Path, what: str) -> Any:
         BadOption: the file cannot be read; is no YAML, or more than one document; holds tags, dates, a key twice or one
             that is a list; or is too large or too deep, after its aliases are replaced by what they repeat.
     """
-    with reading(f"{what} {path}"), path.open("rb") as file:
-        text = file.read(MOST_BYTES + 1)
+    with reading(f"{what} {path}"):
+        check_file(path)
+        with path.open("rb") as file:
+            text = file.read(MOST_BYTES + 1)
     try:
         if len(text) > MOST_BYTES:
             raise ValueError(f"it has more than {MOST_BYTES >> 20} MiB")

@@ -12,6 +12,7 @@ import click
 
 from qdqtune.calibration.options import CacheOption, DataOptions, FixOption, RewriteOption
 from qdqtune.engines.options import WorkerOptions
+from qdqtune.errors import check_file
 from qdqtune.graph.float16 import Precision
 from qdqtune.graph.loading import files_of
 from qdqtune.numerics.accuracy import MOST_EQUAL
@@ -124,6 +125,7 @@ class Wildcards(Several):
         if not isinstance(value, str | Path):
             return tuple(value or ())
         try:
+            check_file(Path(value))
             lines = [line.strip() for line in Path(value).read_text(encoding="utf-8").splitlines()]
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error

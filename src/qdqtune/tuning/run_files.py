@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NotRequired, Required, TypedDict, Ty
 import msgspec
 
 from qdqtune.engines import EngineSpec
-from qdqtune.errors import BadOption, reading
+from qdqtune.errors import BadOption, check_file, reading
 from qdqtune.timing.ratios import Plan, Verdict
 from qdqtune.tuning.folder import RUN, SUMMARY
 from qdqtune.tuning.modes.mode import GroupOutcome
@@ -260,6 +260,7 @@ def _read(path: Path, form: type[T]) -> T | None:
         return None
     try:
         with reading(path):
+            check_file(path)
             return msgspec.json.decode(path.read_bytes(), type=form)
     except (ValueError, RecursionError) as error:
         raise _damaged(path) from error
