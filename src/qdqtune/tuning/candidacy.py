@@ -191,14 +191,16 @@ class Candidacy:
         slow = sum(not entry.is_faster(self._run) for entry in self.entries)
         reasons = {
             "did not prove faster than float": slow,
-            "are slower at another number of threads (--deploy-threads)": elsewhere,
+            "did not hold at another number of threads (--deploy-threads)": elsewhere,
             "lost to others or on a second pair of builds": len(self.entries) - slow - elsewhere - count,
         }
-        lost = ", ".join(f"{number} {what}" for what, number in reasons.items() if number > 0)
+        of_each = [(number, what) for what, number in reasons.items() if number > 0]
+        is_single = len(self.entries) == 1
+        lost = ", ".join(what if is_single else f"{number} {what}" for number, what in of_each)
         sources = {"of the search": sum(not e.is_fresh for e in self.entries), "made for the front": len(self.trials)}
         came = ", ".join(f"{number} {what}" for what, number in sources.items() if number)
         many = f"of {len(self.entries)} candidates that met your model ({came})"
-        met = "" if not lost else f"{many} {lost}" if len(self.entries) > 1 else f"the only candidate: {lost}"
+        met = lost and f"{'the only candidate' if is_single else many} {lost}"
         rest = f"prices foretell no others that differ and take at most {GAIN:.1%} of the float model's time"
         if (is_late := self._run.budget.is_late) or self._next() is not None:
             is_timed = self._run.settings.time_budget is not None and (is_late or self._has_builds())
