@@ -259,3 +259,8 @@ def test_pipes_in_the_folder_of_a_run_are_refused(call: Call, external: Path, na
     for arguments in (["explain", folder], ["report", folder], ["tune", external, *QUICK, "-o", folder]):
         code, _, err = call(*arguments)
         assert code == 2 or arguments[0] != "tune", err
+
+
+def test_the_option_that_names_a_state_file_is_told(call: Call, external: Path) -> None:
+    arguments = ("tune", external, *QUICK, "-o", external.parent / "out", "--state-file", external)
+    is_refused(call, external.parent, "would be overwritten: choose another --state-file", *arguments)

@@ -143,11 +143,12 @@ def check_run(settings: Settings, written: Inputs | None = None) -> None:
     if (folder / LIST).is_file() and (folder / LIST).stat().st_size and not is_list(folder / LIST):
         raise BadOption(f"{folder / LIST} is not of qdqtune's making: move it, or choose another --output-dir")
     below = [path for name in OURS for path in (folder / name).glob("**/*")]
-    outputs = [folder / name for name in names] + [settings.state, pattern_cache_of(settings.state), *below]
-    if (found := overwritten(outputs, read)) is not None:
-        file, what = found
-        hint = "" if what == "model" else f", the {what},"
-        raise BadOption(f"{file}{hint} would be overwritten: choose another --output-dir")
+    of_state, beside = _state_option(settings), [settings.state, pattern_cache_of(settings.state)]
+    for option, outputs in (("--output-dir", [*(folder / name for name in names), *below]), (of_state, beside)):
+        if (found := overwritten(outputs, read)) is not None:
+            file, what = found
+            hint = "" if what == "model" else f", the {what},"
+            raise BadOption(f"{file}{hint} would be overwritten: choose another {option}")
     for path in (folder / LIST, *(folder / name for name in OURS), *below):
         check_inside(path, folder)
         if path.is_relative_to(folder / LOGS) or path.name == LIST:
@@ -175,10 +176,15 @@ def check_names(folder: Path, names: Iterable[str]) -> None:
             raise BadOption(f"{what}: choose another --output-dir, or move it")
 
 
+def _state_option(settings: Settings) -> str:
+    """The option that says where the state file lies."""
+    return "--output-dir" if settings.state_file is None else "--state-file"
+
+
 def _elsewhere(settings: Settings) -> Iterator[Output]:
     """The files of a run that need not lie in its folder."""
     state, prices, times = settings.state, settings.price_cache, settings.engine.options.get("timing_cache")
-    option = "--output-dir" if settings.state_file is None else "--state-file"
+    option = _state_option(settings)
     has_begun = state.is_file() and state.stat().st_size > 0
     yield Output(state, option, may_continue, is_appended=True, makes_folder=True)
     patterns = replaceable(RECORD)
