@@ -39,7 +39,11 @@ class Build:
 
 def open_here(spec: EngineSpec) -> Engine:
     """The engine; what stands in for trtexec runs in this process as well."""
-    return trtexec.create(**spec.options, launch=launch) if spec.name == "trtexec" else open_engine(spec)
+    return (
+        trtexec.create(trtexec.TrtexecOptions(**spec.options), launch=launch)
+        if spec.name == "trtexec"
+        else open_engine(spec)
+    )
 
 
 @dataclass
@@ -75,7 +79,7 @@ class InProcess:
     """Answers requests as the worker process does. What crashes or hangs is not for it."""
 
     alive = True
-    place = ""
+    location = ""
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers

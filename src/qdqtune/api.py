@@ -41,7 +41,7 @@ from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.commands.tune import Result, TuneOptions
 from qdqtune.commands.tune import tune as tune_settings
 from qdqtune.engines.options import with_timing_cache
-from qdqtune.engines.process import looking
+from qdqtune.engines.process import checking_while_waiting
 from qdqtune.errors import BadOption
 from qdqtune.explanation.page import write_report
 from qdqtune.explanation.report import report_of_run
@@ -308,7 +308,7 @@ def cancellable(cancel: Cancel | None) -> Iterator[None]:
         yield
         return
     check_cancel(cancel)
-    with looking(partial(check_cancel, cancel)):
+    with checking_while_waiting(partial(check_cancel, cancel)):
         yield
 
 

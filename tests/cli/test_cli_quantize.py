@@ -19,7 +19,7 @@ from qdqtune.cli.quantize import quantize_command
 from qdqtune.commands.quantize_options import Request, Selection
 from qdqtune.commands.tune import TuneOptions
 from qdqtune.commands.worst_tensors import Damage, to_exclude
-from qdqtune.engines import cpu
+from qdqtune.engines import devices
 from qdqtune.errors import BadModel
 from qdqtune.graph.loading import load
 from qdqtune.placement.engine_rules import RULES, rules_of
@@ -62,7 +62,7 @@ def test_the_report_ends_with_options_that_quantize_takes(
 ) -> None:
     """Without what makes a tenth of the error or more, the error is smaller. With weights of 7 bits, every product of
     this model makes as much: one stays."""
-    monkeypatch.setattr(cpu, "products_saturate", lambda: reduced)
+    monkeypatch.setattr(devices, "products_saturate", lambda: reduced)
     given = ("quantize", model, *RUN, model.with_suffix(".npz"), "--report", "-o", tmp_path / "r.onnx")
     _, out, _ = call(*given)
     (line,) = (line for line in out.splitlines() if line.startswith("to keep in float"))

@@ -14,7 +14,7 @@ import pytest
 
 from conftest import Call
 from qdqtune.commands import apply, quantize
-from qdqtune.engines.acceptance import accepted, check_loads
+from qdqtune.engines.acceptance import check_loads, checked_output
 from qdqtune.errors import EngineFailure
 from qdqtune.graph.files import save
 from qdqtune.graph.model import Model
@@ -37,11 +37,11 @@ def refused(model: Model, path: Path) -> None:
 def test_what_the_engine_refuses_does_not_appear(tmp_path: Path, workers: Workers, engine: str) -> None:
     target = tmp_path / "q.onnx"
     target.write_bytes(b"as it was")
-    with pytest.raises(EngineFailure, match="so nothing was kept"), accepted(target, engine) as fresh:
+    with pytest.raises(EngineFailure, match="so nothing was kept"), checked_output(target, engine) as fresh:
         fresh.write_bytes(b"no model")
     assert target.read_bytes() == b"as it was"
     assert workers.started == (engine != "tensorrt")  # a build of which takes minutes: the checker is asked
-    with accepted(target, engine) as fresh:
+    with checked_output(target, engine) as fresh:
         save(mixed(), fresh)
     check_loads(target, engine)
 
@@ -59,7 +59,7 @@ def test_an_engine_that_is_absent_leaves_it_to_the_checker(
 
 
 def test_what_was_run_already_is_not_loaded_again(tmp_path: Path, workers: Workers) -> None:
-    with accepted(tmp_path / "m.onnx", "tensorrt", is_run=True) as fresh:
+    with checked_output(tmp_path / "m.onnx", "tensorrt", is_run=True) as fresh:
         save(mixed(), fresh)
     assert workers.started == 0
 

@@ -57,7 +57,7 @@ def test_a_run_finds_the_same_from_builds_that_two_processes_make_at_once(
 def test_nothing_is_built_ahead_of_a_model_that_leaves_no_room_for_it(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qdqtune.engines.memory.LARGE", 1)
+    monkeypatch.setattr("qdqtune.engines.memory.LARGE_MODEL", 1)
     with prepared(cut(model, "large"), Silent()) as ready:
         assert ready.runner.build_queue.builders == 0
 
@@ -131,12 +131,12 @@ def test_builds_that_nobody_takes_end_with_their_processes_and_are_told(tmp_path
         for name in ("begun", "waiting", "withdrawn"):
             runner.build_queue.add(model, name, Urgency.PROOF if name == "withdrawn" else Urgency.NEXT)
         runner.build_queue.withdraw(Urgency.PROOF)
-        while builder._worker is None:
+        while builder._connection.worker is None:
             pass
         begun(runner.build_queue, 1)
-        process = builder._worker._process.pid  # type: ignore[attr-defined]
+        process = builder._connection.worker._process.pid  # type: ignore[attr-defined]
         runner.build_queue.close()
-        assert builder._worker is None
+        assert builder._connection.worker is None
         with pytest.raises(ProcessLookupError):
             os.kill(process, signal.SIGCONT)
     assert told == ["1 build made ahead of time for nothing"]

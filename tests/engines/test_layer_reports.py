@@ -17,7 +17,6 @@ from models import attention
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.engines.coverage import Claim, cover, never_run, read_model
 from qdqtune.engines.memory import scarce_memory
-from qdqtune.engines.onnxruntime import engine as onnxruntime_engine
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
 from qdqtune.errors import BadOption, EngineFailure
 from qdqtune.types import Layer
@@ -252,7 +251,7 @@ def test_pairs_are_in_the_integer_layers_that_absorbed_them(engine: str, tmp_pat
 def test_a_large_model_is_profiled_in_the_session_that_goes_on(tmp_path: Path) -> None:
     model, inputs = quantized_mlp()
     onnx.save(model, tmp_path / "model.onnx")
-    built = onnxruntime_engine.create().build(tmp_path / "model.onnx", tmp_path / "log")
+    built = open_engine(EngineSpec("onnxruntime")).build(tmp_path / "model.onnx", tmp_path / "log")
     before, small = built.run(inputs), built.layers(inputs, 3)
     with scarce_memory():
         large = built.layers(inputs, 3)

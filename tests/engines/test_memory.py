@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqtune.engines.memory import LARGE, ROOM, MemoryBudget
+from qdqtune.engines.memory import BUDGET_FACTOR, LARGE_MODEL, MemoryBudget
 
 REQUESTS = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 5), st.integers(1, 40)), max_size=40)
 
@@ -42,12 +42,12 @@ def test_what_is_held_fits_unless_one_request_needs_more_and_the_least_used_goes
 
 
 def test_only_large_models_have_a_budget() -> None:
-    assert MemoryBudget.for_model(LARGE - 1) is None
-    budget = MemoryBudget.for_model(LARGE)
+    assert MemoryBudget.for_model(LARGE_MODEL - 1) is None
+    budget = MemoryBudget.for_model(LARGE_MODEL)
     assert budget is not None
-    budget.add((0, 0), LARGE, lambda: freed.append(0))
+    budget.add((0, 0), LARGE_MODEL, lambda: freed.append(0))
     freed: list[int] = []
-    budget.make_room(int((ROOM - 1) * LARGE), frozenset())
+    budget.make_room(int((BUDGET_FACTOR - 1) * LARGE_MODEL), frozenset())
     assert freed == []
-    budget.make_room(int((ROOM - 1) * LARGE) + 2, frozenset())
+    budget.make_room(int((BUDGET_FACTOR - 1) * LARGE_MODEL) + 2, frozenset())
     assert freed == [0]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from processes import until
 from qdqtune.engines.pool import WorkerPool
-from qdqtune.engines.process import LOOK_SECONDS, look, looking
+from qdqtune.engines.process import CHECK_SECONDS, checking_while_waiting, current_check
 from qdqtune.errors import EngineFailure, EngineUnavailable
 
 
@@ -24,9 +24,9 @@ def named(number: int) -> Callable[[str], tuple[int, str]]:
 
 def waited(event: threading.Event) -> None:
     """What a worker does while it waits for an engine."""
-    check = look()
+    check = current_check()
     assert check is not None
-    while not event.wait(LOOK_SECONDS / 10):
+    while not event.wait(CHECK_SECONDS / 10):
         check()
 
 
@@ -97,7 +97,10 @@ class TestResults:
             results = pool.results([ask] * 4)
             caller = threading.Thread(target=begun.wait, args=(60,))
             caller.start()
-            with looking(self._raise_when(lambda: not caller.is_alive())), pytest.raises(KeyboardInterrupt):
+            with (
+                checking_while_waiting(self._raise_when(lambda: not caller.is_alive())),
+                pytest.raises(KeyboardInterrupt),
+            ):
                 next(results)
             assert not pool._running
             assert dict(pool.results([named(0)]))[0][0] == 0

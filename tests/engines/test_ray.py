@@ -23,8 +23,7 @@ from processes import family, until
 from qdqtune.cli import main
 from qdqtune.engines import EngineSpec, devices
 from qdqtune.engines.allocation import allocate_workers
-from qdqtune.engines.ray.actor import WorkerActor
-from qdqtune.engines.ray.file_transfer import Receiver, Sender
+from qdqtune.engines.ray.actor import Receiver, Sender, WorkerActor
 from qdqtune.errors import BadOption, EngineUnavailable, OutputError
 from qdqtune.graph.cleanup import MARK, locked
 from qdqtune.graph.files import ConstantFile

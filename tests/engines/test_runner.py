@@ -22,9 +22,8 @@ from engine_contract import IMAGE, conv_model, quantized_conv_model
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
 from qdqtune.engines.memory import MemoryBudget, is_scarce, scarce_memory
-from qdqtune.engines.runner import Handle, Runner
+from qdqtune.engines.runner import Handle, Runner, as_workloads
 from qdqtune.engines.worker import Session
-from qdqtune.engines.workloads import as_workloads
 from qdqtune.errors import BadOption, EngineUnavailable, OutputError
 from qdqtune.graph.files import nbytes
 from qdqtune.types import Failure, Measurement, NumericFormat, QType, Slot
@@ -70,8 +69,8 @@ def failed(result: object) -> Failure:
 
 
 def pid(runner: Runner) -> int:
-    assert runner._worker is not None
-    return runner._worker._process.pid
+    assert runner._connection.worker is not None
+    return runner._connection.worker._process.pid
 
 
 def gone(process: int) -> bool:
@@ -191,9 +190,9 @@ def test_a_build_that_fails_leaves_the_rest_usable(
         a, b = loaded(runner, files.plain), loaded(runner, files.large)
         before = measured(runner.rounds(a, b, 2, **ROUNDS))
         for _ in range(2):
-            runner._limit = 1.0 if fault == "hang" else 60.0
+            runner._connection.limit = 1.0 if fault == "hang" else 60.0
             failure = failed(runner.load(files.quantized, "bad"))
-            runner._limit = 60.0  # the good ones may take their time
+            runner._connection.limit = 60.0  # the good ones may take their time
             assert failure.stage == stage
             assert words in failure.reason
             assert f"fault: {fault}" in failure.log
@@ -235,7 +234,7 @@ def kill_when_they_hang(runner: Runner, log: Path, count: int) -> None:
     killed: set[int] = set()
     while len(killed) < count:
         time.sleep(0.01)
-        if (worker := runner._worker) is None or not log.exists() or "fault: hang" not in log.read_text():
+        if (worker := runner._connection.worker) is None or not log.exists() or "fault: hang" not in log.read_text():
             continue
         number = worker._process.pid  # type: ignore[attr-defined]
         if number not in killed:
@@ -303,7 +302,7 @@ from qdqtune.engines.runner import Runner
 print("imported", flush=True)  # a worker that imported this script would say so again
 runner = Runner(EngineSpec("fake", {{"faults": {{"hang": "conv"}}}}), time_limit_s=600, log_dir=Path({str(tmp_path)!r}))
 runner.load(Path({str(files.plain)!r}))
-print(runner._worker._process.pid, flush=True)
+print(runner._connection.worker._process.pid, flush=True)
 if {busy}:
     runner.load(Path({str(files.quantized)!r}))
 time.sleep(600)
@@ -358,7 +357,7 @@ from qdqtune.graph import cleanup as janitor
 janitor.Janitor.hire = lambda _: None  # or it would remove what this process leaves
 runner = Runner({trtexec(tmp_path)!r}, time_limit_s=600, log_dir=Path({str(tmp_path / "logs")!r}))
 runner.load(Path({str(files.plain)!r}))
-print(runner._worker._process.pid, flush=True)
+print(runner._connection.worker._process.pid, flush=True)
 time.sleep(600)
 """)
     parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment())

@@ -22,7 +22,7 @@ import qdqtune.engines
 from engine_contract import CONV_WEIGHT, IMAGE, conv_model, model_of, quantized_conv_model
 from qdqtune.engines import EngineSpec, open_engine
 from qdqtune.engines.tensorrt import api
-from qdqtune.engines.tensorrt.cuda import CudaError
+from qdqtune.engines.tensorrt.execution import CudaError
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.types import QType
 from tensorrt_fakes import FLAGS, VERSIONS, FakeCuda, Module, names_of
@@ -439,7 +439,7 @@ def test_a_version_that_is_too_old(rig: Rig, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_engine_module_needs_no_vendor_library() -> None:
-    for name in ("cuda", "api", "build", "execution", "rtx"):
+    for name in ("api", "build", "execution", "rtx"):
         tree = ast.parse((ENGINES / f"{name}.py").read_text())
         imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
         assert not {n for n in imported if n.split(".")[0] in ("tensorrt", "tensorrt_rtx_bindings", "cuda")}

@@ -44,7 +44,7 @@ def test_calibration_of_an_endless_loop_ends_in_one_line() -> None:
 
 def test_runners_that_are_not_told_otherwise_have_the_limit_of_the_user(tmp_path: Path) -> None:
     def limit(**told: float) -> float:
-        return Runner(EngineSpec("fake"), log_dir=tmp_path, **told)._limit
+        return Runner(EngineSpec("fake"), log_dir=tmp_path, **told)._connection.limit
 
     assert limit() == TIME_LIMIT
     with time_limit(7.0):
@@ -75,7 +75,7 @@ def test_every_runner_of_a_command_has_the_limit(
 
     def watched(runner: Runner, *arguments: object, **more: object) -> None:
         made(runner, *arguments, **more)  # type: ignore[arg-type]
-        limits.append(runner._limit)
+        limits.append(runner._connection.limit)
 
     monkeypatch.setattr(Runner, "__init__", watched)
     code, _, err = call(command, *arguments, "--time-limit", "123s")

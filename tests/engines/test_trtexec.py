@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -40,7 +40,10 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
-create = partial(trtexec.create, launch=launch)
+def create(*given: Any, **options: Any) -> trtexec.Trtexec:
+    return trtexec.create(trtexec.TrtexecOptions(*given, **options), launch=launch)
+
+
 """The engine, with the stand-in in this process."""
 
 
@@ -318,7 +321,7 @@ def test_a_program_that_will_not_do(tmp_path: Path, script: str, words: str) -> 
 
 def test_a_crash_is_told_by_its_signal(tmp_path: Path, quantized: Path) -> None:
     program = Path(stand_in(tmp_path, "10.0"))
-    engine = trtexec.create(str(program))
+    engine = trtexec.create(trtexec.TrtexecOptions(str(program)))
     program.write_text("#!/bin/sh\nkill -SEGV $$\n")
     with pytest.raises(EngineFailure, match="ended with signal SIGSEGV"):
         engine.build(quantized, tmp_path / "build.log")

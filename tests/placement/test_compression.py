@@ -13,7 +13,7 @@ from models import Arrays, build, normal, run, sqnr
 from qdqtune.calibration import blocks
 from qdqtune.calibration.moments import moments
 from qdqtune.calibration.scales import Ranges
-from qdqtune.engines.formats import numeric_format, storages_like
+from qdqtune.engines.formats import numeric_format, weight_formats_like
 from qdqtune.graph.files import ConstantFile, save
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
@@ -51,7 +51,7 @@ def inserter(model: Model) -> Inserter:
 
 
 def placed(model: Model, wanted: str) -> Placement:
-    return weights_only(model, storable_edges(model), lambda op: storages_like("onnxruntime", wanted, op))
+    return weights_only(model, storable_edges(model), lambda op: weight_formats_like("onnxruntime", wanted, op))
 
 
 def opened(path: Path, optimized: Path | None = None) -> tuple[onnxruntime.InferenceSession, Arrays]:

@@ -9,7 +9,7 @@ import pytest
 from test_tensorrt_report import EXPORTS, report_of
 
 from models import INT8, build, normal, ranges
-from qdqtune.engines.fake import _CostModel
+from qdqtune.engines.fake import CostModel
 from qdqtune.graph.model import Model
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import possible_edges
@@ -256,7 +256,7 @@ def test_the_fake_engines_builds_are_predicted_exactly() -> None:
     inserter = Inserter(model, ranges(model), INT8)
 
     def priced(placement: Placement) -> tuple[Times, float]:
-        found = _CostModel(inserter.insert(placement).to_proto(), 1)
+        found = CostModel(inserter.insert(placement).to_proto(), 1)
         return attribute(model, Priced(placement, found.layers()), 1e3 * found.seconds), 1e3 * found.seconds
 
     whole = everything(parts)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from models import INT8, attention, build, conv_net, normal, ranges
-from qdqtune.engines.fake import _CostModel
+from qdqtune.engines.fake import CostModel
 from qdqtune.graph.model import Model
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
@@ -89,8 +89,8 @@ class Bench:
         self.inserter = Inserter(self.model, ranges(self.model), INT8)
         self.float_seconds = self.seconds(Placement())
 
-    def costs(self, placement: Placement) -> _CostModel:
-        return _CostModel(self.inserter.insert(placement).to_proto(), 1)
+    def costs(self, placement: Placement) -> CostModel:
+        return CostModel(self.inserter.insert(placement).to_proto(), 1)
 
     def seconds(self, placement: Placement) -> float:
         return self.costs(placement).seconds

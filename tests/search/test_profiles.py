@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from models import INT8, attention, build, conv_net, normal, ranges, tapped
-from qdqtune.engines.fake import _CostModel
+from qdqtune.engines.fake import CostModel
 from qdqtune.graph.model import Model
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import Inserter
@@ -140,7 +140,7 @@ def measured_alone(model: Model) -> tuple[Partition, dict[int, Profile]]:
         inserter = Inserter(part, ranges(model), INT8)
 
         def layers(placement: Placement, inserter: Inserter = inserter) -> tuple[Layer, ...]:
-            return _CostModel(inserter.insert(placement).to_proto(), 1).layers()
+            return CostModel(inserter.insert(placement).to_proto(), 1).layers()
 
         answers = [Answer(n, p, None, layers(p)) for n, p in schemes(part, possible).items()] if unit.inputs else []
         found[unit.number] = profile_of(part, layers(Placement()), answers)
@@ -173,7 +173,7 @@ def test_the_selection_is_the_best_of_all_for_the_exact_engine() -> None:
     inserter = Inserter(parts.model, ranges(parts.model), INT8)
 
     def seconds(placement: Placement) -> float:
-        return _CostModel(inserter.insert(placement).to_proto(), 1).seconds
+        return CostModel(inserter.insert(placement).to_proto(), 1).seconds
 
     best = min(map(seconds, rules.placements(parts.model, parts.possible).values()))
     assert seconds(chosen.placement()) <= best * 1.0001

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from models import attention, build, conv_net, normal, ranges
-from qdqtune.engines.fake import create, latency
+from qdqtune.engines import formats
+from qdqtune.engines.fake import latency
 from qdqtune.graph import operators
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import work
@@ -51,7 +52,7 @@ MODELS = {"mixed": mixed, "conv_net": conv_net, "attention": attention, "blocks"
 def parts(name: str) -> tuple[Model, tuple[Pattern, ...], frozenset[Edge], Inserter]:
     model = MODELS[name]()
     found = ranges(model)
-    inserter = Inserter(model, found, create().numeric_format("int8"))
+    inserter = Inserter(model, found, formats.fake("int8"))
     return model, patterns.group(model, discovery.find(model)), possible_edges(model, found), inserter
 
 

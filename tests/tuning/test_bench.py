@@ -15,8 +15,8 @@ import onnx
 import pytest
 
 from models import feeds, ranges
+from qdqtune.engines import formats
 from qdqtune.engines.build_queue import BuildQueue
-from qdqtune.engines.fake import create
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BaselineFailed, EngineFailure, OutputError
@@ -117,7 +117,7 @@ def opened(tmp_path: Path) -> Iterator[Open]:
             stack.close()
             runner = Script(**script)
             store = stack.enter_context(Store(tmp_path / "state.yaml", {"model": "m"}))
-            inserter = Inserter(model, ranges(model), create().numeric_format("int8"))
+            inserter = Inserter(model, ranges(model), formats.fake("int8"))
             engine = cast(Runner, runner)
             folder = stack.enter_context(Scratch(tmp_path))
             candidates = Candidates(inserter, stack.enter_context(one_constant_file(folder)))

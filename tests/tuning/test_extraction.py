@@ -12,8 +12,8 @@ import pytest
 
 from models import attention, build, conv_net, feeds, normal, ranges, run, tapped
 from qdqtune.calibration.observe import values_on
-from qdqtune.engines import EngineSpec, shapes
-from qdqtune.engines.shapes import Span, check_inputs, spans, with_spans
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.tensorrt.options import SHAPE_OPTIONS, Span, check_inputs, spans, with_spans
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
 from qdqtune.graph.shaping import with_input_shapes
@@ -118,7 +118,7 @@ def test_shapes_in_options_and_in_trtexec_arguments() -> None:
     assert other.options["trtexec_args"] == "--stronglyTyped"
     assert other.options["builder_level"] == 1
     assert spans(other) == {"t": ((1,), (2,), (3,))}
-    assert not set(with_spans(spec, {}).options) & set(shapes.OPTIONS)
+    assert not set(with_spans(spec, {}).options) & set(SHAPE_OPTIONS)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from onnx import TensorProto
 
 from models import FP8, INT8, build, conv_net, normal, ranges
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.fake import create, latency
+from qdqtune.engines.fake import FakeOptions, create, latency
 from qdqtune.errors import BadState, BaselineFailed
 from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
@@ -263,4 +263,4 @@ def test_10_a_failed_baseline_ends_the_run(model: Path, workers: Workers) -> Non
     workers.refused = lambda build: "unsupported" if build.engine == "fake" else None
     with pytest.raises(BaselineFailed, match="unsupported"):
         tune(settings(model))
-    assert create() is not create()  # no engine, benchmark or cache is shared between runs
+    assert create(FakeOptions()) is not create(FakeOptions())  # no engine, benchmark or cache is shared between runs

@@ -21,8 +21,7 @@ from qdqtune.calibration.scales import Ranges
 from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.formats import numeric_format, weight_formats
-from qdqtune.engines.runner import Runner
-from qdqtune.engines.workloads import as_workloads
+from qdqtune.engines.runner import Runner, as_workloads
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Model
 from qdqtune.placement.files import read_placement_file

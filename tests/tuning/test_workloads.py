@@ -20,10 +20,10 @@ from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.calibration.workloads import WorkloadFile, open_workloads
 from qdqtune.commands.source import built_for
-from qdqtune.engines import EngineSpec, workloads
+from qdqtune.engines import EngineSpec
 from qdqtune.engines.fake import latency
-from qdqtune.engines.runner import Handle, Runner
-from qdqtune.engines.worker import Session
+from qdqtune.engines.runner import Handle, Runner, as_workloads
+from qdqtune.engines.worker import Session, average_layers
 from qdqtune.errors import BadData, BadOption, BadState
 from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
@@ -313,7 +313,7 @@ def test_a_round_has_every_workload_in_its_part_of_a_slot() -> None:
     session = Session(EngineSpec("fake"))
     a, b = Scripted(0.001), Scripted(0.0005)
     session._models = {0: a, 1: b}  # type: ignore[dict-item]
-    session.feed(workloads.as_workloads((Workload({"x": 1.0}, 3.0), Workload({"x": 10.0}, 1.0))))  # type: ignore[dict-item]
+    session.feed(as_workloads((Workload({"x": 1.0}, 3.0), Workload({"x": 10.0}, 1.0))))  # type: ignore[dict-item]
     slots = session.probe(0, 1, 0.02)
     assert slots == [Slot(10, 2, 0.001), Slot(1, 2, 0.01)]
     a.asked.clear()
@@ -327,7 +327,7 @@ def test_of_two_models_with_long_inferences_each_has_one_in_a_round() -> None:
     session = Session(EngineSpec("fake"))
     a, b = Scripted(0.05), Scripted(0.02)
     session._models = {0: a, 1: b}  # type: ignore[dict-item]
-    session.feed(workloads.as_workloads({"x": 1.0}))  # type: ignore[dict-item]
+    session.feed(as_workloads({"x": 1.0}))  # type: ignore[dict-item]
     slots = session.probe(0, 1, 0.02)
     a.asked.clear()
     measured = session.rounds(0, 1, 5, range(8), slots, 2)
@@ -340,10 +340,10 @@ def layer(name: str, ms: float | None) -> Layer:
 
 
 def test_layers_have_the_times_of_the_average_call() -> None:
-    mix = workloads.as_workloads((Workload({}, 0.75), Workload({}, 0.25)))
-    same = workloads.average_layers(mix, [(layer("a", 1.0), layer("b", None)), (layer("a", 5.0), layer("b", None))])
+    mix = as_workloads((Workload({}, 0.75), Workload({}, 0.25)))
+    same = average_layers(mix, [(layer("a", 1.0), layer("b", None)), (layer("a", 5.0), layer("b", None))])
     assert same == (layer("a", 2.0), layer("b", None))
-    other = workloads.average_layers(mix, [(layer("a", 1.0), layer("b", 1.0)), (layer("c", 6.0), layer("d", 12.0))])
+    other = average_layers(mix, [(layer("a", 1.0), layer("b", 1.0)), (layer("c", 6.0), layer("d", 12.0))])
     assert other == (layer("c", 2.0), layer("d", 4.0))
 
 
@@ -387,7 +387,7 @@ def test_an_engine_for_ranges_of_sizes_is_told_those_of_all_workloads(model: Pat
 
 
 def test_a_workload_that_got_slower_is_told() -> None:
-    mix = workloads.as_workloads((Workload({}, 0.8, "decode"), Workload({}, 0.2, "prefill")))
+    mix = as_workloads((Workload({}, 0.8, "decode"), Workload({}, 0.2, "prefill")))
     slow, fast = Standing(4, Ratio(1.25, 1.2, 1.3), 1.0, 1.25), Standing(4, Ratio(0.5, 0.4, 0.6), 1.0, 0.5)
     one, four = (Standing(count, Ratio(0.8, 0.7, 0.9), 1.0, 0.8, (fast, x)) for count, x in ((1, fast), (4, slow)))
     assert list(lost([one], mix)) == []

@@ -17,7 +17,7 @@ from qdqtune.calibration.prepare import Data, Prepared, prepare
 from qdqtune.commands.doctor import NEEDS, engine_state
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.runner import Handle, Runner
-from qdqtune.engines.shapes import Span, spans, usual_shapes, with_spans
+from qdqtune.engines.tensorrt.options import Span, spans, usual_shapes, with_spans
 from qdqtune.errors import BadModel, EngineUnavailable
 from qdqtune.graph.loading import load, read
 from qdqtune.graph.model import Model

@@ -25,7 +25,7 @@ from qdqtune.commands.paths import typed
 from qdqtune.commands.tune import TuneOptions
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.options import TIMING_CACHE
-from qdqtune.engines.shapes import usual_shapes
+from qdqtune.engines.tensorrt.options import usual_shapes
 from qdqtune.graph.loading import load
 from qdqtune.options import Limit, OfRun, choice, options_of
 from qdqtune.tuning.folder import SUMMARY

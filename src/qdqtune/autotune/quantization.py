@@ -15,7 +15,7 @@ from qdqtune import api
 from qdqtune.autotune.benchmark import default_engine
 from qdqtune.autotune.graphs import escaped
 from qdqtune.commands.inputs import SamplesLike
-from qdqtune.engines.shapes import read_shapes
+from qdqtune.engines.tensorrt.options import read_shapes
 from qdqtune.errors import BadOption
 from qdqtune.graph.files import model_outputs, save, sign
 from qdqtune.graph.loading import files_of, load

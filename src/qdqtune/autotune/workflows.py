@@ -19,7 +19,7 @@ from qdqtune.autotune.errors import AutotunerError
 from qdqtune.autotune.pattern_cache import PatternCache
 from qdqtune.autotune.schemes import Config
 from qdqtune.cli import progress
-from qdqtune.engines.shapes import usual_shapes
+from qdqtune.engines.tensorrt.options import usual_shapes
 from qdqtune.graph.files import model_outputs, signature
 from qdqtune.graph.loading import load
 from qdqtune.graph.may_write import check_outputs

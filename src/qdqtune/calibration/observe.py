@@ -16,8 +16,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.cpu import cores
-from qdqtune.engines.devices import Device
+from qdqtune.engines.devices import Device, usable_cores
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.errors import BadData, BadModel, first_of
@@ -113,7 +112,7 @@ def running_in_several(
     """`running` in so many processes side by side, which share the cores. Each builds the model when it is asked for
     the first time, and may be asked in another thread. A single one shares the memory `budget`, if there is one."""
     size = sum(constant.nbytes for constant in model.large.values())
-    spec = EngineSpec("onnxruntime", {"threads": max(1, cores() // count), "fuse": fuse})
+    spec = EngineSpec("onnxruntime", {"threads": max(1, usable_cores() // count), "fuse": fuse})
     with ExitStack() as stack:
         folder = stack.enter_context(temporary_folder())
         path = stack.enter_context(constants_to_share()).write(model, "observed")

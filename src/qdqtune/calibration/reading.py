@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any, TypeVar
 
-from qdqtune.engines.process import LOOK_SECONDS, look
+from qdqtune.engines.process import CHECK_SECONDS, current_check
 from qdqtune.engines.runner import current_limit
 from qdqtune.errors import BadData
 
@@ -76,16 +76,16 @@ class Patience:
                 yield answer[0]
         finally:
             wanted.put(False)
-            thread.join(LOOK_SECONDS)  # a generator that cleans up has done so when the next one is made
+            thread.join(CHECK_SECONDS)  # a generator that cleans up has done so when the next one is made
 
     def _awaited(self, answers: SimpleQueue[Any], begun: float, origin: str) -> Any:
-        looks = look()
+        check = current_check()
         while True:
             try:
-                return answers.get(timeout=LOOK_SECONDS)
+                return answers.get(timeout=CHECK_SECONDS)
             except Empty:
-                if looks is not None:
-                    looks()
+                if check is not None:
+                    check()
                 self.check(monotonic() - begun, origin)
 
 

@@ -13,8 +13,8 @@ import click
 import numpy.typing as npt
 
 from qdqtune.calibration.samples import Samples, read_arrays, read_sample
-from qdqtune.engines.shapes import Span
-from qdqtune.engines.workloads import as_workloads
+from qdqtune.engines.runner import as_workloads
+from qdqtune.engines.tensorrt.options import Span
 from qdqtune.errors import BadOption
 from qdqtune.graph.may_write import real
 from qdqtune.graph.model import Model

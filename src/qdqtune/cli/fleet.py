@@ -28,11 +28,11 @@ from qdqtune.cli.output import console, say
 from qdqtune.cli.streams import INTERRUPTED, PARENT
 from qdqtune.engines.devices import Device, leased, pinned
 from qdqtune.engines.pool import WorkerPool
-from qdqtune.engines.process import look
+from qdqtune.engines.process import current_check
 from qdqtune.explanation.words import duration
 from qdqtune.graph.interpreter import python
 
-LOOK_SECONDS = 0.1
+CHECK_SECONDS = 0.1
 ENDING_SECONDS = 20.0
 """How long a run may take to put everything away when it was interrupted."""
 
@@ -163,12 +163,12 @@ class _Process:
                 board.hear(row, line.rstrip("\n"))
 
     def _wait(self) -> None:
-        looks = look()
+        check = current_check()
         while self.process.poll() is None:
             with suppress(subprocess.TimeoutExpired):
-                self.process.wait(LOOK_SECONDS)
-            if looks is not None:
-                looks()
+                self.process.wait(CHECK_SECONDS)
+            if check is not None:
+                check()
 
     def _end(self) -> None:
         """Interrupt it if it still runs, and kill it if that does not help."""

@@ -14,7 +14,7 @@ from qdqtune.calibration.scales import Ranges
 from qdqtune.commands.inputs import InputOptions, ModelOption
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.source import OutputOption, Ready, Source, SourceOptions
-from qdqtune.engines.acceptance import accepted
+from qdqtune.engines.acceptance import checked_output
 from qdqtune.engines.formats import numeric_format, usual_precision
 from qdqtune.engines.options import time_limit_option
 from qdqtune.errors import BadModel
@@ -150,7 +150,7 @@ def apply(request: Request, observer: Observer | None = None) -> Applied:
         raise BadModel(f"on none of the edges of {request.placement} can a pair stand in {request.model}")
     met, notes = _met(recorded, ready, placed)
     inserter = Inserter(ready.graph, ranges, numbers, met)
-    with accepted(request.output, engine) as fresh:
+    with checked_output(request.output, engine) as fresh:
         save(finished(inserter.insert(placed), precision), fresh)
     return Applied(
         request.output, placed, lost, *_judged(ready, inserter, placed, engine), ready.matched, (*ready.notes, *notes)

@@ -10,9 +10,8 @@ from qdqtune.commands.inputs import ModelOption
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.engines import MODULES, TENSORRT_FAMILY, EngineSpec
 from qdqtune.engines.options import EngineOptions, tensorrt_cache, with_timing_cache
-from qdqtune.engines.runner import Handle, Runner, unlogged
-from qdqtune.engines.shapes import check_inputs
-from qdqtune.engines.tensorrt.options import is_plan
+from qdqtune.engines.runner import Handle, Runner, temporary_runner
+from qdqtune.engines.tensorrt.options import check_inputs, is_plan
 from qdqtune.errors import EngineFailure
 from qdqtune.graph.files import model_outputs, sign
 from qdqtune.graph.loading import read
@@ -93,7 +92,7 @@ def build(model: Path, output: Path, spec: EngineSpec, *, time_limit_s: float) -
     if spec.name in MODULES and spec.name not in FORMATS:
         able = ", ".join(FORMATS)
         raise EngineFailure(f"engine {spec.name!r} has no format of its own to save; these have: {able}")
-    with unlogged(spec, time_limit_s=time_limit_s) as runner, appearing(output) as fresh:
+    with temporary_runner(spec, time_limit_s=time_limit_s) as runner, appearing(output) as fresh:
         handle = _saved(runner, model, fresh)
         _sign(fresh, spec.name)
         made = sorted(path for path in fresh.parent.iterdir() if path.is_file())

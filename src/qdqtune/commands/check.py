@@ -14,7 +14,7 @@ from qdqtune.commands.layers import ProfileOptions, profiled
 from qdqtune.commands.shown import Shown, Table, milliseconds
 from qdqtune.commands.source import data_of, prepared_for
 from qdqtune.engines import TENSORRT_FAMILY
-from qdqtune.engines.runner import unlogged
+from qdqtune.engines.runner import temporary_runner
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption
 from qdqtune.explanation.findings import Finding, allow, check, excuse, is_measured, lost_by_pairs
@@ -126,7 +126,7 @@ def check_file(options: CheckOptions) -> Checked:
     else:
         spec = options.spec(options.input_shapes)
         (sample,) = prepared_for(graph, spec, data_of(options, path), 0).samples.first(1)
-        with unlogged(spec, time_limit_s=options.time_limit) as runner:
+        with temporary_runner(spec, time_limit_s=options.time_limit) as runner:
             numbers, described = runner.numeric_format(_numbers(graph)), runner.describe()
             layers = profiled(runner, path, sample, options.runs, refusal=f"{path} cannot be checked")
     found = check(graph, layers, numbers, fuses_attention=engine in TENSORRT_FAMILY)

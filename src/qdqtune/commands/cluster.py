@@ -52,5 +52,5 @@ def examine_cluster(spec: EngineSpec, address: str, cores_each: int | None, log_
             for device in allocation.devices
         ]
         told = describe_all(runners)
-        where = [runner.place for runner in runners]
+        where = [runner.location for runner in runners]
         return ClusterState(dict(zip(where, told, strict=True)), first_difference(runners, told))

@@ -20,7 +20,7 @@ from qdqtune.commands.shown import Shown, Table, milliseconds
 from qdqtune.commands.source import built_for, data_of, prepared_for, told_of_inputs
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.options import EngineOptions
-from qdqtune.engines.runner import Runner, unlogged
+from qdqtune.engines.runner import Runner, temporary_runner
 from qdqtune.errors import BadOption, EngineFailure
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
@@ -284,7 +284,7 @@ def compare_at(
     rows: list[Row] = []
     for count in (None,) if counts is None else counts_of(spec, counts):
         at = spec if count is None else replace(spec, options={**spec.options, "threads": count})
-        with unlogged(at, time_limit_s=time_limit_s) as runner:
+        with temporary_runner(at, time_limit_s=time_limit_s) as runner:
             fed: dict[str, Any] = {"tells_accuracy": prepared.tells_accuracy, "mix": prepared.mix}
             found = compare_files(files, runner, prepared.judging, plan, **fed, seed=seed, observer=observer)
         rows += [replace(row, threads=count) for row in found]

@@ -24,7 +24,7 @@ from qdqtune.commands.cut_off import CutOff, WrongPart, wrong_parts
 from qdqtune.commands.debug_options import FLOAT_LIMIT, LIMIT, Request
 from qdqtune.commands.probes import Probe, reference_spec
 from qdqtune.engines.runner import Runner
-from qdqtune.engines.shapes import check_inputs
+from qdqtune.engines.tensorrt.options import check_inputs
 from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph.float16 import Precision, kept_in, load_for, to_float16
 from qdqtune.graph.loading import load

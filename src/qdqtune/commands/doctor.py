@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from qdqtune.engines import MODULES, EngineSpec, cpu
+from qdqtune.engines import MODULES, EngineSpec, devices
 from qdqtune.engines.devices import nvidia_smi
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import QdqtuneError, one_line
@@ -109,8 +109,8 @@ def _described(spec: EngineSpec, log_dir: Path) -> dict[str, str]:
 
 def processor() -> Processor:
     """The CPU of this machine."""
-    isa = tuple(cpu.instruction_sets().split())
-    return Processor(cpu.model_name(), cpu.cores(), isa, consequence(platform.machine(), isa))
+    isa = devices.instruction_sets()
+    return Processor(devices.processor_name(), devices.usable_cores(), isa, consequence(platform.machine(), isa))
 
 
 def consequence(machine: str, isa: Collection[str]) -> str:
@@ -120,7 +120,7 @@ def consequence(machine: str, isa: Collection[str]) -> str:
         return "no instruction set that is known to matter: only a measurement tells what int8 gains"
     if "i8mm" in isa or "amx_int8" in isa:
         return f"{'I8MM' if is_arm else 'AMX'}: int8 matrix products in hardware, int8 gains most here"
-    if is_arm or cpu.DOT_PRODUCTS & set(isa):
+    if is_arm or devices.DOT_PRODUCTS & set(isa):
         return f"{'ASIMDDP' if is_arm else 'VNNI'}: int8 dot products in hardware, int8 gains much"
     return "no VNNI: weights take 7 bits, for sums of two 8-bit products saturate, and int8 gains are moderate"
 

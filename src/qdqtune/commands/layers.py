@@ -13,7 +13,7 @@ from qdqtune.commands.inputs import MODEL, ModelLike, SamplesLike
 from qdqtune.commands.shown import Shown, Table, milliseconds
 from qdqtune.commands.source import data_of, prepared_for
 from qdqtune.engines.options import EngineOptions
-from qdqtune.engines.runner import Runner, insist, unlogged
+from qdqtune.engines.runner import Runner, insist, temporary_runner
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption
 from qdqtune.explanation.reasons import is_low
@@ -103,7 +103,7 @@ def layers(options: LayersOptions) -> Layers:
         raise BadOption("--profile-json goes with --graph-json")
     spec = options.spec(options.input_shapes)
     (sample,) = prepared_for(load(model), spec, data_of(options, model), 0).samples.first(1)
-    with unlogged(spec, time_limit_s=options.time_limit) as runner:
+    with temporary_runner(spec, time_limit_s=options.time_limit) as runner:
         refusal = f"{spec.name} has no layers of {model}"
         return Layers(spec.name, profiled(runner, model, sample, options.runs, refusal=refusal))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.cpu import cores
+from qdqtune.engines.devices import usable_cores
 from qdqtune.engines.runner import Handle, Runner, insist
 from qdqtune.errors import EngineFailure
 from qdqtune.graph.files import ConstantFile
@@ -32,7 +32,7 @@ Outputs = list[dict[str, Array]]
 
 def reference_spec() -> EngineSpec:
     """ONNX Runtime without optimization: every operator as ONNX defines it."""
-    return EngineSpec("onnxruntime", {"threads": cores(), "fuse": False})
+    return EngineSpec("onnxruntime", {"threads": usable_cores(), "fuse": False})
 
 
 def noise(reference: Outputs, found: Outputs | Failure) -> float:

@@ -25,9 +25,9 @@ from qdqtune.commands.quantize_options import Request, Selection
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.worst_tensors import Damage, damages, to_exclude
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.acceptance import accepted
-from qdqtune.engines.cpu import cores
-from qdqtune.engines.formats import numeric_format, storages_like, usual_precision, wanted_storage
+from qdqtune.engines.acceptance import checked_output
+from qdqtune.engines.devices import usable_cores
+from qdqtune.engines.formats import checked_weight_format, numeric_format, usual_precision, weight_formats_like
 from qdqtune.engines.runner import Handle, Runner, insist
 from qdqtune.errors import BadModel, BadOption
 from qdqtune.explanation.words import decibels, placed
@@ -156,7 +156,7 @@ def _quantized(request: Request, observer: Observer) -> Quantized:
     notes = (*ready.notes, *_few_rows(request, shaped, placed.placement, prepared))
     quantized = Inserter(ready.graph, ranges, numbers, lambda _: met).insert(placed.placement)
     done = Quantized(request.output, placed, None, None, 0, False)
-    with accepted(request.output, request.engine, is_run=prepared is not None) as fresh:
+    with checked_output(request.output, request.engine, is_run=prepared is not None) as fresh:
         save(quantized, fresh)
         if prepared is not None:
             observer.stage("comparing with the float model")
@@ -179,7 +179,7 @@ def _check_options(request: Request) -> None:
         if request.weight_rounding != "nearest":
             raise BadOption(f"--weight-rounding {request.weight_rounding} goes with --weight-only")
         return
-    wanted_storage(request.engine, request.weight_only)
+    checked_weight_format(request.engine, request.weight_only)
     if request.weight_rounding == "gptq" and request.calibration_data is None:
         raise BadOption("--weight-rounding gptq makes up for errors on your data: give --calibration-data")
     if request.report:
@@ -216,7 +216,7 @@ def _few_rows(request: Request, model: Model, placement: Placement, prepared: Pr
 def _weights_only(request: Request, model: Model, wanted: str) -> Placed:
     """Every weight among the chosen nodes as `wanted` says, by the operators that read them."""
     edges = request.selection.allowed(model, storable_edges(model))
-    placement = rules.weights_only(model, edges, partial(storages_like, request.engine, wanted))
+    placement = rules.weights_only(model, edges, partial(weight_formats_like, request.engine, wanted))
     return Placed(placement, tuple(Counter(s.name for s in placement.weight_formats.values()).items()))
 
 
@@ -279,7 +279,7 @@ def _judged(
     save(model, plain)
     samples = prepared.judging
     is_fused = request.engine == "onnxruntime" and len(model.nodes) <= MANY
-    spec = EngineSpec("onnxruntime", {"threads": cores(), "fuse": is_fused})
+    spec = EngineSpec("onnxruntime", {"threads": usable_cores(), "fuse": is_fused})
     with Runner(spec, log_dir=folder) as runner:
         before, after = (insist(runner.load(file), REFUSED) for file in (plain, written))
         expected, returned = (insist(runner.outputs(handle, samples), REFUSED) for handle in (before, after))

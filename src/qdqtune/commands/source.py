@@ -15,7 +15,7 @@ from qdqtune.calibration.scales import Ranges
 from qdqtune.calibration.workloads import WorkloadFile, spans_of
 from qdqtune.commands.inputs import ModelOption
 from qdqtune.engines import TENSORRT_FAMILY, EngineSpec
-from qdqtune.engines.shapes import check_inputs, spans, with_spans
+from qdqtune.engines.tensorrt.options import check_inputs, spans, with_spans
 from qdqtune.graph.files import model_outputs
 from qdqtune.graph.float16 import Precision
 from qdqtune.graph.model import Model

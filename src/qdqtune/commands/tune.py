@@ -16,7 +16,7 @@ from qdqtune.commands.inputs import METRIC, InputOptions, MetricLike
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.source import built_for
 from qdqtune.engines.options import EngineOptions, with_timing_cache
-from qdqtune.engines.shapes import usual_shapes
+from qdqtune.engines.tensorrt.options import usual_shapes
 from qdqtune.explanation.words import built, decibels
 from qdqtune.options import SWITCH, Anything, Flag, MaybeFile, MaybeInt, OfRun, Option, choice, option
 from qdqtune.search.region import Config

@@ -1,23 +1,23 @@
 """What an engine is, and how one is opened by name.
 
-An engine turns a model file into something that runs, and says how long it takes. Engines crash and hang, so the rest
-of the package reaches them through `qdqtune.engines.runner.Runner`, which keeps them in a process of their own. Vendor
-libraries are imported by the engine's own module, and that module when the engine is opened.
+An engine builds a model file, runs it, and says how long that takes. Engines crash and hang, so the rest of the
+package uses them through `qdqtune.engines.runner.Runner`, which keeps them in a process of their own. A vendor's
+library is imported by its engine's module only, and that module when the engine is opened.
 """
 
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import UnionType
-from typing import Any, Protocol, get_args, get_origin, get_type_hints
+from typing import Any, Protocol, get_type_hints
+
+import msgspec
 
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, QdqtuneError, one_line
 from qdqtune.types import Array, Layer, NumericFormat, QuantType, Tensors
@@ -30,12 +30,13 @@ MODULES = {
     "tensorrt-rtx": "qdqtune.engines.tensorrt.rtx",
     "trtexec": "qdqtune.engines.tensorrt.trtexec",
 }
-"""Engine name to the module whose `create(**options)` makes it."""
+"""Engine name to the module whose `create` makes it. `create` takes one argument, a dataclass of the engine's options;
+its annotation says which."""
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """The name of an engine and its options, which have JSON values: all that is needed to open it in any process."""
+    """The name of an engine and its options, which are JSON values: all that is needed to open it in any process."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -45,59 +46,59 @@ class Built(Protocol):
     """A model that is built and loaded, ready to run."""
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
-        """One inference: every graph output by name. Arrays that are no input of the model are ignored.
+        """One inference: every graph output by name. Arrays that the model has no input for are ignored.
 
         Raises:
             EngineFailure: the engine cannot run the model on these inputs.
         """
 
     def time(self, inputs: Tensors, runs: int) -> float:
-        """Seconds per inference over `runs` back-to-back inferences. Moving inputs to the device is not counted.
+        """Seconds per inference over `runs` back-to-back inferences. Copying inputs to the device is not timed.
 
         Raises:
             EngineFailure: the engine cannot run the model on these inputs.
         """
 
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
-        """What the engine made of the model, in the order in which it runs, with the usual time in `runs` inferences.
+        """The layers that the engine made of the model, in the order in which they run, with times from `runs` profiled
+        inferences. These show where time is spent; they do not add up to `time`.
 
-        `Layer.nodes` are names of nodes of the model file: the layers together hold each of them once. A node that the
-        engine fused is in the layer that absorbed it; nodes that it computed in advance are in one last layer of kind
-        "folded". Times are of profiled inferences: they show where time is spent, and do not add up to `time`.
+        `Layer.nodes` are names of nodes of the model file. Each node is in one layer: a fused node in the layer that
+        absorbed it, and nodes that were computed in advance in one last layer of kind "folded".
 
         Raises:
             EngineFailure: the engine cannot run the model on these inputs, or has no such report.
         """
 
     def save(self, path: Path) -> None:
-        """Write the built model in the engine's own format, and load what was written, where that can run here.
+        """Write the built model in the engine's own format, and load the file if it can run here.
 
         Raises:
-            EngineFailure: the engine has no such format, cannot write the file, or does not load it.
+            EngineFailure: the engine has no format of its own, cannot write the file, or does not load it.
         """
 
     def close(self) -> None:
-        """Free the model. It cannot be used afterwards."""
+        """Free the model, which cannot be used afterwards."""
 
 
 class Engine(Protocol):
     """Something that builds ONNX models and runs them."""
 
     def describe(self) -> dict[str, str]:
-        """Name, version, device, threads and whatever else two latencies must share to be comparable."""
+        """Name, version, device, threads, and all else that must be equal for latencies to be comparable."""
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        """How the engine wants quantized numbers.
+        """The numeric format that the engine runs fast.
 
         Raises:
             BadOption: the engine has no kernels for that type.
         """
 
     def build(self, model: Path, log: Path) -> Built:
-        """Make the model in a file ready to run. Everything that the engine prints goes to the file `log`.
+        """Build the model in a file. All that the engine prints goes to the file `log`.
 
         Raises:
-            EngineFailure: the engine refuses the model; the message is its own words, in one line.
+            EngineFailure: the engine refuses the model; the message quotes it, in one line.
         """
 
 
@@ -106,15 +107,15 @@ TENSORRT_FAMILY = frozenset({"tensorrt", "tensorrt-rtx", "trtexec"})
 
 
 class Compiler(Engine, Protocol):
-    """An engine whose builds have two steps: `compile` takes long, may run in another process without disturbing what
-    is timed here, and writes a plan; `load` reads the plan. Both raise what `build` does. The option `builds_aside`
-    says how many may compile at once."""
+    """An engine whose builds have two steps: `compile` takes long and writes a plan, `load` reads it. `compile` may
+    run in other processes without disturbing what is timed here; the option `builds_aside` says in how many at once.
+    Both raise what `build` raises."""
 
     def compile(self, model: Path, log: Path, plan: Path) -> None:
         """Write the plan of a model to the file `plan`."""
 
     def load(self, plan: Path, model: Path, log: Path) -> Built:
-        """Make the plan of a model ready to run."""
+        """Load the plan of a model."""
 
 
 THREADED = frozenset({"onnxruntime", "openvino"})
@@ -124,7 +125,7 @@ CPU_PROVIDER = "CPUExecutionProvider"
 
 
 def threads_of(spec: EngineSpec) -> int | None:
-    """How many threads of the CPU an engine computes on; None if it does not, or is not told a number."""
+    """How many CPU threads an engine computes on; None if it runs elsewhere, or the number is not known."""
     if spec.name not in THREADED:
         return spec.options.get("threads")
     is_cpu = (spec.options.get("provider") or CPU_PROVIDER) == CPU_PROVIDER
@@ -144,50 +145,22 @@ def open_engine(spec: EngineSpec) -> Engine:
         create: Callable[..., Engine] = importlib.import_module(MODULES[spec.name]).create
     except ImportError as error:
         raise EngineUnavailable(f"engine {spec.name!r} cannot be loaded: {one_line(error)}") from error
-    known = [p.name for p in inspect.signature(create).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    kind = get_type_hints(create)["options"]
+    known = [field.name for field in fields(kind)]
     if unknown := sorted(set(spec.options) - set(known)):
         raise BadOption(f"engine {spec.name!r} has no option {unknown[0]!r}; it has {', '.join(known)}")
-    hints = get_type_hints(create)
+    hints = get_type_hints(kind)
     for name, value in spec.options.items():
-        if not _fits(value, hints[name]):
-            raise BadOption(f"option {name!r} of engine {spec.name!r} is {_told(hints[name])}, not {value!r}")
-    return create(**spec.options)
-
-
-def _fits(value: object, hint: Any) -> bool:
-    """Whether a JSON value is of the type that the annotation of an option says."""
-    kind, inner = get_origin(hint) or hint, get_args(hint)
-    if kind is Any:
-        return True
-    if kind is UnionType:
-        return any(_fits(value, one) for one in inner)
-    if kind is Mapping:
-        return isinstance(value, dict) and all(_fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items())
-    if kind is Sequence:
-        return isinstance(value, list | tuple) and all(_fits(item, inner[0]) for item in value)
-    if isinstance(value, bool):
-        return kind is bool
-    return isinstance(value, int | float) if kind is float else isinstance(value, kind)
-
-
-def _told(hint: Any) -> str:
-    """A type for people."""
-    names = {
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        str: "text",
-        Mapping: "a JSON object",
-        Sequence: "a JSON list",
-        type(None): "null",
-    }
-    kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
-    return " or ".join(names.get(get_origin(kind) or kind, str(kind)) for kind in kinds)
+        try:
+            msgspec.convert(value, hints[name])
+        except msgspec.ValidationError as error:
+            raise BadOption(f"option {name!r} of engine {spec.name!r} is {value!r}: {one_line(error)}") from error
+    return create(kind(**spec.options))
 
 
 @contextmanager
 def output_to(log: Path) -> Iterator[None]:
-    """Send everything that this process prints, native libraries included, to the new file `log`."""
+    """Send all that this process prints, native libraries included, to the new file `log`."""
     sys.stdout.flush()
     sys.stderr.flush()
     saved = [(fd, os.dup(fd)) for fd in (1, 2)]
@@ -206,9 +179,9 @@ def output_to(log: Path) -> Iterator[None]:
 
 @contextmanager
 def translated(vendor: str, noise: re.Pattern[str]) -> Iterator[None]:
-    """Turn what a vendor's library raises into an EngineFailure, with `noise` removed from the message.
+    """Raise what a vendor's library raises as an EngineFailure, with `noise` removed from the message.
 
-    The whole message goes to standard error, beside the library's own output.
+    The whole message goes to standard error, beside the output of the library.
     """
     try:
         yield

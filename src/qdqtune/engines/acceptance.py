@@ -1,29 +1,28 @@
-"""Check that a written model loads before it gets its name: in its engine, or where that is absent in the checker."""
+"""Check that a written model loads before it gets its name."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.runner import insist, unlogged
+from qdqtune.engines.runner import insist, temporary_runner
 from qdqtune.errors import BadModel, EngineFailure, EngineUnavailable
 from qdqtune.graph.files import sign
 from qdqtune.graph.loading import load
 from qdqtune.graph.outputs import appearing
 
 LOADED_BY = {"fake": "onnxruntime", "onnxruntime": "onnxruntime", "openvino": "openvino"}
-"""Engines that load any model in seconds without further options, and the one that loads files for them. TensorRT
-builds for minutes and may need shapes and plug-ins: files for it go through the checker alone."""
+"""The engine that checks a written file, by the engine that it is for: those that load any model in seconds without
+further options. TensorRT builds for minutes and may need shapes and plug-ins, so its files go through the checker."""
 
 
-@contextmanager
-def accepted(output: Path, engine: str, *, is_run: bool = False) -> Iterator[Path]:
-    """A file to write instead of `output`, as `appearing` gives it; it takes that name if its engine loads it, and
-    carries the mark of an output.
+@contextlib.contextmanager
+def checked_output(output: Path, engine: str, *, is_run: bool = False) -> Iterator[Path]:
+    """A file to write a model to. At the end it is marked as an output, checked by `check_loads`, and renamed `output`.
 
-    If the block itself runs the file on ONNX Runtime (`is_run`), it is not loaded there once more.
+    If the caller runs the file on ONNX Runtime (`is_run`), it is not loaded there once more.
 
     Raises:
         EngineFailure: the engine does not load it.
@@ -37,18 +36,15 @@ def accepted(output: Path, engine: str, *, is_run: bool = False) -> Iterator[Pat
 
 
 def check_loads(model: Path, engine: str) -> None:
-    """Load a written model in its engine, or check it where the engine is absent or takes long.
+    """Load a written model in its engine; check it with ONNX where the engine is not installed or builds for minutes.
 
     Raises:
         EngineFailure: the engine, or the checker, refuses it.
     """
-    try:
-        if engine in LOADED_BY:
-            with unlogged(EngineSpec(LOADED_BY[engine])) as runner:
-                insist(runner.load(model), f"{engine} does not load what was written, so nothing was kept")
+    if engine in LOADED_BY:
+        with contextlib.suppress(EngineUnavailable), temporary_runner(EngineSpec(LOADED_BY[engine])) as runner:
+            insist(runner.load(model), f"{engine} does not load what was written, so nothing was kept")
             return
-    except EngineUnavailable:
-        pass
     try:
         load(model)
     except BadModel as error:

@@ -1,4 +1,4 @@
-"""Devices for the workers of a run, on this host or on a Ray cluster, and whether they are of one kind."""
+"""Devices for the workers of a run, on this host or on a Ray cluster. All have to be of one kind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextvars import copy_context
 from dataclasses import dataclass
 
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.devices import Device, cores_for, devices_for
+from qdqtune.engines.devices import ANYWHERE, Device, allot, cores_for
 from qdqtune.engines.process import StartWorker
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import EngineUnavailable
@@ -19,7 +19,7 @@ INSTALL = "pip install 'qdqtune[ray]'"
 
 @dataclass(frozen=True)
 class Allocation:
-    """Devices to measure on, and what starts a worker process on one; None is `runner.start_worker`."""
+    """Devices to measure on, and how a worker is started on one; None is `runner.start_worker`."""
 
     devices: tuple[Device, ...]
     start: StartWorker | None = None
@@ -29,15 +29,18 @@ class Allocation:
 def allocate_workers(
     spec: EngineSpec, workers: int | None, cores_each: int | None, ray: str | None, most: int = 0
 ) -> Iterator[Allocation]:
-    """Devices for so many workers of an engine: on this host, or on the Ray cluster at the address `ray`. None is one
-    worker on this host, and as many as a cluster has room for. A node of the cluster has to have `most` cores.
+    """Devices for so many workers of an engine, on this host or on the Ray cluster at the address `ray`.
+
+    With None for `workers` there is one on this host, and on a cluster as many as it has room for. A node of the
+    cluster has to have `most` cores.
 
     Raises:
         BadOption: this host has no room for so many, or no node has `most` cores.
         EngineUnavailable: Ray is not installed, no cluster answers, or it has no room for so many.
     """
     if ray is None:
-        yield Allocation(devices_for(spec, workers or 1, cores_each))
+        is_shared = (workers or 1) == 1 and cores_each is None  # a single worker needs no cores of its own
+        yield Allocation((ANYWHERE,) if is_shared else allot(spec, workers or 1, cores_each))
         return
     try:
         from qdqtune.engines.ray import cluster
@@ -49,7 +52,7 @@ def allocate_workers(
 
 
 def check_same_kind(runners: Sequence[Runner]) -> None:
-    """Start all engines, and refuse devices of several kinds: latencies compare on equal devices only.
+    """Start all engines, and refuse devices of different kinds: their latencies cannot be compared.
 
     Raises:
         EngineUnavailable: two differ, or one does not start.
@@ -73,9 +76,9 @@ def describe_all(runners: Sequence[Runner]) -> list[Mapping[str, str]]:
 
 
 def first_difference(runners: Sequence[Runner], descriptions: Sequence[Mapping[str, str]]) -> str | None:
-    """The first difference between the first device and another, in words; None where all are alike."""
+    """How a device differs from the first one, in words; None if all are alike."""
     for runner, other in zip(runners[1:], descriptions[1:], strict=True):
         for name in {**descriptions[0], **other}:
-            if (mine := other.get(name)) != (theirs := descriptions[0].get(name)):
-                return f"{runner.place} has {name} {mine}, {runners[0].place} has {theirs}"
+            if (value := other.get(name)) != (first := descriptions[0].get(name)):
+                return f"{runner.location} has {name} {value}, {runners[0].location} has {first}"
     return None

@@ -1,8 +1,8 @@
-"""Builds made ahead of time in other processes, while one process times: for engines that say that it disturbs nothing.
+"""Builds made ahead of time in other processes while one process times, for engines whose `builds_aside` allows it.
 
-Whichever builder is free takes the most urgent build (list scheduling). For builds that are all needed this takes less
-than twice as long as the best order: R. L. Graham, Bounds on multiprocessing timing anomalies, SIAM J. Appl. Math. 17
-(1969). Timing keeps its own order, so that a run finds the same with builders and without.
+A free builder takes the most urgent build (list scheduling). For builds that are all needed this takes less than twice
+as long as the best order: R. L. Graham, Bounds on multiprocessing timing anomalies, SIAM J. Appl. Math. 17 (1969).
+Timing keeps its own order, so a run finds the same with builders and without.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from qdqtune.types import Failure
 class Urgency(IntEnum):
     """When a build will be needed, the most urgent first."""
 
-    NOW = 0  # it is about to be timed
-    NEXT = 1  # it is likely to be timed next, and proposals depend on it
-    PROOF = 2  # the proof times it in any case
-    BEST = 3  # the proof times it if nothing better is found
+    NOW = 0  # about to be timed
+    NEXT = 1  # likely to be timed next; proposals depend on it
+    PROOF = 2  # timed by the proof in any case
+    BEST = 3  # timed by the proof if nothing better is found
 
 
 Builder = Callable[[Path, Path, Path], float | Failure]
-"""`Runner.compile`: the model file, the log and the plan that it writes go in; the seconds that it took come out."""
+"""`Runner.compile`: model file, log and plan to write in, seconds out."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class _Build:
 
 
 class BuildQueue:
-    """Builds of model files by path and log name, as many at once as there are builders. They write into `folder`;
-    `notify` is told how many builds were of no use. Without builders nothing is ever queued."""
+    """Builds of model files by path and log name, as many at once as there are builders. They write into `folder`.
+    `notify` gets a message at the end about builds that nobody took. Without builders nothing is queued."""
 
     def __init__(
         self, folder: Path = Path(), builders: Sequence[Builder] = (), notify: Callable[[str], None] = lambda _: None
@@ -60,8 +60,10 @@ class BuildQueue:
         return len(self._pool)
 
     def add(self, path: Path, log_name: str = "", urgency: Urgency = Urgency.NOW) -> None:
-        """Queue the build of a file, which must stay until the build is taken. A file is built once for each log name,
-        "" for any; queued again, it can only become more urgent."""
+        """Queue the build of a file, which must stay until the build is taken.
+
+        A file is built once for each log name; "" serves any. Queued again, a build can only become more urgent.
+        """
         path = path.absolute()
         if (build := self._builds.get((path, log_name))) is not None:
             build.task.priority = min(urgency, build.task.priority)
@@ -71,17 +73,17 @@ class BuildQueue:
             self._builds[path, log_name] = _Build(plan, task)
 
     def withdraw(self, urgency: Urgency) -> None:
-        """Remove the builds of that urgency that no builder has begun."""
+        """Remove the builds of that urgency that have not begun."""
         for key, build in list(self._builds.items()):
             if build.task.priority == urgency and self._pool.withdraw(build.task):
                 del self._builds[key]
 
     def take(self, path: Path, log: Path, here: Builder) -> tuple[Path, float] | Failure | None:
-        """The plan that was built, with the seconds that it took, or why the engine refuses the file. While it is not
-        ready yet, `here` makes other builds of urgency `NOW`.
+        """The plan of a file with the seconds that its build took, or why the engine refuses the file. While the plan
+        is not ready, `here` makes other builds of urgency `NOW`.
 
-        None if no builder has begun it, or if it failed for a reason that a build of its own may not meet: a lost
-        builder, or too little memory.
+        None if the build has not begun, or failed for a reason that may not hold for another try: a lost builder, too
+        little memory.
         """
         path = path.absolute()
         build = self._builds.pop((path, log.stem), None) or self._builds.pop((path, ""), None)
@@ -90,7 +92,7 @@ class BuildQueue:
         while not build.task.result.done() and self._pool.do_one(here, Urgency.NOW):
             pass
         self._pool.wait(build.task.result.done)
-        with suppress(OSError):  # a builder that is lost has written none
+        with suppress(OSError):  # a lost builder may have written no log
             shutil.move(build.log, log)
         try:
             made = build.task.result.result()

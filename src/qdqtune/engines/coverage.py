@@ -1,7 +1,7 @@
 """Which nodes of the model file the layers of an engine cover.
 
-An engine says for each layer which nodes it knows to be in it, and which tensors of the model it still reads and
-writes. Those tensors are borders: nodes between two of them that no layer names belong to the layer between them.
+An engine tells for each layer some of the nodes in it, and which tensors of the model it reads and writes. These
+tensors are borders between layers: a node that no layer names belongs to the layer between the same borders.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from qdqtune.graph.operators import ASKS_SHAPE, COMPUTE
 from qdqtune.graph.wire import parsed
 from qdqtune.types import Layer
 
-HEADS = COMPUTE | {"DequantizeLinear"}
-"""Operators that a fusion begins with: the other operators in it come behind them."""
+FIRST_IN_FUSION = COMPUTE | {"DequantizeLinear"}
+"""Operators that a fusion begins with: they are not fused with the producer of their input."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What an engine reports of one layer: names of nodes in it, and the model's tensors that it reads and writes."""
+    """What an engine tells of one layer: names of nodes in it, and tensors of the model that it reads and writes."""
 
     nodes: tuple[str, ...] = ()
     reads: frozenset[str] = frozenset()
@@ -32,19 +32,19 @@ class Claim:
 
 
 def read_model(path: Path) -> onnx.ModelProto:
-    """A model file as `parsed` gives it. Unnamed nodes carry the names that `loading.load` gives them."""
+    """A model file, as `parsed` reads it, with the names that `loading.load` gives to unnamed nodes."""
     model = parsed(path)
     name_nodes(model.graph)
     return model
 
 
 def cover(graph: onnx.GraphProto, claims: Sequence[Claim]) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
-    """Each node of `graph` once: in one of the layers, or among those that no layer runs.
+    """The nodes of each layer, and the nodes that no layer runs. Each node of `graph` is in one of these.
 
-    A node that several layers claim is the first one's. Nodes nobody claims join a neighbour: what makes their input
-    (not the operators of `HEADS`), or else what reads their output, across borders only as a last resort.
-    Constant nodes join a layer only where it reads what they start from (int8 weights behind a fused
-    DequantizeLinear); the others, and shapes known in advance, run nowhere.
+    A node that several layers claim belongs to the first. A node that no layer claims joins the layer of its producer
+    (unless it is one of `FIRST_IN_FUSION`), or else of its reader; across borders only if there is no other. A constant
+    node joins a layer only if that reads the constant it is computed from (int8 weights of a fused DequantizeLinear).
+    The other constant nodes, and shapes known in advance, run nowhere.
     """
     return _Assignment(graph, claims).result()
 
@@ -55,6 +55,8 @@ def never_run(nodes: tuple[str, ...]) -> tuple[Layer, ...]:
 
 
 class _Assignment:
+    """The steps of `cover`. `_home` is the number of the layer that a node is assigned to."""
+
     def __init__(self, graph: onnx.GraphProto, claims: Sequence[Claim]) -> None:
         self._claims = claims
         self._borders = frozenset[str]().union(*(claim.reads | claim.writes for claim in claims))
@@ -72,8 +74,8 @@ class _Assignment:
                     self._home.setdefault(name, number)
         self._known = {t.name for t in graph.initializer}
         self._fixed = self._constants()
-        self._draw_in_weights()
-        self._join()
+        self._assign_constants()
+        self._assign_others()
 
     def result(self) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
         covered: list[list[str]] = [[] for _ in self._claims]
@@ -83,7 +85,7 @@ class _Assignment:
         return [tuple(names) for names in covered], tuple(n for n in self._nodes if n not in self._home)
 
     def _constants(self) -> frozenset[str]:
-        """Nodes that nobody claims and whose results, from now on `_known`, do not depend on the graph's inputs."""
+        """Unclaimed nodes that do not depend on inputs of the graph. Their results become `_known`."""
         constants = set()
         for name, node in self._nodes.items():
             is_static = node.op_type in ASKS_SHAPE or self._known.issuperset(self._inputs[name])
@@ -92,7 +94,8 @@ class _Assignment:
                 self._known.update(node.output)
         return frozenset(constants)
 
-    def _draw_in_weights(self) -> None:
+    def _assign_constants(self) -> None:
+        """Assign constant nodes to the layers that read the constants they are computed from."""
         for name in reversed(self._nodes):
             if name in self._fixed:
                 for tensor in self._nodes[name].output:
@@ -102,7 +105,7 @@ class _Assignment:
                         self._home.setdefault(name, owner)
 
     def _starts_at(self, name: str, tensors: frozenset[str]) -> bool:
-        """Whether a constant node computes its result from one of `tensors` that is constant itself."""
+        """Whether a constant node is computed from a constant among `tensors`."""
         seen, stack = {name}, [name]
         while stack:
             inputs = self._known.intersection(self._inputs[stack.pop()])
@@ -113,18 +116,19 @@ class _Assignment:
             stack.extend(fresh)
         return False
 
-    def _join(self) -> None:
+    def _assign_others(self) -> None:
+        """Assign other nodes to the layers of their neighbours: within the borders first, then across them."""
         for borders in (self._borders, frozenset[str]()):
             before = -1
             while before != len(self._home):
                 before = len(self._home)
                 for name in self._left():
-                    if self._nodes[name].op_type not in HEADS:
+                    if self._nodes[name].op_type not in FIRST_IN_FUSION:
                         self._follow(name, self._makers(name, borders), max)
                 for name in reversed(list(self._left())):
                     outputs = (t for t in self._nodes[name].output if t not in borders)
                     self._follow(name, (user for t in outputs for user in self._users.get(t, ())), min)
-        for name in self._left():  # a DequantizeLinear that makes a graph output is read by nobody
+        for name in self._left():  # no node reads a DequantizeLinear that makes a graph output
             self._follow(name, self._makers(name), max)
 
     def _left(self) -> Iterator[str]:
@@ -134,7 +138,7 @@ class _Assignment:
         return (self._maker[t] for t in self._inputs[name] if t in self._maker and t not in borders)
 
     def _follow(self, name: str, neighbours: Iterable[str], choose: Callable[[Iterable[int]], int]) -> None:
-        """Join a neighbour: of those that make its inputs the one that runs last, of those that read it the first."""
+        """Assign a node to the layer of a neighbour: of its producers the last that runs, of its readers the first."""
         if owners := [self._home[n] for n in neighbours if n in self._home]:
             self._home[name] = choose(owners)
 

@@ -1,9 +1,11 @@
-"""Devices: the cores and the GPU of one worker, and how those of this host are divided among several workers."""
+"""The processor and the GPUs of this host: what they can do, and how they are divided among several workers."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import platform
+import re
 import shutil
 import socket
 import sys
@@ -17,16 +19,25 @@ from qdqtune.engines import CPU_PROVIDER, TENSORRT_FAMILY, EngineSpec
 from qdqtune.errors import BadOption, EngineUnavailable, one_line
 
 LEASE_SECONDS = 30.0
-"""How long a worker waits for a device whose last user is still ending: a GPU's memory is freed late."""
+"""How long a worker waits for a device whose last process is still ending: a GPU's memory is freed late. Chosen, not
+measured."""
 
 NVIDIA_SMI_SECONDS = 30.0
+"""How long nvidia-smi may take to answer. Chosen, not measured."""
+
+INSTRUCTION_SETS = ("avx2", "avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm")
+"""Those that decide which integer kernels run, as /proc/cpuinfo names them."""
+
+DOT_PRODUCTS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
+"""Those of x86 that add products of 8-bit values into 32 bits."""
+
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 @dataclass(frozen=True)
 class Device:
-    """Cores that no other worker uses, and a GPU by its number, or "". Without cores nothing is pinned. A device that a
-    cluster has yet to find will have at `least` so many cores."""
+    """Cores that no other worker uses, and the number of a GPU or "". A worker without cores is not pinned. For a
+    device that a cluster is to find, `least` is how many cores it must have."""
 
     name: str = ""
     cores: tuple[int, ...] = ()
@@ -35,23 +46,23 @@ class Device:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables that show a process its GPU only."""
+        """Environment variables that let a process see only its GPU."""
         return {"CUDA_VISIBLE_DEVICES": self.gpu} if self.gpu else {}
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of its cores and its GPU, each of which only one worker may hold."""
+        """Names of its cores and its GPU. Each may be held by one worker only."""
         return (*(f"core-{core}" for core in self.cores), *([f"gpu-{self.gpu}"] if self.gpu else ()))
 
 
 ANYWHERE = Device()
-"""No device of its own: a single worker shares the machine with other processes."""
+"""The device of a single worker, which shares the machine with other processes."""
 
 
 @contextlib.contextmanager
 def pinned(cores: Sequence[int]) -> Iterator[None]:
-    """Processes that this thread starts meanwhile run on these cores only. Does nothing without cores, or where the
-    system cannot pin."""
+    """Processes that this thread starts meanwhile run on these cores only. Without cores, and on systems that cannot
+    pin, nothing happens."""
     if not cores or sys.platform != "linux":
         yield
         return
@@ -65,11 +76,11 @@ def pinned(cores: Sequence[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def leased(device: Device, seconds: float = LEASE_SECONDS) -> Iterator[list[int]]:
-    """Hold a device: gives file descriptors, and a process that inherits them holds it until it ends, even by a kill.
+    """Hold a device. A process that inherits the file descriptors yielded holds it until it ends, also if it is killed.
     They are sockets with abstract names, which leave no file behind.
 
     Raises:
-        EngineUnavailable: another process still has it after so many seconds.
+        EngineUnavailable: another process still holds it after so many seconds.
     """
     held: list[socket.socket] = []
     until = time.monotonic() + seconds
@@ -87,7 +98,7 @@ def leased(device: Device, seconds: float = LEASE_SECONDS) -> Iterator[list[int]
 
 
 def _taken(part: str) -> socket.socket | None:
-    """A socket that holds a core or a GPU; None if another process holds it."""
+    """A socket that holds a core or a GPU; None if another process holds that."""
     lease = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         lease.bind(f"\0qdqtune-{part}")
@@ -98,7 +109,7 @@ def _taken(part: str) -> socket.socket | None:
 
 
 def is_free(part: str) -> bool:
-    """Whether no worker of any run on this host holds this core or GPU."""
+    """Whether no worker on this host holds this core or GPU."""
     if sys.platform != "linux":
         return True
     taken = _taken(part)
@@ -108,16 +119,16 @@ def is_free(part: str) -> bool:
 
 
 def needs_gpu(spec: EngineSpec) -> bool:
-    """Whether an engine runs on a GPU, so that each worker needs one of its own."""
+    """Whether an engine runs on a GPU: then each worker needs one of its own."""
     provider = str(spec.options.get("provider") or CPU_PROVIDER)
     return (spec.name in TENSORRT_FAMILY and not spec.options.get("target")) or provider != CPU_PROVIDER
 
 
 def cores_for(spec: EngineSpec, given: int | None) -> int:
-    """How many cores a worker gets: as many as the engine has threads, unless more are given.
+    """How many cores a worker gets: those `given`, by default as many as the engine has threads.
 
     Raises:
-        BadOption: fewer are given.
+        BadOption: the engine has more threads than cores are given.
     """
     threads = spec.options.get("threads")
     least = threads if isinstance(threads, int) and threads > 0 else 1
@@ -129,8 +140,8 @@ def cores_for(spec: EngineSpec, given: int | None) -> int:
 
 
 def allot(spec: EngineSpec, workers: int, cores_each: int | None = None) -> tuple[Device, ...]:
-    """Devices of this host for so many workers, no two of which share a core or a GPU. Physical cores are divided only
-    where there are too few of them.
+    """Devices of this host for so many workers. No two share a core or a GPU; they share a physical core only where
+    there are too few of them.
 
     Raises:
         BadOption: there are too few cores or GPUs.
@@ -150,28 +161,18 @@ def allot(spec: EngineSpec, workers: int, cores_each: int | None = None) -> tupl
         )
     whole = [cores for cores in free if cores]
     order = [cores[0] for cores in whole] if len(whole) >= wanted else [core for cores in whole for core in cores]
-    places = [tuple(order[n * each : (n + 1) * each]) for n in range(workers)]
-    return tuple(Device(f"worker-{n + 1}", places[n], gpus[n]) for n in range(workers))
-
-
-def devices_for(spec: EngineSpec, workers: int, cores_each: int | None = None) -> tuple[Device, ...]:
-    """`allot`; a single worker without a number of cores gets none of its own.
-
-    Raises:
-        BadOption: there are too few cores or GPUs.
-    """
-    return (ANYWHERE,) if workers == 1 and cores_each is None else allot(spec, workers, cores_each)
+    return tuple(Device(f"worker-{n + 1}", tuple(order[n * each : (n + 1) * each]), gpus[n]) for n in range(workers))
 
 
 def physical_cores() -> list[list[int]]:
-    """The logical cores that this process may use, those of one physical core together, neighbours in order."""
+    """The logical cores that this process may use, grouped by physical core, in the order of the sockets."""
     if not hasattr(os, "sched_getaffinity"):
         return [[core] for core in range(os.cpu_count() or 1)]
     cores: dict[tuple[int, int], list[int]] = {}
     for number in sorted(os.sched_getaffinity(0)):
-        place = TOPOLOGY / f"cpu{number}" / "topology"
+        topology = TOPOLOGY / f"cpu{number}" / "topology"
         try:
-            package, core = (int((place / name).read_bytes()) for name in ("physical_package_id", "core_id"))
+            package, core = (int((topology / name).read_bytes()) for name in ("physical_package_id", "core_id"))
             key = (package, core)
         except (OSError, ValueError):
             key = (0, number)
@@ -180,14 +181,14 @@ def physical_cores() -> list[list[int]]:
 
 
 def gpus_here() -> tuple[str, ...]:
-    """The GPUs that this process may use, as CUDA numbers them."""
+    """CUDA's numbers of the GPUs that this process may use."""
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return tuple(name for name in visible.split(",") if name and name != "-1")
     return tuple(index for (index,) in nvidia_smi("index")[0] if index.isdigit())
 
 
 def nvidia_smi(fields: str, *more: str) -> tuple[list[list[str]], str]:
-    """A row of these fields for each GPU of this host, from nvidia-smi; or why there are none."""
+    """What nvidia-smi says of each GPU of this host: a row of these fields for each, or no rows and the reason."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return [], "no NVIDIA driver: there is no nvidia-smi"
@@ -200,3 +201,34 @@ def nvidia_smi(fields: str, *more: str) -> tuple[list[list[str]], str]:
     if done.returncode or not rows:
         return [], f"nvidia-smi finds none: {one_line(done.stderr.strip() or done.stdout)}"
     return rows, ""
+
+
+def usable_cores() -> int:
+    """Cores that this process may use; more threads than that would wait for each other."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processor_name(cpuinfo: str | None = None) -> str:
+    """The name of the processor. `cpuinfo`, here and below, is the text of /proc/cpuinfo; None reads it."""
+    return _field(cpuinfo, "model name") or platform.processor() or platform.machine()
+
+
+def instruction_sets(cpuinfo: str | None = None) -> tuple[str, ...]:
+    """Those of `INSTRUCTION_SETS` that the processor has."""
+    flags = _field(cpuinfo, "flags", "Features").split()
+    return tuple(name for name in INSTRUCTION_SETS if name in flags)
+
+
+def products_saturate(machine: str | None = None, cpuinfo: str | None = None) -> bool:
+    """Whether sums of two u8 x s8 products saturate: on x86 without a dot product, and where nothing is known."""
+    is_arm = (machine or platform.machine()).lower() in ("aarch64", "arm64")
+    return not is_arm and not DOT_PRODUCTS.intersection(instruction_sets(cpuinfo))
+
+
+def _field(cpuinfo: str | None, *names: str) -> str:
+    """The first of these fields in /proc/cpuinfo; "" where it has none of them, or cannot be read."""
+    if cpuinfo is None:
+        with contextlib.suppress(OSError):
+            cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    line = re.search(rf"^(?:{'|'.join(names)})\s*:\s*(.*)$", cpuinfo or "", re.MULTILINE)
+    return line[1].strip() if line else ""

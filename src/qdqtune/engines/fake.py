@@ -6,13 +6,13 @@ engines where it matters for placing Q/DQ pairs:
 - Work is counted in multiply-adds for Conv, ConvTranspose, Gemm and MatMul, in output elements for everything else,
   plus a fixed cost for each node that runs. Inputs bring their sizes; what stays unknown counts as 1.
 - A Relu or Clip behind a compute operator that it alone consumes is fused into it.
-- An operator that has an integer kernel uses it if all its inputs (biases aside) come out of DequantizeLinear and
-  everything that reads its output is a QuantizeLinear. It then costs a fraction, and absorbs that QuantizeLinear.
+- An operator with an integer kernel uses it if all its inputs (biases aside) come out of DequantizeLinear and only
+  QuantizeLinear reads its output. It then costs a fraction, and absorbs that QuantizeLinear.
 - A DequantizeLinear is absorbed if all its readers run in integers, or if it reads a constant; a QuantizeLinear, if its
   producer runs in integers. All others run, and cost like any node of their size.
 
-So a pair around one small or unsupported operator costs more than it gains, and a chain of pairs around large ones
-gains: the best placement is neither nothing nor everything.
+So pairs around one small or unsupported operator cost more than they gain, and a chain of pairs around large operators
+gains: the best placement is neither empty nor full.
 """
 
 from __future__ import annotations
@@ -45,10 +45,13 @@ ELEMENTS_PER_SECOND = 4e9
 SECONDS_PER_NODE = 2e-6
 COMPUTE_FRACTION = 0.3
 MEMORY_FRACTION = 0.4
-AR1_MEMORY = 0.995
+"""Speed on floats, and what part of the time integers take. Chosen, not measured: of the order of one CPU core."""
+
+DRIFT_CORRELATION = 0.995
 """Correlation of the drift from one sample to the next: it turns around within some hundreds of samples."""
+
 SHAPE_BYTES = 1024
-"""Larger constants are weights: shape inference has no use for their values and much trouble with their size."""
+"""Larger constants are weights. Shape inference does not need their values, and is slow with large ones."""
 
 DEQUANTIZES = 19
 """The first opset of which the reference evaluator has the operator DequantizeLinear."""
@@ -58,74 +61,73 @@ INTEGER_KERNELS = COMPUTE | MOVES | {"Add", "AveragePool", "Concat", "GlobalAver
 FAULTS = ("crash", "hang", "nan", "refuse")
 
 
-def create(
-    seed: int = 0,
-    noise: float = 0.0,
-    drift: float = 0.0,
-    spikes: float = 0.0,
-    asymmetric: bool = False,
-    build_seconds: float = 0.0,
-    faults: Mapping[str, str] | None = None,
-    hide_times: bool = False,
-    threads: int = 1,
-    builds_aside: int = 0,
-) -> Fake:
-    """The engine.
-
-    Args:
-        seed: of the noise. The n-th call of `time` draws the same noise whatever the clock says.
-        noise: standard deviation of independent noise on each sample, relative.
-        drift: standard deviation of a slow drift that neighbouring samples share, relative (0.1 swings by 30 %).
-        spikes: probability that a sample takes up to three times as long.
-        asymmetric: numbers like ONNX Runtime on a CPU (uint8, int32 bias) where the default is like TensorRT.
-        build_seconds: how long each build takes, in real time.
-        faults: `refuse`, `crash`, `hang` (when built) or `nan` (when run) to a pattern of node names: what happens to
-            a model that has a Q/DQ pair on an input of such a node.
-        hide_times: layer reports have no times, like those of engines that cannot tell.
-        threads: multiply-adds are divided among so many; all else takes as long as on one.
-        builds_aside: how many builds are made at once in processes beside the one that times.
-
-    Raises:
-        BadOption: an unknown kind of fault, or a negative number.
-    """
-    if unknown := sorted(set(faults or {}) - set(FAULTS)):
-        raise BadOption(f"engine 'fake' knows no fault {unknown[0]!r}; it has {', '.join(FAULTS)}")
-    if min(noise, drift, spikes, build_seconds, seed, threads - 1, builds_aside) < 0:
-        raise BadOption("engine 'fake' takes no negative numbers")
-    return Fake(_Noise(seed, noise, drift, spikes), asymmetric, build_seconds, dict(faults or {}), hide_times, threads)
-
-
 @dataclass(frozen=True)
+class FakeOptions:
+    """Options of the fake engine.
+
+    seed: of the noise. The n-th call of `time` draws the same noise, whatever the clock says.
+    noise: standard deviation of independent noise on each sample, relative.
+    drift: standard deviation of a slow drift that neighbouring samples share, relative (0.1 swings by 30 %).
+    spikes: probability that a sample takes up to three times as long.
+    asymmetric: numbers like those of ONNX Runtime on a CPU (uint8, int32 bias); by default like those of TensorRT.
+    build_seconds: how long each build takes, in real time.
+    faults: a pattern of node names for `refuse`, `crash`, `hang` (when built) or `nan` (when run): what happens to a
+        model with a Q/DQ pair on an input of such a node.
+    hide_times: layer reports have no times, like those of engines that cannot time layers.
+    threads: multiply-adds are divided among so many; all else takes as long as on one.
+    builds_aside: how many builds are made at once in processes beside the one that times.
+    """
+
+    seed: int = 0
+    noise: float = 0.0
+    drift: float = 0.0
+    spikes: float = 0.0
+    asymmetric: bool = False
+    build_seconds: float = 0.0
+    faults: Mapping[str, str] | None = None
+    hide_times: bool = False
+    threads: int = 1
+    builds_aside: int = 0
+
+    def __post_init__(self) -> None:
+        if unknown := sorted(set(self.faults or {}) - set(FAULTS)):
+            raise BadOption(f"engine 'fake' knows no fault {unknown[0]!r}; it has {', '.join(FAULTS)}")
+        numbers = self.noise, self.drift, self.spikes, self.build_seconds, self.seed, self.builds_aside
+        if min(*numbers, self.threads - 1) < 0:
+            raise BadOption("engine 'fake' takes no negative numbers")
+
+
+def create(options: FakeOptions) -> Fake:
+    """The engine."""
+    return Fake(options)
+
+
 class Fake:
     """Builds models for the reference evaluator and the cost model."""
 
-    noise: _Noise
-    asymmetric: bool
-    build_seconds: float
-    faults: Mapping[str, str]
-    hide_times: bool
-    threads: int
+    def __init__(self, options: FakeOptions) -> None:
+        self._options, self._noise = options, _Noise(options)
 
     def describe(self) -> dict[str, str]:
         """Name, version of the cost model, and the options that change its latencies or numbers."""
-        numbers, threads = "asymmetric" if self.asymmetric else "symmetric", str(self.threads)
+        numbers, threads = "asymmetric" if self._options.asymmetric else "symmetric", str(self._options.threads)
         return {"engine": "fake", "version": "1", "device": "cost model", "threads": threads, "numbers": numbers}
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
         """Like TensorRT; int8 like ONNX Runtime's CPU with the option `asymmetric`."""
-        if quant_type == "int8" and self.asymmetric:
+        if quant_type == "int8" and self._options.asymmetric:
             return NumericFormat(
                 QType.UINT8, QType.INT8, symmetric=False, bias="int32", drop_clamps=True, shared_scale_ops=MOVES
             )
         return formats.fake(quant_type)
 
     def build(self, model: Path, log: Path) -> FakeModel:
-        """Read the model, go through the faults, and work out the latency.
+        """Read the model, apply the faults, and compute the latency.
 
         Raises:
             EngineFailure: the model is invalid, or an option says that it is refused.
         """
-        time.sleep(self.build_seconds)
+        time.sleep(self._options.build_seconds)
         return self.load(model, model, log)
 
     def compile(self, model: Path, log: Path, plan: Path) -> None:
@@ -142,9 +144,9 @@ class Fake:
                 if len(tensor.raw_data) > SHAPE_BYTES:
                     tensor.ClearField("raw_data")
             fault = self._fault(proto)
-            costs = _Costs(proto, self.threads)
+            costs = CostModels(proto, self._options.threads)
             seconds = costs.of({}).seconds  # also a check that the cost model can read it
-        except Exception as error:  # protobuf, the checker and shape inference raise what they like
+        except Exception as error:  # what protobuf, the checker and shape inference raise has no common class
             with log.open("a") as file:
                 file.write(f"{error}\n")
             raise EngineFailure(f"fake engine: {one_line(error)}") from error
@@ -156,34 +158,32 @@ class Fake:
             os._exit(70)
         while fault == "hang":
             time.sleep(3600)
-        return FakeModel(model, costs, self.noise, spoiled=fault == "nan", timed=not self.hide_times)
+        return FakeModel(model, costs, self._noise, spoiled=fault == "nan", timed=not self._options.hide_times)
 
     def _fault(self, proto: onnx.ModelProto) -> str | None:
+        """The fault of a model, if it has a pair at a node of one."""
+        faults = self._options.faults or {}
         dequantized = {n.output[0] for n in proto.graph.node if n.op_type == "DequantizeLinear"}
         named = [n.name for n in proto.graph.node if n.op_type != "QuantizeLinear" and dequantized & set(n.input)]
-        known = (kind for kind in FAULTS if kind in self.faults)
-        return next((k for k in known if any(fnmatchcase(name, self.faults[k]) for name in named)), None)
+        known = (kind for kind in FAULTS if kind in faults)
+        return next((kind for kind in known if any(fnmatchcase(name, faults[kind]) for name in named)), None)
 
 
 class FakeModel:
     """A model with its modelled latency."""
 
-    def __init__(self, path: Path, costs: _Costs, noise: _Noise, *, spoiled: bool, timed: bool) -> None:
+    def __init__(self, path: Path, costs: CostModels, noise: _Noise, *, spoiled: bool, timed: bool) -> None:
         self._path, self._costs, self._noise = path, costs, noise
         self._spoiled, self._timed = spoiled, timed
         self._evaluator: ReferenceEvaluator | None = None
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
-        """Outputs as ONNX defines them, or all NaN where a fault says so.
-
-        Raises:
-            EngineFailure: the reference evaluator cannot run the model on these inputs.
-        """
+        """`Built.run`: outputs as ONNX defines them, or all NaN where a fault says so."""
         try:
             if self._evaluator is None:  # weights are read here: models that are only timed never need them
                 self._evaluator = _evaluator(onnx.load(self._path))
             outputs = dict(zip(self._evaluator.output_names, self._evaluator.run(None, dict(inputs)), strict=True))
-        except Exception as error:  # the reference evaluator raises what its Python code raises
+        except Exception as error:  # whatever its Python code raises
             raise EngineFailure(f"fake engine: {one_line(error)}") from error
         if not self._spoiled:
             return outputs
@@ -199,11 +199,7 @@ class FakeModel:
         return layers if self._timed else tuple(replace(layer, time_ms=None) for layer in layers)
 
     def save(self, path: Path) -> None:
-        """Refuse.
-
-        Raises:
-            EngineFailure: always.
-        """
+        """Raise EngineFailure."""
         raise EngineFailure("fake engine: it has no format of its own to save")
 
     def close(self) -> None:
@@ -212,7 +208,7 @@ class FakeModel:
 
 
 class DequantizeLinear(OpRun):
-    """The operator before opset 19, with which the reference evaluator begins. It goes by the name of the class."""
+    """The operator before opset 19, the first that the reference evaluator has. It knows this one by the class name."""
 
     op_domain = ""
     op_schema = onnx.defs.get_schema("DequantizeLinear", 13)
@@ -231,38 +227,38 @@ def _evaluator(model: onnx.ModelProto) -> ReferenceEvaluator:
 class _Noise:
     """A stream of factors around 1, one for each sample."""
 
-    def __init__(self, seed: int, noise: float, drift: float, spikes: float) -> None:
-        self._random = np.random.default_rng(seed)
-        self._noise, self._drift, self._spikes = noise, drift, spikes
+    def __init__(self, options: FakeOptions) -> None:
+        self._random = np.random.default_rng(options.seed)
+        self._noise, self._drift, self._spikes = options.noise, options.drift, options.spikes
         self._state = self._random.standard_normal()
 
     def factor(self) -> float:
         own, step = self._random.standard_normal(2)
         lucky, height = self._random.random(2)
-        self._state = AR1_MEMORY * self._state + sqrt(1 - AR1_MEMORY**2) * step
+        self._state = DRIFT_CORRELATION * self._state + sqrt(1 - DRIFT_CORRELATION**2) * step
         spike = 1 + 2 * height if lucky < self._spikes else 1.0
         return float(exp(self._noise * own + self._drift * self._state) * spike)
 
 
 def latency(model: onnx.ModelProto, threads: int = 1, inputs: Tensors = MappingProxyType({})) -> float:
     """Modelled seconds of one inference (see the module's text). Constants may be external."""
-    return _Costs(model, threads).of(inputs).seconds
+    return CostModels(model, threads).of(inputs).seconds
 
 
-class _Costs:
-    """The cost models of one file: one for each set of sizes that its inputs leave open."""
+class CostModels:
+    """The cost models of one file: one for each set of sizes of its open inputs."""
 
     def __init__(self, model: onnx.ModelProto, threads: int) -> None:
         self._model, self._threads = model, threads
         self._open = [v.name for v in model.graph.input if not _is_fixed(v)]
-        self._known: dict[tuple[tuple[int, ...], ...], _CostModel] = {}
+        self._known: dict[tuple[tuple[int, ...], ...], CostModel] = {}
 
-    def of(self, inputs: Tensors) -> _CostModel:
+    def of(self, inputs: Tensors) -> CostModel:
         """The cost model for the sizes of these inputs."""
         sizes = {name: np.shape(inputs[name]) for name in self._open if name in inputs}
         key = tuple(sizes.values())
         if key not in self._known:
-            self._known[key] = _CostModel(_sized(self._model, sizes), self._threads)
+            self._known[key] = CostModel(_sized(self._model, sizes), self._threads)
         return self._known[key]
 
 
@@ -283,7 +279,9 @@ def _sized(model: onnx.ModelProto, sizes: Mapping[str, tuple[int, ...]]) -> onnx
     return copy
 
 
-class _CostModel:
+class CostModel:
+    """What each node of a model with known sizes costs; see the module's text."""
+
     def __init__(self, model: onnx.ModelProto, threads: int = 1) -> None:
         self.pace = MULTIPLY_ADDS_PER_SECOND * threads
         graph = onnx.shape_inference.infer_shapes(model).graph
@@ -304,6 +302,7 @@ class _CostModel:
 
     @cached_property
     def seconds(self) -> float:
+        """One inference."""
         return sum(self._node_seconds(node) for node in self.nodes) or SECONDS_PER_NODE
 
     def layers(self) -> tuple[Layer, ...]:

@@ -6,23 +6,23 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Literal
 
-from qdqtune.engines import MODULES, TENSORRT_FAMILY, cpu
+from qdqtune.engines import MODULES, TENSORRT_FAMILY, devices
 from qdqtune.errors import BadOption
 from qdqtune.types import NumericFormat, QType, QuantType, WeightFormat
 
-# Observed with ONNX Runtime 1.31: between a DQ and a Q of one scale it runs exactly these on 8-bit values (Resize when
-# it is nearest). Pad, SpaceToDepth and GatherND stay in float whatever their scales are; Concat and the average pools
-# have kernels that take a scale for each side.
 ONNXRUNTIME_SHARED = frozenset({
     "DepthToSpace", "Expand", "Flatten", "Gather", "GatherElements", "Identity", "MaxPool", "ReduceMax", "ReduceMin",
     "Reshape", "Resize", "Slice", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze",
 })  # fmt: skip
+"""Operators that ONNX Runtime runs on 8-bit values between a DQ and a Q of one scale. Observed with version 1.31
+(Resize: if it is nearest). Pad, SpaceToDepth and GatherND stay in float; Concat and average pools have kernels with a
+scale for each side."""
 
 MOVED_ACROSS = frozenset({
     "Concat", "DepthToSpace", "Expand", "Flatten", "Gather", "Identity", "MaxPool", "Reshape", "Slice", "SpaceToDepth",
     "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze",
 })  # fmt: skip
-"""Operators that TensorRT and OpenVINO move a Q or a DQ across: with one scale on both sides the pairs become one."""
+"""Operators across which TensorRT and OpenVINO move a Q or a DQ. With one scale on both sides two pairs become one."""
 
 
 def numeric_format(engine: str, quant_type: QuantType) -> NumericFormat:
@@ -37,10 +37,11 @@ def numeric_format(engine: str, quant_type: QuantType) -> NumericFormat:
 
 
 def usual_precision(engine: str, version: str = "") -> Literal["fp32", "fp16"]:
-    """The default precision of what stays in float: float16 for the TensorRT family, which takes types from the graph.
+    """The default precision of nodes that stay in float: float16 for the TensorRT family, which takes types from the
+    graph.
 
-    In float32 nothing but pairs would be fast there, and attention not fused at all: most of what 8 bits gain would be
-    the gain of half precision. TensorRT before 10 chooses types itself. An unknown version is a late one.
+    In float32 only quantized nodes would be fast there, and attention would not be fused: most of the gain of 8 bits
+    would be that of half precision. TensorRT before 10 chooses types itself. An unknown version counts as a recent one.
     """
     major = version.split(".")[0]
     chooses = engine != "tensorrt-rtx" and major.isdecimal() and int(major) < 10
@@ -50,8 +51,8 @@ def usual_precision(engine: str, version: str = "") -> Literal["fp32", "fp16"]:
 def onnxruntime(quant_type: QuantType) -> NumericFormat:
     """ONNX Runtime on the CPU: uint8 activations.
 
-    On x86 int8 activations are several times slower. On ARM the convolution kernels serve both, but Concat has a kernel
-    for uint8 only, and zero points let a pair stand for a Relu: so uint8 there as well.
+    On x86 int8 activations are several times slower. On ARM convolution kernels take both, but Concat has a kernel for
+    uint8 only, and with zero points a pair can replace a Relu: so uint8 there as well.
 
     Raises:
         BadOption: for FP8.
@@ -62,7 +63,7 @@ def onnxruntime(quant_type: QuantType) -> NumericFormat:
         QType.UINT8,
         QType.INT8,
         symmetric=False,
-        reduced_weights=cpu.products_saturate(),
+        reduced_weights=devices.products_saturate(),
         bias="int32",
         drop_clamps=True,
         shared_scale_ops=ONNXRUNTIME_SHARED,
@@ -72,16 +73,18 @@ def onnxruntime(quant_type: QuantType) -> NumericFormat:
 def openvino(quant_type: QuantType) -> NumericFormat:
     """OpenVINO on the CPU: symmetric on both sides, int8, or uint8 for tensors without negative values.
 
-    Observed with OpenVINO 2026.4 on x86 without VNNI, one thread, against float. The product of two activations has
-    an integer kernel for symmetric numbers only, and each zero point elsewhere is work of its own: as
-    quantize_static places pairs, efficientnet_b0 takes 1.08 with int8 and 1.43 with uint8, deit_small 1.20 and
-    1.31. With VNNI, whose products take uint8 on the left, int8 behind a Relu costs: 0.47 against 0.40 on
-    mobilenet_v2, and 1.6 dB. Sums of two products saturate (weights of 127: off by half and more; of 63: exact). A
-    clamp between a convolution and a pair is fused with both, so dropping it gains nothing, nor does an int32 bias. A
-    pair behind a Concat or MaxPool is moved into the kernels in front of it: at a scale of its own these round twice,
-    and squeezenet takes 0.36 of float where it takes 0.24 at common ones, with 4 dB more. An int8 pair between a Concat
-    and a Conv is rounded to steps of 1 whatever its scale is, 15 dB in place of exact; uint8 around 128 is not, and the
-    same kernels run.
+    Measured with OpenVINO 2026.4 on x86 without VNNI, one thread; times are relative to float:
+
+    - The product of two activations has an integer kernel for symmetric numbers only, and zero points elsewhere cost
+      time. With the pairs of quantize_static, efficientnet_b0 takes 1.08 with int8 and 1.43 with uint8, deit_small 1.20
+      and 1.31. VNNI multiplies uint8 with int8, so int8 behind a Relu costs time there (mobilenet_v2: 0.47, not 0.40),
+      and 1.6 dB.
+    - Sums of two products saturate: with weights of 127 they are off by half and more, with weights of 63 exact.
+    - A clamp between a convolution and a pair is fused with both. So neither dropping it nor an int32 bias gains time.
+    - A pair behind a Concat or MaxPool is moved into the kernels in front. With a scale of its own it is rounded twice:
+      squeezenet takes 0.36, and with common scales 0.24 with 4 dB more.
+    - An int8 pair between a Concat and a Conv is rounded to steps of 1 whatever its scale is: 15 dB instead of exact
+      values. A uint8 pair around 128 is exact, and the same kernels run.
 
     Raises:
         BadOption: for FP8.
@@ -93,7 +96,7 @@ def openvino(quant_type: QuantType) -> NumericFormat:
         QType.INT8,
         symmetric=True,
         unsigned=True,
-        reduced_weights=cpu.products_saturate(),
+        reduced_weights=devices.products_saturate(),
         shared_scale_ops=MOVED_ACROSS,
     )
 
@@ -101,7 +104,8 @@ def openvino(quant_type: QuantType) -> NumericFormat:
 def tensorrt(quant_type: QuantType, *, explicit_weights: bool = True) -> NumericFormat:
     """TensorRT: symmetric int8 with per-channel weights, or FP8 E4M3 per tensor; biases stay in float.
 
-    Version 8.6 takes no integer weights: without `explicit_weights` they stay in float, in front of a Q and a DQ.
+    Without `explicit_weights` (version 8.6) weights stay in float, in front of a Q and a DQ: it takes no integers
+    there.
     """
     if quant_type == "int8":
         return NumericFormat(
@@ -126,48 +130,48 @@ PRODUCTS = frozenset({"Gemm", "MatMul"})
 
 
 def weight_formats(engine: str, operator: str = "MatMul") -> tuple[WeightFormat, ...]:
-    """The ways to store weights for which an engine has kernels of an operator, the usual ones first.
+    """The weight formats for which an engine has kernels of an operator, the usual ones first.
 
-    Observed. ONNX Runtime 1.31 makes MatMulNBits of blocks of 16 to 256 of a product's inputs, in 4 and 8 bits (a
-    scale for all of a channel becomes blocks of 32 with that scale), and of nothing else; it computes on 8-bit
-    activations then. Zero points take no more time there and leave 0.8 dB less noise. OpenVINO 2026.4 takes the
-    integers into FullyConnected. TensorRT documents blocks of 64 and 128 of signed 4 bits. TensorRT-RTX 1.7 takes
-    blocks of 32 too, and a scale for each channel of 8 bits; blocks of 8 bits get a kernel of their own, and zero
-    points are refused. A Gather of integers is ours.
+    Observed, where nothing else is said:
+
+    - ONNX Runtime 1.31 makes MatMulNBits of blocks of 16 to 256 of a product's inputs, in 4 and 8 bits (of one scale a
+      channel blocks of 32 with that scale), and computes on 8-bit activations then. It has no other kernels. Zero
+      points take no more time there and leave 0.8 dB less noise.
+    - OpenVINO 2026.4 takes the integers into FullyConnected.
+    - TensorRT documents blocks of 64 and 128 of signed 4 bits. TensorRT-RTX 1.7 also takes blocks of 32, and 8 bits
+    with
+      a scale for each channel. Blocks of 8 bits get a kernel of their own; zero points are refused.
+    - A Gather of integers needs no kernel of the engine: qdqtune writes it as nodes.
     """
-    names = STORAGES.get(engine, {})
+    names = WEIGHT_FORMATS.get(engine, {})
     return tuple(WeightFormat.named(name) for name in names.get(operator, ()))
 
 
-def storages_like(engine: str, wanted: str, operator: str = "MatMul") -> tuple[WeightFormat, ...]:
-    """Those of `weight_formats` that a name means, the nearest first: w8 and w4 mean all of so many bits, others
-    themselves.
-
-    A table of Gather has 8 bits where 4 are asked for.
-    """
+def weight_formats_like(engine: str, wanted: str, operator: str = "MatMul") -> tuple[WeightFormat, ...]:
+    """Those of `weight_formats` that a name means, the nearest first: w8 and w4 mean all of so many bits, other names
+    one format. A table of Gather has 8 bits even where 4 are asked for."""
     known = weight_formats(engine, operator)
     exact = [s for s in known if s.name == wanted]
     alike = [s for s in known if wanted == s.family or operator == "Gather"]
     return tuple(dict.fromkeys((*exact, *alike)))
 
 
-def wanted_storage(engine: str, wanted: str) -> str:
-    """The name of a weight format or of a family that an engine has for products.
+def checked_weight_format(engine: str, wanted: str) -> str:
+    """The name of a weight format or of a family, if the engine has kernels of products for it.
 
     Raises:
         BadOption: it has none.
     """
-    if not storages_like(engine, wanted):
-        known = ", ".join(
-            dict.fromkeys((*(s.family for s in weight_formats(engine)), *(s.name for s in weight_formats(engine))))
-        )
-        raise BadOption(f"{engine} has no kernels for weights stored as {wanted!r}; it has {known or 'none'}")
+    known = weight_formats(engine)
+    if not weight_formats_like(engine, wanted):
+        names = ", ".join(dict.fromkeys((*(s.family for s in known), *(s.name for s in known))))
+        raise BadOption(f"{engine} has no kernels for weights stored as {wanted!r}; it has {names or 'none'}")
     return wanted
 
 
 _ON_CPU = "w4b32", "w4b128", "w4b32a", "w4b128a", "w8", "w8b32", "w8b128"
 
-STORAGES: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType({
+WEIGHT_FORMATS: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType({
     "onnxruntime": {**dict.fromkeys(PRODUCTS, tuple(dict.fromkeys(("w4b32a", *_ON_CPU)))), "Gather": ("w8",)},
     "openvino": dict.fromkeys(PRODUCTS, _ON_CPU),
     "tensorrt": dict.fromkeys(PRODUCTS, ("w4b64", "w4b128")),

@@ -1,45 +1,45 @@
-"""How many bytes of model files engine processes may hold together, and builds where memory is scarce.
+"""How much memory engine processes take: a budget for the builds that they hold, and settings of the C library.
 
-Without a budget each process keeps what it has loaded, which is fastest. For a model of several GB that would be
-several times its size; with a budget, builds that were not used for longest are freed, and made again when needed.
+Without a budget each process keeps all builds that it has loaded, which is fastest. For a model of several GB that
+would be several times its size. With a budget, the builds that were unused for longest are freed, and made again when
+they are needed.
 """
 
 from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-LARGE, ROOM = 2**30, 1.3
-"""Bytes from which a model is large, and how many times its size may then be held: the float build, and one with
-weights of 8 bits, which take a quarter of it."""
+LARGE_MODEL, BUDGET_FACTOR = 2**30, 1.3
+"""A model of at least so many bytes has a budget, of so many times its size: room for the float build, and for one with
+weights of 8 bits, which take a quarter. Below 1 GiB several builds fit into the memory of any machine that tunes."""
 
-SHORT = re.compile(
+OUT_OF_RESOURCES = re.compile(
     r"out of ?memory|bad[ _]alloc|(failed|cannot|unable) to allocate|cannot allocate|no space left|disk quota"
     r"|file too large|too many open files",
     re.IGNORECASE,
 )
-"""How engines and systems say that memory or disk was short, which says nothing about the model."""
+"""How engines and systems say that memory or disk ran out, which says nothing about the model."""
 
-_MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None)
-"""Sets how the C library takes memory, where that is glibc."""
+_LIBC = ctypes.CDLL(None)
 
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-"""Of malloc.h: how much may be free at the end of the heap, and from which size on a block is a mapping of its own."""
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's mallopt, from malloc.h: how much may be free at the end of the heap, and the size from which a
+block is a memory mapping of its own, which goes back to the system when it is freed."""
 
-APART, USUAL = 2**18, 2**25
-"""Such sizes: where memory is scarce, and the one that glibc arrives at by itself in a process that frees large blocks.
-What these leave free in the heap stays with the process: weights that a build repacks take twice to four times their
-size until it is done."""
+SCARCE_MMAP, USUAL_MMAP = 2**18, 2**25
+"""The size of such blocks where memory is scarce, and the one that glibc chooses by itself in a process that frees
+large blocks. With the latter, freed weights stay in the heap: repacking takes two to four times their size."""
 
 Build = tuple[int, int]
 """A runner that holds a build, and the number of the build there."""
 
 
 class MemoryBudget:
-    """Builds in the order of their last use, each with its bytes and a function that frees it. For one thread."""
+    """Builds in the order of their last use, each with its bytes and a function that frees it. Not for threads."""
 
     def __init__(self, nbytes: float) -> None:
         self._nbytes = nbytes
@@ -47,11 +47,11 @@ class MemoryBudget:
 
     @classmethod
     def for_model(cls, nbytes: int) -> MemoryBudget | None:
-        """The budget of engines that load versions of a model of that size; None for one that is not large."""
-        return cls(ROOM * nbytes) if nbytes >= LARGE else None
+        """The budget for builds of versions of a model of that size; None for a model that is not large."""
+        return cls(BUDGET_FACTOR * nbytes) if nbytes >= LARGE_MODEL else None
 
     def make_room(self, nbytes: int, needed: frozenset[Build]) -> None:
-        """Free the builds that were not used for longest until `nbytes` more fit, but none that is `needed` now."""
+        """Free the builds that were unused for longest until `nbytes` more fit, but none that is `needed` now."""
         for build in [b for b in self._held if b not in needed]:
             if sum(size for size, _ in self._held.values()) + nbytes <= self._nbytes:
                 return
@@ -59,7 +59,7 @@ class MemoryBudget:
             free()
 
     def add(self, build: Build, nbytes: int, free: Callable[[], None]) -> None:
-        """Count a build that was made."""
+        """Add a build that was made."""
         self._held[build] = nbytes, free
 
     def use(self, build: Build) -> None:
@@ -67,7 +67,7 @@ class MemoryBudget:
         self._held[build] = self._held.pop(build)
 
     def remove(self, build: Build) -> None:
-        """Count a build no longer, if it is counted."""
+        """Remove a build, if it is there."""
         self._held.pop(build, None)
 
 
@@ -76,22 +76,28 @@ _is_scarce: ContextVar[bool] = ContextVar("memory is scarce", default=False)
 
 @contextmanager
 def scarce_memory() -> Iterator[None]:
-    """Builds made meanwhile give back at once what they free, and hold no weight twice. Used by worker processes."""
+    """In a worker process: builds made meanwhile return memory as soon as they free it, and hold no weight twice."""
     token = _is_scarce.set(True)
-    _set({MMAP_THRESHOLD: APART})
+    _set_malloc(M_MMAP_THRESHOLD, SCARCE_MMAP)
     try:
         yield
-    finally:  # inferences take memory as they do in other processes
-        _set({MMAP_THRESHOLD: USUAL, TRIM_THRESHOLD: 2 * USUAL})
+    finally:  # inferences allocate as in other processes
+        _set_malloc(M_MMAP_THRESHOLD, USUAL_MMAP)
+        _set_malloc(M_TRIM_THRESHOLD, 2 * USUAL_MMAP)
         _is_scarce.reset(token)
 
 
 def is_scarce() -> bool:
-    """Whether an engine is called in `scarce_memory`."""
+    """Whether this is called in `scarce_memory`."""
     return _is_scarce.get()
 
 
-def _set(sizes: Mapping[int, int]) -> None:
-    if _MALLOPT is not None:
-        for parameter, size in sizes.items():
-            _MALLOPT(parameter, size)
+def return_free_memory() -> None:
+    """Return free memory to the system where the C library is glibc, which keeps what lies between blocks in use."""
+    if (trim := getattr(_LIBC, "malloc_trim", None)) is not None:
+        trim(0)
+
+
+def _set_malloc(parameter: int, size: int) -> None:
+    if (mallopt := getattr(_LIBC, "mallopt", None)) is not None:
+        mallopt(parameter, size)

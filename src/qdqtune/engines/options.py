@@ -1,4 +1,4 @@
-"""The options that name an engine, and how many of it work side by side."""
+"""The options that choose an engine, and the number of workers that measure side by side."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import click
 
 from qdqtune.engines import MODULES, TENSORRT_FAMILY, THREADED, EngineSpec
 from qdqtune.engines.runner import TIME_LIMIT
-from qdqtune.engines.shapes import OPTIONS as SHAPE_OPTIONS
-from qdqtune.engines.tensorrt.options import timing_cache
+from qdqtune.engines.tensorrt.options import SHAPE_OPTIONS, timing_cache
 from qdqtune.graph.may_write import Output
 from qdqtune.options import (
     ANYTHING,
@@ -38,11 +37,11 @@ from qdqtune.options import (
 )
 
 MOST_THREADS = max(16, os.cpu_count() or 1)
-"""More than the machine has slow it down without end: idle ones wait busily."""
+"""More threads than cores slow a machine down by orders of magnitude, since idle ones spin."""
 
 ENGINE_NAMES = ", ".join(sorted(set(MODULES) - {"fake"})) + " or fake"
 SHAPE = "NAME:1x3x224x224"
-OWN = (
+ENGINE_OPTIONS = (
     "provider",
     "target",
     "min_shapes",
@@ -55,16 +54,16 @@ OWN = (
     "trtexec",
     "trtexec_args",
 )
-"""Options that are the engine's own under the same name."""
+"""Options that are passed on to the engine under the same name."""
 
 
 def tensorrt_option(kind: click.ParamType[Any], help: str, **how: Any) -> Any:
-    """An option of TensorRT's engines, which few need."""
+    """A rare option of TensorRT's engines."""
     return option(kind, None, help, "Engine", is_rare=True, **how)
 
 
 def time_limit_option() -> Any:
-    """How long one request may take: `time_limit`."""
+    """The option `time_limit`: how long one request to an engine may take."""
     return option(
         SECONDS, TIME_LIMIT, "Longest that one build or inference may take, and samples of --calibration-data in each "
         "pass over them: 90s, 10m, 1h.", "Engine", is_rare=True, metavar="TEXT",
@@ -72,7 +71,7 @@ def time_limit_option() -> Any:
 
 
 def tensorrt_cache(path: Path, name: str, _: Given) -> list[Output]:
-    """The timing cache as a file that is written."""
+    """The timing cache as an output, for the checks on files that a command writes."""
     return [timing_cache(path, name)]
 
 
@@ -147,14 +146,14 @@ class EngineOptions(Options):
     def spec(
         self, input_shapes: Mapping[str, tuple[int, ...]] | None = None, *, threads: int | None = None
     ) -> EngineSpec:
-        """The engine, told what was given; it refuses by itself what it does not know.
+        """The engine with the options that were given. Opening it refuses those that it does not have.
 
-        `threads` is how many an engine on a CPU takes that is told no number: one, unless this says otherwise. The
-        shapes that a model is measured with are what an engine for fixed shapes is built for.
+        `threads` is the default for an engine on the CPU; without it one. `input_shapes`, with which the model is
+        measured, are the default of `opt_shapes`.
         """
         if isinstance(self.engine, EngineSpec):
             return self.engine
-        chosen: dict[str, Any] = {name: value for name in OWN if (value := getattr(self, name))}
+        chosen: dict[str, Any] = {name: value for name in ENGINE_OPTIONS if (value := getattr(self, name))}
         if self.engine in TENSORRT_FAMILY and input_shapes and "opt_shapes" not in chosen:
             chosen["opt_shapes"] = input_shapes
         for name in SHAPE_OPTIONS:
@@ -168,7 +167,7 @@ class EngineOptions(Options):
 
 
 def with_timing_cache(spec: EngineSpec, folder: Path) -> EngineSpec:
-    """The engine with its timing cache beside the output, where none is named."""
+    """The engine with a timing cache in `folder`, unless one is given."""
     if spec.name not in ("tensorrt", "trtexec") or "timing_cache" in spec.options:
         return spec
     return EngineSpec(spec.name, {**spec.options, "timing_cache": str(folder.absolute() / "timing.cache")})
@@ -176,7 +175,7 @@ def with_timing_cache(spec: EngineSpec, folder: Path) -> EngineSpec:
 
 @dataclass(kw_only=True)
 class WorkerOptions(Options):
-    """How many measure at a time, and on what."""
+    """How many workers measure at a time, and where."""
 
     workers: MaybeInt = option(
         COUNT,

@@ -1,7 +1,7 @@
-"""A pool of workers that do tasks side by side, the most urgent first.
+"""A pool of workers that do tasks in parallel, the most urgent first.
 
-Each worker has a thread of its own and does one task at a time. A worker that is lost (`EngineUnavailable`) leaves the
-pool, and another one does its task.
+Each worker has a thread of its own and does one task at a time. A worker that raises `EngineUnavailable` is lost: it
+leaves the pool, and its task is queued again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from math import ceil, inf
 from time import monotonic
 from typing import Any, Generic, Self, TypeVar
 
-from qdqtune.engines.process import LOOK_SECONDS, look, looking
+from qdqtune.engines.process import CHECK_SECONDS, checking_while_waiting, current_check
 from qdqtune.errors import EngineUnavailable
 
 W = TypeVar("W")
@@ -23,19 +23,20 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 SLOW_FACTOR, SLOW_SECONDS = 3.0, 10.0
-"""How much longer than all others a task has to take, and how many seconds at the least, to be given to a second
-worker: one on a machine that hangs does not hold up a batch, one with a candidate that takes long is left alone."""
+"""A task that runs so many times longer than any finished one, and at least so many seconds, is given to a second
+worker: so a machine that hangs does not hold up a batch. Chosen, not measured."""
 
 
 class _Cancelled(BaseException):
-    """The task of this thread is cancelled. Not an `Exception`, so that no code on the way catches it."""
+    """The task of this thread is cancelled. Not an `Exception`, so that nothing in between catches it."""
 
 
 @dataclass(eq=False)
 class Task(Generic[W, T]):
-    """One call of `do` with a worker. Of several that wait, one with the lowest `priority` is next, the oldest first.
+    """One call of `do` with a worker. The next task is one with the lowest `priority`, and of these the oldest.
 
-    A part of another task is not repeated when its worker is lost or slow: it is cancelled, or waited for.
+    A task that `is_part` of another one is not repeated: it is cancelled if its worker is lost, and waited for if its
+    worker is slow.
     """
 
     do: Callable[[W], T]
@@ -43,18 +44,18 @@ class Task(Generic[W, T]):
     is_part: bool = False
     result: Future[T] = field(default_factory=Future)
     context: Context = field(default_factory=copy_context)
-    """That of the thread that submits it: what cancels it there, and the time limit of runners that it opens."""
+    """Context variables of the thread that submitted it: `checking_while_waiting`, `time_limit`."""
     started: float = inf
     running: int = 0
-    """How many workers are doing it now."""
+    """How many workers do it now."""
 
 
 class WorkerPool(Generic[W]):
-    """Workers, none of which is used by two threads at once. Threads start with the first task, and end with `close`.
+    """Workers, none of which is used by two threads at once. Threads start with the first task and end with `close`.
 
-    `notify` is told when a worker is lost, in the thread that asks for `results`. A task that takes longer than
-    `repeat_after` seconds, and `SLOW_FACTOR` times as long as any other took, is given to an idle worker as well; with
-    None no task is done by two workers.
+    `notify` gets a message when a worker is lost, in the thread that asks for `results`. A task that runs longer than
+    `repeat_after` seconds and `SLOW_FACTOR` times as long as any other is given to an idle worker as well; with None
+    each task is done once.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class WorkerPool(Generic[W]):
         return self._workers[0]
 
     def submit(self, do: Callable[[W], T], priority: int = 0, *, is_part: bool = False) -> Task[W, T]:
-        """Have `do` called by the next worker that is free."""
+        """Queue a call of `do` with the next worker that is free."""
         task = Task(do, priority, is_part)
         with self._changed:
             self._waiting.append(task)
@@ -104,7 +105,7 @@ class WorkerPool(Generic[W]):
         return task
 
     def withdraw(self, task: Task[W, Any]) -> bool:
-        """Cancel a task if it still waits, and say whether it did."""
+        """Cancel a task that no worker has begun; whether that was so."""
         with self._changed:
             if task not in self._waiting:
                 return False
@@ -112,7 +113,7 @@ class WorkerPool(Generic[W]):
             return task.result.cancel()
 
     def cancel(self, tasks: Iterable[Task[W, Any]]) -> None:
-        """Cancel tasks; returns when no worker does any of them. One that waits for an engine ends that."""
+        """Cancel tasks, and return when no worker does any of them. A worker that waits for an engine ends it."""
         tasks = list(tasks)
         with self._changed:
             self._waiting = [task for task in self._waiting if task not in tasks]
@@ -121,32 +122,31 @@ class WorkerPool(Generic[W]):
             self._changed.wait_for(lambda: not any(task.running for task in tasks))
 
     def wait(self, is_over: Callable[[], bool]) -> None:
-        """Wait until something is so that changes with the tasks of this pool; see `process.looking`."""
-        looks = look()
+        """Wait until a condition holds that tasks of this pool change; see `checking_while_waiting`."""
+        check = current_check()
         while True:
             with self._changed:
-                if self._changed.wait_for(is_over, LOOK_SECONDS):
+                if self._changed.wait_for(is_over, CHECK_SECONDS):
                     return
-            if looks is not None:
-                looks()
+            if check is not None:
+                check()
 
     def do_one(self, worker: W, priority: int) -> bool:
-        """Do a waiting task that is at least that urgent in this thread, with a worker of the caller's; whether there
-        was one."""
+        """Do a queued task of at least that urgency in this thread, with the caller's worker; whether there was one."""
         with self._changed:
             task = self._next(priority)
         if task is None:
             return False
         self._do(task, worker)
         error = task.result.exception()
-        if error is not None and not isinstance(error, Exception):  # an interrupt is for the caller, not for the task
+        if error is not None and not isinstance(error, Exception):  # an interrupt is meant for the caller
             raise error
         return True
 
     def results(self, jobs: Sequence[Callable[[W], T]]) -> Generator[tuple[int, T]]:
-        """The number of each job with its result, in the order in which they end. Closing it cancels the others.
+        """The number of each job with its result, as they end. Closing the iterator cancels the other jobs.
 
-        A single worker does each job when its result is asked for, in the caller's thread.
+        A single worker does each job in the caller's thread, when its result is asked for.
 
         Raises:
             EngineUnavailable: the last worker is lost.
@@ -170,13 +170,13 @@ class WorkerPool(Generic[W]):
             self._tell_lost()
 
     def idle_per_task(self) -> int:
-        """How many idle workers there are for each task that runs, rounded up."""
+        """How many workers are idle for each task that runs, rounded up."""
         with self._changed:
             busy = sum(not task.is_part and not task.result.done() for task in self._running)
             return max(0, ceil((self._idle - len(self._waiting)) / max(1, busy)))
 
     def shared(self, own: Callable[[], T], parts: Sequence[Callable[[W], U]]) -> tuple[T, list[U | None]]:
-        """Do one part of a task in this thread while idle workers do others: None for those that none of them did."""
+        """Do one part of a task in this thread while idle workers do the others; None for each that no worker did."""
         tasks = [self.submit(part, is_part=True) for part in parts]
         try:
             mine = own()
@@ -199,24 +199,23 @@ class WorkerPool(Generic[W]):
             thread.join()
 
     def _serve(self, worker: W) -> None:
-        """Do tasks with a worker until the pool is closed or the worker lost."""
-        while (task := self._take()) is not None:
-            if self._do(task, worker):
-                return
+        """The thread of a worker: do tasks until the pool is closed or the worker is lost."""
+        while (task := self._take()) is not None and not self._do(task, worker):
+            pass
 
     def _take(self) -> Task[W, Any] | None:
-        """The next task, as soon as there is one; None when the pool is closed."""
+        """Wait for the next task; None when the pool is closed."""
         with self._changed:
             while not self._is_closed:
                 if (task := self._next() or self._slow()) is not None:
                     return task
                 self._idle += 1
-                self._changed.wait(LOOK_SECONDS if self._running and self._repeat_after is not None else None)
+                self._changed.wait(CHECK_SECONDS if self._running and self._repeat_after is not None else None)
                 self._idle -= 1
         return None
 
     def _next(self, priority: float = inf) -> Task[W, Any] | None:
-        """The most urgent task that waits, if it is at least that urgent, as begun."""
+        """Begin the most urgent queued task, if it is at least that urgent."""
         task = min(self._waiting, key=lambda task: task.priority, default=None)
         if task is None or task.priority > priority:
             return None
@@ -224,7 +223,7 @@ class WorkerPool(Generic[W]):
         return self._begun(task)
 
     def _slow(self) -> Task[W, Any] | None:
-        """A task that takes a single worker much longer than others took, as begun once more."""
+        """Begin a task once more that has kept one worker much longer than others took."""
         if self._repeat_after is None or self._longest is None:
             return None
         latest = monotonic() - max(self._repeat_after, SLOW_FACTOR * self._longest)
@@ -240,12 +239,12 @@ class WorkerPool(Generic[W]):
         return task
 
     def _do(self, task: Task[W, Any], worker: W) -> bool:
-        """Do a task, and keep its first result; or give it back, and say that the worker is lost: the last one never
-        is, and its task fails."""
+        """Do a task and store its result, unless it has one already; whether the worker is lost. The last worker never
+        is: its task fails."""
         result, error = None, None
         try:
             result = task.context.copy().run(self._called, task, worker)
-        except BaseException as raised:  # noqa: BLE001  (raised again where the result is asked for)
+        except BaseException as raised:  # noqa: BLE001  (raised where the result is read)
             error = raised
         with self._changed:
             task.running -= 1
@@ -253,7 +252,7 @@ class WorkerPool(Generic[W]):
                 self._running.remove(task)
             is_lost = isinstance(error, EngineUnavailable) and worker in self._workers and len(self) > 1
             if is_lost:
-                self._give_back(task, worker, error)
+                self._remove(worker, task, error)
             elif not task.result.done():
                 if not task.is_part:
                     self._longest = max(self._longest or 0.0, monotonic() - task.started)
@@ -262,7 +261,8 @@ class WorkerPool(Generic[W]):
         return is_lost
 
     def _called(self, task: Task[W, T], worker: W) -> T:
-        outer = look()
+        """Call a task so that it ends when it is cancelled."""
+        outer = current_check()
 
         def check() -> None:
             if task.result.done():
@@ -270,11 +270,11 @@ class WorkerPool(Generic[W]):
             if outer is not None:
                 outer()
 
-        with looking(check):
+        with checking_while_waiting(check):
             return task.do(worker)
 
-    def _give_back(self, task: Task[W, Any], worker: W, error: BaseException | None) -> None:
-        """Go on without a worker: its task waits again, a part of another is left to its owner."""
+    def _remove(self, worker: W, task: Task[W, Any], error: BaseException | None) -> None:
+        """Remove a lost worker, and queue its task again; a part goes back to the task that it belongs to."""
         self._workers.remove(worker)
         self._lost.append(error)
         if task.is_part:

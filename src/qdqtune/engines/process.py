@@ -1,4 +1,4 @@
-"""The worker process as its parent sees it: started, sent requests over a socket, killed, its files removed."""
+"""Worker processes as their parent sees them: how one is started, asked over a socket, killed, and replaced."""
 
 from __future__ import annotations
 
@@ -7,56 +7,62 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import ANYWHERE, Device, leased, pinned
+from qdqtune.engines.memory import OUT_OF_RESOURCES
+from qdqtune.errors import EngineFailure, EngineUnavailable, QdqtuneError
 from qdqtune.graph import cleanup as janitor
 from qdqtune.graph.interpreter import python
 from qdqtune.graph.outputs import WORKERS, Scratch
 from qdqtune.types import Failure
 
-LOOK_SECONDS = 0.1
-"""How often what `looking` was given is called while a thread waits."""
+CHECK_SECONDS = 0.1
+"""How often a thread that waits calls the function of `checking_while_waiting`. Chosen, not measured."""
+
+START_SECONDS = 120.0
+"""Least time limit for opening an engine: how long a library takes to load says nothing about a candidate."""
 
 LOG_LINES = 50
+"""Lines of a log that a `Failure` quotes. Chosen, not measured."""
 
-_look: ContextVar[Callable[[], None] | None] = ContextVar("look", default=None)
+T = TypeVar("T")
 
-
-def look() -> Callable[[], None] | None:
-    """The function that `looking` was given in this thread, if any: whoever waits calls it every `LOOK_SECONDS`."""
-    return _look.get()
+_check: ContextVar[Callable[[], None] | None] = ContextVar("check while waiting", default=None)
 
 
 @contextlib.contextmanager
-def looking(at: Callable[[], None]) -> Iterator[None]:
-    """Have `at` called every `LOOK_SECONDS` while this thread waits for an engine. What it raises ends the wait and the
-    worker: so work is cancelled."""
-    token = _look.set(at)
+def checking_while_waiting(check: Callable[[], None]) -> Iterator[None]:
+    """Call `check` every `CHECK_SECONDS` while this thread waits for an engine. To cancel the work, `check` raises:
+    that ends the wait and the worker."""
+    token = _check.set(check)
     try:
         yield
     finally:
-        _look.reset(token)
+        _check.reset(token)
+
+
+def current_check() -> Callable[[], None] | None:
+    """The function that `checking_while_waiting` was given in this thread; None outside of it."""
+    return _check.get()
 
 
 class Worker(Protocol):
-    """Answers the requests of one runner: names of `worker.Session` methods with their arguments.
-
-    The first request opens the engine.
-    """
+    """Answers requests: names of `worker.Session` methods with their arguments. The first one opens the engine."""
 
     @property
     def alive(self) -> bool:
-        """Whether it answers requests. One that does not has lost its builds."""
+        """Whether it answers requests. A worker that does not has lost its builds."""
 
     @property
-    def place(self) -> str:
-        """The host and device for messages; empty on this host."""
+    def location(self) -> str:
+        """Its host and device, for messages; "" on this host."""
 
     def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
         """`(True, result)`, or `(False, QdqtuneError)`.
@@ -77,16 +83,16 @@ class Worker(Protocol):
 
 
 StartWorker = Callable[[Path, Device], Worker]
-"""Starts a worker on a device; it prints to the end of the file given."""
+"""Starts a worker on a device. The worker appends what it prints to the file."""
 
 
 class WorkerProcess:
-    """The child process and the socket to it. The child ends when this end of the socket closes.
+    """A child process and the socket to it. The child ends when this end of the socket closes.
 
-    It runs on `device`, and holds it until it has really ended. Its temporary files are removed with it.
+    The child runs on `device` and holds it until it has ended. Its temporary files are removed when it is killed.
     """
 
-    place = ""
+    location = ""
     PROGRAM = "qdqtune.engines.worker"
     """The module that answers requests."""
 
@@ -100,16 +106,16 @@ class WorkerProcess:
         with leased(device) as held, pinned(device.cores):
             self._launch(log, held, device.environment)
 
-    def _launch(self, log: Path, held: Sequence[int], told: Mapping[str, str]) -> None:
+    def _launch(self, log: Path, held: Sequence[int], environment: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair()
         self._log = log
         self._scratch = Scratch(log.parent, WORKERS)
         with theirs, log.open("ab") as output:
             self._log_start = output.tell()
-            # A process group of its own: Ctrl-C in a terminal reaches the parent only, and one kill reaches whatever
-            # the engine has started.
+            # A process group of its own: Ctrl-C in a terminal does not reach the worker, and one kill ends it with all
+            # that the engine has started.
             self._process = subprocess.Popen(
-                **python("-m", self.PROGRAM, str(theirs.fileno()), TMPDIR=str(self._scratch.path), **told),
+                **python("-m", self.PROGRAM, str(theirs.fileno()), TMPDIR=str(self._scratch.path), **environment),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -126,19 +132,19 @@ class WorkerProcess:
     def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
         """`Worker.request`."""
         self._channel.send((name, arguments))
-        looks, deadline = look(), monotonic() + limit
-        while not self._channel.poll(limit if looks is None else LOOK_SECONDS):
-            if looks is None or monotonic() >= deadline:
+        check, deadline = current_check(), monotonic() + limit
+        while not self._channel.poll(limit if check is None else CHECK_SECONDS):
+            if check is None or monotonic() >= deadline:
                 raise TimeoutError
-            looks()
+            check()
         answer: tuple[bool, Any] = self._channel.recv()
         return answer
 
     def kill(self) -> None:
-        """End the process and those that it has started, and remove its log if that is empty."""
+        """End the process and those that it has started. Its log is removed if it is empty."""
         self._channel.close()
         if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # gone in between
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended by itself
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         with contextlib.suppress(OSError):
@@ -147,7 +153,7 @@ class WorkerProcess:
         self._scratch.close()
 
     def exit_reason(self) -> str:
-        """Exit code or signal of a process whose end of the socket has closed."""
+        """`Worker.exit_reason`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=5)
         code = self._process.poll()
@@ -156,16 +162,135 @@ class WorkerProcess:
         return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
     def printed(self) -> str:
-        """What this worker has printed outside of builds."""
+        """`Worker.printed`."""
         with self._log.open("rb") as file:
             file.seek(self._log_start)
             return file.read().decode(errors="replace")
 
 
+class WorkerLostError(Exception):
+    """The worker has ended or took too long. `failure` says which."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.reason)
+        self.failure = failure
+
+
+class WorkerConnection:
+    """Asks a worker. It is started before the first request, and another one after it was lost.
+
+    `start` makes a worker. `first_requests` are sent to each new worker once its engine is open. `ended` is called when
+    a worker has ended, and with it the builds that it held. `limit` holds for each request, in seconds.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        limit: float,
+        *,
+        start: Callable[[], Worker],
+        first_requests: Callable[[], Iterable[tuple[Any, ...]]],
+        ended: Callable[[], None],
+    ) -> None:
+        self.seconds = 0.0
+        """Wall time spent waiting for answers."""
+        self.worker: Worker | None = None
+        self._spec, self.limit = spec, limit
+        self._start, self._first_requests, self._ended = start, first_requests, ended
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a worker that answers."""
+        return self.worker is not None and self.worker.alive
+
+    def close(self) -> None:
+        """End the worker at once."""
+        if self.worker is not None:
+            self.worker.kill()
+        self.worker = None
+        self._ended()
+
+    def ask(self, name: str, *arguments: Any, what: str, log: Path | None = None, extra: float = 0.0) -> Any:
+        """The answer to a request, or a `Failure` of the engine or the worker. `what` is being done, for messages;
+        `log` is that of a build; `extra` seconds are added to the limit.
+
+        Raises:
+            EngineUnavailable: the engine cannot be opened.
+            QdqtuneError: what the engine raises, except for EngineFailure.
+        """
+        try:
+            self.open()
+            return self.exchange(name, *arguments, what=what, log=log, limit=self.limit + extra)
+        except WorkerLostError as lost:
+            return lost.failure
+        except EngineFailure as error:
+            printed = last_lines(log) if log else ""
+            if OUT_OF_RESOURCES.search(str(error)):
+                return Failure("resources", str(error), printed)
+            return Failure("build" if name == "build" else "run", str(error), printed)
+
+    def open(self) -> None:
+        """Start a worker, unless there is one, and open the engine there.
+
+        Raises:
+            EngineUnavailable, BadOption: the engine cannot be opened.
+        """
+        if self.is_open:
+            return
+        self.close()
+        self.worker = self._start()
+        limit = max(self.limit, START_SECONDS)
+        spec = EngineSpec(self._spec.name, dict(self._spec.options))
+        try:
+            self.exchange("open", spec, what="opening the engine", limit=limit)
+            for name, *arguments in self._first_requests():
+                self.exchange(name, *arguments, what="opening the engine", limit=limit)
+        except WorkerLostError as lost:
+            raise EngineUnavailable(f"engine {self._spec.name!r} does not work here: {lost.failure.reason}") from lost
+        except QdqtuneError:
+            self.close()
+            raise
+
+    def exchange(
+        self, name: str, *arguments: Any, what: str, log: Path | None = None, limit: float | None = None
+    ) -> Any:
+        """The answer of the worker that there is.
+
+        Raises:
+            WorkerLostError: it gave none.
+            QdqtuneError: the one that it answered with.
+        """
+        worker, limit = self.worker, self.limit if limit is None else limit
+        assert worker is not None
+        begun, answered = monotonic(), False
+        try:
+            good, result = worker.request(name, arguments, limit)
+            answered = True
+        except TimeoutError:
+            reason = f"{what} took longer than {limit:.4g} s"
+            raise WorkerLostError(Failure("timeout", reason, last_lines(log, worker.printed()))) from None
+        except (EOFError, OSError):
+            reason = f"the engine process ended with {worker.exit_reason()} while {what}"
+            raise WorkerLostError(Failure("crash", reason, last_lines(log, worker.printed()))) from None
+        finally:
+            self.seconds += monotonic() - begun
+            if not answered:  # also after an interrupt: a late answer must not be taken for that of the next request
+                self.close()
+        if not good:
+            raise result
+        return result
+
+
+def twice(ask: Callable[[], T | Failure]) -> T | Failure:
+    """The result of `ask`; of a second call if the worker crashed in the first one: the system may have killed it."""
+    result = ask()
+    return ask() if isinstance(result, Failure) and result.stage == "crash" else result
+
+
 def finish_log(log: Path, path: Path, seconds: float | Failure) -> None:
     """Write the outcome of a build to the end of its log: many engines print nothing."""
     outcome = f"failed: {seconds.reason}" if isinstance(seconds, Failure) else f"built in {seconds:.3f} s"
-    with contextlib.suppress(OSError), log.open("a") as file:  # a full disk is told by what matters more
+    with contextlib.suppress(OSError), log.open("a") as file:  # a full disk is reported by what cannot do without
         file.write(f"[qdqtune] {path.name}: {outcome}\n")
 
 

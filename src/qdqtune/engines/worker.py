@@ -1,14 +1,13 @@
-"""The worker process, which holds an engine: `python -m qdqtune.engines.worker FD`, started by `Runner`.
+"""The worker process, which holds an engine: `python -m qdqtune.engines.worker FD`, started by `WorkerProcess`.
 
-Requests `(name of a Session method, arguments)` come in on socket FD, and each is answered by `(True, result)` or
-`(False, QdqtuneError)`. Any other exception is a defect: it ends the process, with a traceback in its log. Standard
-output belongs to the engines. The process ends when the other end of the socket closes, however its parent died. It
-needs POSIX.
+It reads requests `(name of a Session method, arguments)` from socket FD, and answers each with `(True, result)` or
+`(False, QdqtuneError)`. Any other exception is a defect: it ends the process, with a traceback in its log. Engines may
+print to standard output. The process ends when the other end of the socket closes, however its parent died. It needs
+POSIX.
 """
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import os
@@ -17,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -25,17 +25,13 @@ from typing import Any, cast
 
 import numpy as np
 
-from qdqtune.engines import Built, Compiler, Engine, EngineSpec, open_engine, workloads
-from qdqtune.engines.memory import scarce_memory
+from qdqtune.engines import Built, Compiler, Engine, EngineSpec, open_engine
+from qdqtune.engines.memory import return_free_memory, scarce_memory
 from qdqtune.errors import QdqtuneError
 from qdqtune.types import Array, Layer, Measurement, Mix, NumericFormat, QuantType, Slot, Tensors, Workload
 
-_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
-"""What gives free memory back to the system, where the C library is glibc."""
-
-PROBES = 3
-PROBE_SECONDS = 0.2
-"""A model that takes this long is not probed again."""
+PROBES, PROBE_SECONDS = 3, 0.2
+"""A model's speed is probed by at most so many inferences, which stop after so many seconds. Chosen, not measured."""
 
 
 class Session:
@@ -56,60 +52,61 @@ class Session:
         return self._engine.numeric_format(quant_type)
 
     def feed(self, mix: Mix) -> None:
-        """Keep the workloads to time and profile with."""
+        """Set the workloads that `rounds`, `probe` and `layers` run."""
         self._mix = mix
 
     def save_memory(self) -> None:
-        """Build with `scarce_memory` from now on."""
+        """From now on, build in `scarce_memory`."""
         self._building = scarce_memory
 
     def compile(self, path: Path, log: Path, plan: Path) -> float:
-        """`Compiler.compile`; the seconds that took."""
+        """`Compiler.compile`; the seconds that it took."""
         start = perf_counter()
         cast(Compiler, self._engine).compile(path, log, plan)
         return perf_counter() - start
 
     def build(self, number: int, path: Path, log: Path, plan: Path | None = None) -> float:
-        """Build a model, or load its plan, and keep it; the seconds that took."""
-        start, engine = perf_counter(), self._engine
+        """Build a model, or load its plan, and keep it under a number; the seconds that it took."""
+        start = perf_counter()
         with self._building():
-            self._models[number] = (
-                engine.build(path, log) if plan is None else cast(Compiler, engine).load(plan, path, log)
-            )
+            if plan is None:
+                self._models[number] = self._engine.build(path, log)
+            else:
+                self._models[number] = cast(Compiler, self._engine).load(plan, path, log)
         seconds = perf_counter() - start
-        _give_back()
+        return_free_memory()
         return seconds
 
     def unload(self, number: int) -> None:
         """Free a model."""
         self._models.pop(number).close()
-        _give_back()
+        return_free_memory()
 
     def run(self, number: int, inputs: Tensors) -> dict[str, Array]:
-        """`Built.run`; of what ZipMap makes the numbers, [entries, classes]."""
+        """`Built.run`. The output of a ZipMap becomes an array [entries, classes]."""
         outputs: dict[str, Any] = self._models[number].run(inputs)
-        return {name: _unzipped(value) for name, value in outputs.items()}
+        return {name: _as_array(value) for name, value in outputs.items()}
 
     def layers(self, number: int, runs: int) -> tuple[Layer, ...]:
-        """`Built.layers`, of the average call."""
+        """`Built.layers` with the times of the average call."""
         model = self._models[number]
-        with self._building():  # many engines build the model once more for it
+        with self._building():  # many engines build the model once more for the report
             reports = [model.layers(workload.inputs, runs) for workload in self._mix]
-        _give_back()
-        return workloads.average_layers(self._mix, reports)
+        return_free_memory()
+        return average_layers(self._mix, reports)
 
     def save(self, number: int, path: Path) -> None:
         """`Built.save`."""
         self._models[number].save(path)
 
     def probe(self, a: int, b: int, slot_seconds: float) -> list[Slot]:
-        """The slot of each workload, so that the slower model is busy for its part of `slot_seconds`."""
+        """The slot of each workload, in which the slower model is busy for an equal part of `slot_seconds`."""
         models, part = [self._models[n] for n in dict.fromkeys((a, b))], slot_seconds / len(self._mix)
         slower = [max(_quickest(model, workload.inputs) for model in models) for workload in self._mix]
         return [Slot.of(seconds, part) for seconds in slower]
 
     def rounds(self, a: int, b: int, seed: int, numbers: range, slots: Sequence[Slot], warmup: int) -> Measurement:
-        """Paired rounds: each workload in its slots."""
+        """Paired rounds of the models `a` and `b`, each of all workloads in their slots: see `Runner.rounds`."""
         first, second = self._models[a], self._models[b]
         coins = [bool(np.random.default_rng((seed, number)).integers(2)) for number in numbers]
         if warmup:
@@ -120,20 +117,15 @@ class Session:
         for coin in coins:
             rounds.append([])
             for workload, slot in zip(self._mix, slots, strict=True):
-                if len(self._mix) > 1:  # engines make ready for other shapes, which is no part of a call
+                if len(self._mix) > 1:  # untimed: engines prepare for other shapes
                     first.time(workload.inputs, 1)
                     second.time(workload.inputs, 1)
                 rounds[-1].append(_round(first, second, workload.inputs, slot, a_is_first=coin))
-        return workloads.measurement(self._mix, rounds)
-
-
-def _give_back() -> None:
-    """Return free memory to the system: glibc keeps what lies between blocks that are in use."""
-    if _TRIM is not None:
-        _TRIM(0)
+        return measurement(self._mix, rounds)
 
 
 def _quickest(model: Built, inputs: Tensors) -> float:
+    """The shortest of a few inferences, in seconds."""
     model.time(inputs, 1)  # the first inference allocates
     samples = [model.time(inputs, 1)]
     while len(samples) < PROBES and sum(samples) < PROBE_SECONDS:
@@ -142,11 +134,47 @@ def _quickest(model: Built, inputs: Tensors) -> float:
 
 
 def _round(a: Built, b: Built, inputs: Tensors, slot: Slot, *, a_is_first: bool) -> tuple[float, float]:
-    """Seconds of an inference of each: A B B A or B A A B, or the first half of these."""
+    """Seconds per inference of both models in one round: A B B A or B A A B, or the first half of these."""
     first, second = (a, b) if a_is_first else (b, a)
     seconds = [model.time(inputs, slot.runs) for model in (first, second, second, first)[: 2 * slot.turns]]
     outside, inside = (sum(seconds[0::3]) / slot.turns, sum(seconds[1:3]) / slot.turns)
     return (outside, inside) if a_is_first else (inside, outside)
+
+
+def measurement(mix: Mix, rounds: Sequence[Sequence[tuple[float, float]]]) -> Measurement:
+    """The measurement of rounds. A round holds for each workload the seconds of both sides, (a, b)."""
+    times = np.array(rounds)  # [rounds, workloads, sides]
+    a, b = np.tensordot(times, [workload.share for workload in mix], axes=([1], [0])).T.tolist()
+    parts = [Measurement(tuple(x), tuple(y)) for x, y in times.transpose(1, 2, 0).tolist()]
+    return Measurement(tuple(a), tuple(b), tuple(parts) if len(parts) > 1 else ())
+
+
+def average_layers(mix: Mix, reports: Sequence[tuple[Layer, ...]]) -> tuple[Layer, ...]:
+    """Layers with the times of the average call, from a report for each workload.
+
+    Where an engine runs different layers for different shapes, the layers are those of the workload with the largest
+    share of the time, and their times are scaled to add up to the time of the average call.
+    """
+    shares = [workload.share for workload in mix]
+    names = [[(layer.name, layer.nodes) for layer in report] for report in reports]
+    if all(each == names[0] for each in names):
+        return tuple(
+            replace(together[0], time_ms=_mean([layer.time_ms for layer in together], shares))
+            for together in zip(*reports, strict=True)
+        )
+    spent = [sum(layer.time_ms or 0.0 for layer in report) for report in reports]
+    totals = [share * ms for share, ms in zip(shares, spent, strict=True)]
+    most = int(np.argmax(totals))
+    factor = sum(totals) / spent[most] if spent[most] else 1.0
+    return tuple(
+        layer if layer.time_ms is None else replace(layer, time_ms=factor * layer.time_ms) for layer in reports[most]
+    )
+
+
+def _mean(times: Sequence[float | None], shares: Sequence[float]) -> float | None:
+    """The sum of times by shares; None if one is unknown."""
+    known = [share * ms for share, ms in zip(shares, times, strict=True) if ms is not None]
+    return sum(known) if len(known) == len(times) else None
 
 
 def main() -> None:
@@ -173,7 +201,7 @@ def main() -> None:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector of this process out of what is timed."""
+    """Collect garbage now, and not before the end: it would be timed."""
     gc.collect()
     gc.disable()
     try:
@@ -183,16 +211,16 @@ def _no_collection() -> Iterator[None]:
 
 
 def _receive(channel: Connection[Any, Any], requests: SimpleQueue[Any]) -> None:
-    """Pass requests on. A thread of its own notices that the parent is gone even while the engine hangs."""
+    """Receive requests in a thread, which notices that the parent has died even while the engine hangs."""
     while True:
         try:
             requests.put(channel.recv())
         except (EOFError, OSError):
-            os.killpg(0, signal.SIGKILL)  # this process and what the engine may have started
+            os.killpg(0, signal.SIGKILL)  # this process and those that the engine has started
 
 
-def _unzipped(value: Any) -> Array:
-    """An output as an array: classifiers of scikit-learn give a list of {class: probability}."""
+def _as_array(value: Any) -> Array:
+    """An output as an array. Classifiers of scikit-learn give a list of {class: probability}, made by ZipMap."""
     if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
         return np.array([list(entry.values()) for entry in value], np.float32)
     array: Array = value

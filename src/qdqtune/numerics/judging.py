@@ -12,7 +12,7 @@ import numpy as np
 from qdqtune.calibration.observe import MANY
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.cpu import cores
+from qdqtune.engines.devices import usable_cores
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.runner import Handle, Runner
 from qdqtune.graph.files import ConstantFile, constants_to_share
@@ -160,7 +160,7 @@ def judging(
     """A judge of `placement` on some samples; `ranges` decide nothing but how constants are rounded. `ran` hears how
     many inferences it has taken, whenever it has."""
     written = len(model.nodes) + 2 * len(placement)
-    spec = EngineSpec("onnxruntime", {"threads": cores(), "fuse": written <= MANY, "fuse_pairs": False})
+    spec = EngineSpec("onnxruntime", {"threads": usable_cores(), "fuse": written <= MANY, "fuse_pairs": False})
     memory = MemoryBudget.for_model(sum(constant.nbytes for constant in model.large.values()))
     with (
         temporary_folder() as folder,

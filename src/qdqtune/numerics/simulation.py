@@ -20,7 +20,7 @@ from typing import Self
 import onnx
 
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.cpu import cores
+from qdqtune.engines.devices import usable_cores
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.files import ConstantFile, constants_to_share
@@ -79,7 +79,7 @@ class Simulation:
         """ONNX Runtime, and the large constants of its models beside which these are written."""
         folder = self._stack.enter_context(temporary_folder())
         constants = self._stack.enter_context(constants_to_share())
-        spec = EngineSpec("onnxruntime", {"threads": cores(), "fuse": False, "rewrite": self._is_engine})
+        spec = EngineSpec("onnxruntime", {"threads": usable_cores(), "fuse": False, "rewrite": self._is_engine})
         floats = sum(constant.nbytes for constant in self._inserter.insert(Placement()).large.values())
         runner = Runner(spec, log_dir=folder, unpacked=floats, memory=self._memory)
         return self._stack.enter_context(runner), constants

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.cpu import cores as usable_cores
+from qdqtune.engines.devices import usable_cores
 from qdqtune.search import ratios_to_float
 from qdqtune.timing.ratios import Plan, Ratio, judge, overlap, speed
 from qdqtune.types import Trial

@@ -8,7 +8,7 @@ import numpy as np
 
 from qdqtune.calibration.calibrate import candidate_tensors
 from qdqtune.calibration.scales import Range, Ranges
-from qdqtune.engines.runner import insist, time_limit, unlogged
+from qdqtune.engines.runner import insist, temporary_runner, time_limit
 from qdqtune.errors import BaselineFailed
 from qdqtune.placement.possible import possible_edges
 from qdqtune.tuning.budget import PAIRED, calibration_seconds, pace
@@ -45,7 +45,7 @@ class Estimate:
 def estimate(settings: Settings, observer: Observer | None = None) -> Estimate:
     """What `tune` would do, from one build of the float model. Calibrates nothing and leaves nothing behind."""
     observer = observer or Silent()
-    with time_limit(settings.time_limit), OutputFolder(settings), unlogged(settings.engine) as runner:
+    with time_limit(settings.time_limit), OutputFolder(settings), temporary_runner(settings.engine) as runner:
         observer.stage(f"reading {settings.model.name}")
         subject = open_subject(settings, runner)
         check_files(settings, subject.shaped)

@@ -11,7 +11,7 @@ from qdqtune.calibration.blocks import store
 from qdqtune.calibration.equalization import scaled
 from qdqtune.calibration.moments import Awaited
 from qdqtune.calibration.scales import Quantization, Ranges
-from qdqtune.engines.cpu import cores
+from qdqtune.engines.devices import usable_cores
 from qdqtune.graph.loading import files_of
 from qdqtune.graph.model import Model
 from qdqtune.numerics.sensitivity import StoredWeight, quantization, sensitivities, stored_weights
@@ -100,7 +100,7 @@ def _side_by_side(run: Run) -> int:
     """How many processes of the model with switches may run on this host: as many as there are workers, on whose cores
     nothing is measured meanwhile, but no more than there are cores, or than `MEMORY` has room for."""
     size = sum(file.stat().st_size for file in files_of(run.settings.model))
-    return max(1, min(1 + len(run.others), cores(), MEMORY // max(size, 1)))
+    return max(1, min(1 + len(run.others), usable_cores(), MEMORY // max(size, 1)))
 
 
 def _latest(run: Run, share: float) -> float:

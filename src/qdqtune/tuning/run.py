@@ -117,7 +117,7 @@ def prepared(settings: Settings, observer: Observer) -> Iterator[Ready]:
         runner, *others = map(stack.enter_context, runners)
         count = settings.engine.options.get("builds_aside")
         if isinstance(count, int) and runner.device == ANYWHERE and runner.memory is None:
-            beside = [runner.elsewhere(settings.engine, Device(f"builder-{n + 1}")) for n in range(count)]
+            beside = [runner.on_device(settings.engine, Device(f"builder-{n + 1}")) for n in range(count)]
             builders = [stack.enter_context(one).compile for one in beside]
             queue = BuildQueue(stack.enter_context(temporary_folder()), builders, observer.note)
             runner.build_queue = stack.enter_context(closing(queue))

@@ -10,7 +10,7 @@ from dataclasses import fields
 from datetime import UTC, datetime
 from typing import Any
 
-from qdqtune.engines import cpu
+from qdqtune.engines import devices
 from qdqtune.tuning.bench import job_of
 from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.records import plain
@@ -50,7 +50,7 @@ class RunLogWriter(Silent):
             settings=_chosen(settings),
             engine=settings.engine,
             calibration=f"{method} on {run.subject.prepared.samples.origin}",
-            machine=Machine(cpu.cores(), (self._load, _load()), platform.platform()),
+            machine=Machine(devices.usable_cores(), (self._load, _load()), platform.platform()),
             plan=settings.plan,
             proof=settings.proof,
             stages=tuple((text, round(seconds, 2)) for text, seconds in self._stages),

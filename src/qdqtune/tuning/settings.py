@@ -10,7 +10,7 @@ from types import MappingProxyType
 from qdqtune.calibration.methods import CLOSEST, Calibration
 from qdqtune.calibration.workloads import WorkloadFile
 from qdqtune.engines import EngineSpec
-from qdqtune.engines.formats import wanted_storage
+from qdqtune.engines.formats import checked_weight_format
 from qdqtune.engines.runner import TIME_LIMIT
 from qdqtune.errors import BadOption
 from qdqtune.graph.float16 import Precision
@@ -125,7 +125,7 @@ class Settings(SearchOptions):
             for name in self.formats:
                 if name != self.quant_type:
                     try:
-                        wanted_storage(self.engine.name, name)
+                        checked_weight_format(self.engine.name, name)
                     except BadOption as error:
                         raise BadOption(f"--formats: {error}, and {self.quant_type} for pairs") from error
         if self.weight_rounding == "gptq" and self.calibration_data is None and not self.workloads:

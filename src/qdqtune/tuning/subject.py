@@ -16,7 +16,7 @@ from qdqtune.calibration.samples import Samples
 from qdqtune.calibration.scales import Ranges
 from qdqtune.engines.formats import usual_precision
 from qdqtune.engines.runner import Runner
-from qdqtune.engines.shapes import check_inputs
+from qdqtune.engines.tensorrt.options import check_inputs
 from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph.float16 import OPSET, Precision, converted, load_as, load_for
 from qdqtune.graph.loading import load, with_float_type

@@ -9,8 +9,7 @@ from functools import partial
 
 from qdqtune.engines import THREADED, EngineSpec, threads_of
 from qdqtune.engines.allocation import first_difference
-from qdqtune.engines.cpu import cores
-from qdqtune.engines.devices import ANYWHERE, Device, physical_cores
+from qdqtune.engines.devices import ANYWHERE, Device, physical_cores, usable_cores
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption, EngineUnavailable
 from qdqtune.types import Mix
@@ -66,7 +65,7 @@ def counts_of(engine: EngineSpec, asked: Sequence[int] | None, *, is_here: bool 
     is_real = engine.name in THREADED
     if asked is None:
         return tuple(dict.fromkeys((own, usual_threads()))) if is_real and is_here else (own,)
-    check_counts(asked, cores() if is_real and is_here else max(asked, default=0))
+    check_counts(asked, usable_cores() if is_real and is_here else max(asked, default=0))
     return tuple(sorted(set(asked), key=lambda count: (count != own, count)))
 
 
@@ -101,7 +100,7 @@ def places(engine: EngineSpec, counts: Sequence[int | None], home: Runner, mix: 
                 found.append(Place(count, home))
                 continue
             spec = replace(engine, options={**engine.options, "threads": count})
-            runner = stack.enter_context(home.elsewhere(spec, Device(f"{count}_threads", least=count)))
+            runner = stack.enter_context(home.on_device(spec, Device(f"{count}_threads", least=count)))
             runner.feed(mix)
             found.append(Place(count, runner, is_home=False))
         if home.device != ANYWHERE:

@@ -16,7 +16,7 @@ from onnx import helper
 
 from qdqtune.calibration.moments import Awaited, Moments, moments, no_moments
 from qdqtune.calibration.scales import Ranges
-from qdqtune.engines.formats import storages_like, weight_formats
+from qdqtune.engines.formats import weight_formats, weight_formats_like
 from qdqtune.engines.runner import Runner
 from qdqtune.errors import BadOption, writing
 from qdqtune.graph.files import save
@@ -129,7 +129,7 @@ def wanted_storages(settings: Settings) -> tuple[WeightFormat, ...]:
         return ()
     if settings.formats is None:
         return weight_formats(engine)
-    return tuple(dict.fromkeys(s for name in settings.formats for s in storages_like(engine, name)))
+    return tuple(dict.fromkeys(s for name in settings.formats for s in weight_formats_like(engine, name)))
 
 
 def products_of(settings: Settings, subject: Subject) -> Moments:

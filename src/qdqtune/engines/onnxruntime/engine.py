@@ -17,7 +17,7 @@ import numpy as np
 import onnxruntime as ort
 from onnxruntime import InferenceSession as Session
 
-from qdqtune.engines import cpu, formats, output_to, translated
+from qdqtune.engines import CPU_PROVIDER, devices, formats, output_to, translated
 from qdqtune.engines.coverage import read_model
 from qdqtune.engines.memory import is_scarce
 from qdqtune.engines.onnxruntime import layers as onnxruntime_layers
@@ -26,92 +26,109 @@ from qdqtune.graph.files import PROTOBUF_LIMIT, nbytes
 from qdqtune.graph.loading import data_files
 from qdqtune.types import Array, Layer, NumericFormat, QType, QuantType, Tensors
 
-CPU = "CPUExecutionProvider"
 WARNING, ERROR = 2, 3
-WARMUP = 1
-"""Inferences that are profiled in vain: the first one allocates."""
+"""Levels of its log."""
 
-LARGE = 2**29
-"""Bytes from which a model is never in memory twice. Such a one is slow, and what the profiler adds does not count."""
+WARMUP = 1
+"""Profiled inferences that do not count: the first one allocates."""
+
+LOADED_ONCE = 2**29
+"""Bytes from which a model is not loaded a second time to be profiled. Inferences of such a model are so long that what
+the profiler adds to them is negligible. Chosen, not measured."""
 
 NOWHERE = "constants"
-"""The file for the weights of an optimized model that is read for its nodes alone."""
+"""Name of the discarded file for the weights of an optimized model, of which only the nodes are read."""
 
 BLOCK = 4
-"""Inferences in a row, with the profile and without it in turn: drift meets both alike."""
+"""How many inferences run in a row with the profiler, then without it, so that drift affects both alike. Chosen, not
+measured."""
 
 VENDOR = "ONNX Runtime", re.compile(r"^\[ONNXRuntimeError\] : \d+ : (\w+ : Load model from .*? failed:)?")
-"""Its name, and what precedes its messages: files that it names are often temporary."""
+"""Its name, and the beginning of its messages that is left out: the files that it names are often temporary."""
 
 TOO_NEW = {
     r"Unsupported model IR version: (\d+), max supported IR version: (\d+)": "IR version",
     r"Opset (\d+) is under development .* is till opset (\d+)": "opset",
 }
-"""How it refuses a model from a later ONNX than it knows, and what it is that is too new."""
+"""How it refuses a model of a later ONNX than it knows, and what is too new."""
 
 INPUT_FOLDER = "session.model_external_initializers_file_folder_path"
 KEEP_PAIRS = "session.disable_quant_qdq"
 STOP_SPINNING = "session.force_spinning_stop"
-"""Threads of a session wait busily for some 30 ms after an inference, longer than a slot takes: beside another session
-they would be timed with that one."""
+"""Threads of a session spin for some 30 ms after an inference, longer than a slot takes. They would slow down another
+session that is timed next."""
 
 EXTERNAL = "session.optimized_model_external_initializers_file_name"
 UNPACKED = "session.disable_prepacking"
 
 
-def create(
-    threads: int = 1, provider: str = CPU, fuse: bool = True, fuse_pairs: bool = True, rewrite: bool = False
-) -> OnnxRuntime:
-    """The engine with `threads` threads per operator on one execution provider.
-
-    Without `fuse` every operator runs by itself, exactly as the file has it: the arithmetic of pairs, not its speed.
-    With `rewrite` it runs as the graph stands after ONNX Runtime's own rewrites, which move pairs and round weights
-    between them, before anything is fused. Without `fuse_pairs` only pairs run by themselves.
-
-    Raises:
-        BadOption: `threads` is not positive.
-        EngineUnavailable: this build of ONNX Runtime lacks the provider.
-    """
-    if threads < 1:
-        raise BadOption(f"--threads must be a whole number from 1 on, not {threads}")
-    available = ort.get_available_providers()
-    if provider not in available:
-        raise EngineUnavailable(f"ONNX Runtime here has no provider {provider!r}; it has {', '.join(available)}")
-    return OnnxRuntime(threads, provider, fuse, fuse_pairs, rewrite)
-
-
 @dataclass(frozen=True)
-class OnnxRuntime:
-    """Sessions with all graph optimizations (without `fuse` with none, or those that `rewrite`), one operator after the
-    other."""
+class OnnxRuntimeOptions:
+    """Options of ONNX Runtime.
 
-    threads: int
-    provider: str
+    threads: CPU threads of each operator; operators run one after the other.
+    provider: the execution provider.
+    fuse: whether operators are fused. If not, each runs exactly as the file has it: that shows what pairs do to the
+        numbers, not to the speed.
+    fuse_pairs: whether Q/DQ pairs are fused with operators. If not, only these run by themselves.
+    rewrite: without `fuse`, whether ONNX Runtime first rewrites the graph: it moves pairs, and rounds weights between
+        them.
+    """
+
+    threads: int = 1
+    provider: str = CPU_PROVIDER
     fuse: bool = True
     fuse_pairs: bool = True
     rewrite: bool = False
 
+    def __post_init__(self) -> None:
+        if self.threads < 1:
+            raise BadOption(f"--threads must be a whole number from 1 on, not {self.threads}")
+
+
+def create(options: OnnxRuntimeOptions) -> OnnxRuntime:
+    """The engine.
+
+    Raises:
+        EngineUnavailable: this build of ONNX Runtime lacks the provider.
+    """
+    available = ort.get_available_providers()
+    if options.provider not in available:
+        raise EngineUnavailable(
+            f"ONNX Runtime here has no provider {options.provider!r}; it has {', '.join(available)}"
+        )
+    return OnnxRuntime(options)
+
+
+class OnnxRuntime:
+    """Makes sessions, all with the same options."""
+
+    def __init__(self, options: OnnxRuntimeOptions) -> None:
+        self._options = options
+
     def describe(self) -> dict[str, str]:
         """Version, CPU, and the instruction sets that decide which integer kernels run."""
+        options = self._options
         return {
             "engine": "onnxruntime",
             "version": ort.__version__,
-            "provider": self.provider,
-            "threads": str(self.threads),
-            "device": cpu.model_name(),
-            "isa": cpu.instruction_sets(),
-            **({} if self.fuse else {"fuse": "after rewrites" if self.rewrite else "no"}),
-            **({} if self.fuse_pairs else {"fuse_pairs": "no"}),
+            "provider": options.provider,
+            "threads": str(options.threads),
+            "device": devices.processor_name(),
+            "isa": " ".join(devices.instruction_sets()),
+            **({} if options.fuse else {"fuse": "after rewrites" if options.rewrite else "no"}),
+            **({} if options.fuse_pairs else {"fuse_pairs": "no"}),
         }
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        """On the CPU uint8 activations (see `formats`); on other providers symmetric int8, which all of them take.
+        """On the CPU uint8 activations (see `formats`); on other providers symmetric int8, which all of them run.
 
         Raises:
             BadOption: for FP8.
         """
         numbers = formats.onnxruntime(quant_type)
-        return numbers if self.provider == CPU else NumericFormat(QType.INT8, QType.INT8, symmetric=True)
+        is_cpu = self._options.provider == CPU_PROVIDER
+        return numbers if is_cpu else NumericFormat(QType.INT8, QType.INT8, symmetric=True)
 
     def build(self, model: Path, log: Path) -> OnnxRuntimeModel:
         """A session for the model.
@@ -122,31 +139,31 @@ class OnnxRuntime:
         """
         with output_to(log), translated(*VENDOR), _too_new():
             session = self.session(model)
-        # A provider whose driver is missing makes ONNX Runtime warn and use the CPU.
-        if self.provider not in session.get_providers():
-            raise EngineUnavailable(f"ONNX Runtime cannot start provider {self.provider!r} on this machine; see {log}")
+        provider = self._options.provider
+        if provider not in session.get_providers():  # its driver is missing: ONNX Runtime warns and uses the CPU
+            raise EngineUnavailable(f"ONNX Runtime cannot start provider {provider!r} on this machine; see {log}")
         return OnnxRuntimeModel(self, model, session)
 
     def session(self, model: Path | bytes, entries: Mapping[str, str] = MappingProxyType({}), **more: Any) -> Session:
-        """A session as this engine runs them; `more` are attributes of its options, `entries` their config entries."""
+        """A session for a model: a file, or its bytes. `more` are attributes of `SessionOptions` in addition to those
+        that this engine sets, `entries` are its config entries."""
+        chosen, levels = self._options, ort.GraphOptimizationLevel
+        unfused = levels.ORT_ENABLE_BASIC if chosen.rewrite else levels.ORT_DISABLE_ALL
+        attributes = {
+            "intra_op_num_threads": chosen.threads,
+            "inter_op_num_threads": 1,
+            "execution_mode": ort.ExecutionMode.ORT_SEQUENTIAL,
+            "graph_optimization_level": levels.ORT_ENABLE_ALL if chosen.fuse else unfused,
+            "log_severity_level": WARNING,
+            "enable_mem_pattern": chosen.fuse,  # planning memory takes a time quadratic in the nodes of the graph
+        }
+        own = ({} if chosen.fuse_pairs else {KEEP_PAIRS: "1"}) | ({STOP_SPINNING: "1"} if chosen.threads > 1 else {})
         options = ort.SessionOptions()
-        options.intra_op_num_threads = self.threads
-        options.inter_op_num_threads = 1
-        options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
-        levels = ort.GraphOptimizationLevel
-        least = levels.ORT_ENABLE_BASIC if self.rewrite else levels.ORT_DISABLE_ALL
-        options.graph_optimization_level = levels.ORT_ENABLE_ALL if self.fuse else least
-        options.log_severity_level = WARNING
-        options.enable_mem_pattern = self.fuse  # a plan of memory takes a time that grows with the square of the graph
-        if not self.fuse_pairs:
-            options.add_session_config_entry(KEEP_PAIRS, "1")
-        if self.threads > 1:
-            options.add_session_config_entry(STOP_SPINNING, "1")
-        for name, value in more.items():
+        for name, value in (attributes | more).items():
             setattr(options, name, value)
-        for name, value in entries.items():
+        for name, value in {**own, **entries}.items():
             options.add_session_config_entry(name, value)
-        return Session(model if isinstance(model, bytes) else str(model), options, providers=[self.provider])
+        return Session(model if isinstance(model, bytes) else str(model), options, providers=[chosen.provider])
 
 
 class OnnxRuntimeModel:
@@ -161,20 +178,12 @@ class OnnxRuntimeModel:
         self._writes_twice = True
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
-        """One inference.
-
-        Raises:
-            EngineFailure: ONNX Runtime cannot run the model on these inputs.
-        """
+        """`Built.run`."""
         with translated(*VENDOR):
             return dict(zip(self._outputs, self._session.run(self._outputs, self._taken(inputs)), strict=True))
 
     def time(self, inputs: Tensors, runs: int) -> float:
-        """Seconds per inference; inputs are on the device and outputs stay there.
-
-        Raises:
-            EngineFailure: ONNX Runtime cannot run the model on these inputs.
-        """
+        """`Built.time`, with inputs and outputs on the device."""
         with translated(*VENDOR):
             given = self._taken(inputs)
             if any(array.dtype.kind in "OSU" for array in given.values()):  # strings, which cannot be bound
@@ -195,10 +204,10 @@ class OnnxRuntimeModel:
                 return self._seconds(binding, runs)
 
     def _seconds(self, binding: ort.IOBinding, runs: int) -> float:
-        """Seconds per inference. Outputs are made by the first one and written again by the others.
+        """Seconds per inference. The first one allocates the outputs, and the others write into them.
 
-        Where a model declares an output with another shape than it has, ONNX Runtime makes it and then refuses to write
-        it again: so each inference makes its own.
+        ONNX Runtime refuses to write an output again that the model declares with another shape than it has. For such a
+        model each inference allocates its outputs.
         """
         start = time.perf_counter()
         for run in range(runs):
@@ -211,15 +220,12 @@ class OnnxRuntimeModel:
         return (time.perf_counter() - start) / runs
 
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
-        """What a second session of the same model reports when it is profiled; see `Built.layers`.
+        """`Built.layers`: those of a second session of the model, which is profiled.
 
-        There every node has a name: fused nodes are called after those that they were made of.
-
-        Raises:
-            EngineFailure: ONNX Runtime cannot run the model on these inputs, or cannot write its optimized graph.
+        In that session every node has a name, and fused nodes are named after those that they were made of.
         """
         model, feed = read_model(self._path), self._taken(inputs)
-        is_large = is_scarce() or nbytes(self._path) >= LARGE
+        is_large = is_scarce() or nbytes(self._path) >= LOADED_ONCE
         with TemporaryDirectory(prefix="qdqtune-") as name:
             folder = Path(name)
             (folder / NOWHERE).symlink_to("/dev/null")
@@ -229,7 +235,7 @@ class OnnxRuntimeModel:
             beside = {INPUT_FOLDER: str(self._path.parent)}
             with translated(*VENDOR):
                 plain = [self.time(inputs, 1) for _ in range(runs)] if is_large else []
-                if is_large:  # a session that writes its graph keeps all weights as they were before they were packed
+                if is_large:  # a session that writes its graph keeps all weights as they were before packing
                     del self._session
                     make({**beside, EXTERNAL: NOWHERE, UNPACKED: "1"}, **written)
                     session = self._session = make(beside, **profiled)
@@ -247,14 +253,14 @@ class OnnxRuntimeModel:
             return onnxruntime_layers.report(model.graph, folder / "optimized.onnx", profile, WARMUP, plain)
 
     def save(self, path: Path) -> None:
-        """Write the optimized model as an ONNX file, and load it. If the model has external data or more than 2 GB, the
+        """Write the optimized model as an ONNX file, and load it. If the model has external data or more than 2 GB, its
         constants go to `<name>.data` beside it.
 
-        It holds the fusions that any machine can use. The last level of optimization chooses layouts for the CPU at
-        hand: a session makes that choice again when it opens the file.
+        The file holds the fusions that any machine can use. The last level of optimization, which chooses layouts for
+        the CPU at hand, is left to the session that opens the file.
 
         Raises:
-            EngineFailure: the file cannot be written, or ONNX Runtime does not load what was.
+            EngineFailure: the file cannot be written, or ONNX Runtime does not load it.
         """
         is_split = bool(data_files(self._path)) or nbytes(self._path) >= PROTOBUF_LIMIT
         entries = {EXTERNAL: f"{path.name}.data"} if is_split else {}
@@ -266,7 +272,7 @@ class OnnxRuntimeModel:
             self._engine.session(path)
 
     def _taken(self, inputs: Tensors) -> dict[str, Array]:
-        """What the model has inputs for: a sample may also serve a file where fewer inputs are constants."""
+        """The arrays that the model has inputs for: in some versions of a model, inputs have become constants."""
         return {name: array for name, array in inputs.items() if name in self._inputs}
 
     def close(self) -> None:
@@ -276,11 +282,7 @@ class OnnxRuntimeModel:
 
 @contextmanager
 def _too_new() -> Iterator[None]:
-    """The refusal of a model from a later ONNX than the library knows, in a sentence.
-
-    Raises:
-        EngineFailure: it is one.
-    """
+    """Raise an EngineFailure in one sentence where ONNX Runtime refuses a model because its ONNX is too new."""
     try:
         yield
     except Exception as error:  # as in `translated`

@@ -1,8 +1,8 @@
-"""The layer report of ONNX Runtime: the profile of a session, and the optimized graph that the session wrote.
+"""The layer report of ONNX Runtime, read from the profile of a session and from the optimized graph that it wrote.
 
-Its optimizer keeps most names. A node that it makes of others is called after one of them, with something appended
-(`conv_nchwc`, `fc/MatMulAddFusion`, `add_token_3`), or gives the last one's tensor; what it merely inserts reads or
-writes tensors that the model does not have.
+The optimizer keeps most names. A fused node has the name of one of its nodes with a suffix (`conv_nchwc`,
+`fc/MatMulAddFusion`, `add_token_3`), or writes the tensor of the last of them. An inserted node reads or writes tensors
+that the model does not have.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from qdqtune.types import Layer, LayerKind
 
 Event = Mapping[str, Any]
 
-COPIES = frozenset({"MemcpyFromHost", "MemcpyToHost"})
-MOVES = frozenset({"Cast", "ReorderInput", "ReorderOutput", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
-INSERTED = COPIES | QDQ | MOVES
-"""Operators that the optimizer inserts; all other nodes come from nodes of the model."""
+MEMORY_COPIES = frozenset({"MemcpyFromHost", "MemcpyToHost"})
+CONVERSIONS = frozenset({"Cast", "ReorderInput", "ReorderOutput", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+INSERTED = MEMORY_COPIES | QDQ | CONVERSIONS
+"""Operators that the optimizer inserts. All other nodes come from nodes of the model."""
 
-PASSIVE = QDQ | MOVES | {"Flatten", "Gather", "Identity", "MaxPool", "Slice", "Split"}
-"""Operators that the optimizer moves conversions across."""
+PASSIVE = QDQ | CONVERSIONS | {"Flatten", "Gather", "Identity", "MaxPool", "Slice", "Split"}
+"""Operators across which the optimizer moves Q and DQ nodes."""
 
-PRECISIONS: Mapping[str, str] = {"float": "FP32", "float16": "FP16", "int8": "INT8", "uint8": "INT8"}
+TYPE_NAMES: Mapping[str, str] = {"float": "FP32", "float16": "FP16", "int8": "INT8", "uint8": "INT8"}
 SUFFIX = "_kernel_time"
 
-
 MOST_OVERHEAD = 0.9
-"""Share of a layer's reported time that profiling may have caused."""
+"""Largest share of a layer's reported time that is taken for overhead of the profile. Chosen, not measured."""
 
 BISECTIONS = 40
+"""Enough to find the overhead to the last digit: each halves the interval."""
 
 TAIL = 0.25
-"""Share of the shortest and of the longest times that a mean leaves out. Unlike a median, it resolves fractions of the
-microseconds that the profile is in."""
+"""Share of the shortest and of the longest times that `trimmed_mean` leaves out. Unlike a median, it resolves fractions
+of a microsecond, the unit of the profile."""
 
 
 def report(
@@ -51,8 +51,8 @@ def report(
 ) -> tuple[Layer, ...]:
     """The layers of a session, in the order in which it ran them; see `Built.layers`.
 
-    The first `warmup` inferences in the profile do not count. `plain` are seconds of inferences that were not profiled,
-    between the others: what all layers take more than these is overhead of the profile.
+    The first `warmup` inferences in the profile do not count. `plain` are seconds of inferences without the profiler,
+    run between the others: the excess of the layers' times over these is overhead of the profile.
 
     Raises:
         EngineFailure: the profile is not that of the optimized graph.
@@ -70,15 +70,14 @@ def report(
 
 
 def trimmed_mean(times: Sequence[float]) -> float:
-    """The mean without the `TAIL` at either end. That of scipy.stats takes a second to import, in every process."""
+    """The mean without the `TAIL` at either end. scipy.stats has it too, but takes a second to import."""
     cut = int(TAIL * len(times))
     return float(np.mean(np.sort(times)[cut : len(times) - cut]))
 
 
 def without_overhead(times: npt.NDArray[np.float64], total: float) -> npt.NDArray[np.float64]:
-    """Layer times less the same overhead for each, so that they add up to `total`; no less than a tenth is left of any.
-
-    Times that add up to less stay as they are.
+    """Layer times minus an equal overhead for each, so that they add up to `total`. At most `MOST_OVERHEAD` of a time
+    is subtracted. Times that add up to less stay as they are.
     """
     most = MOST_OVERHEAD * times
     excess = float(times.sum()) - total
@@ -92,9 +91,9 @@ def without_overhead(times: npt.NDArray[np.float64], total: float) -> npt.NDArra
 
 
 def _inferences(profile: Iterable[Event], nodes: Sequence[onnx.NodeProto]) -> list[list[Event]]:
-    """The kernel events of each inference, one a node: the graph was written in the order in which it runs.
+    """The kernel events of each inference, one for each node: the graph is written in the order in which it runs.
 
-    Kernels in the body of an If or Loop are left out: they are part of its own event.
+    Kernels in the body of an If or Loop are left out, since its own event includes them.
     """
     if not nodes:  # all of the model was constant
         return []
@@ -128,13 +127,13 @@ def _claims(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> list[Cla
 
 
 def _named(nodes: Sequence[onnx.NodeProto], model: _Names, made: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The nodes of the model that each optimized node is named after, or whose results it has."""
+    """For each optimized node, the nodes of the model that it is named after or whose results it writes."""
     exact = {node.name for node in nodes if node.name in model.nodes}
     claimed = []
     for node, makes in zip(nodes, made, strict=True):
         origin = None if node.name in exact else model.origin(node.name)
         guesses = makes if origin is None else [origin, *makes]
-        if node.op_type in INSERTED:  # a node of the model in its own right, or none
+        if node.op_type in INSERTED:  # it is a node of the model, or comes from none
             guesses = [g for g in guesses if _stands_for(node, model.nodes[g])]
         claimed.append([node.name] * (node.name in exact) + [g for g in guesses if g not in exact])
     return claimed
@@ -143,7 +142,8 @@ def _named(nodes: Sequence[onnx.NodeProto], model: _Names, made: Sequence[Sequen
 def _moved(
     nodes: Sequence[onnx.NodeProto], model: _Names, tensors: Mapping[str, str]
 ) -> Iterator[tuple[int, Iterator[str]]]:
-    """Every conversion, and those of the model that it may be: behind its input, with only data movement between."""
+    """Every Q and DQ by number, with the nodes of the model that it may be: those behind its input, with only nodes
+    that move data in between."""
     producer = {tensor: node for node in nodes for tensor in node.output}
     for i, node in enumerate(nodes):
         if node.op_type in QDQ:
@@ -158,7 +158,8 @@ def _moved(
 
 
 def _made(nodes: Sequence[onnx.NodeProto], model: _Names, tensors: Mapping[str, str]) -> list[list[str]]:
-    """The nodes of the model whose results each node has. An inserted node has those of the node in front of it."""
+    """For each optimized node, the nodes of the model whose results it writes. The results of an inserted node count
+    for the node in front of it."""
     made = [[n for t in node.output if (n := model.maker(tensors[t] or t))] for node in nodes]
     producer = {tensor: i for i, node in enumerate(nodes) for tensor in node.output if tensor}
     for i in reversed(range(len(nodes))):
@@ -170,11 +171,11 @@ def _made(nodes: Sequence[onnx.NodeProto], model: _Names, tensors: Mapping[str, 
 
 
 def _stands_for(optimized: onnx.NodeProto, node: onnx.NodeProto) -> bool:
-    return optimized.op_type == node.op_type or {optimized.op_type, node.op_type} <= MOVES
+    return optimized.op_type == node.op_type or {optimized.op_type, node.op_type} <= CONVERSIONS
 
 
 class _Names:
-    """The model's nodes and tensors, and how the optimizer writes their names."""
+    """Finds nodes and tensors of the model by the names that the optimizer gives."""
 
     def __init__(self, graph: onnx.GraphProto) -> None:
         self.nodes = {node.name: node for node in graph.node}
@@ -186,15 +187,15 @@ class _Names:
                 self._users.setdefault(tensor, []).append(node.name)
 
     def tensor(self, name: str) -> str:
-        """The tensor of the model with this name, or the name without its last suffixes; "" if there is none."""
+        """The tensor of the model with this name, or with the name without suffixes; "" if there is none."""
         return next((part for part in _parts(name) if part in self._tensors), "")
 
     def maker(self, tensor: str) -> str:
-        """The node with that name, or that makes the tensor of that name; "" if there is none."""
+        """The node that writes a tensor, or has its name; "" if there is none."""
         return self._makers.get(tensor) or (tensor if tensor in self.nodes else "")
 
     def behind(self, tensors: Sequence[str]) -> Iterator[str]:
-        """The nodes that read one of the tensors, directly or behind nodes that only move data, nearest first."""
+        """The nodes that read one of the tensors, directly or through nodes that only move data, nearest first."""
         seen = set(tensors)
         queue = deque(tensors)
         while queue:
@@ -205,29 +206,29 @@ class _Names:
                     seen.update(self.nodes[name].output)
 
     def origin(self, name: str) -> str | None:
-        """The node that an optimized node's name begins with, or whose tensor's name it begins with."""
+        """The node with whose name, or with the name of whose tensor, an optimized node's name begins."""
         return next((node for part in _parts(name) if (node := self.maker(part))), None)
 
 
 def _parts(name: str) -> Iterator[str]:
-    """A name, then without its last suffix, and so on: `a_token_3`, `a_token`, `a`."""
+    """A name, then the name without its last suffix, and so on: `a_token_3`, `a_token`, `a`."""
     return (name[:end] for end in range(len(name), 0, -1) if end == len(name) or name[end] in "/_")
 
 
 def _kind(node: onnx.NodeProto, names: Sequence[str]) -> LayerKind:
-    if node.op_type in COPIES:
+    if node.op_type in MEMORY_COPIES:
         return "copy"
     if node.op_type in QDQ:
         return "quantize"
-    return "reformat" if node.op_type in MOVES and not names else "compute"
+    return "reformat" if node.op_type in CONVERSIONS and not names else "compute"
 
 
 def _precision(node: onnx.NodeProto, event: Mapping[str, Any]) -> str:
-    """INT8 where the data that a kernel reads are 8-bit values, W4 or W8 where its weights alone are stored in so many
-    bits, else the type that it writes."""
+    """INT8 if a kernel reads 8-bit values, W4 or W8 if only its weights have so many bits, else the type that it
+    writes."""
     if node.op_type == "MatMulNBits":
         return f"W{next(a.i for a in node.attribute if a.name == 'bits')}"
     read, written = ([next(iter(t)) for t in event[key]] for key in ("input_type_shape", "output_type_shape"))
     if node.op_type != "DequantizeLinear" and read[:1] in (["int8"], ["uint8"]):
         return "INT8"
-    return PRECISIONS.get(written[0], written[0].upper()) if written else ""
+    return TYPE_NAMES.get(written[0], written[0].upper()) if written else ""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from qdqtune.engines import cpu, formats, output_to, translated
+from qdqtune.engines import devices, formats, output_to, translated
 from qdqtune.engines.coverage import read_model
 from qdqtune.engines.openvino import layers as openvino_layers
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
@@ -24,56 +24,60 @@ except ImportError as error:
 DEVICE = "CPU"
 PRECISIONS = ("f32", "f16", "bf16")
 WARMUP = 1
-"""Inferences that are profiled in vain: the first one allocates."""
+"""Profiled inferences that do not count: the first one allocates."""
+
 VENDOR = (
     "OpenVINO",
     re.compile(r"Exception from \S+:\d+:\s*|Check '.*?' failed at \S+:\d+:\s*|FrontEnd API failed with \w+:\s*"),
 )
-"""Its name, and where in its sources an error comes from: that precedes the message, once a level."""
-
-
-def create(threads: int = 1, precision: str = "f32") -> OpenVino:
-    """The engine with `threads` threads; `precision` is that of everything that carries no pair.
-
-    Raises:
-        BadOption: `threads` is not positive, or there is no such precision.
-        EngineUnavailable: this build of OpenVINO cannot use the CPU.
-    """
-    if threads < 1:
-        raise BadOption(f"--threads must be a whole number from 1 on, not {threads}")
-    if precision not in PRECISIONS:
-        raise BadOption(f"engine 'openvino' has no precision {precision!r}; it has {', '.join(PRECISIONS)}")
-    core = ov.Core()
-    if DEVICE not in core.available_devices:
-        raise EngineUnavailable("OpenVINO here has no CPU plug-in: pip install --force-reinstall openvino")
-    return OpenVino(core, threads, precision)
+"""Its name, and what precedes its messages, once for each level of calls: the place in its sources."""
 
 
 @dataclass(frozen=True)
-class OpenVino:
-    """Models compiled for one stream of inferences, one after the other."""
+class OpenVinoOptions:
+    """Options of OpenVINO: CPU threads, and the precision of all that carries no Q/DQ pair."""
 
-    core: ov.Core
-    threads: int
-    precision: str
+    threads: int = 1
+    precision: str = "f32"
+
+    def __post_init__(self) -> None:
+        if self.threads < 1:
+            raise BadOption(f"--threads must be a whole number from 1 on, not {self.threads}")
+        if self.precision not in PRECISIONS:
+            raise BadOption(f"engine 'openvino' has no precision {self.precision!r}; it has {', '.join(PRECISIONS)}")
+
+
+def create(options: OpenVinoOptions) -> OpenVino:
+    """The engine.
+
+    Raises:
+        EngineUnavailable: this build of OpenVINO cannot use the CPU.
+    """
+    core = ov.Core()
+    if DEVICE not in core.available_devices:
+        raise EngineUnavailable("OpenVINO here has no CPU plug-in: pip install --force-reinstall openvino")
+    return OpenVino(core, options)
+
+
+class OpenVino:
+    """Compiles models for one stream of inferences, one after the other."""
+
+    def __init__(self, core: ov.Core, options: OpenVinoOptions) -> None:
+        self.core, self._options = core, options
 
     def describe(self) -> dict[str, str]:
         """Version, CPU, the instruction sets that decide which integer kernels run, and the float precision."""
         return {
             "engine": "openvino",
             "version": ov.get_version(),
-            "threads": str(self.threads),
-            "precision": self.precision,
-            "device": cpu.model_name(),
-            "isa": cpu.instruction_sets(),
+            "threads": str(self._options.threads),
+            "precision": self._options.precision,
+            "device": devices.processor_name(),
+            "isa": " ".join(devices.instruction_sets()),
         }
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        """Symmetric int8, or uint8 for tensors without negative values: see `formats`.
-
-        Raises:
-            BadOption: for FP8.
-        """
+        """See `formats.openvino`."""
         return formats.openvino(quant_type)
 
     def build(self, model: Path, log: Path) -> OpenVinoModel:
@@ -88,13 +92,13 @@ class OpenVino:
         return OpenVinoModel(self, model, compiled, outputs)
 
     def configuration(self, **more: Any) -> dict[str, Any]:
-        """The properties that models are compiled with, and `more`."""
+        """The properties that models are compiled with, and `more` of them."""
         return {
             "PERFORMANCE_HINT": "LATENCY",
             "NUM_STREAMS": 1,
-            "INFERENCE_NUM_THREADS": self.threads,
-            "INFERENCE_PRECISION_HINT": self.precision,
-            "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # activations are quantized where pairs say so, and nowhere else
+            "INFERENCE_NUM_THREADS": self._options.threads,
+            "INFERENCE_PRECISION_HINT": self._options.precision,
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # activations are quantized at Q/DQ pairs only
             "ENABLE_CPU_PINNING": False,
         } | more
 
@@ -109,22 +113,14 @@ class OpenVinoModel:
         self._outputs = outputs
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
-        """One inference.
-
-        Raises:
-            EngineFailure: OpenVINO cannot run the model on these inputs.
-        """
+        """`Built.run`."""
         with translated(*VENDOR):
             _feed(self._request, inputs)
             self._request.infer(share_outputs=True)
             return {name: np.array(self._request.get_output_tensor(i).data) for i, name in enumerate(self._outputs)}
 
     def time(self, inputs: Tensors, runs: int) -> float:
-        """Seconds per inference; inputs are set before, outputs stay where they are.
-
-        Raises:
-            EngineFailure: OpenVINO cannot run the model on these inputs.
-        """
+        """`Built.time`, without setting inputs and copying outputs."""
         with translated(*VENDOR):
             _feed(self._request, inputs)
             start = time.perf_counter()
@@ -133,11 +129,7 @@ class OpenVinoModel:
             return (time.perf_counter() - start) / runs
 
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
-        """What a second build of the same file reports when it is profiled; see `Built.layers`.
-
-        Raises:
-            EngineFailure: OpenVINO cannot run the model on these inputs.
-        """
+        """`Built.layers`: those of a second build of the file, which is profiled."""
         graph = read_model(self._path).graph
         with translated(*VENDOR):
             model = self._engine.core.read_model(str(self._path))
@@ -153,11 +145,11 @@ class OpenVinoModel:
         return openvino_layers.report(graph, tags, executed, profiles[WARMUP:])
 
     def save(self, path: Path) -> None:
-        """Write an OpenVINO IR: the graph as XML, its constants to a file beside it that ends in .bin; and compile it.
+        """Write an OpenVINO IR, and compile it: NAME.xml holds the graph, NAME.bin beside it the constants.
 
         Raises:
             BadOption: the name does not end in .xml.
-            EngineFailure: a file cannot be written, or OpenVINO does not compile what was.
+            EngineFailure: a file cannot be written, or OpenVINO does not compile the IR.
         """
         if path.suffix != ".xml":
             raise BadOption(f"OpenVINO: an IR is NAME.xml and NAME.bin: give {path.with_suffix('.xml').name}")
@@ -171,7 +163,7 @@ class OpenVinoModel:
 
 
 def _feed(request: ov.InferRequest, inputs: Tensors) -> None:
-    """Set every input of the model: a sample may hold more arrays than it has inputs."""
+    """Set every input of the model. Further arrays are ignored."""
     for port in request.model_inputs:
         name = next((name for name in port.get_names() if name in inputs), None)
         if name is None:

@@ -1,8 +1,8 @@
-"""The layer report of OpenVINO: what its runtime model says of the operations that each layer was fused from.
+"""The layer report of OpenVINO, read from its runtime model, which lists the operations that each layer was fused from.
 
-OpenVINO tells them by name, but names of its own making may equal those of the model, its ONNX front end makes several
-operations of one node, and a list of names does not stand commas. So before it compiles the model for a report, each
-operation is renamed after the nodes that it comes from.
+The list has names, which are ambiguous: OpenVINO may give its own operations names of the model, its ONNX front end
+makes several operations of one node, and names may contain the commas of the list. So each operation is renamed to a
+number before the model is compiled for a report.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from qdqtune.graph.operators import QDQ
 from qdqtune.types import Layer, LayerKind
 
 TAG = re.compile(r"@(\d+)@")
-PRECISIONS: Mapping[str, str] = {
+ELEMENT_TYPES: Mapping[str, str] = {
     "f32": "FP32", "f16": "FP16", "i8": "INT8", "u8": "INT8", "i32": "INT32", "i64": "INT64",
 }  # fmt: skip
 BORDERS = frozenset({"Input", "Output"})
-"""Kinds of layers for the inputs and outputs of the model."""
+"""Types of the layers that are inputs and outputs of the model."""
 
 
 @dataclass(frozen=True)
 class Tag:
-    """What an operation was called, the nodes that it is part of, and, if it is a constant, its tensors.
+    """The name of an operation before it was renamed, the nodes that it is part of, and the tensors of a constant.
 
-    `is_logical` where it reads or makes booleans, which OpenVINO reports as 8-bit values.
+    An operation that `is_logical` reads or writes booleans, which OpenVINO reports as 8-bit values.
     """
 
     name: str
@@ -41,9 +41,9 @@ class Tag:
 
 
 def tag(model: Any, graph: onnx.GraphProto) -> tuple[Tag, ...]:
-    """Rename the operations of an `ov.Model` to `@number@`; the tag of each number.
+    """Rename the operations of an `ov.Model` to `@number@`, and return the tag of each number.
 
-    An operation without a tensor of the ONNX model is part of the node that it works for.
+    An operation that writes no tensor of the ONNX model belongs to the same node as its reader.
     """
     makers = {tensor: node.name for node in graph.node for tensor in node.output if tensor}
     order = {node.name: i for i, node in enumerate(graph.node)}
@@ -72,7 +72,7 @@ def tag(model: Any, graph: onnx.GraphProto) -> tuple[Tag, ...]:
 def report(
     graph: onnx.GraphProto, tags: Sequence[Tag], executed: Iterable[Any], profiles: Sequence[Iterable[Any]]
 ) -> tuple[Layer, ...]:
-    """The layers of a compiled model, in the order in which it runs them; see `Built.layers`.
+    """The layers of a compiled model, in the order in which they run; see `Built.layers`.
 
     `executed` are the operations of the runtime model, `profiles` the profiling information of each inference.
     """
@@ -94,7 +94,7 @@ def report(
         nodes = tuple(dict.fromkeys(node for part in fused for node in part.nodes))
         constants = _constants(before[name], before, fixed, tags)
         precisions.append(_precision(infos[name], any(part.is_logical for part in fused)))
-        if precisions[-1] == "INT8":  # it has its weights in 8 bits, in whatever form
+        if precisions[-1] == "INT8":  # then its weights have 8 bits as well
             constants = constants.union(*(weights.get(node, frozenset()) for node in nodes))
         claims.append(Claim(nodes, constants))
     covered, rest = cover(graph, claims)
@@ -119,12 +119,12 @@ def _times(profiles: Sequence[Iterable[Any]]) -> dict[str, float]:
 
 
 def _undisturbed(times: Sequence[float]) -> float:
-    """The mean of the shortest tenth: other processes on the machine make layers slower, some of them several times."""
+    """The mean of the shortest tenth: other processes make some inferences of a layer several times slower."""
     return fmean(sorted(times)[: max(1, len(times) // 10)])
 
 
 def _fixed(infos: Mapping[str, Mapping[str, str]], before: Mapping[str, Sequence[str]]) -> frozenset[str]:
-    """Constants, and layers that only prepare them: they ran when the model was compiled."""
+    """Constants, and layers that depend on constants only: they ran when the model was compiled."""
     fixed: set[str] = set()
     for name, info in infos.items():
         if info["layerType"] == "Const" or (before[name] and fixed.issuperset(before[name])):
@@ -133,7 +133,7 @@ def _fixed(infos: Mapping[str, Mapping[str, str]], before: Mapping[str, Sequence
 
 
 def _weights(graph: onnx.GraphProto) -> dict[str, frozenset[str]]:
-    """What the DequantizeLinear nodes in front of each node read."""
+    """For each node, the inputs of the DequantizeLinear nodes in front of it."""
     sources = {n.output[0]: n.input[0] for n in graph.node if n.op_type == "DequantizeLinear"}
     return {node.name: frozenset(sources[t] for t in node.input if t in sources) for node in graph.node}
 
@@ -141,7 +141,7 @@ def _weights(graph: onnx.GraphProto) -> dict[str, frozenset[str]]:
 def _constants(
     names: Sequence[str], before: Mapping[str, Sequence[str]], fixed: frozenset[str], tags: Sequence[Tag]
 ) -> frozenset[str]:
-    """The model's constants that a layer reads, prepared or as they are."""
+    """The model's constants that a layer reads, directly or after preparation."""
     constants: set[str] = set()
     stack = [name for name in names if name in fixed]
     while stack:
@@ -157,7 +157,7 @@ def _kind(info: Mapping[str, str], name: str, operators: Sequence[str]) -> Layer
         return "quantize" if QDQ.issuperset(operators) else "compute"
     if info["layerType"] in ("Convert", "Reorder"):
         return "reformat"
-    return "quantize" if "FakeQuantize" in (info["layerType"], name.split("_")[0]) else "compute"  # a pair that moved
+    return "quantize" if "FakeQuantize" in (info["layerType"], name.split("_")[0]) else "compute"  # of a moved pair
 
 
 def _precision(info: Mapping[str, str], is_logical: bool) -> str:
@@ -170,4 +170,4 @@ def _precision(info: Mapping[str, str], is_logical: bool) -> str:
 
 def _type(names: str) -> str:
     first = names.split(",")[0]
-    return PRECISIONS.get(first, first.upper())
+    return ELEMENT_TYPES.get(first, first.upper())

@@ -18,32 +18,32 @@ from ray.exceptions import RayActorError, RayError
 
 from qdqtune.engines import EngineSpec
 from qdqtune.engines.devices import Device, cores_for, needs_gpu
-from qdqtune.engines.process import LOOK_SECONDS, look
-from qdqtune.engines.ray.actor import Reply, WorkerActor, WorkerLocation
-from qdqtune.engines.ray.file_transfer import Sender
+from qdqtune.engines.process import CHECK_SECONDS, current_check
+from qdqtune.engines.ray.actor import Reply, Sender, WorkerActor, WorkerLocation
 from qdqtune.errors import BadOption, EngineUnavailable, QdqtuneError, one_line
 from qdqtune.graph import cleanup as janitor
 from qdqtune.graph.outputs import TEMPORARY, Scratch
 from qdqtune.version import __version__
 
 WAIT_SECONDS = 60.0
-"""How long a worker may wait for a free device."""
+"""How long a worker may wait for a free device. Chosen, not measured."""
 
 CLOSING_SECONDS = 2.0
+"""How long an actor may take to remove its files before it is killed. Chosen, not measured."""
 
 LOCAL = "local"
 """The address of a cluster that is started for one run."""
 
-LONGEST = 24
-"""Characters of a path below which Ray's sockets fit into the 107 that the system has for their names."""
+LONGEST_FOLDER = 24
+"""Characters of a folder's path with which the names of Ray's sockets fit into the 107 that Linux allows."""
 
 NETWORK_SECONDS = 60.0
-"""How much later than on its own host an answer may come."""
+"""Added to the limit of each request for the way to another host and back. Chosen, not measured."""
 
 
 @dataclass
 class Cluster:
-    """A cluster that this process is connected to. `start` is the `StartWorker` of runners whose workers are there."""
+    """A cluster that this process is connected to. `start` is the `StartWorker` for runners with workers there."""
 
     spec: EngineSpec
     cores_each: int
@@ -80,7 +80,7 @@ class Cluster:
         return worker
 
     def _check_capacity(self, cores: int) -> None:
-        """Do not wait for a worker that the cluster cannot hold, because nodes were lost.
+        """Stop waiting for a worker that the cluster cannot hold any more because nodes were lost.
 
         Raises:
             TimeoutError: it cannot.
@@ -90,19 +90,19 @@ class Cluster:
 
 
 class RemoteWorker:
-    """See `process.Worker`: the engine process of an actor, as if it were here."""
+    """A `process.Worker`: the engine process of an actor."""
 
     def __init__(self, actor: Any, location: WorkerLocation, sender: Sender) -> None:
         self._actor, self._sender = actor, sender
         self._reason = self._printed = ""
         self.alive = True
-        self.place = str(location)
+        self.location = str(location)
 
     def request(self, name: str, arguments: tuple[Any, ...], limit: float) -> tuple[bool, Any]:
         """`Worker.request`."""
         log = target = None
         if name == "build":
-            number, path, log, _ = arguments  # the plan of a build ahead of time stays on this host
+            number, path, log, _ = arguments  # there is no plan: builds are not made ahead for other hosts
             arguments = (number, self._sender.model(path), None)
         elif name == "save":
             _, target = arguments
@@ -135,7 +135,7 @@ class RemoteWorker:
 
     def exit_reason(self) -> str:
         """`Worker.exit_reason`."""
-        return f"{self._reason or 'no reason given'} on {self.place}"
+        return f"{self._reason or 'no reason given'} on {self.location}"
 
     def printed(self) -> str:
         """`Worker.printed`."""
@@ -143,30 +143,31 @@ class RemoteWorker:
 
 
 def _end(actor: Any) -> None:
-    """End an actor. One that is idle removes its files first; else its engine process does."""
+    """End an actor. If it is idle it removes its files first; otherwise its engine process does so when it ends."""
     with contextlib.suppress(RayError):
         ray.wait([actor.close.remote()], timeout=CLOSING_SECONDS)
         ray.kill(actor)
 
 
 def _answer(reference: Any, limit: float, check: Callable[[], None] = lambda: None) -> Any:
-    """The answer of an actor. `check` is called every `LOOK_SECONDS` until it comes.
+    """The answer of an actor. `check` is called every `CHECK_SECONDS` while this waits.
 
     Raises:
         TimeoutError: it did not come in time.
         RayError: the actor has died, or failed.
     """
-    looks, deadline = look(), monotonic() + limit
-    while not ray.wait([reference], timeout=LOOK_SECONDS)[0]:
+    waiting, deadline = current_check(), monotonic() + limit
+    while not ray.wait([reference], timeout=CHECK_SECONDS)[0]:
         if monotonic() >= deadline:
             raise TimeoutError
-        if looks is not None:
-            looks()
+        if waiting is not None:
+            waiting()
         check()
     return ray.get(reference)
 
 
 def _reason(error: RayError) -> str:
+    """An error of Ray in one line."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, QdqtuneError):
         return one_line(cause)
@@ -175,8 +176,8 @@ def _reason(error: RayError) -> str:
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[None]:
-    """Connect to the cluster at an address; `LOCAL` starts one here and removes it at the end. An existing connection
-    is used, and stays.
+    """Connect to the cluster at an address. `LOCAL` starts a cluster here and removes it at the end. A connection that
+    exists already is used, and stays.
 
     Raises:
         EngineUnavailable: no cluster answers there.
@@ -192,7 +193,7 @@ def connected(address: str) -> Iterator[None]:
             quiet |= {"include_dashboard": False, "_temp_dir": str(folder)}
         try:
             stack.callback(ray.shutdown)
-            with contextlib.chdir(folder):  # Ray's workers look for modules in the folder that this is called in
+            with contextlib.chdir(folder):  # Ray's workers import modules from the current folder
                 ray.init(**quiet)
         except (ConnectionError, ValueError, RuntimeError, RayError) as error:
             raise EngineUnavailable(
@@ -204,11 +205,11 @@ def connected(address: str) -> Iterator[None]:
 def _session_folder() -> Scratch:
     """An empty folder for logs and sockets of a cluster that is started here."""
     usual = tempfile.gettempdir()
-    return Scratch(Path(usual if len(usual) <= LONGEST else "/tmp"), TEMPORARY)
+    return Scratch(Path(usual if len(usual) <= LONGEST_FOLDER else "/tmp"), TEMPORARY)
 
 
 def capacity(spec: EngineSpec, cores_each: int) -> int:
-    """How many workers the cluster can hold, each with its cores, and its GPU where the engine needs one."""
+    """How many workers the cluster can hold, each with so many cores, and with a GPU if the engine needs one."""
     total = 0
     for node in nodes():
         has = node["Resources"] if node["Alive"] else {}
@@ -219,12 +220,12 @@ def capacity(spec: EngineSpec, cores_each: int) -> int:
 
 def nodes() -> Sequence[Mapping[str, Any]]:
     """What Ray says of each node."""
-    told: Sequence[Mapping[str, Any]] = ray.nodes()
-    return told
+    listed: Sequence[Mapping[str, Any]] = ray.nodes()
+    return listed
 
 
 def devices(spec: EngineSpec, workers: int | None, cores_each: int | None, most: int = 0) -> tuple[Device, ...]:
-    """Names for so many workers, or for as many as the cluster can hold; Ray decides where each runs.
+    """Devices for so many workers, by default for as many as the cluster can hold. Ray decides where each runs.
 
     Raises:
         BadOption: no node has as many cores as `most`.

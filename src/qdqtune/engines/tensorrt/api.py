@@ -12,35 +12,33 @@ from typing import Any
 
 from qdqtune.engines import Built, formats, output_to
 from qdqtune.engines.tensorrt.build import TimingCache, build_plan, is_strongly_typed, load_plugins, logger_of
-from qdqtune.engines.tensorrt.cuda import Cuda
-from qdqtune.engines.tensorrt.execution import Execution
-from qdqtune.engines.tensorrt.options import CachedOptions, Options, taking
+from qdqtune.engines.tensorrt.execution import Cuda, Execution
+from qdqtune.engines.tensorrt.options import CachedOptions, TensorRtOptions
 from qdqtune.engines.tensorrt.report import layers_of
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
 from qdqtune.types import Array, Layer, NumericFormat, QuantType, Tensors
 
 
-@taking(CachedOptions)
 def create(options: CachedOptions) -> TensorRt:
     """The engine on the current GPU.
 
     Raises:
-        BadOption: an option has a value that cannot be used.
-        EngineUnavailable: TensorRT, cuda-python, a GPU or a plug-in library is missing.
+        BadOption: there is no such plug-in library.
+        EngineUnavailable: TensorRT, cuda-python, a GPU or what a plug-in library needs is missing.
     """
     trt = vendor_module("tensorrt", "TensorRT", "pip install 'qdqtune[tensorrt]'")
     if not hasattr(trt.IExecutionContext, "execute_async_v3"):
         raise EngineUnavailable(f"TensorRT {trt.__version__} is too old: install 8.6 or later")
     cuda = Cuda()
     load_plugins(trt, options.plugin_libraries)
-    return TensorRt("tensorrt", trt, cuda, options, TimingCache.at(options.timing_cache))
+    return TensorRt("tensorrt", trt, cuda, options, TimingCache(options.timing_cache))
 
 
 def vendor_module(name: str, product: str, remedy: str) -> Any:
     """The vendor's module.
 
     Raises:
-        EngineUnavailable: it is not there, or a library that it needs is not.
+        EngineUnavailable: the module, or a library that it needs, is missing; `remedy` says what to do.
     """
     try:
         return importlib.import_module(name)
@@ -49,13 +47,13 @@ def vendor_module(name: str, product: str, remedy: str) -> Any:
 
 
 class TensorRt:
-    """Builds engines through the vendor's module `trt`, and runs them on one GPU."""
+    """Builds engines through the vendor's module `trt`, and runs them on the GPU of `cuda`."""
 
-    def __init__(self, name: str, trt: Any, cuda: Cuda, options: Options, times: TimingCache | None) -> None:
+    def __init__(self, name: str, trt: Any, cuda: Cuda, options: TensorRtOptions, times: TimingCache | None) -> None:
         self._name, self._trt, self._cuda, self._options, self._times = name, trt, cuda, options, times
 
     def describe(self) -> dict[str, str]:
-        """Version, GPU, its driver and compute capability, and the options that shape latency."""
+        """Version, GPU, its driver and compute capability, and the options that change the latency."""
         device = self._cuda.device
         return {
             "engine": self._name,
@@ -69,11 +67,7 @@ class TensorRt:
         }
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        """Symmetric int8 with per-channel weights, or FP8 E4M3 per tensor; biases stay in float.
-
-        Raises:
-            BadOption: FP8 before version 10.
-        """
+        """See `formats.tensorrt`."""
         return numeric_format(self._trt, quant_type)
 
     def build(self, model: Path, log: Path) -> Built:
@@ -88,25 +82,29 @@ class TensorRt:
             return TensorRtModel(self._trt, self._cuda, plan, model)
 
     def compile(self, model: Path, log: Path, plan: Path) -> None:
-        """Serialize an engine: see `Compiler`."""
+        """`Compiler.compile`: the plan is a serialized engine."""
         with output_to(log), translated(self._cuda):
             save_plan(build_plan(self._trt, model, self._options, self._times), plan)
 
     def load(self, plan: Path, model: Path, log: Path) -> Built:
-        """Load it onto the GPU."""
+        """`Compiler.load`."""
         with translated(self._cuda):
             return TensorRtModel(self._trt, self._cuda, plan.read_bytes(), model)
 
 
 def numeric_format(trt: Any, quant_type: QuantType) -> NumericFormat:
-    """See `TensorRt.numeric_format`."""
+    """See `formats.tensorrt`.
+
+    Raises:
+        BadOption: for FP8 before version 10.
+    """
     if quant_type == "fp8" and not is_strongly_typed(trt):
         raise BadOption(f"TensorRT {trt.__version__} has no FP8: use --quant-type int8, or TensorRT 10 or later")
     return formats.tensorrt(quant_type, explicit_weights=is_strongly_typed(trt))
 
 
 class TensorRtModel:
-    """An engine on the GPU, and the plan that it came from."""
+    """An engine on the GPU, and its plan."""
 
     def __init__(self, trt: Any, cuda: Cuda, plan: Any, model: Path) -> None:
         self._trt, self._cuda, self._plan, self._model = trt, cuda, plan, model
@@ -124,44 +122,28 @@ class TensorRtModel:
         return engine
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
-        """One inference.
-
-        Raises:
-            EngineFailure: the inputs do not fit, or the inference fails.
-        """
+        """`Built.run`."""
         with translated(self._cuda):
             self._execution.bind(inputs)
             self._execution.enqueue()
             return self._execution.outputs()
 
     def time(self, inputs: Tensors, runs: int) -> float:
-        """Seconds of GPU time per inference, by CUDA events; as a CUDA graph where the model can be captured.
-
-        Raises:
-            EngineFailure: the inputs do not fit, or the inference fails.
-        """
+        """`Built.time`: GPU time by CUDA events, of a CUDA graph where the model can be captured."""
         with translated(self._cuda):
             self._execution.bind(inputs)
             return self._execution.seconds(runs)
 
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
-        """The engine's layers with the times of `runs` profiled inferences.
-
-        Raises:
-            EngineFailure: the inputs do not fit, or an inference fails.
-        """
-        with translated(self._cuda):  # a profiler stays with its context: so one of its own
+        """`Built.layers`."""
+        with translated(self._cuda):  # a profiler cannot be removed from a context, so this one is used once
             with contextlib.closing(Execution(self._trt, self._cuda, self._engine)) as execution:
                 execution.bind(inputs)
                 graph, times = execution.report(runs)
             return layers_of(self._model, graph, times)
 
     def save(self, path: Path) -> None:
-        """Write the plan, for this version of TensorRT and this kind of GPU, and load the file.
-
-        Raises:
-            EngineFailure: the file cannot be written, or TensorRT does not load it.
-        """
+        """`Built.save`: the plan, which is for this version of TensorRT and this kind of GPU."""
         save_plan(self._plan, path)
         with translated(self._cuda):
             self._loaded(path.read_bytes())
@@ -174,13 +156,12 @@ class TensorRtModel:
 
 @contextmanager
 def translated(cuda: Cuda | None) -> Iterator[None]:
-    """What the bindings raise, as an EngineFailure; all of its words go to standard error.
+    """Raise what the bindings raise as an EngineFailure. The whole message goes to standard error.
 
-    After a failure the device is asked whether it is still usable: an inference that reads wild addresses takes all of
-    the process's CUDA state with it.
+    After a failure the device is checked: an inference that reads invalid addresses makes it unusable for the process.
 
     Raises:
-        CudaError: it is not.
+        CudaError: the device is not usable any more.
     """
     try:
         yield

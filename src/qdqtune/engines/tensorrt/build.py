@@ -1,6 +1,6 @@
-"""From an ONNX file to a serialized TensorRT engine, with the names that 8.6, 10, 11 and TensorRT-RTX have in common.
+"""Builds a serialized TensorRT engine, also called a plan, of an ONNX file: TensorRT 8.6, 10, 11 and TensorRT-RTX.
 
-Where versions differ, the presence of a name decides. `trt` is the vendor's module.
+`trt` is the vendor's module. Where versions differ, it depends on whether a name exists there.
 """
 
 from __future__ import annotations
@@ -14,27 +14,22 @@ from typing import Any
 import onnx
 from google.protobuf.message import DecodeError
 
-from qdqtune.engines.tensorrt.options import Options
+from qdqtune.engines.tensorrt.options import TensorRtOptions
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line, writing
 
 
 class TimingCache:
-    """Times of kernels that builds share: in memory, and in a file if there is one.
+    """Times of kernels that builds share, in memory and, if a path is given, in a file.
 
-    A file of another TensorRT version (or one that is no timing cache) is left as it is, and not used.
+    A file of another version of TensorRT, or one that is no timing cache, is neither used nor changed.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
+    def __init__(self, path: str | None) -> None:
+        self._path = Path(path) if path else None
         self._data = b""
 
-    @staticmethod
-    def at(path: str | None) -> TimingCache:
-        """The cache of an engine option: a path, or none."""
-        return TimingCache(Path(path) if path else None)
-
-    def lend(self, config: Any) -> None:
-        """Give what is known to a build."""
+    def apply(self, config: Any) -> None:
+        """Set the known times in the configuration of a build."""
         stored = self._read()
         if stored and not self._accepts(config, stored):
             os.write(2, f"{self._path} is no timing cache of this TensorRT and GPU: not used\n".encode())
@@ -42,8 +37,8 @@ class TimingCache:
         if self._path is None or not stored:
             self._accepts(config, self._data)
 
-    def keep(self, config: Any) -> None:
-        """Take over what a build has learned, and add it to the file.
+    def update(self, config: Any) -> None:
+        """Take over the times after a build, and add them to the file.
 
         Raises:
             OutputError: the file cannot be written.
@@ -68,10 +63,10 @@ class TimingCache:
 
 @cache
 def logger_of(trt: Any) -> Any:
-    """The one logger of this process: TensorRT keeps the first that it gets and ignores all later ones.
+    """The logger of this process. There is only one: TensorRT keeps the first that it gets, and ignores others.
 
-    It prints to standard error, which `output_to` sends to the log of the build at hand, and keeps the error messages
-    and the layer list since `clear`.
+    It prints to standard error, which `output_to` sends to the log of the current build. It keeps the error messages
+    and the list of layers that were printed since `clear`.
     """
 
     class Logger(trt.ILogger):  # type: ignore[misc]
@@ -84,7 +79,7 @@ def logger_of(trt: Any) -> Any:
             self.errors, self.layers = [], ""
 
         def reason(self, otherwise: str) -> str:
-            """The first error message; the others mostly follow from it."""
+            """The first error message, from which others mostly follow."""
             return one_line(self.errors[0] if self.errors else otherwise)
 
         def log(self, severity: Any, message: str) -> None:
@@ -100,7 +95,7 @@ def logger_of(trt: Any) -> Any:
 
 
 def load_plugins(trt: Any, libraries: Sequence[str]) -> None:
-    """Make TensorRT's own plug-ins known, and those in `libraries`.
+    """Load TensorRT's own plug-ins, and those in `libraries`.
 
     Raises:
         BadOption: no such file.
@@ -119,8 +114,8 @@ def load_plugins(trt: Any, libraries: Sequence[str]) -> None:
             raise EngineUnavailable(f"plug-in library {library} cannot be loaded: it needs TensorRT {trt.__version__}")
 
 
-def build_plan(trt: Any, model: Path, options: Options, times: TimingCache | None) -> Any:
-    """The serialized engine of a model file: a buffer. `times` is None where the builder measures nothing.
+def build_plan(trt: Any, model: Path, options: TensorRtOptions, times: TimingCache | None) -> Any:
+    """The serialized engine of a model file, as a buffer. `times` is None if the builder measures nothing.
 
     Raises:
         EngineFailure: the parser or the builder refuses the model.
@@ -132,27 +127,27 @@ def build_plan(trt: Any, model: Path, options: Options, times: TimingCache | Non
     builder = trt.Builder(logger)
     typing = "STRONGLY_TYPED" if is_strongly_typed(trt) else "EXPLICIT_BATCH"
     network = builder.create_network(1 << int(getattr(trt.NetworkDefinitionCreationFlag, typing)))
-    parser = trt.OnnxParser(network, logger)  # holds weights until the build is done
+    parser = trt.OnnxParser(network, logger)  # must stay until the end of the build: it holds the weights
     if not parser.parse_from_file(str(model)):
         raise EngineFailure(f"TensorRT: {_refusal(parser, model)}")
     config = _config(trt, builder, network, options)
     if times is not None:
-        times.lend(config)
+        times.apply(config)
     logger.clear()
     plan = builder.build_serialized_network(network, config)
     if plan is None:
         raise EngineFailure(f"TensorRT: {logger.reason('the build gave no engine')}")
     if times is not None:
-        times.keep(config)
+        times.update(config)
     return plan
 
 
 def is_strongly_typed(trt: Any) -> bool:
-    """Whether this version takes all precisions from the graph."""
+    """Whether this version takes all precisions from the graph (strong typing)."""
     return hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED")
 
 
-def _config(trt: Any, builder: Any, network: Any, options: Options) -> Any:
+def _config(trt: Any, builder: Any, network: Any, options: TensorRtOptions) -> Any:
     config = builder.create_builder_config()
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     if options.workspace_mb is not None:
@@ -170,16 +165,17 @@ def _config(trt: Any, builder: Any, network: Any, options: Options) -> Any:
 
 
 def _allow_precisions(trt: Any, network: Any, config: Any) -> None:
-    """Before strong typing the builder chooses, among what it may use. INT8 without any pair asks for a calibrator."""
+    """Without strong typing, the builder chooses among the precisions that are allowed. INT8 is allowed for models with
+    pairs only, since TensorRT asks for a calibrator otherwise."""
     config.set_flag(trt.BuilderFlag.FP16)
     layers = (network.get_layer(i) for i in range(network.num_layers))
     if any(layer.type == trt.LayerType.QUANTIZE for layer in layers):
         config.set_flag(trt.BuilderFlag.INT8)
 
 
-def _profile(builder: Any, network: Any, options: Options) -> Any | None:
-    """The optimization profile of the dynamic inputs; None without any. Parts of a model have some of its inputs, so
-    shapes of others are passed over."""
+def _profile(builder: Any, network: Any, options: TensorRtOptions) -> Any | None:
+    """The optimization profile of the dynamic inputs; None if there are none. Shapes of other inputs are ignored,
+    since a part of a model has only some of its inputs."""
     profile = None
     for tensor in (network.get_input(i) for i in range(network.num_inputs)):
         sizes = tuple(tensor.shape)
@@ -203,7 +199,7 @@ def _profile(builder: Any, network: Any, options: Options) -> Any | None:
 
 
 def _fits(shape: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Whether a shape has these sizes, of which -1 may be any."""
+    """Whether a shape has these sizes, where -1 stands for any."""
     return len(shape) == len(sizes) and all(known in (-1, given) for given, known in zip(shape, sizes, strict=True))
 
 
@@ -217,7 +213,7 @@ def _refusal(parser: Any, model: Path) -> str:
 
 
 def _node_name(model: Path, index: int) -> str:
-    """The name of a node by its place, for versions whose errors have no name."""
+    """The name of a node by its index, for versions whose errors have no name."""
     try:
         nodes = onnx.load(model, load_external_data=False).graph.node
     except (OSError, DecodeError):
@@ -226,7 +222,7 @@ def _node_name(model: Path, index: int) -> str:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Write a file such that readers see the old content or the new."""
+    """Replace the content of a file at once, so that no reader sees a part of it."""
     with writing(f"timing cache {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f"{path.name}.{os.getpid()}")

@@ -1,30 +1,185 @@
-"""A TensorRT engine at work: one execution context with its stream and its buffers."""
+"""A TensorRT engine on a GPU: the calls of the CUDA runtime, and an execution context with its stream and buffers."""
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from qdqtune.engines.tensorrt.cuda import Cuda
-from qdqtune.errors import EngineFailure
+from qdqtune.errors import EngineFailure, EngineUnavailable, one_line
 from qdqtune.types import Array, Tensors
+
+CUDA_MODULES = ("cuda.bindings.runtime", "cuda.cudart")
+"""The module of the runtime API, in newer and in older releases of cuda-python."""
 
 DTYPES: Mapping[str, Any] = {
     "FLOAT": np.float32, "HALF": np.float16, "BF16": ml_dtypes.bfloat16, "FP8": ml_dtypes.float8_e4m3fn,
     "INT8": np.int8, "UINT8": np.uint8, "INT32": np.int32, "INT64": np.int64, "BOOL": np.bool_,
 }  # fmt: skip
-"""TensorRT's name of an element type to numpy's."""
+"""TensorRT's name of an element type to numpy's type."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The GPU that this process uses. `driver` is the newest CUDA version that its driver runs."""
+
+    name: str
+    compute_capability: str
+    driver: str
+
+    @property
+    def target(self) -> str:
+        """The architecture, as in `sm89`."""
+        return "sm" + self.compute_capability.replace(".", "")
+
+
+class CudaError(Exception):
+    """A call of CUDA failed. After most such errors the process cannot use the device any more, so this is not caught:
+    the worker ends, and another one starts.
+    """
+
+
+class Cuda:
+    """The CUDA runtime on the current device (CUDA_VISIBLE_DEVICES chooses another).
+
+    Raises:
+        EngineUnavailable: cuda-python is missing, or there is no GPU that it can use.
+    """
+
+    def __init__(self) -> None:
+        self._api = _runtime()
+        try:
+            error, count = self._api.cudaGetDeviceCount()
+        except RuntimeError as failure:  # cuda-python 12.2 looks for the driver at the first call
+            raise EngineUnavailable(f"this machine has no NVIDIA driver: {one_line(failure)}") from failure
+        if int(error) or not count:
+            words = error.name if int(error) else "no device is visible"
+            raise EngineUnavailable(f"this machine has no NVIDIA GPU that CUDA can use ({words}); check nvidia-smi")
+        number = self._call("cudaGetDevice")
+        properties = self._call("cudaGetDeviceProperties", number)
+        version = self._call("cudaDriverGetVersion")
+        self.device = Gpu(
+            properties.name.rstrip(b"\0").decode(),
+            f"{properties.major}.{properties.minor}",
+            f"CUDA {version // 1000}.{version % 1000 // 10}",
+        )
+
+    def stream(self) -> Any:
+        """A new stream, to be freed by `free_stream`. `int` of it is its handle."""
+        return self._call("cudaStreamCreate")
+
+    def free_stream(self, stream: Any) -> None:
+        """Destroy a stream."""
+        self._call("cudaStreamDestroy", stream)
+
+    def synchronize(self, stream: Any) -> None:
+        """Wait for all work on a stream."""
+        self._call("cudaStreamSynchronize", stream)
+
+    def check(self) -> None:
+        """Check that the device still works.
+
+        Raises:
+            CudaError: it does not.
+        """
+        self._api.cudaGetLastError()  # clears an error that was reported before
+        self._call("cudaDeviceSynchronize")
+
+    def allocate(self, nbytes: int) -> int:
+        """Address of new device memory, of at least one byte: an address must not be null."""
+        return int(self._call("cudaMalloc", max(1, nbytes)))
+
+    def free(self, address: int) -> None:
+        """Free device memory."""
+        self._call("cudaFree", address)
+
+    def upload(self, address: int, array: Array, stream: Any) -> None:
+        """Copy an array to the device, and wait for the copy."""
+        kind = self._api.cudaMemcpyKind.cudaMemcpyHostToDevice
+        self._call("cudaMemcpyAsync", address, array.ctypes.data, array.nbytes, kind, stream)
+        self.synchronize(stream)
+
+    def download(self, address: int, shape: tuple[int, ...], dtype: Any, stream: Any) -> Array:
+        """The array at an address, once all work on the stream is done."""
+        array = np.empty(shape, dtype)
+        kind = self._api.cudaMemcpyKind.cudaMemcpyDeviceToHost
+        self._call("cudaMemcpyAsync", array.ctypes.data, address, array.nbytes, kind, stream)
+        self.synchronize(stream)
+        return array
+
+    def seconds(self, stream: Any, work: Callable[[], None]) -> float:
+        """How long the device is busy with what `work` puts on the stream."""
+        start, stop = self._call("cudaEventCreate"), self._call("cudaEventCreate")
+        try:
+            self._call("cudaEventRecord", start, stream)
+            work()
+            self._call("cudaEventRecord", stop, stream)
+            self._call("cudaEventSynchronize", stop)
+            return 1e-3 * float(self._call("cudaEventElapsedTime", start, stop))
+        finally:
+            self._call("cudaEventDestroy", start)
+            self._call("cudaEventDestroy", stop)
+
+    def capture(self, stream: Any, work: Callable[[], None]) -> Any | None:
+        """A graph of what `work` puts on the stream, ready to launch; None where CUDA cannot capture it, or `work`
+        fails with EngineFailure."""
+        api = self._api
+        self._call("cudaStreamBeginCapture", stream, api.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)
+        captured = True
+        try:
+            work()
+        except EngineFailure:
+            captured = False
+        error, graph = api.cudaStreamEndCapture(stream)  # needed after a failed capture as well
+        api.cudaGetLastError()  # an error in the capture is not one of later calls
+        if int(error):
+            return None
+        error, executable = api.cudaGraphInstantiateWithFlags(graph, 0) if captured else (1, None)
+        self._call("cudaGraphDestroy", graph)
+        return None if int(error) else executable
+
+    def launch(self, graph: Any, stream: Any) -> None:
+        """Put a captured graph on a stream."""
+        self._call("cudaGraphLaunch", graph, stream)
+
+    def free_graph(self, graph: Any) -> None:
+        """Destroy a captured graph."""
+        self._call("cudaGraphExecDestroy", graph)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """The result of a runtime function.
+
+        Raises:
+            EngineFailure: the device has too little memory.
+            CudaError: anything else.
+        """
+        error, *results = getattr(self._api, name)(*arguments)
+        if int(error) == int(self._api.cudaError_t.cudaErrorMemoryAllocation):
+            raise EngineFailure("the GPU has too little free memory for this model")
+        if int(error):
+            raise CudaError(f"{name}: {error.name}")
+        return results[0] if results else None
+
+
+def _runtime() -> Any:
+    for name in CUDA_MODULES:
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    raise EngineUnavailable("cuda-python is missing: pip install cuda-python")
 
 
 class Execution:
-    """Runs one engine. Buffers are allocated when a shape first needs them, and grow where they must.
+    """Runs one engine. Buffers are allocated when a shape first needs them, and grow when a larger one does.
 
-    `bind` comes before everything else. Methods raise EngineFailure where TensorRT refuses.
+    Call `bind` before the other methods. All raise EngineFailure where TensorRT refuses.
     """
 
     def __init__(self, trt: Any, cuda: Cuda, engine: Any) -> None:
@@ -44,7 +199,7 @@ class Execution:
         self._allocator = _allocator(trt, self._reserve)
 
     def bind(self, inputs: Tensors) -> None:
-        """Put the inputs where the engine reads them, and make room for the outputs."""
+        """Copy the inputs to the device, and allocate the outputs."""
         shapes = {name: np.shape(array) for name, array in inputs.items()}
         if shapes != self._shapes:
             self._drop_graph()
@@ -56,7 +211,7 @@ class Execution:
             raise EngineFailure(f"TensorRT: the shapes of {', '.join(unknown)} remain unknown")
         for name in self._outputs:
             shape = tuple(self._context.get_tensor_shape(name))
-            if -1 in shape:  # depends on values: the allocator learns it during the inference
+            if -1 in shape:  # depends on values: known during the inference only
                 self._context.set_output_allocator(name, self._allocator)
                 self._can_capture = False
             else:
@@ -70,7 +225,7 @@ class Execution:
             raise EngineFailure("TensorRT: the inference was refused")
 
     def outputs(self) -> dict[str, Array]:
-        """The outputs, once what is on the stream is done."""
+        """The outputs, after all work on the stream."""
         self._cuda.synchronize(self._stream)
         return {
             name: self._cuda.download(self._buffers[name][0], self._shape(name), self._dtype(name), self._stream)
@@ -80,7 +235,7 @@ class Execution:
     def seconds(self, runs: int) -> float:
         """GPU seconds per inference over `runs` of them, launched as a CUDA graph where that can be captured."""
         if self._graph is None and self._can_capture:
-            self.enqueue()  # TensorRT puts off work that follows new shapes, and that cannot be captured
+            self.enqueue()  # the first inference of new shapes does more work, which cannot be captured
             self._cuda.synchronize(self._stream)
             self._graph = self._cuda.capture(self._stream, self.enqueue)
             self._can_capture = self._graph is not None
@@ -101,7 +256,7 @@ class Execution:
         samples = []
         for _ in range(1 + runs):
             profiler.calls.clear()
-            self.enqueue()  # with a profiler attached, it reports before it returns
+            self.enqueue()  # returns after the profiler has reported
             self._cuda.synchronize(self._stream)
             samples.append(list(profiler.calls))
         inspector = self._engine.create_engine_inspector()
@@ -113,7 +268,7 @@ class Execution:
     def close(self) -> None:
         """Free everything."""
         self._drop_graph()
-        # The allocator refers back to here: with it, engine and weights would stay until the garbage collector comes.
+        # The allocator refers to this object: both, and the weights, would stay until the next garbage collection.
         del self._context, self._allocator, self._engine
         for address, _ in self._buffers.values():
             self._cuda.free(address)
@@ -123,7 +278,7 @@ class Execution:
     def _put(self, name: str, array: Array) -> None:
         if not self._context.set_input_shape(name, array.shape):
             raise EngineFailure(f"TensorRT: input {name!r} cannot have sizes {array.shape} in this engine")
-        if self._engine.get_tensor_location(name) == self._trt.TensorLocation.HOST:  # a shape: the CPU reads it
+        if self._engine.get_tensor_location(name) == self._trt.TensorLocation.HOST:  # a shape, which the CPU reads
             self._host[name] = array
             self._drop_graph()  # its values are part of the graph
             self._point(name, array.ctypes.data)
@@ -162,6 +317,8 @@ class Execution:
 
 
 def _profiler(trt: Any) -> Any:
+    """Keeps the name and the time of each layer that TensorRT reports."""
+
     class Profiler(trt.IProfiler):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.IProfiler.__init__(self)
@@ -174,7 +331,7 @@ def _profiler(trt: Any) -> Any:
 
 
 def _allocator(trt: Any, reserve: Callable[[str, int], int]) -> Any:
-    """Makes room for outputs whose size only the inference tells, and remembers their shapes."""
+    """Allocates outputs whose size is known during the inference only, and keeps their shapes."""
 
     class Allocator(trt.IOutputAllocator):  # type: ignore[misc]
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Which ONNX nodes a TensorRT layer covers: the grammar of layer names, and the graph for what the names leave out."""
+"""Which ONNX nodes a TensorRT layer covers: those in its name, and those between them in the graph."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ MADE_UP = re.compile(
     rf"{COPY_NODE}|__my[le]|.*\(Unnamed Layer\* |"
     r"(copied_)?(un)?squeeze_(node_)?after_|(re)?shape_after_|transpose_(before|after)_"
 )
-"""Beginnings of names that TensorRT gives to what it adds itself."""
+"""Beginnings of the names of layers that TensorRT adds itself."""
 
 
 class Names:
-    """The names of a model's nodes, as `loading.load` has them, to be found in what TensorRT calls its layers.
+    """Finds the names of a model's nodes, as `loading.load` gives them, in the names of TensorRT's layers.
 
-    Its parser calls a node without a name `node_of_` and the node's first output. That is understood for every node,
-    since a report may be that of a file whose nodes had no names before it was loaded.
+    TensorRT's parser calls a node without a name `node_of_` and its first output. Such names are found for every node,
+    since a report may belong to a file whose nodes had no names.
     """
 
     def __init__(self, graph: onnx.GraphProto) -> None:
@@ -39,11 +39,11 @@ class Names:
         self._longest = max(map(len, self._known), default=0)
 
     def known(self, name: str) -> str | None:
-        """The name of the node that TensorRT calls `name`."""
+        """The name of the node that TensorRT calls `name`; None if there is no such node."""
         return self._known.get(name)
 
     def mentioned(self, layer: str) -> tuple[str, ...]:
-        """The nodes in a layer's name. Node names may hold anything of the grammar: the longest that fits is taken."""
+        """The nodes in a layer's name. A node's name may hold separators: the longest name that fits is taken."""
         breaks = list(BREAK.finditer(layer))
         starts = [0, *(b.end() for b in breaks)]
         ends = [*(b.start() for b in breaks), len(layer)]
@@ -59,9 +59,9 @@ class Names:
 
 
 def mentioned(layer: str) -> tuple[str, ...]:
-    """What a layer's name mentions: `a + b`, `PWN(PWN(a), b)`, `a || b`, `{ForeignNode[a...b]}`, `a_myl0_2`.
+    """The names in a layer's name: `a + b`, `PWN(PWN(a), b)`, `a || b`, `{ForeignNode[a...b]}`, `a_myl0_2`.
 
-    Without the model's names that is all that is left of it after division, constants (`conv1.weight`) included.
+    This is for reports without a model, so names of constants (`conv1.weight`) are among them.
     """
     if foreign := FOREIGN.fullmatch(layer):
         return tuple(dict.fromkeys(part for end in foreign.groups() for part in mentioned(end)))
@@ -80,10 +80,11 @@ def mentioned(layer: str) -> tuple[str, ...]:
 def assign(
     model: onnx.ModelProto, names: Names, layers: Sequence[tuple[str, Sequence[str]]]
 ) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
-    """Every node of the model in one of the layers (name, nodes that it mentions), and the nodes that were folded.
+    """The nodes of each layer, so that every node of the model is in one, and the nodes that were folded.
 
-    `names` are those of the model. What no layer mentions is `coverage`'s to find: TensorRT, too, moves a DQ forward,
-    into what reads it, and fuses everything else with what makes its input.
+    `names` are those of the model, `layers` the name of each layer with the nodes that it mentions. Nodes that no layer
+    mentions are assigned by `coverage.cover`: TensorRT, too, fuses a DQ with its reader and other nodes with the
+    producer of their input.
 
     Raises:
         BadOption: the layers mention no node of the model, or mostly others.
@@ -103,7 +104,7 @@ def assign(
 
 
 def _claimed(names: Names, layers: Sequence[tuple[str, Sequence[str]]]) -> dict[str, int]:
-    """The layer of each node that one mentions. Of several, the one whose name it is; else the first."""
+    """The number of the layer for each mentioned node: the first with the node in its name, or else in its metadata."""
     home: dict[str, int] = {}
     for number, (layer, own) in enumerate(layers):
         for name in names.mentioned(layer):
@@ -113,8 +114,7 @@ def _claimed(names: Names, layers: Sequence[tuple[str, Sequence[str]]]) -> dict[
         for name in own:
             home.setdefault(name, number)
     named = [own for layer, own in layers if not MADE_UP.match(layer)]
-    strangers = sum(not own for own in named)
-    if not home or 2 * strangers > len(named):
+    if not home or 2 * sum(not own for own in named) > len(named):
         raise BadOption(
             "the layer information hardly names a node of the model: it is of another model, or was exported "
             "without --profilingVerbosity=detailed"
@@ -123,7 +123,7 @@ def _claimed(names: Names, layers: Sequence[tuple[str, Sequence[str]]]) -> dict[
 
 
 def _between(names: Names, first: str, last: str) -> set[str]:
-    """The nodes on paths from `first` to `last`, names that need not be nodes."""
+    """The nodes on paths from a node in the name `first` to one in the name `last`."""
     maker = {tensor: name for name, node in names.nodes.items() for tensor in node.output if tensor}
     before: dict[str, list[str]] = {}
     after: dict[str, list[str]] = {name: [] for name in names.nodes}
@@ -136,6 +136,7 @@ def _between(names: Names, first: str, last: str) -> set[str]:
 
 
 def _reached(start: Iterable[str], neighbours: Mapping[str, Sequence[str]]) -> set[str]:
+    """What can be reached from `start`, which is included."""
     seen, stack = set(start), list(start)
     while stack:
         fresh = set(neighbours[stack.pop()]) - seen

@@ -1,28 +1,54 @@
-"""What the TensorRT family is told, read and checked in one place."""
+"""What the engines of the TensorRT family are told: their options, input shapes, and the timing cache."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+import re
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import NamedTuple
 
-from qdqtune.engines import Engine
-from qdqtune.engines.shapes import Span
+from qdqtune.engines import TENSORRT_FAMILY, EngineSpec
 from qdqtune.errors import BadModel, BadOption
 from qdqtune.graph.loading import read
 from qdqtune.graph.may_write import Output
+from qdqtune.graph.model import Model
 
 Shapes = Mapping[str, Sequence[int]]
 """Input name to its sizes; for an input that is itself a shape, to its values."""
 
-E = TypeVar("E", bound=Engine)
+SHAPE_OPTIONS = ("min_shapes", "opt_shapes", "max_shapes")
+
+UNESCAPABLE = frozenset(",'")
+"""Characters that end a name on trtexec's command line, and cannot be escaped there."""
+
+SHAPE_FLAG = re.compile(r"--(min|opt|max)?[sS]hapes=(.*)", re.DOTALL)
+
+ARCHIVES = (b"PK", b"\x93NUMPY", b"\x1f\x8b", b"\x89HDF")
+"""Beginnings of files that are certainly no timing cache: archives and arrays."""
+
+PLANS = (b"ftrt", b"ptrt")
+"""Beginnings of serialized TensorRT engines."""
+
+
+class Span(NamedTuple):
+    """Smallest, usual and largest sizes of a tensor: what TensorRT calls its optimization profile."""
+
+    low: tuple[int, ...]
+    usual: tuple[int, ...]
+    high: tuple[int, ...]
+
+    @staticmethod
+    def of(low: Sequence[int] | None, usual: Sequence[int] | None, high: Sequence[int] | None) -> Span | None:
+        """The span of the sizes that are given, which stand for those that are not; None if none are."""
+        size = usual or high or low
+        return None if size is None else Span(tuple(low or size), tuple(size), tuple(high or size))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """What all of the family take.
+class TensorRtOptions:
+    """Options of the whole family.
 
     plugin_libraries: shared libraries with plug-ins.
     min_shapes, opt_shapes, max_shapes: smallest sizes of each dynamic input, those to tune for, and largest.
@@ -45,27 +71,23 @@ class Options:
 
     @property
     def target(self) -> str | None:
-        """A GPU that need not be here (`sm89`); None is the one at hand."""
+        """The GPU to build for, such as `sm89`, which need not be here; None is the one that is."""
         return None
 
     def shapes(self, name: str) -> Span | None:
-        """The sizes of an input, if any are given."""
-        return Span.of(*((shapes or {}).get(name) for shapes in (self.min_shapes, self.opt_shapes, self.max_shapes)))
+        """The sizes of an input; None if none are given."""
+        return Span.of(*((getattr(self, option) or {}).get(name) for option in SHAPE_OPTIONS))
 
     def described(self) -> dict[str, str]:
-        """What of it shapes latency, as text."""
-        shapes = {
-            name: f"{dict(values)}"
-            for name in ("min_shapes", "opt_shapes", "max_shapes")
-            if (values := getattr(self, name))
-        }
+        """Those that change the latency, as text."""
+        shapes = {name: f"{dict(values)}" for name in SHAPE_OPTIONS if (values := getattr(self, name))}
         others = {"workspace_mb": self.workspace_mb, "builder_level": self.builder_level, "target": self.target}
         return shapes | {name: str(value) for name, value in others.items() if value not in (None, "")}
 
 
 @dataclass(frozen=True, kw_only=True)
-class CachedOptions(Options):
-    """Options of an engine that measures kernels while it builds.
+class CachedOptions(TensorRtOptions):
+    """Options of engines that time kernels while they build.
 
     timing_cache: file of kernel times that builds share, made if it is missing.
     """
@@ -73,30 +95,22 @@ class CachedOptions(Options):
     timing_cache: str | None = None
 
 
-OTHERS = (b"PK", b"\x93NUMPY", b"\x1f\x8b", b"\x89HDF")
-"""How files begin that are certainly no timing cache: archives and arrays."""
-
-
-PLANS = (b"ftrt", b"ptrt")
-"""How serialized engines of TensorRT begin."""
-
-
 def is_plan(path: Path) -> bool:
-    """Whether a file is a serialized engine. It has no room for a mark of who made it."""
+    """Whether a file is a serialized engine. Such a file does not say which program wrote it."""
     with path.open("rb") as file:
         return file.read(4) in PLANS
 
 
 def timing_cache(path: Path, option: str) -> Output:
-    """A timing cache to read and write. TensorRT and trtexec change one that is there, whoever made it: it does not say
-    what it is, so texts, arrays, models and plans are known not to be one."""
+    """A timing cache to read and write. TensorRT and trtexec add to an existing file. Nothing in a timing cache says
+    that it is one, so only texts, archives, arrays, models and plans are refused."""
     return Output(path, option, _may_be_timing_cache, is_appended=True, makes_folder=True)
 
 
 def _may_be_timing_cache(path: Path) -> bool:
     with path.open("rb") as file:
         start = file.read(4096)
-    if start.startswith(OTHERS) or is_plan(path):
+    if start.startswith(ARCHIVES) or is_plan(path):
         return False
     try:
         read(path)
@@ -105,19 +119,91 @@ def _may_be_timing_cache(path: Path) -> bool:
     return False
 
 
-def taking(options: type[Options]) -> Callable[[Callable[..., E]], Callable[..., E]]:
-    """A `create` that is called with the fields of `options`, of one that takes them as a value (and perhaps more)."""
-    parameters = inspect.signature(options).parameters
+def spans(spec: EngineSpec) -> dict[str, Span]:
+    """Smallest, usual and largest sizes by input, from the engine's options and from trtexec_args, which take
+    precedence.
 
-    def decorated(make: Callable[..., E]) -> Callable[..., E]:
-        def create(*given: Any, **named: Any) -> E:
-            own = {name: value for name, value in named.items() if name in parameters}
-            return make(options(*given, **own), **{n: value for n, value in named.items() if n not in parameters})
+    Raises:
+        BadOption: the shapes inside trtexec_args cannot be read.
+    """
+    if spec.name not in TENSORRT_FAMILY:
+        return {}
+    given = [dict(spec.options.get(name) or {}) for name in SHAPE_OPTIONS]
+    for word in _words(spec):
+        if match := SHAPE_FLAG.fullmatch(word):
+            for i, which in enumerate(("min", "opt", "max")):
+                if match[1] in (None, which):
+                    given[i] |= read_shapes(match[2], "trtexec_args: ")
+    low, usual, high = given
+    named = {name: Span.of(low.get(name), usual.get(name), high.get(name)) for name in low | usual | high}
+    return {name: span for name, span in named.items() if span is not None}
 
-        create.__doc__ = make.__doc__
-        create.__annotations__ = get_type_hints(options)
-        told = [p.replace(kind=p.POSITIONAL_OR_KEYWORD) for p in parameters.values()]
-        create.__signature__ = inspect.Signature(told)  # type: ignore[attr-defined]
-        return create
 
-    return decorated
+def check_inputs(spec: EngineSpec, model: Model) -> None:
+    """Check the shapes that an engine is given against the inputs of a model, and the names of these for trtexec.
+
+    Engines themselves ignore shapes for unknown inputs, since they also build parts of a model.
+
+    Raises:
+        BadOption: an unknown input, other sizes than the model fixes, not min <= opt <= max, or a name that trtexec
+            cannot take.
+    """
+    for name in model.inputs if spec.name == "trtexec" else ():
+        if UNESCAPABLE & set(name):
+            raise BadOption(
+                f"trtexec takes no input name with {' or '.join(sorted(UNESCAPABLE))} in it, such as {name!r}: rename "
+                "the input, or use --engine tensorrt"
+            )
+    for name, span in spans(spec).items():
+        if name not in model.inputs:
+            raise BadOption(f"shapes given for {name!r}: the model's inputs are {', '.join(model.inputs)}")
+        info = model.tensors.get(name)
+        if info is None or info.shape is None or (not info.is_float and len(info.shape) < 2):
+            continue  # for an input that is itself a shape, TensorRT takes its values
+        told = ", ".join("x".join(map(str, sizes)) for sizes in dict.fromkeys(span))
+        if any(len(sizes) != len(info.shape) for sizes in span):
+            raise BadOption(f"input {name!r} has {len(info.shape)} dimensions, and cannot have sizes {told}")
+        for number, (known, *sizes) in enumerate(zip(info.shape, *span, strict=True)):
+            if (known or 0) > 0 and set(sizes) != {known}:  # some files have -1 for open sizes
+                raise BadOption(f"input {name!r}: dimension {number} is {known}, and cannot have sizes {told}")
+            if sizes != sorted(sizes):
+                raise BadOption(f"input {name!r}: its smallest, usual and largest sizes must rise, not {told}")
+
+
+def with_spans(spec: EngineSpec, found: Mapping[str, Span]) -> EngineSpec:
+    """The engine with these shapes instead of its own."""
+    options = {name: value for name, value in spec.options.items() if name not in SHAPE_OPTIONS}
+    if "trtexec_args" in options:
+        options["trtexec_args"] = shlex.join(word for word in _words(spec) if not SHAPE_FLAG.fullmatch(word))
+    if found:
+        options |= {name: {t: list(span[i]) for t, span in found.items()} for i, name in enumerate(SHAPE_OPTIONS)}
+    return EngineSpec(spec.name, options)
+
+
+def _words(spec: EngineSpec) -> list[str]:
+    """The single arguments in trtexec_args."""
+    try:
+        return shlex.split(spec.options.get("trtexec_args") or "")
+    except ValueError as error:
+        raise BadOption(f"trtexec_args cannot be read ({error}): {spec.options['trtexec_args']!r}") from error
+
+
+def read_shapes(text: str, where: str = "") -> dict[str, tuple[int, ...]]:
+    """Sizes by input, from `a:1x3x224x224,b:1x8`. `where` the text comes from begins the message of an error.
+
+    Raises:
+        BadOption: the text has another form.
+    """
+    shapes = {}
+    for part in text.split(","):
+        name, _, sizes = part.strip(" '\"").rpartition(":")
+        if not name or not re.fullmatch(r"\d+(x\d+)*", sizes):
+            raise BadOption(f"{where}{part!r} is no shape: give NAME:1x3x224x224")
+        shapes[name] = tuple(map(int, sizes.split("x")))
+    return shapes
+
+
+def usual_shapes(spec: EngineSpec, calibration_data: str | None) -> dict[str, tuple[int, ...]]:
+    """Shapes for random inputs: those that the engine tunes for. With the user's samples there are none, since samples
+    have shapes."""
+    return {} if calibration_data else {name: span.usual for name, span in spans(spec).items()}

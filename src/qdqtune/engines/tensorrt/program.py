@@ -1,4 +1,4 @@
-"""The program trtexec: where it is, of which version it is, which flags it takes, and what it says when it fails."""
+"""The program trtexec: how it is found and called, its version, the flags that it takes, and its error messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable, one_line
 
 OLDEST = (8, 6)
 
-OURS = frozenset({
+RESERVED = frozenset({
     "exportLayerInfo", "exportOutput", "exportProfile", "exportTimes", "help", "loadEngine", "loadInputs", "onnx",
     "saveEngine", "skipInference",
 })  # fmt: skip
@@ -26,18 +26,18 @@ PROFILING = frozenset({"exportLayerInfo", "exportProfile", "profilingVerbosity",
 REPEATABLE = frozenset({"dynamicPlugins", "plugins", "staticPlugins"})
 
 TUNERS = re.compile(r"remoteAutoTuning\w*|(auto)?tun(e|er|ing)([A-Z]\w*)?|continue")
-"""Flags of TensorRT's own searches, each of which makes many builds of one file or has another machine time it."""
+"""Flags that start searches of TensorRT itself: they build one file many times, or have another machine time it."""
 
 UNKNOWN_OPTION = re.compile(r"Unknown option: -*(\w+)")
 ERROR = re.compile(r"\[[EF]\] (?:\[TRT\] )?(.*)")
 
 
 Launch = Callable[[Sequence[str], BinaryIO], int]
-"""Runs a command to its end, with what it prints in the file: its exit status, negative for a signal."""
+"""Runs a command, writes what it prints to the file, and returns the exit status, negative for a signal."""
 
 
 def launch_process(command: Sequence[str], printed: BinaryIO) -> int:
-    """A `Launch`. The child stays in the worker's process group, so that it dies with the worker.
+    """A `Launch`. The child stays in the process group of the worker, so that it is killed with it.
 
     Raises:
         OSError: it cannot be started.
@@ -46,10 +46,10 @@ def launch_process(command: Sequence[str], printed: BinaryIO) -> int:
 
 
 def find(name: str, arguments: str, launch: Launch = launch_process) -> Program:
-    """The program of that name or path, and the user's flags for it.
+    """The program of that name or path, with the user's flags.
 
     Raises:
-        BadOption: the flags cannot be read, or are not the user's to set.
+        BadOption: the flags cannot be read, or the user must not set one.
         EngineUnavailable: there is no such program, or it is no trtexec of 8.6 or later.
     """
     flags = _arguments(arguments)
@@ -63,7 +63,7 @@ def find(name: str, arguments: str, launch: Launch = launch_process) -> Program:
 
 
 def _arguments(text: str) -> tuple[str, ...]:
-    """The user's flags, each once; of several values of one flag the last counts, as trtexec has it."""
+    """The user's flags, each once: as in trtexec itself, the last value of a flag counts."""
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -71,7 +71,7 @@ def _arguments(text: str) -> tuple[str, ...]:
     for word in words:
         if not word.startswith("--"):
             raise BadOption(f"trtexec_args: {word!r} is no flag; write --name or --name=value")
-        if flag_name(word) in OURS:
+        if flag_name(word) in RESERVED:
             raise BadOption(f"trtexec_args: --{flag_name(word)} is set by qdqtune; leave it out")
         if TUNERS.fullmatch(flag_name(word)):
             raise BadOption(
@@ -120,19 +120,19 @@ class Version(NamedTuple):
 
 @dataclass
 class Program:
-    """The program, what the user adds to every call, and what calls have taught about it."""
+    """The program, and the flags that the user adds to every call."""
 
     path: str
     version: Version
     arguments: tuple[str, ...]
     launch: Launch = launch_process
     profiles: bool = field(default=True, init=False)
-    """Whether it knows the profiling flags."""
+    """Whether it knows the profiling flags. A call that is refused for one shows that it does not."""
 
     def run(self, flags: Iterable[str], log: Path) -> str:
-        """What one call prints. It is added to the log.
+        """Call the program, append what it prints to the log, and return it.
 
-        A call that is refused for a profiling flag is repeated without any, and no later call has them.
+        A call that is refused for a profiling flag is repeated without these, and later calls omit them.
 
         Raises:
             EngineFailure: the call fails.
@@ -163,7 +163,7 @@ class Program:
 
 
 def _reason(status: int, printed: str) -> str:
-    """The first error, which is the cause, and the last, which tells the stage."""
+    """The first error, which is the cause, and the last, which names the stage."""
     if status < 0:
         return f"ended with signal {signal.Signals(-status).name}"
     errors = [text for text in ERROR.findall(printed) if text.strip()]
@@ -172,6 +172,6 @@ def _reason(status: int, printed: str) -> str:
 
 
 def gpu(device: str) -> tuple[str, str]:
-    """Name and driver version of the GPU, as far as nvidia-smi tells."""
+    """Name and driver version of a GPU; "unknown" where nvidia-smi does not tell."""
     rows, _ = nvidia_smi("name,driver_version", f"--id={device}")
     return (rows[0][0], rows[0][1]) if rows else ("unknown", "unknown")

@@ -1,8 +1,8 @@
-"""Layers of a TensorRT engine, from what its inspector and its profiler write.
+"""Layers of a TensorRT engine, read from what its inspector and its profiler write.
 
-The layer information is JSON of `trtexec --exportLayerInfo` or of the engine inspector, of TensorRT 8, 10 or 11; the
+The layer information is JSON of `trtexec --exportLayerInfo` or of the engine inspector, of TensorRT 8, 10 or 11. The
 profile is JSON of `trtexec --exportProfile`, or names and times as `IProfiler` reports them. Nothing of TensorRT is
-imported. `qdqtune.engines.tensorrt.nodes` tells which ONNX nodes a layer covers.
+imported. Which ONNX nodes a layer covers is found in `qdqtune.engines.tensorrt.nodes`.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ from qdqtune.types import Layer, LayerKind
 Times = Sequence[tuple[str, float]]
 
 LOW = ("INT8", "FP8", "INT4", "FP4", "UINT8")
-PRECISIONS = {
+PRECISION_NAMES = {
     "int8": "INT8", "uint8": "UINT8", "int4": "INT4", "fp8": "FP8", "fp4": "FP4", "half": "FP16", "fp16": "FP16",
     "float": "FP32", "fp32": "FP32", "bf16": "BF16", "bfloat16": "BF16", "int32": "INT32", "int64": "INT64",
     "bool": "BOOL",
 }  # fmt: skip
-DATATYPE = re.compile(rf"\b({'|'.join(PRECISIONS)})\b", re.IGNORECASE)
+DATATYPE = re.compile(rf"\b({'|'.join(PRECISION_NAMES)})\b", re.IGNORECASE)
 
 OPERANDS = re.compile(r"_({0})({0})_({0})({0})(?:_|$)".format("i8|u8|i4|e4m3|e5m2|e2m1|f16|bf16|tf32|f32|i32"))
-"""In the name of a GEMM or a convolution: the types of the first operand, the result, the second operand, the sum."""
+"""Types in the name of a GEMM or a convolution: first operand, result, second operand, sum."""
 
 OPERAND = {"i8": "INT8", "u8": "UINT8", "i4": "INT4", "e4m3": "FP8", "e5m2": "FP8", "e2m1": "FP4", "f16": "FP16",
            "bf16": "BF16", "tf32": "FP32", "f32": "FP32"}  # fmt: skip
 
 SCALAR = re.compile(r"_(alpha|beta)(_myl\d+)?$|^__mye\d+_?\w?const")
-"""Inputs by name that are factors and constants of a kernel rather than what it multiplies."""
+"""Names of inputs that are factors and constants of a kernel, which are not multiplied with each other."""
 
 INDICES = frozenset({"BOOL", "INT32", "INT64"})
-"""Types of masks, indices and shapes, which no kernel multiplies."""
+"""Types of masks, indices and shapes, which are not multiplied."""
 
 ATTENTION = re.compile(r"mha|attention", re.IGNORECASE)
 
 ATTENDED = 3
-"""What attention multiplies: queries, keys and values."""
+"""How many inputs attention multiplies: queries, keys and values."""
 
 PAIR = re.compile(r"(?i:quantize_?linear|quantlinearnode)|[_/.]D?Q(_\d+)?$")
 
-COPIES = frozenset(
+COPY_TYPES = frozenset(
     {"Concatenation", "NoOp", "Padding", "Shuffle", "Slice", "Wait", "Signal", "wait", "signal", "shape_call"}
 )
-"""Layer types that only move values. A NoOp does not even that: its output is its input."""
+"""Layer types that only move values. A NoOp does nothing: its output is its input."""
 
 MYELIN = re.compile(r"__myl_([A-Za-z]+)_myl\d+_\d+")
-MOVES = re.compile(r"(Move|Tran|Resh|Cast|Conc|Slic)+")
-ROUNDS = re.compile(r"(Mul|Div|Min|Max|Roun|Cast|Move|Tran|Resh)+")
-"""A kernel of these steps alone, and with a change to or from a low precision, quantizes or dequantizes."""
+MOVE_STEPS = re.compile(r"(Move|Tran|Resh|Cast|Conc|Slic)+")
+ROUNDING_STEPS = re.compile(r"(Mul|Div|Min|Max|Roun|Cast|Move|Tran|Resh)+")
+"""Steps of a kernel that quantizes or dequantizes, if it changes to or from a low precision."""
 
 PROFILE_SUFFIX = re.compile(r" \[profile (\d+)\]$")
 PROFILE_LINE = re.compile(r'\{\s*"name"\s*:\s*"(.*)"\s*,\s*"timeMs"\s*:(.*)\}\s*$', re.MULTILINE)
@@ -68,8 +68,9 @@ FIELD = re.compile(r'"(averageMs|medianMs)"\s*:\s*([-+.\deE]+)')
 
 @dataclass(frozen=True)
 class _Entry:
-    """One layer as the inspector has it. Precisions are empty where only names were exported. `inputs` are those of the
-    values that a kernel may multiply; weights that stand among them in the file are `constants`."""
+    """One layer in the layer information. `inputs`, `constants` and `outputs` are precisions, empty where only names
+    were exported: of the values that a kernel may multiply, of weights (also of those among the inputs in the file),
+    and of what is written."""
 
     name: str
     type: str = ""
@@ -85,23 +86,23 @@ class _Entry:
 def read_report(
     graph: Path | str, profile: Path | str | Times | None = None, model: onnx.ModelProto | None = None
 ) -> tuple[Layer, ...]:
-    """One `Layer` for each engine layer, in order.
+    """One `Layer` for each layer of the engine, in order.
 
     Args:
         graph: the layer information: a file, or its text.
-        profile: the profile: a file, its text, or pairs of layer name and milliseconds. Without it times are None; a
-            layer that it lacks (TensorRT does not time layers that do nothing) has None too.
-        model: the model that the engine was built from; its weights are not needed. With it, the layers hold each node
-            once, by the name that `loading.load` gives it: a node that was fused away without trace stands in the layer
-            of the neighbour that absorbed it, and nodes of constants alone in one last layer of kind "folded". Without
-            it, a layer has the names that it mentions, which may be those of constants.
+        profile: the profile: a file, its text, or pairs of layer name and milliseconds. Without it times are None, as
+            is the time of a layer that it lacks: TensorRT does not time layers that do nothing.
+        model: the model that the engine was built from; weights are not needed. With it each node is in one layer, by
+            the name that `loading.load` gives it: a node that no layer mentions in the layer that absorbed it, and
+            nodes that depend on constants only in one last layer of kind "folded". Without it, a layer has the names
+            that it mentions, which may be those of constants.
 
-    `precision` is that of the arithmetic: what the layer multiplies, where it is known, and what it writes otherwise.
+    `precision` is that of the values which the layer multiplies, if it is known, and otherwise of those that it writes.
     Layers of an optimization profile that the profiled run did not use are left out. Rows of the profile that fit no
-    layer are layers of kind "unknown" that cover nothing.
+    layer become layers of kind "unknown" without nodes.
 
     Raises:
-        BadOption: a text is not what it should be, or the texts and the model do not belong together.
+        BadOption: a text has another form, or the texts and the model do not belong together.
     """
     entries = _entries(_text(graph, "layer information"), _constants_of(model))
     times = _times(profile)
@@ -115,22 +116,22 @@ def read_report(
         nodes, folded = assign(model, names, named)
         operators = {name: node.op_type for name, node in names.nodes.items()}
     kinds = [_kind(entry, own, operators) for entry, own in zip(entries, mentions, strict=True)]
-    aligned, strangers = _aligned(entries, mentions, times, names)
+    aligned, unmatched = _aligned(entries, mentions, times, names)
     layers = [
         Layer(entry.name, covered, _precision(entry, kind), time, kind)
         for entry, covered, time, kind in zip(entries, nodes, aligned, kinds, strict=True)
     ]
-    layers += [Layer(name, (), "", milliseconds, "unknown") for name, milliseconds in strangers]
+    layers += [Layer(name, (), "", milliseconds, "unknown") for name, milliseconds in unmatched]
     return (*layers, *never_run(folded))
 
 
 def layers_of(
     model: Path, graph: Path | str, profile: Path | Times | None = None, vendor: str = "TensorRT"
 ) -> tuple[Layer, ...]:
-    """`read_report` of what an engine that was built of the file `model` says of itself: no fault of the user's.
+    """`read_report` for an engine that was just built from the file `model`.
 
     Raises:
-        EngineFailure: it cannot be read.
+        EngineFailure: the report cannot be read. That is not the user's error, so it is no BadOption.
     """
     try:
         return read_report(graph, profile, onnx.load(model, load_external_data=False))
@@ -175,7 +176,7 @@ def _entry(layer: Any, known: frozenset[str]) -> _Entry:
         raise BadOption("the layer information has a layer without a name: give what trtexec --exportLayerInfo writes")
     constants = tuple(precision for _, precision in _tensors(layer.get("Constants")))
     weights = layer.get("Weights", layer.get("ConvWeights"))
-    if isinstance(weights, Mapping) and weights.get("Count"):  # TensorRT 8 and 10; no count where there are none
+    if isinstance(weights, Mapping) and weights.get("Count"):  # TensorRT 8 and 10; the count is 0 if there are none
         constants += (_precision_in(str(weights.get("Type"))),)
     inputs = []
     for name, precision in _tensors(layer.get("Inputs")):
@@ -197,7 +198,7 @@ def _entry(layer: Any, known: frozenset[str]) -> _Entry:
 
 
 def _tensors(tensors: Any) -> list[tuple[str, str]]:
-    """Name and precision of tensors, whether a field of its own has the datatype (11) or the format's text."""
+    """Name and precision of tensors. TensorRT 11 has a field for the datatype, others name it in that of the format."""
     if not isinstance(tensors, list):
         return []
     given = [t for t in tensors if isinstance(t, Mapping)]
@@ -208,11 +209,11 @@ def _tensors(tensors: Any) -> list[tuple[str, str]]:
 
 def _precision_in(text: str) -> str:
     match = DATATYPE.search(text)
-    return PRECISIONS[match[1].lower()] if match else ""
+    return PRECISION_NAMES[match[1].lower()] if match else ""
 
 
 def _onnx_layers(metadata: str) -> tuple[str, ...]:
-    """Node names of `[ONNX Layer: a]\\x1e[ONNX Layer: b]`. Names may hold brackets, so the separators count."""
+    """Node names in `[ONNX Layer: a]\\x1e[ONNX Layer: b]`. Names may hold brackets, so they are split at separators."""
     return tuple(re.findall(r"\[ONNX Layer: (.*?)\](?=[\x1e\x1f]|\[ONNX Layer: |$)", metadata, re.DOTALL))
 
 
@@ -240,7 +241,7 @@ def _time(entry: Any) -> tuple[str, float]:
 
 
 def _of_one_profile(entries: list[_Entry], times: Times | None) -> list[_Entry]:
-    """The layers of the optimization profile that ran: the one that the times are of, or else the first."""
+    """The layers of the optimization profile that was timed; without times, of the first one."""
     numbers = [_profile_number(e.name) for e in entries]
     ran = {_profile_number(name) for name, _ in times or ()} or set(numbers)
     return [e for e, number in zip(entries, numbers, strict=True) if number == min(ran)]
@@ -254,10 +255,10 @@ def _profile_number(name: str) -> int:
 def _aligned(
     entries: Sequence[_Entry], mentions: Sequence[tuple[str, ...]], times: Times | None, names: Names | None
 ) -> tuple[list[float | None], list[tuple[str, float]]]:
-    """The time of each layer, and the rows of the profile that belong to none.
+    """The time of each layer, and the rows of the profile that belong to no layer.
 
-    Layers of one name are in the same order on both sides. A row that is left over adds to the layer that mentions the
-    same nodes, since a profile may divide a layer or spell it otherwise.
+    Layers of the same name have the same order on both sides. A row without a layer of its name is added to the first
+    layer that mentions the same nodes: a profile may split a layer or spell its name differently.
     """
     waiting: dict[str, deque[float]] = {}
     for name, milliseconds in times or ():
@@ -269,19 +270,19 @@ def _aligned(
             f"the profile has layer {left[0][0]!r:.200}, the layer information has not, nor any other of the profile: "
             "they are of two engines"
         )
-    strangers: dict[str, float] = {}
+    unmatched: dict[str, float] = {}
     for name, milliseconds in left:
         own = set(_mentions(_Entry(name), names))  # the first layer that mentions all that the row does
         home = next((i for i, others in enumerate(mentions) if own and own <= set(others)), None)
         if home is None:
-            strangers[name] = strangers.get(name, 0.0) + milliseconds
+            unmatched[name] = unmatched.get(name, 0.0) + milliseconds
         else:
             found[home] = (found[home] or 0.0) + milliseconds
-    return found, list(strangers.items())
+    return found, list(unmatched.items())
 
 
 def _mentions(entry: _Entry, known: Names | None) -> tuple[str, ...]:
-    """Names of nodes that a layer gives itself. One that serves another layer says whose it is, but covers nothing."""
+    """Names of nodes in the name and the metadata of a layer; none for a copy, which names the node that it serves."""
     if entry.name.startswith(COPY_NODE):
         return ()
     name = PROFILE_SUFFIX.sub("", entry.name)
@@ -306,11 +307,11 @@ def _kind(entry: _Entry, mentions: Sequence[str], operators: Mapping[str, str]) 
         return "quantize"
     if steps and not mentions:
         low = set(LOW) & {*entry.inputs, *entry.constants} != set(LOW) & set(entry.outputs)
-        if low and ROUNDS.fullmatch(steps[1]):
+        if low and ROUNDING_STEPS.fullmatch(steps[1]):
             return "quantize"
-        if MOVES.fullmatch(steps[1]):
+        if MOVE_STEPS.fullmatch(steps[1]):
             return "reformat"
-    return "copy" if {entry.type, entry.parameter_type} & COPIES else "compute"
+    return "copy" if {entry.type, entry.parameter_type} & COPY_TYPES else "compute"
 
 
 def _precision(entry: _Entry, kind: LayerKind) -> str:
@@ -328,11 +329,11 @@ def _precision(entry: _Entry, kind: LayerKind) -> str:
 
 
 def _multiplies(entry: _Entry, low: str) -> bool:
-    """Whether a kernel whose first input has a low precision multiplies in it, or converts it first."""
+    """Whether a kernel whose first input has a low precision multiplies in it. If not, it converts the input first."""
     if weights := {c for c in entry.constants if c in LOW}:
-        return weights == {low}  # a further input may be the other side of an Add
+        return weights == {low}  # another input may be an operand of a fused Add
     if ATTENTION.search(f"{entry.name} {entry.tactic}"):
-        return entry.inputs.count(low) >= ATTENDED  # the rest are masks
+        return entry.inputs.count(low) >= ATTENDED  # further inputs are masks
     if entry.type == "gemm":
         return entry.inputs[:2] == (low, low)  # the third is added
     return set(entry.inputs) == {low}

@@ -1,8 +1,8 @@
-"""TensorRT-RTX: TensorRT's sibling for GeForce and RTX GPUs, from the package index, with the same API.
+"""TensorRT-RTX: TensorRT for GeForce and RTX GPUs, installed from PyPI, with the same API.
 
-It builds for a GPU that is not there (`target`), and says what it fused: so a model can be checked for TensorRT on a
-machine without a GPU. It cannot run or time anything there, and has no kernels for data-centre GPUs but the A100's.
-It measures nothing while it builds, so that there is no timing cache.
+It can build for a GPU that this machine does not have (`target`), and lists the layers: so a model can be checked for
+TensorRT without a GPU, but not run or timed. Of the data-centre GPUs it has kernels for the A100 only. It times nothing
+while it builds, so there is no timing cache.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 from qdqtune.engines import Built, output_to
 from qdqtune.engines.tensorrt.api import TensorRt, numeric_format, save_plan, translated, vendor_module
 from qdqtune.engines.tensorrt.build import build_plan, load_plugins, logger_of
-from qdqtune.engines.tensorrt.cuda import Cuda
-from qdqtune.engines.tensorrt.options import Options, taking
+from qdqtune.engines.tensorrt.execution import Cuda
+from qdqtune.engines.tensorrt.options import TensorRtOptions
 from qdqtune.engines.tensorrt.report import layers_of
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.types import Array, Layer, NumericFormat, QuantType, Tensors
@@ -27,21 +27,23 @@ TENSOR = re.compile(r"\{ Name: (.*?), Dimensions: \[(.*?)\].*?, Datatype: (\w+)"
 
 
 @dataclass(frozen=True)
-class RtxOptions(Options):
-    """Options with the architecture to build for: sm75, sm80, sm86, sm89, sm120, sm121; and how many builds the CPU may
-    make at once while the GPU times others."""
+class RtxOptions(TensorRtOptions):
+    """Options of TensorRT-RTX.
+
+    target: the architecture to build for: sm75, sm80, sm86, sm89, sm120 or sm121.
+    builds_aside: how many builds the CPU may make at once while the GPU times others.
+    """
 
     target: str | None = None
     builds_aside: int = 0
 
 
-@taking(RtxOptions)
 def create(options: RtxOptions) -> TensorRt | AheadOfTime:
-    """The engine on the current GPU; with a `target` other than that GPU, one that builds and cannot run.
+    """The engine on the current GPU; for a `target` other than that GPU an engine that builds and cannot run.
 
     Raises:
-        BadOption: an option has a value that cannot be used.
-        EngineUnavailable: TensorRT-RTX or a plug-in library is missing, or a GPU is, without a `target`.
+        BadOption: no such target or plug-in library.
+        EngineUnavailable: TensorRT-RTX is missing, or there is no GPU and no `target`.
     """
     trt = vendor_module("tensorrt_rtx_bindings", "TensorRT-RTX", "pip install 'qdqtune[tensorrt-rtx]'")
     target = options.target
@@ -83,59 +85,38 @@ class AheadOfTime:
         }
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        """As TensorRT's."""
+        """See `formats.tensorrt`."""
         return numeric_format(self._trt, quant_type)
 
     def build(self, model: Path, log: Path) -> Built:
-        """A serialized engine.
-
-        Raises:
-            EngineFailure: TensorRT-RTX refuses the model.
-            BadOption: the model has dynamic inputs, and shapes for them are missing or wrong.
-        """
+        """See `TensorRt.build`."""
         with output_to(log), translated(None):
             plan = build_plan(self._trt, model, self._options, None)
             return AheadOfTimeModel(plan, model, logger_of(self._trt).layers, self._options.target)
 
 
 class AheadOfTimeModel:
-    """A plan for another machine, and the builder's list of its layers."""
+    """A plan for another machine, and the layers that the builder listed. It can be saved, not run."""
 
     def __init__(self, plan: Any, model: Path, layers: str, target: str | None) -> None:
         self._plan, self._model, self._layers, self._target = plan, model, layers, target
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
-        """Refuse.
-
-        Raises:
-            EngineUnavailable: always.
-        """
+        """Raise EngineUnavailable."""
         self._refuse("run")
 
     def time(self, inputs: Tensors, runs: int) -> float:
-        """Refuse.
-
-        Raises:
-            EngineUnavailable: always.
-        """
+        """Raise EngineUnavailable."""
         self._refuse("time")
 
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
-        """The layers that the builder listed. They have no times.
-
-        Raises:
-            EngineFailure: the builder listed none.
-        """
+        """The layers that the builder listed, without times."""
         if not self._layers:
             raise EngineFailure("TensorRT-RTX listed no layers in this build")
         return layers_of(self._model, layers_from_log(self._layers), vendor="TensorRT-RTX")
 
     def save(self, path: Path) -> None:
-        """Write the plan.
-
-        Raises:
-            EngineFailure: the file cannot be written.
-        """
+        """Write the plan."""
         save_plan(self._plan, path)
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """TensorRT through its command line program trtexec, of TensorRT 8.6, 10 or 11.
 
-Every build and every measurement is a process of its own, which loads the engine again. So this engine is slower to
-measure with than `tensorrt`, but it needs nothing from Python, takes any flag of trtexec, and times what trtexec times.
-trtexec prints outputs with six digits: enough to judge accuracy by, not for bit-exact comparison.
+Every build and every measurement is a process of its own, which loads the plan again. So measuring is slower than with
+the engine `tensorrt`, but no Python package is needed, and any flag of trtexec can be used. trtexec prints outputs with
+six digits: enough for accuracy, not for bit-exact comparison.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import onnx
 from google.protobuf.message import DecodeError
 
 from qdqtune.engines import formats
-from qdqtune.engines.tensorrt.options import CachedOptions, taking
+from qdqtune.engines.tensorrt.options import CachedOptions
 from qdqtune.engines.tensorrt.program import Launch, Program, find, flag_name, gpu, launch_process
 from qdqtune.engines.tensorrt.report import layers_of
 from qdqtune.errors import BadOption, EngineFailure, one_line
@@ -31,7 +31,7 @@ from qdqtune.types import Array, Layer, NumericFormat, QuantType, Tensors
 
 STRONG_TYPING = (10, 0)
 BETTER_DEFAULTS = (11, 0)
-"""From here on CUDA graphs, spinning, no transfers and a separate profiling run are what trtexec does anyway."""
+"""From this version on CUDA graphs, spinning, no transfers and a separate profiling run are defaults of trtexec."""
 
 PRECISIONS = frozenset({"best", "bf16", "fp16", "fp8", "int4", "int8"})
 SHAPES = frozenset({"maxShapes", "minShapes", "optShapes", "shapes"})
@@ -45,10 +45,10 @@ OUTPUT = re.compile(r'"name" : "(.*?)"\s*, "dimensions" : "(.*?)"\s*, "values" :
 
 @dataclass(frozen=True)
 class TrtexecOptions(CachedOptions):
-    """Options with the program. Where no shapes are given, a model is built for those of the inputs that it meets.
+    """Options of the engine. Without shapes, a model is built for those of the inputs that it is run on.
 
     trtexec: the program: a path, or a name on the search path.
-    trtexec_args: more flags for every call of it, as on a command line. They win over the engine's own.
+    trtexec_args: further flags for every call, as on a command line. They take precedence over the engine's own.
     warmup_ms: how long trtexec runs the model before it measures.
     """
 
@@ -62,12 +62,11 @@ class TrtexecOptions(CachedOptions):
             raise BadOption(f"warmup_ms is 0 or more milliseconds, not {self.warmup_ms}")
 
 
-@taking(TrtexecOptions)
 def create(options: TrtexecOptions, *, launch: Launch = launch_process) -> Trtexec:
-    """The engine. `launch` is what runs the program.
+    """The engine. `launch` runs the program.
 
     Raises:
-        BadOption: an option has a value that cannot be used.
+        BadOption: a flag is not the user's to set.
         EngineUnavailable: there is no such program, or it is no trtexec of 8.6 or later.
     """
     program = find(options.trtexec, options.trtexec_args, launch)
@@ -79,14 +78,14 @@ def create(options: TrtexecOptions, *, launch: Launch = launch_process) -> Trtex
 
 @dataclass(frozen=True)
 class Trtexec:
-    """Builds plans with trtexec and times them with it. `files` are flags for files that builds read or share."""
+    """Builds plans with trtexec, and times them with it. `files` are flags that name plug-ins and the timing cache."""
 
     program: Program
     options: TrtexecOptions
     files: tuple[str, ...]
 
     def describe(self) -> dict[str, str]:
-        """Version, GPU, driver, and the options that shape latency."""
+        """Version, GPU, driver, and the options that change the latency."""
         device = next((f.partition("=")[2] for f in self.program.arguments if flag_name(f) == "device"), "0")
         name, driver = gpu(device)
         strong = self.program.version >= STRONG_TYPING and not self._precisions()
@@ -102,17 +101,17 @@ class Trtexec:
         }
 
     def numeric_format(self, quant_type: QuantType) -> NumericFormat:
-        """Symmetric int8 with per-channel weights, or FP8 E4M3 per tensor; biases stay in float.
+        """See `formats.tensorrt`.
 
         Raises:
-            BadOption: FP8 before version 10.
+            BadOption: for FP8 before version 10.
         """
         if quant_type == "fp8" and self.program.version < STRONG_TYPING:
             raise BadOption("TensorRT 8.6 reads no FP8: use --quant-type int8, or TensorRT 10 or later")
         return formats.tensorrt(quant_type, explicit_weights=self.program.version >= STRONG_TYPING)
 
     def build(self, model: Path, log: Path) -> TrtexecModel:
-        """A plan, in a temporary folder. What trtexec prints now and later goes to the log.
+        """A plan in a temporary folder. What trtexec prints, also in later calls, goes to the log.
 
         Raises:
             EngineFailure: trtexec refuses the model.
@@ -141,7 +140,7 @@ class Trtexec:
 
     def _typing(self, signature: _Signature) -> list[str]:
         if self._precisions():
-            return []  # the user's, which trtexec ignores or refuses beside --stronglyTyped
+            return []  # trtexec ignores or refuses the user's precisions beside --stronglyTyped
         if self.program.version >= STRONG_TYPING:
             return ["--stronglyTyped"] if self.program.version < BETTER_DEFAULTS else []
         return ["--fp16", *(["--int8"] if signature.has_pairs else [])]
@@ -150,7 +149,7 @@ class Trtexec:
         return any(flag_name(flag) in PRECISIONS for flag in self.program.arguments)
 
     def _given_shapes(self, signature: _Signature) -> list[str] | None:
-        """Flags for the shapes that the user gives; None if there are none for a model that needs some."""
+        """Flags for the shapes that the user gives; None if the model needs shapes and none are given."""
         if any(flag_name(flag) in SHAPES for flag in self.program.arguments) or not signature.dynamic:
             return []
         shapes = {name: self.options.shapes(name) for name in signature.dynamic}
@@ -166,7 +165,7 @@ class Trtexec:
 
 
 class TrtexecModel:
-    """A model with its plans: one, or where no shapes are given, one for each set of input sizes that it met."""
+    """A model with its plans: a single one, or without given shapes one for each set of input sizes."""
 
     def __init__(
         self, engine: Trtexec, model: Path, signature: _Signature, flags: Sequence[str], shapes: Sequence[str] | None,
@@ -180,7 +179,7 @@ class TrtexecModel:
         self._fed: Tensors | None = None
 
     def plan(self, sizes: Mapping[str, Sequence[int]]) -> Path:
-        """The plan for inputs of these sizes, which is built if there is none yet.
+        """The plan for inputs of these sizes. It is built at the first call.
 
         Raises:
             EngineFailure: trtexec refuses the model.
@@ -198,11 +197,7 @@ class TrtexecModel:
         return self._plans[needed]
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
-        """One inference; outputs have the six digits that trtexec prints.
-
-        Raises:
-            EngineFailure: the inputs do not fit, or trtexec fails.
-        """
+        """`Built.run`, with six digits."""
         target = self._file("outputs.json")
         self._infer(inputs, [*ONCE, f"--exportOutput={target}"])
         outputs = dict(_outputs(_read(target)))
@@ -212,11 +207,7 @@ class TrtexecModel:
             raise EngineFailure(f"trtexec: it gives no output {error}") from error
 
     def time(self, inputs: Tensors, runs: int) -> float:
-        """Median GPU seconds of `runs` inferences, as a CUDA graph where the model can be captured.
-
-        Raises:
-            EngineFailure: the inputs do not fit, or trtexec fails.
-        """
+        """`Built.time`: median GPU time, of a CUDA graph where the model can be captured."""
         target = self._file("times.json")
         quick = ["--useCudaGraph", "--useSpinWait", "--noDataTransfers"]
         flags = [*self._iterations(runs), f"--exportTimes={target}"]
@@ -224,13 +215,7 @@ class TrtexecModel:
         return _milliseconds(_read(target), printed) / 1e3
 
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
-        """The engine's layers, with the median times of `runs` profiled inferences.
-
-        What trtexec exports stays beside the log as `<log's stem>.graph.json`.
-
-        Raises:
-            EngineFailure: the inputs do not fit, trtexec fails, or it cannot profile.
-        """
+        """`Built.layers`. What trtexec exports is kept beside the log as `<log's stem>.graph.json`."""
         graph, profile = self._file("graph.json"), self._file("profile.json")
         flags = [
             *self._iterations(runs),
@@ -249,11 +234,7 @@ class TrtexecModel:
             raise EngineFailure(f"trtexec: {one_line(error)}") from error
 
     def save(self, path: Path) -> None:
-        """Copy the plan, which is for this TensorRT version and this kind of GPU, and run the copy once.
-
-        Raises:
-            EngineFailure: the file cannot be written, or trtexec does not run it.
-        """
+        """`Built.save`: a copy of the last plan, which is for this version of TensorRT and this kind of GPU."""
         needed, plan = list(self._plans.items())[-1]
         try:
             shutil.copyfile(plan, path)
@@ -273,7 +254,7 @@ class TrtexecModel:
         return [f"--iterations={runs}", f"--avgRuns={runs}", f"--warmUp={self._warmup_ms}"]
 
     def _infer(self, inputs: Tensors, flags: Sequence[str]) -> str:
-        """Load the plan and run it as long as the flags say: without `--duration=0`, for at least three seconds."""
+        """What trtexec prints when it runs a model on these inputs."""
         arrays = self._signature.checked(inputs)
         plan = self.plan({name: array.shape for name, array in arrays.items()})
         files = {name: self._file(f"{number}.bin") for number, name in enumerate(arrays)}
@@ -288,7 +269,7 @@ class TrtexecModel:
         return self._started(plan, sizes, [loaded, *flags])
 
     def _started(self, plan: Path, sizes: str, flags: Sequence[str]) -> str:
-        """What trtexec prints that loads a plan and runs it."""
+        """What trtexec prints when it loads and runs a plan. Without `--duration=0` that would take three seconds."""
         plugins = (flag for flag in self._flags if flag_name(flag) == "staticPlugins")
         shapes = [f"--shapes={sizes}"] if sizes else []
         return self._program.run([f"--loadEngine={plan}", "--duration=0", *plugins, *shapes, *flags], self._log)
@@ -302,7 +283,7 @@ class _Spec:
 
 @dataclass(frozen=True)
 class _Signature:
-    """What goes into a model and what comes out of it."""
+    """Inputs and outputs of a model, and whether it has Q/DQ pairs."""
 
     inputs: Mapping[str, _Spec]
     outputs: Mapping[str, np.dtype[Any]]
@@ -310,11 +291,11 @@ class _Signature:
 
     @property
     def dynamic(self) -> list[str]:
-        """Inputs with sizes that the model leaves open."""
+        """Inputs with open sizes."""
         return [name for name, spec in self.inputs.items() if None in spec.sizes]
 
     def checked(self, inputs: Tensors) -> dict[str, Array]:
-        """The arrays of the inputs. trtexec itself would make random ones for those that are missing.
+        """The arrays of the inputs. trtexec itself would use random values for a missing one.
 
         Raises:
             EngineFailure: an array is missing, or has another type or other sizes.
@@ -359,7 +340,7 @@ def _sizes(shapes: Mapping[str, Sequence[int]]) -> str:
 
 
 def _read(path: Path) -> str:
-    """A file that trtexec was to write, read once: an old one must not pass for the next call's."""
+    """The text of a file that trtexec may have written. The file is deleted, so that the next call cannot read it."""
     if not path.is_file():
         return ""
     text = path.read_text(errors="replace")
@@ -368,7 +349,7 @@ def _read(path: Path) -> str:
 
 
 def _milliseconds(times: str, printed: str) -> float:
-    """The median of the exported times, or the one of the printed summary."""
+    """The median of the exported times; if there are none, of the printed summary."""
     try:
         samples = [float(entry["computeMs"]) for entry in json.loads(times)] if times else []
     except (ValueError, KeyError, TypeError):
@@ -383,9 +364,9 @@ def _milliseconds(times: str, printed: str) -> float:
 
 
 def _outputs(text: str) -> Iterable[tuple[str, Array]]:
-    """Names and values of exported outputs. Not by a JSON parser: names are not escaped, and nan is no JSON.
+    """Names and values of exported outputs. They are not valid JSON: names are not escaped, and values may be nan.
 
-    Where sizes depend on data, programs from 10.7 on say them before the values, and older ones leave -1 in them.
+    Sizes that depend on data are -1; from version 10.7 on the final ones come before the values.
     """
     for name, sizes, values in OUTPUT.findall(text):
         final = FINAL_SHAPE.search(values)

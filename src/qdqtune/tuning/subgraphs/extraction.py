@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 
 from qdqtune.calibration.observe import outputs_on, with_outputs
 from qdqtune.engines.memory import MemoryBudget
-from qdqtune.engines.shapes import Span
+from qdqtune.engines.tensorrt.options import Span
 from qdqtune.errors import BadOption
 from qdqtune.graph.model import Constant, Model
 from qdqtune.graph.shaping import with_input_shapes

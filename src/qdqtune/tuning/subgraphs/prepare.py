@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from qdqtune.engines import shapes
+from qdqtune.engines.tensorrt.options import spans
 from qdqtune.errors import writing
 from qdqtune.graph.operators import work
 from qdqtune.graph.outputs import appearing
@@ -78,7 +78,7 @@ def profile(run: Run) -> Profiled:
     grouped = _grouped(settings, subject, layers)
     parts = partition(subject.shaped, subject.possible, grouped.groups, run.ways)
     times = _float_times(parts, layers)
-    resolved = resolve(subject.model, subject.shaped, subject.feed, shapes.spans(settings.engine), run.runner.memory)
+    resolved = resolve(subject.model, subject.shaped, subject.feed, spans(settings.engine), run.runner.memory)
     kinds, why = _kinds(parts, grouped, resolved, times)
     progress = CacheFile(settings.output_dir, parts, kinds, run.store)
     with Profiler(run, parts, resolved, timed=timed) as profiler:

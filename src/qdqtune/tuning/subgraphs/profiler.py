@@ -20,9 +20,10 @@ import numpy as np
 from onnx import helper
 
 from qdqtune.calibration.observe import values_on
-from qdqtune.engines import EngineSpec, shapes
+from qdqtune.engines import EngineSpec
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.engines.runner import Handle, Runner
+from qdqtune.engines.tensorrt.options import with_spans
 from qdqtune.errors import BadOption, InputError, writing
 from qdqtune.graph.files import CONSTANTS, ConstantFile
 from qdqtune.graph.model import Model
@@ -102,7 +103,7 @@ class Profiler:
         with writing(self._folder):
             self._folder.mkdir(exist_ok=True)
         self._constants = ConstantFile(run.output.claim(self._folder / CONSTANTS))
-        spec = shapes.with_spans(settings.engine, resolved.spans)
+        spec = with_spans(settings.engine, resolved.spans)
         logs = run.output.path / LOGS / PARTS
         self._pool = WorkerPool(list(_beside(run, spec, logs)), run.observer.note, repeat_after=None)
         self._writing = RLock()
@@ -325,6 +326,6 @@ def _loaded(runner: Runner, path: Path) -> Handle | Failure:
 def _beside(run: Run, spec: EngineSpec, logs: Path) -> Iterator[Runner]:
     """An engine process on each device of the run. Groups are small: where there are several, nothing bounds them."""
     if not run.others:
-        yield run.runner.in_place(spec, logs)
+        yield run.runner.on_same_device(spec, logs)
     else:
-        yield from (runner.in_place(spec, logs, has_budget=False) for runner in (run.runner, *run.others))
+        yield from (runner.on_same_device(spec, logs, has_budget=False) for runner in (run.runner, *run.others))
