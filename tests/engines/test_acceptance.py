@@ -34,7 +34,7 @@ def refused(model: Model, path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "fake", "tensorrt"])
-def test_what_the_engine_refuses_does_not_appear(tmp_path: Path, workers: Workers, engine: str) -> None:
+def test_a_file_that_the_engine_refuses_does_not_appear(tmp_path: Path, workers: Workers, engine: str) -> None:
     target = tmp_path / "q.onnx"
     target.write_bytes(b"as it was")
     with pytest.raises(EngineFailure, match="so nothing was kept"), checked_output(target, engine) as fresh:
@@ -46,7 +46,7 @@ def test_what_the_engine_refuses_does_not_appear(tmp_path: Path, workers: Worker
     check_loads(target, engine)
 
 
-def test_an_engine_that_is_absent_leaves_it_to_the_checker(
+def test_without_the_engine_the_checker_decides(
     tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "openvino", None)
@@ -58,7 +58,7 @@ def test_an_engine_that_is_absent_leaves_it_to_the_checker(
         check_loads(tmp_path / "m.onnx", "openvino")
 
 
-def test_what_was_run_already_is_not_loaded_again(tmp_path: Path, workers: Workers) -> None:
+def test_a_file_that_was_run_is_not_loaded_again(tmp_path: Path, workers: Workers) -> None:
     with checked_output(tmp_path / "m.onnx", "tensorrt", is_run=True) as fresh:
         save(mixed(), fresh)
     assert workers.started == 0
@@ -92,7 +92,7 @@ def test_a_metric_that_fails_leaves_nothing_behind(call: Call, model: Path, tmp_
     assert sorted(path for path in tmp_path.iterdir() if path.name != "__pycache__") == before
 
 
-def test_temporary_files_of_a_killed_run_go_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_a_killed_run_are_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = """
 import time
 from qdqtune.graph.outputs import temporary_folder

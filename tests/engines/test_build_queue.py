@@ -54,9 +54,7 @@ def test_a_run_finds_the_same_from_builds_that_two_processes_make_at_once(
     assert (found.shipped, found.placement, found.ratio) == (alone.shipped, alone.placement, alone.ratio)
 
 
-def test_nothing_is_built_ahead_of_a_model_that_leaves_no_room_for_it(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_builds_of_a_large_model_are_not_made_ahead(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qdqtune.engines.memory.LARGE_MODEL", 1)
     with prepared(cut(model, "large"), Silent()) as ready:
         assert ready.runner.build_queue.builders == 0
@@ -67,7 +65,7 @@ def which(build: Build) -> str:
     return build.path.name
 
 
-def test_what_a_builder_says_counts_and_what_it_was_short_of_is_tried_alone(tmp_path: Path) -> None:
+def test_refusals_of_a_builder_count_and_lack_of_memory_does_not(tmp_path: Path) -> None:
     said = {"refused": Failure("build", "no kernel"), "short": Failure("resources", "out of memory"), "good": 2.5}
 
     def builder(path: Path, log: Path, plan: Path) -> float | Failure:
@@ -92,7 +90,7 @@ def begun(queue: BuildQueue, waiting: int) -> None:
     until(lambda: len(queue._pool._waiting) <= waiting)
 
 
-def test_the_most_urgent_build_is_begun_first_and_who_waits_makes_another_that_is_as_urgent(tmp_path: Path) -> None:
+def test_the_most_urgent_build_begins_first_and_a_waiting_runner_makes_urgent_ones(tmp_path: Path) -> None:
     made: list[str] = []
     go = threading.Event()
 
@@ -123,7 +121,7 @@ def test_the_most_urgent_build_is_begun_first_and_who_waits_makes_another_that_i
     assert made == ["asked for here", "first", "likely", "given", "best"]
 
 
-def test_builds_that_nobody_takes_end_with_their_processes_and_are_told(tmp_path: Path, model: Path) -> None:
+def test_unused_builds_are_cancelled_and_counted_in_a_message(tmp_path: Path, model: Path) -> None:
     told: list[str] = []
     spec = EngineSpec("fake", {"build_seconds": 600})
     with Runner(spec, log_dir=tmp_path / "logs") as runner, Runner(spec, log_dir=tmp_path / "builder") as builder:

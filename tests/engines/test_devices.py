@@ -19,7 +19,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="cores are pinned on 
 
 
 class TestDevices:
-    def test_cores_are_shared_out_whole(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_physical_cores_are_not_divided_while_there_are_enough(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(devices, "physical_cores", lambda: [[0, 4], [1, 5], [2, 6], [3, 7]])
         monkeypatch.setattr(devices, "is_free", lambda part: part != "core-2")
         assert [d.cores for d in allot(FAKE, 3)] == [(0,), (1,), (6,)]

@@ -11,7 +11,7 @@ REQUESTS = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 5), st.integers(
 
 
 @given(limit=st.integers(1, 100), requests=REQUESTS)
-def test_what_is_held_fits_unless_one_request_needs_more_and_the_least_used_goes_first(
+def test_builds_fit_the_budget_and_the_least_recently_used_are_freed_first(
     limit: int, requests: list[tuple[int, int, int]]
 ) -> None:
     """Two runners ask for builds, each of one size for good; a model of the budget keeps them by last use."""

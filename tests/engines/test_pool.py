@@ -32,18 +32,18 @@ def waited(event: threading.Event) -> None:
 
 class TestResults:
     def test_every_job_has_one_result_and_all_workers_work(self) -> None:
-        meeting = threading.Barrier(3)
+        barrier = threading.Barrier(3)
 
-        def met(_: str) -> int:
-            return meeting.wait(timeout=60)
+        def waits_for_others(_: str) -> int:
+            return barrier.wait(timeout=60)
 
         with WorkerPool(["a", "b", "c"]) as pool:
-            assert sorted(arrived for _, arrived in pool.results([met] * 3)) == [0, 1, 2]
+            assert sorted(arrived for _, arrived in pool.results([waits_for_others] * 3)) == [0, 1, 2]
             results = dict(pool.results([named(n) for n in range(7)]))
         assert sorted(results) == list(range(7))
         assert all(results[n][0] == n for n in results)
 
-    def test_one_worker_does_each_when_it_is_asked_for(self) -> None:
+    def test_a_single_worker_does_each_job_on_demand(self) -> None:
         done: list[int] = []
         results = WorkerPool(["a"]).results([lambda _, n=n: done.append(n) for n in range(3)])  # type: ignore[misc]
         next(results)
@@ -73,7 +73,7 @@ class TestResults:
             list(pool.results([ask] * 3))
         assert len(pool) == 1
 
-    def test_what_a_job_raises_reaches_the_caller_and_ends_the_others(self) -> None:
+    def test_an_error_of_a_job_is_raised_and_cancels_the_others(self) -> None:
         never = threading.Event()
 
         def ask(_: str, number: int) -> None:
@@ -138,7 +138,7 @@ class TestResults:
 
 
 class TestTasks:
-    def test_the_most_urgent_is_next_and_of_equals_the_oldest(self) -> None:
+    def test_tasks_are_done_by_priority_and_age(self) -> None:
         done: list[str] = []
         go = threading.Event()
         with WorkerPool(["a"]) as pool:
@@ -162,7 +162,7 @@ class TestTasks:
             pool.close()
         assert not pool._threads
 
-    def test_an_interrupt_of_what_is_done_here_is_raised_here(self) -> None:
+    def test_an_interrupt_is_raised_in_the_thread_that_does_the_task(self) -> None:
         def interrupted(_: str) -> None:
             raise KeyboardInterrupt
 
@@ -177,21 +177,21 @@ class TestTasks:
 
 class TestParts:
     def test_parts_of_a_task_are_done_by_idle_workers(self) -> None:
-        meeting = threading.Barrier(3)
+        barrier = threading.Barrier(3)
 
-        def met(worker: str) -> str:
-            meeting.wait(timeout=60)
+        def waits_for_others(worker: str) -> str:
+            barrier.wait(timeout=60)
             return worker
 
         def ask(worker: str) -> tuple[str, list[str | None]]:
             until(lambda: pool.idle_per_task() == 2)
-            return pool.shared(lambda: met(worker), [met] * 2)
+            return pool.shared(lambda: waits_for_others(worker), [waits_for_others] * 2)
 
         with WorkerPool(["a", "b", "c"]) as pool:
             ((_, (own, others)),) = pool.results([ask])
         assert {own, *others} == {"a", "b", "c"}
 
-    def test_parts_that_no_worker_has_done_are_left_to_the_owner(self) -> None:
+    def test_parts_that_no_worker_has_done_are_none(self) -> None:
         gone = threading.Event()
 
         def part(_: str) -> str:
@@ -225,7 +225,7 @@ class TestParts:
     urgencies=st.lists(st.integers(0, 3), min_size=1, max_size=12),
     parts=st.integers(0, 3),
 )
-def test_whatever_is_lost_each_task_ends_once_and_no_thread_stays(
+def test_with_lost_workers_each_task_ends_once_and_no_thread_stays(
     count: int, losses: list[int], urgencies: list[int], parts: int
 ) -> None:
     """A worker is lost at some tasks; each task also hands parts to workers that may be idle."""

@@ -331,9 +331,7 @@ def trtexec(folder: Path) -> EngineSpec:
     return EngineSpec("trtexec", {"trtexec": stand_in(folder, "10.16")})
 
 
-def test_what_the_engine_leaves_in_its_temporary_folder_goes_with_the_worker(
-    tmp_path: Path, files: SimpleNamespace
-) -> None:
+def test_temporary_files_of_the_engine_are_removed_with_the_worker(tmp_path: Path, files: SimpleNamespace) -> None:
     with Runner(trtexec(tmp_path), time_limit_s=60, log_dir=tmp_path / "logs") as runner:
         assert isinstance(runner.load(files.plain), Handle)
         assert len(plans(tmp_path / "logs")) == 1
@@ -346,7 +344,7 @@ def test_what_the_engine_leaves_in_its_temporary_folder_goes_with_the_worker(
     assert not scratch(tmp_path / "logs")
 
 
-def test_what_a_killed_run_has_left_goes_at_the_next_start(tmp_path: Path, files: SimpleNamespace) -> None:
+def test_files_of_a_killed_run_are_removed_at_the_next_start(tmp_path: Path, files: SimpleNamespace) -> None:
     script = tmp_path / "parent.py"
     script.write_text(f"""
 import time
@@ -427,7 +425,7 @@ def held(runner: Runner) -> set[int]:
 class TestMemoryBudget:
     """Builds of several runners together take no more memory than their budget, or than one request needs."""
 
-    def test_the_one_not_used_for_longest_goes_and_is_made_again(self, files: SimpleNamespace, tmp_path: Path) -> None:
+    def test_the_least_recently_used_build_is_freed_first(self, files: SimpleNamespace, tmp_path: Path) -> None:
         workers = Workers()
         size = nbytes(files.large)
         with self.runner(tmp_path, workers, MemoryBudget(2 * size)) as runner:
@@ -439,7 +437,7 @@ class TestMemoryBudget:
             assert held(runner) == {second.build, third.build}
             assert [build.path.stem for build in workers.builds] == ["large"] * 4
 
-    def test_runners_share_it_and_what_one_request_needs_stays(self, files: SimpleNamespace, tmp_path: Path) -> None:
+    def test_runners_share_a_budget_and_needed_builds_stay(self, files: SimpleNamespace, tmp_path: Path) -> None:
         workers = Workers()
         budget = MemoryBudget(1.5 * nbytes(files.large))
         with (
@@ -454,7 +452,7 @@ class TestMemoryBudget:
             assert isinstance(runner.outputs(a, [IMAGE]), list)
             assert (held(runner), held(other)) == ({a.build}, set())
 
-    def test_builds_that_unpack_weights_take_both(self, files: SimpleNamespace, tmp_path: Path) -> None:
+    def test_builds_with_unpacked_weights_count_file_and_weights(self, files: SimpleNamespace, tmp_path: Path) -> None:
         size = nbytes(files.large)
         with self.runner(tmp_path, Workers(), budget := MemoryBudget(2 * size)) as runner:
             loaded(runner, files.large)
@@ -463,9 +461,7 @@ class TestMemoryBudget:
                 loaded(other, files.plain)
                 assert (held(runner), len(held(other))) == (set(), 1)
 
-    def test_memory_is_scarce_while_builds_are_made_that_have_a_bound(
-        self, files: SimpleNamespace, tmp_path: Path
-    ) -> None:
+    def test_builds_within_a_budget_save_memory(self, files: SimpleNamespace, tmp_path: Path) -> None:
         seen: list[bool] = []
 
         def look(_: Build) -> None:
@@ -477,7 +473,7 @@ class TestMemoryBudget:
         assert (seen, is_scarce()) == ([False, True], False)
 
     @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="what a process holds is told by Linux")
-    def test_what_is_freed_where_memory_is_scarce_goes_back_at_once(self) -> None:
+    def test_memory_that_is_freed_in_scarce_memory_returns_to_the_system(self) -> None:
         def pages() -> int:
             return int(Path("/proc/self/statm").read_text().split()[1])
 
@@ -488,13 +484,13 @@ class TestMemoryBudget:
             del blocks[:-1]
             assert (full - pages()) * os.sysconf("SC_PAGESIZE") > 5 * 7 * 2**21
 
-    def test_a_build_that_was_made_for_its_layers_goes(self, files: SimpleNamespace, tmp_path: Path) -> None:
+    def test_a_build_for_a_report_is_freed(self, files: SimpleNamespace, tmp_path: Path) -> None:
         with self.runner(tmp_path, Workers()) as runner:
             kept = loaded(runner, files.plain)
             assert runner.report(files.plain, IMAGE, 1, "layers")
             assert held(runner) == {kept.build}
 
-    def test_without_a_bound_all_stay(self, files: SimpleNamespace, tmp_path: Path) -> None:
+    def test_without_a_budget_all_builds_stay(self, files: SimpleNamespace, tmp_path: Path) -> None:
         with self.runner(tmp_path, Workers()) as runner:
             builds = {loaded(runner, files.large, fresh=True).build for _ in range(4)}
             assert held(runner) == builds

@@ -42,7 +42,7 @@ def test_calibration_of_an_endless_loop_ends_in_one_line() -> None:
         list(outputs_on(load_proto(endless()), [sample]))
 
 
-def test_runners_that_are_not_told_otherwise_have_the_limit_of_the_user(tmp_path: Path) -> None:
+def test_runners_have_the_limit_of_the_user_by_default(tmp_path: Path) -> None:
     def limit(**told: float) -> float:
         return Runner(EngineSpec("fake"), log_dir=tmp_path, **told)._connection.limit
 

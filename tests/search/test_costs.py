@@ -6,7 +6,6 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
-from test_tensorrt_report import EXPORTS, report_of
 
 from models import INT8, build, normal, ranges
 from qdqtune.engines.fake import CostModel
@@ -22,6 +21,7 @@ from qdqtune.search.costs.units import Decision, Partition, partition
 from qdqtune.types import Edge, Layer, Placement
 from region_models import resnet
 from runs import mixed
+from tensorrt_exports import EXPORTS, report_of
 
 EMPTY = Placement()
 

@@ -34,6 +34,7 @@ from qdqtune.options import (
     Texts,
     Writes,
     option,
+    options_of,
 )
 
 MOST_THREADS = max(16, os.cpu_count() or 1)
@@ -41,20 +42,8 @@ MOST_THREADS = max(16, os.cpu_count() or 1)
 
 ENGINE_NAMES = ", ".join(sorted(set(MODULES) - {"fake"})) + " or fake"
 SHAPE = "NAME:1x3x224x224"
-ENGINE_OPTIONS = (
-    "provider",
-    "target",
-    "min_shapes",
-    "opt_shapes",
-    "max_shapes",
-    "timing_cache",
-    "plugin_libraries",
-    "workspace_mb",
-    "builder_level",
-    "trtexec",
-    "trtexec_args",
-)
-"""Options that are passed on to the engine under the same name."""
+TRANSLATED = frozenset({"engine", "threads", "engine_options", "time_limit"})
+"""Fields of `EngineOptions` that are not passed on to the engine under the same name."""
 
 
 def tensorrt_option(kind: click.ParamType[Any], help: str, **how: Any) -> Any:
@@ -153,7 +142,8 @@ class EngineOptions(Options):
         """
         if isinstance(self.engine, EngineSpec):
             return self.engine
-        chosen: dict[str, Any] = {name: value for name in ENGINE_OPTIONS if (value := getattr(self, name))}
+        names = (name for name in options_of(EngineOptions) if name not in TRANSLATED)
+        chosen: dict[str, Any] = {name: value for name in names if (value := getattr(self, name))}
         if self.engine in TENSORRT_FAMILY and input_shapes and "opt_shapes" not in chosen:
             chosen["opt_shapes"] = input_shapes
         for name in SHAPE_OPTIONS:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gzip
 import json
 import re
 from collections import Counter
@@ -18,9 +17,7 @@ from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import name_nodes
 from qdqtune.types import Layer
-
-DATA = Path(__file__).parents[1] / "data" / "tensorrt"
-EXPORTS = sorted(path.name.removesuffix(".graph.json.gz") for path in DATA.glob("*.graph.json.gz"))
+from tensorrt_exports import DATA, EXPORTS, report_of, text_of
 
 # Counted in the JSON by hand: layers; layers of type Reformat by origin QDQ and REFORMAT; layers with convolution
 # weights of type Int8, and with the pools that read and write Int8; and the sum of all medianMs.
@@ -35,14 +32,6 @@ BY_HAND = {
     "resnet50_tf_RTX3090_fp16": (86, 0, 2, 0, 0, 4.273),
     "resnet50_tf_RTX3090_qat": (63, 1, 1, 54, 56, 2.381),
 }
-
-
-def text_of(name: str) -> str:
-    return gzip.decompress((DATA / f"{name}.gz").read_bytes()).decode()
-
-
-def report_of(name: str) -> tuple[Layer, ...]:
-    return read_report(text_of(f"{name}.graph.json"), text_of(f"{name}.profile.json"))
 
 
 def compiled(case: str, model: onnx.ModelProto | None = None) -> tuple[Layer, ...]:
@@ -306,13 +295,13 @@ def test_scale_layers_that_quantize() -> None:
         ("N/A due to dynamic shapes", None, "--shapes="),
     ],
 )
-def test_bad_texts_are_told_in_one_line(graph: str, profile: str | None, words: str) -> None:
+def test_bad_texts_are_refused_in_one_line(graph: str, profile: str | None, words: str) -> None:
     with pytest.raises(BadOption, match=words) as refusal:
         read_report(graph, profile)
     assert len(str(refusal.value).splitlines()) == 1
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadOption, match="cannot read the layer information"):
         read_report(tmp_path / "no.json")
 
@@ -363,7 +352,7 @@ def test_weights_among_the_inputs_are_known_by_the_model() -> None:
     assert read_report(detailed(layer))[0].precision == "FP16"
 
 
-def test_rows_of_a_profile_that_fit_no_layer_are_merged_or_told() -> None:
+def test_rows_of_a_profile_that_fit_no_layer_are_merged_or_unknown() -> None:
     profile = [("a + b", 1.0), ("a + b [part 2]", 0.25), ("b", 0.5), ("__myl_Fill", 0.125), ("__myl_Fill", 0.125)]
     layers = read_report(named("a + b", "c"), profile)
     assert [(x.name, x.time_ms, x.kind) for x in layers] == [

@@ -15,24 +15,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-import onnx
 import pytest
 
 from processes import family, until
 from qdqtune.cli import main
 from qdqtune.engines import EngineSpec, devices
 from qdqtune.engines.allocation import allocate_workers
-from qdqtune.engines.ray.actor import Receiver, Sender, WorkerActor
-from qdqtune.errors import BadOption, EngineUnavailable, OutputError
+from qdqtune.errors import BadOption, EngineUnavailable
 from qdqtune.graph.cleanup import MARK, locked
-from qdqtune.graph.files import ConstantFile
-from qdqtune.graph.loading import load
 from qdqtune.tuning.loop import tune
 from qdqtune.tuning.observer import Silent, State
 from qdqtune.tuning.settings import Settings
 from qdqtune.types import Trial
-from runs import environment, mixed, room_for, settings, write
+from runs import environment, mixed, settings, write
 from workers import in_process
 
 ray = pytest.importorskip("ray")
@@ -181,7 +176,7 @@ def test_a_result_is_proven_at_other_threads_where_there_are_as_many_cores(
 
 
 @on_one_worker
-def test_a_driver_that_is_killed_leaves_nothing_and_goes_on(
+def test_a_killed_driver_leaves_no_files_and_resumes(
     cluster: Any, expected: tuple[Path, tuple[Trial, ...]], tmp_path: Path
 ) -> None:
     model, history = expected
@@ -192,7 +187,7 @@ from pathlib import Path
 from qdqtune.engines import EngineSpec
 from qdqtune.tuning.loop import tune
 sys.path.append({str(Path(__file__).parent)!r})
-from test_ray import asked
+from test_cluster import asked
 slow = EngineSpec("fake", {{"build_seconds": 0.3}})
 tune(asked(Path({str(model)!r}), "driver", ray={cluster.address!r}, engine=slow))
 """
@@ -207,7 +202,7 @@ tune(asked(Path({str(model)!r}), "driver", ray={cluster.address!r}, engine=slow)
     assert tune(asked(model, "driver", ray=cluster.address)).history == history
 
 
-def test_a_node_that_is_lost_ends_the_run_in_words_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_lost_node_ends_the_run_with_a_message_and_leaves_no_files(tmp_path: Path) -> None:
     """Ray ends whoever was connected through it."""
     out, said = tmp_path / "out", tmp_path / "said"
     words = f"tune {write(mixed(), tmp_path)} -o {out} --ray local --workers 1 --engine fake --builds 60"
@@ -228,70 +223,7 @@ def test_a_node_that_is_lost_ends_the_run_in_words_and_leaves_nothing(tmp_path: 
     until(lambda: not family(tmp_path) and not leftovers(out, tmp_path), 300)
 
 
-class TestFileTransfer:
-    @pytest.fixture
-    def sent(self, tmp_path: Path) -> tuple[Path, Sender, list[Any]]:
-        """A model with constants in a file beside it, and what was put into the store."""
-        path = tmp_path / "candidate.onnx"
-        with ConstantFile(tmp_path / "constants.bin") as constants:
-            constants.save(load(write(mixed(), tmp_path)), path)
-        store: list[Any] = []
-
-        def put(values: Any) -> int:
-            store.append(values)
-            return len(store) - 1
-
-        return path, Sender(put), store
-
-    def test_a_model_arrives_as_it_was_and_its_constants_travel_once(
-        self, sent: tuple[Path, Sender, list[Any]], tmp_path: Path
-    ) -> None:
-        path, sender, store = sent
-        first, again = sender.model(path), sender.model(path)
-        assert again.constants == first.constants
-        assert len(store) == len(first.constants) > 0
-        asked_for: list[int] = []
-
-        def get(reference: int) -> Any:
-            asked_for.append(reference)
-            return store[reference]
-
-        folder = tmp_path / "host"
-        folder.mkdir()
-        for number in range(2):
-            arrived = Receiver(folder, get).model(first, number)
-            want = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer}
-            have = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(arrived).graph.initializer}
-            assert have.keys() == want.keys()
-            assert all(np.array_equal(have[name], want[name]) for name in want)
-        assert sorted(asked_for) == list(range(len(store)))
-
-    def test_arrays_travel_once_by_what_they_hold(self, sent: tuple[Path, Sender, list[Any]]) -> None:
-        _, sender, store = sent
-        large, small = np.arange(100_000.0), np.arange(3)
-        first, second = sender.arrays({"x": large, "n": small}), sender.arrays({"y": large.copy(), "z": large[None]})
-        assert len(store) == 2  # of another shape is another
-        back = Receiver(Path(), lambda reference: store[reference])
-        assert np.array_equal(back.arrays(first)["x"], back.arrays(second)["y"])
-        assert np.array_equal(back.arrays(first)["n"], small)
-
-    def test_a_host_whose_disk_is_full_is_lost_and_says_so(
-        self, sent: tuple[Path, Sender, list[Any]], tmp_path: Path
-    ) -> None:
-        path, sender, store = sent
-        (tmp_path / "files").mkdir()
-        with room_for(1000), pytest.raises(OutputError, match="cannot write"):
-            Receiver(tmp_path / "files", lambda reference: store[reference]).model(sender.model(path), 1)
-        host = WorkerActor(EngineSpec("fake"), 1, lambda reference: store[reference], os.curdir)
-        host._worker = SimpleNamespace(kill=lambda: None)  # type: ignore[assignment]
-        with room_for(1000):
-            reply = host.request("build", (1, sender.model(path), None), 60)
-        host.close()
-        assert isinstance(reply.result, EngineUnavailable)
-        assert "cannot write" in str(reply.result)
-
-
-def test_without_a_cluster_or_without_ray_it_is_said_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_cluster_or_without_ray_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = EngineSpec("fake")
     with pytest.raises(EngineUnavailable, match="no Ray cluster answers at"), allocate_workers(fake, 1, 1, "!"):
         pass

@@ -149,7 +149,7 @@ def test_without_exported_times_the_summary_is_read(tmp_path: Path, quantized: P
     assert seconds[0] == pytest.approx(seconds[1], rel=1e-4)
 
 
-def test_unknown_profiling_flags_are_dropped_once_and_for_all(tmp_path: Path, quantized: Path) -> None:
+def test_unknown_profiling_flags_are_omitted_from_then_on(tmp_path: Path, quantized: Path) -> None:
     unknown = ["profilingVerbosity", "exportProfile"]
     engine = create(stand_in(tmp_path, "8.6", unknown=unknown))
     built = engine.build(quantized, tmp_path / "build.log")
@@ -164,14 +164,14 @@ def test_unknown_profiling_flags_are_dropped_once_and_for_all(tmp_path: Path, qu
     assert "Unknown option: --profilingVerbosity detailed" in (tmp_path / "build.log").read_text()
 
 
-def test_an_unknown_flag_of_the_user_is_no_reason_to_repeat(tmp_path: Path, quantized: Path) -> None:
+def test_an_unknown_flag_of_the_user_is_not_retried(tmp_path: Path, quantized: Path) -> None:
     engine = create(stand_in(tmp_path, "10.0"), trtexec_args="--fastest")
     with pytest.raises(EngineFailure, match="Unknown option: --fastest"):
         engine.build(quantized, tmp_path / "build.log")
     assert len(calls(tmp_path)) == 1
 
 
-def test_user_arguments_win_and_are_passed_once(tmp_path: Path, quantized: Path) -> None:
+def test_user_arguments_take_precedence_and_are_passed_once(tmp_path: Path, quantized: Path) -> None:
     arguments = "--warmUp=7 --useCudaGraph --best --builderOptimizationLevel=1 --builderOptimizationLevel=2"
     engine = create(stand_in(tmp_path, "10.16"), trtexec_args=arguments, builder_level=5, workspace_mb=64)
     engine.build(quantized, tmp_path / "build.log").time(IMAGE, 1)
@@ -188,7 +188,7 @@ def test_user_arguments_win_and_are_passed_once(tmp_path: Path, quantized: Path)
     ("options", "words"),
     [({"warmup_ms": -1}, "warmup_ms"), ({"builder_level": 9}, "builder level"), ({"workspace_mb": 0}, "workspace")],
 )
-def test_options_that_cannot_be_used(tmp_path: Path, options: dict[str, int], words: str) -> None:
+def test_unusable_options_are_refused(tmp_path: Path, options: dict[str, int], words: str) -> None:
     with pytest.raises(BadOption, match=words):
         open_engine(EngineSpec("trtexec", {"trtexec": stand_in(tmp_path, "10.0"), **options}))
 
@@ -203,7 +203,7 @@ def test_options_that_cannot_be_used(tmp_path: Path, options: dict[str, int], wo
         ("--tune", "search of TensorRT's own"),
     ],
 )
-def test_arguments_that_cannot_be_used(tmp_path: Path, arguments: str, words: str) -> None:
+def test_unusable_arguments_are_refused(tmp_path: Path, arguments: str, words: str) -> None:
     with pytest.raises(BadOption, match=words):
         create(stand_in(tmp_path, "10.0"), trtexec_args=arguments)
 
@@ -272,7 +272,7 @@ def test_outputs_may_be_nan(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", ["8.6", "11.1"])
-def test_a_refusal_tells_cause_and_stage(tmp_path: Path, quantized: Path, version: str) -> None:
+def test_a_refusal_names_cause_and_stage(tmp_path: Path, quantized: Path, version: str) -> None:
     engine = create(stand_in(tmp_path, version, refuse="conv"))
     with pytest.raises(EngineFailure, match=r"any implementation for node conv.*; Engine set up failed$"):
         engine.build(quantized, tmp_path / "build.log")
@@ -311,7 +311,7 @@ def test_a_missing_program_says_where_it_comes_from() -> None:
         ("echo '&&&& RUNNING TensorRT.trtexec [TensorRT v8503]'", "8.5.3: 8.6 or later is needed"),
     ],
 )
-def test_a_program_that_will_not_do(tmp_path: Path, script: str, words: str) -> None:
+def test_an_unusable_program_is_refused(tmp_path: Path, script: str, words: str) -> None:
     program = tmp_path / "trtexec"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
@@ -319,7 +319,7 @@ def test_a_program_that_will_not_do(tmp_path: Path, script: str, words: str) -> 
         open_engine(EngineSpec("trtexec", {"trtexec": str(program)}))
 
 
-def test_a_crash_is_told_by_its_signal(tmp_path: Path, quantized: Path) -> None:
+def test_a_crash_names_its_signal(tmp_path: Path, quantized: Path) -> None:
     program = Path(stand_in(tmp_path, "10.0"))
     engine = trtexec.create(trtexec.TrtexecOptions(str(program)))
     program.write_text("#!/bin/sh\nkill -SEGV $$\n")
@@ -379,6 +379,6 @@ def test_outputs_whose_size_depends_on_data(sizes: str, values: str) -> None:
     assert dict(_outputs(text))["y"].tolist() == [[1, 2, 3], [4, 5, 6]]
 
 
-def test_sizes_that_nobody_says_are_refused() -> None:
+def test_unknown_sizes_are_refused() -> None:
     with pytest.raises(EngineFailure, match="2 values for sizes -1x-1"):
         dict(_outputs('[ { "name" : "y", "dimensions" : "-1x-1", "values" : [ 1, 2 ] } ]'))

@@ -207,7 +207,7 @@ def test_a_dynamic_input_without_shapes_names_the_flags(rig: Rig) -> None:
         rig.build(conv_model(), min_shapes={"x": [2, 4, 8, 8]}, max_shapes={"x": [1, 4, 8, 8]})
 
 
-def test_shapes_of_what_is_no_input_are_passed_over(rig: Rig) -> None:
+def test_shapes_of_unknown_inputs_are_ignored(rig: Rig) -> None:
     """Of the inputs of a whole model a part has some."""
     built = rig.build(conv_model(), opt_shapes={"x": [2, 4, 8, 8], "z": [1]})
     assert built.run({"x": np.zeros((2, 4, 8, 8), np.float32)})["y"].shape == (2, 8, 8, 8)
@@ -263,7 +263,7 @@ def test_the_plan_is_saved_and_loaded(rig: Rig, monkeypatch: pytest.MonkeyPatch)
         built.save(rig.folder / "m.plan")
 
 
-def test_close_gives_everything_back(rig: Rig) -> None:
+def test_close_frees_all_resources(rig: Rig) -> None:
     engine = rig.open()
     onnx.save(static(conv_model()), rig.folder / "m.onnx")
     first, second = (engine.build(rig.folder / "m.onnx", rig.folder / "build.log") for _ in range(2))

@@ -90,7 +90,7 @@ def precision_of(layers: tuple[Layer, ...]) -> dict[str, str]:
 @pytest.mark.parametrize("quant_type", ["int8", "fp8"])
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "float16"])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_what_is_inserted_builds_and_runs_in_low_precision(
+def test_inserted_pairs_build_and_run_in_low_precision(
     name: str, half: bool, quant_type: QuantType, rule: str, tmp_path: Path
 ) -> None:
     """TensorRT-RTX 1.7 has low-precision kernels for all of it but ConvTranspose, whatever the axis of its scales."""

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import helper
+
+from engine_contract import EngineContract, model_of
+from layer_reports import RESIDUAL, RESIDUAL_INPUT, RESIDUAL_WEIGHTS, text_model
+from qdqtune.engines import EngineSpec, open_engine
+from qdqtune.engines.devices import products_saturate
+from qdqtune.engines.formats import ONNXRUNTIME_SHARED
+from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
+from qdqtune.types import QType
+
+
+class TestOnnxRuntime(EngineContract):
+    spec = EngineSpec("onnxruntime")
+    saved = "saved.onnx"
+
+
+class TestOnnxRuntimeThreads(EngineContract):
+    spec = EngineSpec("onnxruntime", {"threads": 2})
+    saved = "saved.onnx"
+
+
+def test_a_missing_provider_names_those_that_exist() -> None:
+    with pytest.raises(EngineUnavailable, match=r"it has .*CPUExecutionProvider"):
+        open_engine(EngineSpec("onnxruntime", {"provider": "NoSuchExecutionProvider"}))
+
+
+def test_onnxruntime_has_no_fp8() -> None:
+    with pytest.raises(BadOption, match="--quant-type int8"):
+        open_engine(EngineSpec("onnxruntime")).numeric_format("fp8")
+
+
+def test_weights_lose_a_bit_where_products_saturate() -> None:
+    numbers = open_engine(EngineSpec("onnxruntime")).numeric_format("int8")
+    assert numbers.reduced_weights is products_saturate()
+    assert (numbers.activation, numbers.bias, numbers.drop_clamps) == (QType.UINT8, "int32", True)
+
+
+@pytest.mark.parametrize("op", ["MaxPool", "Flatten", "Transpose"])
+def test_onnxruntime_runs_shared_scale_operators_on_integers(tmp_path: Path, op: str) -> None:
+    assert op in ONNXRUNTIME_SHARED
+    attributes = {"kernel_shape": [2, 2]} if op == "MaxPool" else {}
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["d"]),
+        helper.make_node(op, ["d"], ["t"], **attributes),
+        helper.make_node("QuantizeLinear", ["t", "s", "z"], ["u"]),
+        helper.make_node("DequantizeLinear", ["u", "s", "z"], ["y"]),
+    ]
+    model = model_of(nodes, [1, 4, 6, 6], {"s": np.array(0.1, np.float32), "z": np.array(3, np.uint8)}, opset=17)
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    options.log_severity_level = 3
+    onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    ran = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
+    assert ran == ["QuantizeLinear", op, "DequantizeLinear"]
+
+
+@pytest.mark.parametrize(("ir_version", "opset", "what"), [(999, 17, "IR version 999"), (10, 999, "opset 999")])
+def test_onnx_runtime_refuses_a_later_onnx_in_a_sentence(
+    tmp_path: Path, ir_version: int, opset: int, what: str
+) -> None:
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("Relu", ["x"], ["y"])],
+        "g",
+        *([onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2])] for name in "xy"),
+    )
+    opsets = [onnx.helper.make_opsetid("", opset)]
+    path = tmp_path / "new.onnx"
+    path.write_bytes(onnx.helper.make_model(graph, ir_version=ir_version, opset_imports=opsets).SerializeToString())
+    with pytest.raises(EngineFailure) as refusal:
+        open_engine(EngineSpec("onnxruntime")).build(path, tmp_path / "log")
+    assert re.fullmatch(
+        rf"the model has {what}, and ONNX Runtime [\d.]+ reads up to \d+: export it for that one, or install .+",
+        str(refusal.value),
+    )
+
+
+def test_onnxruntime_saves_a_model_that_computes_the_same(tmp_path: Path) -> None:
+    onnx.save(text_model(RESIDUAL, RESIDUAL_WEIGHTS), tmp_path / "m.onnx")
+    engine = open_engine(EngineSpec("onnxruntime"))
+    built = engine.build(tmp_path / "m.onnx", tmp_path / "log")
+    built.save(tmp_path / "s.onnx")
+    saved = onnx.load(tmp_path / "s.onnx")
+    assert "FusedConv" in {node.op_type for node in saved.graph.node}
+    assert not {node.domain for node in saved.graph.node} & {"com.microsoft.nchwc"}
+    again = engine.build(tmp_path / "s.onnx", tmp_path / "log").run(RESIDUAL_INPUT)["y"]
+    np.testing.assert_allclose(again, built.run(RESIDUAL_INPUT)["y"], rtol=1e-4, atol=1e-5)

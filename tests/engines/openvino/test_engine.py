@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+from engine_contract import EngineContract, model_of
+from layer_reports import RESIDUAL, RESIDUAL_WEIGHTS, text_model
+from models import build, feeds, normal, ranges, run, sqnr
+from qdqtune.engines import EngineSpec, open_engine
+from qdqtune.engines.devices import products_saturate
+from qdqtune.engines.formats import MOVED_ACROSS
+from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
+from qdqtune.graph.files import save
+from qdqtune.placement.insertion import insert
+from qdqtune.placement.possible import possible_edges
+from qdqtune.types import Placement, QType
+
+pytest.importorskip("openvino")
+
+
+class TestOpenVino(EngineContract):
+    spec = EngineSpec("openvino")
+    saved = "saved.xml"
+
+
+def test_a_missing_openvino_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    monkeypatch.delitem(sys.modules, "qdqtune.engines.openvino.engine", raising=False)
+    with pytest.raises(EngineUnavailable, match=r"pip install 'qdqtune\[openvino\]'"):
+        open_engine(EngineSpec("openvino"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"threads": 0}, "--threads must be a whole number"),
+        ({"precision": "f64"}, "no precision 'f64'; it has f32, f16, bf16"),
+        ({"provider": "x"}, "no option 'provider'; it has threads, precision"),
+    ],
+)
+def test_bad_options_of_openvino_are_named(options: dict[str, object], words: str) -> None:
+    with pytest.raises(BadOption, match=words):
+        open_engine(EngineSpec("openvino", options))
+
+
+def test_openvino_says_its_precision_and_wants_symmetric_numbers() -> None:
+    engine = open_engine(EngineSpec("openvino", {"precision": "bf16", "threads": 2}))
+    assert (engine.describe()["precision"], engine.describe()["threads"]) == ("bf16", "2")
+    numbers = engine.numeric_format("int8")
+    assert (numbers.activation, numbers.symmetric, numbers.reduced_weights) == (QType.INT8, True, products_saturate())
+    assert (numbers.bias, numbers.drop_clamps, numbers.shared_scale_ops) == ("float", False, MOVED_ACROSS)
+    with pytest.raises(BadOption, match="--quant-type int8"):
+        engine.numeric_format("fp8")
+
+
+def test_openvino_refuses_in_its_own_words_without_its_source_places(tmp_path: Path) -> None:
+    onnx.save(model_of([helper.make_node("NoSuchOp", ["x"], ["y"])], [1], {}), tmp_path / "m.onnx")
+    with pytest.raises(EngineFailure, match=r"^OpenVINO: Model wasn't fully converted.*NoSuchOp") as refusal:
+        open_engine(EngineSpec("openvino")).build(tmp_path / "m.onnx", tmp_path / "log")
+    assert ".cpp" not in str(refusal.value)
+    assert ".cpp" in (tmp_path / "log").read_text()
+
+
+def test_openvino_computes_what_pairs_between_a_concat_and_a_convolution_say(tmp_path: Path) -> None:
+    """It takes steps of 1 for those of an int8 pair there."""
+    text = """net (float[1,8,9,9] x, float[1,8,9,9] z) => (float[1,6,9,9] y) {
+        [join] c = Concat <axis=1> (x, z)
+        [read] y = Conv <pads=[1,1,1,1]> (c, w)
+    }"""
+    model = build(text, {"w": normal(6, 16, 3, 3)})
+    samples, engine = feeds(model), open_engine(EngineSpec("openvino"))
+    found = ranges(model, samples)
+    placement = Placement(frozenset(e for e in possible_edges(model, found) if e.tensor in "cw"))
+    quantized = insert(model, placement, found, engine.numeric_format("int8"))
+    save(quantized, tmp_path / "m.onnx")
+    built = engine.build(tmp_path / "m.onnx", tmp_path / "log")
+    assert sqnr(run(quantized, samples), [built.run(sample) for sample in samples]) > 60
+
+
+def test_openvino_saves_an_ir_with_float32_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    onnx.save(text_model(RESIDUAL, RESIDUAL_WEIGHTS), tmp_path / "m.onnx")
+    built = open_engine(EngineSpec("openvino")).build(tmp_path / "m.onnx", tmp_path / "log")
+    built.save(tmp_path / "s.xml")
+    weights = sum(np.asarray(v).nbytes for v in RESIDUAL_WEIGHTS.values())
+    assert (tmp_path / "s.bin").stat().st_size >= weights
+    with pytest.raises(BadOption, match=r"give s\.xml"):
+        built.save(tmp_path / "s.ir")
+    monkeypatch.setattr("openvino.save_model", lambda _, path, **__: Path(path).write_text("<net/>"))
+    with pytest.raises(EngineFailure):
+        built.save(tmp_path / "broken.xml")

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from engine_contract import IMAGE, EngineContract, conv_model, model_of, quantized_conv_model
+from models import FORMATS, conv_net, feeds, ranges, run, sqnr
+from qdqtune.engines import EngineSpec, open_engine
+from qdqtune.engines.fake import latency
+from qdqtune.errors import EngineFailure
+from qdqtune.graph.files import save
+from qdqtune.placement.insertion import insert
+from qdqtune.placement.possible import possible_edges
+from qdqtune.types import NumericFormat, Placement, QType
+
+SYMMETRIC = NumericFormat(QType.INT8, QType.INT8, symmetric=True)
+
+
+class TestFake(EngineContract):
+    spec = EngineSpec("fake")
+    saved = None
+
+
+class TestFakeAsymmetric(EngineContract):
+    spec = EngineSpec("fake", {"asymmetric": True, "noise": 0.05, "drift": 0.1, "spikes": 0.01})
+    saved = None
+
+
+def test_a_pair_around_a_small_operator_costs_and_around_a_large_one_gains() -> None:
+    def gain(side: int) -> float:
+        return latency(conv_model(side)) / latency(quantized_conv_model(SYMMETRIC, side))
+
+    assert gain(4) < 1 < gain(256)
+
+
+def _chain(quantized: set[str]) -> onnx.ModelProto:
+    """Conv, Softmax, Conv: the tensors in `quantized`, and both weights, carry a pair for their one reader."""
+    nodes, current = [], "x"
+    weight = np.ones((16, 16, 3, 3), np.float32)
+    constants = {"s": np.array(0.1, np.float32), "z": np.array(0, np.int8)}
+
+    def pair(tensor: str) -> str:
+        nodes.append(helper.make_node("QuantizeLinear", [tensor, "s", "z"], [f"{tensor}_q"]))
+        nodes.append(helper.make_node("DequantizeLinear", [f"{tensor}_q", "s", "z"], [f"{tensor}_d"]))
+        return f"{tensor}_d"
+
+    for op, out in (("Conv", "a"), ("Softmax", "b"), ("Conv", "y0")):
+        current = pair(current) if current in quantized else current
+        inputs = [current]
+        if op == "Conv":
+            constants[f"w_{out}"] = weight
+            inputs.append(pair(f"w_{out}"))
+        nodes.append(helper.make_node(op, inputs, [out], **({"pads": [1, 1, 1, 1]} if op == "Conv" else {})))
+        current = out
+    current = pair(current) if current in quantized else current
+    nodes.append(helper.make_node("Identity", [current], ["y"]))
+    return model_of(nodes, [1, 16, 16, 16], constants)
+
+
+def test_an_operator_without_integer_kernel_gains_nothing_from_pairs() -> None:
+    nothing, everything = latency(_chain(set())), latency(_chain({"x", "a", "b", "y0"}))
+    last_only = latency(_chain({"b", "y0"}))
+    half_a_pair = latency(_chain({"b"}))
+    assert last_only < nothing < half_a_pair
+    assert everything < nothing
+    assert latency(_chain({"a"})) > nothing
+
+
+def test_pairs_on_constants_are_folded() -> None:
+    without = _chain(set())
+    for node in [n for n in without.graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")]:
+        without.graph.node.remove(node)
+    for node in without.graph.node:
+        node.input[:] = [name.removesuffix("_d") for name in node.input]
+    assert latency(without) == latency(_chain(set()))
+
+
+def _samples(tmp_path: Path, count: int, **options: object) -> np.ndarray:
+    onnx.save(conv_model(), tmp_path / "m.onnx")
+    built = open_engine(EngineSpec("fake", options)).build(tmp_path / "m.onnx", tmp_path / "log")
+    return np.array([built.time(IMAGE, 1) for _ in range(count)]) / latency(conv_model())
+
+
+def test_noise_follows_the_seed_and_the_call(tmp_path: Path) -> None:
+    options = {"noise": 0.05, "drift": 0.1, "spikes": 0.02}
+    first = _samples(tmp_path, 50, seed=1, **options)
+    assert (first == _samples(tmp_path, 50, seed=1, **options)).all()
+    assert (first != _samples(tmp_path, 50, seed=2, **options)).all()
+    assert (_samples(tmp_path, 5) == 1).all()
+
+
+def test_noise_has_the_size_that_was_asked_for(tmp_path: Path) -> None:
+    noise = np.log(_samples(tmp_path, 2000, noise=0.05))
+    drift = np.log(_samples(tmp_path, 2000, drift=0.1))
+    spikes = _samples(tmp_path, 2000, spikes=0.02)
+    assert math.isclose(noise.std(), 0.05, rel_tol=0.1)
+    assert abs(np.corrcoef(noise[1:], noise[:-1])[0, 1]) < 0.1
+    assert np.corrcoef(drift[1:], drift[:-1])[0, 1] > 0.95
+    assert 0.03 < drift.std() < 0.2
+    assert 10 < (spikes > 1).sum() < 80
+    assert spikes.max() <= 3
+
+
+def test_a_fault_strikes_only_models_with_a_pair_at_that_node(tmp_path: Path) -> None:
+    engine = open_engine(EngineSpec("fake", {"faults": {"refuse": "con*"}}))
+    onnx.save(conv_model(), tmp_path / "float.onnx")
+    onnx.save(quantized_conv_model(SYMMETRIC), tmp_path / "quantized.onnx")
+    assert engine.build(tmp_path / "float.onnx", tmp_path / "log").time(IMAGE, 1) > 0
+    with pytest.raises(EngineFailure, match="no implementation"):
+        engine.build(tmp_path / "quantized.onnx", tmp_path / "log")
+    other = open_engine(EngineSpec("fake", {"faults": {"refuse": "matmul*"}}))
+    assert other.build(tmp_path / "quantized.onnx", tmp_path / "log").time(IMAGE, 1) > 0
+
+
+def test_fake_runs_fp8(tmp_path: Path) -> None:
+    engine = open_engine(EngineSpec("fake"))
+    onnx.save(quantized_conv_model(engine.numeric_format("fp8")), tmp_path / "q.onnx")
+    quantized = engine.build(tmp_path / "q.onnx", tmp_path / "log").run(IMAGE)["y"]
+    onnx.save(conv_model(), tmp_path / "f.onnx")
+    exact = engine.build(tmp_path / "f.onnx", tmp_path / "log").run(IMAGE)["y"]
+    assert 0 < np.abs(quantized - np.clip(exact, 0, 4)).max() < 0.5
+
+
+@pytest.mark.parametrize("numbers", ["int8", "uint8"])
+@pytest.mark.parametrize("opset", [13, 18])
+def test_fake_runs_pairs_of_any_opset_that_has_them(opset: int, numbers: str, tmp_path: Path) -> None:
+    model = conv_net(opset=opset)
+    found = ranges(model)
+    everywhere = Placement(possible_edges(model, found))
+    quantized = insert(model, everywhere, found, FORMATS[numbers])
+    assert quantized.opset == opset
+    save(quantized, tmp_path / "q.onnx")
+    samples = feeds(model, 2)
+    built = open_engine(EngineSpec("fake")).build(tmp_path / "q.onnx", tmp_path / "log")
+    assert sqnr(run(quantized, samples), [built.run(sample) for sample in samples]) > 60
+
+
+@pytest.mark.parametrize("opset", [10, 13, 18, 19])
+def test_fake_dequantizes_as_onnxruntime_does(opset: int, tmp_path: Path) -> None:
+    """With and without zero point, the scales of channels along any axis, 32-bit values, and in the body of an If."""
+    x, wide = np.arange(24, dtype=np.uint8).reshape(2, 3, 4), np.arange(-3, 3, dtype=np.int32)
+    one, many = np.float32(0.5), np.array([0.5, 2, 3, 0.1], np.float32)
+    constants = {"x": x, "wide": wide, "one": one, "two": many[:2], "three": many[:3], "four": many,
+                 "zero": np.uint8(9), "zeros": np.array([1, 2, 3], np.uint8)}  # fmt: skip
+    forms: list[tuple[list[str], dict[str, int]]] = [
+        (["x", "one"], {}),
+        (["x", "one", "zero"], {}),
+        (["wide", "one"], {}),
+    ]
+    if opset >= 13:
+        forms += [(["x", "three", "zeros"], {}), (["x", "two"], {"axis": 0}), (["x", "four"], {"axis": -1})]
+    nodes = [helper.make_node("DequantizeLinear", inputs, [f"y{k}"], **more) for k, (inputs, more) in enumerate(forms)]
+    inner = helper.make_node("DequantizeLinear", ["x", "one", "zero"], ["inside"])
+    body = helper.make_graph(
+        [inner], "body", [], [helper.make_tensor_value_info("inside", TensorProto.FLOAT, [2, 3, 4])]
+    )
+    nodes.append(helper.make_node("If", ["c"], ["z"], then_branch=body, else_branch=body))
+    names = [*(f"y{k}" for k in range(len(forms))), "z"]
+    graph = helper.make_graph(
+        nodes, "g", [helper.make_tensor_value_info("c", TensorProto.BOOL, [])],
+        [helper.make_tensor_value_info(n, TensorProto.FLOAT, [6] if n == "y2" else [2, 3, 4]) for n in names],
+        [numpy_helper.from_array(np.asarray(array), name) for name, array in constants.items()],
+    )  # fmt: skip
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+    onnx.save(model, tmp_path / "m.onnx")
+    feed = {"c": np.array(True)}
+    outputs = open_engine(EngineSpec("fake")).build(tmp_path / "m.onnx", tmp_path / "log").run(feed)
+    (expected,) = run(model, [feed])
+    assert set(outputs) == set(names)
+    for name in names:
+        np.testing.assert_array_equal(outputs[name], expected[name], strict=True)
