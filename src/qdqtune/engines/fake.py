@@ -56,8 +56,8 @@ SHAPE_BYTES = 1024
 DEQUANTIZES = 19
 """The first opset of which the reference evaluator has the operator DequantizeLinear."""
 
-MOVES = frozenset({"Flatten", "MaxPool", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
-INTEGER_KERNELS = COMPUTE | MOVES | {"Add", "AveragePool", "Concat", "GlobalAveragePool", "Mul"}
+MOVE_DATA = frozenset({"Flatten", "MaxPool", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+RUN_ON_INTEGERS = COMPUTE | MOVE_DATA | {"Add", "AveragePool", "Concat", "GlobalAveragePool", "Mul"}
 FAULTS = ("crash", "hang", "nan", "refuse")
 
 
@@ -117,7 +117,7 @@ class Fake:
         """Like TensorRT; int8 like ONNX Runtime's CPU with the option `asymmetric`."""
         if quant_type == "int8" and self._options.asymmetric:
             return NumericFormat(
-                QType.UINT8, QType.INT8, symmetric=False, bias="int32", drop_clamps=True, shared_scale_ops=MOVES
+                QType.UINT8, QType.INT8, symmetric=False, bias="int32", drop_clamps=True, shared_scale_ops=MOVE_DATA
             )
         return formats.fake(quant_type)
 
@@ -344,9 +344,9 @@ class CostModel:
         return before is not None and self._end(before) == node.output[0]
 
     def _runs_in_integers(self, node: onnx.NodeProto) -> bool:
-        if node.op_type not in INTEGER_KERNELS:
+        if node.op_type not in RUN_ON_INTEGERS:
             return False
-        operands = node.input[: 1 if node.op_type in MOVES else 2 if node.op_type in COMPUTE else None]
+        operands = node.input[: 1 if node.op_type in MOVE_DATA else 2 if node.op_type in COMPUTE else None]
         makers = [self.producer.get(name) for name in operands]
         readers = self.readers.get(self._end(node), [])
         return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -116,9 +117,7 @@ def tensorrt(quant_type: QuantType, *, explicit_weights: bool = True) -> Numeric
 
 def fake(quant_type: QuantType) -> NumericFormat:
     """The fake engine: like TensorRT, without operators that keep one scale on both sides."""
-    if quant_type == "fp8":
-        return NumericFormat(QType.FP8, QType.FP8, symmetric=True, per_channel=False)
-    return NumericFormat(QType.INT8, QType.INT8, symmetric=True)
+    return replace(tensorrt(quant_type), shared_scale_ops=frozenset())
 
 
 FORMATS: Mapping[str, Callable[[QuantType], NumericFormat]] = MappingProxyType({

@@ -66,7 +66,7 @@ def cluster() -> Iterator[Any]:
 
     spare = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
     quiet = {"num_cpus": 1, "object_store_memory": 80_000_000, **spare}
-    with pytest.MonkeyPatch.context() as patch, (Path(__file__).parents[1] / "conftest.py").open() as lock:
+    with pytest.MonkeyPatch.context() as patch, (Path(__file__).parents[2] / "conftest.py").open() as lock:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_raylet_start_wait_time_s", "300")
         fcntl.flock(lock, fcntl.LOCK_EX)

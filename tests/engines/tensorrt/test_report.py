@@ -12,7 +12,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from engine_contract import model_of
-from qdqtune.engines.tensorrt.nodes import Names, mentioned
+from qdqtune.engines.tensorrt.nodes import NodeNames, mentioned
 from qdqtune.engines.tensorrt.report import read_report
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import name_nodes
@@ -137,7 +137,7 @@ def test_grammar_of_names(
 ) -> None:
     assert mentioned(name) == without
     graph = chain(*(node("Relu", each, "x") for each in sorted(known))).graph
-    assert Names(graph).mentioned(name) == (
+    assert NodeNames(graph).mentioned(name) == (
         tuple(n for n in without if n in known) if with_model is None else with_model
     )
 

@@ -26,7 +26,7 @@ from qdqtune.graph.files import PROTOBUF_LIMIT, nbytes
 from qdqtune.graph.loading import data_files
 from qdqtune.types import Array, Layer, NumericFormat, QType, QuantType, Tensors
 
-WARNING, ERROR = 2, 3
+LOG_WARNING, LOG_ERROR = 2, 3
 """Levels of its log."""
 
 WARMUP = 1
@@ -43,7 +43,7 @@ BLOCK = 4
 """How many inferences run in a row with the profiler, then without it, so that drift affects both alike. Chosen, not
 measured."""
 
-VENDOR = "ONNX Runtime", re.compile(r"^\[ONNXRuntimeError\] : \d+ : (\w+ : Load model from .*? failed:)?")
+ORT_MESSAGES = "ONNX Runtime", re.compile(r"^\[ONNXRuntimeError\] : \d+ : (\w+ : Load model from .*? failed:)?")
 """Its name, and the beginning of its messages that is left out: the files that it names are often temporary."""
 
 TOO_NEW = {
@@ -58,8 +58,8 @@ STOP_SPINNING = "session.force_spinning_stop"
 """Threads of a session spin for some 30 ms after an inference, longer than a slot takes. They would slow down another
 session that is timed next."""
 
-EXTERNAL = "session.optimized_model_external_initializers_file_name"
-UNPACKED = "session.disable_prepacking"
+CONSTANTS_FILE = "session.optimized_model_external_initializers_file_name"
+NO_PREPACKING = "session.disable_prepacking"
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class OnnxRuntime:
             EngineFailure: ONNX Runtime refuses the model.
             EngineUnavailable: the provider does not start on this machine.
         """
-        with output_to(log), translated(*VENDOR), _too_new():
+        with output_to(log), translated(*ORT_MESSAGES), _too_new():
             session = self.session(model)
         provider = self._options.provider
         if provider not in session.get_providers():  # its driver is missing: ONNX Runtime warns and uses the CPU
@@ -154,7 +154,7 @@ class OnnxRuntime:
             "inter_op_num_threads": 1,
             "execution_mode": ort.ExecutionMode.ORT_SEQUENTIAL,
             "graph_optimization_level": levels.ORT_ENABLE_ALL if chosen.fuse else unfused,
-            "log_severity_level": WARNING,
+            "log_severity_level": LOG_WARNING,
             "enable_mem_pattern": chosen.fuse,  # planning memory takes a time quadratic in the nodes of the graph
         }
         own = ({} if chosen.fuse_pairs else {KEEP_PAIRS: "1"}) | ({STOP_SPINNING: "1"} if chosen.threads > 1 else {})
@@ -179,12 +179,12 @@ class OnnxRuntimeModel:
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
         """`Built.run`."""
-        with translated(*VENDOR):
+        with translated(*ORT_MESSAGES):
             return dict(zip(self._outputs, self._session.run(self._outputs, self._taken(inputs)), strict=True))
 
     def time(self, inputs: Tensors, runs: int) -> float:
         """`Built.time`, with inputs and outputs on the device."""
-        with translated(*VENDOR):
+        with translated(*ORT_MESSAGES):
             given = self._taken(inputs)
             if any(array.dtype.kind in "OSU" for array in given.values()):  # strings, which cannot be bound
                 start = time.perf_counter()
@@ -229,18 +229,18 @@ class OnnxRuntimeModel:
         with TemporaryDirectory(prefix="qdqtune-") as name:
             folder = Path(name)
             (folder / NOWHERE).symlink_to("/dev/null")
-            written = {"optimized_model_filepath": str(folder / "optimized.onnx"), "log_severity_level": ERROR}
+            written = {"optimized_model_filepath": str(folder / "optimized.onnx"), "log_severity_level": LOG_ERROR}
             profiled = {"enable_profiling": True, "profile_file_prefix": str(folder / "profile")}
             make = partial(self._engine.session, model.SerializeToString())
             beside = {INPUT_FOLDER: str(self._path.parent)}
-            with translated(*VENDOR):
+            with translated(*ORT_MESSAGES):
                 plain = [self.time(inputs, 1) for _ in range(runs)] if is_large else []
                 if is_large:  # a session that writes its graph keeps all weights as they were before packing
                     del self._session
-                    make({**beside, EXTERNAL: NOWHERE, UNPACKED: "1"}, **written)
+                    make({**beside, CONSTANTS_FILE: NOWHERE, NO_PREPACKING: "1"}, **written)
                     session = self._session = make(beside, **profiled)
                 else:
-                    session = make({**beside, EXTERNAL: NOWHERE}, **written, **profiled)
+                    session = make({**beside, CONSTANTS_FILE: NOWHERE}, **written, **profiled)
                 for _ in range(WARMUP):
                     session.run(self._outputs, feed)
                 for first in range(0, runs, BLOCK):
@@ -263,9 +263,9 @@ class OnnxRuntimeModel:
             EngineFailure: the file cannot be written, or ONNX Runtime does not load it.
         """
         is_split = bool(data_files(self._path)) or nbytes(self._path) >= PROTOBUF_LIMIT
-        entries = {EXTERNAL: f"{path.name}.data"} if is_split else {}
+        entries = {CONSTANTS_FILE: f"{path.name}.data"} if is_split else {}
         level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-        with translated(*VENDOR):
+        with translated(*ORT_MESSAGES):
             self._engine.session(
                 self._path, entries, optimized_model_filepath=str(path), graph_optimization_level=level
             )

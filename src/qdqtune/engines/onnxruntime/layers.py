@@ -38,10 +38,10 @@ SUFFIX = "_kernel_time"
 MOST_OVERHEAD = 0.9
 """Largest share of a layer's reported time that is taken for overhead of the profile. Chosen, not measured."""
 
-BISECTIONS = 40
+OVERHEAD_STEPS = 40
 """Enough to find the overhead to the last digit: each halves the interval."""
 
-TAIL = 0.25
+TRIMMED_SHARE = 0.25
 """Share of the shortest and of the longest times that `trimmed_mean` leaves out. Unlike a median, it resolves fractions
 of a microsecond, the unit of the profile."""
 
@@ -70,8 +70,8 @@ def report(
 
 
 def trimmed_mean(times: Sequence[float]) -> float:
-    """The mean without the `TAIL` at either end. scipy.stats has it too, but takes a second to import."""
-    cut = int(TAIL * len(times))
+    """The mean without the `TRIMMED_SHARE` at either end. scipy.stats has it too, but takes a second to import."""
+    cut = int(TRIMMED_SHARE * len(times))
     return float(np.mean(np.sort(times)[cut : len(times) - cut]))
 
 
@@ -84,7 +84,7 @@ def without_overhead(times: npt.NDArray[np.float64], total: float) -> npt.NDArra
     low, high = 0.0, float(most.max(initial=0.0))
     if excess <= 0.0 or high == 0.0:
         return times
-    for _ in range(BISECTIONS):
+    for _ in range(OVERHEAD_STEPS):
         middle = (low + high) / 2
         low, high = (middle, high) if np.minimum(middle, most).sum() < excess else (low, middle)
     return times - np.minimum(high, most)

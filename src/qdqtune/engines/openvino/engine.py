@@ -22,11 +22,11 @@ except ImportError as error:
     raise EngineUnavailable(f"OpenVINO cannot be imported ({error}): pip install 'qdqtune[openvino]'") from error
 
 DEVICE = "CPU"
-PRECISIONS = ("f32", "f16", "bf16")
+FLOAT_PRECISIONS = ("f32", "f16", "bf16")
 WARMUP = 1
 """Profiled inferences that do not count: the first one allocates."""
 
-VENDOR = (
+OPENVINO_MESSAGES = (
     "OpenVINO",
     re.compile(r"Exception from \S+:\d+:\s*|Check '.*?' failed at \S+:\d+:\s*|FrontEnd API failed with \w+:\s*"),
 )
@@ -43,8 +43,9 @@ class OpenVinoOptions:
     def __post_init__(self) -> None:
         if self.threads < 1:
             raise BadOption(f"--threads must be a whole number from 1 on, not {self.threads}")
-        if self.precision not in PRECISIONS:
-            raise BadOption(f"engine 'openvino' has no precision {self.precision!r}; it has {', '.join(PRECISIONS)}")
+        if self.precision not in FLOAT_PRECISIONS:
+            known = ", ".join(FLOAT_PRECISIONS)
+            raise BadOption(f"engine 'openvino' has no precision {self.precision!r}; it has {known}")
 
 
 def create(options: OpenVinoOptions) -> OpenVino:
@@ -86,7 +87,7 @@ class OpenVino:
         Raises:
             EngineFailure: OpenVINO refuses the model.
         """
-        with output_to(log), translated(*VENDOR):
+        with output_to(log), translated(*OPENVINO_MESSAGES):
             compiled = self.core.compile_model(str(model), DEVICE, self.configuration())
             outputs = tuple(output.name for output in read_model(model).graph.output)
         return OpenVinoModel(self, model, compiled, outputs)
@@ -114,14 +115,14 @@ class OpenVinoModel:
 
     def run(self, inputs: Tensors) -> dict[str, Array]:
         """`Built.run`."""
-        with translated(*VENDOR):
+        with translated(*OPENVINO_MESSAGES):
             _feed(self._request, inputs)
             self._request.infer(share_outputs=True)
             return {name: np.array(self._request.get_output_tensor(i).data) for i, name in enumerate(self._outputs)}
 
     def time(self, inputs: Tensors, runs: int) -> float:
         """`Built.time`, without setting inputs and copying outputs."""
-        with translated(*VENDOR):
+        with translated(*OPENVINO_MESSAGES):
             _feed(self._request, inputs)
             start = time.perf_counter()
             for _ in range(runs):
@@ -131,7 +132,7 @@ class OpenVinoModel:
     def layers(self, inputs: Tensors, runs: int) -> tuple[Layer, ...]:
         """`Built.layers`: those of a second build of the file, which is profiled."""
         graph = read_model(self._path).graph
-        with translated(*VENDOR):
+        with translated(*OPENVINO_MESSAGES):
             model = self._engine.core.read_model(str(self._path))
             tags = openvino_layers.tag(model, graph)
             compiled = self._engine.core.compile_model(model, DEVICE, self._engine.configuration(PERF_COUNT=True))
@@ -153,7 +154,7 @@ class OpenVinoModel:
         """
         if path.suffix != ".xml":
             raise BadOption(f"OpenVINO: an IR is NAME.xml and NAME.bin: give {path.with_suffix('.xml').name}")
-        with translated(*VENDOR):
+        with translated(*OPENVINO_MESSAGES):
             ov.save_model(self._engine.core.read_model(str(self._path)), str(path), compress_to_fp16=False)
             self._engine.core.compile_model(str(path), DEVICE, self._engine.configuration())
 

@@ -18,7 +18,7 @@ from qdqtune.types import Array, Tensors
 CUDA_MODULES = ("cuda.bindings.runtime", "cuda.cudart")
 """The module of the runtime API, in newer and in older releases of cuda-python."""
 
-DTYPES: Mapping[str, Any] = {
+NUMPY_TYPES: Mapping[str, Any] = {
     "FLOAT": np.float32, "HALF": np.float16, "BF16": ml_dtypes.bfloat16, "FP8": ml_dtypes.float8_e4m3fn,
     "INT8": np.int8, "UINT8": np.uint8, "INT32": np.int32, "INT64": np.int64, "BOOL": np.bool_,
 }  # fmt: skip
@@ -26,7 +26,7 @@ DTYPES: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Gpu:
+class CudaDevice:
     """The GPU that this process uses. `driver` is the newest CUDA version that its driver runs."""
 
     name: str
@@ -64,7 +64,7 @@ class Cuda:
         number = self._call("cudaGetDevice")
         properties = self._call("cudaGetDeviceProperties", number)
         version = self._call("cudaDriverGetVersion")
-        self.device = Gpu(
+        self.device = CudaDevice(
             properties.name.rstrip(b"\0").decode(),
             f"{properties.major}.{properties.minor}",
             f"CUDA {version // 1000}.{version % 1000 // 10}",
@@ -308,7 +308,7 @@ class Execution:
         return known[name] if name in known else tuple(self._context.get_tensor_shape(name))
 
     def _dtype(self, name: str) -> Any:
-        return DTYPES[self._engine.get_tensor_dtype(name).name]
+        return NUMPY_TYPES[self._engine.get_tensor_dtype(name).name]
 
     def _drop_graph(self) -> None:
         if self._graph is not None:

@@ -24,7 +24,7 @@ MADE_UP = re.compile(
 """Beginnings of the names of layers that TensorRT adds itself."""
 
 
-class Names:
+class NodeNames:
     """Finds the names of a model's nodes, as `loading.load` gives them, in the names of TensorRT's layers.
 
     TensorRT's parser calls a node without a name `node_of_` and its first output. Such names are found for every node,
@@ -78,7 +78,7 @@ def mentioned(layer: str) -> tuple[str, ...]:
 
 
 def assign(
-    model: onnx.ModelProto, names: Names, layers: Sequence[tuple[str, Sequence[str]]]
+    model: onnx.ModelProto, names: NodeNames, layers: Sequence[tuple[str, Sequence[str]]]
 ) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
     """The nodes of each layer, so that every node of the model is in one, and the nodes that were folded.
 
@@ -103,7 +103,7 @@ def assign(
     return cover(named, [Claim(tuple(own)) for own in claims])
 
 
-def _claimed(names: Names, layers: Sequence[tuple[str, Sequence[str]]]) -> dict[str, int]:
+def _claimed(names: NodeNames, layers: Sequence[tuple[str, Sequence[str]]]) -> dict[str, int]:
     """The number of the layer for each mentioned node: the first with the node in its name, or else in its metadata."""
     home: dict[str, int] = {}
     for number, (layer, own) in enumerate(layers):
@@ -122,7 +122,7 @@ def _claimed(names: Names, layers: Sequence[tuple[str, Sequence[str]]]) -> dict[
     return home
 
 
-def _between(names: Names, first: str, last: str) -> set[str]:
+def _between(names: NodeNames, first: str, last: str) -> set[str]:
     """The nodes on paths from a node in the name `first` to one in the name `last`."""
     maker = {tensor: name for name, node in names.nodes.items() for tensor in node.output if tensor}
     before: dict[str, list[str]] = {}

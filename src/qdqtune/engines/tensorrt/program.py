@@ -29,7 +29,7 @@ TUNERS = re.compile(r"remoteAutoTuning\w*|(auto)?tun(e|er|ing)([A-Z]\w*)?|contin
 """Flags that start searches of TensorRT itself: they build one file many times, or have another machine time it."""
 
 UNKNOWN_OPTION = re.compile(r"Unknown option: -*(\w+)")
-ERROR = re.compile(r"\[[EF]\] (?:\[TRT\] )?(.*)")
+ERROR_LINE = re.compile(r"\[[EF]\] (?:\[TRT\] )?(.*)")
 
 
 Launch = Callable[[Sequence[str], BinaryIO], int]
@@ -166,7 +166,7 @@ def _reason(status: int, printed: str) -> str:
     """The first error, which is the cause, and the last, which names the stage."""
     if status < 0:
         return f"ended with signal {signal.Signals(-status).name}"
-    errors = [text for text in ERROR.findall(printed) if text.strip()]
+    errors = [text for text in ERROR_LINE.findall(printed) if text.strip()]
     lines = errors or [line for line in printed.splitlines() if line and not line.startswith("&&&&")]
     return one_line("; ".join(dict.fromkeys([lines[0], lines[-1]]))) if lines else f"exit status {status}"
 

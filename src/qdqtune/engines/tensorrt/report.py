@@ -17,14 +17,14 @@ from typing import Any
 import onnx
 
 from qdqtune.engines.coverage import never_run
-from qdqtune.engines.tensorrt.nodes import COPY_NODE, Names, assign, mentioned
+from qdqtune.engines.tensorrt.nodes import COPY_NODE, NodeNames, assign, mentioned
 from qdqtune.errors import BadOption, EngineFailure, InputError, one_line, parsed_json, reading
 from qdqtune.graph.operators import QDQ
 from qdqtune.types import Layer, LayerKind
 
 Times = Sequence[tuple[str, float]]
 
-LOW = ("INT8", "FP8", "INT4", "FP4", "UINT8")
+LOW_PRECISIONS = ("INT8", "FP8", "INT4", "FP4", "UINT8")
 PRECISION_NAMES = {
     "int8": "INT8", "uint8": "UINT8", "int4": "INT4", "fp8": "FP8", "fp4": "FP4", "half": "FP16", "fp16": "FP16",
     "float": "FP32", "fp32": "FP32", "bf16": "BF16", "bfloat16": "BF16", "int32": "INT32", "int64": "INT64",
@@ -49,7 +49,7 @@ ATTENTION = re.compile(r"mha|attention", re.IGNORECASE)
 ATTENDED = 3
 """How many inputs attention multiplies: queries, keys and values."""
 
-PAIR = re.compile(r"(?i:quantize_?linear|quantlinearnode)|[_/.]D?Q(_\d+)?$")
+PAIR_NAME = re.compile(r"(?i:quantize_?linear|quantlinearnode)|[_/.]D?Q(_\d+)?$")
 
 COPY_TYPES = frozenset(
     {"Concatenation", "NoOp", "Padding", "Shuffle", "Slice", "Wait", "Signal", "wait", "signal", "shape_call"}
@@ -63,11 +63,11 @@ ROUNDING_STEPS = re.compile(r"(Mul|Div|Min|Max|Roun|Cast|Move|Tran|Resh)+")
 
 PROFILE_SUFFIX = re.compile(r" \[profile (\d+)\]$")
 PROFILE_LINE = re.compile(r'\{\s*"name"\s*:\s*"(.*)"\s*,\s*"timeMs"\s*:(.*)\}\s*$', re.MULTILINE)
-FIELD = re.compile(r'"(averageMs|medianMs)"\s*:\s*([-+.\deE]+)')
+TIME_FIELD = re.compile(r'"(averageMs|medianMs)"\s*:\s*([-+.\deE]+)')
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _ReportedLayer:
     """One layer in the layer information. `inputs`, `constants` and `outputs` are precisions, empty where only names
     were exported: of the values that a kernel may multiply, of weights (also of those among the inputs in the file),
     and of what is written."""
@@ -107,7 +107,7 @@ def read_report(
     entries = _entries(_text(graph, "layer information"), _constants_of(model))
     times = _times(profile)
     entries = _of_one_profile(entries, times)
-    names = None if model is None else Names(model.graph)
+    names = None if model is None else NodeNames(model.graph)
     mentions = [_mentions(entry, names) for entry in entries]
     nodes, folded = mentions, tuple[str, ...]()
     operators: dict[str, str] = {}
@@ -153,7 +153,7 @@ def _constants_of(model: onnx.ModelProto | None) -> frozenset[str]:
     return frozenset((*(tensor.name for tensor in model.graph.initializer), *made))
 
 
-def _entries(text: str, constants: frozenset[str]) -> list[_Entry]:
+def _entries(text: str, constants: frozenset[str]) -> list[_ReportedLayer]:
     try:
         content = parsed_json(text, strict=False)
     except ValueError as error:
@@ -169,9 +169,9 @@ def _entries(text: str, constants: frozenset[str]) -> list[_Entry]:
     return [_entry(layer, constants) for layer in layers]
 
 
-def _entry(layer: Any, known: frozenset[str]) -> _Entry:
+def _entry(layer: Any, known: frozenset[str]) -> _ReportedLayer:
     if isinstance(layer, str):
-        return _Entry(layer)
+        return _ReportedLayer(layer)
     if not isinstance(layer, dict) or not isinstance(layer.get("Name"), str):
         raise BadOption("the layer information has a layer without a name: give what trtexec --exportLayerInfo writes")
     constants = tuple(precision for _, precision in _tensors(layer.get("Constants")))
@@ -184,7 +184,7 @@ def _entry(layer: Any, known: frozenset[str]) -> _Entry:
             constants += (precision,)
         elif not SCALAR.search(name) and precision not in INDICES:
             inputs.append(precision)
-    return _Entry(
+    return _ReportedLayer(
         layer["Name"],
         str(layer.get("LayerType", "")),
         str(layer.get("ParameterType", "")),
@@ -213,7 +213,8 @@ def _precision_in(text: str) -> str:
 
 
 def _onnx_layers(metadata: str) -> tuple[str, ...]:
-    """Node names in `[ONNX Layer: a]\\x1e[ONNX Layer: b]`. Names may hold brackets, so they are split at separators."""
+    """Node names in `[ONNX Layer: a]\\x1e[ONNX Layer: b]`. Names may hold brackets, so they are split at
+    separators."""
     return tuple(re.findall(r"\[ONNX Layer: (.*?)\](?=[\x1e\x1f]|\[ONNX Layer: |$)", metadata, re.DOTALL))
 
 
@@ -227,7 +228,7 @@ def _times(profile: Path | str | Times | None) -> Times | None:
         lines = PROFILE_LINE.findall(text)
         if not lines or not text.endswith("]"):
             raise BadOption(f"the profile is no JSON, or cut short ({error}): export it again") from error
-        content = [{"name": name, **{k: float(v) for k, v in FIELD.findall(rest)}} for name, rest in lines]
+        content = [{"name": name, **{k: float(v) for k, v in TIME_FIELD.findall(rest)}} for name, rest in lines]
     if not isinstance(content, list):
         raise BadOption("the profile is no list of layers: give what trtexec --exportProfile writes")
     return [_time(entry) for entry in content if not (isinstance(entry, Mapping) and "name" not in entry)]
@@ -240,7 +241,7 @@ def _time(entry: Any) -> tuple[str, float]:
     return str(entry["name"]), float(milliseconds)
 
 
-def _of_one_profile(entries: list[_Entry], times: Times | None) -> list[_Entry]:
+def _of_one_profile(entries: list[_ReportedLayer], times: Times | None) -> list[_ReportedLayer]:
     """The layers of the optimization profile that was timed; without times, of the first one."""
     numbers = [_profile_number(e.name) for e in entries]
     ran = {_profile_number(name) for name, _ in times or ()} or set(numbers)
@@ -253,7 +254,7 @@ def _profile_number(name: str) -> int:
 
 
 def _aligned(
-    entries: Sequence[_Entry], mentions: Sequence[tuple[str, ...]], times: Times | None, names: Names | None
+    entries: Sequence[_ReportedLayer], mentions: Sequence[tuple[str, ...]], times: Times | None, names: NodeNames | None
 ) -> tuple[list[float | None], list[tuple[str, float]]]:
     """The time of each layer, and the rows of the profile that belong to no layer.
 
@@ -272,7 +273,7 @@ def _aligned(
         )
     unmatched: dict[str, float] = {}
     for name, milliseconds in left:
-        own = set(_mentions(_Entry(name), names))  # the first layer that mentions all that the row does
+        own = set(_mentions(_ReportedLayer(name), names))  # the first layer that mentions all that the row does
         home = next((i for i, others in enumerate(mentions) if own and own <= set(others)), None)
         if home is None:
             unmatched[name] = unmatched.get(name, 0.0) + milliseconds
@@ -281,7 +282,7 @@ def _aligned(
     return found, list(unmatched.items())
 
 
-def _mentions(entry: _Entry, known: Names | None) -> tuple[str, ...]:
+def _mentions(entry: _ReportedLayer, known: NodeNames | None) -> tuple[str, ...]:
     """Names of nodes in the name and the metadata of a layer; none for a copy, which names the node that it serves."""
     if entry.name.startswith(COPY_NODE):
         return ()
@@ -292,10 +293,10 @@ def _mentions(entry: _Entry, known: Names | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*known.mentioned(name), *told)))
 
 
-def _kind(entry: _Entry, mentions: Sequence[str], operators: Mapping[str, str]) -> LayerKind:
+def _kind(entry: _ReportedLayer, mentions: Sequence[str], operators: Mapping[str, str]) -> LayerKind:
     steps = MYELIN.match(entry.name)
     pairs_only = bool(mentions) and all(
-        operators[n] in QDQ if n in operators else PAIR.search(n) is not None for n in mentions
+        operators[n] in QDQ if n in operators else PAIR_NAME.search(n) is not None for n in mentions
     )
     if entry.origin == "QDQ" or entry.type in ("Quantize", "Dequantize"):
         return "quantize"
@@ -306,7 +307,7 @@ def _kind(entry: _Entry, mentions: Sequence[str], operators: Mapping[str, str]) 
     if pairs_only and (not entry.type or entry.type in ("Scale", "kgen") or "ointWise" in entry.type):
         return "quantize"
     if steps and not mentions:
-        low = set(LOW) & {*entry.inputs, *entry.constants} != set(LOW) & set(entry.outputs)
+        low = set(LOW_PRECISIONS) & {*entry.inputs, *entry.constants} != set(LOW_PRECISIONS) & set(entry.outputs)
         if low and ROUNDING_STEPS.fullmatch(steps[1]):
             return "quantize"
         if MOVE_STEPS.fullmatch(steps[1]):
@@ -314,7 +315,7 @@ def _kind(entry: _Entry, mentions: Sequence[str], operators: Mapping[str, str]) 
     return "copy" if {entry.type, entry.parameter_type} & COPY_TYPES else "compute"
 
 
-def _precision(entry: _Entry, kind: LayerKind) -> str:
+def _precision(entry: _ReportedLayer, kind: LayerKind) -> str:
     written = next((p for p in entry.outputs if p not in INDICES), next(iter(entry.outputs), ""))
     read = entry.inputs[0] if entry.inputs else ""
     if kind != "compute":
@@ -323,14 +324,14 @@ def _precision(entry: _Entry, kind: LayerKind) -> str:
         return OPERAND[named[1]]
     if not read:
         return written
-    if read in LOW:
+    if read in LOW_PRECISIONS:
         return read if _multiplies(entry, read) else written
-    return read if written in LOW else written  # a Q that was fused behind float arithmetic
+    return read if written in LOW_PRECISIONS else written  # a Q that was fused behind float arithmetic
 
 
-def _multiplies(entry: _Entry, low: str) -> bool:
+def _multiplies(entry: _ReportedLayer, low: str) -> bool:
     """Whether a kernel whose first input has a low precision multiplies in it. If not, it converts the input first."""
-    if weights := {c for c in entry.constants if c in LOW}:
+    if weights := {c for c in entry.constants if c in LOW_PRECISIONS}:
         return weights == {low}  # another input may be an operand of a fused Add
     if ATTENTION.search(f"{entry.name} {entry.tactic}"):
         return entry.inputs.count(low) >= ATTENDED  # further inputs are masks

@@ -22,7 +22,7 @@ from qdqtune.engines.tensorrt.report import layers_of
 from qdqtune.errors import BadOption, EngineFailure, EngineUnavailable
 from qdqtune.types import Array, Layer, NumericFormat, QuantType, Tensors
 
-FIELD = re.compile(r"(?:^|, )(LayerType|Inputs|Constants|Outputs|TacticName|StreamId|Metadata): ")
+LAYER_FIELD = re.compile(r"(?:^|, )(LayerType|Inputs|Constants|Outputs|TacticName|StreamId|Metadata): ")
 TENSOR = re.compile(r"\{ Name: (.*?), Dimensions: \[(.*?)\].*?, Datatype: (\w+)")
 
 
@@ -137,7 +137,7 @@ def layers_from_log(message: str) -> str:
 
 
 def _layer(line: str) -> dict[str, Any]:
-    name, *rest = FIELD.split(line.removeprefix("Name: "))
+    name, *rest = LAYER_FIELD.split(line.removeprefix("Name: "))
     fields: dict[str, Any] = {"Name": name, **dict(zip(rest[::2], rest[1::2], strict=True))}
     for part in ("Inputs", "Constants", "Outputs"):
         fields[part] = [

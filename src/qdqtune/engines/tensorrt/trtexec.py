@@ -33,14 +33,14 @@ STRONG_TYPING = (10, 0)
 BETTER_DEFAULTS = (11, 0)
 """From this version on CUDA graphs, spinning, no transfers and a separate profiling run are defaults of trtexec."""
 
-PRECISIONS = frozenset({"best", "bf16", "fp16", "fp8", "int4", "int8"})
-SHAPES = frozenset({"maxShapes", "minShapes", "optShapes", "shapes"})
+PRECISION_FLAGS = frozenset({"best", "bf16", "fp16", "fp8", "int4", "int8"})
+SHAPE_FLAGS = frozenset({"maxShapes", "minShapes", "optShapes", "shapes"})
 
 ONCE = ("--iterations=1", "--avgRuns=1", "--warmUp=0")
 
-SUMMARY = re.compile(r"(?<!Total )GPU Compute Time: min = .*?median = ([-+.\deE]+) ms")
+PRINTED_SUMMARY = re.compile(r"(?<!Total )GPU Compute Time: min = .*?median = ([-+.\deE]+) ms")
 FINAL_SHAPE = re.compile(r"Final shape is (.*?) reported by the output allocator\.\s*")
-OUTPUT = re.compile(r'"name" : "(.*?)"\s*, "dimensions" : "(.*?)"\s*, "values" : \[(.*?)\]\s*\}', re.DOTALL)
+EXPORTED_OUTPUT = re.compile(r'"name" : "(.*?)"\s*, "dimensions" : "(.*?)"\s*, "values" : \[(.*?)\]\s*\}', re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -146,11 +146,11 @@ class Trtexec:
         return ["--fp16", *(["--int8"] if signature.has_pairs else [])]
 
     def _precisions(self) -> bool:
-        return any(flag_name(flag) in PRECISIONS for flag in self.program.arguments)
+        return any(flag_name(flag) in PRECISION_FLAGS for flag in self.program.arguments)
 
     def _given_shapes(self, signature: _Signature) -> list[str] | None:
         """Flags for the shapes that the user gives; None if the model needs shapes and none are given."""
-        if any(flag_name(flag) in SHAPES for flag in self.program.arguments) or not signature.dynamic:
+        if any(flag_name(flag) in SHAPE_FLAGS for flag in self.program.arguments) or not signature.dynamic:
             return []
         shapes = {name: self.options.shapes(name) for name in signature.dynamic}
         given = {name: three for name, three in shapes.items() if three is not None}
@@ -354,7 +354,7 @@ def _milliseconds(times: str, printed: str) -> float:
         samples = [float(entry["computeMs"]) for entry in json.loads(times)] if times else []
     except (ValueError, KeyError, TypeError):
         samples = []
-    summary = SUMMARY.search(printed)
+    summary = PRINTED_SUMMARY.search(printed)
     if not samples and summary is None:
         raise EngineFailure("trtexec: it has printed no GPU Compute Time")
     milliseconds = median(samples) if samples else float(summary[1]) if summary else 0.0
@@ -368,7 +368,7 @@ def _outputs(text: str) -> Iterable[tuple[str, Array]]:
 
     Sizes that depend on data are -1; from version 10.7 on the final ones come before the values.
     """
-    for name, sizes, values in OUTPUT.findall(text):
+    for name, sizes, values in EXPORTED_OUTPUT.findall(text):
         final = FINAL_SHAPE.search(values)
         numbers = np.array([float(v) for v in FINAL_SHAPE.sub("", values).split(",") if v.strip()])
         known = [int(size) for size in re.findall(r"-?\d+", final[1] if final else sizes)]
