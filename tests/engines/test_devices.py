@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from qdqtune.engines import EngineSpec, devices
-from qdqtune.engines.devices import Device, allot, cores_for, leased, pinned
+from qdqtune.engines.devices import Device, allot, cores_for, divide_cores, leased, pinned
 from qdqtune.engines.process import WorkerProcess
 from qdqtune.errors import BadOption, EngineUnavailable
 
@@ -19,13 +19,12 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="cores are pinned on 
 
 
 class TestDevices:
-    def test_physical_cores_are_not_divided_while_there_are_enough(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(devices, "physical_cores", lambda: [[0, 4], [1, 5], [2, 6], [3, 7]])
-        monkeypatch.setattr(devices, "is_free", lambda part: part != "core-2")
-        assert [d.cores for d in allot(FAKE, 3)] == [(0,), (1,), (6,)]
-        assert [d.cores for d in allot(FAKE, 3, 2)] == [(0, 4), (1, 5), (6, 3)]
+    def test_physical_cores_are_not_divided_while_there_are_enough(self) -> None:
+        free = [[0, 4], [1, 5], [6], [3, 7]]
+        assert divide_cores(free, 3, 1) == [(0,), (1,), (6,)]
+        assert divide_cores(free, 3, 2) == [(0, 4), (1, 5), (6, 3)]
         with pytest.raises(BadOption, match="4 of 2 cores each want 8 cores, and there are 7, the others being in use"):
-            allot(FAKE, 4, 2)
+            divide_cores(free, 4, 2, are_others_in_use=True)
 
     def test_a_worker_has_a_core_for_each_thread(self) -> None:
         assert cores_for(EngineSpec("onnxruntime", {"threads": 4}), None) == 4

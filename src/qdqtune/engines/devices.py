@@ -150,18 +150,31 @@ def allot(spec: EngineSpec, workers: int, cores_each: int | None = None) -> tupl
     gpus = gpus_here() if needs_gpu(spec) else ("",) * workers
     if len(gpus) < workers:
         raise BadOption(f"--workers {workers} wants a GPU each, and this host has {len(gpus)} for us")
-    free = [[core for core in cores if is_free(f"core-{core}")] for cores in physical_cores()]
+    cores = physical_cores()
+    free = [[core for core in together if is_free(f"core-{core}")] for together in cores]
+    parts = divide_cores(free, workers, each, are_others_in_use=free != cores)
+    return tuple(Device(f"worker-{n + 1}", parts[n], gpus[n]) for n in range(workers))
+
+
+def divide_cores(
+    free: Sequence[Sequence[int]], workers: int, each: int, *, are_others_in_use: bool = False
+) -> list[tuple[int, ...]]:
+    """The cores of each worker. `free` are logical cores, grouped by physical core; groups are divided only if
+    necessary.
+
+    Raises:
+        BadOption: there are too few.
+    """
     count, wanted = sum(map(len, free)), workers * each
     if count < wanted:
-        is_alone = count == sum(map(len, physical_cores()))
-        others = "" if is_alone else ", the others being in use by other runs of qdqtune"
+        others = ", the others being in use by other runs of qdqtune" if are_others_in_use else ""
         raise BadOption(
             f"--workers {workers} of {each} core{'s' if each > 1 else ''} each want {wanted} cores, and there are "
             f"{count}{others}: give fewer workers, or fewer --cores-per-worker"
         )
     whole = [cores for cores in free if cores]
     order = [cores[0] for cores in whole] if len(whole) >= wanted else [core for cores in whole for core in cores]
-    return tuple(Device(f"worker-{n + 1}", tuple(order[n * each : (n + 1) * each]), gpus[n]) for n in range(workers))
+    return [tuple(order[n * each : (n + 1) * each]) for n in range(workers)]
 
 
 def physical_cores() -> list[list[int]]:

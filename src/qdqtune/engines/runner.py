@@ -220,9 +220,8 @@ class Runner:
 
     def save(self, handle: Handle, path: Path) -> Failure | None:
         """`Built.save`."""
-        failure: Failure | None = self._ask_of(
-            [handle], "save", handle.build, path.absolute(), what=f"saving {handle.path.name}"
-        )
+        what = f"saving {handle.path.name}"
+        failure: Failure | None = self._ask_of([handle], "save", handle.build, path.absolute(), what=what)
         return failure
 
     # Inferences
@@ -248,13 +247,9 @@ class Runner:
 
     def layers(self, handle: Handle, runs: int) -> tuple[Layer, ...] | Failure:
         """`Built.layers` for the inputs of `feed`, with the times of the average call."""
+        what, extra = f"profiling {handle.path.name}", SLACK * self._connection.limit
         layers: tuple[Layer, ...] | Failure = self._ask_of(
-            [handle],
-            "layers",
-            handle.build,
-            runs,
-            what=f"profiling {handle.path.name}",
-            extra=SLACK * self._connection.limit,
+            [handle], "layers", handle.build, runs, what=what, extra=extra
         )
         return layers
 

@@ -6,7 +6,7 @@ these far less than from the float model's. A search asks here before it spends 
 
 ONNX Runtime itself does more: where a pair stands in front of a convolution (or of a MaxPool and the like there) and
 one behind it, it rounds its weights as well, per tensor. What is meant for it runs after these rewrites of the graph.
-These weights have all 8 bits: where products saturate (see `engines.cpu`), it may lose far more than is foretold.
+These weights have all 8 bits: where products saturate (see `engines.devices`), it may lose far more than is foretold.
 Its Softmax of 8 bits computes in integers, to less than a step: it stands in the graph as such.
 """
 
