@@ -145,7 +145,7 @@ def test_the_error_is_shared_by_the_numbers_at_which_a_file_may_win(model: Path)
 
 def test_the_usual_numbers_are_those_of_search_and_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "usual_threads", lambda: 8)
-    monkeypatch.setattr(threads, "cores", lambda: 16)
+    monkeypatch.setattr(threads, "usable_cores", lambda: 16)
     assert counts_of(EngineSpec("onnxruntime"), None) == (1, 8)
     assert counts_of(EngineSpec("openvino", {"threads": 8}), None) == (8,)
     assert counts_of(EngineSpec("onnxruntime", {"threads": 4}), (16, 1, 4)) == (4, 1, 16)
@@ -165,6 +165,6 @@ def test_the_usual_numbers_are_those_of_search_and_engine(monkeypatch: pytest.Mo
 def test_numbers_that_nothing_can_be_proven_at(
     model: Path, monkeypatch: pytest.MonkeyPatch, engine: str, asked: tuple[int, ...], said: str
 ) -> None:
-    monkeypatch.setattr(threads, "cores", lambda: 16)
+    monkeypatch.setattr(threads, "usable_cores", lambda: 16)
     with pytest.raises(BadOption, match=said):
         settings(model, engine=EngineSpec(engine), deploy_threads=asked)
