@@ -7,7 +7,7 @@ from math import log2
 
 import pytest
 
-from qdqtune.numerics.bisection import Parts, Verdict, culprits
+from qdqtune.numerics.bisection import BisectionResult, Parts, culprits
 
 LIMIT = 0.01
 BACKGROUND = 0.002
@@ -31,7 +31,7 @@ def loud(count: int, levels: dict[int, float], cap: float = 1000.0) -> Counted:
     return Counted(lambda on: min(cap, sum(levels.get(p, BACKGROUND / count) for p in on)))
 
 
-def named(found: Verdict) -> list[int]:
+def named(found: BisectionResult) -> list[int]:
     return [culprit.part for culprit in found.culprits]
 
 
@@ -117,6 +117,8 @@ def test_damage_that_is_there_without_any_part_is_nobodys_fault() -> None:
 
 def test_healthy_parts_are_asked_for_once() -> None:
     damage = loud(64, {})
-    assert culprits(range(64), damage, LIMIT) == Verdict((), tuple(range(64)), damage(tuple(range(63))) * 64 / 63)
+    assert culprits(range(64), damage, LIMIT) == BisectionResult(
+        (), tuple(range(64)), damage(tuple(range(63))) * 64 / 63
+    )
     assert len(damage.asked) == 2
-    assert culprits((), damage, LIMIT) == Verdict((), (), 0.0)
+    assert culprits((), damage, LIMIT) == BisectionResult((), (), 0.0)

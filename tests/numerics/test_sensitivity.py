@@ -14,7 +14,7 @@ from qdqtune.calibration import scales
 from qdqtune.calibration.scales import Range
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import sqnr_db
-from qdqtune.numerics.sensitivity import DEAFENING, Block, _shares, sensitivities, stored_weights
+from qdqtune.numerics.sensitivity import UNBOUNDED_NOISE, Block, _shares, sensitivities, stored_weights
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
@@ -81,7 +81,7 @@ def test_the_loudest_blocks_are_divided_until_the_measurements_are_spent() -> No
     assert _shares(8, noise, 7, 0.0) == [1, 1, 1, 1, 1, 100, 1, 1]
     assert asked == [(0, 8), (0, 4), (4, 8), (4, 6), (6, 8), (4, 5), (5, 6)]
     asked.clear()
-    assert _shares(8, noise, 100, loudest=1) == [1, 1, 1, 1, 1, 100, 1, 1]
+    assert _shares(8, noise, 100, only_worst=1) == [1, 1, 1, 1, 1, 100, 1, 1]
     assert asked == [(0, 8), (0, 4), (4, 8), (4, 6), (6, 8), (4, 5), (5, 6)]
     assert _shares(8, noise, 100, floor=4.0) == real.tolist()
     assert _shares(8, noise, 100, floor=1000.0) == [real.sum() / 8] * 8
@@ -102,7 +102,7 @@ def test_blocks_in_several_processes_are_found_as_in_one() -> None:
     model = conv_net()
     known = ranges(model)
     pairs = each_value(model, known, PLAIN, possible_edges(model, known))
-    assert sensitivities(model, pairs, feeds(model), side_by_side=3) == alone(model)
+    assert sensitivities(model, pairs, feeds(model), workers=3) == alone(model)
 
 
 def test_weights_that_are_stored_in_fewer_bits_do_what_they_do_in_a_file() -> None:
@@ -118,7 +118,7 @@ def test_measurements_that_time_has_no_room_for_are_left_out_and_told() -> None:
     model, told = conv_net(), list[tuple[int, int]]()
     known = ranges(model)
     pairs = each_value(model, known, PLAIN, possible_edges(model, known))
-    found = sensitivities(model, pairs, feeds(model), deadline=0.0, thinned=lambda *seen: told.append(seen[:2]))
+    found = sensitivities(model, pairs, feeds(model), deadline=0.0, on_fewer=lambda *seen: told.append(seen[:2]))
     assert isinstance(found, dict)
     assert len(set(found.values())) == 1
     assert told == [(1, 2 * len(found))]
@@ -144,7 +144,7 @@ def test_the_loudest_are_found_one_by_one_or_by_halving(measured: int, monkeypat
     pairs = each_value(model, known, PLAIN, possible_edges(model, known))
     every = alone(model)
     assert len(every) > 16
-    found = sensitivities(model, pairs, feeds(model)[:1], loudest=2)
+    found = sensitivities(model, pairs, feeds(model)[:1], only_worst=2)
     assert isinstance(found, dict)
     assert max(found, key=found.__getitem__) == max(every, key=every.__getitem__)
     largest = max(every.values())
@@ -156,7 +156,7 @@ def test_outputs_that_are_not_finite() -> None:
     model = build(text, {})
     pairs = {Edge("x", model.nodes[0].name, 0): scales.of_range(Range(-1, 1), PLAIN)}
     tiny, zero = ({"x": np.float32([[1, 1, 1, last]])} for last in (1e-3, 0))
-    assert sensitivities(model, pairs, [tiny]) == {"x": DEAFENING}
+    assert sensitivities(model, pairs, [tiny]) == {"x": UNBOUNDED_NOISE}
     found = sensitivities(model, pairs, [zero])
     assert isinstance(found, Failure)
     assert "NaN or infinite" in found.reason
@@ -173,7 +173,7 @@ def test_samples_are_taken_as_they_come_where_all_rounding_together_leaves_nothi
     sample = {"x": np.float32([[1, 1, 1, 1e-3]]), "z": np.float32([[0.3, 100, 0.1, 0.1]])}
     found = sensitivities(model, dict.fromkeys(edges, scales.of_range(Range(-1, 1), PLAIN)), [sample, sample])
     assert isinstance(found, dict)
-    assert 0 < found["z"] < found["x"] == DEAFENING
+    assert 0 < found["z"] < found["x"] == UNBOUNDED_NOISE
 
 
 def test_what_onnx_runtime_does_not_run_is_a_failure() -> None:

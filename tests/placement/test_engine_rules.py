@@ -12,24 +12,24 @@ from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.engines import MODULES
 from qdqtune.engines.formats import numeric_format
 from qdqtune.graph.model import Model
-from qdqtune.placement.engine_rules import RULES, KeepFloat, Placed, as_json, place, rules_of
-from qdqtune.placement.graph_queries import DEPTH, Scene
+from qdqtune.placement.engine_rules import RULES, KeepFloat, PlacedByRules, as_json, place, rules_of
+from qdqtune.placement.graph_queries import DEPTH, GraphQueries
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import consistent, possible_edges
 from qdqtune.types import Edge, QuantType
 from region_models import networks
 
 
-def placed(model: Model, engine: str = "tensorrt", quant_type: QuantType = "int8") -> Placed:
+def placed(model: Model, engine: str = "tensorrt", quant_type: QuantType = "int8") -> PlacedByRules:
     return place(model, possible_edges(model, known(model)), engine, quant_type)
 
 
-def users(found: Placed) -> set[str]:
+def users(found: PlacedByRules) -> set[str]:
     """The nodes with a pair on an input."""
     return {e.node for e in found.placement}
 
 
-def count(found: Placed, rule: str) -> int:
+def count(found: PlacedByRules, rule: str) -> int:
     return dict(found.counts)[rule]
 
 
@@ -88,8 +88,8 @@ FUSED = """net (float[1,16,8,8] x) => (float[1,16,8,8] y) {
 def test_nothing_inside_a_fusion() -> None:
     constants = weights(w=(16, 16, 3, 3), c=(16, 1, 1)) | {"one": np.ones(16, "f"), "zero": np.zeros(16, "f")}
     model = build(FUSED, constants)
-    scene = Scene(model, possible_edges(model, known(model)))
-    inside = {e for e in scene.possible if scene.is_inside(e)}
+    queries = GraphQueries(model, possible_edges(model, known(model)))
+    inside = {e for e in queries.possible if queries.is_inside(e)}
     assert inside == edges("p bias 0", "b norm 0", "n act 0", "q end 0")
     assert placed(model).placement.edges == edges("x a 0", "w a 1", "r next 0", "w next 1")
 
@@ -562,7 +562,7 @@ def test_a_constant_that_many_nodes_read_is_not_followed_to_all_of_them_from_eac
     nodes = " ".join(f"[m{k}] t{k + 1} = MatMul(t{k}, w)" for k in range(count))
     model = build(f"net (float[4,8] t0) => (float[4,8] t{count}) {{{nodes}}}", {"w": normal(8, 8)})
     asked: list[str] = []
-    monkeypatch.setattr(Scene, "readers", lambda _, tensor, copies: iter(asked.append(tensor) or ()))
-    scene = Scene(model, possible_edges(model, known(model)))
-    assert not any(scene.is_inside(edge) for edge in scene.possible if edge.tensor == "w")
+    monkeypatch.setattr(GraphQueries, "readers", lambda _, tensor, copies: iter(asked.append(tensor) or ()))
+    queries = GraphQueries(model, possible_edges(model, known(model)))
+    assert not any(queries.is_inside(edge) for edge in queries.possible if edge.tensor == "w")
     assert asked == []

@@ -25,7 +25,7 @@ from qdqtune.graph.rewrites import allowed
 from qdqtune.numerics.half_precision import finished
 from qdqtune.numerics.simulation import Simulation
 from qdqtune.options import FILE, REQUIRED, TEXT, Duration, File, MaybeText, option
-from qdqtune.placement.files import Recorded, every_edge, existing, read_placement_file
+from qdqtune.placement.files import PlacementFile, every_edge, existing, read_placement_file
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import met_by_weights, possible_edges
 from qdqtune.placement.reading import is_quantized
@@ -157,7 +157,7 @@ def apply(request: Request, observer: Observer | None = None) -> Applied:
     )
 
 
-def _met(recorded: Recorded, ready: Ready, placement: Placement) -> tuple[Moments, tuple[str, ...]]:
+def _met(recorded: PlacementFile, ready: Ready, placement: Placement) -> tuple[Moments, tuple[str, ...]]:
     """What products meet whose weights were rounded by it, and are to be so again; and what to say where no data tell
     it."""
     tensors = sorted(met_by_weights(ready.shaped, placement.weight_formats))

@@ -31,7 +31,7 @@ class Culprit:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class BisectionResult:
     """The culprits in the order in which they were found, and the damage that the `rest` of the parts does.
 
     If that is above the limit, no single one of the rest is to blame.
@@ -42,7 +42,7 @@ class Verdict:
     damage: float
 
 
-def culprits(parts: Sequence[int], damage: Damage, limit: float) -> Verdict:
+def culprits(parts: Sequence[int], damage: Damage, limit: float) -> BisectionResult:
     """Find culprits one after another, until what is left does no more damage than `limit`, or none stands out.
 
     `parts` come in an order in which those that work together are neighbours. One culprit among n > 1 parts takes at
@@ -57,7 +57,7 @@ def culprits(parts: Sequence[int], damage: Damage, limit: float) -> Verdict:
             break
         found.append(culprit)
         rest = _without(rest, (culprit.part,))
-    return Verdict(tuple(found), rest, asked(rest))
+    return BisectionResult(tuple(found), rest, asked(rest))
 
 
 def _one(parts: Parts, damage: Damage, limit: float, *, is_quick: bool) -> Culprit | None:

@@ -45,13 +45,13 @@ from qdqtune.types import Accuracy, Array, Failure, Sample
 
 NAMES: Mapping[HalfPrecision, str] = MappingProxyType({"fp16": "float16", "bf16": "bfloat16"})
 
-LARGEST = 65504.0
+FLOAT16_MAX = 65504.0
 """The largest number of float16."""
 
 HEADROOM = 2
 """How many times larger than on the samples values may become."""
 
-SMALLEST = 2.0**-14
+FLOAT16_MIN_NORMAL = 2.0**-14
 """The smallest number that float16 holds with all its bits."""
 
 MASKING = COPIES | ARITHMETIC | {"Clip", "Max", "Min", "Where"}
@@ -69,7 +69,7 @@ what rounding leaves."""
 SAMPLES = 8
 """Samples on which outputs are compared."""
 
-LISTED = 5
+LISTED_NODES = 5
 """Nodes that a note has room for."""
 
 
@@ -98,8 +98,8 @@ class Half:
         told = f"{name} where no pair stands (--precision fp32 keeps float32){lost}"
         if not self.kept:
             return (told,)
-        shown = "; ".join(f"{node} ({why})" for node, why in islice(self.kept.items(), LISTED))
-        more = f"; and {len(self.kept) - LISTED} more" if len(self.kept) > LISTED else ""
+        shown = "; ".join(f"{node} ({why})" for node, why in islice(self.kept.items(), LISTED_NODES))
+        more = f"; and {len(self.kept) - LISTED_NODES} more" if len(self.kept) > LISTED_NODES else ""
         return told, f"nodes that stay in float32, {len(self.kept)}: {shown}{more}"
 
 
@@ -193,7 +193,7 @@ def out_of_range(model: Model, ranges: Ranges) -> dict[str, str]:
         kept |= {model.nodes[i].name: f"{tensor} {reason}" for i in nodes if i != GRAPH}
     for node in model.nodes:
         reached = _inner_sum(model, node, ranges)
-        if reached * HEADROOM > LARGEST:
+        if reached * HEADROOM > FLOAT16_MAX:
             kept.setdefault(node.name, f"its inner sum reaches {reached:.3g}")
         if any(_is_large(model, node, t) for t in node.inputs):
             kept.setdefault(node.name, "its weights exceed float16")
@@ -201,16 +201,16 @@ def out_of_range(model: Model, ranges: Ranges) -> dict[str, str]:
 
 
 def _beyond(values: Range) -> str | None:
-    if values.magnitude * HEADROOM > LARGEST:
+    if values.magnitude * HEADROOM > FLOAT16_MAX:
         return f"reaches {values.magnitude:.3g}"
-    if 0 < values.magnitude < SMALLEST:
+    if 0 < values.magnitude < FLOAT16_MIN_NORMAL:
         return f"stays below {values.magnitude:.2g}"
     return None
 
 
 def _is_mask(model: Model, tensor: str, values: Range) -> bool:
     """Whether only the low end is too large, and only a Softmax sees it: as much as float16 holds does as well."""
-    if values.high * HEADROOM > LARGEST:
+    if values.high * HEADROOM > FLOAT16_MAX:
         return False
     pending, seen = [tensor], set[str]()
     while pending:
@@ -245,7 +245,7 @@ def _is_large(model: Model, node: Node, tensor: str) -> bool:
     values = constant.array()
     values = values[np.isfinite(values)]
     highest, lowest = float(values.max(initial=0.0)), float(values.min(initial=0.0))
-    return highest > LARGEST or (lowest < -LARGEST and node.op in COMPUTE)
+    return highest > FLOAT16_MAX or (lowest < -FLOAT16_MAX and node.op in COMPUTE)
 
 
 def cheaper_in_float32(model: Model, kept: Collection[str]) -> set[str]:

@@ -28,8 +28,8 @@ from qdqtune.engines.pool import WorkerPool
 from qdqtune.graph.loading import with_opset
 from qdqtune.graph.model import Constant, Model, Node
 from qdqtune.numerics.accuracy import accuracy, is_finite, noisiest
-from qdqtune.placement.compression import BLOCKS, Compressor
-from qdqtune.placement.grafting import behind_switch, either
+from qdqtune.placement.compression import BLOCK_OPSET, Compressor
+from qdqtune.placement.file_pairs import behind_switch, either
 from qdqtune.placement.insertion import ONNX_TYPE, quantized
 from qdqtune.placement.possible import weight_at, weight_role
 from qdqtune.types import Array, Deaf, Edge, Failure, Listener, NumericFormat, Sample, WeightFormat
@@ -63,7 +63,7 @@ Block = tuple[int, int]
 
 NONE: Block = (0, 0)
 
-DEAFENING = 1e3
+UNBOUNDED_NOISE = 1e3
 """Relative noise of a block whose outputs are not finite."""
 
 
@@ -73,35 +73,35 @@ def sensitivities(
     samples: Sequence[Sample],
     *,
     floor: float = 0.0,
-    loudest: int | None = None,
+    only_worst: int | None = None,
     listener: Listener | None = None,
     deadline: float | None = None,
-    side_by_side: int = 1,
+    workers: int = 1,
     budget: MemoryBudget | None = None,
-    thinned: Callable[[int, int, float], None] = lambda fewer, wanted, seconds: None,
+    on_fewer: Callable[[int, int, float], None] = lambda fewer, wanted, seconds: None,
 ) -> dict[str, float] | Failure:
     """Relative noise power that rounding each tensor of `pairs` brings to the worst output (see `search.costs.noise`).
 
     Runs on ONNX Runtime, on at most `SAMPLES` samples: those of the first ones whose outputs all rounding together
     changes most. Blocks whose noise is below `floor` are not divided further, and none is once `time.monotonic` is past
-    `deadline`: where that has room for fewer measurements, `thinned` is told how many, of how many, and the seconds of
-    one. If only the `loudest` so many count, up to `INFERENCES` tensors are measured one by one, on as many samples as
-    that leaves; among more, the blocks are halved until so many stand alone. So many blocks as `side_by_side` says are
+    `deadline`: where that has room for fewer measurements, `on_fewer` is told how many, of how many, and the seconds of
+    one. If only the `only_worst` so many count, up to `INFERENCES` tensors are measured one by one, on as many samples
+    as that leaves; among more, the blocks are halved until so many stand alone. So many blocks as `workers` says are
     measured at a time, each in a process of its own; what is found is the same. `budget` is that of what engines hold
-    meanwhile. A failure if ONNX Runtime does not run
-    the model with switches, or the float model's outputs are not finite.
+    meanwhile. A failure if ONNX Runtime does not run the model with switches, or the float model's outputs are not
+    finite.
     """
     if not pairs:
         return {}
     switched, values = _switched(model, pairs)
     count = len(values)
-    measurements = min(2 * count, MEASUREMENTS) if loudest is None else min(count, INFERENCES)
-    most = len(samples) if loudest is not None else SAMPLES
+    measurements = min(2 * count, MEASUREMENTS) if only_worst is None else min(count, INFERENCES)
+    most = len(samples) if only_worst is not None else SAMPLES
     asked, heard = 0, listener or Deaf()
     each = max(1, min(most, INFERENCES // measurements))
     with (
         # not fused: ONNX Runtime's fusions do not look outside of an If
-        running_in_several(switched, side_by_side, fuse=False, budget=budget) as runs,
+        running_in_several(switched, workers, fuse=False, budget=budget) as runs,
         WorkerPool(runs, repeat_after=None) as pool,
     ):
 
@@ -114,9 +114,9 @@ def sensitivities(
         begun = time.monotonic()
         reference = outputs(NONE, used := samples[:each])
         took = time.monotonic() - begun
-        fitting = measurements if deadline is None else side_by_side * int((deadline - time.monotonic()) / took)
+        fitting = measurements if deadline is None else workers * int((deadline - time.monotonic()) / took)
         if fitting < measurements:
-            thinned(max(1, fitting), measurements, took)
+            on_fewer(max(1, fitting), measurements, took)
             measurements = max(1, fitting)
         elif len(seen := samples[: int(CONSIDERED * each * measurements / 2)]) > each:
             exact, changed = outputs(NONE, seen), outputs((0, count), seen)
@@ -133,18 +133,18 @@ def sensitivities(
 
         def noise(blocks: Sequence[Block]) -> list[float]:
             nonlocal asked
-            found = [DEAFENING] * len(blocks)
+            found = [UNBOUNDED_NOISE] * len(blocks)
             for number, rounded in pool.results([partial(outputs, block, used) for block in blocks]):
                 asked += 1
                 heard.progress(min(asked, measurements), measurements)
                 if not isinstance(rounded, Failure) and is_finite(rounded):
-                    found[number] = min(accuracy(reference, rounded).noise, DEAFENING)
+                    found[number] = min(accuracy(reference, rounded).noise, UNBOUNDED_NOISE)
             return found
 
-        if loudest is not None and count <= measurements:
+        if only_worst is not None and count <= measurements:
             shares = noise([(i, i + 1) for i in range(count)])
         else:
-            shares = _shares(count, noise, measurements, floor, loudest, is_late, side_by_side)
+            shares = _shares(count, noise, measurements, floor, only_worst, is_late, workers)
     return dict(zip(values, shares, strict=True))
 
 
@@ -153,18 +153,18 @@ def _shares(
     noise: Callable[[Sequence[Block]], Sequence[float]],
     measurements: int,
     floor: float = 0.0,
-    loudest: int | None = None,
+    only_worst: int | None = None,
     is_late: Callable[[], bool] = lambda: False,
     width: int = 1,
 ) -> list[float]:
-    """The noise of each of `count` values, by halving the loudest block, until `loudest` values stand alone, or it
+    """The noise of each of `count` values, by halving the loudest block, until `only_worst` values stand alone, or it
     `is_late`. Where `width` blocks are measured at a time, halves of the next ones are foreseen: those that are not
     needed in the end do not count."""
     blocks = [(-noise([(0, count)])[0], 0, count)]
     final: list[tuple[float, int, int]] = []
     known: dict[Block, float] = {}
     done = 1
-    while blocks and done + 2 <= measurements and -blocks[0][0] > floor and len(final) != loudest and not is_late():
+    while blocks and done + 2 <= measurements and -blocks[0][0] > floor and len(final) != only_worst and not is_late():
         if not known.keys() >= (halves := _halves(blocks[0])):
             ahead = min(-(-width // 2), (measurements - done) // 2)
             foreseen = (half for block in heapq.nsmallest(ahead, blocks) for half in sorted(_halves(block)))
@@ -193,7 +193,7 @@ def _halves(block: tuple[float, int, int]) -> set[Block]:
 def _switched(model: Model, pairs: Mapping[Edge, Quantization | StoredWeight]) -> tuple[Model, tuple[str, ...]]:
     """The model with switches, and the value behind each, in graph order."""
     if any(isinstance(how, StoredWeight) for how in pairs.values()):
-        model = with_opset(model, BLOCKS)
+        model = with_opset(model, BLOCK_OPSET)
     proto = deepcopy(model.proto)
     del proto.graph.node[:]
     large, made = dict(model.large), dict[str, str]()

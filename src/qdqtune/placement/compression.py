@@ -18,14 +18,14 @@ from onnx import TensorProto, helper
 from qdqtune.calibration import blocks
 from qdqtune.calibration.blocks import Stored
 from qdqtune.graph.model import LARGE, Constant, Model
-from qdqtune.placement.graph_builder import Draft
+from qdqtune.placement.graph_builder import GraphBuilder
 from qdqtune.placement.possible import Weight, storable_edges, unstorable, weight_at
 from qdqtune.types import Array, Edge, Placement, WeightFormat
 
-BLOCKS = 21
+BLOCK_OPSET = 21
 """The opset of blocks, and of 4 bits."""
 
-ONNX_TYPE = {
+INTEGER_TYPE = {
     (4, True): TensorProto.INT4,
     (4, False): TensorProto.UINT4,
     (8, True): TensorProto.INT8,
@@ -33,7 +33,7 @@ ONNX_TYPE = {
 }
 """By bits, and whether they are symmetric."""
 
-KEPT = 8 * LARGE
+SHARED_SCALES = 8 * LARGE
 """Bytes from which the scales of a weight are in no candidate's own file, nor its zero points: they are read once."""
 
 
@@ -68,7 +68,7 @@ class Compressor:
     def _opset(self, edge: Edge, weight_format: WeightFormat) -> int:
         weight = weight_at(self._model, edge)
         if weight is None or weight.node.op == "Gather":
-            return BLOCKS
+            return BLOCK_OPSET
         return max(weight_format.opset, 13 if weight.constant.dtype == TensorProto.FLOAT else 19)
 
     def superfluous(self, placement: Placement) -> frozenset[int]:
@@ -81,40 +81,42 @@ class Compressor:
         return frozenset(found)
 
     def write(
-        self, draft: Draft, node: onnx.NodeProto, edge: Edge, weight_format: WeightFormat
+        self, builder: GraphBuilder, node: onnx.NodeProto, edge: Edge, weight_format: WeightFormat
     ) -> tuple[onnx.NodeProto, ...]:
         """Make `node` read a stored weight in place of the one at `edge`; the nodes that have to stand behind it."""
         weight = weight_at(self._model, edge)
         assert weight is not None  # as `problem` has said
-        names = self._constants(draft, edge.tensor, weight, weight_format)
+        names = self._constants(builder, edge.tensor, weight, weight_format)
         if weight.node.op == "Gather":
-            return self._picked(draft, node, names, weight_format.block or weight.shape[0])
-        node.input[edge.index] = self._dequantized(draft, edge.tensor, names, weight_format)
+            return self._picked(builder, node, names, weight_format.block or weight.shape[0])
+        node.input[edge.index] = self._dequantized(builder, edge.tensor, names, weight_format)
         kept = [a for a in node.attribute if a.name != "transB"]
         del node.attribute[:]
         node.attribute.extend(kept)
         return ()
 
-    def _dequantized(self, draft: Draft, tensor: str, names: tuple[str, ...], weight_format: WeightFormat) -> str:
+    def _dequantized(
+        self, builder: GraphBuilder, tensor: str, names: tuple[str, ...], weight_format: WeightFormat
+    ) -> str:
         key = ("stored", names)
-        if key not in draft.made:
-            draft.made[key] = draft.unique(f"{tensor}_DequantizeLinear_Output")
-            name = draft.unique(f"{tensor}_DequantizeLinear")
+        if key not in builder.made:
+            builder.made[key] = builder.unique(f"{tensor}_DequantizeLinear_Output")
+            name = builder.unique(f"{tensor}_DequantizeLinear")
             axis = 1 if weight_format.block is None else 0
-            back = helper.make_node("DequantizeLinear", list(names), [draft.made[key]], name, axis=axis)
+            back = helper.make_node("DequantizeLinear", list(names), [builder.made[key]], name, axis=axis)
             if weight_format.block is not None:
                 back.attribute.append(helper.make_attribute("block_size", weight_format.block))
-            draft.nodes.append(back)
-        return draft.made[key]
+            builder.nodes.append(back)
+        return builder.made[key]
 
     def _picked(
-        self, draft: Draft, node: onnx.NodeProto, names: tuple[str, ...], block: int
+        self, builder: GraphBuilder, node: onnx.NodeProto, names: tuple[str, ...], block: int
     ) -> tuple[onnx.NodeProto, ...]:
         """A Gather of integers, one of their scales, and what makes floats of both."""
         result = node.output[0]
-        rows, scales = draft.unique(f"{result}_quantized"), draft.unique(f"{result}_scale")
+        rows, scales = builder.unique(f"{result}_quantized"), builder.unique(f"{result}_scale")
         node.input[0], node.output[0] = names[0], rows
-        own = draft.unique(f"{node.name}_scale"), draft.unique(f"{result}_DequantizeLinear")
+        own = builder.unique(f"{node.name}_scale"), builder.unique(f"{result}_DequantizeLinear")
         return (
             helper.make_node("Gather", [names[1], node.input[1]], [scales], own[0], axis=0),
             helper.make_node("DequantizeLinear", [rows, scales], [result], own[1], axis=-1, block_size=block),
@@ -127,7 +129,7 @@ class Compressor:
         key = f"{source.key}:{weight_format.name}:{weight.transposed:d}{is_table:d}"
         if not is_table and weight.node.inputs[0] in self._moments:
             key += f":{weight.node.inputs[0]}"  # whose moment it is rounded for
-        integers = ONNX_TYPE[weight_format.bits, weight_format.symmetric]
+        integers = INTEGER_TYPE[weight_format.bits, weight_format.symmetric]
         rows, columns = weight.shape
         scaled = (rows // (weight_format.block or rows), columns) if weight_format.block or is_table else (columns,)
         described = [("quantized", integers, (rows, columns)), ("scale", source.dtype, scaled)]
@@ -138,15 +140,17 @@ class Compressor:
             found[what] = Constant(f"{key}:{what}", dtype, shape[::-1] if is_table else shape, read)
         return found
 
-    def _constants(self, draft: Draft, tensor: str, weight: Weight, weight_format: WeightFormat) -> tuple[str, ...]:
+    def _constants(
+        self, builder: GraphBuilder, tensor: str, weight: Weight, weight_format: WeightFormat
+    ) -> tuple[str, ...]:
         """Names of the parts of a stored weight."""
         parts = self.parts(weight, weight_format)
         made = ("constants", tensor, *(constant.key for constant in parts.values()))
-        if made not in draft.made:
-            names = {draft.unique(f"{tensor}_{what}"): constant for what, constant in parts.items()}
-            draft.constants.update(names)
-            draft.made[made] = "\n".join(names)
-        return tuple(draft.made[made].split("\n"))
+        if made not in builder.made:
+            names = {builder.unique(f"{tensor}_{what}"): constant for what, constant in parts.items()}
+            builder.constants.update(names)
+            builder.made[made] = "\n".join(names)
+        return tuple(builder.made[made].split("\n"))
 
     def _rounded(self, weight: Weight, weight_format: WeightFormat) -> Stored:
         met = weight.node.inputs[0]
@@ -165,7 +169,7 @@ class Compressor:
                 self._latest = key, self._rounded(weight, weight_format)
             latest = self._latest[1]
             parts = latest.integers, latest.scale, latest.zero_point
-            if latest.scale.nbytes < KEPT:
+            if latest.scale.nbytes < SHARED_SCALES:
                 self._scales[key] = parts[1:]
             found = parts[number]
         else:

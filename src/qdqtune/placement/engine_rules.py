@@ -14,7 +14,7 @@ from qdqtune.engines import TENSORRT_FAMILY
 from qdqtune.graph.model import Model
 from qdqtune.placement import carry_pairs as pairs
 from qdqtune.placement import keep_float as floats
-from qdqtune.placement.graph_queries import Scene
+from qdqtune.placement.graph_queries import GraphQueries
 from qdqtune.placement.possible import consistent
 from qdqtune.types import Edge, Placement, QuantType
 
@@ -51,14 +51,14 @@ class PlacementRule:
 class KeepFloat(PlacementRule):
     """A rule that names edges which may carry no pair."""
 
-    find: Callable[[Scene], Iterable[Edge]]
+    find: Callable[[GraphQueries], Iterable[Edge]]
 
 
 @dataclass(frozen=True)
 class CarryPair(PlacementRule):
     """A rule that names edges to carry a pair, given those that do already."""
 
-    find: Callable[[Scene, frozenset[Edge]], Iterable[Edge]]
+    find: Callable[[GraphQueries, frozenset[Edge]], Iterable[Edge]]
 
 
 RULES: tuple[PlacementRule, ...] = (
@@ -118,7 +118,7 @@ RULES: tuple[PlacementRule, ...] = (
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedByRules:
     """A placement, and how many edges each rule kept in float or gave a pair, in the order of the rules."""
 
     placement: Placement
@@ -134,26 +134,26 @@ def rules_of(engine: str | None = None, quant_type: QuantType | None = None) -> 
     )
 
 
-def place(model: Model, possible: frozenset[Edge], engine: str, quant_type: QuantType) -> Placed:
+def place(model: Model, possible: frozenset[Edge], engine: str, quant_type: QuantType) -> PlacedByRules:
     """The placement by the rules of an engine. Sizes count where `model` has them."""
     chosen = rules_of(engine, quant_type)
     counts = dict.fromkeys((rule.name for rule in chosen), 0)
-    scene = Scene(model, possible, quant_type)
+    queries = GraphQueries(model, possible, quant_type)
     for rule in chosen:
         if isinstance(rule, KeepFloat):
-            kept = scene.possible.intersection(rule.find(scene))
+            kept = queries.possible.intersection(rule.find(queries))
             counts[rule.name] = len(kept)
-            scene = Scene(model, scene.possible - kept, quant_type)
+            queries = GraphQueries(model, queries.possible - kept, quant_type)
     placed: frozenset[Edge] = frozenset()
     grows = True
     while grows:
         grows = False
         for rule in chosen:
             if isinstance(rule, CarryPair):
-                added = scene.possible.intersection(rule.find(scene, placed)) - placed
+                added = queries.possible.intersection(rule.find(queries, placed)) - placed
                 counts[rule.name] += len(added)
                 placed, grows = placed | added, grows or bool(added)
-    return Placed(consistent(model, Placement(placed)), tuple(counts.items()))
+    return PlacedByRules(consistent(model, Placement(placed)), tuple(counts.items()))
 
 
 def effect(rule: PlacementRule) -> str:

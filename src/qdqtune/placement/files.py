@@ -29,7 +29,7 @@ QUANT_TYPES: tuple[QuantType, ...] = get_args(QuantType)
 
 
 @dataclass(frozen=True)
-class Recorded:
+class PlacementFile:
     """What placement.yaml holds. `weight_rounding` is how weights that alone are quantized were rounded."""
 
     placement: Placement
@@ -41,7 +41,7 @@ class Recorded:
     weight_rounding: str = "nearest"
 
 
-def write_placement(path: Path, recorded: Recorded, model: str) -> None:
+def write_placement(path: Path, recorded: PlacementFile, model: str) -> None:
     """Write placement.yaml: every edge with a pair, and every weight that alone is quantized, by the names of the file.
 
     Raises:
@@ -71,7 +71,7 @@ def write_placement(path: Path, recorded: Recorded, model: str) -> None:
     )
 
 
-def read_placement_file(path: Path) -> Recorded:
+def read_placement_file(path: Path) -> PlacementFile:
     """Read placement.yaml.
 
     Raises:
@@ -86,7 +86,7 @@ def read_placement_file(path: Path) -> Recorded:
             (Edge(e["tensor"], e["node"], e["input"]), WeightFormat.named(e["storage"]))
             for e in content.get("weights", [])
         ]
-        recorded = Recorded(
+        recorded = PlacementFile(
             Placement.of(filter(_is_named, edges), (pair for pair in stored if _is_named(pair[0]))),
             content["quant_type"],
             content["engine"],

@@ -26,8 +26,8 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Fragment:
-    """What was written for one tensor, for drafts that have all its `names` free: each of them would get the same where
-    it is made of the same."""
+    """What was written for one tensor, for builders that have all its `names` free: each of them would get the same
+    where it is made of the same."""
 
     made_of: object
     names: frozenset[str]
@@ -37,7 +37,7 @@ class Fragment:
 
 
 @dataclass
-class Draft:
+class GraphBuilder:
     """The new graph while it is written."""
 
     nodes: list[onnx.NodeProto | Made] = field(default_factory=list)
@@ -49,7 +49,8 @@ class Draft:
     """Names as they were wanted, and as they are."""
 
     def once(self, known: dict[object, Fragment], slot: object, made_of: object, write: Callable[[], str]) -> str:
-        """The name of what `write` writes, or of the same from an earlier draft: `known` holds the latest by `slot`."""
+        """The name of what `write` writes, or of the same from an earlier builder: `known` holds the latest by
+        `slot`."""
         last = known.get(slot)
         if last is not None and last.made_of == made_of and last.names.isdisjoint(self.names):
             self.names |= last.names
@@ -84,14 +85,20 @@ class Draft:
 
 
 def converter(
-    op: str, draft: Draft, tensor: str, source: str, parameters: Parameters, output: str, axis: int | None = None
+    op: str,
+    builder: GraphBuilder,
+    tensor: str,
+    source: str,
+    parameters: Parameters,
+    output: str,
+    axis: int | None = None,
 ) -> None:
     """Append a Q or a DQ of `tensor` that reads `source` and writes `output`."""
     inputs = (source, parameters.scale, parameters.zero_point)
-    node = onnx.NodeProto(input=inputs, output=(output,), name=draft.unique(f"{tensor}_{op}"), op_type=op)
+    node = onnx.NodeProto(input=inputs, output=(output,), name=builder.unique(f"{tensor}_{op}"), op_type=op)
     if axis is not None:
         node.attribute.append(helper.make_attribute("axis", axis))
-    draft.nodes.append(Made(field_of(NODE, node), inputs, (output,)))
+    builder.nodes.append(Made(field_of(NODE, node), inputs, (output,)))
 
 
 def with_names(node: onnx.NodeProto, inputs: Iterable[str], outputs: Iterable[str]) -> onnx.NodeProto:

@@ -35,7 +35,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Scene:
+class GraphQueries:
     """A model, and where pairs may stand in it."""
 
     model: Model
@@ -110,7 +110,11 @@ class Scene:
         origins = [roots.get(self.model.producers.get(e.tensor, GRAPH)) for e in data]
         if data and None not in origins and len(set(origins)) == 1:
             return origins[0]
-        return origins[branch] if node.op == "Add" and (branch := _branch(self, data, origins)) is not None else None
+        return (
+            origins[branch]
+            if node.op == "Add" and (branch := _joined_branch(self, data, origins)) is not None
+            else None
+        )
 
     def skip(self, add: Node) -> Edge | None:
         """The skip input of a residual Add: the one that does not come fresh out of a compute operator.
@@ -119,7 +123,7 @@ class Scene:
         """
         data = self.data(add)
         fused = [self.fusions.get(self.model.producers.get(e.tensor, GRAPH)) for e in data]
-        branch = _branch(self, data, fused)
+        branch = _joined_branch(self, data, fused)
         return None if branch is None else data[1 - branch]
 
     def is_inside(self, edge: Edge) -> bool:
@@ -130,7 +134,7 @@ class Scene:
         users = (self.model.user(e) for e in self.readers(edge.tensor, copies=frozenset()))
         return all(u is not None and self.fusions.get(u.index) == root for u in users)
 
-    def runs_low(self, node: Node, placed: frozenset[Edge]) -> bool:
+    def runs_in_8_bits(self, node: Node, placed: frozenset[Edge]) -> bool:
         """Whether a compute operator has pairs on activation and weight."""
         return bool(compute_edges(self.model, node, placed))
 
@@ -180,18 +184,18 @@ class Scene:
         return None
 
 
-def _branch(scene: Scene, data: list[Edge], roots: list[int | None]) -> int | None:
+def _joined_branch(queries: GraphQueries, data: list[Edge], roots: list[int | None]) -> int | None:
     """Which of the two data inputs of an Add is the branch that the Add joins."""
     if len(data) != 2 or data[0].tensor == data[1].tensor or roots[0] == roots[1]:
         return None
     fresh = [
         (root, i)
         for i, (edge, root) in enumerate(zip(data, roots, strict=True))
-        if root is not None and len(scene.model.edges(edge.tensor)) == 1
+        if root is not None and len(queries.model.edges(edge.tensor)) == 1
     ]
     return max(fresh)[1] if fresh else None
 
 
-def nodes_into(scene: Scene, indices: Iterable[int]) -> Iterator[Edge]:
+def nodes_into(queries: GraphQueries, indices: Iterable[int]) -> Iterator[Edge]:
     """Edges into the nodes of these numbers."""
-    return (e for i in indices for e in scene.into(scene.model.nodes[i]))
+    return (e for i in indices for e in queries.into(queries.model.nodes[i]))

@@ -27,8 +27,8 @@ from qdqtune.graph.loading import with_opset
 from qdqtune.graph.model import GRAPH, NODE, Constant, Made, Model, Node, rebuild
 from qdqtune.graph.operators import CLAMPS, COMPUTE
 from qdqtune.placement.bias_correction import layer_at
-from qdqtune.placement.compression import BLOCKS, Compressor
-from qdqtune.placement.graph_builder import Draft, Fragment, Parameters, converter, with_names
+from qdqtune.placement.compression import BLOCK_OPSET, Compressor
+from qdqtune.placement.graph_builder import Fragment, GraphBuilder, Parameters, converter, with_names
 from qdqtune.placement.possible import clamp_bounds, refusal, unscaled, weight_role
 from qdqtune.placement.shared_scales import Member, common_ranges, joined_for_convolutions
 from qdqtune.types import Array, Edge, NumericFormat, Placement, QType
@@ -118,7 +118,7 @@ class Inserter:
     @cached_property
     def _raised(self) -> Inserter:
         """The same for a model of the opset that blocks need."""
-        raised, ranges = with_opset(self._model, BLOCKS), replace(self._ranges, factors=())
+        raised, ranges = with_opset(self._model, BLOCK_OPSET), replace(self._ranges, factors=())
         return Inserter(raised, ranges, self._format, lambda _: self._met)
 
     @cached_property
@@ -286,47 +286,49 @@ class Inserter:
 
     def _write(self, decision: _Decision, placement: Placement) -> Model:
         model = self._model
-        draft = Draft(names=set(self._names))
+        builder = GraphBuilder(names=set(self._names))
         renamed = {model.nodes[i].inputs[0]: model.nodes[i].outputs[0] for i in decision.dropped}
         shown = sorted(Edge(tensor, "", slot) for slot, tensor in enumerate(model.outputs))
         paired = {e.tensor: e for e in shown if e in placement}
-        raw = {tensor: draft.unique(tensor + RAW_OUTPUT) for tensor in paired}
+        raw = {tensor: builder.unique(tensor + RAW_OUTPUT) for tensor in paired}
         weight_formats, superfluous = placement.weight_formats, self._compressor.superfluous(placement)
         changed = self._changed(placement, decision, raw.keys() | renamed.keys() | set(renamed.values()))
         for node in model.nodes:
             if node.index in decision.dropped or node.index in superfluous:
                 continue
             if node.index not in changed:
-                draft.nodes.append(model.made[node.index])
+                builder.nodes.append(model.made[node.index])
                 continue
-            inputs = self._inputs(draft, decision, node, placement.edges, raw)
+            inputs = self._inputs(builder, decision, node, placement.edges, raw)
             outputs = [raw.get(tensor, renamed.get(tensor, tensor)) for tensor in node.outputs]
             if stored := [e for e in self._into[node.index] if e in weight_formats] if weight_formats else []:
                 written = with_names(model.proto.graph.node[node.index], inputs, outputs)
-                behind = [n for e in stored for n in self._compressor.write(draft, written, e, weight_formats[e])]
-                draft.nodes += [written, *behind]
+                behind = [n for e in stored for n in self._compressor.write(builder, written, e, weight_formats[e])]
+                builder.nodes += [written, *behind]
             else:
-                draft.nodes.append(self._renamed(node, inputs, outputs))
+                builder.nodes.append(self._renamed(node, inputs, outputs))
         for edge in paired.values():
-            self._dequantized(draft, decision, edge, raw)
-        result = rebuild(model, draft.nodes, draft.constants)
+            self._dequantized(builder, decision, edge, raw)
+        result = rebuild(model, builder.nodes, builder.constants)
         if placement:
             oldest = 10 if model.opset >= 21 and placement.compressed else 9 if model.opset >= 19 else 7
             result.proto.ir_version = max(result.proto.ir_version, oldest)
         return result
 
     def _inputs(
-        self, draft: Draft, decision: _Decision, node: Node, paired: Set[Edge], raw: Mapping[str, str]
+        self, builder: GraphBuilder, decision: _Decision, node: Node, paired: Set[Edge], raw: Mapping[str, str]
     ) -> list[str]:
         """What a node reads in the new graph."""
         inputs = [
-            draft.made.get(e[0]) or self._dequantized(draft, decision, e, raw) if e in paired else raw.get(e[0], e[0])
+            builder.made.get(e[0]) or self._dequantized(builder, decision, e, raw)
+            if e in paired
+            else raw.get(e[0], e[0])
             for e in self._into[node.index]
         ]
         if node.index in decision.biases or node.index in decision.shifted:
             slot = 2 if node.op in HAS_BIAS else decision.shifted[node.index].slot
             inputs = [*inputs[:2], *[""] * (slot + 1 - len(inputs[:2]))]
-            inputs[slot] = self._bias(draft, node, slot, decision)
+            inputs[slot] = self._bias(builder, node, slot, decision)
         return inputs
 
     def _renamed(self, node: Node, inputs: Iterable[str], outputs: Iterable[str]) -> Made:
@@ -348,7 +350,7 @@ class Inserter:
             changed.add(model.producers.get(tensor, GRAPH))
         return changed
 
-    def _dequantized(self, draft: Draft, decision: _Decision, edge: Edge, raw: Mapping[str, str]) -> str:
+    def _dequantized(self, builder: GraphBuilder, decision: _Decision, edge: Edge, raw: Mapping[str, str]) -> str:
         """Name of the DQ output that stands for `edge`; its nodes are written on first use.
 
         Behind a graph output the DQ takes the output's name, and the float tensor its name in `raw`.
@@ -356,19 +358,19 @@ class Inserter:
         tensor = edge.tensor
         constant = self._model.constants.get(tensor)
         if constant is not None:
-            return self._constant(draft, tensor, self._ranked(edge, constant), decision.constants[edge])
-        if tensor not in draft.made:
+            return self._constant(builder, tensor, self._ranked(edge, constant), decision.constants[edge])
+        if tensor not in builder.made:
             quantization = decision.activations[tensor]
-            write = partial(self._pair, draft, tensor, quantization, raw)
-            draft.made[tensor] = draft.once(self._fragments, tensor, (quantization, raw.get(tensor)), write)
-        return draft.made[tensor]
+            write = partial(self._pair, builder, tensor, quantization, raw)
+            builder.made[tensor] = builder.once(self._fragments, tensor, (quantization, raw.get(tensor)), write)
+        return builder.made[tensor]
 
-    def _pair(self, draft: Draft, tensor: str, quantization: Quantization, raw: Mapping[str, str]) -> str:
-        parameters = self._parameters(draft, tensor, quantization)
-        quantized = draft.unique(f"{tensor}_QuantizeLinear_Output")
-        output = tensor if tensor in raw else draft.unique(f"{tensor}_DequantizeLinear_Output")
-        converter("QuantizeLinear", draft, tensor, raw.get(tensor, tensor), parameters, quantized)
-        converter("DequantizeLinear", draft, tensor, quantized, parameters, output)
+    def _pair(self, builder: GraphBuilder, tensor: str, quantization: Quantization, raw: Mapping[str, str]) -> str:
+        parameters = self._parameters(builder, tensor, quantization)
+        quantized = builder.unique(f"{tensor}_QuantizeLinear_Output")
+        output = tensor if tensor in raw else builder.unique(f"{tensor}_DequantizeLinear_Output")
+        converter("QuantizeLinear", builder, tensor, raw.get(tensor, tensor), parameters, quantized)
+        converter("DequantizeLinear", builder, tensor, quantized, parameters, output)
         return output
 
     def _ranked(self, edge: Edge, constant: Constant) -> Constant:
@@ -382,48 +384,53 @@ class Inserter:
             return constant
         return Constant(f"{constant.key}:vector", constant.dtype, (1,), lambda: constant.array().reshape(1))
 
-    def _constant(self, draft: Draft, tensor: str, constant: Constant, quantization: Quantization) -> str:
+    def _constant(self, builder: GraphBuilder, tensor: str, constant: Constant, quantization: Quantization) -> str:
         key = (constant.key, quantization.qtype, quantization.axis, quantization.scale.tobytes(), tensor)
-        if key not in draft.made:
-            write = partial(self._fixed_pair, draft, tensor, constant, quantization, key)
-            draft.made[key] = draft.once(self._fragments, (tensor, quantization.axis), key, write)
-        return draft.made[key]
+        if key not in builder.made:
+            write = partial(self._fixed_pair, builder, tensor, constant, quantization, key)
+            builder.made[key] = builder.once(self._fragments, (tensor, quantization.axis), key, write)
+        return builder.made[key]
 
     def _fixed_pair(
-        self, draft: Draft, tensor: str, constant: Constant, quantization: Quantization, key: tuple[object, ...]
+        self,
+        builder: GraphBuilder,
+        tensor: str,
+        constant: Constant,
+        quantization: Quantization,
+        key: tuple[object, ...],
     ) -> str:
         """A DQ behind a quantized constant, or a Q and a DQ behind a float one."""
-        name = draft.unique(f"{tensor}_quantized")
+        name = builder.unique(f"{tensor}_quantized")
         if not self._format.float_weights:
             if key not in self._forms:
                 self._forms[key] = quantized(constant, quantization)
-            draft.constants[name] = self._forms[key]
-        parameters = self._parameters(draft, tensor, quantization)
+            builder.constants[name] = self._forms[key]
+        parameters = self._parameters(builder, tensor, quantization)
         if self._format.float_weights:
-            source = draft.unique(f"{tensor}_float")
-            draft.constants[source] = constant
-            converter("QuantizeLinear", draft, tensor, source, parameters, name, quantization.axis)
-        output = draft.unique(f"{tensor}_DequantizeLinear_Output")
-        converter("DequantizeLinear", draft, tensor, name, parameters, output, quantization.axis)
+            source = builder.unique(f"{tensor}_float")
+            builder.constants[source] = constant
+            converter("QuantizeLinear", builder, tensor, source, parameters, name, quantization.axis)
+        output = builder.unique(f"{tensor}_DequantizeLinear_Output")
+        converter("DequantizeLinear", builder, tensor, name, parameters, output, quantization.axis)
         return output
 
-    def _bias(self, draft: Draft, node: Node, slot: int, decision: _Decision) -> str:
+    def _bias(self, builder: GraphBuilder, node: Node, slot: int, decision: _Decision) -> str:
         """Name of the tensor that stands for a node's bias: a DQ of integers, or a corrected one in float."""
         tensor = (node.inputs[slot] if len(node.inputs) > slot else "") or f"{node.outputs[0]}_bias"
         bias = decision.biases.get(node.index)
         if bias is None:
-            return draft.constant(f"{tensor}_corrected", decision.shifted[node.index].values)
-        name = draft.constant(f"{tensor}_quantized", bias.values)
+            return builder.constant(f"{tensor}_corrected", decision.shifted[node.index].values)
+        name = builder.constant(f"{tensor}_quantized", bias.values)
         dtype = _numpy(self._dtype(node.inputs[1]))
         parameters = Parameters(
-            draft.constant(f"{name}_scale", bias.scale.astype(dtype)),
-            draft.constant(f"{name}_zero_point", np.zeros(bias.scale.shape, np.int32)),
+            builder.constant(f"{name}_scale", bias.scale.astype(dtype)),
+            builder.constant(f"{name}_zero_point", np.zeros(bias.scale.shape, np.int32)),
         )
-        output = draft.unique(f"{tensor}_DequantizeLinear_Output")
-        converter("DequantizeLinear", draft, tensor, name, parameters, output, 0 if bias.scale.ndim else None)
+        output = builder.unique(f"{tensor}_DequantizeLinear_Output")
+        converter("DequantizeLinear", builder, tensor, name, parameters, output, 0 if bias.scale.ndim else None)
         return output
 
-    def _parameters(self, draft: Draft, tensor: str, quantization: Quantization) -> Parameters:
+    def _parameters(self, builder: GraphBuilder, tensor: str, quantization: Quantization) -> Parameters:
         """Scale and zero point as initializers; the scale has the tensor's own float type."""
         dtype = _numpy(self._dtype(tensor))
         if self._format.float_weights and dtype == np.float16:
@@ -433,7 +440,7 @@ class Inserter:
             )
         values = quantization.scale.astype(dtype)
         zeros = np.full(quantization.scale.shape, quantization.zero_point, scales.NUMPY_TYPE[quantization.qtype])
-        return Parameters(draft.constant(f"{tensor}_scale", values), draft.constant(f"{tensor}_zero_point", zeros))
+        return Parameters(builder.constant(f"{tensor}_scale", values), builder.constant(f"{tensor}_zero_point", zeros))
 
 
 def _numpy(dtype: int) -> np.dtype[np.generic]:

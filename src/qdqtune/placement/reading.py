@@ -19,7 +19,7 @@ from qdqtune.graph.model import FLOATS, GRAPH, Constant, Model, Node, rebuild
 from qdqtune.graph.operators import KEEPS_SIGN, LOWER_BOUNDS, QDQ
 from qdqtune.placement.insertion import RAW_OUTPUT
 from qdqtune.placement.possible import STORING, weight_at, weight_role
-from qdqtune.placement.stored import Table, storage_in, tables_of, with_tables, without_blocks
+from qdqtune.placement.stored import IntegerTable, storage_in, tables_of, with_tables, without_blocks
 from qdqtune.types import Array, Edge, Placement, WeightFormat
 
 
@@ -150,7 +150,7 @@ def stored_alone(model: Model) -> dict[str, WeightFormat]:
     return found
 
 
-def _of_table(float_model: Model, table: Table, twins: Mapping[int, Node]) -> Edge | None:
+def _of_table(float_model: Model, table: IntegerTable, twins: Mapping[int, Node]) -> Edge | None:
     twin = twins.get(table.gather.index)
     edge = None if twin is None else twin.into[0]
     return edge if edge is not None and weight_at(float_model, edge) is not None else None

@@ -18,7 +18,7 @@ STATIC = COMPUTE | INTEGER_KERNELS | {
 }  # fmt: skip
 """Operators that ONNX Runtime's quantize_static puts pairs around, besides those that follow their input."""
 
-JOINS = INTEGER_KERNELS - {"GlobalAveragePool"}  # it has one input
+TAKES_SEVERAL = INTEGER_KERNELS - {"GlobalAveragePool"}  # it has one input
 """Operators of INTEGER_KERNELS whose values come from several tensors."""
 
 
@@ -75,7 +75,7 @@ def static(model: Model, possible: frozenset[Edge]) -> Placement:
             continue
         if node.op in STATIC:
             marked.update(t for t in (*node.inputs[:1], *node.outputs) if t)
-            if node.op in COMPUTE | JOINS:
+            if node.op in COMPUTE | TAKES_SEVERAL:
                 marked.update(t for t in (node.inputs if node.op == "Concat" else node.inputs[:2]) if t)
         elif node.op == "Gather" and node.inputs[0] in model.constants:
             marked.update((node.inputs[0], *node.outputs))
@@ -96,7 +96,7 @@ def everything(model: Model, possible: frozenset[Edge]) -> Placement:
     return Placement.of(e for e in possible - inside if not e.is_graph_output)
 
 
-RULES: Mapping[str, Callable[[Model, frozenset[Edge]], Placement]] = MappingProxyType({
+START_PLACEMENTS: Mapping[str, Callable[[Model, frozenset[Edge]], Placement]] = MappingProxyType({
     "compute": compute_inputs, "residual": residual_inputs, "islands": integer_islands, "static": static,
     "everything": everything,
 })  # fmt: skip
@@ -116,7 +116,7 @@ def weights_only(model: Model, edges: Iterable[Edge], choose: Callable[[str], Se
 def placements(model: Model, possible: frozenset[Edge]) -> Mapping[str, Placement]:
     """Every rule's placement by the rule's name; equal placements once, under the first name, empty ones not at all."""
     guesses: dict[str, Placement] = {}
-    for name, place in RULES.items():
+    for name, place in START_PLACEMENTS.items():
         placement = consistent(model, place(model, possible))
         if placement.edges and placement not in guesses.values():
             guesses[name] = placement

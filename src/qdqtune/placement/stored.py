@@ -35,7 +35,7 @@ def without_blocks(integers: Array, scale: Array, zero_point: Array, axis: int, 
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class IntegerTable:
     """A Gather of integers, and the DQ of what it and a Gather of scales have picked (see `placement.compression`)."""
 
     gather: Node
@@ -44,7 +44,7 @@ class Table:
     weight_format: WeightFormat
 
 
-def tables_of(model: Model) -> Iterator[Table]:
+def tables_of(model: Model) -> Iterator[IntegerTable]:
     """The tables of a model whose rows are picked as integers."""
     for dq in model.nodes:
         if dq.op != "DequantizeLinear" or len(dq.inputs) > 2 or not dq.attributes.get("block_size"):
@@ -54,7 +54,7 @@ def tables_of(model: Model) -> Iterator[Table]:
             rows, block = model.constants[makers[0].inputs[0]], int(dq.attributes["block_size"])
             weight_format = storage_in(np.zeros((), helper.tensor_dtype_to_np_dtype(rows.dtype)), _inside(rows, block))
             if weight_format is not None:
-                yield Table(makers[0], makers[1], dq, weight_format)
+                yield IntegerTable(makers[0], makers[1], dq, weight_format)
 
 
 def _inside(rows: Constant, block: int) -> int | None:
@@ -79,7 +79,7 @@ def with_tables(model: Model) -> Model:
     return rebuild(model, nodes, added)
 
 
-def _floats(model: Model, table: Table) -> Constant:
+def _floats(model: Model, table: IntegerTable) -> Constant:
     rows, scales = (model.constants[node.inputs[0]] for node in (table.gather, table.scaling))
     block = int(table.dq.attributes["block_size"])
 

@@ -29,7 +29,7 @@ SWITCH = "__switch_"
 
 
 @dataclass(frozen=True, eq=False)
-class StandingPair:
+class FilePair:
     """A pair of a Q/DQ model, and the edges of the float model that it belongs to: all of one tensor.
 
     `source` is what its Q reads: `tensor`, or what comes into a Relu or Clip that the file has dropped, since
@@ -48,11 +48,11 @@ class StandingPair:
     axis: int
 
 
-def standing_pairs(float_model: Model, qdq_model: Model) -> tuple[tuple[StandingPair, ...], tuple[str, ...]]:
+def file_pairs(float_model: Model, qdq_model: Model) -> tuple[tuple[FilePair, ...], tuple[str, ...]]:
     """The pairs of `qdq_model` on edges of `float_model` in graph order, and the names of DQ nodes that are on none."""
     twins = twins_of(float_model, qdq_model)
     kept = {node.name for node in twins.values()}
-    pairs: list[StandingPair] = []
+    pairs: list[FilePair] = []
     unmatched: list[str] = []
     for pair in pairs_of(qdq_model):
         uses = qdq_model.uses(pair.dq.outputs[0])
@@ -69,9 +69,7 @@ def standing_pairs(float_model: Model, qdq_model: Model) -> tuple[tuple[Standing
             mine = tuple(e for e in known if e.tensor == tensor)
             constants = {name: qdq_model.constants[name] for name in sorted(read)}
             source = _before_clamp(float_model, qdq_model, tensor, pair.source, kept)
-            pairs.append(
-                StandingPair(tensor, source, mine, kind, nodes, constants, pair.scale, pair.zero_point, pair.axis)
-            )
+            pairs.append(FilePair(tensor, source, mine, kind, nodes, constants, pair.scale, pair.zero_point, pair.axis))
     order = {name: i for i, name in enumerate(float_model.index_of)}
     last = len(order)
     pairs.sort(key=lambda pair: min(order.get(e.node, last) for e in pair.edges))
@@ -87,13 +85,13 @@ def _before_clamp(float_model: Model, qdq_model: Model, tensor: str, source: str
     return clamp.inputs[0]
 
 
-def graft(model: Model, pairs: Sequence[StandingPair], opset_of: Model, *, switched: bool = False) -> Model:
+def with_file_pairs(model: Model, pairs: Sequence[FilePair], opset_of: Model, *, switched: bool = False) -> Model:
     """The float model with these pairs, and no others; if `switched`, each behind an If that an input decides, named
     `SWITCH` and its number. Operator sets are those of the model that the pairs are from."""
-    return _Grafting(model, pairs, switched=switched).written(opset_of)
+    return _Writing(model, pairs, switched=switched).written(opset_of)
 
 
-def representable(pair: StandingPair) -> tuple[float, float]:
+def representable(pair: FilePair) -> tuple[float, float]:
     """The least and the largest value that a pair of an activation can give; over all channels, NaN as they come.
 
     For a constant, the least and the largest that it does give.
@@ -112,15 +110,15 @@ def representable(pair: StandingPair) -> tuple[float, float]:
     return float(values.min()), float(values.max())
 
 
-def _rank(pair: StandingPair) -> int:
+def _rank(pair: FilePair) -> int:
     source = pair.constants.get(pair.nodes[0].input[0])
     return len(source.shape) if source is not None else pair.axis + 1
 
 
-class _Grafting:
+class _Writing:
     """One model while it is written."""
 
-    def __init__(self, model: Model, pairs: Sequence[StandingPair], *, switched: bool) -> None:
+    def __init__(self, model: Model, pairs: Sequence[FilePair], *, switched: bool) -> None:
         self._model, self._pairs, self._is_switched = model, pairs, switched
         self._of = {edge: number for number, pair in enumerate(pairs) for edge in pair.edges}
         self._raw = {e.tensor: e.tensor + RAW_OUTPUT for e in self._of if e.is_graph_output}
@@ -179,7 +177,7 @@ class _Grafting:
         self._nodes.append(behind_switch(f"{SWITCH}{number}", nodes, same_as, dtype, result, f"__pair_{number}"))
         return result
 
-    def _copies(self, number: int, pair: StandingPair, source: str) -> Iterator[onnx.NodeProto]:
+    def _copies(self, number: int, pair: FilePair, source: str) -> Iterator[onnx.NodeProto]:
         """The pair's nodes under names of their own, the first reading `source` unless it reads a constant."""
         before = source
         for step, node in enumerate(pair.nodes):
