@@ -20,8 +20,9 @@ from qdqtune.graph.model import Model
 from qdqtune.placement.files import PlacementFile, existing, read_placement_file, write_placement
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import storable_edges
-from qdqtune.placement.reading import read_placement, strip_pairs
+from qdqtune.placement.reading import read_placement
 from qdqtune.placement.rules import weights_only
+from qdqtune.placement.stripping import strip_pairs
 from qdqtune.types import Edge, Placement, WeightFormat
 
 NET = """net (int64[1,3] ids) => (float[1,3,40] logits) {

@@ -46,6 +46,7 @@ from qdqtune.graph.model import Model, Node
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import RAW_OUTPUT, Inserter, insert
 from qdqtune.placement.possible import WeightRole, consistent, possible_edges, weight_role
+from qdqtune.placement.quantizations import Quantizer
 from qdqtune.placement.reading import read_placement
 from qdqtune.types import Edge, NumericFormat, Placement, QType
 
@@ -431,7 +432,7 @@ def test_what_a_concat_alone_reads_has_its_range_if_near(other: str, low: float,
     model = build(JOINED.replace("OTHER", other))
     own = Ranges({"a": Range(0, 7.8), "b": Range(low, 7.9), "s": Range(low, 7.5), "c": Range(low, 8)})
     fmt = replace(PLAIN, shared_scale_ops=frozenset({"MaxPool"}))
-    scales, _ = Inserter(model, own, fmt).scales(on(model, *"absc"))
+    scales, _ = Quantizer(model, own, fmt).scales(on(model, *"absc"))
     by_scale: dict[float, str] = {}
     for tensor in sorted(scales):
         by_scale[float(scales[tensor].scale)] = by_scale.get(float(scales[tensor].scale), "") + tensor
@@ -450,13 +451,13 @@ def test_what_a_convolution_reads_from_a_concat_has_the_same_steps_around_128() 
     own = Ranges(dict.fromkeys("xzcd", Range(-2, 1)))
     signed = replace(INT8, unsigned=True, shared_scale_ops=frozenset({"Concat"}))
     placement = Placement(on(model, *"xzcd").edges | edges("w read 1", "k alone 1"))
-    scales, _ = Inserter(model, own, signed).scales(placement)
+    scales, _ = Quantizer(model, own, signed).scales(placement)
     assert {t: (q.qtype, q.zero_point) for t, q in scales.items()} == {
         **dict.fromkeys("xzd", (QType.INT8, 0)),
         "c": (QType.UINT8, 128),
     }
     assert len({float(q.scale) for q in scales.values()}) == 1
-    assert {q.zero_point for q in Inserter(model, own, INT8).scales(placement)[0].values()} == {0}
+    assert {q.zero_point for q in Quantizer(model, own, INT8).scales(placement)[0].values()} == {0}
 
 
 def test_scales_are_shared_only_where_pairs_stand_on_both_sides_of_the_operator() -> None:
@@ -756,7 +757,18 @@ def test_candidates_are_the_same_whatever_was_written_before() -> None:
     for placement in [consistent(model, p) for p in (*placements, *placements[::-1])]:
         fresh = Inserter(model, found, numbers).insert(placement)
         assert used.insert(placement).proto == fresh.proto
+
+
+def test_a_quantizer_with_other_ranges_gives_the_scales_of_a_new_one() -> None:
+    model = conv_net()
+    found = ranges(model)
+    placement = consistent(model, Placement.of(possible_edges(model, found)))
     wider = Ranges({t: Range(2 * r.low, 2 * r.high) for t, r in found.activations.items()})
-    placement = consistent(model, Placement.of(possible))
-    assert used.with_ranges(wider).insert(placement).proto == Inserter(model, wider, numbers).insert(placement).proto
-    assert used.insert(placement).proto == Inserter(model, found, numbers).insert(placement).proto
+    used = Quantizer(model, found, PLAIN)
+
+    def steps(quantizer: Quantizer) -> dict[str, float]:
+        return {tensor: float(how.scale) for tensor, how in quantizer.scales(placement)[0].items()}
+
+    before = steps(used)
+    assert steps(used.with_ranges(wider)) == steps(Quantizer(model, wider, PLAIN)) != before
+    assert steps(used) == before

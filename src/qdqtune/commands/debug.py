@@ -33,9 +33,8 @@ from qdqtune.graph.outputs import temporary_folder
 from qdqtune.graph.rewrites import Rewrites, between
 from qdqtune.numerics.bisection import BisectionResult, Culprit, Parts, culprits
 from qdqtune.placement.file_pairs import FilePair, Kind, file_pairs, representable
-from qdqtune.placement.moved_channels import moved_channels
-from qdqtune.placement.reading import is_quantized, placement_in, strip_pairs, twins_of
-from qdqtune.placement.stored import tables_of
+from qdqtune.placement.reading import is_quantized, placement_in, tables_of, twins_of
+from qdqtune.placement.stripping import moved_channels, strip_pairs
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.types import Placement, Sample, noise_of
 

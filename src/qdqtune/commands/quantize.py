@@ -41,7 +41,7 @@ from qdqtune.graph.rewrites import allowed
 from qdqtune.numerics.accuracy import accuracy, concern, cosine, is_finite
 from qdqtune.numerics.half_precision import finished
 from qdqtune.numerics.metric import Evaluation, evaluate, load_evaluation
-from qdqtune.placement import engine_rules, implicit, rules
+from qdqtune.placement import engine_rules, rules
 from qdqtune.placement.engine_rules import PlacedByRules
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import met_by_weights, possible_edges, storable_edges
@@ -139,7 +139,7 @@ def _quantized(request: Request, observer: Observer) -> Quantized:
         possible = request.selection.allowed(shaped, possible_edges(shaped, ranges))
         possible = frozenset(e for e in possible if e.node not in without)
         if request.placement_like == "implicit":
-            return implicit.place(shaped, possible, request.quant_type)
+            return engine_rules.place_implicit(shaped, possible, request.quant_type)
         return engine_rules.place(shaped, possible, request.engine, request.quant_type)
 
     ranges = Ranges({})

@@ -17,7 +17,7 @@ from qdqtune.graph.model import Model, Node
 from qdqtune.graph.operators import COPIES, QDQ
 from qdqtune.placement.graph_queries import Attention, GraphQueries
 from qdqtune.placement.keep_float import INT8_HEADS, LARGEST_FP8_HEAD, LONGEST_INT8_ATTENTION
-from qdqtune.placement.reading import strip_pairs
+from qdqtune.placement.stripping import strip_pairs
 from qdqtune.types import Layer
 
 ROLES = ("queries", "keys", "probabilities", "values")

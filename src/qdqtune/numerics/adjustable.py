@@ -19,8 +19,8 @@ from onnx import TensorProto, helper
 from qdqtune.calibration import scales
 from qdqtune.calibration.scales import Quantization
 from qdqtune.graph.model import Constant, Model, Node, rebuild
-from qdqtune.placement.bias_correction import Layer
 from qdqtune.placement.insertion import quantized
+from qdqtune.placement.possible import BiasedLayer
 from qdqtune.types import Array, Edge, QType
 
 SCALES, ZEROS, CHANNELS = "__scales", "__zeros", "__channels"
@@ -70,7 +70,7 @@ class Adjustable:
 
     def __init__(
         self, model: Model, activations: Scales, constants: Mapping[Edge, Quantization], paired: Collection[Edge],
-        layers: Sequence[Layer], mode: Mode,
+        layers: Sequence[BiasedLayer], mode: Mode,
     ) -> None:  # fmt: skip
         self._model, self._activations, self._fixed, self._paired = model, activations, constants, paired
         self._numbers = {tensor: i for i, tensor in enumerate(activations)}
@@ -126,7 +126,7 @@ class Adjustable:
             move = self._node("Cast", move, to=dtype)
         self._node("Add", copy.output[0], move, result=layer.result)
 
-    def _mean(self, layer: Layer, values: str) -> str:
+    def _mean(self, layer: BiasedLayer, values: str) -> str:
         """By channel, over all else, in the shape of `_broadcast`."""
         if self._model.tensors[layer.result].dtype != TensorProto.FLOAT:
             values = self._node("Cast", values, to=TensorProto.FLOAT)
@@ -202,6 +202,6 @@ class Adjustable:
         return result
 
 
-def _broadcast(layer: Layer) -> list[int]:
+def _broadcast(layer: BiasedLayer) -> list[int]:
     """The shape in which one number for each channel meets the result of a layer."""
     return [layer.channels] if layer.rank is None else [1, layer.channels] + [1] * (layer.rank - 2)

@@ -20,8 +20,8 @@ from qdqtune.graph.model import Model
 from qdqtune.graph.outputs import temporary_folder
 from qdqtune.numerics.adjustable import CHANNELS, MOVES, Adjustable, Mode, feeds
 from qdqtune.numerics.criterion import judged
-from qdqtune.placement.bias_correction import by_layer, layers, shrunk_mean
-from qdqtune.placement.insertion import Inserter
+from qdqtune.placement.possible import BiasedLayer, biased_layers
+from qdqtune.placement.quantizations import Quantizer
 from qdqtune.types import Array, Edge, Failure, Listener, NumericFormat, Placement, Sample
 
 
@@ -69,13 +69,13 @@ class Judge:
         self, runner: Runner, constants: ConstantFile, model: Model, placement: Placement, numbers: NumericFormat,
         ranges: Ranges, samples: Sequence[Sample], ran: Callable[[int], None] = lambda _: None,
     ) -> None:  # fmt: skip
-        self.layers = layers(model, placement)
+        self.layers = biased_layers(model, placement)
         self._runner, self._file, self._ran = runner, constants, ran
         self._model, self._placement, self._samples = model, placement, samples
         groups = judged(model)
         self._shown, self._parts = list(chain.from_iterable(groups)), tuple(map(len, groups))
-        self._inserter = Inserter(model, ranges, numbers)
-        self._activations, self._constants = self._inserter.scales(placement)
+        self._quantizer = Quantizer(model, ranges, numbers)
+        self._activations, self._constants = self._quantizer.scales(placement)
         self._built: dict[Mode, Handle] = {}
         self._exact = self._run("means", [{}] * len(samples))
         self._means = [outputs.pop(MOVES) for outputs in self._exact] if self.layers else []
@@ -123,7 +123,7 @@ class Judge:
         return [np.nan_to_num(shrunk_mean(o)).astype(np.float32) for o in others]
 
     def _scales(self, ranges: Ranges) -> dict[str, Array]:
-        activations, _ = self._inserter.with_ranges(ranges).scales(self._placement)
+        activations, _ = self._quantizer.with_ranges(ranges).scales(self._placement)
         return feeds({tensor: activations[tensor] for tensor in self._activations})
 
     def _run(self, mode: Mode, added: Sequence[dict[str, Array]], step: int = 1) -> list[dict[str, Array]]:
@@ -168,3 +168,26 @@ def judging(
         Runner(spec, log_dir=folder, memory=memory) as runner,
     ):
         yield Judge(runner, constants, model, placement, numbers, ranges, samples, ran)
+
+
+def shrunk_mean(moves: Array) -> Array:
+    """What to add to a bias: the mean of what each sample [samples, channels] misses.
+
+    A mean of few samples is luck in part: it is shrunk by the share of its square that its own standard error explains
+    (the positive-part estimator of James and Stein, 1961, channel by channel).
+    """
+    shift = moves.mean(axis=0)
+    if len(moves) > 1:
+        error = moves.var(axis=0, ddof=1) / len(moves)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            kept = np.where(shift == 0, 0.0, np.maximum(1 - error / np.square(shift), 0))
+        shift = shift * kept
+    return np.asarray(shift)
+
+
+def by_layer(found: tuple[BiasedLayer, ...], shift: Array) -> Iterator[tuple[BiasedLayer, Array]]:
+    """Each layer and its part of a vector over the channels of all."""
+    end = 0
+    for layer in found:
+        end += layer.channels
+        yield layer, shift[end - layer.channels : end]

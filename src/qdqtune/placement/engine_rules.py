@@ -7,15 +7,16 @@ or on a weight without its activation, goes in the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from qdqtune.engines import TENSORRT_FAMILY
-from qdqtune.graph.model import Model
+from qdqtune.graph.model import Model, Node
+from qdqtune.graph.operators import AVERAGE_POOLS, COMPUTE
 from qdqtune.placement import carry_pairs as pairs
 from qdqtune.placement import keep_float as floats
 from qdqtune.placement.graph_queries import GraphQueries
-from qdqtune.placement.possible import consistent
+from qdqtune.placement.possible import compute_edges, consistent
 from qdqtune.types import Edge, Placement, QuantType
 
 TENSORRT = TENSORRT_FAMILY | {"fake"}
@@ -34,6 +35,14 @@ MEASURED = "measured with ONNX Runtime 1.31, see benchmarks/quantize.py"
 OBSERVED = "layer reports of TensorRT-RTX 1.7 for sm89"
 LAYERNORM = "github.com/NVIDIA/Model-Optimizer/pull/1117"
 LIBRARY = "TensorRT developer guide, multi-head attention fusion"
+
+
+ELEMENTWISE = frozenset({"Add", "Mul", "Sub"})
+
+
+QUANTIZABLE = AVERAGE_POOLS | ELEMENTWISE | {"Concat", "MaxPool", "Resize"}
+"""Operators with integer kernels besides those that compute: pooling, elementwise, concatenation and resize layers.
+Layers that only move values need no pair of their own: TensorRT moves those around them across."""
 
 
 @dataclass(frozen=True)
@@ -171,3 +180,23 @@ def as_json(rule: PlacementRule) -> dict[str, object]:
         "quant_types": sorted(rule.quant_types),
         "source": rule.source,
     }
+
+
+def place_implicit(model: Model, possible: frozenset[Edge], quant_type: QuantType) -> PlacedByRules:
+    """Pairs on all inputs of every quantizable operator whose inputs all have scales, and its result, if it computes
+    nothing. Tensors inside a fusion, which never leave the kernel, carry none."""
+    queries = GraphQueries(model, possible, quant_type)
+    edges = frozenset(e for node in model.nodes if not node.domain for e in _into_quantizable(queries, node))
+    placement = consistent(model, Placement(frozenset(e for e in edges if not queries.is_inside(e))))
+    return PlacedByRules(placement, (("implicit", len(placement)),))
+
+
+def _into_quantizable(queries: GraphQueries, node: Node) -> Iterator[Edge]:
+    if node.op in COMPUTE:
+        yield from compute_edges(queries.model, node, queries.possible)
+    elif node.op in QUANTIZABLE:
+        data = queries.data(node)
+        outputs = [e for e in queries.model.edges(node.outputs[0]) if not e.is_graph_output]
+        is_whole = len(data) == 2 or node.op not in ELEMENTWISE  # with a constant it joins the kernel in front of it
+        if data and is_whole and all(e in queries.possible for e in (*data, *outputs)):
+            yield from data

@@ -18,8 +18,7 @@ from onnx import TensorProto, helper
 from qdqtune.graph.model import Constant, Model, rebuild
 from qdqtune.graph.operators import CLAMPS
 from qdqtune.placement.insertion import RAW_OUTPUT
-from qdqtune.placement.reading import counterpart, ends, pairs_of, twins_of
-from qdqtune.placement.stored import without_blocks
+from qdqtune.placement.reading import counterpart, ends, pairs_of, twins_of, without_blocks
 from qdqtune.types import Array, Edge
 
 Kind = Literal["activation", "constant", "bias"]

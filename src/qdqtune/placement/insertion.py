@@ -8,30 +8,27 @@ writes nodes in one pass.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Set
-from copy import copy
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import replace
 from functools import cached_property, partial
 
 import numpy as np
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from qdqtune.calibration import scales
 from qdqtune.calibration.equalization import scaled
 from qdqtune.calibration.moments import Moments, no_moments
-from qdqtune.calibration.scales import Quantization, Range, Ranges
+from qdqtune.calibration.scales import Quantization, Ranges
 from qdqtune.errors import BadModel
 from qdqtune.graph.fields import field_of
 from qdqtune.graph.folding import names_in
 from qdqtune.graph.loading import with_opset
 from qdqtune.graph.model import GRAPH, NODE, Constant, Made, Model, Node, rebuild
-from qdqtune.graph.operators import CLAMPS, COMPUTE
-from qdqtune.placement.bias_correction import layer_at
 from qdqtune.placement.compression import BLOCK_OPSET, Compressor
 from qdqtune.placement.graph_builder import Fragment, GraphBuilder, Parameters, converter, with_names
-from qdqtune.placement.possible import clamp_bounds, refusal, unscaled, weight_role
-from qdqtune.placement.shared_scales import Member, common_ranges, joined_for_convolutions
-from qdqtune.types import Array, Edge, NumericFormat, Placement, QType
+from qdqtune.placement.possible import refusal, unscaled
+from qdqtune.placement.quantizations import TAKES_BIAS, Decision, Quantizer, numpy_type
+from qdqtune.types import Edge, NumericFormat, Placement, QType
 
 ONNX_TYPE: Mapping[QType, int] = {
     QType.UINT8: TensorProto.UINT8,
@@ -39,7 +36,6 @@ ONNX_TYPE: Mapping[QType, int] = {
     QType.FP8: TensorProto.FLOAT8E4M3FN,
 }
 
-HAS_BIAS = COMPUTE - {"MatMul"}  # which takes two inputs
 
 RAW_OUTPUT = "_QuantizeLinear_Input"
 """Suffix of the float tensor behind a graph output that carries a pair (quantize_static's convention)."""
@@ -57,33 +53,6 @@ def insert(model: Model, placement: Placement, ranges: Ranges, fmt: NumericForma
     return Inserter(model, ranges, fmt).insert(placement)
 
 
-@dataclass(frozen=True, eq=False)
-class _Bias:
-    """A bias in int32, and its scale: one number or one a channel."""
-
-    values: Array
-    scale: Array
-
-
-@dataclass(frozen=True, eq=False)
-class _Shifted:
-    """A bias in float, and which input of the node that adds it it is."""
-
-    slot: int
-    values: Array
-
-
-@dataclass(frozen=True)
-class _Decision:
-    """What insertion will do: the quantization of each activation, and of each constant in each role."""
-
-    activations: Mapping[str, Quantization]
-    constants: Mapping[Edge, Quantization]
-    biases: Mapping[int, _Bias]
-    shifted: Mapping[int, _Shifted]
-    dropped: frozenset[int]
-
-
 class Inserter:
     """Makes candidates of one model; remembers scales and quantized weights, which most placements share.
 
@@ -93,15 +62,12 @@ class Inserter:
     def __init__(self, model: Model, ranges: Ranges, fmt: NumericFormat, moments: Moments = no_moments) -> None:
         self._given, self._model = model, scaled(model, ranges.factors)
         self._ranges, self._format, self._moments = ranges, fmt, moments
-        self._constants: dict[str, Range] = {}
-        self._weights: dict[tuple[str, int | None], Quantization] = {}
-        self._activations: dict[tuple[Range, int, bool], Quantization] = {}
         self._forms: dict[tuple[object, ...], Constant] = {}
         self._fine = frozenset[Edge]()
         self._fragments: dict[object, Fragment] = {}
         self._into = [node.into for node in self._model.nodes]
         self._latest: dict[int, Made] = {}
-        self._clamps: dict[str, tuple[Node, tuple[float, float], frozenset[Edge]] | None] = {}
+        self._quantizer = Quantizer(self._model, ranges, fmt)
         self._names = names_in(model.proto.graph) | set(model.index_of)
         self._met = moments(self._model)
         self._compressor = Compressor(self._model, self._met)
@@ -113,7 +79,7 @@ class Inserter:
         if self._model.opset < self._compressor.opset(placement):
             return self._raised.insert(placement)
         self._check(placement)
-        return self._write(self._decide(placement), placement)
+        return self._write(self._quantizer.decide(placement), placement)
 
     @cached_property
     def _raised(self) -> Inserter:
@@ -152,139 +118,7 @@ class Inserter:
     def _dtype(self, tensor: str) -> int:
         return self._model.tensors[tensor].dtype
 
-    # ---- decide
-
-    def with_ranges(self, ranges: Ranges) -> Inserter:
-        """One for the same model with other ranges of activations, which goes on to use what this one remembers."""
-        other = copy(self)
-        other._ranges = ranges
-        return other
-
-    def scales(self, placement: Placement) -> tuple[dict[str, Quantization], dict[Edge, Quantization]]:
-        """How `insert` quantizes each activation, and each constant in its role unless a bias raises its scale."""
-        constants = self._model.constants
-        fixed = [e for e in placement if e.tensor in constants]
-        weights = {e: self._weight_scale(e) for e in fixed if weight_role(self._model, e) is not None}
-        read = dict.fromkeys(e.tensor for e in placement)
-        members: dict[Member, Range] = {t: self._ranges.activations[t] for t in read if t not in constants}
-        members.update({e: self._constant_range(e.tensor) for e in fixed if e not in weights})
-        scale_of = self._scales(members, placement)
-        weights.update({m: q for m, q in scale_of.items() if isinstance(m, Edge)})
-        return {m: q for m, q in scale_of.items() if isinstance(m, str)}, weights
-
-    def _decide(self, placement: Placement) -> _Decision:
-        activations, weights = self.scales(placement)
-        dropped = frozenset(self._superfluous(placement, activations)) if self._format.drop_clamps else frozenset()
-        shifted = self._shifted(placement)
-        biases = dict(self._biases(placement, activations, weights, shifted)) if self._format.bias == "int32" else {}
-        return _Decision(activations, weights, biases, shifted, dropped)
-
-    def _shifted(self, placement: Placement) -> dict[int, _Shifted]:
-        """Biases that calibration has corrected, of layers whose input and weight both carry pairs, by the node that
-        adds them."""
-        model, found = self._model, dict[int, _Shifted]()
-        for node in (n for n in model.nodes if n.name in self._ranges.shifts):
-            layer = layer_at(model, placement, node)
-            if layer is not None:
-                own = node.inputs[layer.slot] if layer.slot < len(node.inputs) else ""
-                shift = np.asarray(self._ranges.shifts[node.name], np.float64)
-                values = (model.constants[own].array() if own else 0.0) + shift
-                found[node.index] = _Shifted(layer.slot, values.astype(_numpy(self._dtype(node.outputs[0]))))
-        return found
-
-    def _scales(self, members: Mapping[Member, Range], placement: Placement) -> dict[Member, Quantization]:
-        """One quantization per member; those that a value-passing operator ties together get a common range."""
-        shared = frozenset[str]() if self._ranges.is_given else self._format.shared_scale_ops
-        common = common_ranges(self._model, members, placement, shared)
-        tensors = {m: m.tensor if isinstance(m, Edge) else m for m in members}
-        joined = joined_for_convolutions(self._model, placement) if self._format.unsigned else frozenset[str]()
-        return {m: self._activation_scale(r, self._dtype(tensors[m]), m in joined) for m, r in common.items()}
-
-    def _activation_scale(self, values: Range, dtype: int, is_joined: bool) -> Quantization:
-        key = (values, dtype, is_joined)
-        if key not in self._activations:
-            found = scales.of_range(values, self._format, _numpy(dtype))
-            self._activations[key] = scales.without_sign(found) if is_joined else found
-        return self._activations[key]
-
-    def _constant_range(self, tensor: str) -> Range:
-        """The range of a constant that is treated like an activation: the one that came with it, or its own."""
-        if tensor not in self._constants:
-            values = self._model.constants[tensor].array()
-            own = Range(float(values.min(initial=0.0)), float(values.max(initial=0.0)))
-            self._constants[tensor] = self._ranges.activations.get(tensor, own)
-        return self._constants[tensor]
-
-    def _weight_scale(self, edge: Edge, floor: Array | None = None) -> Quantization:
-        constant, role = self._model.constants[edge.tensor], weight_role(self._model, edge)
-        axis = None if role is None else role.axis
-        key = (edge.tensor, axis)
-        if key not in self._weights:
-            given = self._ranges.weights.get(edge.tensor)
-            self._weights[key] = scales.of_weight(constant.array(), axis, self._format, given)
-        known = self._weights[key]
-        if floor is None:
-            return known
-        return scales.of_weight(constant.array(), axis, self._format, known.scale.reshape(-1), floor)
-
-    def _superfluous(self, placement: Placement, activations: Mapping[str, Quantization]) -> Iterator[int]:
-        """Relu and Clip nodes whose work the saturation of the pair behind them already does.
-
-        Every use of the clamp's output must carry the pair, and nothing else may read the clamp's input, so that the
-        producer can write the clamped tensor's name itself.
-        """
-        for tensor, known in activations.items():
-            if tensor not in self._clamps:
-                self._clamps[tensor] = self._clamp(tensor)
-            if (clamp := self._clamps[tensor]) is not None:
-                node, bounds, uses = clamp
-                if node.inputs[0] not in activations and uses <= placement.edges and known.covers(*bounds):
-                    yield node.index
-
-    def _clamp(self, tensor: str) -> tuple[Node, tuple[float, float], frozenset[Edge]] | None:
-        """What makes a tensor if it may be superfluous, its bounds, and the uses of the tensor."""
-        model, node = self._model, self._model.maker(tensor)
-        if node is None or node.op not in CLAMPS or node.domain or tensor in model.outputs:
-            return None
-        bounds, is_alone = clamp_bounds(model, node), len(model.uses(node.inputs[0])) == 1
-        is_inside = is_alone and node.inputs[0] in model.producers
-        return (node, bounds, frozenset(model.edges(tensor))) if bounds is not None and is_inside else None
-
-    def _biases(
-        self, placement: Placement, activations: Mapping[str, Quantization], weights: dict[Edge, Quantization],
-        shifted: Mapping[int, _Shifted],
-    ) -> Iterator[tuple[int, _Bias]]:  # fmt: skip
-        """Int32 biases with scale sx * sw, for nodes whose input and weight both carry pairs.
-
-        Where that scale is too small to hold the bias in 31 bits, the weight's scale is raised (in `weights`).
-        """
-        model = self._model
-        for node in model.nodes:
-            if node.op not in HAS_BIAS or node.domain or (len(node.inputs) < 3 and node.index not in shifted):
-                continue
-            x, w = node.into[:2]
-            own = None if node.index in shifted else model.constants.get(node.inputs[2])
-            values = own.array() if own is not None else shifted[node.index].values if node.index in shifted else None
-            if x.tensor not in activations or x not in placement or w not in weights or values is None:
-                continue
-            is_plain = all(node.attributes.get(a, 1.0) == 1.0 for a in ("alpha", "beta"))
-            # In float16 the product of two scales is mostly subnormal, or zero.
-            if not is_plain or values.dtype != np.float32 or values.ndim != 1:
-                continue
-            sx = activations[x.tensor].scale
-            scale = np.asarray(sx * weights[w].scale)
-            needed = np.abs(values.astype(np.float64)) / (2.0**30)
-            if (needed > scale).any():
-                raised = needed / sx if weights[w].axis is not None else np.max(needed) / sx
-                weights[w] = self._weight_scale(w, np.asarray(raised))
-                scale = np.asarray(sx * weights[w].scale)
-            quantized = scales.quantize_bias(values, scale)
-            if quantized is not None and scale.size in (1, values.size):
-                yield node.index, _Bias(quantized, scale)
-
-    # ---- write
-
-    def _write(self, decision: _Decision, placement: Placement) -> Model:
+    def _write(self, decision: Decision, placement: Placement) -> Model:
         model = self._model
         builder = GraphBuilder(names=set(self._names))
         renamed = {model.nodes[i].inputs[0]: model.nodes[i].outputs[0] for i in decision.dropped}
@@ -316,7 +150,7 @@ class Inserter:
         return result
 
     def _inputs(
-        self, builder: GraphBuilder, decision: _Decision, node: Node, paired: Set[Edge], raw: Mapping[str, str]
+        self, builder: GraphBuilder, decision: Decision, node: Node, paired: Set[Edge], raw: Mapping[str, str]
     ) -> list[str]:
         """What a node reads in the new graph."""
         inputs = [
@@ -326,7 +160,7 @@ class Inserter:
             for e in self._into[node.index]
         ]
         if node.index in decision.biases or node.index in decision.shifted:
-            slot = 2 if node.op in HAS_BIAS else decision.shifted[node.index].slot
+            slot = 2 if node.op in TAKES_BIAS else decision.shifted[node.index].slot
             inputs = [*inputs[:2], *[""] * (slot + 1 - len(inputs[:2]))]
             inputs[slot] = self._bias(builder, node, slot, decision)
         return inputs
@@ -340,7 +174,7 @@ class Inserter:
             known = self._latest[node.index] = Made(field_of(NODE, proto), read, outputs)
         return known
 
-    def _changed(self, placement: Placement, decision: _Decision, touched: Set[str]) -> set[int]:
+    def _changed(self, placement: Placement, decision: Decision, touched: Set[str]) -> set[int]:
         """The nodes that are not as in the float model, `touched` being tensors that have other names."""
         model = self._model
         names = {e.node for e in (*placement.edges, *placement.weight_formats)} - {""}
@@ -350,7 +184,7 @@ class Inserter:
             changed.add(model.producers.get(tensor, GRAPH))
         return changed
 
-    def _dequantized(self, builder: GraphBuilder, decision: _Decision, edge: Edge, raw: Mapping[str, str]) -> str:
+    def _dequantized(self, builder: GraphBuilder, decision: Decision, edge: Edge, raw: Mapping[str, str]) -> str:
         """Name of the DQ output that stands for `edge`; its nodes are written on first use.
 
         Behind a graph output the DQ takes the output's name, and the float tensor its name in `raw`.
@@ -414,14 +248,14 @@ class Inserter:
         converter("DequantizeLinear", builder, tensor, name, parameters, output, quantization.axis)
         return output
 
-    def _bias(self, builder: GraphBuilder, node: Node, slot: int, decision: _Decision) -> str:
+    def _bias(self, builder: GraphBuilder, node: Node, slot: int, decision: Decision) -> str:
         """Name of the tensor that stands for a node's bias: a DQ of integers, or a corrected one in float."""
         tensor = (node.inputs[slot] if len(node.inputs) > slot else "") or f"{node.outputs[0]}_bias"
         bias = decision.biases.get(node.index)
         if bias is None:
             return builder.constant(f"{tensor}_corrected", decision.shifted[node.index].values)
         name = builder.constant(f"{tensor}_quantized", bias.values)
-        dtype = _numpy(self._dtype(node.inputs[1]))
+        dtype = numpy_type(self._dtype(node.inputs[1]))
         parameters = Parameters(
             builder.constant(f"{name}_scale", bias.scale.astype(dtype)),
             builder.constant(f"{name}_zero_point", np.zeros(bias.scale.shape, np.int32)),
@@ -432,7 +266,7 @@ class Inserter:
 
     def _parameters(self, builder: GraphBuilder, tensor: str, quantization: Quantization) -> Parameters:
         """Scale and zero point as initializers; the scale has the tensor's own float type."""
-        dtype = _numpy(self._dtype(tensor))
+        dtype = numpy_type(self._dtype(tensor))
         if self._format.float_weights and dtype == np.float16:
             raise BadModel(
                 f"{tensor} is float16, and an engine that takes no integer weights reads float32 scales only: give the "
@@ -441,10 +275,6 @@ class Inserter:
         values = quantization.scale.astype(dtype)
         zeros = np.full(quantization.scale.shape, quantization.zero_point, scales.NUMPY_TYPE[quantization.qtype])
         return Parameters(builder.constant(f"{tensor}_scale", values), builder.constant(f"{tensor}_zero_point", zeros))
-
-
-def _numpy(dtype: int) -> np.dtype[np.generic]:
-    return helper.tensor_dtype_to_np_dtype(dtype)
 
 
 def quantized(constant: Constant, quantization: Quantization) -> Constant:

@@ -16,7 +16,7 @@ import onnx
 
 from qdqtune.calibration.scales import Ranges
 from qdqtune.graph.model import GRAPH, Constant, Model, Node
-from qdqtune.graph.operators import ARITHMETIC, COMPUTE, is_float, takes_data
+from qdqtune.graph.operators import ARITHMETIC, COMPUTE, CONVOLUTIONS, is_float, takes_data
 from qdqtune.types import Array, Edge, Placement, WeightFormat
 
 TAKES_CONSTANTS = ARITHMETIC | {"Concat"}
@@ -229,3 +229,63 @@ def met_by_weights(model: Model, edges: Iterable[Edge]) -> dict[str, int]:
     """The tensors that products read whose weights are, or may be, stored at these edges, and the inputs of these."""
     weights = (weight_at(model, edge) for edge in edges)
     return {w.node.inputs[0]: w.shape[0] for w in weights if w is not None and w.node.op != "Gather"}
+
+
+@dataclass(frozen=True)
+class BiasedLayer:
+    """A compute operator and the constant vector that is added to its result: input `slot` of node `node`.
+
+    `node` is the operator itself, or the Add behind a MatMul. What it makes, `result`, has `channels` channels: along
+    axis 1 if it is one of convolutions, whose `rank` it has, else along its last axis.
+    """
+
+    node: str
+    slot: int
+    result: str
+    channels: int
+    rank: int | None = None
+
+
+def biased_layers(model: Model, placement: Placement) -> tuple[BiasedLayer, ...]:
+    """Those whose input and weight carry pairs, in graph order."""
+    return tuple(found for node in model.nodes if (found := biased_layer_at(model, placement, node)) is not None)
+
+
+def biased_layer_at(model: Model, placement: Placement, node: Node) -> BiasedLayer | None:
+    """The layer whose bias a node adds; None if it adds none and can have none, or if the layer is in float."""
+    if node.domain or not is_float(model, node.outputs[0]):
+        return None
+    if node.op == "Add":
+        return _behind_product(model, placement, node)
+    shape = _quantized_weight(model, placement, node)
+    bias = model.constants.get(node.inputs[2]) if len(node.inputs) > 2 else None
+    is_free = len(node.inputs) < 3 or not node.inputs[2] or (bias is not None and len(bias.shape) == 1)
+    is_plain = all(node.attributes.get(a, 1.0) == 1.0 for a in ("alpha", "beta"))
+    if shape is None or not is_free or not is_plain:
+        return None
+    if node.op in CONVOLUTIONS:
+        channels = shape[0] if node.op == "Conv" else shape[1] * node.attributes.get("group", 1)
+        return BiasedLayer(node.name, 2, node.outputs[0], channels, len(shape))
+    if node.op == "Gemm":
+        return BiasedLayer(node.name, 2, node.outputs[0], shape[0 if node.attributes.get("transB", 0) else 1])
+    return None
+
+
+def _behind_product(model: Model, placement: Placement, add: Node) -> BiasedLayer | None:
+    """An Add of a constant vector behind a MatMul."""
+    for slot, tensor in enumerate(add.inputs):
+        bias, maker = model.constants.get(tensor), model.maker(add.inputs[1 - slot])
+        if bias is None or maker is None or maker.op != "MatMul":
+            continue
+        shape = _quantized_weight(model, placement, maker)
+        fits = shape is not None and len(shape) == 2 and bias.shape == shape[1:]
+        if fits and add.into[slot] not in placement:
+            return BiasedLayer(add.name, slot, add.outputs[0], bias.shape[0])
+    return None
+
+
+def _quantized_weight(model: Model, placement: Placement, node: Node) -> tuple[int, ...] | None:
+    """The shape of the constant weight of a compute operator, if it and the input carry pairs."""
+    weight = model.constants.get(node.inputs[1]) if node.op in COMPUTE and not node.domain else None
+    both = all(edge in placement for edge in node.into[:2])
+    return weight.shape if weight is not None and both else None

@@ -26,7 +26,8 @@ from qdqtune.numerics.fitting import fitted
 from qdqtune.numerics.half_precision import in_half
 from qdqtune.placement import engine_rules, rules
 from qdqtune.placement.possible import possible_edges
-from qdqtune.placement.reading import Reading, is_quantized, read_placement, strip_pairs
+from qdqtune.placement.reading import Reading, is_quantized, read_placement
+from qdqtune.placement.stripping import strip_pairs
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.tuning.budget import affordable
