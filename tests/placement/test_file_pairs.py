@@ -11,9 +11,10 @@ from models import FORMATS, Arrays, attention, build, conv_net, feeds, ranges, r
 from qdqtune.calibration.scales import Ranges
 from qdqtune.graph.loading import load_proto
 from qdqtune.graph.model import Model
-from qdqtune.placement.file_pairs import SWITCH, file_pairs, representable, with_file_pairs
+from qdqtune.placement.file_pairs import file_pairs, representable, with_file_pairs
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
+from qdqtune.placement.switches import SWITCH
 from qdqtune.types import Edge, Placement, WeightFormat
 
 NETS = {"conv": conv_net, "attention": attention, "tapped": tapped}

@@ -16,7 +16,8 @@ from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import accuracy, is_finite
 from qdqtune.numerics.bisection import Parts
-from qdqtune.placement.file_pairs import SWITCH, FilePair, with_file_pairs
+from qdqtune.placement.file_pairs import FilePair, with_file_pairs
+from qdqtune.placement.switches import SWITCH
 from qdqtune.types import Array, Failure, Sample
 
 NOT_FINITE = 1e3
