@@ -33,11 +33,12 @@ from qdqtune.calibration.observe import outputs_on, with_outputs
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import Ranges
 from qdqtune.graph.model import Model
-from qdqtune.numerics.judging import CannotJudgeError, Outcome, Steps, judging
+from qdqtune.numerics.adjustable import NotRunnableError, OutputNoise, adjustable_placement
+from qdqtune.numerics.sessions import InferenceCount
 from qdqtune.types import Array, Listener, NumericFormat, Placement, Sample
 
 SAMPLES = 32
-"""Samples that judge, at most: either half those numbers that the other half has been asked for."""
+"""Samples that adjustable, at most: either half those numbers that the other half has been asked for."""
 
 RUNS = 10
 """Inferences that one of these takes at most."""
@@ -65,7 +66,7 @@ def paying_factors(
     samples = prepared.calibration.spread(min(most, SAMPLES)) if found else []
     if len(samples) < 2 or is_late():
         return ()
-    trial = _Trial(model, numbers, placed, samples, Steps(listener, RUNS * len(samples)).took)
+    trial = _Trial(model, numbers, placed, samples, InferenceCount(listener, RUNS * len(samples)).add)
     placement = placed(trial.ranges(0))
     readers = ((site, [model.nodes[r] for r in site.readers]) for site in found)
     used = [site for site, nodes in readers if any(node.into[0] in placement for node in nodes)]
@@ -73,7 +74,7 @@ def paying_factors(
     kinds = [[s for s, is_behind in zip(used, behind, strict=True) if is_behind == kind] for kind in (True, False)]
     try:
         paying = [site for kind in kinds if kind and not is_late() and trial.gains(kind) for site in kind]
-    except CannotJudgeError:
+    except NotRunnableError:
         return ()
     return factors_on_samples(model, paying, prepared.calibration) if paying else ()
 
@@ -89,7 +90,7 @@ class _Trial:
         halves = samples[::2], samples[1::2]
         self._folds = (halves, halves[::-1])
         self._ranges: dict[int, Ranges] = {}
-        self._plain: dict[int, Outcome] = {}
+        self._plain: dict[int, OutputNoise] = {}
 
     def ranges(self, fold: int) -> Ranges:
         """All values that the model, as it is, takes on one half of the samples."""
@@ -118,14 +119,14 @@ class _Trial:
         self._ran(len(samples))
         return found
 
-    def _outcome(self, model: Model, ranges: Ranges, judges: Sequence[Sample]) -> Outcome:
-        with judging(model, self._placed(ranges), self._numbers, ranges, judges, self._ran) as judge:
-            return judge.outcome(ranges)
+    def _outcome(self, model: Model, ranges: Ranges, judges: Sequence[Sample]) -> OutputNoise:
+        with adjustable_placement(model, self._placed(ranges), self._numbers, ranges, judges, self._ran) as adjustable:
+            return adjustable.noise(ranges)
 
 
-def _together(outcomes: Sequence[Outcome]) -> Outcome:
+def _together(outcomes: Sequence[OutputNoise]) -> OutputNoise:
     signal, noise = (np.concatenate([getattr(o, name) for o in outcomes]) for name in ("signal", "noise"))
-    return Outcome(signal, noise, outcomes[0].parts)
+    return OutputNoise(signal, noise, outcomes[0].parts)
 
 
 SHARE = 0.5

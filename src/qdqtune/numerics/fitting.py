@@ -17,7 +17,8 @@ from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import work
 from qdqtune.numerics import equalizing
-from qdqtune.numerics.judging import CannotJudgeError, Judge, Steps, judging
+from qdqtune.numerics.adjustable import AdjustablePlacement, NotRunnableError, adjustable_placement
+from qdqtune.numerics.sessions import InferenceCount
 from qdqtune.types import Deaf, Listener, NumericFormat, Placement
 
 SAMPLES = 64
@@ -90,11 +91,11 @@ def _fitted(
     listener.stage("comparing ways to calibrate")
     blocks = _blocks(model, placement, budget.blocks(len(samples)))
     mixing = len(blocks) * (len(candidates) - 1) * min(len(samples), FEWER)
-    ran = Steps(listener, len(samples) * budget.runs + mixing).took
+    ran = InferenceCount(listener, len(samples) * budget.runs + mixing).add
     try:
-        with judging(model, placement, numbers, candidates[0], samples, ran) as judge:
-            return _best(judge, candidates, blocks, how.bias_correction, is_late)
-    except CannotJudgeError:
+        with adjustable_placement(model, placement, numbers, candidates[0], samples, ran) as adjustable:
+            return _best(adjustable, candidates, blocks, how.bias_correction, is_late)
+    except NotRunnableError:
         return candidates[0]
 
 
@@ -152,7 +153,7 @@ class _Fit:
 
 
 def _best(
-    judge: Judge,
+    adjustable: AdjustablePlacement,
     candidates: Sequence[Ranges],
     blocks: Sequence[Sequence[str]],
     bias_correction: bool,
@@ -160,29 +161,29 @@ def _best(
 ) -> Ranges:
     """The best of: each candidate, and the mixture of them; each with and without corrected biases. Of those that there
     was time for."""
-    if not judge.can_tell:
+    if not adjustable.has_outputs:
         return candidates[0]
     in_time = takewhile(lambda ranges: ranges is candidates[0] or not is_late(), candidates)
-    tried = [_Fit(judge.outcome(ranges).db(), ranges) for ranges in in_time]
+    tried = [_Fit(adjustable.noise(ranges).db(), ranges) for ranges in in_time]
     best = max(tried, key=lambda fit: fit.db)
-    mixed = _mixed(judge, best.ranges, candidates, [] if is_late() else blocks, is_late)
+    mixed = _mixed(adjustable, best.ranges, candidates, [] if is_late() else blocks, is_late)
     if mixed is not best.ranges:
-        tried.append(_Fit(judge.outcome(mixed).db(), mixed))
+        tried.append(_Fit(adjustable.noise(mixed).db(), mixed))
         best = tried[-1] if tried[-1].db > best.db + BETTER_DB else best
-    if bias_correction and judge.layers and not is_late():
-        corrected = max((_corrected(judge, fit.ranges) for fit in tried), key=lambda fit: fit.db)
+    if bias_correction and adjustable.layers and not is_late():
+        corrected = max((_corrected(adjustable, fit.ranges) for fit in tried), key=lambda fit: fit.db)
         best = corrected if corrected.db > best.db else best
     return best.ranges
 
 
-def _corrected(judge: Judge, ranges: Ranges) -> _Fit:
+def _corrected(adjustable: AdjustablePlacement, ranges: Ranges) -> _Fit:
     """Biases corrected as all samples ask for it. Each judges what the others say, so that luck gains nothing."""
-    moves = judge.moves(ranges)
-    return _Fit(judge.outcome(ranges, moves).db(), replace(ranges, shifts=judge.shifts(moves)))
+    moves = adjustable.offsets(ranges)
+    return _Fit(adjustable.noise(ranges, moves).db(), replace(ranges, shifts=adjustable.shifts(moves)))
 
 
 def _mixed(
-    judge: Judge,
+    adjustable: AdjustablePlacement,
     start: Ranges,
     candidates: Sequence[Ranges],
     blocks: Sequence[Sequence[str]],
@@ -195,14 +196,14 @@ def _mixed(
     the samples, or it is luck.
     """
     best = start
-    reached = judge.outcome(best, at_most=FEWER) if blocks else None
+    reached = adjustable.noise(best, at_most=FEWER) if blocks else None
     for block in blocks:
         for other in candidates:
             changed = {t: other.activations[t] for t in block if t in other.activations}
             if reached is None or is_late() or all(best.activations[t] == found for t, found in changed.items()):
                 continue
             tried = replace(best, activations={**best.activations, **changed}, method="auto")
-            outcome = judge.outcome(tried, at_most=FEWER)
+            outcome = adjustable.noise(tried, at_most=FEWER)
             halves = [slice(i, None, 2) for i in range(2 if len(outcome.noise) > 1 else 1)]
             if outcome.db() > reached.db() + BETTER_DB and all(outcome.db(h) > reached.db(h) for h in halves):
                 best, reached = tried, outcome
