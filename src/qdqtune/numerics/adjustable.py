@@ -1,7 +1,7 @@
 """What ranges and biases do to the outputs of one placement: its model is built once for all that are tried.
 
-Outputs are compared, and the values that a Softmax or the like makes them of. Behind a Softmax that is sure of its
-class all errors look small, and a single sample decides that is not; in front of it each sample counts, but so do the
+Two things are compared: the outputs, and the values in front of a Softmax or the like at the end. Behind a confident
+Softmax all errors look small, and a few uncertain samples decide. In front of it every sample counts, but so do the
 scores of classes that are out of the question. Both together are a stable measure.
 
 Biases are corrected as in Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction" (arXiv
@@ -31,6 +31,10 @@ from qdqtune.types import Array, Edge, Failure, NumericFormat, Placement, Sample
 
 SQUASHES = frozenset({"ArgMax", "ArgMin", "HardSigmoid", "Hardmax", "LogSoftmax", "Sigmoid", "Softmax", "TopK"})
 """Operators that make probabilities and decisions of scores."""
+
+BETTER_DB = 0.1
+"""By how much a change of ranges or biases has to raise the SQNR to be kept: less may be chance. Chosen, not
+measured."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,15 +173,15 @@ def adjustable_placement(
         yield AdjustablePlacement(session, model, placement, numbers, ranges, samples, ran)
 
 
-def shrunk_mean(moves: Array) -> Array:
-    """What to add to a bias: the mean of what each sample [samples, channels] misses.
+def shrunk_mean(offsets: Array) -> Array:
+    """What to add to a bias, from the offset of each sample: [samples, channels] to [channels].
 
-    A mean of few samples is luck in part: it is shrunk by the share of its square that its own standard error explains
-    (the positive-part estimator of James and Stein, 1961, channel by channel).
+    The mean of few samples is partly chance: it is shrunk by the share of its square that its own standard error
+    explains (the positive-part estimator of James and Stein, 1961, channel by channel).
     """
-    shift = moves.mean(axis=0)
-    if len(moves) > 1:
-        error = moves.var(axis=0, ddof=1) / len(moves)
+    shift = offsets.mean(axis=0)
+    if len(offsets) > 1:
+        error = offsets.var(axis=0, ddof=1) / len(offsets)
         with np.errstate(divide="ignore", invalid="ignore"):
             kept = np.where(shift == 0, 0.0, np.maximum(1 - error / np.square(shift), 0))
         shift = shift * kept
@@ -185,8 +189,8 @@ def shrunk_mean(moves: Array) -> Array:
 
 
 def compared_values(model: Model) -> tuple[tuple[Edge, ...], ...]:
-    """For each output the float values by which it is judged: itself, and what the last operators squash. Outputs of
-    which nothing is float have none and are left out."""
+    """The float values that are compared for each output: itself, and the input of squashing operators at its end.
+    Outputs without float values are left out."""
     found = []
     for slot, output in enumerate(model.outputs):
         edge = Edge(output, "", slot)
@@ -203,7 +207,7 @@ def _scores(model: Model, edge: Edge) -> Edge:
             continue
         if node.domain or node.op not in COPIES | SQUASHES | {"Div"}:
             break
-        if node.op == "Div":  # a Softmax that was taken apart
+        if node.op == "Div":  # a Softmax as single operators
             node = model.maker(node.inputs[0])
             if node is None or node.op != "Exp":
                 break
