@@ -1,4 +1,4 @@
-"""A graph while it is written: nodes, constants, and names that nothing else has."""
+"""A graph while it is written: nodes, constants and unique names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qdqtune.types import Array
 
 @dataclass(frozen=True)
 class Parameters:
-    """Names of the initializers that Q and DQ read: scale and zero point."""
+    """Names of the initializers that a Q or DQ reads."""
 
     scale: str
     zero_point: str
@@ -38,15 +38,16 @@ class Fragment:
 
 @dataclass
 class GraphBuilder:
-    """The new graph while it is written."""
+    """One graph while it is written."""
 
     nodes: list[onnx.NodeProto | Made] = field(default_factory=list)
     """As `rebuild` takes them."""
     constants: dict[str, Constant | bytes] = field(default_factory=dict)
     made: dict[object, str] = field(default_factory=dict)
+    """Tensors that were written, by what they are made of."""
     names: set[str] = field(default_factory=set)
     given: list[tuple[str, str]] = field(default_factory=list)
-    """Names as they were wanted, and as they are."""
+    """Each name as it was wanted, and as it is."""
 
     def once(self, known: dict[object, Fragment], slot: object, made_of: object, write: Callable[[], str]) -> str:
         """The name of what `write` writes, or of the same from an earlier builder: `known` holds the latest by
@@ -70,12 +71,12 @@ class GraphBuilder:
         name, array = self.unique(wanted), np.asarray(values)
         if array.nbytes < LARGE:
             self.constants[name] = _tensor(name, array)
-        else:  # shared between candidates by key, and candidates differ under one name: the content decides
+        else:  # candidates share large constants by key, so the key is made of the content
             self.constants[name] = Constant.of(array)
         return name
 
     def unique(self, wanted: str) -> str:
-        """`wanted`, or `wanted_2` and so on if a tensor or node has that name already."""
+        """`wanted`, or `wanted_2` and so on if the name is taken."""
         name, n = wanted, 2
         while name in self.names:
             name, n = f"{wanted}_{n}", n + 1
@@ -102,7 +103,7 @@ def converter(
 
 
 def with_names(node: onnx.NodeProto, inputs: Iterable[str], outputs: Iterable[str]) -> onnx.NodeProto:
-    """A copy that reads and makes other tensors."""
+    """A copy of a node with other inputs and outputs."""
     copy = deepcopy(node)
     copy.ClearField("input")
     copy.ClearField("output")
@@ -117,4 +118,4 @@ def _tensor(name: str, array: Array) -> bytes:
 
 
 _type = cache(helper.np_dtype_to_tensor_dtype)
-"""The lookup takes longer than all the rest of a small constant."""
+"""Kept, as the lookup takes longer than all else that a small constant takes."""

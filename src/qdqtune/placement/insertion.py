@@ -1,8 +1,7 @@
 """Insertion: a float model and a placement become a Q/DQ model.
 
-`insert` is the only function that makes baselines, candidates and final models; the empty placement gives the baseline.
-It decides first (which tensor gets which scale, which bias follows, which clamps the pairs make superfluous) and then
-writes nodes in one pass.
+Baselines, candidates and final models all come from here; the empty placement gives the baseline. `quantizations`
+decides scales, biases and clamps first, then nodes are written in one pass.
 """
 
 from __future__ import annotations
@@ -36,13 +35,12 @@ ONNX_TYPE: Mapping[QType, int] = {
     QType.FP8: TensorProto.FLOAT8E4M3FN,
 }
 
-
 RAW_OUTPUT = "_QuantizeLinear_Input"
-"""Suffix of the float tensor behind a graph output that carries a pair (quantize_static's convention)."""
+"""Suffix of the float tensor in front of the pair of a graph output (the convention of quantize_static)."""
 
 
 def insert(model: Model, placement: Placement, ranges: Ranges, fmt: NumericFormat) -> Model:
-    """A new model that computes as `model` does, with a Q/DQ pair on every edge of `placement`.
+    """`model` with a Q/DQ pair on every edge of `placement`.
 
     One Q and one DQ serve all edges of a tensor. Constants become quantized initializers behind a DQ. Int32 biases,
     shared scales and superfluous clamps follow `fmt`. To make many candidates of one model, keep an `Inserter`.
@@ -54,16 +52,16 @@ def insert(model: Model, placement: Placement, ranges: Ranges, fmt: NumericForma
 
 
 class Inserter:
-    """Makes candidates of one model; remembers scales and quantized weights, which most placements share.
+    """Writes candidates of one model; keeps scales, quantized weights and written pairs, which most candidates share.
 
-    `moments` are what products meet, for weights that alone are quantized (see `calibration.moments`).
+    `moments` are those of the inputs of products, to round weights that alone are quantized (`calibration.moments`).
     """
 
     def __init__(self, model: Model, ranges: Ranges, fmt: NumericFormat, moments: Moments = no_moments) -> None:
         self._given, self._model = model, scaled(model, ranges.factors)
         self._ranges, self._format, self._moments = ranges, fmt, moments
         self._forms: dict[tuple[object, ...], Constant] = {}
-        self._fine = frozenset[Edge]()
+        self._checked = frozenset[Edge]()
         self._fragments: dict[object, Fragment] = {}
         self._into = [node.into for node in self._model.nodes]
         self._latest: dict[int, Made] = {}
@@ -83,22 +81,22 @@ class Inserter:
 
     @cached_property
     def _raised(self) -> Inserter:
-        """The same for a model of the opset that blocks need."""
+        """The inserter of the same model with the opset that blocks need."""
         raised, ranges = with_opset(self._model, BLOCK_OPSET), replace(self._ranges, factors=())
         return Inserter(raised, ranges, self._format, lambda _: self._met)
 
     @cached_property
     def _unequalized(self) -> Inserter:
-        """What writes the user's own model: without pairs, its channels stay as they are."""
+        """The inserter of the user's own model: without pairs, its channels are not scaled."""
         return Inserter(self._given, replace(self._ranges, factors=()), self._format, self._moments)
 
     def _check(self, placement: Placement) -> None:
-        """Make sure that each edge exists and can carry a pair, or be stored as it shall."""
-        if new := placement.edges - self._fine:
+        """Raise ValueError unless each edge exists, and can carry its pair or have its weight format."""
+        if new := placement.edges - self._checked:
             for edge in sorted(new):
                 if edge_problem := self._problem(edge):
                     raise ValueError(f"no pair can stand on {edge}: {edge_problem}")
-            self._fine |= new
+            self._checked |= new
         for edge, weight_format in placement.compressed:
             if (problem := self._compressor.problem(edge, weight_format)) is not None:
                 raise ValueError(f"{weight_format.name} cannot be the weight format of {edge}: {problem}")
@@ -152,7 +150,7 @@ class Inserter:
     def _inputs(
         self, builder: GraphBuilder, decision: Decision, node: Node, paired: Set[Edge], raw: Mapping[str, str]
     ) -> list[str]:
-        """What a node reads in the new graph."""
+        """The names of what a node reads in the new graph."""
         inputs = [
             builder.made.get(e[0]) or self._dequantized(builder, decision, e, raw)
             if e in paired
@@ -166,7 +164,7 @@ class Inserter:
         return inputs
 
     def _renamed(self, node: Node, inputs: Iterable[str], outputs: Iterable[str]) -> Made:
-        """A node with other names of what it reads and makes; the latest is kept."""
+        """A node with other input and output names; the latest one is kept for the next candidate."""
         read, outputs = (*inputs, *node.captures), tuple(outputs)
         known = self._latest.get(node.index)
         if known is None or known.read != read or known.outputs != outputs:
@@ -175,7 +173,7 @@ class Inserter:
         return known
 
     def _changed(self, placement: Placement, decision: Decision, touched: Set[str]) -> set[int]:
-        """The nodes that are not as in the float model, `touched` being tensors that have other names."""
+        """Indices of the nodes that differ from the float model; `touched` tensors have other names."""
         model = self._model
         names = {e.node for e in (*placement.edges, *placement.weight_formats)} - {""}
         changed = {*map(model.index_of.__getitem__, names), *decision.biases, *decision.shifted}
@@ -185,9 +183,9 @@ class Inserter:
         return changed
 
     def _dequantized(self, builder: GraphBuilder, decision: Decision, edge: Edge, raw: Mapping[str, str]) -> str:
-        """Name of the DQ output that stands for `edge`; its nodes are written on first use.
+        """The output of the pair on `edge`, which is written when it is asked for first.
 
-        Behind a graph output the DQ takes the output's name, and the float tensor its name in `raw`.
+        The pair of a graph output has the output's name, and the float tensor in front of it its name in `raw`.
         """
         tensor = edge.tensor
         constant = self._model.constants.get(tensor)
@@ -208,9 +206,9 @@ class Inserter:
         return output
 
     def _ranked(self, edge: Edge, constant: Constant) -> Constant:
-        """The constant, and a single number as a vector of one where that is the same to the node.
+        """The constant; a scalar as a vector of one number where the node takes both.
 
-        TensorRT would give a number the rank of the other operand, and cannot where it is quantized.
+        TensorRT gives a scalar the rank of the other operand, and cannot if the scalar is quantized.
         """
         user = self._model.user(edge)
         known = (self._model.tensors[t].shape for t in (user.inputs if user else ()) if t in self._model.tensors)
@@ -249,7 +247,7 @@ class Inserter:
         return output
 
     def _bias(self, builder: GraphBuilder, node: Node, slot: int, decision: Decision) -> str:
-        """Name of the tensor that stands for a node's bias: a DQ of integers, or a corrected one in float."""
+        """The tensor of a node's new bias: integers behind a DQ, or the corrected one in float."""
         tensor = (node.inputs[slot] if len(node.inputs) > slot else "") or f"{node.outputs[0]}_bias"
         bias = decision.biases.get(node.index)
         if bias is None:
@@ -278,7 +276,7 @@ class Inserter:
 
 
 def quantized(constant: Constant, quantization: Quantization) -> Constant:
-    """The quantized form of a constant, computed when somebody writes or reads it."""
+    """The quantized form of a constant, computed when it is written or read."""
     scale = hashlib.sha256(quantization.scale.tobytes()).hexdigest()[:16]
     key = f"{constant.key}:{quantization.qtype.value}:{quantization.axis}:{quantization.zero_point}:{scale}"
     return Constant(

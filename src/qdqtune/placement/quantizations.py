@@ -26,15 +26,14 @@ TAKES_BIAS = COMPUTE - {"MatMul"}  # which takes two inputs
 Member = str | Edge
 """What may share a scale: an activation by name, or a constant by its edge, since it may be a weight elsewhere."""
 
-
-NEAR = 1.15
-"""By what factor the range of a Concat's input may differ from its output's to be taken for the same: a step that is
-so much coarser loses less than it saves, the second rounding."""
+NEAR_RANGE = 1.15
+"""Factor up to which the ranges of a Concat's input and output count as equal: the coarser step costs less than a
+second rounding. Chosen, not measured."""
 
 
 @dataclass(frozen=True, eq=False)
 class IntegerBias:
-    """A bias in int32, and its scale: one number or one a channel."""
+    """A bias in int32 with its scale: one number, or one for each channel."""
 
     values: Array
     scale: Array
@@ -42,7 +41,7 @@ class IntegerBias:
 
 @dataclass(frozen=True, eq=False)
 class ShiftedBias:
-    """A bias in float, and which input of the node that adds it it is."""
+    """A corrected bias in float, and the number of the input that takes it."""
 
     slot: int
     values: Array
@@ -50,7 +49,8 @@ class ShiftedBias:
 
 @dataclass(frozen=True)
 class Decision:
-    """What insertion will do: the quantization of each activation, and of each constant in each role."""
+    """How one placement is quantized: activations by name, constants by edge, biases by the index of their node, and
+    the indices of clamps that are `dropped`."""
 
     activations: Mapping[str, Quantization]
     constants: Mapping[Edge, Quantization]
@@ -60,7 +60,8 @@ class Decision:
 
 
 class Quantizer:
-    """How placements of one model are quantized with some ranges; remembers scales, which most placements share."""
+    """Decides how placements of one model are quantized with given ranges; keeps scales, which most placements
+    share."""
 
     def __init__(self, model: Model, ranges: Ranges, fmt: NumericFormat) -> None:
         self._model, self._ranges, self._format = model, ranges, fmt
@@ -70,13 +71,13 @@ class Quantizer:
         self._clamps: dict[str, tuple[Node, tuple[float, float], frozenset[Edge]] | None] = {}
 
     def with_ranges(self, ranges: Ranges) -> Quantizer:
-        """One for the same model with other ranges of activations, which goes on to use what this one remembers."""
+        """A quantizer of the same model with other ranges of activations, which shares the scales kept so far."""
         other = copy(self)
         other._ranges = ranges
         return other
 
     def scales(self, placement: Placement) -> tuple[dict[str, Quantization], dict[Edge, Quantization]]:
-        """How `insert` quantizes each activation, and each constant in its role unless a bias raises its scale."""
+        """The quantization of each activation by name, and of each constant by edge, before a bias raises its scale."""
         constants = self._model.constants
         fixed = [e for e in placement if e.tensor in constants]
         weights = {e: self._weight_scale(e) for e in fixed if weight_role(self._model, e) is not None}
@@ -96,8 +97,7 @@ class Quantizer:
         return Decision(activations, weights, biases, shifted, dropped)
 
     def _shifted(self, placement: Placement) -> dict[int, ShiftedBias]:
-        """Biases that calibration has corrected, of layers whose input and weight both carry pairs, by the node that
-        adds them."""
+        """Corrected biases by the index of the node that adds them, for layers with pairs on input and weight."""
         model, found = self._model, dict[int, ShiftedBias]()
         for node in (n for n in model.nodes if n.name in self._ranges.shifts):
             layer = biased_layer_at(model, placement, node)
@@ -109,7 +109,7 @@ class Quantizer:
         return found
 
     def _scales(self, members: Mapping[Member, Range], placement: Placement) -> dict[Member, Quantization]:
-        """One quantization per member; those that a value-passing operator ties together get a common range."""
+        """The quantization of each member; members that share a scale have a common range."""
         shared = frozenset[str]() if self._ranges.is_given else self._format.shared_scale_ops
         common = common_ranges(self._model, members, placement, shared)
         tensors = {m: m.tensor if isinstance(m, Edge) else m for m in members}
@@ -124,7 +124,7 @@ class Quantizer:
         return self._activations[key]
 
     def _constant_range(self, tensor: str) -> Range:
-        """The range of a constant that is treated like an activation: the one that came with it, or its own."""
+        """The range of a constant that is quantized like an activation: the given one, or that of its values."""
         if tensor not in self._constants:
             values = self._model.constants[tensor].array()
             own = Range(float(values.min(initial=0.0)), float(values.max(initial=0.0)))
@@ -144,10 +144,10 @@ class Quantizer:
         return scales.of_weight(constant.array(), axis, self._format, known.scale.reshape(-1), floor)
 
     def _superfluous(self, placement: Placement, activations: Mapping[str, Quantization]) -> Iterator[int]:
-        """Relu and Clip nodes whose work the saturation of the pair behind them already does.
+        """Indices of Relu and Clip nodes that the saturation of the pair behind them replaces.
 
         Every use of the clamp's output must carry the pair, and nothing else may read the clamp's input, so that the
-        producer can write the clamped tensor's name itself.
+        producer can write the clamped tensor itself.
         """
         for tensor, known in activations.items():
             if tensor not in self._clamps:
@@ -158,7 +158,7 @@ class Quantizer:
                     yield node.index
 
     def _clamp(self, tensor: str) -> tuple[Node, tuple[float, float], frozenset[Edge]] | None:
-        """What makes a tensor if it may be superfluous, its bounds, and the uses of the tensor."""
+        """The Relu or Clip that makes a tensor, its bounds, and the uses of the tensor; None if it has to stay."""
         model, node = self._model, self._model.maker(tensor)
         if node is None or node.op not in CLAMPS or node.domain or tensor in model.outputs:
             return None
@@ -210,12 +210,14 @@ def numpy_type(dtype: int) -> np.dtype[np.generic]:
 def common_ranges(
     model: Model, own: Mapping[Member, Range], placement: Placement, operators: Set[str]
 ) -> dict[Member, Range]:
-    """The range of each member: where one of `operators` ties several together, that of all of them, without what a
-    Concat alone reads: its output has those values, and a range that is the best for all of them. Where a Concat that
-    takes a scale for each input is all that reads a value, that of the Concat's output if it is near.
+    """The range of each member.
 
-    Such a value is rounded to the Concat's steps in any case: at a scale of its own it would be rounded twice, and the
-    Concat would look up each of its integers in a table instead of copying them.
+    Members that one of `operators` connects get the range of all of them together. Inputs that only a Concat reads do
+    not widen it: the Concat's output has the same values, and its range fits them best.
+
+    Where Concat is not among `operators`, each of its inputs may have a scale of its own. An input that only the Concat
+    reads still gets the range of its output, if it is near: with another scale it would be rounded twice, and the
+    Concat would look up each integer in a table instead of copying it.
     """
     group, joined = {m: m for m in own}, set[Member]()
 
@@ -243,7 +245,7 @@ def common_ranges(
 
 
 def joined_for_convolutions(model: Model, placement: Placement) -> frozenset[str]:
-    """What a Concat makes and a convolution reads through a pair."""
+    """Outputs of Concats that a convolution reads through a pair."""
     joins = (node.outputs[0] for node in model.nodes if node.op == "Concat" and not node.domain)
     paired = ((t, model.user(e)) for t in joins for e in model.edges(t) if e in placement)
     return frozenset(t for t, user in paired if user is not None and user.op == "Conv" and not user.domain)
@@ -252,8 +254,8 @@ def joined_for_convolutions(model: Model, placement: Placement) -> frozenset[str
 def _join(
     model: Model, placement: Placement, operators: Set[str], common: dict[Member, Range], root: Mapping[Member, Member]
 ) -> None:
-    """Give (in `common`, by root) the ranges of Concats to what they alone read. The last Concat comes first: what it
-    gives to another one's output goes on to that one's inputs."""
+    """Set the ranges of inputs that only a Concat reads to that of its output, in `common`, by root. The last Concat
+    comes first, as its input may be the output of another one."""
     joins = [n for n in model.nodes if n.op == "Concat" and not n.domain and _is_paired(model, n.outputs[0], placement)]
     if not joins:
         return
@@ -268,7 +270,7 @@ def _join(
         uses = [e for e in join.into if e in placement]
         for of in {root[e if e in root else e.tensor] for e in uses}:
             read = (e for m in members[of] for e in ([m] if isinstance(m, Edge) else edges[m]))
-            if not 1 / NEAR <= _width(given) / (_width(common[of]) or 1.0) <= NEAR:
+            if not 1 / NEAR_RANGE <= _width(given) / (_width(common[of]) or 1.0) <= NEAR_RANGE:
                 continue
             if _reads_alone(model, join, read, operators, root, of) and _still_clamps(
                 model, members[of], common[of], given
@@ -277,12 +279,12 @@ def _join(
 
 
 def _width(values: Range) -> float:
-    """Of the range with the zero that its scale makes it hold."""
+    """The width of a range after it is extended to hold zero, as scales do."""
     return max(values.high, 0.0) - min(values.low, 0.0)
 
 
 def _is_paired(model: Model, tensor: str, placement: Placement) -> bool:
-    """Whether each use of a tensor carries a pair: nobody reads it in float."""
+    """Whether each use of a tensor carries a pair."""
     edges = model.edges(tensor)
     return bool(edges) and all(e in placement for e in edges)
 
@@ -290,7 +292,8 @@ def _is_paired(model: Model, tensor: str, placement: Placement) -> bool:
 def _reads_alone(
     model: Model, join: Node, edges: Iterable[Edge], operators: Set[str], root: Mapping[Member, Member], of: Member
 ) -> bool:
-    """Whether nothing reads integers of a group but a Concat, and operators that hand them on within the group."""
+    """Whether a group of members is read only by this Concat, and by operators that pass integers on within the
+    group."""
     readers = [model.user(e) for e in edges]
     return all(
         n is not None and (n is join or (n.op in operators and all(root.get(o) == of for o in n.outputs if o)))
@@ -299,7 +302,7 @@ def _reads_alone(
 
 
 def _still_clamps(model: Model, members: Sequence[Member], own: Range, given: Range) -> bool:
-    """Whether a pair with the `given` range saturates where the Relu or Clip before it does, which then goes."""
+    """Whether a pair with the `given` range still replaces the Relu or Clip in front of it."""
     for node in (model.maker(m) for m in members if isinstance(m, str)):
         bounds = clamp_bounds(model, node) if node and node.op in CLAMPS and not node.domain else None
         if bounds is not None and not (given.low >= bounds[0] and given.high <= max(bounds[1], own.high)):
