@@ -13,7 +13,7 @@ from qdqtune.engines import MODULES
 from qdqtune.engines.formats import numeric_format
 from qdqtune.graph.model import Model
 from qdqtune.placement.engine_rules import RULES, KeepFloat, PlacedByRules, as_json, place, rules_of
-from qdqtune.placement.graph_queries import DEPTH, GraphQueries
+from qdqtune.placement.graph_queries import MOST_COPIES, GraphQueries
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import consistent, possible_edges
 from qdqtune.types import Edge, QuantType
@@ -384,12 +384,12 @@ def test_not_every_layernorm_follows_a_convolution() -> None:
     assert "norm" not in users(placed(build(block("", "x"), NORM)))
 
 
-@pytest.mark.parametrize("length", [DEPTH, DEPTH + 1])
+@pytest.mark.parametrize("length", [MOST_COPIES, MOST_COPIES + 1])
 def test_the_walk_through_copies_is_bounded(length: int) -> None:
     tensors = ["p", *(f"t{i}" for i in range(length))]
     chain = [f"[c{i}] {tensors[i + 1]} = Transpose <perm=[0,1,3,2]> ({tensors[i]})" for i in range(length)]
     found = placed(build(block("\n".join(chain), tensors[-1]), NORM))
-    assert ("norm" in users(found)) == (length <= DEPTH)
+    assert ("norm" in users(found)) == (length <= MOST_COPIES)
 
 
 STAGES = """net (float[1,32,8,8] x) => (float[1,32,4,4] y) {

@@ -13,7 +13,7 @@ from qdqtune.placement.keep_float import follows_convolution, result
 from qdqtune.types import Edge
 
 INTEGER = frozenset({"Add", "Concat", "LeakyRelu", "Mul", "Sigmoid"})
-"""Operators with integer kernels of their own in ONNX Runtime that pay between quantized neighbours."""
+"""Operators whose integer kernels in ONNX Runtime save time between quantized neighbours."""
 
 
 def compute_inputs(queries: GraphQueries, placed: frozenset[Edge]) -> Iterable[Edge]:
@@ -22,14 +22,14 @@ def compute_inputs(queries: GraphQueries, placed: frozenset[Edge]) -> Iterable[E
 
 
 def attention_results(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edge]:
-    """What reads the second product of an attention, behind copies, where both products have pairs."""
+    """The readers of an attention's second product, behind copies, if both products have pairs."""
     for attention in queries.attentions:
         if all(e in placed for e in nodes_into(queries, attention.products)):
             yield from results_of(queries, attention)
 
 
 def residual_skip(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edge]:
-    """The skip input of an Add whose branch comes out of a quantized compute operator."""
+    """The skip input of an Add whose other input comes from a quantized compute operator."""
     for node in queries.model.nodes:
         if node.op != "Add" or node.domain or (skip := queries.skip(node)) is None:
             continue
@@ -86,7 +86,7 @@ def average_pool(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edg
 
 
 def compute_results(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[Edge]:
-    """All uses of what a quantized convolution makes, or a quantized MatMul in front of a bias."""
+    """All uses of the result of a quantized convolution, or of a quantized MatMul with a bias behind it."""
     for node in queries.computes():
         if node.op == "Gemm" or not queries.runs_in_8_bits(node, placed):
             continue
@@ -96,7 +96,7 @@ def compute_results(queries: GraphQueries, placed: frozenset[Edge]) -> Iterator[
 
 
 def integer_operators(queries: GraphQueries, placed: frozenset[Edge]) -> Iterable[Edge]:
-    """Inputs and results of operators whose data are all quantized, and that have an integer kernel."""
+    """Inputs and results of operators with an integer kernel whose inputs are all quantized."""
     return rules.integer_islands(queries.model, queries.possible, INTEGER)
 
 
@@ -110,7 +110,8 @@ def _runs_in_8_bits(queries: GraphQueries, node: int, placed: frozenset[Edge]) -
 
 
 def _made_in_8_bits(queries: GraphQueries, tensor: str, placed: frozenset[Edge]) -> bool:
-    """Whether a tensor comes, through copies, out of a quantized operator's fusion, or of one that hands it on."""
+    """Whether a tensor comes, through copies, from the fusion of a quantized operator, or from a Concat, MaxPool or
+    Resize of quantized inputs."""
     source = queries.source(tensor)
     if source is None:
         return False

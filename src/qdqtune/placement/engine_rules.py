@@ -1,8 +1,8 @@
-"""Where an engine wants its pairs: the rules of `quantize`, one by one.
+"""The placement rules of `quantize`, by engine and type.
 
-Each rule is a small function with a reason and a source. Those that keep operators in float go first; then the others
-add pairs where they still may, until none adds any more. A pair that would stand on an activation without its weight,
-or on a weight without its activation, goes in the end.
+Each rule is a function with a reason and a source. Rules that keep operators in float come first; the others then add
+pairs to the edges that are left, until none adds any more. In the end pairs on an activation without its weight go, and
+on a weight without its activation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from qdqtune.types import Edge, Placement, QuantType
 
 TENSORRT = TENSORRT_FAMILY | {"fake"}
 FUSING = TENSORRT | {"openvino"}
-"""Engines that draw pointwise operators into the kernel in front of them."""
+"""Engines that fuse pointwise operators into the kernel in front of them."""
 RTX = frozenset({"tensorrt-rtx"})
 ONNXRUNTIME = frozenset({"onnxruntime"})
 EVERY = FUSING | ONNXRUNTIME
@@ -41,13 +41,13 @@ ELEMENTWISE = frozenset({"Add", "Mul", "Sub"})
 
 
 QUANTIZABLE = AVERAGE_POOLS | ELEMENTWISE | {"Concat", "MaxPool", "Resize"}
-"""Operators with integer kernels besides those that compute: pooling, elementwise, concatenation and resize layers.
-Layers that only move values need no pair of their own: TensorRT moves those around them across."""
+"""Operators with integer kernels beside COMPUTE. Layers that only move values need no pair of their own: TensorRT moves
+pairs across them."""
 
 
 @dataclass(frozen=True)
 class PlacementRule:
-    """What one rule does for some engines and types, and where it is from."""
+    """What rules of both kinds have: engines and types that they are for, a reason, and its source."""
 
     name: str
     reason: str
@@ -58,14 +58,14 @@ class PlacementRule:
 
 @dataclass(frozen=True)
 class KeepFloat(PlacementRule):
-    """A rule that names edges which may carry no pair."""
+    """A rule that finds edges which may carry no pair."""
 
     find: Callable[[GraphQueries], Iterable[Edge]]
 
 
 @dataclass(frozen=True)
 class CarryPair(PlacementRule):
-    """A rule that names edges to carry a pair, given those that do already."""
+    """A rule that finds edges which get a pair, given those that have one."""
 
     find: Callable[[GraphQueries, frozenset[Edge]], Iterable[Edge]]
 
@@ -144,7 +144,7 @@ def rules_of(engine: str | None = None, quant_type: QuantType | None = None) -> 
 
 
 def place(model: Model, possible: frozenset[Edge], engine: str, quant_type: QuantType) -> PlacedByRules:
-    """The placement by the rules of an engine. Sizes count where `model` has them."""
+    """The placement by the rules of an engine. Rules about sizes apply where `model` has static shapes."""
     chosen = rules_of(engine, quant_type)
     counts = dict.fromkeys((rule.name for rule in chosen), 0)
     queries = GraphQueries(model, possible, quant_type)
@@ -171,7 +171,7 @@ def effect(rule: PlacementRule) -> str:
 
 
 def as_json(rule: PlacementRule) -> dict[str, object]:
-    """A rule for machines."""
+    """A rule as `qdqtune rules --json` prints it."""
     return {
         "name": rule.name,
         "effect": effect(rule),
@@ -183,8 +183,11 @@ def as_json(rule: PlacementRule) -> dict[str, object]:
 
 
 def place_implicit(model: Model, possible: frozenset[Edge], quant_type: QuantType) -> PlacedByRules:
-    """Pairs on all inputs of every quantizable operator whose inputs all have scales, and its result, if it computes
-    nothing. Tensors inside a fusion, which never leave the kernel, carry none."""
+    """The tensors that TensorRT 8 to 10 ran in 8 bits with `--int8` and a calibration cache, where all had scales.
+
+    Pairs on all inputs of compute operators, and of other quantizable ones if inputs and outputs can carry one. Tensors
+    inside a fusion carry none. TensorRT also chose the faster precision for each layer; with pairs it has no choice.
+    """
     queries = GraphQueries(model, possible, quant_type)
     edges = frozenset(e for node in model.nodes if not node.domain for e in _into_quantizable(queries, node))
     placement = consistent(model, Placement(frozenset(e for e in edges if not queries.is_inside(e))))
@@ -197,6 +200,6 @@ def _into_quantizable(queries: GraphQueries, node: Node) -> Iterator[Edge]:
     elif node.op in QUANTIZABLE:
         data = queries.data(node)
         outputs = [e for e in queries.model.edges(node.outputs[0]) if not e.is_graph_output]
-        is_whole = len(data) == 2 or node.op not in ELEMENTWISE  # with a constant it joins the kernel in front of it
+        is_whole = len(data) == 2 or node.op not in ELEMENTWISE  # with a constant it is fused into the kernel in front
         if data and is_whole and all(e in queries.possible for e in (*data, *outputs)):
             yield from data

@@ -26,8 +26,8 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Fragment:
-    """What was written for one tensor, for builders that have all its `names` free: each of them would get the same
-    where it is made of the same."""
+    """Nodes and constants that were written for one tensor. A later graph gets the same ones if they are `made_of` the
+    same, and it uses none of their `names`."""
 
     made_of: object
     names: frozenset[str]
@@ -50,7 +50,7 @@ class GraphBuilder:
     """Each name as it was wanted, and as it is."""
 
     def once(self, known: dict[object, Fragment], slot: object, made_of: object, write: Callable[[], str]) -> str:
-        """The name of what `write` writes, or of the same from an earlier builder: `known` holds the latest by
+        """The output of what `write` writes, copied from an earlier graph if possible: `known` has the latest of each
         `slot`."""
         last = known.get(slot)
         if last is not None and last.made_of == made_of and last.names.isdisjoint(self.names):

@@ -1,4 +1,4 @@
-"""Rules that keep operators in float: each names edges that may carry no pair."""
+"""Rules that keep operators in float: each finds edges that may carry no pair."""
 
 from __future__ import annotations
 
@@ -13,14 +13,21 @@ from qdqtune.types import Edge
 
 FLOAT_FUNCTIONS = frozenset({"Softmax", "LogSoftmax", "Erf", "Gelu"})
 
-CHANNELS = 16
-"""Fewest channels, and least K and N of a matrix product, that fill a tile of the 8-bit kernels."""
+TILE = 16
+"""Fewest channels, and least K and N of a matrix product, that fill a tile of the 8-bit kernels (NVIDIA Model
+Optimizer)."""
+
 LARGEST_FP8_FILTER = 32
+"""Most values of a filter that FP8 convolutions have kernels for (NVIDIA Model Optimizer)."""
+
 INT8_HEADS = (16, 32, 64)
-"""Head sizes for which INT8 attention has a fused kernel."""
+"""Head sizes for which INT8 attention has a fused kernel (TensorRT developer guide, as the next two)."""
 
 LONGEST_INT8_ATTENTION = 512
+"""Most positions of a fused INT8 attention."""
+
 LARGEST_FP8_HEAD = 256
+"""Largest head size of a fused FP8 attention."""
 
 
 def graph_outputs(queries: GraphQueries) -> Iterator[Edge]:
@@ -29,7 +36,7 @@ def graph_outputs(queries: GraphQueries) -> Iterator[Edge]:
 
 
 def float_outputs(queries: GraphQueries) -> Iterator[Edge]:
-    """Edges to graph outputs, but those of what a convolution makes."""
+    """Edges to graph outputs that no convolution makes."""
     own = {result(queries, n) for n in queries.computes() if n.op in CONVOLUTIONS}
     return (e for e in graph_outputs(queries) if e.tensor not in own)
 
@@ -40,7 +47,7 @@ def half_precision(queries: GraphQueries) -> Iterator[Edge]:
 
 
 def result(queries: GraphQueries, node: Node) -> str:
-    """What a compute operator makes once the clamps behind it are drawn in."""
+    """The result of a compute operator after the clamps that are fused into it."""
     tensor = node.outputs[0]
     while len(uses := queries.model.edges(tensor)) == 1:
         user = queries.model.user(uses[0])
@@ -70,10 +77,9 @@ def swish(queries: GraphQueries) -> Iterator[Edge]:
 
 
 def stem_swish(queries: GraphQueries) -> Iterator[Edge]:
-    """The first convolution with the SiLU or HardSwish behind it: every edge from its data to the readers of the
-    product.
+    """Every edge from the data of a first convolution to the readers of the SiLU or HardSwish behind it.
 
-    First means that no other compute operator stands in front; fewer channels go in than fill a tile.
+    A convolution is first if no compute operator is in front of it and its inputs have fewer channels than fill a tile.
     """
     behind = _behind_compute(queries)
     for node, x, gate, first in _gated(queries):
@@ -81,14 +87,14 @@ def stem_swish(queries: GraphQueries) -> Iterator[Edge]:
         if layer is None or layer.op != "Conv" or layer.inputs[0] in behind:
             continue
         channels = (queries.sizes(layer.inputs[0]) or (None, None))[1]
-        if layer.attributes.get("group", 1) == 1 and (channels or CHANNELS) < CHANNELS:
+        if layer.attributes.get("group", 1) == 1 and (channels or TILE) < TILE:
             yield from queries.into(layer)
             tensors = {x, gate, node.outputs[0], *first.outputs}
             yield from (e for e in queries.possible if e.tensor in tensors)
 
 
 def _behind_compute(queries: GraphQueries) -> set[str]:
-    """Tensors that come out of a compute operator, directly or not."""
+    """Tensors that depend on the result of a compute operator."""
     found: set[str] = set()
     for node in queries.model.nodes:
         if node.op in COMPUTE or not found.isdisjoint((*node.inputs, *node.captures)):
@@ -97,7 +103,7 @@ def _behind_compute(queries: GraphQueries) -> set[str]:
 
 
 def _gated(queries: GraphQueries) -> Iterator[tuple[Node, str, str, Node]]:
-    """Every product of an x and its gate, the names of both, and the node that reads x in the gate."""
+    """Every Mul of an x and its gate, the names of both, and the node of the gate that reads x."""
     for node in queries.model.nodes:
         for x, gate in (node.inputs, node.inputs[::-1]) if node.op == "Mul" and len(node.inputs) == 2 else ():
             if (first := _gate_of(queries, x, gate)) is not None:
@@ -105,7 +111,7 @@ def _gated(queries: GraphQueries) -> Iterator[tuple[Node, str, str, Node]]:
 
 
 def _gate_of(queries: GraphQueries, x: str, gate: str) -> Node | None:
-    """The node that reads x in a gate: Sigmoid(x), HardSigmoid(x), or Clip(x + 3) with a constant factor."""
+    """The node that reads x if `gate` is Sigmoid(x), HardSigmoid(x), or Clip(x + 3) times a constant; else None."""
     node = queries.model.maker(gate)
     while node is not None and node.op in ("Clip", "Div", "Mul") and len(queries.data(node)) == 1:
         node = queries.model.maker(queries.data(node)[0].tensor)
@@ -114,7 +120,7 @@ def _gate_of(queries: GraphQueries, x: str, gate: str) -> Node | None:
 
 
 def float_functions(queries: GraphQueries) -> Iterator[Edge]:
-    """Normalizations (but those of `follows_convolution`), Softmax, and the Erf of a GELU."""
+    """Normalizations except the data input of those that `follows_convolution`, Softmax, and the Erf of a GELU."""
     for node in queries.model.nodes:
         if node.op in NORMALIZATIONS and queries.fusions.get(node.index) is None:
             kept = 0 if follows_convolution(queries, node) is not None else None
@@ -124,10 +130,10 @@ def float_functions(queries: GraphQueries) -> Iterator[Edge]:
 
 
 def follows_convolution(queries: GraphQueries, node: Node) -> Node | None:
-    """The compute operator that a LayerNormalization of a convolutional network takes its data from, if there is one.
+    """The compute operator that the data of a LayerNormalization in a convolutional network comes from, else None.
 
-    Its data input, followed through copies, comes out of the fusion of a convolution. Or it comes out of a residual Add
-    whose branch ends in a matrix product, and goes through copies into a convolution.
+    Its data comes, through copies, from the fusion of a convolution; or from a residual Add whose branch ends in a
+    matrix product, and its result goes, through copies, into a convolution.
     """
     if node.op != "LayerNormalization" or node.domain:
         return None
@@ -144,7 +150,7 @@ def follows_convolution(queries: GraphQueries, node: Node) -> Node | None:
 
 
 def matrix_vector(queries: GraphQueries) -> Iterator[Edge]:
-    """Matrix products with M or N = 1; with a weight, where no batch makes M larger."""
+    """Matrix products with M or N = 1; with a weight, M includes the batch."""
     for node in queries.computes():
         shape = queries.sizes(node.outputs[0])
         if node.op in CONVOLUTIONS or not shape:
@@ -162,7 +168,7 @@ def tiny_products(queries: GraphQueries) -> Iterator[Edge]:
         if node.op in CONVOLUTIONS or len(second) < 2 or not shape:
             continue
         inner = second[-1] if node.op == "Gemm" and node.attributes.get("transB", 0) else second[-2]
-        if any(0 < (size or 0) < CHANNELS for size in (inner, shape[-1])):
+        if any(0 < (size or 0) < TILE for size in (inner, shape[-1])):
             yield from queries.into(node)
 
 
@@ -178,23 +184,23 @@ def tiny_convolutions(queries: GraphQueries) -> Iterator[Edge]:
             continue
         outputs, inputs, *kernel = (d or 0 for d in weight)
         if queries.quant_type == "fp8":
-            is_tiny = min(outputs, inputs) <= CHANNELS or prod(kernel) > LARGEST_FP8_FILTER
-        elif min(outputs, inputs) >= CHANNELS:
+            is_tiny = min(outputs, inputs) <= TILE or prod(kernel) > LARGEST_FP8_FILTER
+        elif min(outputs, inputs) >= TILE:
             is_tiny = False
         elif node.attributes.get("group", 1) > 1:
             is_tiny = outputs % 8 != 0 or min(kernel) < 3
         else:
             is_first = node.inputs[0] in queries.model.inputs
-            is_tiny = bool(outputs % 8 and inputs % 8) or not (is_first or max(outputs, inputs) >= CHANNELS)
+            is_tiny = bool(outputs % 8 and inputs % 8) or not (is_first or max(outputs, inputs) >= TILE)
         if is_tiny:
             yield from queries.into(node)
 
 
 def unfusable_int8_attention(queries: GraphQueries) -> Iterator[Edge]:
-    """INT8: both products of an attention that no fused kernel takes, for its sizes or since one of the pairs that the
-    kernel wants cannot stand: on both inputs of both products, and on what becomes of the second.
+    """INT8: both products of an attention without a fused kernel, by its sizes or because a pair is not possible that
+    the kernel needs: on both inputs of both products, and on the result of the second.
 
-    Observed with TensorRT-RTX 1.7 for sm89, and told by NVIDIA's guide: heads of 16, 32 or 64, at most 512 positions.
+    Seen with TensorRT-RTX 1.7 for sm89, and in NVIDIA's guide: heads of 16, 32 or 64, at most 512 positions.
     """
     for attention in queries.attentions:
         fits = attention.head_size in INT8_HEADS and (attention.sequence or 0) <= LONGEST_INT8_ATTENTION
@@ -204,12 +210,12 @@ def unfusable_int8_attention(queries: GraphQueries) -> Iterator[Edge]:
 
 
 def attention_results(queries: GraphQueries, attention: Attention) -> list[Edge]:
-    """Where the result of the second product is read, behind copies."""
+    """The readers of the second product, behind copies."""
     return list(queries.readers(queries.model.nodes[attention.context].outputs[0]))
 
 
 def unfusable_fp8_attention(queries: GraphQueries) -> Iterator[Edge]:
-    """FP8: both products of an attention whose head size is unknown, no multiple of 16 or above 256."""
+    """FP8: both products of an attention whose head size is unknown, not a multiple of 16, or above 256."""
     for attention in queries.attentions:
         size = attention.head_size or 0
         fits = 0 < size <= LARGEST_FP8_HEAD and size % 16 == 0
@@ -225,7 +231,8 @@ def transposed_convolutions(queries: GraphQueries) -> Iterator[Edge]:
 
 
 def pooled_convolutions(queries: GraphQueries) -> Iterator[Edge]:
-    """Convolutions of an image of one pixel, as in squeeze-and-excitation: products of a matrix and a vector."""
+    """Convolutions of an image of one pixel, as in squeeze-and-excitation: they are products of a matrix and a
+    vector."""
     for node in queries.computes():
         image = queries.sizes(node.inputs[0])[2:]
         if node.op == "Conv" and image and all(size == 1 for size in image):

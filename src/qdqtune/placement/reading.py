@@ -21,10 +21,10 @@ from qdqtune.types import Array, Edge, Placement, WeightFormat
 
 @dataclass(frozen=True)
 class Reading:
-    """The pairs of a Q/DQ model in terms of a float model, and how many pairs found no counterpart there.
+    """The placement of a Q/DQ model on a float model, and the names of the DQs without a counterpart there.
 
-    `ranges` are the intervals that the pairs can represent: inserted again in the same format, they give the same
-    scales and zero points.
+    `ranges` are the intervals that the pairs represent: inserted again in the same format, they give the same scales
+    and zero points.
     """
 
     placement: Placement
@@ -34,7 +34,7 @@ class Reading:
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """A DQ node of a Q/DQ model: the float tensor or quantized constant in front, and who reads it."""
+    """A DQ node of a Q/DQ model, with the float tensor or quantized constant in front of it as `source`."""
 
     source: str
     scale: Array
@@ -47,7 +47,7 @@ class Pair:
 
     @property
     def range(self) -> Range:
-        """What the pair can represent. Symmetric int8 leaves out -128, so that the scale is max / 127 again."""
+        """The interval that the pair represents. Symmetric int8 leaves out -128, so that its scale is max / 127."""
         return Range(self.end("min"), self.end("max"))
 
     def end(self, which: Literal["min", "max"]) -> float:
@@ -73,8 +73,8 @@ def read_placement(float_model: Model, qdq_model: Model) -> Reading:
     """The edges of `float_model` on which `qdq_model` has pairs.
 
     Nodes are matched by name, then by the name of an output tensor; the edge is the float node's own input. Pairs of
-    int32 biases follow from the others and are left out. A weight without a pair on what it meets, in blocks or of 4
-    bits is compressed.
+    int32 biases follow from the others and are left out. Weights that alone are quantized are the placement's
+    `compressed`.
 
     Raises:
         BadModel: a scale is no finite number, or below zero.
@@ -99,7 +99,7 @@ def placement_in(float_model: Model, qdq_model: Model) -> Placement:
 
 
 def _uses(float_model: Model, qdq_model: Model) -> tuple[dict[Edge, Pair], list[str], dict[Edge, WeightFormat]]:
-    """Edges with their pairs, DQs of pairs that are on none, and uses of weights that alone are quantized."""
+    """Edges with their pairs, names of DQs without an edge, and edges of weights that alone are quantized."""
     twins = twins_of(float_model, qdq_model)
     edges: dict[Edge, Pair] = {}
     stored: dict[Edge, WeightFormat] = {}
@@ -126,8 +126,8 @@ def _uses(float_model: Model, qdq_model: Model) -> tuple[dict[Edge, Pair], list[
 
 
 def _is_alone(model: Model, pair: Pair, node: int) -> bool:
-    """Whether a weight is quantized and what it meets is not, as no pair is written: in blocks, in 4 bits, or in 8 bits
-    without a zero point."""
+    """Whether a weight is quantized without the other operand: in blocks, in 4 bits, or in 8 bits without a zero point,
+    as no pair is written."""
     if not pair.is_constant or node == GRAPH or model.nodes[node].op not in STORING:
         return False
     is_ours = pair.block is not None or pair.zero_point.dtype.name.endswith("int4") or len(pair.dq.inputs) < 3
@@ -214,12 +214,12 @@ def counterpart(
 
 
 def weight_format_in(zero_point: Array, block: int | None) -> WeightFormat | None:
-    """The weight format of integers with these zero points; None if there is no such one."""
+    """The weight format of integers with these zero points and blocks; None if we have no such format."""
     name = zero_point.dtype.name
     is_signed = not name.startswith("u") and not zero_point.astype(np.int8).any()
     try:
         return WeightFormat(4 if name.endswith("int4") else 8, block, is_signed)
-    except ValueError:  # other blocks than ours, or 4 bits with one scale a channel
+    except ValueError:  # another block size, or 4 bits with one scale for each channel
         return None
 
 
@@ -236,7 +236,7 @@ def without_blocks(integers: Array, scale: Array, zero_point: Array, axis: int, 
 
 @dataclass(frozen=True, eq=False)
 class IntegerTable:
-    """A Gather of integers, and the DQ of what it and a Gather of scales have picked (see `placement.compression`)."""
+    """A Gather of integers, a Gather of their scales, and the DQ of both (see `placement.compression`)."""
 
     gather: Node
     scaling: Node
@@ -245,7 +245,7 @@ class IntegerTable:
 
 
 def tables_of(model: Model) -> Iterator[IntegerTable]:
-    """The tables of a model whose rows are picked as integers."""
+    """The tables of a model whose rows are integers."""
     for dq in model.nodes:
         if dq.op != "DequantizeLinear" or len(dq.inputs) > 2 or not dq.attributes.get("block_size"):
             continue
@@ -259,7 +259,5 @@ def tables_of(model: Model) -> Iterator[IntegerTable]:
 
 
 def count_pairs(placement: Placement) -> int:
-    """How many tensors have a Q/DQ pair: what users are told, in terminal, report and summary alike. A tensor that
-    several nodes read through a pair counts once.
-    """
+    """How many tensors have a Q/DQ pair, as users are told everywhere: one that several nodes read counts once."""
     return len({edge.tensor for edge in placement.edges})

@@ -16,8 +16,9 @@ from qdqtune.graph.operators import KEEPS_SIGN, LOWER_BOUNDS
 from qdqtune.placement.reading import IntegerTable, Pair, pairs_of, tables_of, without_blocks
 from qdqtune.types import Array
 
-CLOSE = 0.1
-"""How far from a whole number the logarithm of a ratio may be that a power of two has made."""
+WHOLE_EXPONENT = 0.1
+"""How far from a whole number log2 of the ratio of two weights may be if a power of two scaled them: rounding moves the
+largest weight a little. Chosen, not measured."""
 
 
 def strip_pairs(model: Model) -> Model:
@@ -60,12 +61,12 @@ def strip_pairs(model: Model) -> Model:
 
 
 def _is_read_by_name(model: Model, tensor: str) -> bool:
-    """Whether a body or the graph's caller reads the tensor: such users cannot be pointed at another one."""
+    """Whether a body or the caller of the graph reads the tensor: they cannot be given another name."""
     return any(use.slot < 0 or use.node == GRAPH for use in model.uses(tensor))
 
 
 def _names_back(model: Model, source: Mapping[str, str], clamped: set[str]) -> Mapping[str, str]:
-    """Float tensors that can take the name of the graph output that is their pair's, by that tensor."""
+    """The names of graph outputs that float tensors can take over from their pairs, by tensor."""
     final: dict[str, str] = {}
     for output in model.outputs:
         tensor = source.get(output)
@@ -86,7 +87,7 @@ def _renamed(node: onnx.NodeProto, source: Mapping[str, str], final: Mapping[str
 
 
 def _dequantized(model: Model, pair: Pair) -> Constant:
-    """The float constant that a DQ of a constant gives: (q - zero point) * scale, or the float source of a Q."""
+    """The float constant behind a DQ of a constant: (q - zero point) * scale, or the float source of a Q."""
     constant = model.constants[pair.source]
     dtype = helper.tensor_dtype_to_np_dtype(model.constants[pair.dq.inputs[1]].dtype)
     if helper.tensor_dtype_to_np_dtype(constant.dtype) == dtype:
@@ -105,7 +106,7 @@ def _dequantized(model: Model, pair: Pair) -> Constant:
 
 
 def _lost_clamp(model: Model, pair: Pair) -> tuple[onnx.NodeProto, dict[str, Constant]]:
-    """A Relu or Clip that stands for the saturation of a pair whose lowest value is zero."""
+    """A Relu or Clip in place of the saturation of a pair whose lowest value is zero."""
     name, result = f"{pair.source}_clamp", f"{pair.source}_clamped"
     if abs(pair.end("max") - 6) > 0.01:
         return helper.make_node("Relu", [pair.source], [result], name), {}
@@ -115,7 +116,7 @@ def _lost_clamp(model: Model, pair: Pair) -> tuple[onnx.NodeProto, dict[str, Con
 
 
 def _lower_bounds(model: Model, pairs: Mapping[str, Pair]) -> Mapping[str, float]:
-    """Tensors to a value that they never fall below once the pairs are gone and the lost clamps back."""
+    """Lower bounds of tensors once the pairs are gone and the lost clamps are back."""
     bounds: dict[str, float] = {}
 
     def bound(tensor: str) -> float | None:
@@ -158,7 +159,7 @@ def _joined(op: str, bounds: list[float | None]) -> float | None:
 
 
 def with_tables(model: Model) -> Model:
-    """The model with float tables in place of those whose rows are picked as integers."""
+    """The model with float tables in place of integer ones."""
     tables = {table.gather.index: table for table in tables_of(model)}
     if not tables:
         return model
@@ -189,8 +190,8 @@ def _floats(model: Model, table: IntegerTable) -> Constant:
 def moved_channels(float_model: Model, qdq_model: Model) -> tuple[Factor, ...]:
     """The factors by which `qdq_model` has scaled channels of `float_model`; none where weights differ otherwise.
 
-    What was moved away on one side is there on the other: where most constants of a site say otherwise, one of them is
-    wrong, and nothing has moved.
+    Quantized weights keep the largest magnitude of each channel, so the ratio of those of both models is the factor. A
+    site counts only if most of its constants agree: channels that are scaled on one side are scaled back on the other.
     """
     plain = strip_pairs(qdq_model)
     found: list[tuple[Factor, ...]] = []
@@ -204,7 +205,8 @@ def moved_channels(float_model: Model, qdq_model: Model) -> tuple[Factor, ...]:
 
 
 def _agrees(before: Model, after: Model, factor: Factor, every: Sequence[Factor]) -> bool:
-    """Whether a constant is nearer to what it should be with its factor than without, beside those of other sites."""
+    """Whether a constant is nearer to its value with the factor than to that without it, given the factors of all other
+    sites."""
     constant, known = _at(after, factor), before.constants[factor.edge.tensor]
     if constant is None or constant.shape != known.shape:
         return False
@@ -216,7 +218,7 @@ def _agrees(before: Model, after: Model, factor: Factor, every: Sequence[Factor]
 
 
 def _at(model: Model, factor: Factor) -> Constant | None:
-    """The constant that a model has where the factor belongs."""
+    """The constant of a model that a factor scales."""
     index = model.index_of.get(factor.edge.node)
     inputs = () if index is None else model.nodes[index].inputs
     return model.constants.get(inputs[factor.edge.index]) if factor.edge.index < len(inputs) else None
@@ -233,11 +235,11 @@ def _exponents(before: Model, after: Model, site: Site) -> list[int]:
     filled = (one > 0) & (other > 0)
     steps = np.log2(np.where(filled, one, 1.0)) - np.log2(np.where(filled, other, 1.0))
     whole = np.rint(steps)
-    return [int(e) for e in whole] if (np.abs(steps - whole) < CLOSE).all() else unmoved
+    return [int(e) for e in whole] if (np.abs(steps - whole) < WHOLE_EXPONENT).all() else unmoved
 
 
 def _largest(values: Array, shape: tuple[int, ...]) -> Array:
-    """The largest magnitudes of channels, which lie along the one axis of a factor's `shape` that is not 1."""
+    """The largest magnitude of each channel: they lie along the axis of a factor's `shape` that is not 1."""
     padded = (1,) * (values.ndim - len(shape)) + shape
     others = tuple(i for i, size in enumerate(padded) if size == 1)
     return np.asarray(np.abs(values.astype(np.float64)).max(axis=others, initial=0.0))
