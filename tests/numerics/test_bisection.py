@@ -45,7 +45,7 @@ def test_one_culprit_is_found_wherever_it_stands_within_the_bound(count: int) ->
         assert found.rest == tuple(p for p in range(count) if p != part)
         assert found.damage == pytest.approx(BACKGROUND * (count - 1) / count)
         assert found.culprits[0].damage == pytest.approx(1 + found.damage)
-        assert found.culprits[0].company == count
+        assert found.culprits[0].tested == count
 
 
 @pytest.mark.parametrize("cap", [1000.0, 1.0], ids=["adding up", "no worse than one"])
@@ -59,11 +59,11 @@ def test_several_are_found_one_after_another(guilty: tuple[int, ...], cap: float
 
 
 @pytest.mark.parametrize("company", [(9, 10, 11), (31, 32), (0, 63), (15, 31, 47)])
-def test_one_of_those_that_do_harm_together_only_is_enough(company: tuple[int, ...]) -> None:
-    together = Counted(lambda on: BACKGROUND + float(set(company) <= set(on)))
+def test_one_of_those_that_do_harm_together_only_is_enough(tested: tuple[int, ...]) -> None:
+    together = Counted(lambda on: BACKGROUND + float(set(tested) <= set(on)))
     found = culprits(range(64), together, LIMIT)
     assert len(found.culprits) == 1
-    assert named(found)[0] in company
+    assert named(found)[0] in tested
     assert found.damage == BACKGROUND
     assert len(together.asked) <= 1 + 2 * log2(64)
 

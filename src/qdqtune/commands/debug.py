@@ -326,7 +326,7 @@ class _Debugging:
                 _nodes(self._probe.float_model, pair),
                 culprit.damage,
                 culprit.without,
-                culprit.company,
+                culprit.tested,
                 ranges[pair.tensor],
                 representable(pair),
                 _ends(pair.scale),
