@@ -1,4 +1,4 @@
-"""Culprits among parts: alone, several, only in company, spread; and how often is asked."""
+"""Culprits among parts: alone, several, only together, spread; and how often damage is measured."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_several_are_found_one_after_another(guilty: tuple[int, ...], cap: float
     assert len(damage.asked) < 64 * len(guilty)
 
 
-@pytest.mark.parametrize("company", [(9, 10, 11), (31, 32), (0, 63), (15, 31, 47)])
-def test_one_of_those_that_do_harm_together_only_is_enough(tested: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("tested", [(9, 10, 11), (31, 32), (0, 63), (15, 31, 47)])
+def test_one_of_several_that_cause_damage_only_together_is_enough(tested: tuple[int, ...]) -> None:
     together = Counted(lambda on: BACKGROUND + float(set(tested) <= set(on)))
     found = culprits(range(64), together, LIMIT)
     assert len(found.culprits) == 1
@@ -91,7 +91,7 @@ def test_what_breaks_the_limit_alone_is_named_though_there_is_worse_and_the_spre
     assert found.damage == pytest.approx(0.062)
 
 
-def test_the_loudest_of_a_small_company_is_not_guilty_of_damage_that_is_spread() -> None:
+def test_the_worst_of_a_small_set_is_not_at_fault_if_damage_is_spread() -> None:
     """It makes most of what its neighbours do, but little of the whole, and alone holds the limit."""
     damage = Counted(lambda on: sum({0: 0.029, 1: 0.005, 2: 0.005, 3: 0.005}.get(p, 0.01) for p in on))
     found = culprits(range(64), damage, 0.03)
