@@ -44,7 +44,7 @@ from qdqtune.numerics.metric import Evaluation, evaluate, load_evaluation
 from qdqtune.placement import engine_rules, rules
 from qdqtune.placement.engine_rules import PlacedByRules
 from qdqtune.placement.insertion import Inserter
-from qdqtune.placement.possible import met_by_weights, possible_edges, storable_edges
+from qdqtune.placement.possible import possible_edges, product_inputs, storable_edges
 from qdqtune.placement.reading import is_quantized
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.types import Array, Failure, NumericFormat, Placement
@@ -195,12 +195,12 @@ def _moments(
     if request.weight_rounding == "nearest" or prepared is None:
         return {}
     observer.stage(f"looking at what products meet on {prepared.samples.origin}")
-    return moments(model, sorted(met_by_weights(model, placement.weight_formats)), prepared.calibration)
+    return moments(model, sorted(product_inputs(model, placement.weight_formats)), prepared.calibration)
 
 
 def _few_rows(request: Request, model: Model, placement: Placement, prepared: Prepared | None) -> tuple[str, ...]:
     """What to say where the data have fewer rows than products have inputs: rounding learns little from them."""
-    met = {} if request.weight_rounding == "nearest" else met_by_weights(model, placement.weight_formats)
+    met = {} if request.weight_rounding == "nearest" else product_inputs(model, placement.weight_formats)
     if not met or prepared is None:
         return ()
     tensor = max(met, key=lambda name: met[name])

@@ -101,7 +101,7 @@ class Half:
         return told, f"nodes that stay in float32, {len(self.kept)}: {shown}{more}"
 
 
-def in_half(
+def in_half_precision(
     prepared: Prepared, precision: Precision | None, usual: Precision, floor_db: float | None = FLOOR_DB
 ) -> tuple[Prepared, Half | None, tuple[str, ...]]:
     """The float32 model of `prepared` in a precision, with notes; without one in the `usual` one if its outputs reach
@@ -130,7 +130,7 @@ def in_half(
 
 
 def by_ranges(model: Model, precision: Precision, cache: Path, file: Path) -> tuple[Model, tuple[str, ...]]:
-    """`in_half` with the ranges of a calibration cache in place of samples.
+    """`in_half_precision` with the ranges of a calibration cache in place of samples.
 
     Raises:
         BadData: the cache cannot be read, or is another model's.

@@ -154,12 +154,12 @@ class Compressor:
         return tuple(builder.made[made].split("\n"))
 
     def _rounded(self, weight: Weight, weight_format: WeightFormat) -> Stored:
-        met = weight.node.inputs[0]
-        if weight.node.op == "Gather" or met not in self._moments:
+        tensor = weight.node.inputs[0]
+        if weight.node.op == "Gather" or tensor not in self._moments:
             return blocks.store(weight.array(), weight_format)
-        if met not in self._passed_on:
-            self._passed_on[met] = blocks.passed_on(self._moments[met])
-        return blocks.compensated(weight.array(), weight_format, self._passed_on[met])
+        if tensor not in self._passed_on:
+            self._passed_on[tensor] = blocks.passed_on(self._moments[tensor])
+        return blocks.compensated(weight.array(), weight_format, self._passed_on[tensor])
 
     def _part(
         self, number: int, key: str, weight: Weight, weight_format: WeightFormat, shape: tuple[int, ...]

@@ -75,6 +75,16 @@ class GraphBuilder:
             self.constants[name] = Constant.of(array)
         return name
 
+    def add_converter(
+        self, op: str, tensor: str, source: str, parameters: Parameters, output: str, axis: int | None = None
+    ) -> None:
+        """Append a Q or a DQ of `tensor` that reads `source` and writes `output`."""
+        inputs = (source, parameters.scale, parameters.zero_point)
+        node = onnx.NodeProto(input=inputs, output=(output,), name=self.unique(f"{tensor}_{op}"), op_type=op)
+        if axis is not None:
+            node.attribute.append(helper.make_attribute("axis", axis))
+        self.nodes.append(Made(field_of(NODE, node), inputs, (output,)))
+
     def unique(self, wanted: str) -> str:
         """`wanted`, or `wanted_2` and so on if the name is taken."""
         name, n = wanted, 2
@@ -83,23 +93,6 @@ class GraphBuilder:
         self.names.add(name)
         self.given.append((wanted, name))
         return name
-
-
-def converter(
-    op: str,
-    builder: GraphBuilder,
-    tensor: str,
-    source: str,
-    parameters: Parameters,
-    output: str,
-    axis: int | None = None,
-) -> None:
-    """Append a Q or a DQ of `tensor` that reads `source` and writes `output`."""
-    inputs = (source, parameters.scale, parameters.zero_point)
-    node = onnx.NodeProto(input=inputs, output=(output,), name=builder.unique(f"{tensor}_{op}"), op_type=op)
-    if axis is not None:
-        node.attribute.append(helper.make_attribute("axis", axis))
-    builder.nodes.append(Made(field_of(NODE, node), inputs, (output,)))
 
 
 def with_names(node: onnx.NodeProto, inputs: Iterable[str], outputs: Iterable[str]) -> onnx.NodeProto:

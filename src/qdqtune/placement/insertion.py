@@ -24,7 +24,7 @@ from qdqtune.graph.folding import names_in
 from qdqtune.graph.loading import with_opset
 from qdqtune.graph.model import GRAPH, NODE, Constant, Made, Model, Node, rebuild
 from qdqtune.placement.compression import BLOCK_OPSET, Compressor
-from qdqtune.placement.graph_builder import Fragment, GraphBuilder, Parameters, converter, with_names
+from qdqtune.placement.graph_builder import Fragment, GraphBuilder, Parameters, with_names
 from qdqtune.placement.possible import refusal, unscaled
 from qdqtune.placement.quantizations import TAKES_BIAS, Decision, Quantizer, numpy_type
 from qdqtune.types import Edge, NumericFormat, Placement, QType
@@ -67,8 +67,8 @@ class Inserter:
         self._latest: dict[int, Made] = {}
         self._quantizer = Quantizer(self._model, ranges, fmt)
         self._names = names_in(model.proto.graph) | set(model.index_of)
-        self._met = moments(self._model)
-        self._compressor = Compressor(self._model, self._met)
+        self._tensor_moments = moments(self._model)
+        self._compressor = Compressor(self._model, self._tensor_moments)
 
     def insert(self, placement: Placement) -> Model:
         """See `insert`."""
@@ -83,7 +83,7 @@ class Inserter:
     def _raised(self) -> Inserter:
         """The inserter of the same model with the opset that blocks need."""
         raised, ranges = with_opset(self._model, BLOCK_OPSET), replace(self._ranges, factors=())
-        return Inserter(raised, ranges, self._format, lambda _: self._met)
+        return Inserter(raised, ranges, self._format, lambda _: self._tensor_moments)
 
     @cached_property
     def _unequalized(self) -> Inserter:
@@ -151,10 +151,9 @@ class Inserter:
         self, builder: GraphBuilder, decision: Decision, node: Node, paired: Set[Edge], raw: Mapping[str, str]
     ) -> list[str]:
         """The names of what a node reads in the new graph."""
+        made = builder.made
         inputs = [
-            builder.made.get(e[0]) or self._dequantized(builder, decision, e, raw)
-            if e in paired
-            else raw.get(e[0], e[0])
+            made.get(e[0]) or self._dequantized(builder, decision, e, raw) if e in paired else raw.get(e[0], e[0])
             for e in self._into[node.index]
         ]
         if node.index in decision.biases or node.index in decision.shifted:
@@ -201,8 +200,8 @@ class Inserter:
         parameters = self._parameters(builder, tensor, quantization)
         quantized = builder.unique(f"{tensor}_QuantizeLinear_Output")
         output = tensor if tensor in raw else builder.unique(f"{tensor}_DequantizeLinear_Output")
-        converter("QuantizeLinear", builder, tensor, raw.get(tensor, tensor), parameters, quantized)
-        converter("DequantizeLinear", builder, tensor, quantized, parameters, output)
+        builder.add_converter("QuantizeLinear", tensor, raw.get(tensor, tensor), parameters, quantized)
+        builder.add_converter("DequantizeLinear", tensor, quantized, parameters, output)
         return output
 
     def _ranked(self, edge: Edge, constant: Constant) -> Constant:
@@ -241,9 +240,9 @@ class Inserter:
         if self._format.float_weights:
             source = builder.unique(f"{tensor}_float")
             builder.constants[source] = constant
-            converter("QuantizeLinear", builder, tensor, source, parameters, name, quantization.axis)
+            builder.add_converter("QuantizeLinear", tensor, source, parameters, name, quantization.axis)
         output = builder.unique(f"{tensor}_DequantizeLinear_Output")
-        converter("DequantizeLinear", builder, tensor, name, parameters, output, quantization.axis)
+        builder.add_converter("DequantizeLinear", tensor, name, parameters, output, quantization.axis)
         return output
 
     def _bias(self, builder: GraphBuilder, node: Node, slot: int, decision: Decision) -> str:
@@ -259,7 +258,7 @@ class Inserter:
             builder.constant(f"{name}_zero_point", np.zeros(bias.scale.shape, np.int32)),
         )
         output = builder.unique(f"{tensor}_DequantizeLinear_Output")
-        converter("DequantizeLinear", builder, tensor, name, parameters, output, 0 if bias.scale.ndim else None)
+        builder.add_converter("DequantizeLinear", tensor, name, parameters, output, 0 if bias.scale.ndim else None)
         return output
 
     def _parameters(self, builder: GraphBuilder, tensor: str, quantization: Quantization) -> Parameters:

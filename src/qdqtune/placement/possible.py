@@ -224,7 +224,7 @@ def clamp_bounds(model: Model, node: Node) -> tuple[float, float] | None:
     return (ends[0], ends[1])
 
 
-def met_by_weights(model: Model, edges: Iterable[Edge]) -> dict[str, int]:
+def product_inputs(model: Model, edges: Iterable[Edge]) -> dict[str, int]:
     """The tensors that products multiply with the weights at these edges, each with its number of channels."""
     weights = (weight_at(model, edge) for edge in edges)
     return {w.node.inputs[0]: w.shape[0] for w in weights if w is not None and w.node.op != "Gather"}
