@@ -33,7 +33,7 @@ from qdqtune.engines.formats import numeric_format
 from qdqtune.engines.runner import Runner
 from qdqtune.graph.loading import load
 from qdqtune.numerics.accuracy import FLOOR_DB
-from qdqtune.placement.compression import BLOCKS
+from qdqtune.placement.compression import BLOCK_OPSET
 from qdqtune.placement.files import read_placement_file
 from qdqtune.timing.ratios import Plan
 from qdqtune.tuning.folder import FINAL, PLACEMENT
@@ -96,7 +96,7 @@ def compressed(source: Path, target: Path, bits: int) -> None:
     from onnx.version_converter import convert_version
 
     modes = {4: nncf.CompressWeightsMode.INT4_SYM, 8: nncf.CompressWeightsMode.INT8_ASYM}
-    model = convert_version(onnx.load(source), BLOCKS)  # which has what it writes for all engines
+    model = convert_version(onnx.load(source), BLOCK_OPSET)  # which has what it writes for all engines
     onnx.save(nncf.compress_weights(model, mode=modes[bits]), target)
 
 

@@ -14,7 +14,7 @@ from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.prepare import Data, prepare
 from qdqtune.graph.float16 import OPSET
 from qdqtune.graph.loading import load
-from qdqtune.numerics.half_precision import SAMPLES, Half, keeping, lowered
+from qdqtune.numerics.half_precision import HALF_SAMPLES, Half, keeping, lowered
 from qdqtune.types import Failure
 
 COLUMNS = ("model", "nodes", "of", "casts", "plain", "kept", "bfloat16")
@@ -30,7 +30,7 @@ def told(half: Half) -> str:
 def row(entry: zoo.Entry) -> list[str]:
     model = load(entry.path, fix_inputs=entry.fixed, min_opset=OPSET)
     data = prepare(model, Data(entry.data, CALIBRATED), fixed=entry.fixed)
-    ranges, samples = calibrate(data.shaped, data.calibration, Calibration()), data.judging[:SAMPLES]
+    ranges, samples = calibrate(data.shaped, data.calibration, Calibration()), data.judging[:HALF_SAMPLES]
     plain = keeping(model, "fp16", data.shaped, {}, samples)
     half = lowered(model, "fp16", ranges, data.shaped, samples)
     wide = lowered(model, "bf16", ranges, data.shaped, samples)

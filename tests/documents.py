@@ -28,6 +28,7 @@ from qdqtune.autotune import command as autotune
 from qdqtune.autotune import quantize_command
 from qdqtune.cli import main
 from qdqtune.engines.fake import FakeModel
+from qdqtune.numerics.sensitivity import Effort
 from qdqtune.types import Tensors
 from workers import in_process
 
@@ -95,7 +96,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(FakeModel, "run", run)
     monkeypatch.setattr("qdqtune.numerics.fitting.WORK", 0)
-    monkeypatch.setattr("qdqtune.numerics.sensitivity.SAMPLES", 1)
+    monkeypatch.setattr("qdqtune.numerics.sensitivity.EFFORT", Effort(samples=1))
 
 
 def run_command(command: str, *, on_gpu: bool = False, builds: int | None = None) -> None:

@@ -22,7 +22,8 @@ from qdqtune.autotune.tensorrt_utils import Benchmark, TrtExecBenchmark
 from qdqtune.engines import EngineSpec
 from qdqtune.errors import BadOption
 from qdqtune.graph.loading import load
-from qdqtune.placement.reading import read_placement, strip_pairs
+from qdqtune.placement.reading import read_placement
+from qdqtune.placement.stripping import strip_pairs
 from runs import cost, mixed, write
 from trtexec_stand_in import stand_in
 from workers import Workers

@@ -29,7 +29,7 @@ from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import sqnr_db
 from qdqtune.numerics.fitting import with_known_ranges
-from qdqtune.placement.files import Recorded, write_placement
+from qdqtune.placement.files import PlacementFile, write_placement
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.reading import read_placement
 from qdqtune.types import Failure, Placement, QType, QuantType
@@ -442,7 +442,7 @@ def test_weights_that_were_rounded_by_data_are_rounded_so_again(tmp_path: Path) 
 
     def applied(rounding: str, data: str | None) -> applying.Applied:
         file = tmp_path / "placement.yaml"
-        write_placement(file, Recorded(placement, "int8", "onnxruntime", {}, weight_rounding=rounding), "net.onnx")
+        write_placement(file, PlacementFile(placement, "int8", "onnxruntime", {}, weight_rounding=rounding), "net.onnx")
         again = tmp_path / f"{rounding}.onnx"
         return applying.apply(applying.Request(path, again, calibration_data=data, placement=file))
 

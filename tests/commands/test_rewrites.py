@@ -21,7 +21,7 @@ from qdqtune.graph.files import save
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import Rewrites
-from qdqtune.placement.files import Recorded, read_placement_file, write_placement
+from qdqtune.placement.files import PlacementFile, read_placement_file, write_placement
 
 pytestmark = pytest.mark.usefixtures("workers")
 
@@ -81,7 +81,7 @@ def test_apply_folds_retrained_weights_as_the_placement_says(tmp_path: Path) -> 
     retrained = written(normalized(seed=7), tmp_path, "retrained")
     expected = load(quantize(retrained).output)
     for made in (Rewrites(folded=True), Rewrites()):
-        recorded = Recorded(placement, "int8", "onnxruntime", {}, MINMAX, made)
+        recorded = PlacementFile(placement, "int8", "onnxruntime", {}, MINMAX, made)
         write_placement(tmp_path / "placement.yaml", recorded, "model.onnx")
         target = tmp_path / "applied.onnx"
         done = apply(asked(retrained, target))
@@ -106,7 +106,7 @@ def test_named_rewrites_are_made_again_by_apply_and_found_by_debug(tmp_path: Pat
     done = quantize(request)
     assert ops(request.output)["HardSwish"] == 1
     assert ops(request.output)["Clip"] == 0
-    recorded = Recorded(done.placed.placement, "int8", "onnxruntime", {}, MINMAX, Rewrites(names=("hardswish",)))
+    recorded = PlacementFile(done.placed.placement, "int8", "onnxruntime", {}, MINMAX, Rewrites(names=("hardswish",)))
     write_placement(tmp_path / "placement.yaml", recorded, "model.onnx")
     assert read_placement_file(tmp_path / "placement.yaml").rewrites == recorded.rewrites
     retrained, target = written(swishing(seed=7), tmp_path, "retrained"), tmp_path / "applied.onnx"
@@ -149,7 +149,7 @@ def test_channels_are_made_alike_and_apply_does_it_to_retrained_weights(tmp_path
     assert plain.sqnr_db is not None
     assert done.sqnr_db > plain.sqnr_db + 6
     assert all(d.output_db is None or d.output_db > done.sqnr_db - 1 for d in done.damages)  # none alone is worse
-    recorded = Recorded(done.placed.placement, "int8", "onnxruntime", {}, alike, Rewrites())
+    recorded = PlacementFile(done.placed.placement, "int8", "onnxruntime", {}, alike, Rewrites())
     write_placement(tmp_path / "placement.yaml", recorded, "model.onnx")
     retrained = written(uneven(seed=7), tmp_path, "retrained")
     target = tmp_path / "applied.onnx"

@@ -19,7 +19,7 @@ from qdqtune.errors import BadOption, BadState
 from qdqtune.explanation.facts import Facts, facts_of
 from qdqtune.explanation.values import Explanation
 from qdqtune.explanation.why import explain, headline, tallied
-from qdqtune.placement.files import Recorded, write_placement
+from qdqtune.placement.files import PlacementFile, write_placement
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search.cut import CutSearch
 from qdqtune.tuning.finished import read_run
@@ -77,7 +77,7 @@ def test_a_rule_that_won_is_not_told_as_the_prices_decision(tuned: tuple[Path, R
     folder = tmp_path / "out"
     shutil.copytree(tuned[0], folder)
     compute = next(t.placement for t in tuned[1].history if t.proposal.origin == "compute")
-    write_placement(folder / "placement.yaml", Recorded(compute, "int8", "fake", {}), "model.onnx")
+    write_placement(folder / "placement.yaml", PlacementFile(compute, "int8", "fake", {}), "model.onnx")
     explained = explain_run(folder)
     rows = by_name(explained)
     assert "the rule 'compute'" in explained.headline

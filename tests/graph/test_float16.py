@@ -17,7 +17,8 @@ from qdqtune.graph.model import Constant, Model
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
-from qdqtune.placement.reading import read_placement, strip_pairs
+from qdqtune.placement.reading import read_placement
+from qdqtune.placement.stripping import strip_pairs
 from qdqtune.tuning.subject import open_subject
 from runs import settings, write
 

@@ -1,4 +1,4 @@
-"""Culprits among parts: alone, several, only in company, spread; and how often is asked."""
+"""Culprits among parts: alone, several, only together, spread; and how often damage is measured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import log2
 
 import pytest
 
-from qdqtune.numerics.bisection import Parts, Verdict, culprits
+from qdqtune.numerics.bisection import BisectionResult, Parts, culprits
 
 LIMIT = 0.01
 BACKGROUND = 0.002
@@ -31,7 +31,7 @@ def loud(count: int, levels: dict[int, float], cap: float = 1000.0) -> Counted:
     return Counted(lambda on: min(cap, sum(levels.get(p, BACKGROUND / count) for p in on)))
 
 
-def named(found: Verdict) -> list[int]:
+def named(found: BisectionResult) -> list[int]:
     return [culprit.part for culprit in found.culprits]
 
 
@@ -45,7 +45,7 @@ def test_one_culprit_is_found_wherever_it_stands_within_the_bound(count: int) ->
         assert found.rest == tuple(p for p in range(count) if p != part)
         assert found.damage == pytest.approx(BACKGROUND * (count - 1) / count)
         assert found.culprits[0].damage == pytest.approx(1 + found.damage)
-        assert found.culprits[0].company == count
+        assert found.culprits[0].tested == count
 
 
 @pytest.mark.parametrize("cap", [1000.0, 1.0], ids=["adding up", "no worse than one"])
@@ -58,12 +58,12 @@ def test_several_are_found_one_after_another(guilty: tuple[int, ...], cap: float
     assert len(damage.asked) < 64 * len(guilty)
 
 
-@pytest.mark.parametrize("company", [(9, 10, 11), (31, 32), (0, 63), (15, 31, 47)])
-def test_one_of_those_that_do_harm_together_only_is_enough(company: tuple[int, ...]) -> None:
-    together = Counted(lambda on: BACKGROUND + float(set(company) <= set(on)))
+@pytest.mark.parametrize("tested", [(9, 10, 11), (31, 32), (0, 63), (15, 31, 47)])
+def test_one_of_several_that_cause_damage_only_together_is_enough(tested: tuple[int, ...]) -> None:
+    together = Counted(lambda on: BACKGROUND + float(set(tested) <= set(on)))
     found = culprits(range(64), together, LIMIT)
     assert len(found.culprits) == 1
-    assert named(found)[0] in company
+    assert named(found)[0] in tested
     assert found.damage == BACKGROUND
     assert len(together.asked) <= 1 + 2 * log2(64)
 
@@ -91,7 +91,7 @@ def test_what_breaks_the_limit_alone_is_named_though_there_is_worse_and_the_spre
     assert found.damage == pytest.approx(0.062)
 
 
-def test_the_loudest_of_a_small_company_is_not_guilty_of_damage_that_is_spread() -> None:
+def test_the_worst_of_a_small_set_is_not_at_fault_if_damage_is_spread() -> None:
     """It makes most of what its neighbours do, but little of the whole, and alone holds the limit."""
     damage = Counted(lambda on: sum({0: 0.029, 1: 0.005, 2: 0.005, 3: 0.005}.get(p, 0.01) for p in on))
     found = culprits(range(64), damage, 0.03)
@@ -117,6 +117,8 @@ def test_damage_that_is_there_without_any_part_is_nobodys_fault() -> None:
 
 def test_healthy_parts_are_asked_for_once() -> None:
     damage = loud(64, {})
-    assert culprits(range(64), damage, LIMIT) == Verdict((), tuple(range(64)), damage(tuple(range(63))) * 64 / 63)
+    assert culprits(range(64), damage, LIMIT) == BisectionResult(
+        (), tuple(range(64)), damage(tuple(range(63))) * 64 / 63
+    )
     assert len(damage.asked) == 2
-    assert culprits((), damage, LIMIT) == Verdict((), (), 0.0)
+    assert culprits((), damage, LIMIT) == BisectionResult((), (), 0.0)

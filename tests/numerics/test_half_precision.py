@@ -20,7 +20,14 @@ from qdqtune.graph.files import save
 from qdqtune.graph.float16 import converted, kept_in, to_float16
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
-from qdqtune.numerics.half_precision import cheaper_in_float32, in_half, keeping, lowered, out_of_range, rounded
+from qdqtune.numerics.half_precision import (
+    cheaper_in_float32,
+    in_half_precision,
+    keeping,
+    lowered,
+    out_of_range,
+    rounded,
+)
 from qdqtune.placement.files import existing
 from qdqtune.placement.possible import possible_edges
 from qdqtune.types import Accuracy, Edge, Failure, Placement
@@ -180,14 +187,14 @@ def test_the_usual_precision_is_that_of_the_engine(engine: str, version: str, wa
 def test_what_does_not_hold_stays_in_float32_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qdqtune.numerics.half_precision._lost", lambda *_: Accuracy(12.0))
     prepared = prepare(conv_net(), Data())
-    left, half, notes = in_half(prepared, None, "fp16")
+    left, half, notes = in_half_precision(prepared, None, "fp16")
     assert (left, half) == (prepared, None)
     assert notes == (
         "float16 alone leaves an output SQNR of 12.0 dB, below 20 dB: what carries no pair stays in float32",
     )
     with pytest.raises(ConstraintUnmet, match="give --precision fp32, or bf16"):
-        in_half(prepared, "fp16", "fp32")
-    assert in_half(prepared, "fp16", "fp32", None)[1] is not None
+        in_half_precision(prepared, "fp16", "fp32")
+    assert in_half_precision(prepared, "fp16", "fp32", None)[1] is not None
 
 
 def test_the_command_says_so_and_can_be_told_otherwise(call: Call, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from qdqtune.calibration import scales
 from qdqtune.calibration.scales import Range
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import sqnr_db
-from qdqtune.numerics.sensitivity import DEAFENING, Block, _shares, sensitivities, stored_weights
+from qdqtune.numerics.sensitivity import UNBOUNDED_NOISE, Block, Effort, Limits, halved, sensitivities, stored_weights
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
@@ -54,7 +54,7 @@ def test_each_value_alone_is_as_the_inserter_rounds_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("numbers", FORMATS)
-def test_the_sum_foretells_the_noise_of_a_placement(numbers: str) -> None:
+def test_the_sum_predicts_the_noise_of_a_placement(numbers: str) -> None:
     model = conv_net()
     noise = Noise(model, alone(model, FORMATS[numbers]))
     for placement in rules.placements(model, possible_edges(model, ranges(model))).values():
@@ -67,7 +67,7 @@ def test_half_precision_is_rounded_as_well() -> None:
     assert 0 < min(v for v in found.values() if v > 0) < max(found.values()) < 1e-2
 
 
-def test_the_loudest_blocks_are_divided_until_the_measurements_are_spent() -> None:
+def test_the_noisiest_blocks_are_halved_until_the_measurements_are_spent() -> None:
     real = np.array([1, 1, 1, 1, 1, 100, 1, 1.0])
     asked: list[tuple[int, int]] = []
 
@@ -75,34 +75,34 @@ def test_the_loudest_blocks_are_divided_until_the_measurements_are_spent() -> No
         asked.extend(blocks)
         return [float(real[start:stop].sum()) for start, stop in blocks]
 
-    assert _shares(8, noise, 100, 0.0) == real.tolist()
+    assert halved(8, noise, Limits(100)) == real.tolist()
     assert len(asked) == 15
     asked.clear()
-    assert _shares(8, noise, 7, 0.0) == [1, 1, 1, 1, 1, 100, 1, 1]
+    assert halved(8, noise, Limits(7)) == [1, 1, 1, 1, 1, 100, 1, 1]
     assert asked == [(0, 8), (0, 4), (4, 8), (4, 6), (6, 8), (4, 5), (5, 6)]
     asked.clear()
-    assert _shares(8, noise, 100, loudest=1) == [1, 1, 1, 1, 1, 100, 1, 1]
+    assert halved(8, noise, Limits(100, only_worst=1)) == [1, 1, 1, 1, 1, 100, 1, 1]
     assert asked == [(0, 8), (0, 4), (4, 8), (4, 6), (6, 8), (4, 5), (5, 6)]
-    assert _shares(8, noise, 100, floor=4.0) == real.tolist()
-    assert _shares(8, noise, 100, floor=1000.0) == [real.sum() / 8] * 8
+    assert halved(8, noise, Limits(100, floor=4.0)) == real.tolist()
+    assert halved(8, noise, Limits(100, floor=1000.0)) == [real.sum() / 8] * 8
 
 
 @given(st.lists(st.floats(0.0, 1e3), min_size=1, max_size=20), st.integers(1, 30), st.integers(2, 9), st.floats(0, 1e3))
-def test_blocks_side_by_side_are_divided_as_one_after_the_other(
+def test_blocks_measured_side_by_side_give_what_one_after_the_other_gives(
     values: list[float], measurements: int, width: int, floor: float
 ) -> None:
     def noise(blocks: Sequence[Block]) -> list[float]:
         return [float(np.sum(values[start:stop])) for start, stop in blocks]
 
-    alone = _shares(len(values), noise, measurements, floor)
-    assert _shares(len(values), noise, measurements, floor, width=width) == alone
+    limits = Limits(measurements, floor)
+    assert halved(len(values), noise, limits, width) == halved(len(values), noise, limits)
 
 
 def test_blocks_in_several_processes_are_found_as_in_one() -> None:
     model = conv_net()
     known = ranges(model)
     pairs = each_value(model, known, PLAIN, possible_edges(model, known))
-    assert sensitivities(model, pairs, feeds(model), side_by_side=3) == alone(model)
+    assert sensitivities(model, pairs, feeds(model), workers=3) == alone(model)
 
 
 def test_weights_that_are_stored_in_fewer_bits_do_what_they_do_in_a_file() -> None:
@@ -118,33 +118,34 @@ def test_measurements_that_time_has_no_room_for_are_left_out_and_told() -> None:
     model, told = conv_net(), list[tuple[int, int]]()
     known = ranges(model)
     pairs = each_value(model, known, PLAIN, possible_edges(model, known))
-    found = sensitivities(model, pairs, feeds(model), deadline=0.0, thinned=lambda *seen: told.append(seen[:2]))
+    found = sensitivities(model, pairs, feeds(model), deadline=0.0, on_fewer=lambda *seen: told.append(seen[:2]))
     assert isinstance(found, dict)
     assert len(set(found.values())) == 1
     assert told == [(1, 2 * len(found))]
 
 
-def test_the_samples_are_those_to_which_rounding_does_most(monkeypatch: pytest.MonkeyPatch) -> None:
+ONE_SAMPLE = Effort(samples=1, considered=10.0)
+
+
+def test_the_samples_are_those_to_which_rounding_does_most() -> None:
     """The first ones lie within the ranges, and say nothing of what is cut off from a later one."""
-    monkeypatch.setattr("qdqtune.numerics.sensitivity.SAMPLES", 1)
-    monkeypatch.setattr("qdqtune.numerics.sensitivity.CONSIDERED", 10.0)
     model = conv_net()
     samples = feeds(model)
     (name,) = model.inputs
     wide = {name: 3 * samples[2][name]}
     pairs = each_value(model, ranges(model), PLAIN, possible_edges(model, ranges(model)))
-    assert sensitivities(model, pairs, [*samples[:2], wide, samples[3]]) == sensitivities(model, pairs, [wide])
+    found = sensitivities(model, pairs, [*samples[:2], wide, samples[3]], effort=ONE_SAMPLE)
+    assert found == sensitivities(model, pairs, [wide], effort=ONE_SAMPLE)
 
 
 @pytest.mark.parametrize("measured", [400, 16])
-def test_the_loudest_are_found_one_by_one_or_by_halving(measured: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qdqtune.numerics.sensitivity.INFERENCES", measured)
+def test_the_worst_are_found_one_by_one_or_by_halving(measured: int) -> None:
     model = conv_net()
     known = ranges(model)
     pairs = each_value(model, known, PLAIN, possible_edges(model, known))
     every = alone(model)
     assert len(every) > 16
-    found = sensitivities(model, pairs, feeds(model)[:1], loudest=2)
+    found = sensitivities(model, pairs, feeds(model)[:1], only_worst=2, effort=Effort(inferences=measured))
     assert isinstance(found, dict)
     assert max(found, key=found.__getitem__) == max(every, key=every.__getitem__)
     largest = max(every.values())
@@ -152,32 +153,31 @@ def test_the_loudest_are_found_one_by_one_or_by_halving(measured: int, monkeypat
 
 
 def test_outputs_that_are_not_finite() -> None:
-    text = "net (float[1,4] x) => (float[1,4] y) { h = Neg(x) y = Reciprocal(h) }"
+    text = "net (float[1,4] x) => (float[1,4] y) { [first] h = Neg(x) y = Reciprocal(h) }"
     model = build(text, {})
-    pairs = {Edge("x", model.nodes[0].name, 0): scales.of_range(Range(-1, 1), PLAIN)}
+    pairs = {Edge("x", "first", 0): scales.of_range(Range(-1, 1), PLAIN)}
     tiny, zero = ({"x": np.float32([[1, 1, 1, last]])} for last in (1e-3, 0))
-    assert sensitivities(model, pairs, [tiny]) == {"x": DEAFENING}
+    assert sensitivities(model, pairs, [tiny]) == {"x": UNBOUNDED_NOISE}
     found = sensitivities(model, pairs, [zero])
     assert isinstance(found, Failure)
     assert "NaN or infinite" in found.reason
 
 
-def test_samples_are_taken_as_they_come_where_all_rounding_together_leaves_nothing_finite(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("qdqtune.numerics.sensitivity.SAMPLES", 1)
-    monkeypatch.setattr("qdqtune.numerics.sensitivity.CONSIDERED", 10.0)
-    text = "net (float[1,4] x, float[1,4] z) => (float[1,4] y) { r = Reciprocal(x) [sum] y = Add(r, z) }"
+def test_samples_are_taken_as_they_come_where_all_rounding_together_leaves_nothing_finite() -> None:
+    text = "net (float[1,4] x, float[1,4] z) => (float[1,4] y) { [first] r = Reciprocal(x) [sum] y = Add(r, z) }"
     model = build(text, {})
-    edges = Edge("x", model.nodes[0].name, 0), Edge("z", "sum", 1)
+    edges = Edge("x", "first", 0), Edge("z", "sum", 1)
     sample = {"x": np.float32([[1, 1, 1, 1e-3]]), "z": np.float32([[0.3, 100, 0.1, 0.1]])}
-    found = sensitivities(model, dict.fromkeys(edges, scales.of_range(Range(-1, 1), PLAIN)), [sample, sample])
+    pairs = dict.fromkeys(edges, scales.of_range(Range(-1, 1), PLAIN))
+    found = sensitivities(model, pairs, [sample, sample], effort=ONE_SAMPLE)
     assert isinstance(found, dict)
-    assert 0 < found["z"] < found["x"] == DEAFENING
+    assert 0 < found["z"] < found["x"] == UNBOUNDED_NOISE
 
 
 def test_what_onnx_runtime_does_not_run_is_a_failure() -> None:
-    model = build("net (float[2,4] x) => (float[2,4] y) { h = MatMul(x, w) y = custom.Knows(h) }", {"w": normal(4, 4)})
-    edge = Edge("x", model.nodes[0].name, 0)
+    model = build(
+        "net (float[2,4] x) => (float[2,4] y) { [first] h = MatMul(x, w) y = custom.Knows(h) }", {"w": normal(4, 4)}
+    )
+    edge = Edge("x", "first", 0)
     found = sensitivities(model, {edge: scales.of_range(Range(-1, 1), PLAIN)}, feeds(model))
     assert isinstance(found, Failure)

@@ -17,11 +17,12 @@ from qdqtune.engines.formats import numeric_format, weight_formats_like
 from qdqtune.graph.files import ConstantFile, save
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
-from qdqtune.placement.files import Recorded, existing, read_placement_file, write_placement
+from qdqtune.placement.files import PlacementFile, existing, read_placement_file, write_placement
 from qdqtune.placement.insertion import Inserter
 from qdqtune.placement.possible import storable_edges
-from qdqtune.placement.reading import read_placement, strip_pairs
+from qdqtune.placement.reading import read_placement
 from qdqtune.placement.rules import weights_only
+from qdqtune.placement.stripping import strip_pairs
 from qdqtune.types import Edge, Placement, WeightFormat
 
 NET = """net (int64[1,3] ids) => (float[1,3,40] logits) {
@@ -125,13 +126,13 @@ def test_what_cannot_be_stored_so_is_refused() -> None:
 def test_a_placement_file_holds_them_and_one_without_is_as_it_was(tmp_path: Path) -> None:
     model, path = net(), tmp_path / "placement.yaml"
     placement = placed(model, "w4b32a")
-    write_placement(path, Recorded(placement, "int8", "onnxruntime", {}), "net.onnx")
+    write_placement(path, PlacementFile(placement, "int8", "onnxruntime", {}), "net.onnx")
     assert "{tensor: up_weight, node: up, input: 1, storage: w4b32a}" in path.read_text()
     assert read_placement_file(path).placement == placement
     assert existing(model, placement, frozenset()) == (placement, ())
     other = Placement.of((), [(Edge("nothing", "up", 1), WeightFormat(8))])
     assert existing(model, other, frozenset()) == (Placement(), (Edge("nothing", "up", 1),))
-    write_placement(path, Recorded(Placement.of([Edge("x", "up", 0)]), "int8", "onnxruntime", {}), "net.onnx")
+    write_placement(path, PlacementFile(Placement.of([Edge("x", "up", 0)]), "int8", "onnxruntime", {}), "net.onnx")
     assert "weights" not in path.read_text()
     assert Placement.of([Edge("x", "up", 0)]).digest == "57be96cd787cd543"
 

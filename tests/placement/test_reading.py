@@ -32,7 +32,8 @@ from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.graph.model import Model
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
-from qdqtune.placement.reading import is_quantized, read_placement, strip_pairs
+from qdqtune.placement.reading import is_quantized, read_placement
+from qdqtune.placement.stripping import strip_pairs
 from qdqtune.types import Edge, Placement
 
 CASES = ("conv_net", "attention", "tapped", "embedding", "conv_net_half", "attention_half")

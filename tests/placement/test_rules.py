@@ -15,7 +15,7 @@ from qdqtune.placement import rules
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import consistent, possible_edges
 from qdqtune.placement.reading import read_placement
-from qdqtune.placement.rules import RULES, placements
+from qdqtune.placement.rules import START_PLACEMENTS, placements
 from qdqtune.types import Edge, Placement
 from region_models import networks
 
@@ -90,7 +90,7 @@ def test_every_possible_edge_can_be_inserted(name: str) -> None:
 
 
 def placed(rule: str, model: Model) -> frozenset[Edge]:
-    return RULES[rule](model, possible(model)).edges
+    return START_PLACEMENTS[rule](model, possible(model)).edges
 
 
 COMPUTE = ("image stem 0", "w0 stem 1", "p0 depthwise 0", "w1 depthwise 1", "k1 project 0", "w2 project 1", "r1 side 0",
@@ -163,7 +163,7 @@ def test_islands_of_a_model_that_shape_inference_did_not_reach() -> None:
     model = build(text, constants)
     assert "g" not in model.tensors
     assert edges("p slice 0", "s gate 0") & placed("islands", model) == edges("p slice 0")
-    for place in RULES.values():
+    for place in START_PLACEMENTS.values():
         assert place(model, possible(model)).edges <= possible(model)
 
 
@@ -206,7 +206,7 @@ def inside(model: Model) -> set[Edge]:
 def test_rules_never_break_a_fusion_or_quantize_half_an_operator(name: str) -> None:
     model, _, found, all_of_them, _ = case(name)
     guesses = placements(model, all_of_them)
-    assert guesses.keys() <= RULES.keys()
+    assert guesses.keys() <= START_PLACEMENTS.keys()
     assert len(set(guesses.values())) == len(guesses) >= 2
     for placement in guesses.values():
         assert placement.edges
@@ -232,7 +232,7 @@ def test_an_operator_with_one_input_that_cannot_be_quantized_gets_no_pair_at_all
     model = build(HALF_KNOWN, {"bad": bad, "w": normal(4, 4)})
     some = possible_edges(model, Ranges({t: Range(-1, 1) for t in "xpqrsy"}))
     assert Edge("x", "a", 0) in some
-    chosen = [RULES[name](model, some) for name in ("compute", "residual", "islands")]
+    chosen = [START_PLACEMENTS[name](model, some) for name in ("compute", "residual", "islands")]
     for placement in (*chosen, *placements(model, some).values()):
         assert not {e.node for e in placement} & {"a", "b", "c"}
 

@@ -24,7 +24,8 @@ from qdqtune.graph.files import model_outputs, signature
 from qdqtune.graph.loading import load
 from qdqtune.graph.may_write import check_outputs
 from qdqtune.graph.outputs import appearing
-from qdqtune.placement.reading import is_quantized, strip_pairs
+from qdqtune.placement.reading import is_quantized
+from qdqtune.placement.stripping import strip_pairs
 from qdqtune.search import region as search
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.patterns import Pattern

@@ -26,7 +26,8 @@ from qdqtune.explanation.reasons import is_low
 from qdqtune.explanation.words import counted, placed, title
 from qdqtune.graph.model import Model
 from qdqtune.graph.outputs import temporary_folder
-from qdqtune.placement.reading import is_quantized, placement_in, strip_pairs
+from qdqtune.placement.reading import is_quantized, placement_in
+from qdqtune.placement.stripping import strip_pairs
 from qdqtune.types import Layer
 
 ORDER = ("float compute", "standalone pair", "reformat", "boundary")

@@ -29,7 +29,7 @@ from qdqtune.graph.files import data_of
 from qdqtune.graph.loading import load
 from qdqtune.options import TEXT, MaybeText, Option, Options, choice, given_in, option
 from qdqtune.placement import engine_rules
-from qdqtune.placement.reading import strip_pairs
+from qdqtune.placement.stripping import strip_pairs
 from qdqtune.tuning.folder import check_run
 from qdqtune.types import QuantType
 

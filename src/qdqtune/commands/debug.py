@@ -31,11 +31,10 @@ from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model
 from qdqtune.graph.outputs import temporary_folder
 from qdqtune.graph.rewrites import Rewrites, between
-from qdqtune.numerics.bisection import Culprit, Parts, Verdict, culprits
-from qdqtune.placement.grafting import Kind, StandingPair, representable, standing_pairs
-from qdqtune.placement.moved_channels import moved_channels
-from qdqtune.placement.reading import is_quantized, placement_in, strip_pairs, twins_of
-from qdqtune.placement.stored import tables_of
+from qdqtune.numerics.bisection import BisectionResult, Culprit, Parts, culprits
+from qdqtune.placement.file_pairs import FilePair, Kind, file_pairs, representable
+from qdqtune.placement.reading import is_quantized, placement_in, tables_of, twins_of
+from qdqtune.placement.stripping import moved_channels, strip_pairs
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.types import Placement, Sample, noise_of
 
@@ -165,7 +164,7 @@ def debug(request: Request, observer: Observer | None = None) -> Diagnosis:
     observer = observer or Silent()
     observer.stage(f"reading {request.model.name}")
     plain, file, quantized = _models(request)
-    pairs, unmatched = standing_pairs(plain, quantized) if quantized is not None else ((), ())
+    pairs, unmatched = file_pairs(plain, quantized) if quantized is not None else ((), ())
     if request.quantized is None:
         every, pairs = pairs, tuple(p for p in pairs if p.kind == "activation")
         if every and not pairs:
@@ -226,7 +225,7 @@ def _models(request: Request) -> tuple[Model, Path, Model | None]:
 
 @contextmanager
 def _probe(
-    request: Request, plain: Model, quantized: Model, pairs: Sequence[StandingPair], samples: Sequence[Sample]
+    request: Request, plain: Model, quantized: Model, pairs: Sequence[FilePair], samples: Sequence[Sample]
 ) -> Iterator[Probe]:
     with (
         temporary_folder() as folder,
@@ -268,7 +267,7 @@ class _Debugging:
             return self._diagnosis(loss, parts=self._wrong_parts())
         self._observer.stage("switching pairs")
         numbers = probe.by_numbers(whole)
-        found = Verdict((), whole, numbers)
+        found = BisectionResult((), whole, numbers)
         if numbers > self._limit:
             found = culprits(whole, lambda on: numbers if on == whole else probe.by_numbers(on), self._limit)
         guilty = self._suspects(found.culprits, "numbers")
@@ -281,7 +280,13 @@ class _Debugging:
         return self._diagnosis(loss, numbers, left, guilty, self._largest(found.rest))
 
     def _engine_faults(
-        self, loss: float, numbers: float, left: float, guilty: tuple[Suspect, ...], before: Verdict, bound: float
+        self,
+        loss: float,
+        numbers: float,
+        left: float,
+        guilty: tuple[Suspect, ...],
+        before: BisectionResult,
+        bound: float,
     ) -> Diagnosis:
         """The engine makes more noise of the `rest` of the pairs than ONNX does."""
         probe, rest = self._probe, before.rest
@@ -321,7 +326,7 @@ class _Debugging:
                 _nodes(self._probe.float_model, pair),
                 culprit.damage,
                 culprit.without,
-                culprit.company,
+                culprit.tested,
                 ranges[pair.tensor],
                 representable(pair),
                 _ends(pair.scale),
@@ -330,7 +335,7 @@ class _Debugging:
             for culprit, pair in zip(found, pairs, strict=True)
         )
 
-    def _float_ranges(self, pairs: Sequence[StandingPair]) -> Mapping[str, tuple[float, float]]:
+    def _float_ranges(self, pairs: Sequence[FilePair]) -> Mapping[str, tuple[float, float]]:
         """Least and largest value of each tensor on the samples."""
         model = self._probe.float_model
         found = {p.tensor: _ends(model.constants[p.tensor].array()) for p in pairs if p.tensor in model.constants}
@@ -386,7 +391,7 @@ class _Debugging:
         )
 
 
-def _nodes(model: Model, pair: StandingPair) -> tuple[str, ...]:
+def _nodes(model: Model, pair: FilePair) -> tuple[str, ...]:
     readers = tuple(dict.fromkeys(e.node for e in pair.edges if e.node))
     return readers or (model.nodes[model.producers[pair.tensor]].name,)
 

@@ -16,7 +16,8 @@ from qdqtune.graph.files import ConstantFile
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import accuracy, is_finite
 from qdqtune.numerics.bisection import Parts
-from qdqtune.placement.grafting import SWITCH, StandingPair, graft
+from qdqtune.placement.file_pairs import FilePair, with_file_pairs
+from qdqtune.placement.switches import SWITCH
 from qdqtune.types import Array, Failure, Sample
 
 NOT_FINITE = 1e3
@@ -59,7 +60,7 @@ class Probe:
 
     float_model: Model
     quantized: Model
-    pairs: Sequence[StandingPair]
+    pairs: Sequence[FilePair]
     samples: Sequence[Sample]
     engine: Runner
     exact: Runner
@@ -97,7 +98,7 @@ class Probe:
         if on in self._built:
             return self._built[on]
         path = self.folder / f"part_{self.runs}.onnx"
-        self._save(graft(self.float_model, [self.pairs[i] for i in on], self.quantized), path)
+        self._save(with_file_pairs(self.float_model, [self.pairs[i] for i in on], self.quantized), path)
         self._built[on] = self.of_file(path)
         path.unlink()
         return self._built[on]
@@ -132,7 +133,7 @@ class Probe:
         self.runs += 1
         if self._switched is None:
             path = self.folder / "switched.onnx"
-            self._save(graft(self.float_model, self.pairs, self.quantized, switched=True), path)
+            self._save(with_file_pairs(self.float_model, self.pairs, self.quantized, switched=True), path)
             self._switched = insist(self.exact.load(path), SWITCHLESS)
         chosen = set(on)
         switches = {f"{SWITCH}{i}": np.asarray(i in chosen) for i in range(len(self.pairs))}

@@ -41,10 +41,10 @@ from qdqtune.graph.rewrites import allowed
 from qdqtune.numerics.accuracy import accuracy, concern, cosine, is_finite
 from qdqtune.numerics.half_precision import finished
 from qdqtune.numerics.metric import Evaluation, evaluate, load_evaluation
-from qdqtune.placement import engine_rules, implicit, rules
-from qdqtune.placement.engine_rules import Placed
+from qdqtune.placement import engine_rules, rules
+from qdqtune.placement.engine_rules import PlacedByRules
 from qdqtune.placement.insertion import Inserter
-from qdqtune.placement.possible import met_by_weights, possible_edges, storable_edges
+from qdqtune.placement.possible import possible_edges, product_inputs, storable_edges
 from qdqtune.placement.reading import is_quantized
 from qdqtune.tuning.observer import Observer, Silent
 from qdqtune.types import Array, Failure, NumericFormat, Placement
@@ -62,7 +62,7 @@ class Quantized(Shown):
     """
 
     output: Path
-    placed: Placed
+    placed: PlacedByRules
     sqnr_db: float | None
     cosine: float | None
     judged: int
@@ -133,13 +133,13 @@ def _quantized(request: Request, observer: Observer) -> Quantized:
     ready = request.ready(graph, request.fix_inputs, usual, is_fed=request.is_fed)
     shaped, prepared = ready.shaped, ready.prepared
 
-    def placed_by_rules(ranges: Ranges, without: Sequence[str] = ()) -> Placed:
+    def placed_by_rules(ranges: Ranges, without: Sequence[str] = ()) -> PlacedByRules:
         if request.weight_only is not None:
             return _weights_only(request, shaped, request.weight_only)
         possible = request.selection.allowed(shaped, possible_edges(shaped, ranges))
         possible = frozenset(e for e in possible if e.node not in without)
         if request.placement_like == "implicit":
-            return implicit.place(shaped, possible, request.quant_type)
+            return engine_rules.place_implicit(shaped, possible, request.quant_type)
         return engine_rules.place(shaped, possible, request.engine, request.quant_type)
 
     ranges = Ranges({})
@@ -195,12 +195,12 @@ def _moments(
     if request.weight_rounding == "nearest" or prepared is None:
         return {}
     observer.stage(f"looking at what products meet on {prepared.samples.origin}")
-    return moments(model, sorted(met_by_weights(model, placement.weight_formats)), prepared.calibration)
+    return moments(model, sorted(product_inputs(model, placement.weight_formats)), prepared.calibration)
 
 
 def _few_rows(request: Request, model: Model, placement: Placement, prepared: Prepared | None) -> tuple[str, ...]:
     """What to say where the data have fewer rows than products have inputs: rounding learns little from them."""
-    met = {} if request.weight_rounding == "nearest" else met_by_weights(model, placement.weight_formats)
+    met = {} if request.weight_rounding == "nearest" else product_inputs(model, placement.weight_formats)
     if not met or prepared is None:
         return ()
     tensor = max(met, key=lambda name: met[name])
@@ -213,15 +213,15 @@ def _few_rows(request: Request, model: Model, placement: Placement, prepared: Pr
     return (f"{told}: it gains little below as many; give more samples, or longer ones",)
 
 
-def _weights_only(request: Request, model: Model, wanted: str) -> Placed:
+def _weights_only(request: Request, model: Model, wanted: str) -> PlacedByRules:
     """Every weight among the chosen nodes as `wanted` says, by the operators that read them."""
     edges = request.selection.allowed(model, storable_edges(model))
     placement = rules.weights_only(model, edges, partial(weight_formats_like, request.engine, wanted))
-    return Placed(placement, tuple(Counter(s.name for s in placement.weight_formats.values()).items()))
+    return PlacedByRules(placement, tuple(Counter(s.name for s in placement.weight_formats.values()).items()))
 
 
 def _compared(
-    request: Request, written: Path, placed: Placed, prepared: Prepared, metric: Evaluation | None
+    request: Request, written: Path, placed: PlacedByRules, prepared: Prepared, metric: Evaluation | None
 ) -> Quantized:
     """The written file against the float model."""
     with temporary_folder() as folder:
@@ -253,7 +253,7 @@ def _quantized_parts(model: Model) -> str:
     return f"8-bit operators ({', '.join(operators)})" if operators else ""
 
 
-def _keepers(placed: Placed) -> str:
+def _keepers(placed: PlacedByRules) -> str:
     """The rules that kept edges in float, the one that kept most first, for people."""
     keepers = {r.name: r.reason for r in engine_rules.RULES if isinstance(r, engine_rules.KeepFloat)}
     counts = sorted(((count, name) for name, count in placed.counts if count and name in keepers), reverse=True)
@@ -271,7 +271,7 @@ def _numbers(request: Request) -> NumericFormat:
 
 
 def _judged(
-    request: Request, written: Path, placed: Placed, prepared: Prepared, metric: Evaluation | None, folder: Path
+    request: Request, written: Path, placed: PlacedByRules, prepared: Prepared, metric: Evaluation | None, folder: Path
 ) -> Quantized:
     """A file against the user's model: pairs fused where ONNX Runtime is the target, else as they stand. It has to run
     on random inputs as well, which tell no accuracy."""

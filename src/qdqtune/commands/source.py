@@ -21,7 +21,7 @@ from qdqtune.graph.float16 import Precision
 from qdqtune.graph.model import Model
 from qdqtune.graph.shaping import with_input_shapes
 from qdqtune.numerics.fitting import fitted
-from qdqtune.numerics.half_precision import by_ranges, in_half
+from qdqtune.numerics.half_precision import by_ranges, in_half_precision
 from qdqtune.options import Given, MaybeFile, Option, Writes, option
 from qdqtune.tuning.finished import data_beside
 from qdqtune.tuning.options import precision_option
@@ -104,7 +104,7 @@ class Source(SourceOptions):
         prepared, cache = None, self.calibration_cache
         if cache is None or is_fed:
             data = Data(self.calibration_data, self.calibration_samples, self.input_shapes, self.seed)
-            prepared, _, notes = in_half(prepare(graph, data, fixed=fixed), self.precision, usual)
+            prepared, _, notes = in_half_precision(prepare(graph, data, fixed=fixed), self.precision, usual)
             graph, shaped, notes = prepared.model, prepared.shaped, (*notes, *prepared.hints)
         else:
             graph, notes = by_ranges(graph, self.precision or usual, cache, self.model)

@@ -49,7 +49,7 @@ def damages(
         BadModel: ONNX Runtime cannot run the float model.
     """
     pairs = {edge: _quantization(quantized, edge) for edge in placement}
-    alone = sensitivities(float_model, pairs, samples, loudest=WORST)
+    alone = sensitivities(float_model, pairs, samples, only_worst=WORST)
     if isinstance(alone, Failure):
         return alone
     worst = sorted(alone, key=alone.__getitem__, reverse=True)[:WORST]

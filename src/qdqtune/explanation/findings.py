@@ -17,8 +17,8 @@ from qdqtune.graph.model import Model, Node
 from qdqtune.graph.operators import COMPUTE
 from qdqtune.numerics.accuracy import accuracy, is_finite
 from qdqtune.placement.files import read_placement_file
-from qdqtune.placement.reading import placement_in, stored_alone, strip_pairs
-from qdqtune.placement.stored import tables_of
+from qdqtune.placement.reading import placement_in, stored_alone, tables_of
+from qdqtune.placement.stripping import strip_pairs
 from qdqtune.tuning.folder import BASELINE
 from qdqtune.types import Accuracy, Failure, Layer, NumericFormat, Sample
 

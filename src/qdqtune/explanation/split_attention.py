@@ -15,9 +15,9 @@ from onnx import TensorProto
 
 from qdqtune.graph.model import Model, Node
 from qdqtune.graph.operators import COPIES, QDQ
-from qdqtune.placement.graph_queries import Attention, Scene
+from qdqtune.placement.graph_queries import Attention, GraphQueries
 from qdqtune.placement.keep_float import INT8_HEADS, LARGEST_FP8_HEAD, LONGEST_INT8_ATTENTION
-from qdqtune.placement.reading import strip_pairs
+from qdqtune.placement.stripping import strip_pairs
 from qdqtune.types import Layer
 
 ROLES = ("queries", "keys", "probabilities", "values")
@@ -47,7 +47,7 @@ def splits(model: Model, layers: Sequence[Layer]) -> Iterator[Split]:
     """The attentions of a model, with or without pairs, that no single layer covers."""
     home = {name: number for number, layer in enumerate(layers) for name in layer.nodes}
     plain = strip_pairs(model)
-    for attention in Scene(plain, frozenset()).attentions:
+    for attention in GraphQueries(plain, frozenset()).attentions:
         names = [plain.nodes[i].name for i in (attention.scores, attention.softmax, attention.context)]
         if all(name in home for name in names) and len({home[name] for name in names}) > 1:
             asked = _Asked(model, attention, *map(model.node, names))
@@ -143,7 +143,7 @@ class _Asked:
 
     def _is_quantized_behind(self) -> bool:
         """Whether all that reads the second product's result, behind copies, are Qs."""
-        readers = list(Scene(self.model, frozenset()).readers(self.context.outputs[0]))
+        readers = list(GraphQueries(self.model, frozenset()).readers(self.context.outputs[0]))
         users = [self.model.user(e) for e in readers]
         return bool(users) and all(u is not None and u.op == "QuantizeLinear" for u in users)
 

@@ -10,20 +10,20 @@ import numpy as np
 from qdqtune.types import Accuracy, Array
 
 FLOOR_DB = 20.0
-"""Output SQNR below which a model is not to be trusted: an error of a tenth. Classifiers lose nothing that can be
-measured down to here, a point or two of top-1 at 15 dB, and all sense below 10."""
+"""Output SQNR below which a model is not to be trusted: an error of a tenth. Seen on classifiers: nothing measurable is
+lost down to here, a point or two of top-1 at 15 dB, and everything below 10."""
 
 APART_DB = 10.0
-"""A single sample that is worse than all together by more than this stands apart."""
+"""By how much a single sample has to be worse than all together to be mentioned. Chosen, not measured."""
 
 MOST_EQUAL = 0.98
-"""Share of the integers in outputs that are to stay as they are."""
+"""Share of the integers in outputs that have to stay the same. Chosen, not measured."""
 
 Outputs = Sequence[Mapping[str, Array]]
 
 
 def concern(accuracy: Accuracy) -> str | None:
-    """One line for people about outputs that are not to be trusted; None if they are."""
+    """One line for users about outputs that are not to be trusted; None if they are."""
     lost = accuracy.sqnr_db
     if lost is not None and lost < FLOOR_DB:
         state = "computes something else than" if lost < FLOOR_DB / 2 else "differs much from"
@@ -46,8 +46,8 @@ def accuracy(reference: Outputs, outputs: Outputs) -> Accuracy:
     """Outputs against those of the float model, sample by sample.
 
     The SQNR of an output is 10 log10(sum(reference^2) / sum((reference - output)^2)) over all samples; the worst output
-    counts, and its spread over single samples stands beside it. Where a shape depends on values, as that of boxes does,
-    and differs, what one of both lacks counts as zeros.
+    counts, with the least and largest SQNR of a single sample. Where shapes depend on values, as those of boxes do, and
+    differ, missing values count as zeros.
     """
     reference, outputs = _aligned(reference, outputs), _aligned(outputs, reference)
     agreements = []
@@ -68,21 +68,21 @@ def accuracy(reference: Outputs, outputs: Outputs) -> Accuracy:
 
 
 def noisiest(reference: Outputs, outputs: Outputs, count: int) -> list[int]:
-    """So many samples, in their order, whose outputs are the most of what lies between `outputs` and the reference."""
+    """The `count` samples, in their order, with the largest errors in the worst output."""
     worst = _worst(_aligned(reference, outputs), _aligned(outputs, reference))
-    loudness = np.zeros(len(reference)) if worst is None else worst.noise
-    return sorted(np.argsort(-loudness, kind="stable")[:count].tolist())
+    noise = np.zeros(len(reference)) if worst is None else worst.noise
+    return sorted(np.argsort(-noise, kind="stable")[:count].tolist())
 
 
 def _worst(reference: Outputs, outputs: Outputs) -> _Power | None:
-    """The float output of the least SQNR, of those that differ at all."""
+    """The float output with the least SQNR, if any differs."""
     names = (name for name, first in reference[0].items() if first.dtype.kind == "f")
     powers = (_Power.of([(a[name], b[name]) for a, b in zip(reference, outputs, strict=True)]) for name in names)
     return min((power for power in powers if power.noise.sum() > 0), key=lambda power: power.db, default=None)
 
 
 def _aligned(outputs: Outputs, others: Outputs) -> list[dict[str, Array]]:
-    """The outputs, each filled up with zeros to the larger of its shape and the other's; flat where ranks differ."""
+    """The outputs, each padded with zeros to the larger of its shape and that of the other; flat where ranks differ."""
 
     def filled(array: Array, other: Array) -> Array:
         mine, theirs = (array, other) if array.ndim == other.ndim else (array.reshape(-1), other.reshape(-1))
@@ -100,7 +100,7 @@ def sqnr_db(reference: Outputs, outputs: Outputs) -> float | None:
 
 @dataclass(frozen=True, eq=False)
 class _Power:
-    """Signal and noise power of one output, by sample."""
+    """Signal and noise power of one output, for each sample."""
 
     signal: Array
     noise: Array
@@ -125,14 +125,14 @@ class _Power:
 
 
 def _db(signal: float, noise: float) -> float:
-    """The ratio in dB; a finite number also where there is no signal, or the noise is beyond all numbers."""
+    """The ratio in dB; finite also without signal or with infinite noise."""
     least = np.finfo(np.float64).tiny
     return float(10 * np.log10(max(signal / noise, least)))
 
 
 def _top1(reference: Outputs, outputs: Outputs) -> float | None:
-    """Share of rows of class scores, float [samples, classes] with any number of ones behind, that have the same
-    largest class; of the worst such output."""
+    """Share of rows with the same largest class, of the worst output that holds class scores: float [rows, classes],
+    with any number of axes of size 1 behind."""
     shares = []
     for name, first in reference[0].items():
         rows, classes = first.shape[:1], first.shape[1:2]

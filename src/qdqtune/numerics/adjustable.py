@@ -1,207 +1,216 @@
-"""A model with pairs whose numbers are inputs: built once, run with as many scales and biases as one likes.
+"""What ranges and biases do to the outputs of one placement: its model is built once for all that are tried.
 
-A build of a large network takes longer than its inference, so numbers that are tried one after the other share one. The
-arithmetic is that of the file: what pairs round is rounded, weights stand in float as rounding leaves them, or as the
-integers that these are.
+Two things are compared: the outputs, and the values in front of a Softmax or the like at the end. Behind a confident
+Softmax all errors look small, and a few uncertain samples decide. In front of it every sample counts, but so do the
+scores of classes that are out of the question. Both together are a stable measure.
+
+Biases are corrected as in Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction" (arXiv
+1906.04721, section 4.2): rounded weights and clipped inputs move the mean of an output channel, which the bias takes
+back. Here the means are those of calibration samples.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Collection, Mapping, Sequence
-from copy import deepcopy
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
-import onnx
-from onnx import TensorProto, helper
 
-from qdqtune.calibration import scales
-from qdqtune.calibration.scales import Quantization
-from qdqtune.graph.model import Constant, Model, Node, rebuild
-from qdqtune.placement.bias_correction import Layer
-from qdqtune.placement.insertion import quantized
-from qdqtune.types import Array, Edge, QType
+from qdqtune.calibration.observe import MANY
+from qdqtune.calibration.scales import Ranges
+from qdqtune.engines.memory import MemoryBudget
+from qdqtune.graph.model import Model
+from qdqtune.graph.operators import COPIES, is_float
+from qdqtune.numerics.adjustable_model import CHANNELS, MOVES, Mode, adjustable_model, feeds
+from qdqtune.numerics.sessions import Loaded, Outputs, Session, onnxruntime_session
+from qdqtune.placement.possible import biased_layers
+from qdqtune.placement.quantizations import Quantizer
+from qdqtune.types import Array, Edge, Failure, NumericFormat, Placement, Sample
 
-SCALES, ZEROS, CHANNELS = "__scales", "__zeros", "__channels"
-"""Inputs: of the activations with pairs, in the order in which they are given; one number for each channel of all
-layers."""
+SQUASHES = frozenset({"ArgMax", "ArgMin", "HardSigmoid", "Hardmax", "LogSoftmax", "Sigmoid", "Softmax", "TopK"})
+"""Operators that make probabilities and decisions of scores."""
 
-WIDE = 128
-"""Most parts of a split vector: ONNX Runtime takes a time for them that grows with their square."""
-
-STORED = 2**22
-"""Bytes of a weight from which it is not written once more in float, as rounding leaves it."""
-
-MOVES = "__moves"
-"""Output: one number for each channel of all layers."""
-
-Mode = Literal["means", "centred", "shifted"]
-"""What happens to the layers. means: nothing, MOVES are the means of their channels. shifted: CHANNELS are added.
-centred: CHANNELS are the means that the channels get, sample by sample, and MOVES is what that took: layers further
-behind see the right means already, so that one run over a sample serves all layers."""
-
-Scales = Mapping[str, Quantization]
+BETTER_DB = 0.1
+"""By how much a change of ranges or biases has to raise the SQNR to be kept: less may be chance. Chosen, not
+measured."""
 
 
-def feeds(quantized: Scales) -> dict[str, Array]:
-    """SCALES and ZEROS. int8 is uint8 with 128 more."""
-    found = list(quantized.values())
-    zeros = [q.zero_point + (128 if q.qtype is QType.INT8 else 0) for q in found]
-    return {SCALES: np.asarray([float(q.scale) for q in found], np.float32), ZEROS: np.asarray(zeros, np.uint8)}
+@dataclass(frozen=True, eq=False)
+class OutputNoise:
+    """Signal and noise power, [samples, compared values]; noise is infinite where values are not finite. The values of
+    each output are neighbours: `parts` says how many there are of each."""
+
+    signal: Array
+    noise: Array
+    parts: tuple[int, ...]
+
+    def db(self, samples: slice = slice(None)) -> float:
+        """SQNR over some of the samples: of each output the mean over its values, of these the least; infinite where
+        nothing is lost."""
+        signal, noise = (a[samples].sum(axis=0) for a in (self.signal, self.noise))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            single = 10 * np.log10(np.maximum(signal, np.finfo(np.float64).tiny) / noise)
+        return min(float(np.mean(part)) for part in np.split(single, np.cumsum(self.parts)[:-1]))
 
 
-def _rounded(constant: Constant, how: Quantization) -> Constant:
-    """A constant as rounding leaves it, in its own type, computed when somebody writes it."""
-    dtype = helper.tensor_dtype_to_np_dtype(constant.dtype)
-    digest = hashlib.sha256(f"{how.qtype}{how.axis}{how.zero_point}".encode() + how.scale.tobytes()).hexdigest()[:16]
-
-    def values() -> Array:
-        return scales.dequantize(scales.quantize(constant.array(), how), how).astype(dtype)
-
-    return Constant(f"{constant.key}:rounded:{digest}", constant.dtype, constant.shape, values)
+class NotRunnableError(Exception):
+    """ONNX Runtime does not run the model with pairs."""
 
 
-class Adjustable:
-    """The model with pairs on the edges `paired`, while it is written.
+class AdjustablePlacement:
+    """A placement of one model, run on some samples with any ranges and biases.
 
-    `activations` are in the order of SCALES; those of `paired` that are constants are rounded as `constants` say.
+    `ranges` only decide how constants are rounded. Offsets of biases are arrays [samples, channels]: a row for each
+    sample, and in it the channels of all `layers` that can have a bias, one after the other. `ran` is told the number
+    of inferences after each run.
+
+    Raises:
+        NotRunnableError: from all methods that run the model.
     """
 
     def __init__(
-        self, model: Model, activations: Scales, constants: Mapping[Edge, Quantization], paired: Collection[Edge],
-        layers: Sequence[Layer], mode: Mode,
+        self, session: Session, model: Model, placement: Placement, numbers: NumericFormat, ranges: Ranges,
+        samples: Sequence[Sample], ran: Callable[[int], None] = lambda _: None,
     ) -> None:  # fmt: skip
-        self._model, self._activations, self._fixed, self._paired = model, activations, constants, paired
-        self._numbers = {tensor: i for i, tensor in enumerate(activations)}
-        self._layers = {layer.result: (i, layer) for i, layer in enumerate(layers)}
-        self._mode = mode
-        self._nodes: list[onnx.NodeProto] = []
-        self._constants: dict[str, Constant] = {}
-        self._pairs: dict[str, str] = {}
-        self._moves: list[str] = []
+        self.layers = biased_layers(model, placement)
+        self._session, self._ran = session, ran
+        self._model, self._placement, self._samples = model, placement, samples
+        groups = compared_values(model)
+        self._shown, self._parts = tuple(chain.from_iterable(groups)), tuple(map(len, groups))
+        self._quantizer = Quantizer(model, ranges, numbers)
+        self._activations, self._constants = self._quantizer.scales(placement)
+        self._loaded: dict[Mode, Loaded] = {}
+        self._exact = self._checked(session.outputs(self._written("means"), "means", samples))
+        self._means = [outputs.pop(MOVES) for outputs in self._exact] if self.layers else []
 
-    def written(self, shown: Sequence[Edge]) -> Model:
-        """The model, with what stands on the edges `shown` as its outputs."""
-        model, inputs = self._model, []
-        if self._activations:
-            inputs += [(SCALES, TensorProto.FLOAT), (ZEROS, TensorProto.UINT8)]
-            for name, _ in inputs:
-                self._split(name, [1] * len(self._activations))
-        if self._layers and self._mode != "means":
-            inputs.append((CHANNELS, TensorProto.FLOAT))
-            self._split(CHANNELS, [layer.channels for _, layer in self._layers.values()])
-        for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
-            self._add_node(node, proto)
-        outputs = [self._node("Identity", self._read(e), result=f"__shown_{i}") for i, e in enumerate(shown)]
-        if self._moves:
-            outputs.append(self._node("Concat", *self._moves, result=MOVES, axis=0))
-        written = rebuild(model, self._nodes, self._constants)
-        graph = written.proto.graph
-        graph.input.extend(helper.make_tensor_value_info(name, dtype, [None]) for name, dtype in inputs)
-        del graph.output[:]
-        for name in outputs:
-            graph.output.add(name=name)  # ONNX Runtime infers the rest
-        written.proto.ir_version = max(written.proto.ir_version, 9 if model.opset >= 19 else 7)
-        return Model(written.proto, written.large)
+    @property
+    def has_outputs(self) -> bool:
+        """Whether an output is float: else there is nothing to compare."""
+        return bool(self._shown)
 
-    def _add_node(self, node: Node, proto: onnx.NodeProto) -> None:
-        copy = deepcopy(proto)
-        for slot, edge in enumerate(node.into):
-            copy.input[slot] = self._read(edge)
-        self._nodes.append(copy)
-        if not node.outputs or node.outputs[0] not in self._layers:
-            return
-        number, layer = self._layers[node.outputs[0]]
-        if self._mode == "means":
-            self._moves.append(self._reshaped(self._mean(layer, layer.result), [-1]))
-            return
-        copy.output[0] = f"__before_{number}"
-        move = self._reshaped(f"{CHANNELS}_{number}", _broadcast(layer))
-        if self._mode == "centred":
-            move = self._node("Sub", move, self._mean(layer, copy.output[0]))
-            self._moves.append(self._reshaped(move, [-1]))
-        dtype = self._model.tensors[layer.result].dtype
-        if dtype != TensorProto.FLOAT:
-            move = self._node("Cast", move, to=dtype)
-        self._node("Add", copy.output[0], move, result=layer.result)
+    def noise(self, ranges: Ranges, offsets: Array | None = None, at_most: int | None = None) -> OutputNoise:
+        """What `ranges` do to the outputs, on `at_most` so many samples. With `offsets`, the biases for each sample are
+        corrected by the offsets of all others."""
+        step = 1 if at_most is None else -(-len(self._samples) // at_most)
+        given = self._scales(ranges)
+        found = self._run("shifted", [given | {CHANNELS: shift} for shift in self._shifts_by_others(offsets)], step)
+        rows = []
+        for exact, actual in zip(self._exact[::step], found, strict=True):
+            pairs = [(exact[n].astype(np.float64), actual[n].astype(np.float64)) for n in exact]
+            with np.errstate(all="ignore"):
+                rows.append([(np.square(e).sum(), np.square(e - a).sum()) for e, a in pairs])
+        signal, noise = np.moveaxis(np.array(rows), 2, 0)
+        return OutputNoise(signal, np.where(np.isfinite(noise), noise, np.inf), self._parts)
 
-    def _mean(self, layer: Layer, values: str) -> str:
-        """By channel, over all else, in the shape of `_broadcast`."""
-        if self._model.tensors[layer.result].dtype != TensorProto.FLOAT:
-            values = self._node("Cast", values, to=TensorProto.FLOAT)
-        if layer.rank is None:
-            values = self._reshaped(values, [-1, layer.channels])
-        axes = [i for i in range(layer.rank or 2) if i != 1]
-        if self._model.opset >= 18:
-            mean = self._node("ReduceMean", values, self._integers(axes), keepdims=1)
-        else:
-            mean = self._node("ReduceMean", values, axes=axes, keepdims=1)
-        return self._reshaped(mean, _broadcast(layer))
+    def offsets(self, ranges: Ranges) -> Array:
+        """By how much the means of channels are off with `ranges`, [samples, channels]."""
+        if not self.layers:
+            return np.zeros((len(self._samples), 0), np.float32)
+        given = self._scales(ranges)
+        return np.stack([o[MOVES] for o in self._run("centred", [given | {CHANNELS: m} for m in self._means])])
 
-    def _reshaped(self, value: str, shape: Sequence[int]) -> str:
-        return self._node("Reshape", value, self._integers(shape))
+    def shifts(self, offsets: Array) -> Mapping[str, tuple[float, ...]]:
+        """The corrections that the offsets of all samples give, as `Ranges` hold them."""
+        shift = shrunk_mean(offsets.astype(np.float64)).astype(np.float32)
+        ends = np.cumsum([layer.channels for layer in self.layers])
+        parts = zip(self.layers, np.split(shift, ends[:-1]), strict=True) if self.layers else ()
+        return {layer.node: tuple(part.tolist()) for layer, part in parts if np.isfinite(part).all()}
 
-    def _integers(self, values: Sequence[int]) -> str:
-        name = f"__integers_{len(self._constants)}"
-        self._constants[name] = Constant.of(np.asarray(values, np.int64))
-        return name
+    def _shifts_by_others(self, offsets: Array | None) -> list[Array]:
+        count = len(self._samples)
+        if offsets is None:
+            return [np.zeros(sum(layer.channels for layer in self.layers), np.float32)] * count
+        exact = offsets.astype(np.float64)
+        others = [np.delete(exact, i, axis=0) if count > 1 else exact for i in range(count)]
+        return [np.nan_to_num(shrunk_mean(o)).astype(np.float32) for o in others]
 
-    def _split(self, vector: str, sizes: Sequence[int]) -> None:
-        """Parts of an input, named after it with their numbers."""
-        parts = [f"{vector}_{i}" for i in range(len(sizes))]
-        starts = range(0, len(sizes), WIDE)
-        wholes = [f"{vector}_from_{i}" for i in starts] if len(starts) > 1 else [vector]
-        if len(starts) > 1:
-            self._add_split(vector, wholes, [sum(sizes[i : i + WIDE]) for i in starts])
-        for whole, i in zip(wholes, starts, strict=True):
-            self._add_split(whole, parts[i : i + WIDE], sizes[i : i + WIDE])
+    def _scales(self, ranges: Ranges) -> dict[str, Array]:
+        activations, _ = self._quantizer.with_ranges(ranges).scales(self._placement)
+        return feeds({tensor: activations[tensor] for tensor in self._activations})
 
-    def _add_split(self, vector: str, parts: Sequence[str], sizes: Sequence[int]) -> None:
-        self._nodes.append(helper.make_node("Split", [vector, self._integers(sizes)], parts, f"{vector}_parts", axis=0))
+    def _run(self, mode: Mode, added: Sequence[Mapping[str, Array]], step: int = 1) -> Outputs:
+        if mode not in self._loaded:
+            loaded = self._session.load(self._written(mode), mode)
+            if isinstance(loaded, Failure):
+                raise NotRunnableError(loaded.reason)
+            self._loaded[mode] = loaded
+        given = [{**sample, **more} for sample, more in zip(self._samples[::step], added[::step], strict=True)]
+        return self._checked(self._loaded[mode](given))
 
-    def _read(self, edge: Edge) -> str:
-        """What the user of an edge reads."""
-        if edge not in self._paired:
-            return edge.tensor
-        if edge in self._fixed:
-            return self._constant(self._model.constants[edge.tensor], self._fixed[edge])
-        if edge.tensor not in self._pairs:
-            self._pairs[edge.tensor] = self._pair(edge.tensor)
-        return self._pairs[edge.tensor]
+    def _checked(self, found: Outputs | Failure) -> Outputs:
+        if isinstance(found, Failure):
+            raise NotRunnableError(found.reason)
+        self._ran(len(found))
+        return found
 
-    def _constant(self, constant: Constant, how: Quantization) -> str:
-        """A rounded constant; of a large one its integers, which candidates have as well: ONNX Runtime folds them."""
-        is_stored = constant.nbytes >= STORED and constant.dtype == TensorProto.FLOAT
-        if not is_stored or how.qtype is not QType.INT8 or how.zero_point:
-            known = _rounded(constant, how)
-            self._constants[name := f"__{known.key}"] = known
-            return name
-        known = quantized(constant, how)
-        if known.key not in self._pairs:
-            integers, scale = f"__{known.key}", f"__{known.key}:scale"
-            self._constants |= {integers: known, scale: Constant.of(how.scale)}
-            axis: dict[str, Any] = {} if how.axis is None else {"axis": how.axis}
-            self._pairs[known.key] = self._node("DequantizeLinear", integers, scale, **axis)
-        return self._pairs[known.key]
-
-    def _pair(self, tensor: str) -> str:
-        number, dtype = self._numbers[tensor], self._model.tensors[tensor].dtype
-        scale, zero = f"{SCALES}_{number}", f"{ZEROS}_{number}"
-        if dtype != TensorProto.FLOAT:
-            scale = self._node("Cast", scale, to=dtype)
-        if self._activations[tensor].qtype is QType.FP8:
-            zero = "__zero_fp8"
-            self._constants[zero] = Constant.of(np.zeros(1, scales.NUMPY_TYPE[QType.FP8]))
-        rounded = self._node("QuantizeLinear", tensor, scale, zero)
-        return self._node("DequantizeLinear", rounded, scale, zero)
-
-    def _node(self, op: str, *inputs: str, result: str = "", **attributes: Any) -> str:
-        result = result or f"__{op}_{len(self._nodes)}"
-        self._nodes.append(helper.make_node(op, inputs, [result], f"__node_{len(self._nodes)}", **attributes))
-        return result
+    def _written(self, mode: Mode) -> Model:
+        shown = () if mode == "centred" else self._shown
+        if mode == "means":
+            return adjustable_model(self._model, {}, {}, frozenset(), self.layers, mode, shown)
+        paired = self._placement.edges
+        return adjustable_model(self._model, self._activations, self._constants, paired, self.layers, mode, shown)
 
 
-def _broadcast(layer: Layer) -> list[int]:
-    """The shape in which one number for each channel meets the result of a layer."""
-    return [layer.channels] if layer.rank is None else [1, layer.channels] + [1] * (layer.rank - 2)
+@contextmanager
+def adjustable_placement(
+    model: Model,
+    placement: Placement,
+    numbers: NumericFormat,
+    ranges: Ranges,
+    samples: Sequence[Sample],
+    ran: Callable[[int], None] = lambda _: None,
+) -> Iterator[AdjustablePlacement]:
+    """An `AdjustablePlacement` on ONNX Runtime.
+
+    Raises:
+        NotRunnableError: ONNX Runtime does not run the float model.
+    """
+    written = len(model.nodes) + 2 * len(placement)
+    memory = MemoryBudget.for_model(sum(constant.nbytes for constant in model.large.values()))
+    with onnxruntime_session(memory=memory, fuse=written <= MANY, fuse_pairs=False) as session:
+        yield AdjustablePlacement(session, model, placement, numbers, ranges, samples, ran)
+
+
+def shrunk_mean(offsets: Array) -> Array:
+    """What to add to a bias, from the offset of each sample: [samples, channels] to [channels].
+
+    The mean of few samples is partly chance: it is shrunk by the share of its square that its own standard error
+    explains (the positive-part estimator of James and Stein, 1961, channel by channel).
+    """
+    shift = offsets.mean(axis=0)
+    if len(offsets) > 1:
+        error = offsets.var(axis=0, ddof=1) / len(offsets)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            kept = np.where(shift == 0, 0.0, np.maximum(1 - error / np.square(shift), 0))
+        shift = shift * kept
+    return np.asarray(shift)
+
+
+def compared_values(model: Model) -> tuple[tuple[Edge, ...], ...]:
+    """The float values that are compared for each output: itself, and the input of squashing operators at its end.
+    Outputs without float values are left out."""
+    found = []
+    for slot, output in enumerate(model.outputs):
+        edge = Edge(output, "", slot)
+        found.append(tuple(e for e in dict.fromkeys((edge, _scores(model, edge))) if is_float(model, e.tensor)))
+    return tuple(edges for edges in found if edges)
+
+
+def _scores(model: Model, edge: Edge) -> Edge:
+    """The input of the first in a row of squashing operators that ends at `edge`; itself if there is none."""
+    best = edge
+    while (node := model.maker(edge.tensor)) is not None:
+        if node.op == "ZipMap":  # which hands on a tensor as maps
+            edge = best = node.into[0]
+            continue
+        if node.domain or node.op not in COPIES | SQUASHES | {"Div"}:
+            break
+        if node.op == "Div":  # a Softmax as single operators
+            node = model.maker(node.inputs[0])
+            if node is None or node.op != "Exp":
+                break
+        edge = node.into[0]
+        best = edge if node.op in SQUASHES | {"Exp"} else best
+    return best

@@ -1,7 +1,7 @@
-"""Which few of many parts spoil a whole: adaptive group testing on the damage that any set of parts does together.
+"""Finds the few parts of many that cause damage, by adaptive group testing: the damage of any set can be measured.
 
-The damage need not add up: one part alone may spoil everything (then a second one makes it no worse), and parts may do
-harm in company only, as the pairs around an operator do that an engine fuses wrongly.
+Damage need not add up: one part alone may cause all of it, so that a second one adds none, and parts may cause damage
+only together, as the pairs around an operator do that an engine fuses wrongly.
 """
 
 from __future__ import annotations
@@ -10,31 +10,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-HEALED = 0.5
-"""Taking parts out heals if no more than this share of the damage is left: 3 dB."""
+LEFT_SHARE = 0.5
+"""Parts are at fault if without them at most this share of the damage is left: 3 dB. Chosen, not measured."""
 
 Parts = tuple[int, ...]
 Damage = Callable[[Parts], float]
-"""Power of the error at the outputs, relative to the signal, with these parts in place and no others.
-
-Without any part there may be some too, which is nobody's fault; it is asked for only where no part alone heals."""
+"""Power of the error at the outputs, relative to the signal, with these parts and no others. There may be damage
+without any part; that is measured only if no single part is at fault."""
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """A part that spoils the company in which it was found: with it `damage` is done there, without it `without`."""
+    """A part at fault in a set of `tested` parts, which has `damage` with it and `without` that part."""
 
     part: int
     damage: float
     without: float
-    company: int
+    tested: int
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The culprits in the order in which they were found, and the damage that the `rest` of the parts does.
+class BisectionResult:
+    """The culprits in the order in which they were found, and the `damage` of the `rest` of the parts.
 
-    If that is above the limit, no single one of the rest is to blame.
+    If that is above the limit, no single one of the rest is at fault.
     """
 
     culprits: tuple[Culprit, ...]
@@ -42,52 +41,53 @@ class Verdict:
     damage: float
 
 
-def culprits(parts: Sequence[int], damage: Damage, limit: float) -> Verdict:
-    """Find culprits one after another, until what is left does no more damage than `limit`, or none stands out.
+def culprits(parts: Sequence[int], damage: Damage, limit: float) -> BisectionResult:
+    """Find culprits one after another, until the rest has at most `limit` damage, or no single part is at fault.
 
-    `parts` come in an order in which those that work together are neighbours. One culprit among n > 1 parts takes at
-    most 1 + 2 log2(n) calls of `damage`, no set is asked for twice. A culprit leaves at most `HEALED` of the damage
-    when it is taken out of company that does at least that share of all damage, or does more than `limit` by itself.
+    Parts that work together should be neighbours in `parts`. One culprit among n > 1 parts takes at most
+    1 + 2 log2(n) calls of `damage`; no set is measured twice. Taking out a culprit leaves at most `LEFT_SHARE` of
+    the damage of a set that has at least this share of all damage; or it has more than `limit` damage by itself.
     """
     asked = cache(damage)
     rest, found = tuple(parts), list[Culprit]()
     while rest and asked(rest) > limit:
-        culprit = _one(rest, asked, limit, is_quick=True) or _one(rest, asked, limit, is_quick=False)
+        culprit = _single(rest, asked, limit, is_quick=True) or _single(rest, asked, limit, is_quick=False)
         if culprit is None:
             break
         found.append(culprit)
         rest = _without(rest, (culprit.part,))
-    return Verdict(tuple(found), rest, asked(rest))
+    return BisectionResult(tuple(found), rest, asked(rest))
 
 
-def _one(parts: Parts, damage: Damage, limit: float, *, is_quick: bool) -> Culprit | None:
-    """The part in whose absence a broken company is whole; the company shrinks where there are several such parts.
+def _single(parts: Parts, damage: Damage, limit: float, *, is_quick: bool) -> Culprit | None:
+    """A single part without which the damage is gone, found by halving; None if there is none.
 
-    The quick way goes into the first half whose absence heals, the other one into the half whose absence heals more:
-    what comes before a culprit can make its harm worse, so that the absence of the innocent heals a little as well.
+    If `is_quick`, the search continues in the first half without which the damage is gone, else in the one without
+    which less is left: parts in front of a culprit can increase its damage, so that less is left without them too. If
+    the damage stays without either half, several parts are at fault, and the half with more damage is searched alone.
     """
-    company = suspects = parts
+    tested = suspects = parts
     whole = damage(parts)
     while len(suspects) > 1:
         halves = suspects[: (len(suspects) + 1) // 2], suspects[(len(suspects) + 1) // 2 :]
-        bound = HEALED * damage(company)
-        quick = is_quick and damage(_without(company, halves[0])) <= bound
-        healing = halves[0] if quick else min(halves, key=lambda half: damage(_without(company, half)))
-        if damage(_without(company, healing)) <= bound:
-            suspects = healing
+        bound = LEFT_SHARE * damage(tested)
+        quick = is_quick and damage(_without(tested, halves[0])) <= bound
+        faulty = halves[0] if quick else min(halves, key=lambda half: damage(_without(tested, half)))
+        if damage(_without(tested, faulty)) <= bound:
+            suspects = faulty
             continue
         if damage(()) > limit:
             return None
-        louder = max(halves, key=damage)
-        if damage(louder) <= limit and damage(louder) < HEALED * whole:
+        worse = max(halves, key=damage)
+        if damage(worse) <= limit and damage(worse) < LEFT_SHARE * whole:
             return None
-        company = suspects = louder
-    if damage(company) < HEALED * whole and damage(suspects) <= limit:
+        tested = suspects = worse
+    if damage(tested) < LEFT_SHARE * whole and damage(suspects) <= limit:
         return None
-    without = damage(_without(company, suspects))
-    if without > HEALED * damage(company):
+    without = damage(_without(tested, suspects))
+    if without > LEFT_SHARE * damage(tested):
         return None
-    return Culprit(suspects[0], damage(company), without, len(company))
+    return Culprit(suspects[0], damage(tested), without, len(tested))
 
 
 def _without(parts: Parts, others: Parts) -> Parts:

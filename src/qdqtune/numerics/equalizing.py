@@ -1,14 +1,14 @@
-"""Equalization from samples: how far channels are to be scaled, and whether a placement gains by it.
+"""Equalization from samples: by how much channels are scaled, and whether a placement gains by it.
 
-How far channels are scaled follows Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias
-Correction" (arXiv 1906.04721), for convolutions, and Xiao et al., "SmoothQuant" (arXiv 2211.10438), for products
-behind a LayerNormalization. Weights have a scale for each output channel, so scaling costs neither the producer nor a
-depthwise reader any precision; for these the activations' channels are made alike, and for all other readers
+Channels are scaled after Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction" (arXiv
+1906.04721), for convolutions, and Xiao et al., "SmoothQuant" (arXiv 2211.10438), for products behind a
+LayerNormalization. Weights have a scale for each output channel, so scaling costs neither the producer nor a depthwise
+reader any precision; for these the channels of activations are made alike, and for all other readers
 
     s_j = max|X_j| ^ 1/2 / max|W_j| ^ 1/2
 
-Where one channel's values set the range of all, values beyond those that calibration saw hardly ever come. Where all
-channels reach its ends, any of them may: so neither factors nor ranges may come from the samples that judge them.
+Where one channel sets the range of all, values beyond those of calibration are rare. Where all channels reach its ends,
+any of them may exceed it: factors and ranges must not come from the samples that they are judged by.
 """
 
 from __future__ import annotations
@@ -33,17 +33,21 @@ from qdqtune.calibration.observe import outputs_on, with_outputs
 from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import Ranges
 from qdqtune.graph.model import Model
-from qdqtune.numerics.judging import CannotJudgeError, Outcome, Steps, judging
+from qdqtune.numerics.adjustable import BETTER_DB, NotRunnableError, OutputNoise, adjustable_placement
+from qdqtune.numerics.sessions import InferenceCount
 from qdqtune.types import Array, Listener, NumericFormat, Placement, Sample
 
-SAMPLES = 32
-"""Samples that judge, at most: either half those numbers that the other half has been asked for."""
+EQUALIZING_SAMPLES = 32
+"""Samples that factors are judged by, at most. Chosen, not measured."""
 
-RUNS = 10
+EQUALIZING_RUNS = 10
 """Inferences that one of these takes at most."""
 
-BETTER_DB = 0.1
-"""What factors must gain to be kept."""
+MOVED_SHARE = 0.5
+"""The exponent of max|X|: half of the difference between channels moves into the weights (SmoothQuant's alpha)."""
+
+LARGEST_EXPONENT = 8
+"""Channels are scaled by 2^8 at most. Chosen, not measured."""
 
 
 def paying_factors(
@@ -54,32 +58,34 @@ def paying_factors(
     is_late: Callable[[], bool],
     listener: Listener,
 ) -> tuple[Factor, ...]:
-    """The factors by which the outputs of a placement come closer to the float model's, judged by `most` so many
-    samples. Layers behind normalizations are tried apart from those behind others. The `listener` hears how far it is.
+    """The factors that bring the outputs of a placement closer to the float model's, on at most `most` samples.
+
+    Layers behind normalizations are tried together, and all others together. `placed` gives the placement for ranges;
+    nothing further is tried once it `is_late`; the `listener` is told the progress.
 
     Raises:
         BadData: no sample.
         BadModel: ONNX Runtime cannot run the model.
     """
     model, found = prepared.shaped, sites(prepared.shaped)
-    samples = prepared.calibration.spread(min(most, SAMPLES)) if found else []
+    samples = prepared.calibration.spread(min(most, EQUALIZING_SAMPLES)) if found else []
     if len(samples) < 2 or is_late():
         return ()
-    trial = _Trial(model, numbers, placed, samples, Steps(listener, RUNS * len(samples)).took)
-    placement = placed(trial.ranges(0))
-    readers = ((site, [model.nodes[r] for r in site.readers]) for site in found)
-    used = [site for site, nodes in readers if any(node.into[0] in placement for node in nodes)]
-    behind = [model.nodes[site.producer].op in NORMALIZED_BY_CHANNEL for site in used]
-    kinds = [[s for s, is_behind in zip(used, behind, strict=True) if is_behind == kind] for kind in (True, False)]
+    ran = InferenceCount(listener, EQUALIZING_RUNS * len(samples)).add
+    validation = _CrossValidation(model, numbers, placed, samples, ran)
+    placement = placed(validation.ranges(0))
+    used = [site for site in found if any(model.nodes[r].into[0] in placement for r in site.readers)]
+    normalized = [site for site in used if model.nodes[site.producer].op in NORMALIZED_BY_CHANNEL]
+    kinds = normalized, [site for site in used if site not in normalized]
     try:
-        paying = [site for kind in kinds if kind and not is_late() and trial.gains(kind) for site in kind]
-    except CannotJudgeError:
+        paying = [site for kind in kinds if kind and not is_late() and validation.improves(kind) for site in kind]
+    except NotRunnableError:
         return ()
     return factors_on_samples(model, paying, prepared.calibration) if paying else ()
 
 
-class _Trial:
-    """Either half of some samples judges what the other half says."""
+class _CrossValidation:
+    """Each half of some samples gives ranges and factors, which the other half judges."""
 
     def __init__(
         self, model: Model, numbers: NumericFormat, placed: Callable[[Ranges], Placement], samples: Sequence[Sample],
@@ -89,26 +95,27 @@ class _Trial:
         halves = samples[::2], samples[1::2]
         self._folds = (halves, halves[::-1])
         self._ranges: dict[int, Ranges] = {}
-        self._plain: dict[int, Outcome] = {}
+        self._before: dict[int, OutputNoise] = {}
 
     def ranges(self, fold: int) -> Ranges:
-        """All values that the model, as it is, takes on one half of the samples."""
+        """The ranges of the model as it is on one half of the samples."""
         if fold not in self._ranges:
             self._ranges[fold] = self._calibrated(self._model, self._folds[fold][0])
         return self._ranges[fold]
 
-    def gains(self, found: Sequence[Site]) -> bool:
-        """Whether equal channels at some sites gain: on either half, or it is luck."""
+    def improves(self, found: Sequence[Site]) -> bool:
+        """Whether making channels alike at some sites brings the outputs closer on both halves: on one it may be
+        chance."""
         before, after = [], []
-        for number, (asked, judges) in enumerate(self._folds):
-            factors = factors_on_samples(self._model, found, asked)
+        for fold, (given, judging) in enumerate(self._folds):
+            factors = factors_on_samples(self._model, found, given)
             if not factors:
                 return False
-            if number not in self._plain:
-                self._plain[number] = self._outcome(self._model, self.ranges(number), judges)
-            before.append(self._plain[number])
+            if fold not in self._before:
+                self._before[fold] = self._noise(self._model, self.ranges(fold), judging)
+            before.append(self._before[fold])
             changed = scaled(self._model, factors)
-            after.append(self._outcome(changed, self._calibrated(changed, asked), judges))
+            after.append(self._noise(changed, self._calibrated(changed, given), judging))
             if after[-1].db() <= before[-1].db():
                 return False
         return _together(after).db() > _together(before).db() + BETTER_DB
@@ -118,36 +125,30 @@ class _Trial:
         self._ran(len(samples))
         return found
 
-    def _outcome(self, model: Model, ranges: Ranges, judges: Sequence[Sample]) -> Outcome:
-        with judging(model, self._placed(ranges), self._numbers, ranges, judges, self._ran) as judge:
-            return judge.outcome(ranges)
+    def _noise(self, model: Model, ranges: Ranges, samples: Sequence[Sample]) -> OutputNoise:
+        placement = self._placed(ranges)
+        with adjustable_placement(model, placement, self._numbers, ranges, samples, self._ran) as adjustable:
+            return adjustable.noise(ranges)
 
 
-def _together(outcomes: Sequence[Outcome]) -> Outcome:
-    signal, noise = (np.concatenate([getattr(o, name) for o in outcomes]) for name in ("signal", "noise"))
-    return Outcome(signal, noise, outcomes[0].parts)
-
-
-SHARE = 0.5
-"""The exponent of max|X|: half of the difference between channels moves into the weights."""
-
-LARGEST_EXPONENT = 8
-"""Channels are scaled by 2^8 at most."""
+def _together(found: Sequence[OutputNoise]) -> OutputNoise:
+    signal, noise = (np.concatenate([getattr(o, name) for o in found]) for name in ("signal", "noise"))
+    return OutputNoise(signal, noise, found[0].parts)
 
 
 def factors_on_samples(model: Model, found: Sequence[Site], samples: Iterable[Sample]) -> tuple[Factor, ...]:
-    """The factors that make channels alike, as far as samples show them; none where they are already."""
+    """The factors that make channels alike on these samples; none for sites where they are alike."""
     largest = _largest_activations(model, found, samples)
     moved = [(site, _exponents(model, site, largest[site.tensor])) for site in found]
     return tuple(factor for site, by in moved if any(by) for factor in factors(model, site, by))
 
 
 def _exponents(model: Model, site: Site, activations: Array) -> list[int]:
-    """log2(s), rounded, less its median; 0 of channels that are always 0."""
+    """log2(s_j) of each channel, less their median, as whole numbers; 0 for channels that are always 0."""
     weights = largest_weights(model, site)
     with np.errstate(divide="ignore"):
         logarithms = np.log2(activations)
-        wanted = SHARE * logarithms - (1 - SHARE) * np.log2(weights) if weights.any() else logarithms
+        wanted = MOVED_SHARE * logarithms - (1 - MOVED_SHARE) * np.log2(weights) if weights.any() else logarithms
     known = np.isfinite(wanted)
     if not known.any():
         return [0] * site.channels
@@ -156,7 +157,7 @@ def _exponents(model: Model, site: Site, activations: Array) -> list[int]:
 
 
 def _largest_activations(model: Model, found: Sequence[Site], samples: Iterable[Sample]) -> dict[str, Array]:
-    """max|X_j| of what readers take, over all samples, [channels] by the tensor of the site."""
+    """max|X_j| of what the readers of a site read, over all samples: [channels], by the tensor of the site."""
     read = {site.tensor: list(dict.fromkeys(model.nodes[r].inputs[0] for r in site.readers)) for site in found}
     nodes: list[onnx.NodeProto] = []
     shown: dict[str, str] = {}
@@ -174,7 +175,7 @@ def _largest_activations(model: Model, found: Sequence[Site], samples: Iterable[
 
 
 def _magnitude_nodes(model: Model, tensor: str, axes: Sequence[int], name: str) -> list[onnx.NodeProto]:
-    """Nodes that find the largest magnitudes along some axes."""
+    """Nodes that compute the largest magnitudes along some axes as the output `name`."""
     magnitude = helper.make_node("Abs", [tensor], [f"{name}_abs"], f"{name}_abs")
     if model.opset < 18:
         largest = helper.make_node("ReduceMax", [f"{name}_abs"], [name], name, axes=axes, keepdims=0)

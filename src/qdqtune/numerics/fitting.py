@@ -1,6 +1,6 @@
-"""The numbers of a placement: ranges and biases that keep its outputs close to the float model's.
+"""Ranges and biases of a placement that keep its outputs close to the float model's.
 
-All is decided before anything is timed, so that what a search measures is what ships; none of it moves a pair.
+They are decided before anything is timed, so that what a search measures is what ships; no pair moves.
 """
 
 from __future__ import annotations
@@ -16,29 +16,27 @@ from qdqtune.calibration.prepare import Prepared
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import work
-from qdqtune.numerics import equalizing
-from qdqtune.numerics.judging import CannotJudgeError, Judge, Steps, judging
+from qdqtune.numerics.adjustable import BETTER_DB, AdjustablePlacement, NotRunnableError, adjustable_placement
+from qdqtune.numerics.equalizing import EQUALIZING_RUNS, EQUALIZING_SAMPLES, paying_factors
+from qdqtune.numerics.sessions import InferenceCount
 from qdqtune.types import Deaf, Listener, NumericFormat, Placement
 
-SAMPLES = 64
-"""Samples of calibration that numbers are judged by, if `WORK` allows so many; `LEAST` in any case."""
+JUDGING_SAMPLES = 64
+"""Samples of calibration that ranges are judged by, if `WORK` allows so many; `LEAST_SAMPLES` in any case."""
 
-LEAST = 4
+LEAST_SAMPLES = 4
 
-FEWER = 16
-"""Of these, how many judge each step towards a mixture, of which there are many."""
+MIXING_SAMPLES = 16
+"""How many of these judge each step towards a mixture of methods: there are many steps."""
 
-BETTER_DB = 0.1
-"""What a change of numbers must gain to be kept: less may be luck."""
-
-BLOCKS = 24
-"""Parts of the graph that may get ranges of different methods, at most: each costs a run for each other method."""
+MOST_BLOCKS = 24
+"""Parts of the graph that may get ranges of different methods: each costs a run for each other method."""
 
 WORK = 6e11
 """Multiplications that all runs together may take: ten to thirty seconds on two cores."""
 
 OVERHEAD = 1e6
-"""Multiplications in the time that an operator with a pair takes to begin, and its numbers take to be computed."""
+"""Multiplications in the time that an operator with a pair takes to start and to round."""
 
 
 def fitted(
@@ -49,11 +47,11 @@ def fitted(
     is_late: Callable[[], bool] = lambda: False,
     listener: Listener | None = None,
 ) -> Ranges:
-    """Ranges by `how`; factors of channels and bias corrections where these bring the outputs closer to the float
+    """Ranges by `how`, with factors of channels and corrected biases where these bring the outputs closer to the float
     model's.
 
-    `placed` gives the placement that the numbers are for, of the ranges: partial ones of it take their part of them.
-    Nothing further is tried once it `is_late`. The `listener` hears of what takes long, and how far it is.
+    `placed` gives the placement for ranges; a placement of fewer pairs uses the same ranges. Nothing further is tried
+    once it `is_late`. The `listener` is told stages and progress.
 
     Raises:
         BadData: no sample.
@@ -63,7 +61,7 @@ def fitted(
     if how.equalization and sites(prepared.shaped):
         listener.stage("trying to make channels alike")
         most = _Budget(prepared.shaped, 1, how.bias_correction).halves
-        factors = equalizing.paying_factors(prepared, numbers, placed, most, is_late, listener)
+        factors = paying_factors(prepared, numbers, placed, most, is_late, listener)
         prepared = replace(prepared, shaped=scaled(prepared.shaped, factors))
     return replace(_fitted(prepared, how, numbers, placed, is_late, listener), factors=factors)
 
@@ -76,7 +74,7 @@ def _fitted(
     is_late: Callable[[], bool],
     listener: Listener,
 ) -> Ranges:
-    """See `fitted`; channels stay as they are."""
+    """`fitted` without factors."""
     model = prepared.shaped
     listener.stage(f"calibrating on {prepared.samples.origin}")
     found = calibrate_by_every_method(model, prepared.calibration, how, numbers=numbers)
@@ -89,30 +87,31 @@ def _fitted(
     samples = prepared.calibration.spread(budget.samples)
     listener.stage("comparing ways to calibrate")
     blocks = _blocks(model, placement, budget.blocks(len(samples)))
-    mixing = len(blocks) * (len(candidates) - 1) * min(len(samples), FEWER)
-    ran = Steps(listener, len(samples) * budget.runs + mixing).took
+    mixing = len(blocks) * (len(candidates) - 1) * min(len(samples), MIXING_SAMPLES)
+    ran = InferenceCount(listener, len(samples) * budget.runs + mixing).add
     try:
-        with judging(model, placement, numbers, candidates[0], samples, ran) as judge:
-            return _best(judge, candidates, blocks, how.bias_correction, is_late)
-    except CannotJudgeError:
+        with adjustable_placement(model, placement, numbers, candidates[0], samples, ran) as adjustable:
+            return _best(adjustable, candidates, blocks, how.bias_correction, is_late)
+    except NotRunnableError:
         return candidates[0]
 
 
 def inferences(model: Model, how: Calibration, samples: int) -> int:
-    """How many inferences of the model with its pairs `fitted` takes at most after it has seen that many samples."""
+    """How many inferences of the model with its pairs `fitted` takes at most, beside calibration on that many
+    samples."""
     methods = len(AUTO) if how.method == "auto" else 1
     budget = _Budget(model, methods, how.bias_correction)
-    halves = equalizing.RUNS * min(samples, budget.halves) if how.equalization and sites(model) else 0
+    halves = EQUALIZING_RUNS * min(samples, budget.halves) if how.equalization and sites(model) else 0
     if methods == 1 and not how.bias_correction:
         return halves
     samples = max(1, min(samples, budget.samples))
-    mixing = budget.blocks(samples) * (methods - 1) * min(samples, FEWER)
+    mixing = budget.blocks(samples) * (methods - 1) * min(samples, MIXING_SAMPLES)
     return halves + samples * budget.runs + mixing
 
 
 @dataclass(frozen=True)
 class _Budget:
-    """What `WORK` allows: half of it for so many methods as they are, the rest for mixtures of them."""
+    """How many runs `WORK` allows: half of it is for single methods, the rest for mixtures of them."""
 
     model: Model
     methods: int
@@ -124,93 +123,92 @@ class _Budget:
 
     @property
     def runs(self) -> int:
-        """Float model, methods, their mixture, and two for each of them with biases."""
+        """Inferences for each sample: float model, methods, their mixture, and two more for each of them with
+        biases."""
         return 2 + self.methods + 2 * (self.methods + 1) * self.bias_correction
 
     @property
     def samples(self) -> int:
-        """On how many samples numbers are judged."""
-        return min(max(int(self._inferences / (2 * self.runs)), LEAST), SAMPLES)
+        """How many samples judge the methods."""
+        return min(max(int(self._inferences / (2 * self.runs)), LEAST_SAMPLES), JUDGING_SAMPLES)
 
     @property
     def halves(self) -> int:
-        """How many samples judge whether channels are made alike."""
-        return min(max(int(self._inferences / (4 * equalizing.RUNS)), LEAST), equalizing.SAMPLES)
+        """How many samples judge the factors of channels."""
+        return min(max(int(self._inferences / (4 * EQUALIZING_RUNS)), LEAST_SAMPLES), EQUALIZING_SAMPLES)
 
     def blocks(self, samples: int) -> int:
-        """How many parts of the graph are tried, with so many samples at hand."""
-        left = (self._inferences - samples * self.runs) / min(samples, FEWER)
-        return max(0, min(BLOCKS, int(left / (self.methods - 1)))) if self.methods > 1 else 0
+        """Into how many parts the graph is divided for a mixture that so many samples judge."""
+        left = (self._inferences - samples * self.runs) / min(samples, MIXING_SAMPLES)
+        return max(0, min(MOST_BLOCKS, int(left / (self.methods - 1)))) if self.methods > 1 else 0
 
 
 @dataclass(frozen=True)
 class _Fit:
-    """Numbers, and the SQNR that they reach."""
+    """Ranges, and the SQNR that they reach."""
 
     db: float
     ranges: Ranges
 
 
 def _best(
-    judge: Judge,
+    adjustable: AdjustablePlacement,
     candidates: Sequence[Ranges],
     blocks: Sequence[Sequence[str]],
     bias_correction: bool,
     is_late: Callable[[], bool],
 ) -> Ranges:
-    """The best of: each candidate, and the mixture of them; each with and without corrected biases. Of those that there
-    was time for."""
-    if not judge.can_tell:
+    """The best of all candidates and their mixture, each with and without corrected biases, as far as time allows."""
+    if not adjustable.has_outputs:
         return candidates[0]
     in_time = takewhile(lambda ranges: ranges is candidates[0] or not is_late(), candidates)
-    tried = [_Fit(judge.outcome(ranges).db(), ranges) for ranges in in_time]
+    tried = [_Fit(adjustable.noise(ranges).db(), ranges) for ranges in in_time]
     best = max(tried, key=lambda fit: fit.db)
-    mixed = _mixed(judge, best.ranges, candidates, [] if is_late() else blocks, is_late)
+    mixed = _mixed(adjustable, best.ranges, candidates, [] if is_late() else blocks, is_late)
     if mixed is not best.ranges:
-        tried.append(_Fit(judge.outcome(mixed).db(), mixed))
+        tried.append(_Fit(adjustable.noise(mixed).db(), mixed))
         best = tried[-1] if tried[-1].db > best.db + BETTER_DB else best
-    if bias_correction and judge.layers and not is_late():
-        corrected = max((_corrected(judge, fit.ranges) for fit in tried), key=lambda fit: fit.db)
+    if bias_correction and adjustable.layers and not is_late():
+        corrected = max((_corrected(adjustable, fit.ranges) for fit in tried), key=lambda fit: fit.db)
         best = corrected if corrected.db > best.db else best
     return best.ranges
 
 
-def _corrected(judge: Judge, ranges: Ranges) -> _Fit:
-    """Biases corrected as all samples ask for it. Each judges what the others say, so that luck gains nothing."""
-    moves = judge.moves(ranges)
-    return _Fit(judge.outcome(ranges, moves).db(), replace(ranges, shifts=judge.shifts(moves)))
+def _corrected(adjustable: AdjustablePlacement, ranges: Ranges) -> _Fit:
+    """Ranges with the biases that all samples give; the SQNR is of biases that for each sample come from the others."""
+    offsets = adjustable.offsets(ranges)
+    return _Fit(adjustable.noise(ranges, offsets).db(), replace(ranges, shifts=adjustable.shifts(offsets)))
 
 
 def _mixed(
-    judge: Judge,
+    adjustable: AdjustablePlacement,
     start: Ranges,
     candidates: Sequence[Ranges],
     blocks: Sequence[Sequence[str]],
     is_late: Callable[[], bool],
 ) -> Ranges:
-    """From one of several, for each block of neighbouring tensors the one that the outputs gain most by.
+    """`start` with the ranges of another candidate for each block of neighbouring tensors that gains by them.
 
-    Blocks come in graph order, and each is tried with what those before it have been given. The placement's pairs
-    see the method of the block; all other tensors keep that of the whole. What gains must do so on either half of
-    the samples, or it is luck.
+    Blocks are tried in graph order, with the ranges chosen for earlier ones. A gain has to show on both halves of the
+    samples: on one it may be chance.
     """
     best = start
-    reached = judge.outcome(best, at_most=FEWER) if blocks else None
+    reached = adjustable.noise(best, at_most=MIXING_SAMPLES) if blocks else None
     for block in blocks:
         for other in candidates:
             changed = {t: other.activations[t] for t in block if t in other.activations}
-            if reached is None or is_late() or all(best.activations[t] == found for t, found in changed.items()):
+            if reached is None or is_late() or all(best.activations[t] == r for t, r in changed.items()):
                 continue
             tried = replace(best, activations={**best.activations, **changed}, method="auto")
-            outcome = judge.outcome(tried, at_most=FEWER)
-            halves = [slice(i, None, 2) for i in range(2 if len(outcome.noise) > 1 else 1)]
-            if outcome.db() > reached.db() + BETTER_DB and all(outcome.db(h) > reached.db(h) for h in halves):
-                best, reached = tried, outcome
+            found = adjustable.noise(tried, at_most=MIXING_SAMPLES)
+            halves = [slice(i, None, 2) for i in range(2 if len(found.noise) > 1 else 1)]
+            if found.db() > reached.db() + BETTER_DB and all(found.db(half) > reached.db(half) for half in halves):
+                best, reached = tried, found
     return best
 
 
 def _blocks(model: Model, placement: Placement, most: int) -> list[list[str]]:
-    """Activations that carry pairs, in graph order, in at most so many parts of about the same number."""
+    """Activations with pairs, in graph order, in at most `most` parts of about the same size."""
     paired = {e.tensor for e in placement}
     ordered = [t for t in (*model.inputs, *(o for n in model.nodes for o in n.outputs)) if t in paired]
     count = min(most, len(ordered))
@@ -218,11 +216,11 @@ def _blocks(model: Model, placement: Placement, most: int) -> list[list[str]]:
 
 
 def with_known_ranges(model: Model, ranges: Ranges, numbers: NumericFormat, seen: Ranges) -> Ranges:
-    """`ranges` with [0, 1] for what a Softmax makes where samples came at least half way, in uint8: scale 1/255.
+    """`ranges` with [0, 1] for outputs of Softmax that reach 0.5 on the samples, in uint8: their scale is 1/255.
 
-    A probability of 1 that no sample showed would be cut off, and a method that looks at all values alike cuts off
-    those that matter, since most are next to zero. Where attention is spread over hundreds of positions no value
-    comes near 1, and steps of 1/255 would leave nothing of them. `seen` holds the largest values of the samples.
+    A probability of 1 that no sample showed would be clipped, and since most values are near zero, methods clip the
+    ones that matter. Where attention spreads over hundreds of positions no value comes near 1, and steps of 1/255
+    would leave nothing of them. `seen` holds the largest values of the samples.
     """
     if numbers.symmetric:
         return ranges

@@ -1,9 +1,8 @@
-"""Half precision that holds: which nodes leave float16's range on the samples and stay in float32, and what is lost.
+"""Half precision: which nodes leave the range of float16 on the samples and stay in float32, and what accuracy is lost.
 
-Ranges of the values say most: what comes near the largest number of float16, or stays below its normal ones, is kept in
-float32 together with what reads it, and so are means whose inner sum overflows although they do not. Whether the rest
-holds is seen on the outputs, with every value of a float16 node rounded as such an engine stores it. bfloat16 has the
-range of float32: nothing needs to stay there.
+Nodes that make or read values near the largest number of float16, or below its normal numbers, stay in float32, and so
+do means whose inner sum overflows. Whether the rest is accurate is measured on the outputs, with every value of a
+float16 node rounded as an engine stores it. bfloat16 has the range of float32: no node has to stay.
 """
 
 from __future__ import annotations
@@ -45,38 +44,37 @@ from qdqtune.types import Accuracy, Array, Failure, Sample
 
 NAMES: Mapping[HalfPrecision, str] = MappingProxyType({"fp16": "float16", "bf16": "bfloat16"})
 
-LARGEST = 65504.0
+FLOAT16_MAX = 65504.0
 """The largest number of float16."""
 
 HEADROOM = 2
-"""How many times larger than on the samples values may become."""
+"""How many times larger than on the samples values may become. Chosen, not measured."""
 
-SMALLEST = 2.0**-14
-"""The smallest number that float16 holds with all its bits."""
+FLOAT16_MIN_NORMAL = 2.0**-14
+"""The smallest normal number of float16."""
 
 MASKING = COPIES | ARITHMETIC | {"Clip", "Max", "Min", "Where"}
-"""Operators between a mask and the Softmax that it is for."""
+"""Operators that may stand between a mask and its Softmax."""
 
 MEANS = frozenset({"GlobalAveragePool", "ReduceMean"})
 RISKY = NORMALIZATIONS | MEANS | {
     "Exp", "Log", "Pow", "Reciprocal", "ReduceL2", "ReduceLogSumExp", "ReduceSum", "ReduceSumSquare", "Softmax",
     "Softplus", "Sqrt",
 }  # fmt: skip
-"""Operators that stay in float32 where float16 does not hold otherwise: sums over long axes, and functions that magnify
-what rounding leaves."""
+"""Operators that stay in float32 if float16 is not accurate enough otherwise: sums over long axes, and functions that
+magnify rounding errors."""
 
+HALF_SAMPLES = 8
+"""Samples on which outputs are compared. Chosen, not measured."""
 
-SAMPLES = 8
-"""Samples on which outputs are compared."""
-
-LISTED = 5
-"""Nodes that a note has room for."""
+LISTED_NODES = 5
+"""Most nodes that a note lists."""
 
 
 @dataclass(frozen=True)
 class Half:
-    """A model in half precision. `kept` says of each node that stays in float32 on account of its values why that is;
-    `accuracy` is of the outputs against the float32 model's, None where nothing was run."""
+    """A model in half precision. `kept` gives the reason for each node that stays in float32; `accuracy` compares the
+    outputs with the float32 model's, None where nothing was run."""
 
     model: Model
     precision: HalfPrecision
@@ -85,40 +83,41 @@ class Half:
 
     @property
     def db(self) -> float:
-        """The SQNR of the outputs, in dB; infinite where they are equal or unknown, or where there are none."""
+        """The SQNR of the outputs in dB; infinite where they are equal or unknown, -infinite for a failure."""
         if isinstance(self.accuracy, Failure):
             return -math.inf
         return math.inf if self.accuracy is None or self.accuracy.sqnr_db is None else self.accuracy.sqnr_db
 
     def notes(self) -> tuple[str, ...]:
-        """For people: that it is in half precision, what that costs, and what stays in float32."""
+        """Notes for users: the precision, the accuracy it costs, and the nodes that stay in float32."""
         name = NAMES[self.precision]
         left = f"nothing: {self.accuracy.reason}" if isinstance(self.accuracy, Failure) else str(self.accuracy)
         lost = "" if self.accuracy is None else f"; alone it leaves an output SQNR of {left}"
         told = f"{name} where no pair stands (--precision fp32 keeps float32){lost}"
         if not self.kept:
             return (told,)
-        shown = "; ".join(f"{node} ({why})" for node, why in islice(self.kept.items(), LISTED))
-        more = f"; and {len(self.kept) - LISTED} more" if len(self.kept) > LISTED else ""
+        shown = "; ".join(f"{node} ({why})" for node, why in islice(self.kept.items(), LISTED_NODES))
+        more = f"; and {len(self.kept) - LISTED_NODES} more" if len(self.kept) > LISTED_NODES else ""
         return told, f"nodes that stay in float32, {len(self.kept)}: {shown}{more}"
 
 
-def in_half(
+def in_half_precision(
     prepared: Prepared, precision: Precision | None, usual: Precision, floor_db: float | None = FLOOR_DB
 ) -> tuple[Prepared, Half | None, tuple[str, ...]]:
-    """The model of `prepared` (float32) in a precision, None being the `usual` one if its outputs hold `floor_db`.
+    """The float32 model of `prepared` in a precision, with notes; without one in the `usual` one if its outputs reach
+    `floor_db`.
 
-    In bfloat16, for which ONNX Runtime has few kernels, it is what is written in the end: `prepared` stays float32.
+    For bfloat16 `prepared` stays float32, as ONNX Runtime has few kernels for it: it is converted when it is written.
 
     Raises:
         BadModel: the model cannot be converted, or ONNX Runtime cannot run it.
-        ConstraintUnmet: the user has asked for that precision, and its outputs do not hold the floor.
+        ConstraintUnmet: the user has asked for that precision, and its outputs do not reach the floor.
     """
     wanted = precision or usual
     if wanted == "fp32" or not is_float32(prepared.model):
         return prepared, None, ()
     ranges = calibrate(prepared.shaped, prepared.calibration, Calibration())
-    half = lowered(prepared.model, wanted, ranges, prepared.shaped, prepared.judging[:SAMPLES])
+    half = lowered(prepared.model, wanted, ranges, prepared.shaped, prepared.judging[:HALF_SAMPLES])
     if floor_db is not None and half.db < floor_db:
         why = f"{NAMES[wanted]} alone leaves an output SQNR of {half.db:.1f} dB, below {floor_db:g} dB"
         if precision is not None:
@@ -131,7 +130,7 @@ def in_half(
 
 
 def by_ranges(model: Model, precision: Precision, cache: Path, file: Path) -> tuple[Model, tuple[str, ...]]:
-    """A float32 model in a precision as the ranges of a calibration cache want it, and notes on that; see `in_half`.
+    """`in_half_precision` with the ranges of a calibration cache in place of samples.
 
     Raises:
         BadData: the cache cannot be read, or is another model's.
@@ -146,8 +145,9 @@ def by_ranges(model: Model, precision: Precision, cache: Path, file: Path) -> tu
 def lowered(
     model: Model, precision: HalfPrecision, ranges: Ranges, shaped: Model, samples: Sequence[Sample] = ()
 ) -> Half:
-    """`model` (float32) in half precision, with the nodes in float32 that `ranges` and the outputs on `samples` want
-    there. `shaped` is the same model with the shapes of the samples; without samples ranges alone decide.
+    """A float32 model in half precision, except for nodes that `ranges` or the outputs on `samples` keep in float32.
+
+    `shaped` is the same model with the shapes of the samples; without samples ranges alone decide.
 
     Raises:
         BadModel: the model cannot be converted, or ONNX Runtime cannot run it.
@@ -164,14 +164,14 @@ def lowered(
 def keeping(
     model: Model, precision: HalfPrecision, shaped: Model, kept: Mapping[str, str], samples: Sequence[Sample]
 ) -> Half:
-    """`model` in half precision but for `kept` and what is cheaper in float32 between these."""
+    """`model` in half precision except for `kept`, and for nodes between these that are cheaper in float32."""
     whole = {**kept, **dict.fromkeys(cheaper_in_float32(shaped, kept), "casts around it would cost more")}
     half = converted(model, precision, whole.keys())
     return Half(half, precision, whole, _lost(shaped, precision, whole, samples) if samples else None)
 
 
 def finished(quantized: Model, precision: Precision) -> Model:
-    """A model with pairs as it is written: in bfloat16 from here on, if it is to be that.
+    """A model with pairs as it is written: converted if the precision is bfloat16.
 
     Raises:
         BadModel: the model cannot be converted.
@@ -183,8 +183,8 @@ def finished(quantized: Model, precision: Precision) -> Model:
 
 
 def out_of_range(model: Model, ranges: Ranges) -> dict[str, str]:
-    """The nodes whose values float16 does not hold, each with the reason: those that make or read such a tensor, sum up
-    more than it holds, or have such weights. Masks in front of a Softmax may be cut off."""
+    """The nodes that make or read values out of float16's range, overflow in an inner sum, or have such weights, each
+    with the reason. Masks in front of a Softmax may be clipped."""
     kept: dict[str, str] = {}
     for tensor, values in ranges.activations.items():
         if (reason := _beyond(values)) is None or _is_mask(model, tensor, values):
@@ -193,7 +193,7 @@ def out_of_range(model: Model, ranges: Ranges) -> dict[str, str]:
         kept |= {model.nodes[i].name: f"{tensor} {reason}" for i in nodes if i != GRAPH}
     for node in model.nodes:
         reached = _inner_sum(model, node, ranges)
-        if reached * HEADROOM > LARGEST:
+        if reached * HEADROOM > FLOAT16_MAX:
             kept.setdefault(node.name, f"its inner sum reaches {reached:.3g}")
         if any(_is_large(model, node, t) for t in node.inputs):
             kept.setdefault(node.name, "its weights exceed float16")
@@ -201,16 +201,16 @@ def out_of_range(model: Model, ranges: Ranges) -> dict[str, str]:
 
 
 def _beyond(values: Range) -> str | None:
-    if values.magnitude * HEADROOM > LARGEST:
+    if values.magnitude * HEADROOM > FLOAT16_MAX:
         return f"reaches {values.magnitude:.3g}"
-    if 0 < values.magnitude < SMALLEST:
+    if 0 < values.magnitude < FLOAT16_MIN_NORMAL:
         return f"stays below {values.magnitude:.2g}"
     return None
 
 
 def _is_mask(model: Model, tensor: str, values: Range) -> bool:
-    """Whether only the low end is too large, and only a Softmax sees it: as much as float16 holds does as well."""
-    if values.high * HEADROOM > LARGEST:
+    """Whether only the low end is out of range and only a Softmax reads the tensor: clipping it changes nothing."""
+    if values.high * HEADROOM > FLOAT16_MAX:
         return False
     pending, seen = [tensor], set[str]()
     while pending:
@@ -226,7 +226,7 @@ def _is_mask(model: Model, tensor: str, values: Range) -> bool:
 
 
 def _inner_sum(model: Model, node: Node, ranges: Ranges) -> float:
-    """The largest sum on the way to a mean or a norm; 0 where there is none, or where it is the result itself."""
+    """The largest sum inside a mean or norm; 0 for other nodes."""
     if node.domain or not node.outputs or node.outputs[0] not in ranges.activations:
         return 0.0
     result = ranges.activations[node.outputs[0]].magnitude
@@ -238,21 +238,21 @@ def _inner_sum(model: Model, node: Node, ranges: Ranges) -> float:
 
 
 def _is_large(model: Model, node: Node, tensor: str) -> bool:
-    """Whether a node computes with a constant beyond float16: as a bound, or as a mask, it may be cut off."""
+    """Whether a node computes with a constant out of float16's range: a bound or a mask may be clipped."""
     constant = model.constants.get(tensor)
     if constant is None or constant.dtype != TensorProto.FLOAT or node.op not in COMPUTE | ARITHMETIC or node.domain:
         return False
     values = constant.array()
     values = values[np.isfinite(values)]
     highest, lowest = float(values.max(initial=0.0)), float(values.min(initial=0.0))
-    return highest > LARGEST or (lowest < -LARGEST and node.op in COMPUTE)
+    return highest > FLOAT16_MAX or (lowest < -FLOAT16_MAX and node.op in COMPUTE)
 
 
 def cheaper_in_float32(model: Model, kept: Collection[str]) -> set[str]:
-    """Nodes that only move or change values one by one, which cost less in float32 between kept ones than the casts.
+    """Pointwise nodes and copies that cost less in float32, next to kept nodes, than the casts around them.
 
     A cast writes each value of a tensor once for all readers of the other type; a node in float32 writes twice the
-    bytes. One node after the other changes sides as long as that gains.
+    bytes. Nodes move to float32 one by one as long as fewer bytes are written.
     """
     full = {n.index for n in model.nodes if n.name in kept or n.index in blocked(model)}
     free = [n for n in model.nodes if n.op in FUSED_POINTWISE | COPIES and not n.domain and n.index not in full]
@@ -267,7 +267,7 @@ def cheaper_in_float32(model: Model, kept: Collection[str]) -> set[str]:
 
 
 def _gain(model: Model, node: Node, full: set[int]) -> float:
-    """Values less to write with a node in float32."""
+    """How many fewer values are written with a node in float32."""
     around = [t for t in dict.fromkeys((*node.inputs, *node.outputs)) if t and t not in model.constants]
     around = [t for t in around if t in model.tensors and model.tensors[t].dtype == TensorProto.FLOAT]
     now, then = (sum(_cast(model, t, side) for t in around) for side in (full, full | {node.index}))
@@ -275,7 +275,8 @@ def _gain(model: Model, node: Node, full: set[int]) -> float:
 
 
 def _cast(model: Model, tensor: str, full: Collection[int]) -> float:
-    """Values that the cast of a tensor writes; 0 if all that make and read it have one type. The graph has float32."""
+    """Values that the cast of a tensor writes; 0 if its producer and readers have one type. Inputs and outputs of the
+    graph are float32."""
     made = model.producers.get(tensor, GRAPH)
     sides = {made == GRAPH or made in full, *(use.node == GRAPH or use.node in full for use in model.uses(tensor))}
     return elements(model, tensor) if len(sides) == 2 else 0.0
@@ -287,10 +288,10 @@ def _cast(model: Model, tensor: str, full: Collection[int]) -> float:
 def _lost(
     model: Model, precision: HalfPrecision, kept: Collection[str], samples: Sequence[Sample]
 ) -> Accuracy | Failure:
-    """Outputs against those of the float32 model, with the values of all other nodes rounded to half precision.
+    """How far the outputs are from the float32 model's if all nodes but `kept` are in half precision.
 
-    ONNX Runtime leaves out roundings between operators that it has no kernels for in half precision, so the float32
-    model gets explicit ones.
+    ONNX Runtime skips roundings between operators without kernels in half precision, so the float32 model gets casts
+    that round.
     """
     with running(model, fuse=False) as exact, running(rounded(model, precision, kept), fuse=False) as halved:
         reference, outputs = exact(samples), halved(samples)
@@ -304,7 +305,7 @@ def _lost(
 
 
 def rounded(model: Model, precision: HalfPrecision, kept: Collection[str]) -> Model:
-    """The float32 model with everything rounded to half precision that other nodes than `kept` make or read."""
+    """The float32 model with everything rounded to half precision that nodes outside `kept` make or read."""
     full = blocked(model) | {n.index for n in model.nodes if n.name in kept or n.op in CONTROL_FLOW}
     dtype = HALF_TYPES[precision]
     floats = {t: c for t, c in model.constants.items() if c.dtype == TensorProto.FLOAT and _read_low(model, t, full)}
@@ -341,7 +342,7 @@ def _read_low(model: Model, tensor: str, full: Collection[int]) -> bool:
 
 
 def _rounded(constant: Constant, precision: HalfPrecision) -> Constant:
-    """A constant with the values that the conversion leaves: finite ones stay finite, and none becomes zero."""
+    """A constant with the values after the conversion: finite ones stay finite, and none becomes zero."""
 
     def read() -> Array:
         values = constant.array()

@@ -1,9 +1,9 @@
 """The user's own metric: a function that asks a model for outputs and says how good they are.
 
 `--evaluate module:callable` or `path/to/file.py:callable` is called as `callable(predict) -> float`; higher is better.
-`predict` takes one set of inputs, {input name: array}, and returns {output name: array}, computed on the engine that is
-tuned for; several threads that call it take turns. The function is called for the float model and for each candidate
-that is about to be taken, and should give the same number for the same model:
+`predict` takes one set of inputs, {input name: array}, and returns {output name: array}, computed on the target
+engine; threads that call it wait for each other. The function is called for the float model and for each candidate that
+is about to be accepted, and should return the same number for the same model:
 
     def accuracy(predict):
         hits = [predict({"image": x[None]})["logits"].argmax() == label for x, label in test_set()]
@@ -34,7 +34,7 @@ Predict = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A metric: where it came from, 16 hex digits of its source text, and the function itself."""
+    """A metric: its name as the user gave it, 16 hex digits of a hash of its source text, and the function."""
 
     source: str
     digest: str
@@ -58,10 +58,10 @@ def load_evaluation(source: str) -> Evaluation:
 def evaluate(evaluation: Evaluation, runner: Runner, handle: Handle) -> float | Failure:
     """The metric of a model that the runner holds; a failure if the engine cannot run it, or the metric is not finite.
 
-    What the function prints goes to standard error.
+    The output of the function goes to standard error.
 
     Raises:
-        BadOption: the function itself fails, or returns something that is no number.
+        BadOption: the function itself fails, or does not return a number.
     """
     failures: list[Failure] = []
     one_at_a_time, process = threading.Lock(), os.getpid()
@@ -87,7 +87,7 @@ def evaluate(evaluation: Evaluation, runner: Runner, handle: Handle) -> float | 
         if isinstance(error, EngineFailure):
             raise BadOption(f"--evaluate {evaluation.source} failed: {error}") from error
         raise
-    if failures:  # it caught the error and went on: its number is worth nothing
+    if failures:  # it caught the error and went on, so its number means nothing
         return failures[0]
     return _number(evaluation.source, value)
 

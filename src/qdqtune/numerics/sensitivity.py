@@ -1,24 +1,22 @@
-"""What quantizing each value alone does to the outputs: one build of the float model with a switch at every value.
+"""What rounding each tensor alone does to the outputs: one build of the float model with a switch at every tensor.
 
-A switch is an If that hands a value on as it is, or through a Q/DQ pair; that of a weight is one around its reader, as
-an If copies what it hands on. Blocks of neighbouring values are switched on together, and the loudest block is halved
-until a number of inferences is spent. The values of a block that was not halved share its noise. Who asks for the
-loudest values only has each measured alone, if they are not too many.
+Blocks of neighbouring tensors are switched on together, and the block with the most noise is halved, until a number of
+inferences is spent. The tensors of a block that was not halved share its noise. A caller that wants only the worst
+tensors has each measured alone, if they are not too many.
 """
 
 from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from qdqtune.calibration import scales
 from qdqtune.calibration.observe import Run, running_in_several
@@ -26,44 +24,48 @@ from qdqtune.calibration.scales import Quantization, Range, Ranges
 from qdqtune.engines.memory import MemoryBudget
 from qdqtune.engines.pool import WorkerPool
 from qdqtune.graph.loading import with_opset
-from qdqtune.graph.model import Constant, Model, Node
+from qdqtune.graph.model import Constant, Model
 from qdqtune.numerics.accuracy import accuracy, is_finite, noisiest
-from qdqtune.placement.compression import BLOCKS, Compressor
-from qdqtune.placement.grafting import behind_switch, either
-from qdqtune.placement.insertion import ONNX_TYPE, quantized
+from qdqtune.numerics.sessions import InferenceCount, Outputs
+from qdqtune.placement.compression import BLOCK_OPSET, Compressor
+from qdqtune.placement.insertion import quantized
 from qdqtune.placement.possible import weight_at, weight_role
-from qdqtune.types import Array, Deaf, Edge, Failure, Listener, NumericFormat, Sample, WeightFormat
+from qdqtune.placement.switches import SWITCH, Rounding, is_switched_at_reader, with_roundings
+from qdqtune.types import Deaf, Edge, Failure, Listener, NumericFormat, Sample, WeightFormat
 
 
 @dataclass(frozen=True, eq=False)
 class StoredWeight:
-    """A weight that alone is quantized: its parts by what they are, as `Compressor.parts` gives them, of blocks of so
-    many inputs (None: one a channel), and whether its user reads it the other way round."""
+    """A weight that alone is quantized: its `parts` by name, as `Compressor.parts` gives them, in blocks of `block`
+    inputs (None: one scale a channel). `turned`: its reader takes it transposed."""
 
     parts: Mapping[str, Constant]
     block: int | None
     turned: bool
 
 
-MEASUREMENTS = 256
-"""Blocks that are measured at most, whatever the size of the model."""
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured. The numbers are chosen, not measured."""
 
-INFERENCES = 400
-"""Small models have fewer blocks, and get several samples for each: at most `SAMPLES`."""
+    measurements: int = 256
+    """Blocks at most, whatever the size of the model."""
+    inferences: int = 400
+    """Of all measurements: small models have fewer blocks, and get more samples for each, up to `samples`."""
+    samples: int = 4
+    considered: float = 0.1
+    """Share of the inferences that may go into the choice of those samples. Rounding does different things to single
+    samples, and what it does to all together is mostly the noise of the noisiest."""
 
-SAMPLES = 4
 
-CONSIDERED = 0.1
-"""Share of the inferences that may go into the choice of those samples: what rounding does to single ones differs, and
-what all do together is mostly that of the noisiest."""
-
+EFFORT = Effort()
 
 Block = tuple[int, int]
-"""Values from one number to another, without that."""
+"""The numbers of some tensors: the first, and the one behind the last."""
 
 NONE: Block = (0, 0)
 
-DEAFENING = 1e3
+UNBOUNDED_NOISE = 1e3
 """Relative noise of a block whose outputs are not finite."""
 
 
@@ -73,167 +75,175 @@ def sensitivities(
     samples: Sequence[Sample],
     *,
     floor: float = 0.0,
-    loudest: int | None = None,
+    only_worst: int | None = None,
     listener: Listener | None = None,
     deadline: float | None = None,
-    side_by_side: int = 1,
+    workers: int = 1,
     budget: MemoryBudget | None = None,
-    thinned: Callable[[int, int, float], None] = lambda fewer, wanted, seconds: None,
+    on_fewer: Callable[[int, int, float], None] = lambda fewer, wanted, seconds: None,
+    effort: Effort | None = None,
 ) -> dict[str, float] | Failure:
     """Relative noise power that rounding each tensor of `pairs` brings to the worst output (see `search.costs.noise`).
 
-    Runs on ONNX Runtime, on at most `SAMPLES` samples: those of the first ones whose outputs all rounding together
-    changes most. Blocks whose noise is below `floor` are not divided further, and none is once `time.monotonic` is past
-    `deadline`: where that has room for fewer measurements, `thinned` is told how many, of how many, and the seconds of
-    one. If only the `loudest` so many count, up to `INFERENCES` tensors are measured one by one, on as many samples as
-    that leaves; among more, the blocks are halved until so many stand alone. So many blocks as `side_by_side` says are
-    measured at a time, each in a process of its own; what is found is the same. `budget` is that of what engines hold
-    meanwhile. A failure if ONNX Runtime does not run
-    the model with switches, or the float model's outputs are not finite.
+    Runs on ONNX Runtime, on at most `effort.samples` samples: those of the first ones whose outputs change most when
+    everything is rounded. A failure if ONNX Runtime does not run the model with switches, or the float model's outputs
+    are not finite.
+
+    - `floor`: blocks with less noise are not halved.
+    - `only_worst`: only so many tensors matter. Up to `effort.inferences` tensors are then measured one by one, on as
+      many samples as that leaves; among more, blocks are halved until so many tensors stand alone.
+    - `deadline`: no block is halved once `time.monotonic` is past it. Where it leaves time for fewer measurements,
+      `on_fewer` gets how many, of how many, and the seconds of one.
+    - `workers`: processes that measure a block each; the result is the same.
+    - `budget`: of the memory that engines hold meanwhile.
     """
     if not pairs:
         return {}
-    switched, values = _switched(model, pairs)
-    count = len(values)
-    measurements = min(2 * count, MEASUREMENTS) if loudest is None else min(count, INFERENCES)
-    most = len(samples) if loudest is not None else SAMPLES
-    asked, heard = 0, listener or Deaf()
-    each = max(1, min(most, INFERENCES // measurements))
+    if any(isinstance(how, StoredWeight) for how in pairs.values()):
+        model = with_opset(model, BLOCK_OPSET)
+    roundings = _roundings(model, pairs)
+    switched = with_roundings(model, roundings, switched=True)
     with (
         # not fused: ONNX Runtime's fusions do not look outside of an If
-        running_in_several(switched, side_by_side, fuse=False, budget=budget) as runs,
+        running_in_several(switched, workers, fuse=False, budget=budget) as runs,
         WorkerPool(runs, repeat_after=None) as pool,
     ):
-
-        def outputs(block: Block, on: Sequence[Sample], run: Run = pool.first) -> list[dict[str, Array]] | Failure:
-            switches = {_switch(i): np.asarray(block[0] <= i < block[1]) for i in range(count)}
-            return run({**sample, **switches} for sample in on)
-
-        if deadline is not None:
-            outputs(NONE, samples[:1])  # builds it
-        begun = time.monotonic()
-        reference = outputs(NONE, used := samples[:each])
-        took = time.monotonic() - begun
-        fitting = measurements if deadline is None else side_by_side * int((deadline - time.monotonic()) / took)
-        if fitting < measurements:
-            thinned(max(1, fitting), measurements, took)
-            measurements = max(1, fitting)
-        elif len(seen := samples[: int(CONSIDERED * each * measurements / 2)]) > each:
-            exact, changed = outputs(NONE, seen), outputs((0, count), seen)
-            if not isinstance(exact, Failure) and not isinstance(changed, Failure) and is_finite(changed):
-                chosen = noisiest(exact, changed, each)
-                reference, used = [exact[i] for i in chosen], [seen[i] for i in chosen]
-        if isinstance(reference, Failure):
-            return reference
-        if not is_finite(reference):
-            return Failure("output", "outputs of the float model are NaN or infinite")
-
-        def is_late() -> bool:
-            return deadline is not None and time.monotonic() > deadline
-
-        def noise(blocks: Sequence[Block]) -> list[float]:
-            nonlocal asked
-            found = [DEAFENING] * len(blocks)
-            for number, rounded in pool.results([partial(outputs, block, used) for block in blocks]):
-                asked += 1
-                heard.progress(min(asked, measurements), measurements)
-                if not isinstance(rounded, Failure) and is_finite(rounded):
-                    found[number] = min(accuracy(reference, rounded).noise, DEAFENING)
-            return found
-
-        if loudest is not None and count <= measurements:
-            shares = noise([(i, i + 1) for i in range(count)])
+        plan = _plan(pool, len(roundings), samples, only_worst, deadline, effort or EFFORT, on_fewer)
+        if isinstance(plan, Failure):
+            return plan
+        measured = InferenceCount(listener or Deaf(), plan.measurements)
+        noise = partial(_noise, pool, plan, measured)
+        if only_worst is not None and len(roundings) <= plan.measurements:
+            shares = noise([(i, i + 1) for i in range(len(roundings))])
         else:
-            shares = _shares(count, noise, measurements, floor, loudest, is_late, side_by_side)
-    return dict(zip(values, shares, strict=True))
+            limits = Limits(plan.measurements, floor, only_worst, deadline)
+            shares = halved(len(roundings), noise, limits, workers)
+    return {rounding.tensor: share for rounding, share in zip(roundings, shares, strict=True)}
 
 
-def _shares(
+# ---- measuring
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """The samples to measure on, the float model's outputs for them, and how many blocks may be measured."""
+
+    count: int
+    samples: Sequence[Sample]
+    reference: Outputs
+    measurements: int
+
+
+def _plan(
+    pool: WorkerPool[Run],
     count: int,
-    noise: Callable[[Sequence[Block]], Sequence[float]],
-    measurements: int,
-    floor: float = 0.0,
-    loudest: int | None = None,
-    is_late: Callable[[], bool] = lambda: False,
-    width: int = 1,
+    samples: Sequence[Sample],
+    only_worst: int | None,
+    deadline: float | None,
+    effort: Effort,
+    on_fewer: Callable[[int, int, float], None],
+) -> _Plan | Failure:
+    wanted = min(2 * count, effort.measurements) if only_worst is None else min(count, effort.inferences)
+    most = len(samples) if only_worst is not None else effort.samples
+    each = max(1, min(most, effort.inferences // wanted))
+    outputs = partial(_outputs, run=pool.first)
+    if deadline is not None:
+        outputs(count, NONE, samples[:1])  # builds the model, so that the next inferences show how long one takes
+    begun = time.monotonic()
+    reference = outputs(count, NONE, used := samples[:each])
+    seconds = time.monotonic() - begun
+    possible = wanted if deadline is None else len(pool) * int((deadline - time.monotonic()) / seconds)
+    if possible < wanted:
+        on_fewer(max(1, possible), wanted, seconds)
+        wanted = max(1, possible)
+    elif len(seen := samples[: int(effort.considered * each * wanted / 2)]) > each:
+        exact, changed = outputs(count, NONE, seen), outputs(count, (0, count), seen)
+        if not isinstance(exact, Failure) and not isinstance(changed, Failure) and is_finite(changed):
+            chosen = noisiest(exact, changed, each)
+            reference, used = [exact[i] for i in chosen], [seen[i] for i in chosen]
+    if isinstance(reference, Failure):
+        return reference
+    if not is_finite(reference):
+        return Failure("output", "outputs of the float model are NaN or infinite")
+    return _Plan(count, used, reference, wanted)
+
+
+def _outputs(count: int, block: Block, samples: Iterable[Sample], run: Run) -> Outputs | Failure:
+    """The outputs of the model with `count` switches where those of a block are on."""
+    switches = {f"{SWITCH}{i}": np.asarray(block[0] <= i < block[1]) for i in range(count)}
+    return run({**sample, **switches} for sample in samples)
+
+
+def _noise(pool: WorkerPool[Run], plan: _Plan, measured: InferenceCount, blocks: Sequence[Block]) -> list[float]:
+    """The relative noise of each block, measured side by side."""
+    found = [UNBOUNDED_NOISE] * len(blocks)
+    jobs = [partial(_outputs, plan.count, block, plan.samples) for block in blocks]
+    for number, rounded in pool.results(jobs):
+        measured.add(1)
+        if not isinstance(rounded, Failure) and is_finite(rounded):
+            found[number] = min(accuracy(plan.reference, rounded).noise, UNBOUNDED_NOISE)
+    return found
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When halving ends: after so many `measurements`, below the noise `floor`, when `only_worst` tensors stand alone,
+    or when `time.monotonic` is past `deadline`."""
+
+    measurements: int
+    floor: float = 0.0
+    only_worst: int | None = None
+    deadline: float | None = None
+
+
+def halved(
+    count: int, noise: Callable[[Sequence[Block]], Sequence[float]], limits: Limits, width: int = 1
 ) -> list[float]:
-    """The noise of each of `count` values, by halving the loudest block, until `loudest` values stand alone, or it
-    `is_late`. Where `width` blocks are measured at a time, halves of the next ones are foreseen: those that are not
-    needed in the end do not count."""
+    """The noise of each of `count` tensors, by halving the block with the most noise until `limits` end it.
+
+    Where `width` blocks are measured at a time, the halves of blocks that are likely next are measured as well; those
+    that turn out not to be needed do not count as measurements.
+    """
     blocks = [(-noise([(0, count)])[0], 0, count)]
-    final: list[tuple[float, int, int]] = []
+    single: list[tuple[float, int, int]] = []
     known: dict[Block, float] = {}
     done = 1
-    while blocks and done + 2 <= measurements and -blocks[0][0] > floor and len(final) != loudest and not is_late():
+    while blocks and done + 2 <= limits.measurements and _goes_on(limits, -blocks[0][0], len(single)):
         if not known.keys() >= (halves := _halves(blocks[0])):
-            ahead = min(-(-width // 2), (measurements - done) // 2)
-            foreseen = (half for block in heapq.nsmallest(ahead, blocks) for half in sorted(_halves(block)))
-            wanted = [half for half in foreseen if half not in known]
+            ahead = min(-(-width // 2), (limits.measurements - done) // 2)
+            likely = (half for block in heapq.nsmallest(ahead, blocks) for half in sorted(_halves(block)))
+            wanted = [half for half in likely if half not in known]
             known |= dict(zip(wanted, noise(wanted), strict=True))
         block = heapq.heappop(blocks)
         if not halves:
-            final.append(block)
+            single.append(block)
             continue
         for half in halves:
             heapq.heappush(blocks, (-known[half], *half))
         done += 2
     shares = [0.0] * count
-    for loudness, start, stop in (*blocks, *final):
-        shares[start:stop] = [-loudness / (stop - start)] * (stop - start)
+    for negative, start, stop in (*blocks, *single):
+        shares[start:stop] = [-negative / (stop - start)] * (stop - start)
     return shares
 
 
+def _goes_on(limits: Limits, most_noise: float, single: int) -> bool:
+    is_late = limits.deadline is not None and time.monotonic() > limits.deadline
+    return most_noise > limits.floor and single != limits.only_worst and not is_late
+
+
 def _halves(block: tuple[float, int, int]) -> set[Block]:
-    """The halves of a block of more than one value, which comes with its noise."""
+    """The halves of a block, which comes with its noise; none of a single tensor."""
     _, start, stop = block
     middle = (start + stop) // 2
     return {(start, middle), (middle, stop)} if stop - start > 1 else set()
 
 
-def _switched(model: Model, pairs: Mapping[Edge, Quantization | StoredWeight]) -> tuple[Model, tuple[str, ...]]:
-    """The model with switches, and the value behind each, in graph order."""
-    if any(isinstance(how, StoredWeight) for how in pairs.values()):
-        model = with_opset(model, BLOCKS)
-    proto = deepcopy(model.proto)
-    del proto.graph.node[:]
-    large, made = dict(model.large), dict[str, str]()
-
-    def switched(edge: Edge) -> str:
-        """The tensor that the user of an edge reads instead."""
-        if edge not in pairs:
-            return edge.tensor
-        if edge.tensor not in made:
-            switch, dtype = _switch(len(made)), model.tensors[edge.tensor].dtype
-            rounding = _behind_switch(proto.graph, model, len(made), edge.tensor, pairs[edge], large)
-            made[edge.tensor] = f"{switch}_out"
-            proto.graph.node.append(behind_switch(switch, rounding, edge.tensor, dtype, made[edge.tensor], switch))
-        return made[edge.tensor]
-
-    for node, original in zip(model.nodes, model.proto.graph.node, strict=True):
-        copy = deepcopy(original)
-        weight = next((e for e in node.into if e in pairs and _is_of_one_reader(model, e, node)), None)
-        for edge in node.into:
-            if edge != weight:
-                copy.input[edge.index] = switched(edge)
-        if weight is not None:
-            rounding = _behind_switch(proto.graph, model, len(made), weight.tensor, pairs[weight], large)
-            dtype = model.tensors[node.outputs[0]].dtype
-            copy = _switched_reader(_switch(len(made)), copy, weight.index, dtype, rounding)
-            made[weight.tensor] = weight.tensor
-        proto.graph.node.append(copy)
-    for index, output in enumerate(proto.graph.output):
-        output.name = switched(Edge(output.name, "", index))
-    return Model(proto, large), tuple(made)
-
-
-def _is_of_one_reader(model: Model, edge: Edge, node: Node) -> bool:
-    """Whether an edge is the only use of a large constant, by a node that makes one tensor."""
-    is_alone = edge.tensor in model.large and len(model.uses(edge.tensor)) == 1
-    return is_alone and len(node.outputs) == 1 and node.outputs[0] in model.tensors
+# ---- roundings
 
 
 def quantization(model: Model, ranges: Ranges, numbers: NumericFormat, edge: Edge) -> Quantization:
-    """As `placement.insertion` does it, but for scales that several values share."""
+    """As `placement.quantizations` gives it, but for scales that several tensors share."""
     constant = model.constants.get(edge.tensor)
     if constant is None:
         return scales.of_range(ranges.activations[edge.tensor], numbers)
@@ -243,10 +253,6 @@ def quantization(model: Model, ranges: Ranges, numbers: NumericFormat, edge: Edg
         return scales.of_weight(values.astype(np.float32), role.axis, numbers, ranges.weights.get(edge.tensor))
     own = Range(float(values.min(initial=0.0)), float(values.max(initial=0.0)))
     return scales.of_range(ranges.activations.get(edge.tensor, own), numbers)
-
-
-def _switch(number: int) -> str:
-    return f"__switch_{number}"
 
 
 def stored_weights(model: Model, weight_formats: Mapping[Edge, WeightFormat]) -> dict[Edge, StoredWeight]:
@@ -260,82 +266,43 @@ def stored_weights(model: Model, weight_formats: Mapping[Edge, WeightFormat]) ->
     return found
 
 
-def _behind_switch(
-    graph: onnx.GraphProto,
-    model: Model,
-    number: int,
-    tensor: str,
-    how: Quantization | StoredWeight,
-    large: dict[str, Constant],
-) -> list[onnx.NodeProto]:
-    """The nodes that round a tensor where a switch is on, an input of its own. Weights are stored as in candidates."""
-    switch, constant = _switch(number), model.large.get(tensor)
-    graph.input.append(helper.make_tensor_value_info(switch, TensorProto.BOOL, []))
+def _roundings(model: Model, pairs: Mapping[Edge, Quantization | StoredWeight]) -> tuple[Rounding, ...]:
+    """A rounding for each tensor, as its first edge has it, in graph order: neighbours share blocks."""
+    edges: dict[str, list[Edge]] = {}
+    for node in model.nodes:
+        found = [edge for edge in node.into if edge in pairs]
+        last = next((edge for edge in found if is_switched_at_reader(model, edge)), None)
+        for edge in (*(e for e in found if e != last), *([] if last is None else [last])):
+            edges.setdefault(edge.tensor, []).append(edge)
+    for slot, tensor in enumerate(model.outputs):
+        if (edge := Edge(tensor, "", slot)) in pairs:
+            edges.setdefault(tensor, []).append(edge)
+    return tuple(_rounding(model, tensor, tuple(at), pairs[at[0]]) for tensor, at in edges.items())
+
+
+def _rounding(model: Model, tensor: str, edges: tuple[Edge, ...], how: Quantization | StoredWeight) -> Rounding:
+    """Nodes that round a tensor as a candidate does; a large weight comes as integers, as it does there."""
     if isinstance(how, StoredWeight):
-        parts = {f"{switch}_{what}": part for what, part in how.parts.items()}
-        large.update(parts)
-        return _from_stored(switch, list(parts), how)
-    if constant is None or constant.dtype != TensorProto.FLOAT:
-        return _rounded(graph, switch, tensor, model.tensors[tensor].dtype, how)
-    large[integers := f"{switch}_integers"] = quantized(constant, how)
-    names, result = (integers, *_parameters(graph, switch, how)), f"{switch}_floats"
-    return [helper.make_node("DequantizeLinear", names, [result], result, **_axis(how))]
+        return Rounding(tensor, tensor, edges, tuple(_from_stored(how)), how.parts)
+    zeros = np.full(how.scale.shape, how.zero_point, scales.NUMPY_TYPE[how.qtype])
+    constants = {"scale": Constant.of(how.scale), "zero_point": Constant.of(zeros)}
+    constant, dtype = model.large.get(tensor), model.tensors[tensor].dtype
+    axis: dict[str, Any] = {} if how.axis is None else {"axis": how.axis}
+    from_integers = helper.make_node("DequantizeLinear", ["integers", *constants], ["floats"], **axis)
+    if constant is not None and constant.dtype == TensorProto.FLOAT:
+        return Rounding(tensor, tensor, edges, (from_integers,), {"integers": quantized(constant, how), **constants})
+    nodes = [helper.make_node("QuantizeLinear", ["", *constants], ["integers"], **axis), from_integers]
+    if dtype != TensorProto.FLOAT:  # pairs round in float32 whatever the tensor's type
+        ends = (helper.make_node("Cast", [""], [""], to=to) for to in (TensorProto.FLOAT, dtype))
+        nodes = [next(ends), *nodes, next(ends)]
+    return Rounding(tensor, tensor, edges, tuple(nodes), constants)
 
 
-def _switched_reader(
-    switch: str, reader: onnx.NodeProto, slot: int, dtype: int, rounding: Sequence[onnx.NodeProto]
-) -> onnx.NodeProto:
-    """An If between two copies of the only reader of a weight: of what is `rounding` it, and of its floats."""
-    copies = []
-    for name in ("rounded", "plain"):
-        copies.append(copy := deepcopy(reader))
-        copy.name = copy.output[0] = f"{switch}_{name}"
-    copies[0].input[slot] = rounding[-1].output[0]
-    return either(switch, [*rounding, copies[0]], copies[1:], dtype, reader.output[0], switch)
-
-
-def _from_stored(switch: str, names: Sequence[str], weight: StoredWeight) -> list[onnx.NodeProto]:
-    """The nodes that make floats of a stored weight."""
-    result, turned = f"{switch}_floats", f"{switch}_turned"
-    nodes = [helper.make_node("DequantizeLinear", names, [result], result, axis=1 if weight.block is None else 0)]
+def _from_stored(weight: StoredWeight) -> list[onnx.NodeProto]:
+    """Nodes that make floats of a stored weight."""
+    nodes = [helper.make_node("DequantizeLinear", list(weight.parts), [""], axis=1 if weight.block is None else 0)]
     if weight.block is not None:
         nodes[0].attribute.append(helper.make_attribute("block_size", weight.block))
     if weight.turned:
-        nodes.append(helper.make_node("Transpose", [result], [turned], turned, perm=[1, 0]))
+        nodes.append(helper.make_node("Transpose", [""], [""], perm=[1, 0]))
     return nodes
-
-
-def _rounded(graph: onnx.GraphProto, switch: str, tensor: str, dtype: int, how: Quantization) -> list[onnx.NodeProto]:
-    """The nodes of a pair, which rounds in float32 whatever the tensor's type."""
-    parameters = _parameters(graph, switch, how)
-    rounding: list[onnx.NodeProto] = []
-    value = tensor
-
-    def node(op: str, *parameters: str, **attributes: Any) -> None:
-        nonlocal value
-        result = f"{switch}_{op}_{len(rounding)}"
-        rounding.append(helper.make_node(op, [value, *parameters], [result], result, **attributes))
-        value = result
-
-    if dtype != TensorProto.FLOAT:
-        node("Cast", to=TensorProto.FLOAT)
-    for op in ("QuantizeLinear", "DequantizeLinear"):
-        node(op, *parameters, **_axis(how))
-    if dtype != TensorProto.FLOAT:
-        node("Cast", to=dtype)
-    return rounding
-
-
-def _parameters(graph: onnx.GraphProto, switch: str, how: Quantization) -> tuple[str, str]:
-    """The scale and the zero point of a switch, written into the graph."""
-    zeros = np.full(how.scale.shape, how.zero_point, scales.NUMPY_TYPE[how.qtype])
-    scale, zero = f"{switch}_scale", f"{switch}_zero"
-    graph.initializer.append(numpy_helper.from_array(how.scale, scale))
-    graph.initializer.append(
-        onnx.TensorProto(name=zero, dims=zeros.shape, raw_data=zeros.tobytes(), data_type=ONNX_TYPE[how.qtype])
-    )
-    return scale, zero
-
-
-def _axis(how: Quantization) -> dict[str, Any]:
-    return {} if how.axis is None else {"axis": how.axis}

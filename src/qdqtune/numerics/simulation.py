@@ -1,13 +1,12 @@
-"""What a placement does to the outputs, foretold without the engine: ONNX Runtime runs the Q/DQ model as it stands in
-the file, no pair fused away.
+"""What a placement does to the outputs, predicted without the engine: ONNX Runtime runs the Q/DQ model, fusing no pair.
 
-Engines round where the file says so, and what they fuse they compute at least as exactly, so their outputs differ from
-these far less than from the float model's. A search asks here before it spends a build.
+Engines round where the file says so, and compute what they fuse at least as exactly, so their outputs differ from these
+far less than from the float model's. A search asks here before it spends a build.
 
-ONNX Runtime itself does more: where a pair stands in front of a convolution (or of a MaxPool and the like there) and
-one behind it, it rounds its weights as well, per tensor. What is meant for it runs after these rewrites of the graph.
-These weights have all 8 bits: where products saturate (see `engines.devices`), it may lose far more than is foretold.
-Its Softmax of 8 bits computes in integers, to less than a step: it stands in the graph as such.
+ONNX Runtime itself does more: between a pair in front of a convolution (or of a MaxPool and the like before it) and one
+behind it, it also rounds the weights, per tensor. For this engine the model runs after these rewrites of the graph.
+Weights have all 8 bits here: where products saturate (see `engines.devices`), the engine may lose far more than
+predicted. Its Softmax of 8 bits computes in integers, to less than a step, and stands in the graph as such.
 """
 
 from __future__ import annotations
@@ -19,31 +18,26 @@ from typing import Self
 
 import onnx
 
-from qdqtune.engines import EngineSpec
-from qdqtune.engines.devices import usable_cores
 from qdqtune.engines.memory import MemoryBudget
-from qdqtune.engines.runner import Runner
-from qdqtune.graph.files import ConstantFile, constants_to_share
 from qdqtune.graph.model import Model, rebuild
-from qdqtune.graph.outputs import temporary_folder
 from qdqtune.numerics.accuracy import accuracy, is_finite
+from qdqtune.numerics.sessions import Outputs, Session, onnxruntime_session
 from qdqtune.placement.insertion import Inserter
-from qdqtune.types import Accuracy, Array, Failure, Placement, Sample
+from qdqtune.types import Accuracy, Failure, Placement, Sample
 
 MICROSOFT = "com.microsoft"
 
 
 class Simulation:
-    """Placements of one model on some samples, for one `engine`. A context manager; ONNX Runtime starts when it is
-    first needed, within the `memory` budget of the run."""
+    """Accuracies of placements of one model on some samples, as on `engine`. A context manager; ONNX Runtime starts
+    when the first accuracy is asked for, within the `memory` budget of the run."""
 
     def __init__(
         self, inserter: Inserter, samples: Sequence[Sample], engine: str = "", memory: MemoryBudget | None = None
     ) -> None:
-        self._memory = memory
-        self._inserter, self._samples, self._is_engine = inserter, samples, engine == "onnxruntime"
+        self._inserter, self._samples, self._memory = inserter, samples, memory
+        self._is_onnxruntime = engine == "onnxruntime"
         self._stack = ExitStack()
-        self._reference: list[dict[str, Array]] | Failure | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -52,37 +46,34 @@ class Simulation:
         self._stack.close()
 
     def accuracy(self, placement: Placement, inserter: Inserter | None = None) -> Accuracy | Failure:
-        """How far the outputs of a placement are from the float model's; a failure if ONNX Runtime does not run it.
+        """How far the outputs of a placement are from the float model's; a failure if ONNX Runtime does not run it, or
+        outputs are not finite. `inserter` has other ranges for the same model."""
+        reference = self._reference
+        if isinstance(reference, Failure):
+            return reference
+        outputs = self._outputs((inserter or self._inserter).insert(placement), placement.digest)
+        return outputs if isinstance(outputs, Failure) else accuracy(reference, outputs)
 
-        `inserter` has other numbers for the same model.
-        """
-        if self._reference is None:
-            self._reference = self._outputs(Placement())
-        if isinstance(self._reference, Failure):
-            return self._reference
-        outputs = self._outputs(placement, inserter)
-        return outputs if isinstance(outputs, Failure) else accuracy(self._reference, outputs)
+    @cached_property
+    def _reference(self) -> Outputs | Failure:
+        return self._outputs(self._float_model, Placement().digest)
 
-    def _outputs(self, placement: Placement, inserter: Inserter | None = None) -> list[dict[str, Array]] | Failure:
-        runner, constants = self._opened
-        model = (inserter or self._inserter).insert(placement)
-        written = with_integer_softmax(model) if self._is_engine else model
-        path = constants.write(written, f"simulated_{placement.digest}")
-        outputs = runner.outputs_of(path, self._samples)
-        path.unlink()
+    def _outputs(self, model: Model, digest: str) -> Outputs | Failure:
+        written = with_integer_softmax(model) if self._is_onnxruntime else model
+        outputs = self._session.outputs(written, f"simulated_{digest}", self._samples)
         if not isinstance(outputs, Failure) and not is_finite(outputs):
             return Failure("output", "the outputs hold NaN or infinite values")
         return outputs
 
     @cached_property
-    def _opened(self) -> tuple[Runner, ConstantFile]:
-        """ONNX Runtime, and the large constants of its models beside which these are written."""
-        folder = self._stack.enter_context(temporary_folder())
-        constants = self._stack.enter_context(constants_to_share())
-        spec = EngineSpec("onnxruntime", {"threads": usable_cores(), "fuse": False, "rewrite": self._is_engine})
-        floats = sum(constant.nbytes for constant in self._inserter.insert(Placement()).large.values())
-        runner = Runner(spec, log_dir=folder, unpacked=floats, memory=self._memory)
-        return self._stack.enter_context(runner), constants
+    def _float_model(self) -> Model:
+        return self._inserter.insert(Placement())
+
+    @cached_property
+    def _session(self) -> Session:
+        unpacked = sum(constant.nbytes for constant in self._float_model.large.values())
+        opened = onnxruntime_session(memory=self._memory, unpacked=unpacked, fuse=False, rewrite=self._is_onnxruntime)
+        return self._stack.enter_context(opened)
 
 
 def with_integer_softmax(model: Model) -> Model:

@@ -1,1 +1,1 @@
-"""Where Q/DQ pairs may stand, by which rules, and how a placement becomes a model and is read back."""
+"""Where Q/DQ pairs may stand, placement rules, placements written as models, and Q/DQ models read back."""

@@ -1,8 +1,8 @@
-"""Weights that alone are quantized, as standard ONNX: integers behind a DequantizeLinear that the kernel draws in.
+"""Weights that alone are quantized, as standard ONNX: integers behind a DequantizeLinear, which kernels fuse.
 
-A product reads its matrix as [in, out], which is how kernels of ONNX Runtime, OpenVINO and TensorRT take it: a Gemm
-that has it the other way round gets it so, and a Transpose of a constant goes. A Gather picks rows of integers and of
-scales, and what it picked becomes floats: no engine that is known draws a DequantizeLinear in front of it in.
+The matrix of a product is stored as [in, out], as kernels of ONNX Runtime, OpenVINO and TensorRT take it: the transB of
+a Gemm and the Transpose of a constant go. A Gather picks rows of integers and of scales, and a DequantizeLinear behind
+makes floats of them, since no known engine fuses one in front of a Gather.
 """
 
 from __future__ import annotations
@@ -18,30 +18,31 @@ from onnx import TensorProto, helper
 from qdqtune.calibration import blocks
 from qdqtune.calibration.blocks import Stored
 from qdqtune.graph.model import LARGE, Constant, Model
-from qdqtune.placement.graph_builder import Draft
+from qdqtune.placement.graph_builder import GraphBuilder
 from qdqtune.placement.possible import Weight, storable_edges, unstorable, weight_at
 from qdqtune.types import Array, Edge, Placement, WeightFormat
 
-BLOCKS = 21
-"""The opset of blocks, and of 4 bits."""
+BLOCK_OPSET = 21
+"""The first opset with blocks and with 4 bits."""
 
-ONNX_TYPE = {
+INTEGER_TYPE = {
     (4, True): TensorProto.INT4,
     (4, False): TensorProto.UINT4,
     (8, True): TensorProto.INT8,
     (8, False): TensorProto.UINT8,
 }
-"""By bits, and whether they are symmetric."""
+"""The integer type by bits, and whether the weight format is symmetric."""
 
-KEPT = 8 * LARGE
-"""Bytes from which the scales of a weight are in no candidate's own file, nor its zero points: they are read once."""
+SHARED_SCALES = 8 * LARGE
+"""Bytes from which scales and zero points of a weight are not kept: they lie outside of candidates' own files, and are
+read once."""
 
 
 class Compressor:
-    """Stored weights of one model, written into candidates; remembers small scales, which each candidate holds, and
-    what moments say, which is the same for all products of a tensor and in all weight formats.
+    """Writes the stored weights of one model into candidates; keeps small scales, which each candidate needs.
 
-    `moments` of tensors that products meet, by name, make the rounding of the weights there account for them.
+    `moments` of tensors that products read, by name: weights there are rounded so that the error on such inputs is
+    small.
     """
 
     def __init__(self, model: Model, moments: Mapping[str, Array] = MappingProxyType({})) -> None:
@@ -55,24 +56,24 @@ class Compressor:
         return storable_edges(self._model)
 
     def problem(self, edge: Edge, weight_format: WeightFormat) -> str | None:
-        """Why a weight cannot be stored so there; None if it can."""
+        """Why the weight at an edge cannot have a weight format; None if it can."""
         weight = weight_at(self._model, edge)
         if weight is None or edge not in self._able:
             return "no product and no Gather reads a matrix of finite weights there"
         return unstorable(weight, weight_format)
 
     def opset(self, placement: Placement) -> int:
-        """The opset that the stored weights of a placement need at least; 0 for none."""
+        """The least opset that the stored weights of a placement need; 0 for none."""
         return max((self._opset(e, s) for e, s in placement.compressed), default=0)
 
     def _opset(self, edge: Edge, weight_format: WeightFormat) -> int:
         weight = weight_at(self._model, edge)
         if weight is None or weight.node.op == "Gather":
-            return BLOCKS
+            return BLOCK_OPSET
         return max(weight_format.opset, 13 if weight.constant.dtype == TensorProto.FLOAT else 19)
 
     def superfluous(self, placement: Placement) -> frozenset[int]:
-        """Transposes of constants that only stored weights have read."""
+        """Indices of Transposes of constants that only stored weights read."""
         model, stored = self._model, {edge for edge, _ in placement.compressed}
         found = set()
         for tensor in {e.tensor for e in stored} & model.producers.keys():
@@ -81,53 +82,55 @@ class Compressor:
         return frozenset(found)
 
     def write(
-        self, draft: Draft, node: onnx.NodeProto, edge: Edge, weight_format: WeightFormat
+        self, builder: GraphBuilder, node: onnx.NodeProto, edge: Edge, weight_format: WeightFormat
     ) -> tuple[onnx.NodeProto, ...]:
-        """Make `node` read a stored weight in place of the one at `edge`; the nodes that have to stand behind it."""
+        """Make `node` read a stored weight at `edge`; returns the nodes that have to follow it."""
         weight = weight_at(self._model, edge)
-        assert weight is not None  # as `problem` has said
-        names = self._constants(draft, edge.tensor, weight, weight_format)
+        assert weight is not None  # `problem` was asked first
+        names = self._constants(builder, edge.tensor, weight, weight_format)
         if weight.node.op == "Gather":
-            return self._picked(draft, node, names, weight_format.block or weight.shape[0])
-        node.input[edge.index] = self._dequantized(draft, edge.tensor, names, weight_format)
+            return self._picked(builder, node, names, weight_format.block or weight.shape[0])
+        node.input[edge.index] = self._dequantized(builder, edge.tensor, names, weight_format)
         kept = [a for a in node.attribute if a.name != "transB"]
         del node.attribute[:]
         node.attribute.extend(kept)
         return ()
 
-    def _dequantized(self, draft: Draft, tensor: str, names: tuple[str, ...], weight_format: WeightFormat) -> str:
+    def _dequantized(
+        self, builder: GraphBuilder, tensor: str, names: tuple[str, ...], weight_format: WeightFormat
+    ) -> str:
         key = ("stored", names)
-        if key not in draft.made:
-            draft.made[key] = draft.unique(f"{tensor}_DequantizeLinear_Output")
-            name = draft.unique(f"{tensor}_DequantizeLinear")
+        if key not in builder.made:
+            builder.made[key] = builder.unique(f"{tensor}_DequantizeLinear_Output")
+            name = builder.unique(f"{tensor}_DequantizeLinear")
             axis = 1 if weight_format.block is None else 0
-            back = helper.make_node("DequantizeLinear", list(names), [draft.made[key]], name, axis=axis)
+            back = helper.make_node("DequantizeLinear", list(names), [builder.made[key]], name, axis=axis)
             if weight_format.block is not None:
                 back.attribute.append(helper.make_attribute("block_size", weight_format.block))
-            draft.nodes.append(back)
-        return draft.made[key]
+            builder.nodes.append(back)
+        return builder.made[key]
 
     def _picked(
-        self, draft: Draft, node: onnx.NodeProto, names: tuple[str, ...], block: int
+        self, builder: GraphBuilder, node: onnx.NodeProto, names: tuple[str, ...], block: int
     ) -> tuple[onnx.NodeProto, ...]:
-        """A Gather of integers, one of their scales, and what makes floats of both."""
+        """The Gather of scales and the DequantizeLinear that follow a Gather of integers."""
         result = node.output[0]
-        rows, scales = draft.unique(f"{result}_quantized"), draft.unique(f"{result}_scale")
+        rows, scales = builder.unique(f"{result}_quantized"), builder.unique(f"{result}_scale")
         node.input[0], node.output[0] = names[0], rows
-        own = draft.unique(f"{node.name}_scale"), draft.unique(f"{result}_DequantizeLinear")
+        own = builder.unique(f"{node.name}_scale"), builder.unique(f"{result}_DequantizeLinear")
         return (
             helper.make_node("Gather", [names[1], node.input[1]], [scales], own[0], axis=0),
             helper.make_node("DequantizeLinear", [rows, scales], [result], own[1], axis=-1, block_size=block),
         )
 
     def parts(self, weight: Weight, weight_format: WeightFormat) -> dict[str, Constant]:
-        """The integers, the scales and, where it is asymmetric, the zero points, as their node reads them; computed
-        when somebody writes them."""
+        """The integers, the scales and, if asymmetric, the zero points, as their node reads them; computed when they
+        are written."""
         source, is_table = weight.constant, weight.node.op == "Gather"
         key = f"{source.key}:{weight_format.name}:{weight.transposed:d}{is_table:d}"
         if not is_table and weight.node.inputs[0] in self._moments:
-            key += f":{weight.node.inputs[0]}"  # whose moment it is rounded for
-        integers = ONNX_TYPE[weight_format.bits, weight_format.symmetric]
+            key += f":{weight.node.inputs[0]}"  # it is rounded for the moment of this tensor
+        integers = INTEGER_TYPE[weight_format.bits, weight_format.symmetric]
         rows, columns = weight.shape
         scaled = (rows // (weight_format.block or rows), columns) if weight_format.block or is_table else (columns,)
         described = [("quantized", integers, (rows, columns)), ("scale", source.dtype, scaled)]
@@ -138,23 +141,25 @@ class Compressor:
             found[what] = Constant(f"{key}:{what}", dtype, shape[::-1] if is_table else shape, read)
         return found
 
-    def _constants(self, draft: Draft, tensor: str, weight: Weight, weight_format: WeightFormat) -> tuple[str, ...]:
-        """Names of the parts of a stored weight."""
+    def _constants(
+        self, builder: GraphBuilder, tensor: str, weight: Weight, weight_format: WeightFormat
+    ) -> tuple[str, ...]:
+        """Names of the parts of a stored weight, which is written when it is asked for first."""
         parts = self.parts(weight, weight_format)
         made = ("constants", tensor, *(constant.key for constant in parts.values()))
-        if made not in draft.made:
-            names = {draft.unique(f"{tensor}_{what}"): constant for what, constant in parts.items()}
-            draft.constants.update(names)
-            draft.made[made] = "\n".join(names)
-        return tuple(draft.made[made].split("\n"))
+        if made not in builder.made:
+            names = {builder.unique(f"{tensor}_{what}"): constant for what, constant in parts.items()}
+            builder.constants.update(names)
+            builder.made[made] = "\n".join(names)
+        return tuple(builder.made[made].split("\n"))
 
     def _rounded(self, weight: Weight, weight_format: WeightFormat) -> Stored:
-        met = weight.node.inputs[0]
-        if weight.node.op == "Gather" or met not in self._moments:
+        tensor = weight.node.inputs[0]
+        if weight.node.op == "Gather" or tensor not in self._moments:
             return blocks.store(weight.array(), weight_format)
-        if met not in self._passed_on:
-            self._passed_on[met] = blocks.passed_on(self._moments[met])
-        return blocks.compensated(weight.array(), weight_format, self._passed_on[met])
+        if tensor not in self._passed_on:
+            self._passed_on[tensor] = blocks.passed_on(self._moments[tensor])
+        return blocks.compensated(weight.array(), weight_format, self._passed_on[tensor])
 
     def _part(
         self, number: int, key: str, weight: Weight, weight_format: WeightFormat, shape: tuple[int, ...]
@@ -165,7 +170,7 @@ class Compressor:
                 self._latest = key, self._rounded(weight, weight_format)
             latest = self._latest[1]
             parts = latest.integers, latest.scale, latest.zero_point
-            if latest.scale.nbytes < KEPT:
+            if latest.scale.nbytes < SHARED_SCALES:
                 self._scales[key] = parts[1:]
             found = parts[number]
         else:

@@ -1,26 +1,27 @@
-"""Where an engine wants its pairs: the rules of `quantize`, one by one.
+"""The placement rules of `quantize`, by engine and type.
 
-Each rule is a small function with a reason and a source. Those that keep operators in float go first; then the others
-add pairs where they still may, until none adds any more. A pair that would stand on an activation without its weight,
-or on a weight without its activation, goes in the end.
+Each rule is a function with a reason and a source. Rules that keep operators in float come first; the others then add
+pairs to the edges that are left, until none adds any more. In the end pairs on an activation without its weight go, and
+on a weight without its activation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from qdqtune.engines import TENSORRT_FAMILY
-from qdqtune.graph.model import Model
+from qdqtune.graph.model import Model, Node
+from qdqtune.graph.operators import AVERAGE_POOLS, COMPUTE
 from qdqtune.placement import carry_pairs as pairs
 from qdqtune.placement import keep_float as floats
-from qdqtune.placement.graph_queries import Scene
-from qdqtune.placement.possible import consistent
+from qdqtune.placement.graph_queries import GraphQueries
+from qdqtune.placement.possible import compute_edges, consistent
 from qdqtune.types import Edge, Placement, QuantType
 
 TENSORRT = TENSORRT_FAMILY | {"fake"}
 FUSING = TENSORRT | {"openvino"}
-"""Engines that draw pointwise operators into the kernel in front of them."""
+"""Engines that fuse pointwise operators into the kernel in front of them."""
 RTX = frozenset({"tensorrt-rtx"})
 ONNXRUNTIME = frozenset({"onnxruntime"})
 EVERY = FUSING | ONNXRUNTIME
@@ -36,9 +37,17 @@ LAYERNORM = "github.com/NVIDIA/Model-Optimizer/pull/1117"
 LIBRARY = "TensorRT developer guide, multi-head attention fusion"
 
 
+ELEMENTWISE = frozenset({"Add", "Mul", "Sub"})
+
+
+QUANTIZABLE = AVERAGE_POOLS | ELEMENTWISE | {"Concat", "MaxPool", "Resize"}
+"""Operators with integer kernels beside COMPUTE. Layers that only move values need no pair of their own: TensorRT moves
+pairs across them."""
+
+
 @dataclass(frozen=True)
 class PlacementRule:
-    """What one rule does for some engines and types, and where it is from."""
+    """What rules of both kinds have: engines and types that they are for, a reason, and its source."""
 
     name: str
     reason: str
@@ -49,16 +58,16 @@ class PlacementRule:
 
 @dataclass(frozen=True)
 class KeepFloat(PlacementRule):
-    """A rule that names edges which may carry no pair."""
+    """A rule that finds edges which may carry no pair."""
 
-    find: Callable[[Scene], Iterable[Edge]]
+    find: Callable[[GraphQueries], Iterable[Edge]]
 
 
 @dataclass(frozen=True)
 class CarryPair(PlacementRule):
-    """A rule that names edges to carry a pair, given those that do already."""
+    """A rule that finds edges which get a pair, given those that have one."""
 
-    find: Callable[[Scene, frozenset[Edge]], Iterable[Edge]]
+    find: Callable[[GraphQueries, frozenset[Edge]], Iterable[Edge]]
 
 
 RULES: tuple[PlacementRule, ...] = (
@@ -118,7 +127,7 @@ RULES: tuple[PlacementRule, ...] = (
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedByRules:
     """A placement, and how many edges each rule kept in float or gave a pair, in the order of the rules."""
 
     placement: Placement
@@ -134,26 +143,26 @@ def rules_of(engine: str | None = None, quant_type: QuantType | None = None) -> 
     )
 
 
-def place(model: Model, possible: frozenset[Edge], engine: str, quant_type: QuantType) -> Placed:
-    """The placement by the rules of an engine. Sizes count where `model` has them."""
+def place(model: Model, possible: frozenset[Edge], engine: str, quant_type: QuantType) -> PlacedByRules:
+    """The placement by the rules of an engine. Rules about sizes apply where `model` has static shapes."""
     chosen = rules_of(engine, quant_type)
     counts = dict.fromkeys((rule.name for rule in chosen), 0)
-    scene = Scene(model, possible, quant_type)
+    queries = GraphQueries(model, possible, quant_type)
     for rule in chosen:
         if isinstance(rule, KeepFloat):
-            kept = scene.possible.intersection(rule.find(scene))
+            kept = queries.possible.intersection(rule.find(queries))
             counts[rule.name] = len(kept)
-            scene = Scene(model, scene.possible - kept, quant_type)
+            queries = GraphQueries(model, queries.possible - kept, quant_type)
     placed: frozenset[Edge] = frozenset()
     grows = True
     while grows:
         grows = False
         for rule in chosen:
             if isinstance(rule, CarryPair):
-                added = scene.possible.intersection(rule.find(scene, placed)) - placed
+                added = queries.possible.intersection(rule.find(queries, placed)) - placed
                 counts[rule.name] += len(added)
                 placed, grows = placed | added, grows or bool(added)
-    return Placed(consistent(model, Placement(placed)), tuple(counts.items()))
+    return PlacedByRules(consistent(model, Placement(placed)), tuple(counts.items()))
 
 
 def effect(rule: PlacementRule) -> str:
@@ -162,7 +171,7 @@ def effect(rule: PlacementRule) -> str:
 
 
 def as_json(rule: PlacementRule) -> dict[str, object]:
-    """A rule for machines."""
+    """A rule as `qdqtune rules --json` prints it."""
     return {
         "name": rule.name,
         "effect": effect(rule),
@@ -171,3 +180,26 @@ def as_json(rule: PlacementRule) -> dict[str, object]:
         "quant_types": sorted(rule.quant_types),
         "source": rule.source,
     }
+
+
+def place_implicit(model: Model, possible: frozenset[Edge], quant_type: QuantType) -> PlacedByRules:
+    """The tensors that TensorRT 8 to 10 ran in 8 bits with `--int8` and a calibration cache, where all had scales.
+
+    Pairs on all inputs of compute operators, and of other quantizable ones if inputs and outputs can carry one. Tensors
+    inside a fusion carry none. TensorRT also chose the faster precision for each layer; with pairs it has no choice.
+    """
+    queries = GraphQueries(model, possible, quant_type)
+    edges = frozenset(e for node in model.nodes if not node.domain for e in _into_quantizable(queries, node))
+    placement = consistent(model, Placement(frozenset(e for e in edges if not queries.is_inside(e))))
+    return PlacedByRules(placement, (("implicit", len(placement)),))
+
+
+def _into_quantizable(queries: GraphQueries, node: Node) -> Iterator[Edge]:
+    if node.op in COMPUTE:
+        yield from compute_edges(queries.model, node, queries.possible)
+    elif node.op in QUANTIZABLE:
+        data = queries.data(node)
+        outputs = [e for e in queries.model.edges(node.outputs[0]) if not e.is_graph_output]
+        is_whole = len(data) == 2 or node.op not in ELEMENTWISE  # with a constant it is fused into the kernel in front
+        if data and is_whole and all(e in queries.possible for e in (*data, *outputs)):
+            yield from data

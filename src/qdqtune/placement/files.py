@@ -23,14 +23,14 @@ from qdqtune.types import Edge, Placement, QuantType, WeightFormat
 VERSION = 1
 
 OF_MODELOPT = frozenset({"pattern_schemes", "baseline_latency_ms"})
-"""What the pattern caches and the state files of ModelOpt's autotuner hold, and none of ours."""
+"""Keys of pattern caches and state files of ModelOpt's autotuner, which ours lack."""
 
 QUANT_TYPES: tuple[QuantType, ...] = get_args(QuantType)
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """What placement.yaml holds. `weight_rounding` is how weights that alone are quantized were rounded."""
+class PlacementFile:
+    """The content of placement.yaml. `weight_rounding` is how weights that alone are quantized were rounded."""
 
     placement: Placement
     quant_type: str
@@ -41,7 +41,7 @@ class Recorded:
     weight_rounding: str = "nearest"
 
 
-def write_placement(path: Path, recorded: Recorded, model: str) -> None:
+def write_placement(path: Path, recorded: PlacementFile, model: str) -> None:
     """Write placement.yaml: every edge with a pair, and every weight that alone is quantized, by the names of the file.
 
     Raises:
@@ -71,7 +71,7 @@ def write_placement(path: Path, recorded: Recorded, model: str) -> None:
     )
 
 
-def read_placement_file(path: Path) -> Recorded:
+def read_placement_file(path: Path) -> PlacementFile:
     """Read placement.yaml.
 
     Raises:
@@ -86,7 +86,7 @@ def read_placement_file(path: Path) -> Recorded:
             (Edge(e["tensor"], e["node"], e["input"]), WeightFormat.named(e["storage"]))
             for e in content.get("weights", [])
         ]
-        recorded = Recorded(
+        recorded = PlacementFile(
             Placement.of(filter(_is_named, edges), (pair for pair in stored if _is_named(pair[0]))),
             content["quant_type"],
             content["engine"],
@@ -113,16 +113,16 @@ def _rewrites(folded: bool = False, names: Sequence[str] = ()) -> Rewrites:
 
 
 def _is_named(edge: Edge) -> bool:
-    """Whether the values have the types that YAML gives to names in quotes and to numbers."""
+    """Whether names are texts, and the index is a number."""
     is_number = isinstance(edge.index, int) and not isinstance(edge.index, bool) and edge.index >= 0
     return isinstance(edge.tensor, str) and isinstance(edge.node, str) and is_number
 
 
 def existing(model: Model, placement: Placement, possible: frozenset[Edge]) -> tuple[Placement, tuple[Edge, ...]]:
-    """The edges of a placement that `model` has too, and those that it lacks or that cannot carry a pair there, or
-    store a weight as it says.
+    """The part of a placement that `model` can have, and the edges that it lacks or that cannot carry the pair or
+    weight format.
 
-    A cast between float types, which one of two precisions has and the other has not, leaves an edge what it is.
+    An edge is the same behind a cast between float types, which the model may have in one precision only.
     """
     same = {edge: _behind_casts(model, edge) for edge in (*placement, *placement.weight_formats)}
     known = {edge: same[edge] for edge in placement if same[edge] in possible}
@@ -136,13 +136,13 @@ def existing(model: Model, placement: Placement, possible: frozenset[Edge]) -> t
 
 
 def every_edge(model: Model) -> frozenset[Edge]:
-    """All edges of a model, whatever may stand on them."""
+    """All edges of a model."""
     edges = {edge for node in model.nodes for edge in node.into}
     return frozenset(edges | {Edge(t, "", slot) for slot, t in enumerate(model.outputs)})
 
 
 def _behind_casts(model: Model, edge: Edge) -> Edge:
-    """The edge into the same input of the same node, if that has the same values as float of another type."""
+    """The edge into the same input of the same node, if casts between float types are all that differs."""
     index = model.index_of.get(edge.node)
     inputs = () if index is None else model.nodes[index].inputs
     if edge.index >= len(inputs) or inputs[edge.index] == edge.tensor:
@@ -161,7 +161,7 @@ def _uncast(model: Model, tensor: str) -> str:
 
 
 def write_yaml(path: Path, content: Mapping[str, object]) -> None:
-    """Write a YAML file for people and machines, with the mark of an output at its head.
+    """Write a YAML file that starts with the mark of our outputs.
 
     Raises:
         OutputError: the file cannot be written.
@@ -172,7 +172,7 @@ def write_yaml(path: Path, content: Mapping[str, object]) -> None:
 
 
 def read_yaml(path: Path, what: str) -> dict[str, Any]:
-    """The content of a YAML file that `write_yaml` has written; `what` it is, for errors.
+    """The content of a YAML file of `write_yaml`; `what` names its kind in errors.
 
     Raises:
         BadOption: the file is missing, of another version, or of ModelOpt.

@@ -1,4 +1,4 @@
-"""A graph while it is written: nodes, constants, and names that nothing else has."""
+"""A graph while it is written: nodes, constants and unique names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qdqtune.types import Array
 
 @dataclass(frozen=True)
 class Parameters:
-    """Names of the initializers that Q and DQ read: scale and zero point."""
+    """Names of the initializers that a Q or DQ reads."""
 
     scale: str
     zero_point: str
@@ -26,8 +26,8 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Fragment:
-    """What was written for one tensor, for drafts that have all its `names` free: each of them would get the same where
-    it is made of the same."""
+    """Nodes and constants that were written for one tensor. A later graph gets the same ones if they are `made_of` the
+    same, and it uses none of their `names`."""
 
     made_of: object
     names: frozenset[str]
@@ -37,19 +37,21 @@ class Fragment:
 
 
 @dataclass
-class Draft:
-    """The new graph while it is written."""
+class GraphBuilder:
+    """One graph while it is written."""
 
     nodes: list[onnx.NodeProto | Made] = field(default_factory=list)
     """As `rebuild` takes them."""
     constants: dict[str, Constant | bytes] = field(default_factory=dict)
     made: dict[object, str] = field(default_factory=dict)
+    """Tensors that were written, by what they are made of."""
     names: set[str] = field(default_factory=set)
     given: list[tuple[str, str]] = field(default_factory=list)
-    """Names as they were wanted, and as they are."""
+    """Each name as it was wanted, and as it is."""
 
     def once(self, known: dict[object, Fragment], slot: object, made_of: object, write: Callable[[], str]) -> str:
-        """The name of what `write` writes, or of the same from an earlier draft: `known` holds the latest by `slot`."""
+        """The output of what `write` writes, copied from an earlier graph if possible: `known` has the latest of each
+        `slot`."""
         last = known.get(slot)
         if last is not None and last.made_of == made_of and last.names.isdisjoint(self.names):
             self.names |= last.names
@@ -69,12 +71,22 @@ class Draft:
         name, array = self.unique(wanted), np.asarray(values)
         if array.nbytes < LARGE:
             self.constants[name] = _tensor(name, array)
-        else:  # shared between candidates by key, and candidates differ under one name: the content decides
+        else:  # candidates share large constants by key, so the key is made of the content
             self.constants[name] = Constant.of(array)
         return name
 
+    def add_converter(
+        self, op: str, tensor: str, source: str, parameters: Parameters, output: str, axis: int | None = None
+    ) -> None:
+        """Append a Q or a DQ of `tensor` that reads `source` and writes `output`."""
+        inputs = (source, parameters.scale, parameters.zero_point)
+        node = onnx.NodeProto(input=inputs, output=(output,), name=self.unique(f"{tensor}_{op}"), op_type=op)
+        if axis is not None:
+            node.attribute.append(helper.make_attribute("axis", axis))
+        self.nodes.append(Made(field_of(NODE, node), inputs, (output,)))
+
     def unique(self, wanted: str) -> str:
-        """`wanted`, or `wanted_2` and so on if a tensor or node has that name already."""
+        """`wanted`, or `wanted_2` and so on if the name is taken."""
         name, n = wanted, 2
         while name in self.names:
             name, n = f"{wanted}_{n}", n + 1
@@ -83,19 +95,8 @@ class Draft:
         return name
 
 
-def converter(
-    op: str, draft: Draft, tensor: str, source: str, parameters: Parameters, output: str, axis: int | None = None
-) -> None:
-    """Append a Q or a DQ of `tensor` that reads `source` and writes `output`."""
-    inputs = (source, parameters.scale, parameters.zero_point)
-    node = onnx.NodeProto(input=inputs, output=(output,), name=draft.unique(f"{tensor}_{op}"), op_type=op)
-    if axis is not None:
-        node.attribute.append(helper.make_attribute("axis", axis))
-    draft.nodes.append(Made(field_of(NODE, node), inputs, (output,)))
-
-
 def with_names(node: onnx.NodeProto, inputs: Iterable[str], outputs: Iterable[str]) -> onnx.NodeProto:
-    """A copy that reads and makes other tensors."""
+    """A copy of a node with other inputs and outputs."""
     copy = deepcopy(node)
     copy.ClearField("input")
     copy.ClearField("output")
@@ -110,4 +111,4 @@ def _tensor(name: str, array: Array) -> bytes:
 
 
 _type = cache(helper.np_dtype_to_tensor_dtype)
-"""The lookup takes longer than all the rest of a small constant."""
+"""Kept, as the lookup takes longer than all else that a small constant takes."""

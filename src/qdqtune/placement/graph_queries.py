@@ -1,4 +1,4 @@
-"""What the placement rules see, and what they ask of a graph: fusions, copies, attention, sizes."""
+"""What placement rules ask of a graph: fusions, readers behind copies, attention, sizes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from qdqtune.placement.possible import compute_edges
 from qdqtune.types import Edge, QuantType
 
 SCALES_AND_MASKS = COPIES | ARITHMETIC | {"Clip", "Where"}
-"""What stands between the first product of attention and its Softmax."""
+"""Operators between the first product of attention and its Softmax."""
 
-DEPTH = 10
-"""Most copies between two operators that count as neighbours."""
+MOST_COPIES = 10
+"""Most copies between two operators that count as neighbours. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Scene:
-    """A model, and where pairs may stand in it."""
+class GraphQueries:
+    """Questions about a model in which pairs may stand on the edges `possible`."""
 
     model: Model
     possible: frozenset[Edge]
@@ -59,8 +59,8 @@ class Scene:
         ]
 
     def source(self, tensor: str) -> Node | None:
-        """The node behind the copies that a tensor comes through, along their data input only."""
-        for _ in range(DEPTH + 1):
+        """The node that a tensor comes from, in front of copies; None for graph inputs and constants."""
+        for _ in range(MOST_COPIES + 1):
             node = self.model.maker(tensor)
             if node is None or node.op not in COPIES:
                 return node
@@ -68,15 +68,15 @@ class Scene:
         return None
 
     def readers(self, tensor: str, copies: frozenset[str] = COPIES) -> Iterator[Edge]:
-        """The edges that take a tensor's values in the end: those behind `copies` instead of those into them.
+        """The edges that read a tensor's values: those behind `copies` instead of those into them.
 
-        What asks for the shape alone does not count.
+        Operators that only ask for the shape do not count.
         """
         pending = [(e, 0) for e in self.model.edges(tensor)]
         while pending:
             edge, depth = pending.pop()
             node = self.model.user(edge)
-            if node is not None and node.op in copies and edge.index == 0 and depth < DEPTH:
+            if node is not None and node.op in copies and edge.index == 0 and depth < MOST_COPIES:
                 pending += [(e, depth + 1) for o in node.outputs if o for e in self.model.edges(o)]
             elif node is None or node.op not in ASKS_SHAPE:
                 yield edge
@@ -88,10 +88,10 @@ class Scene:
 
     @cached_property
     def fusions(self) -> Mapping[int, int]:
-        """Node to the compute operator whose fusion it joins (compute operators themselves included).
+        """Node index to the index of the compute operator that it is fused with; compute operators to themselves.
 
-        A copy or a pointwise operator joins if all its data come out of one fusion. An Add of two branches joins the
-        later one, if nothing else reads that branch: the other input is the skip.
+        A copy or pointwise operator is fused if all its data comes from one fusion. An Add of two branches is fused
+        with the later one if nothing else reads that branch; the other input is the skip.
         """
         roots: dict[int, int] = {}
         for node in self.model.nodes:
@@ -110,27 +110,31 @@ class Scene:
         origins = [roots.get(self.model.producers.get(e.tensor, GRAPH)) for e in data]
         if data and None not in origins and len(set(origins)) == 1:
             return origins[0]
-        return origins[branch] if node.op == "Add" and (branch := _branch(self, data, origins)) is not None else None
+        return (
+            origins[branch]
+            if node.op == "Add" and (branch := _joined_branch(self, data, origins)) is not None
+            else None
+        )
 
     def skip(self, add: Node) -> Edge | None:
-        """The skip input of a residual Add: the one that does not come fresh out of a compute operator.
+        """The skip input of a residual Add: the one that no compute operator with this Add makes.
 
-        Where both do, it is the one whose compute operator runs first. None if the Add is no residual one.
+        If compute operators make both, it is that of the first one. None if the Add is not residual.
         """
         data = self.data(add)
         fused = [self.fusions.get(self.model.producers.get(e.tensor, GRAPH)) for e in data]
-        branch = _branch(self, data, fused)
+        branch = _joined_branch(self, data, fused)
         return None if branch is None else data[1 - branch]
 
     def is_inside(self, edge: Edge) -> bool:
-        """Whether an edge lies within a fusion: its tensor never leaves the kernel."""
+        """Whether the tensor of an edge stays within one fusion."""
         root = self.fusions.get(self.model.producers.get(edge.tensor, GRAPH))
         if root is None:  # constants among them, which thousands of nodes may read
             return False
         users = (self.model.user(e) for e in self.readers(edge.tensor, copies=frozenset()))
         return all(u is not None and self.fusions.get(u.index) == root for u in users)
 
-    def runs_low(self, node: Node, placed: frozenset[Edge]) -> bool:
+    def runs_in_8_bits(self, node: Node, placed: frozenset[Edge]) -> bool:
         """Whether a compute operator has pairs on activation and weight."""
         return bool(compute_edges(self.model, node, placed))
 
@@ -151,8 +155,8 @@ class Scene:
         return tuple(blocks)
 
     def _head_size(self, scores: Node, context: Node) -> int | None:
-        """The last size of queries and values. Where shapes are computed on the way it may be open: then the rows of
-        the weights that read all heads side by side, shared out among them."""
+        """The last dimension of queries and values. If the model leaves it open: the rows of the weight that reads all
+        heads side by side, divided by the number of heads."""
         queries, keys, values = (self.sizes(t) for t in (*scores.inputs[:2], context.inputs[1]))
         if known := [size for size in (*keys[-2:-1], *queries[-1:], *values[-1:]) if size is not None]:
             return known[0]
@@ -180,18 +184,18 @@ class Scene:
         return None
 
 
-def _branch(scene: Scene, data: list[Edge], roots: list[int | None]) -> int | None:
-    """Which of the two data inputs of an Add is the branch that the Add joins."""
+def _joined_branch(queries: GraphQueries, data: list[Edge], roots: list[int | None]) -> int | None:
+    """The number of the data input of an Add whose branch the Add is fused with, if there is one."""
     if len(data) != 2 or data[0].tensor == data[1].tensor or roots[0] == roots[1]:
         return None
     fresh = [
         (root, i)
         for i, (edge, root) in enumerate(zip(data, roots, strict=True))
-        if root is not None and len(scene.model.edges(edge.tensor)) == 1
+        if root is not None and len(queries.model.edges(edge.tensor)) == 1
     ]
     return max(fresh)[1] if fresh else None
 
 
-def nodes_into(scene: Scene, indices: Iterable[int]) -> Iterator[Edge]:
+def nodes_into(queries: GraphQueries, indices: Iterable[int]) -> Iterator[Edge]:
     """Edges into the nodes of these numbers."""
-    return (e for i in indices for e in scene.into(scene.model.nodes[i]))
+    return (e for i in indices for e in queries.into(queries.model.nodes[i]))

@@ -1,4 +1,4 @@
-"""Rules that keep operators in float: each names edges that may carry no pair."""
+"""Rules that keep operators in float: each finds edges that may carry no pair."""
 
 from __future__ import annotations
 
@@ -8,230 +8,237 @@ from math import prod
 from qdqtune.graph.float16 import HALF
 from qdqtune.graph.model import Node
 from qdqtune.graph.operators import ARITHMETIC, CLAMPS, COMPUTE, CONVOLUTIONS, NORMALIZATIONS
-from qdqtune.placement.graph_queries import Attention, Scene, nodes_into
+from qdqtune.placement.graph_queries import Attention, GraphQueries, nodes_into
 from qdqtune.types import Edge
 
 FLOAT_FUNCTIONS = frozenset({"Softmax", "LogSoftmax", "Erf", "Gelu"})
 
-CHANNELS = 16
-"""Fewest channels, and least K and N of a matrix product, that fill a tile of the 8-bit kernels."""
+TILE = 16
+"""Fewest channels, and least K and N of a matrix product, that fill a tile of the 8-bit kernels (NVIDIA Model
+Optimizer)."""
+
 LARGEST_FP8_FILTER = 32
+"""Most values of a filter that FP8 convolutions have kernels for (NVIDIA Model Optimizer)."""
+
 INT8_HEADS = (16, 32, 64)
-"""Head sizes for which INT8 attention has a fused kernel."""
+"""Head sizes for which INT8 attention has a fused kernel (TensorRT developer guide, as the next two)."""
 
 LONGEST_INT8_ATTENTION = 512
+"""Most positions of a fused INT8 attention."""
+
 LARGEST_FP8_HEAD = 256
+"""Largest head size of a fused FP8 attention."""
 
 
-def graph_outputs(scene: Scene) -> Iterator[Edge]:
+def graph_outputs(queries: GraphQueries) -> Iterator[Edge]:
     """Edges to graph outputs."""
-    return (e for e in scene.possible if e.is_graph_output)
+    return (e for e in queries.possible if e.is_graph_output)
 
 
-def float_outputs(scene: Scene) -> Iterator[Edge]:
-    """Edges to graph outputs, but those of what a convolution makes."""
-    own = {result(scene, n) for n in scene.computes() if n.op in CONVOLUTIONS}
-    return (e for e in graph_outputs(scene) if e.tensor not in own)
+def float_outputs(queries: GraphQueries) -> Iterator[Edge]:
+    """Edges to graph outputs that no convolution makes."""
+    own = {result(queries, n) for n in queries.computes() if n.op in CONVOLUTIONS}
+    return (e for e in graph_outputs(queries) if e.tensor not in own)
 
 
-def half_precision(scene: Scene) -> Iterator[Edge]:
+def half_precision(queries: GraphQueries) -> Iterator[Edge]:
     """Edges of tensors in float16 or bfloat16."""
-    return (e for e in scene.possible if scene.model.tensors[e.tensor].dtype in HALF)
+    return (e for e in queries.possible if queries.model.tensors[e.tensor].dtype in HALF)
 
 
-def result(scene: Scene, node: Node) -> str:
-    """What a compute operator makes once the clamps behind it are drawn in."""
+def result(queries: GraphQueries, node: Node) -> str:
+    """The result of a compute operator after the clamps that are fused into it."""
     tensor = node.outputs[0]
-    while len(uses := scene.model.edges(tensor)) == 1:
-        user = scene.model.user(uses[0])
+    while len(uses := queries.model.edges(tensor)) == 1:
+        user = queries.model.user(uses[0])
         if user is None or user.op not in CLAMPS or user.domain:
             break
         tensor = user.outputs[0]
     return tensor
 
 
-def constant_operands(scene: Scene) -> Iterator[Edge]:
+def constant_operands(queries: GraphQueries) -> Iterator[Edge]:
     """Add, Sub, Mul and Div with a constant operand."""
-    for node in scene.model.nodes:
-        if node.op in ARITHMETIC and any(t in scene.model.constants for t in node.inputs):
-            yield from scene.into(node)
+    for node in queries.model.nodes:
+        if node.op in ARITHMETIC and any(t in queries.model.constants for t in node.inputs):
+            yield from queries.into(node)
 
 
-def inside_fusions(scene: Scene) -> Iterator[Edge]:
+def inside_fusions(queries: GraphQueries) -> Iterator[Edge]:
     """Edges between the operators of one fusion: bias, BatchNormalization, activation, pointwise."""
-    return (e for e in scene.possible if scene.is_inside(e))
+    return (e for e in queries.possible if queries.is_inside(e))
 
 
-def swish(scene: Scene) -> Iterator[Edge]:
+def swish(queries: GraphQueries) -> Iterator[Edge]:
     """The inside of SiLU and HardSwish: x to its gate, x to the product, the gate to the product."""
-    for node, x, _, first in _gated(scene):
-        yield from scene.into(node)
-        yield from (e for e in scene.into(first) if e.tensor == x)
+    for node, x, _, first in _gated(queries):
+        yield from queries.into(node)
+        yield from (e for e in queries.into(first) if e.tensor == x)
 
 
-def stem_swish(scene: Scene) -> Iterator[Edge]:
-    """The first convolution with the SiLU or HardSwish behind it: every edge from its data to the readers of the
-    product.
+def stem_swish(queries: GraphQueries) -> Iterator[Edge]:
+    """Every edge from the data of a first convolution to the readers of the SiLU or HardSwish behind it.
 
-    First means that no other compute operator stands in front; fewer channels go in than fill a tile.
+    A convolution is first if no compute operator is in front of it and its inputs have fewer channels than fill a tile.
     """
-    behind = _behind_compute(scene)
-    for node, x, gate, first in _gated(scene):
-        layer = scene.model.maker(x)
+    behind = _behind_compute(queries)
+    for node, x, gate, first in _gated(queries):
+        layer = queries.model.maker(x)
         if layer is None or layer.op != "Conv" or layer.inputs[0] in behind:
             continue
-        channels = (scene.sizes(layer.inputs[0]) or (None, None))[1]
-        if layer.attributes.get("group", 1) == 1 and (channels or CHANNELS) < CHANNELS:
-            yield from scene.into(layer)
+        channels = (queries.sizes(layer.inputs[0]) or (None, None))[1]
+        if layer.attributes.get("group", 1) == 1 and (channels or TILE) < TILE:
+            yield from queries.into(layer)
             tensors = {x, gate, node.outputs[0], *first.outputs}
-            yield from (e for e in scene.possible if e.tensor in tensors)
+            yield from (e for e in queries.possible if e.tensor in tensors)
 
 
-def _behind_compute(scene: Scene) -> set[str]:
-    """Tensors that come out of a compute operator, directly or not."""
+def _behind_compute(queries: GraphQueries) -> set[str]:
+    """Tensors that depend on the result of a compute operator."""
     found: set[str] = set()
-    for node in scene.model.nodes:
+    for node in queries.model.nodes:
         if node.op in COMPUTE or not found.isdisjoint((*node.inputs, *node.captures)):
             found.update(node.outputs)
     return found
 
 
-def _gated(scene: Scene) -> Iterator[tuple[Node, str, str, Node]]:
-    """Every product of an x and its gate, the names of both, and the node that reads x in the gate."""
-    for node in scene.model.nodes:
+def _gated(queries: GraphQueries) -> Iterator[tuple[Node, str, str, Node]]:
+    """Every Mul of an x and its gate, the names of both, and the node of the gate that reads x."""
+    for node in queries.model.nodes:
         for x, gate in (node.inputs, node.inputs[::-1]) if node.op == "Mul" and len(node.inputs) == 2 else ():
-            if (first := _gate_of(scene, x, gate)) is not None:
+            if (first := _gate_of(queries, x, gate)) is not None:
                 yield node, x, gate, first
 
 
-def _gate_of(scene: Scene, x: str, gate: str) -> Node | None:
-    """The node that reads x in a gate: Sigmoid(x), HardSigmoid(x), or Clip(x + 3) with a constant factor."""
-    node = scene.model.maker(gate)
-    while node is not None and node.op in ("Clip", "Div", "Mul") and len(scene.data(node)) == 1:
-        node = scene.model.maker(scene.data(node)[0].tensor)
-    read = [e.tensor for e in scene.data(node)] if node is not None else []
+def _gate_of(queries: GraphQueries, x: str, gate: str) -> Node | None:
+    """The node that reads x if `gate` is Sigmoid(x), HardSigmoid(x), or Clip(x + 3) times a constant; else None."""
+    node = queries.model.maker(gate)
+    while node is not None and node.op in ("Clip", "Div", "Mul") and len(queries.data(node)) == 1:
+        node = queries.model.maker(queries.data(node)[0].tensor)
+    read = [e.tensor for e in queries.data(node)] if node is not None else []
     return node if node is not None and read == [x] and node.op in ("Sigmoid", "HardSigmoid", "Add") else None
 
 
-def float_functions(scene: Scene) -> Iterator[Edge]:
-    """Normalizations (but those of `follows_convolution`), Softmax, and the Erf of a GELU."""
-    for node in scene.model.nodes:
-        if node.op in NORMALIZATIONS and scene.fusions.get(node.index) is None:
-            kept = 0 if follows_convolution(scene, node) is not None else None
-            yield from (e for e in scene.into(node) if e.index != kept)
+def float_functions(queries: GraphQueries) -> Iterator[Edge]:
+    """Normalizations except the data input of those that `follows_convolution`, Softmax, and the Erf of a GELU."""
+    for node in queries.model.nodes:
+        if node.op in NORMALIZATIONS and queries.fusions.get(node.index) is None:
+            kept = 0 if follows_convolution(queries, node) is not None else None
+            yield from (e for e in queries.into(node) if e.index != kept)
         elif node.op in FLOAT_FUNCTIONS:
-            yield from scene.into(node)
+            yield from queries.into(node)
 
 
-def follows_convolution(scene: Scene, node: Node) -> Node | None:
-    """The compute operator that a LayerNormalization of a convolutional network takes its data from, if there is one.
+def follows_convolution(queries: GraphQueries, node: Node) -> Node | None:
+    """The compute operator that the data of a LayerNormalization in a convolutional network comes from, else None.
 
-    Its data input, followed through copies, comes out of the fusion of a convolution. Or it comes out of a residual Add
-    whose branch ends in a matrix product, and goes through copies into a convolution.
+    Its data comes, through copies, from the fusion of a convolution; or from a residual Add whose branch ends in a
+    matrix product, and its result goes, through copies, into a convolution.
     """
     if node.op != "LayerNormalization" or node.domain:
         return None
-    source = scene.source(node.inputs[0])
-    root = None if source is None else scene.fusions.get(source.index)
+    source = queries.source(node.inputs[0])
+    root = None if source is None else queries.fusions.get(source.index)
     if source is None or root is None:
         return None
-    made_by = scene.model.nodes[root]
+    made_by = queries.model.nodes[root]
     if made_by.op in CONVOLUTIONS:
         return made_by
-    users = [scene.model.user(e) for e in scene.readers(node.outputs[0])]
-    is_residual = source.op == "Add" and scene.skip(source) is not None
+    users = [queries.model.user(e) for e in queries.readers(node.outputs[0])]
+    is_residual = source.op == "Add" and queries.skip(source) is not None
     return made_by if is_residual and any(u is not None and u.op == "Conv" for u in users) else None
 
 
-def matrix_vector(scene: Scene) -> Iterator[Edge]:
-    """Matrix products with M or N = 1; with a weight, where no batch makes M larger."""
-    for node in scene.computes():
-        shape = scene.sizes(node.outputs[0])
+def matrix_vector(queries: GraphQueries) -> Iterator[Edge]:
+    """Matrix products with M or N = 1; with a weight, M includes the batch."""
+    for node in queries.computes():
+        shape = queries.sizes(node.outputs[0])
         if node.op in CONVOLUTIONS or not shape:
             continue
-        is_weighted = any(t in scene.model.constants for t in node.inputs[:2])
+        is_weighted = any(t in queries.model.constants for t in node.inputs[:2])
         rows = prod(d or 0 for d in shape[:-1]) if is_weighted else (shape[-2] if len(shape) > 1 else 1)
         if rows == 1 or shape[-1] == 1:
-            yield from scene.into(node)
+            yield from queries.into(node)
 
 
-def tiny_products(scene: Scene) -> Iterator[Edge]:
+def tiny_products(queries: GraphQueries) -> Iterator[Edge]:
     """Matrix products with K or N below 16."""
-    for node in scene.computes():
-        second, shape = scene.sizes(node.inputs[1]), scene.sizes(node.outputs[0])
+    for node in queries.computes():
+        second, shape = queries.sizes(node.inputs[1]), queries.sizes(node.outputs[0])
         if node.op in CONVOLUTIONS or len(second) < 2 or not shape:
             continue
         inner = second[-1] if node.op == "Gemm" and node.attributes.get("transB", 0) else second[-2]
-        if any(0 < (size or 0) < CHANNELS for size in (inner, shape[-1])):
-            yield from scene.into(node)
+        if any(0 < (size or 0) < TILE for size in (inner, shape[-1])):
+            yield from queries.into(node)
 
 
-def tiny_convolutions(scene: Scene) -> Iterator[Edge]:
+def tiny_convolutions(queries: GraphQueries) -> Iterator[Edge]:
     """Convolutions with few channels.
 
     INT8: with fewer than 16, neither count a multiple of 8, or both small behind the first layer; grouped ones with a
     filter narrower than 3. FP8: with up to 16, or a filter of more than 32 values.
     """
-    for node in scene.computes():
-        weight = scene.sizes(node.inputs[1])
+    for node in queries.computes():
+        weight = queries.sizes(node.inputs[1])
         if node.op != "Conv" or len(weight) < 3 or None in weight:
             continue
         outputs, inputs, *kernel = (d or 0 for d in weight)
-        if scene.quant_type == "fp8":
-            is_tiny = min(outputs, inputs) <= CHANNELS or prod(kernel) > LARGEST_FP8_FILTER
-        elif min(outputs, inputs) >= CHANNELS:
+        if queries.quant_type == "fp8":
+            is_tiny = min(outputs, inputs) <= TILE or prod(kernel) > LARGEST_FP8_FILTER
+        elif min(outputs, inputs) >= TILE:
             is_tiny = False
         elif node.attributes.get("group", 1) > 1:
             is_tiny = outputs % 8 != 0 or min(kernel) < 3
         else:
-            is_first = node.inputs[0] in scene.model.inputs
-            is_tiny = bool(outputs % 8 and inputs % 8) or not (is_first or max(outputs, inputs) >= CHANNELS)
+            is_first = node.inputs[0] in queries.model.inputs
+            is_tiny = bool(outputs % 8 and inputs % 8) or not (is_first or max(outputs, inputs) >= TILE)
         if is_tiny:
-            yield from scene.into(node)
+            yield from queries.into(node)
 
 
-def unfusable_int8_attention(scene: Scene) -> Iterator[Edge]:
-    """INT8: both products of an attention that no fused kernel takes, for its sizes or since one of the pairs that the
-    kernel wants cannot stand: on both inputs of both products, and on what becomes of the second.
+def unfusable_int8_attention(queries: GraphQueries) -> Iterator[Edge]:
+    """INT8: both products of an attention without a fused kernel, by its sizes or because a pair is not possible that
+    the kernel needs: on both inputs of both products, and on the result of the second.
 
-    Observed with TensorRT-RTX 1.7 for sm89, and told by NVIDIA's guide: heads of 16, 32 or 64, at most 512 positions.
+    Seen with TensorRT-RTX 1.7 for sm89, and in NVIDIA's guide: heads of 16, 32 or 64, at most 512 positions.
     """
-    for attention in scene.attentions:
+    for attention in queries.attentions:
         fits = attention.head_size in INT8_HEADS and (attention.sequence or 0) <= LONGEST_INT8_ATTENTION
-        behind = attention_results(scene, attention)
-        if not fits or not _whole(scene, attention.products) or not scene.possible.issuperset(behind):
-            yield from nodes_into(scene, attention.products)
+        behind = attention_results(queries, attention)
+        if not fits or not _whole(queries, attention.products) or not queries.possible.issuperset(behind):
+            yield from nodes_into(queries, attention.products)
 
 
-def attention_results(scene: Scene, attention: Attention) -> list[Edge]:
-    """Where the result of the second product is read, behind copies."""
-    return list(scene.readers(scene.model.nodes[attention.context].outputs[0]))
+def attention_results(queries: GraphQueries, attention: Attention) -> list[Edge]:
+    """The readers of the second product, behind copies."""
+    return list(queries.readers(queries.model.nodes[attention.context].outputs[0]))
 
 
-def unfusable_fp8_attention(scene: Scene) -> Iterator[Edge]:
-    """FP8: both products of an attention whose head size is unknown, no multiple of 16 or above 256."""
-    for attention in scene.attentions:
+def unfusable_fp8_attention(queries: GraphQueries) -> Iterator[Edge]:
+    """FP8: both products of an attention whose head size is unknown, not a multiple of 16, or above 256."""
+    for attention in queries.attentions:
         size = attention.head_size or 0
         fits = 0 < size <= LARGEST_FP8_HEAD and size % 16 == 0
-        if not fits or not _whole(scene, attention.products):
-            yield from nodes_into(scene, attention.products)
+        if not fits or not _whole(queries, attention.products):
+            yield from nodes_into(queries, attention.products)
 
 
-def transposed_convolutions(scene: Scene) -> Iterator[Edge]:
+def transposed_convolutions(queries: GraphQueries) -> Iterator[Edge]:
     """All inputs of a ConvTranspose."""
-    for node in scene.computes():
+    for node in queries.computes():
         if node.op == "ConvTranspose":
-            yield from scene.into(node)
+            yield from queries.into(node)
 
 
-def pooled_convolutions(scene: Scene) -> Iterator[Edge]:
-    """Convolutions of an image of one pixel, as in squeeze-and-excitation: products of a matrix and a vector."""
-    for node in scene.computes():
-        image = scene.sizes(node.inputs[0])[2:]
+def pooled_convolutions(queries: GraphQueries) -> Iterator[Edge]:
+    """Convolutions of an image of one pixel, as in squeeze-and-excitation: they are products of a matrix and a
+    vector."""
+    for node in queries.computes():
+        image = queries.sizes(node.inputs[0])[2:]
         if node.op == "Conv" and image and all(size == 1 for size in image):
-            yield from scene.into(node)
+            yield from queries.into(node)
 
 
-def _whole(scene: Scene, products: tuple[int, int]) -> bool:
+def _whole(queries: GraphQueries, products: tuple[int, int]) -> bool:
     """Whether both products may carry pairs on both inputs."""
-    return all(e in scene.possible for e in nodes_into(scene, products))
+    return all(e in queries.possible for e in nodes_into(queries, products))

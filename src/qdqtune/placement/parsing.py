@@ -1,4 +1,4 @@
-"""The reader of all YAML that is not ours alone: plain values, in bounded time and memory."""
+"""The reader of YAML files that others may have written: plain values, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from yaml.resolver import Resolver
 from qdqtune.errors import BadOption, check_file, one_line, reading
 
 MOST_BYTES = 32 * 2**20
-"""Of a file. A placement takes about 100 for each pair."""
+"""Largest file. A placement takes about 100 bytes for each pair."""
 
 MOST_VALUES = 1_000_000
-"""Of a file, where a value counts as often as aliases repeat it, and every hundred characters of it as one more."""
+"""Most values of a file. A value counts as often as aliases repeat it, and once more for every hundred characters."""
 
 DEEPEST = 50
-"""Lists and mappings within each other."""
+"""Most levels of lists and mappings."""
 
 LONGEST_NUMBER = 100
-"""Characters of a number: the time to read one grows with the square of its digits."""
+"""Most characters of a number: the time to read one grows with the square of its digits."""
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 TAGS = "tag:yaml.org,2002:"
@@ -31,8 +31,8 @@ CONSTRUCTOR = SafeConstructor()
 
 
 def parsed_yaml(path: Path, what: str) -> Any:
-    """The content of a YAML file, whoever has written it: None, bools, numbers, texts, and lists and dicts of these.
-    `what` the file is goes into errors.
+    """The content of a YAML file: None, bools, numbers, texts, and lists and dicts of these. `what` names its kind in
+    errors.
 
     Raises:
         BadOption: the file cannot be read; is no YAML, or more than one document; holds tags, dates, a key twice or one
@@ -51,7 +51,7 @@ def parsed_yaml(path: Path, what: str) -> Any:
 
 
 class _Document:
-    """Makes values of the events of a YAML parser. All that is wrong raises ValueError."""
+    """Makes values of the events of a YAML parser. Raises ValueError for anything that is not allowed."""
 
     def __init__(self, events: Iterator[Any]) -> None:
         self._events = events
@@ -115,7 +115,7 @@ class _Document:
 
 
 def _scalar(event: Any) -> Any:
-    """What a text in quotes or without them stands for."""
+    """The value of a text with or without quotes."""
     if not event.implicit[0]:
         return event.value
     tag = RESOLVER.resolve(yaml.ScalarNode, event.value, (True, False))

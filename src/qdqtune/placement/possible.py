@@ -1,9 +1,8 @@
-"""Where a Q/DQ pair may stand, and as what: said here for everybody who asks.
+"""Where a Q/DQ pair may stand, for rules, searches and insertion alike; and where a weight alone may be quantized.
 
-Region search asks of its points, `possible_edges` for the rules and the searches, insertion before it writes. What the
-structure of a graph says (`refusal`) is one function; the rest is numbers (`unscaled`): a pair needs a scale. Weights
-that alone are quantized (`types.WeightFormat`) stand elsewhere, and carry no pair: `weight_at` and `unstorable` say
-where.
+`refusal` decides by the structure of the graph; beside that a pair needs a scale (`unscaled`). Weights that alone are
+quantized (`types.WeightFormat`) carry no pair: `weight_at` and `unstorable` say which can be. `biased_layers` finds the
+layers whose bias can be corrected.
 """
 
 from __future__ import annotations
@@ -16,39 +15,38 @@ import onnx
 
 from qdqtune.calibration.scales import Ranges
 from qdqtune.graph.model import GRAPH, Constant, Model, Node
-from qdqtune.graph.operators import ARITHMETIC, COMPUTE, is_float, takes_data
+from qdqtune.graph.operators import ARITHMETIC, COMPUTE, CONVOLUTIONS, is_float, takes_data
 from qdqtune.types import Array, Edge, Placement, WeightFormat
 
 TAKES_CONSTANTS = ARITHMETIC | {"Concat"}
-"""Operators of which a constant operand is like an activation: engines have integer kernels that read both in 8 bits.
-A table of Gather is another one."""
+"""Operators whose constant operand is quantized like an activation: engines have integer kernels for both in 8 bits.
+So is the table of a Gather."""
 
 STORING = frozenset({"Gather", "Gemm", "MatMul"})
-"""Operators of which a weight may be stored in fewer bits while all else stays float."""
+"""Operators whose weight may be stored in fewer bits while all else stays float."""
 
 STORED_FROM = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16})
-"""Types of the weights that may."""
+"""Types of such weights."""
 
 
 def refusal(model: Model, tensor: str, node: int, slot: int) -> str | None:
-    """Why no pair can stand where input `slot` of node number `node`, or graph output `slot` (node GRAPH), uses
-    `tensor`, whatever its range; None where one can.
+    """Why `tensor` can carry no pair into input `slot` of node number `node`, or as graph output `slot` (node GRAPH);
+    None if it can, once it has a range.
 
-    Engines run a pair wherever ONNX allows one; whether it pays is for measurement to say. So an activation can carry
-    one into every input that is data. That holds for the computed bias of a Conv (a constant one follows from the
-    other two inputs), for LSTM and Einsum, and for Shape, where it is good for nothing.
+    Engines run a pair wherever ONNX allows one, and only measurement shows whether it pays. So an activation can carry
+    one into every data input, also as the computed bias of a Conv (a constant bias gets its scale from the other two
+    inputs), into LSTM and Einsum, and into Shape, where it has no use.
 
     No pair can stand on
 
     - a tensor of unknown type, whose scale would have no type either, or of another type than float;
-    - a setting (`SETTINGS_FROM`): engines want those as plain numbers;
-    - an input of an operator that is not ONNX's: nobody knows what it does to its values;
-    - what a body captures, and a graph output that a body reads: both go by a name that the pair would take; likewise
-      a graph output that no node makes;
+    - a setting (`SETTINGS_FROM`): engines need plain numbers there;
+    - an input of an operator that is not ONNX's: what it computes is unknown;
+    - what the body of an If or Loop captures, and a graph output that a body reads: the pair would take its name;
+      likewise a graph output that no node makes;
     - a constant that is neither a weight (`weight_role`) nor an operand (`TAKES_CONSTANTS`). The weights of LSTM and
-      Einsum are among those: no engine has an integer kernel that starts from them, and nothing tells their channels.
-      The constant scale of a LayerNormalization, InstanceNormalization or BatchNormalization is a weight: engines fold
-      it, and placements stand on it.
+      Einsum are among those: no engine has an integer kernel for them, and their channels are unknown. The constant
+      scale of a LayerNormalization, InstanceNormalization or BatchNormalization is a weight: engines fold it.
     """
     if not is_float(model, tensor):
         return "it is not known to be a float tensor"
@@ -77,12 +75,12 @@ def _refused_constant(model: Model, tensor: str, user: Node, slot: int) -> str |
 
 
 def can_carry(model: Model, tensor: str, node: int, slot: int) -> bool:
-    """Whether a pair can stand there if the tensor has a range: see `refusal`."""
+    """Whether `refusal` gives no reason against a pair."""
     return refusal(model, tensor, node, slot) is None
 
 
 def unscaled(model: Model, tensor: str, ranges: Ranges) -> str | None:
-    """Why a tensor has no scale: an activation of unknown range, a constant with values that are not finite."""
+    """Why a tensor has no scale, as its range is unknown or its values are not finite; None if it has one."""
     constant = model.constants.get(tensor)
     if constant is None:
         return None if tensor in ranges.activations else "its range is unknown"
@@ -90,7 +88,7 @@ def unscaled(model: Model, tensor: str, ranges: Ranges) -> str | None:
 
 
 def possible_edges(model: Model, ranges: Ranges) -> frozenset[Edge]:
-    """Every edge that may carry a pair: those that can (`can_carry`), of tensors that have a scale."""
+    """Every edge that can carry a pair (`can_carry`), of tensors that have a scale."""
     inputs = ((t, n.index, slot, n.name) for n in model.nodes for slot, t in enumerate(n.inputs))
     outputs = ((t, GRAPH, slot, "") for slot, t in enumerate(model.outputs))
     able: dict[str, list[Edge]] = {}
@@ -102,13 +100,13 @@ def possible_edges(model: Model, ranges: Ranges) -> frozenset[Edge]:
 
 @dataclass(frozen=True)
 class WeightRole:
-    """That a constant is a weight, and the axis along which its output channels lie (None: one scale for all of it)."""
+    """Marks a constant as a weight, with the axis of its output channels (None: one scale for all of it)."""
 
     axis: int | None
 
 
 def weight_role(model: Model, edge: Edge) -> WeightRole | None:
-    """How a constant is a weight there; None if it is like an activation, or nothing.
+    """The role of a constant as a weight at an edge; None if it is no weight there.
 
     Conv: [out, in/group, ...], ConvTranspose: [in, out/group, ...], Gemm: [in, out] or transposed, MatMul: [in, out].
     The scale of a normalization is a weight without channels.
@@ -135,8 +133,8 @@ def weight_role(model: Model, edge: Edge) -> WeightRole | None:
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A matrix that a kernel may read in fewer bits. `constant` is [in, out], or if `transposed` [out, in]: the weights
-    of one output, or the numbers of one row of a table, lie along `in`."""
+    """A matrix that a kernel may read in fewer bits: [in, out], or [out, in] if `transposed`. The weights of one
+    output, or the numbers of one row of a table, lie along `in`."""
 
     node: Node
     constant: Constant
@@ -154,9 +152,9 @@ class Weight:
 
 
 def weight_at(model: Model, edge: Edge) -> Weight | None:
-    """The matrix that a product reads there, or a Gather as the table of its rows; None where there is none.
+    """The constant matrix that a product reads at an edge, or a Gather as its table; None if there is none.
 
-    A product may read it through a Transpose, as heads do that share the table of their embedding.
+    A product may read it through a Transpose, as a head does that shares the table of the embedding.
     """
     node = model.user(edge) if edge.node in model.index_of else None
     if node is None or node.domain or edge.index >= len(node.inputs) or node.inputs[edge.index] != edge.tensor:
@@ -183,7 +181,7 @@ def weight_at(model: Model, edge: Edge) -> Weight | None:
 
 
 def unstorable(weight: Weight, weight_format: WeightFormat) -> str | None:
-    """Why a weight cannot have a weight format, by its shape and operator; None if it can. What pays, engines say."""
+    """Why a weight cannot have a weight format, by its shape and operator; None if it can."""
     if weight_format.block is not None and weight.shape[0] % weight_format.block:
         return f"its {weight.shape[0]} inputs are no multiple of the {weight_format.block} of a block"
     if weight.node.op == "Gather" and (weight_format.bits == 4 or not weight_format.symmetric):
@@ -192,20 +190,21 @@ def unstorable(weight: Weight, weight_format: WeightFormat) -> str | None:
 
 
 def storable_edges(model: Model) -> frozenset[Edge]:
-    """Every use of a weight that may be stored in fewer bits: its values are finite."""
+    """Every use of a weight that may be stored in fewer bits: a matrix of finite values."""
     read = (edge for node in model.nodes if node.op in STORING for edge in node.into)
     weights = ((edge, w) for edge in read if (w := weight_at(model, edge)) is not None)
     return frozenset(edge for edge, w in weights if np.isfinite(w.constant.array()).all())
 
 
 def compute_edges(model: Model, node: Node, possible: frozenset[Edge]) -> frozenset[Edge]:
-    """Activation and weight of a compute node together, or nothing: one alone runs in float and costs a conversion."""
+    """Activation and weight of a compute node if both are possible, else none: with one alone it runs in float, and the
+    conversion costs time."""
     both = frozenset(node.into[:2])
     return both if both <= possible else frozenset()
 
 
 def consistent(model: Model, placement: Placement) -> Placement:
-    """The placement without pairs on only one input of a compute operator: such a pair costs and brings nothing."""
+    """The placement without pairs on only one of the two inputs of a compute operator: they cost time and save none."""
     computing = (node for node in model.nodes if node.op in COMPUTE and not node.domain)
     present = ([e for e in node.into[:2] if e in placement] for node in computing)
     lonely = {edges[0] for edges in present if len(edges) == 1}
@@ -225,7 +224,67 @@ def clamp_bounds(model: Model, node: Node) -> tuple[float, float] | None:
     return (ends[0], ends[1])
 
 
-def met_by_weights(model: Model, edges: Iterable[Edge]) -> dict[str, int]:
-    """The tensors that products read whose weights are, or may be, stored at these edges, and the inputs of these."""
+def product_inputs(model: Model, edges: Iterable[Edge]) -> dict[str, int]:
+    """The tensors that products multiply with the weights at these edges, each with its number of channels."""
     weights = (weight_at(model, edge) for edge in edges)
     return {w.node.inputs[0]: w.shape[0] for w in weights if w is not None and w.node.op != "Gather"}
+
+
+@dataclass(frozen=True)
+class BiasedLayer:
+    """A quantized compute operator whose bias is, or can be, the constant input `slot` of node `node`.
+
+    `node` is the operator itself, or the Add behind a MatMul. Its output `result` has `channels` channels, along axis 1
+    for convolutions, whose `rank` is given, else along the last axis.
+    """
+
+    node: str
+    slot: int
+    result: str
+    channels: int
+    rank: int | None = None
+
+
+def biased_layers(model: Model, placement: Placement) -> tuple[BiasedLayer, ...]:
+    """The layers whose input and weight carry pairs, in graph order."""
+    return tuple(found for node in model.nodes if (found := biased_layer_at(model, placement, node)) is not None)
+
+
+def biased_layer_at(model: Model, placement: Placement, node: Node) -> BiasedLayer | None:
+    """The layer whose bias a node adds or could add; None if there is none, or if it runs in float."""
+    if node.domain or not is_float(model, node.outputs[0]):
+        return None
+    if node.op == "Add":
+        return _behind_product(model, placement, node)
+    shape = _quantized_weight(model, placement, node)
+    bias = model.constants.get(node.inputs[2]) if len(node.inputs) > 2 else None
+    is_free = len(node.inputs) < 3 or not node.inputs[2] or (bias is not None and len(bias.shape) == 1)
+    is_plain = all(node.attributes.get(a, 1.0) == 1.0 for a in ("alpha", "beta"))
+    if shape is None or not is_free or not is_plain:
+        return None
+    if node.op in CONVOLUTIONS:
+        channels = shape[0] if node.op == "Conv" else shape[1] * node.attributes.get("group", 1)
+        return BiasedLayer(node.name, 2, node.outputs[0], channels, len(shape))
+    if node.op == "Gemm":
+        return BiasedLayer(node.name, 2, node.outputs[0], shape[0 if node.attributes.get("transB", 0) else 1])
+    return None
+
+
+def _behind_product(model: Model, placement: Placement, add: Node) -> BiasedLayer | None:
+    """The layer of a MatMul and this Add of a constant vector, if that is what it is."""
+    for slot, tensor in enumerate(add.inputs):
+        bias, maker = model.constants.get(tensor), model.maker(add.inputs[1 - slot])
+        if bias is None or maker is None or maker.op != "MatMul":
+            continue
+        shape = _quantized_weight(model, placement, maker)
+        fits = shape is not None and len(shape) == 2 and bias.shape == shape[1:]
+        if fits and add.into[slot] not in placement:
+            return BiasedLayer(add.name, slot, add.outputs[0], bias.shape[0])
+    return None
+
+
+def _quantized_weight(model: Model, placement: Placement, node: Node) -> tuple[int, ...] | None:
+    """The shape of the constant weight of a compute operator, if both inputs carry pairs."""
+    weight = model.constants.get(node.inputs[1]) if node.op in COMPUTE and not node.domain else None
+    both = all(edge in placement for edge in node.into[:2])
+    return weight.shape if weight is not None and both else None

@@ -1,34 +1,30 @@
-"""Q/DQ models read back: which edges carry pairs, with which scales, and what the model is without them."""
+"""Q/DQ models read back: which edges carry pairs and with which scales, and which weights alone are quantized."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Literal
 
 import ml_dtypes
 import numpy as np
-import onnx
 from onnx import TensorProto, helper
 
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.errors import BadModel
-from qdqtune.graph.loading import infer
-from qdqtune.graph.model import FLOATS, GRAPH, Constant, Model, Node, rebuild
-from qdqtune.graph.operators import KEEPS_SIGN, LOWER_BOUNDS, QDQ
+from qdqtune.graph.model import GRAPH, Model, Node
+from qdqtune.graph.operators import QDQ
 from qdqtune.placement.insertion import RAW_OUTPUT
 from qdqtune.placement.possible import STORING, weight_at, weight_role
-from qdqtune.placement.stored import Table, storage_in, tables_of, with_tables, without_blocks
 from qdqtune.types import Array, Edge, Placement, WeightFormat
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The pairs of a Q/DQ model in terms of a float model, and how many pairs found no counterpart there.
+    """The placement of a Q/DQ model on a float model, and the names of the DQs without a counterpart there.
 
-    `ranges` are the intervals that the pairs can represent: inserted again in the same format, they give the same
-    scales and zero points.
+    `ranges` are the intervals that the pairs represent: inserted again in the same format, they give the same scales
+    and zero points.
     """
 
     placement: Placement
@@ -38,7 +34,7 @@ class Reading:
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """A DQ node of a Q/DQ model: the float tensor or quantized constant in front, and who reads it."""
+    """A DQ node of a Q/DQ model, with the float tensor or quantized constant in front of it as `source`."""
 
     source: str
     scale: Array
@@ -51,7 +47,7 @@ class Pair:
 
     @property
     def range(self) -> Range:
-        """What the pair can represent. Symmetric int8 leaves out -128, so that the scale is max / 127 again."""
+        """The interval that the pair represents. Symmetric int8 leaves out -128, so that its scale is max / 127."""
         return Range(self.end("min"), self.end("max"))
 
     def end(self, which: Literal["min", "max"]) -> float:
@@ -77,8 +73,8 @@ def read_placement(float_model: Model, qdq_model: Model) -> Reading:
     """The edges of `float_model` on which `qdq_model` has pairs.
 
     Nodes are matched by name, then by the name of an output tensor; the edge is the float node's own input. Pairs of
-    int32 biases follow from the others and are left out. A weight without a pair on what it meets, in blocks or of 4
-    bits is compressed.
+    int32 biases follow from the others and are left out. Weights that alone are quantized are the placement's
+    `compressed`.
 
     Raises:
         BadModel: a scale is no finite number, or below zero.
@@ -103,7 +99,7 @@ def placement_in(float_model: Model, qdq_model: Model) -> Placement:
 
 
 def _uses(float_model: Model, qdq_model: Model) -> tuple[dict[Edge, Pair], list[str], dict[Edge, WeightFormat]]:
-    """Edges with their pairs, DQs of pairs that are on none, and uses of weights that alone are quantized."""
+    """Edges with their pairs, names of DQs without an edge, and edges of weights that alone are quantized."""
     twins = twins_of(float_model, qdq_model)
     edges: dict[Edge, Pair] = {}
     stored: dict[Edge, WeightFormat] = {}
@@ -117,7 +113,7 @@ def _uses(float_model: Model, qdq_model: Model) -> tuple[dict[Edge, Pair], list[
                 unmatched.append(pair.dq.name)
                 continue
             if _is_alone(qdq_model, pair, use.node) and weight_at(float_model, edge) is not None:
-                if (weight_format := storage_in(pair.zero_point, pair.block)) is not None:
+                if (weight_format := weight_format_in(pair.zero_point, pair.block)) is not None:
                     stored[edge] = weight_format
                 else:
                     unmatched.append(pair.dq.name)
@@ -130,8 +126,8 @@ def _uses(float_model: Model, qdq_model: Model) -> tuple[dict[Edge, Pair], list[
 
 
 def _is_alone(model: Model, pair: Pair, node: int) -> bool:
-    """Whether a weight is quantized and what it meets is not, as no pair is written: in blocks, in 4 bits, or in 8 bits
-    without a zero point."""
+    """Whether a weight is quantized without the other operand: in blocks, in 4 bits, or in 8 bits without a zero point,
+    as no pair is written."""
     if not pair.is_constant or node == GRAPH or model.nodes[node].op not in STORING:
         return False
     is_ours = pair.block is not None or pair.zero_point.dtype.name.endswith("int4") or len(pair.dq.inputs) < 3
@@ -145,80 +141,15 @@ def stored_alone(model: Model) -> dict[str, WeightFormat]:
     for pair in pairs_of(model):
         uses = model.uses(pair.dq.outputs[0])
         if uses and all(_is_alone(model, pair, use.node) for use in uses):
-            weight_format = storage_in(pair.zero_point, pair.block)
+            weight_format = weight_format_in(pair.zero_point, pair.block)
             found |= {} if weight_format is None else {pair.dq.name: weight_format}
     return found
 
 
-def _of_table(float_model: Model, table: Table, twins: Mapping[int, Node]) -> Edge | None:
+def _of_table(float_model: Model, table: IntegerTable, twins: Mapping[int, Node]) -> Edge | None:
     twin = twins.get(table.gather.index)
     edge = None if twin is None else twin.into[0]
     return edge if edge is not None and weight_at(float_model, edge) is not None else None
-
-
-def strip_pairs(model: Model) -> Model:
-    """The float model behind a Q/DQ model.
-
-    Quantized constants become float ones. Where a pair clamped at zero and its producer may go below (a Relu that a
-    quantizer had dropped), the clamp comes back as a Relu, or as a Clip where the range ends at 6.
-    """
-    model = with_tables(model)
-    pairs = {p.dq.outputs[0]: p for p in pairs_of(model)}
-    bounds = _lower_bounds(model, pairs)
-    added: dict[str, Constant] = {}
-    source: dict[str, str] = {}
-    clamps: dict[str, onnx.NodeProto] = {}
-    for name, pair in pairs.items():
-        if pair.is_constant:
-            added[name] = _dequantized(model, pair)
-            continue
-        clamps_at_zero = pair.end("min") == 0 and bounds.get(pair.source, -1.0) < 0
-        if clamps_at_zero and pair.source not in clamps:
-            clamps[pair.source], bound = _lost_clamp(model, pair)
-            added |= bound
-        source[name] = clamps[pair.source].output[0] if pair.source in clamps else pair.source
-    gone = {p.dq.index for p in pairs.values()}
-    gone |= {
-        n.index
-        for n in model.nodes
-        if n.op == "QuantizeLinear" and all(use.node in gone for use in model.uses(n.outputs[0]))
-    }
-    final = _names_back(model, source, {c.output[0] for c in clamps.values()})
-    nodes = [_renamed(clamps[t], source, final) for t in model.inputs if t in clamps]
-    for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
-        if node.index not in gone:
-            nodes.append(_renamed(proto, source, final))
-            nodes += [_renamed(clamps[o], source, final) for o in node.outputs if o in clamps]
-        elif (name := node.outputs[0]) in source and _is_read_by_name(model, name) and name not in final.values():
-            nodes.append(_renamed(helper.make_node("Identity", [name], [name], node.name), source, final))
-    stripped = rebuild(model, nodes, added)
-    return Model(infer(stripped.proto, stripped.large), stripped.large)
-
-
-def _is_read_by_name(model: Model, tensor: str) -> bool:
-    """Whether a body or the graph's caller reads the tensor: such users cannot be pointed at another one."""
-    return any(use.slot < 0 or use.node == GRAPH for use in model.uses(tensor))
-
-
-def _names_back(model: Model, source: Mapping[str, str], clamped: set[str]) -> Mapping[str, str]:
-    """Float tensors that can take the name of the graph output that is their pair's, by that tensor."""
-    final: dict[str, str] = {}
-    for output in model.outputs:
-        tensor = source.get(output)
-        if tensor is None or any(use.slot < 0 for use in model.uses(output)) or _is_read_by_name(model, tensor):
-            continue
-        if tensor in model.producers or tensor in clamped:
-            final.setdefault(tensor, output)
-    return final
-
-
-def _renamed(node: onnx.NodeProto, source: Mapping[str, str], final: Mapping[str, str]) -> onnx.NodeProto:
-    copy = deepcopy(node)
-    for i, name in enumerate(node.input):
-        copy.input[i] = final.get(source.get(name, name), source.get(name, name))
-    for i, name in enumerate(node.output):
-        copy.output[i] = final.get(name, name)
-    return copy
 
 
 def pairs_of(model: Model) -> Iterator[Pair]:
@@ -282,80 +213,51 @@ def counterpart(
     return edge if is_fixed == pair.is_constant and (info is None or info.is_float) else None
 
 
-def _dequantized(model: Model, pair: Pair) -> Constant:
-    """The float constant that a DQ of a constant gives: (q - zero point) * scale, or the float source of a Q."""
-    constant = model.constants[pair.source]
-    dtype = helper.tensor_dtype_to_np_dtype(model.constants[pair.dq.inputs[1]].dtype)
-    if helper.tensor_dtype_to_np_dtype(constant.dtype) == dtype:
-        return constant
-
-    def read() -> Array:
-        quantized = constant.array().astype(np.float32)
-        if pair.block is not None:
-            return without_blocks(quantized, pair.scale, pair.zero_point, pair.axis, pair.block).astype(dtype)
-        shape = [-1 if i == pair.axis % max(quantized.ndim, 1) else 1 for i in range(quantized.ndim)]
-        scale, zero = (a.astype(np.float32).reshape(shape if a.size > 1 else ()) for a in (pair.scale, pair.zero_point))
-        return np.asarray((quantized - zero) * scale).astype(dtype)
-
-    key = f"{constant.key}:dequantized:{model.constants[pair.dq.inputs[1]].key}"
-    return Constant(key, helper.np_dtype_to_tensor_dtype(dtype), constant.shape, read)
-
-
-def _lost_clamp(model: Model, pair: Pair) -> tuple[onnx.NodeProto, dict[str, Constant]]:
-    """A Relu or Clip that stands for the saturation of a pair whose lowest value is zero."""
-    name, result = f"{pair.source}_clamp", f"{pair.source}_clamped"
-    if abs(pair.end("max") - 6) > 0.01:
-        return helper.make_node("Relu", [pair.source], [result], name), {}
-    dtype = helper.tensor_dtype_to_np_dtype(model.constants[pair.dq.inputs[1]].dtype)
-    bounds = {f"{name}_{end}": Constant.of(np.array(v, dtype)) for end, v in (("min", 0), ("max", 6))}
-    return helper.make_node("Clip", [pair.source, *bounds], [result], name), bounds
-
-
-def _lower_bounds(model: Model, pairs: Mapping[str, Pair]) -> Mapping[str, float]:
-    """Tensors to a value that they never fall below once the pairs are gone and the lost clamps back."""
-    bounds: dict[str, float] = {}
-
-    def bound(tensor: str) -> float | None:
-        constant = model.constants.get(tensor)
-        return bounds.get(tensor) if constant is None else _least(constant)
-
-    for node in model.nodes:
-        if node.op in LOWER_BOUNDS:
-            low: float | None = LOWER_BOUNDS[node.op]
-        elif node.op == "DequantizeLinear" and node.outputs[0] in pairs:
-            pair = pairs[node.outputs[0]]
-            if pair.is_constant:
-                low = _least(_dequantized(model, pair))
-            else:
-                low = 0.0 if pair.end("min") == 0 else bound(pair.source)
-        elif node.op == "Clip" and len(node.inputs) > 1 and node.inputs[1]:
-            low = bound(node.inputs[1])
-        elif node.op in KEEPS_SIGN and (first := bound(node.inputs[0])) is not None:
-            low = min(first, 0.0)  # pools may count zeros of the border
-        elif node.op in ("Add", "Concat", "Mul"):
-            low = _joined(node.op, [bound(tensor) for tensor in node.inputs])
-        else:
-            low = None
-        if low is not None:
-            bounds.update(dict.fromkeys(node.outputs, low))
-    return bounds
-
-
-def _least(constant: Constant) -> float | None:
-    return float(constant.array().min()) if constant.nbytes and constant.dtype in FLOATS else None
-
-
-def _joined(op: str, bounds: list[float | None]) -> float | None:
-    known = [low for low in bounds if low is not None]
-    if len(known) < len(bounds):
+def weight_format_in(zero_point: Array, block: int | None) -> WeightFormat | None:
+    """The weight format of integers with these zero points and blocks; None if we have no such format."""
+    name = zero_point.dtype.name
+    is_signed = not name.startswith("u") and not zero_point.astype(np.int8).any()
+    try:
+        return WeightFormat(4 if name.endswith("int4") else 8, block, is_signed)
+    except ValueError:  # another block size, or 4 bits with one scale for each channel
         return None
-    if op == "Mul":
-        return 0.0 if min(known) >= 0 else None
-    return sum(known) if op == "Add" else min(known)
+
+
+def without_blocks(integers: Array, scale: Array, zero_point: Array, axis: int, block: int) -> Array:
+    """(q - zero point) * scale in float32, where one scale serves `block` neighbours along `axis`."""
+
+    def spread(numbers: Array) -> Array:
+        whole = np.repeat(numbers.astype(np.float32), block, axis)
+        return np.take(whole, range(integers.shape[axis]), axis)
+
+    centre = spread(zero_point) if zero_point.ndim else np.float32(0)
+    return np.asarray((integers.astype(np.float32) - centre) * spread(scale))
+
+
+@dataclass(frozen=True, eq=False)
+class IntegerTable:
+    """A Gather of integers, a Gather of their scales, and the DQ of both (see `placement.compression`)."""
+
+    gather: Node
+    scaling: Node
+    dq: Node
+    weight_format: WeightFormat
+
+
+def tables_of(model: Model) -> Iterator[IntegerTable]:
+    """The tables of a model whose rows are integers."""
+    for dq in model.nodes:
+        if dq.op != "DequantizeLinear" or len(dq.inputs) > 2 or not dq.attributes.get("block_size"):
+            continue
+        makers = [maker for t in dq.inputs if (maker := model.maker(t)) is not None]
+        if [m.op for m in makers] == ["Gather"] * 2 and all(m.inputs[0] in model.constants for m in makers):
+            rows, block = model.constants[makers[0].inputs[0]], int(dq.attributes["block_size"])
+            zero = np.zeros((), helper.tensor_dtype_to_np_dtype(rows.dtype))
+            weight_format = weight_format_in(zero, None if rows.shape[-1] == block else block)
+            if weight_format is not None:
+                yield IntegerTable(makers[0], makers[1], dq, weight_format)
 
 
 def count_pairs(placement: Placement) -> int:
-    """How many tensors have a Q/DQ pair: what users are told, in terminal, report and summary alike. A tensor that
-    several nodes read through a pair counts once.
-    """
+    """How many tensors have a Q/DQ pair, as users are told everywhere: one that several nodes read counts once."""
     return len({edge.tensor for edge in placement.edges})

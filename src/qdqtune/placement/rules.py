@@ -1,7 +1,4 @@
-"""Whole-model placements that follow a rule: the first guesses of every search.
-
-A rule says where pairs stand in general; which of them pays on an engine is for measurement to say.
-"""
+"""Simple placements of a whole model, which every search measures first."""
 
 from __future__ import annotations
 
@@ -18,19 +15,19 @@ STATIC = COMPUTE | INTEGER_KERNELS | {
 }  # fmt: skip
 """Operators that ONNX Runtime's quantize_static puts pairs around, besides those that follow their input."""
 
-JOINS = INTEGER_KERNELS - {"GlobalAveragePool"}  # it has one input
+TAKES_SEVERAL = INTEGER_KERNELS - {"GlobalAveragePool"}  # it has one input
 """Operators of INTEGER_KERNELS whose values come from several tensors."""
 
 
 def compute_inputs(model: Model, possible: frozenset[Edge]) -> Placement:
-    """All inputs of Conv, ConvTranspose, Gemm and MatMul: only these gain from 8 bits, all else stays in float."""
+    """All inputs of Conv, ConvTranspose, Gemm and MatMul; all else stays in float."""
     nodes = (n for n in model.nodes if n.op in COMPUTE and not n.domain)
     return Placement.of(e for n in nodes for e in compute_edges(model, n, possible))
 
 
 def residual_inputs(model: Model, possible: frozenset[Edge]) -> Placement:
-    """`compute_inputs`, and the skip input of every Add whose other input comes fresh out of a compute operator, which
-    the Add joins then."""
+    """`compute_inputs`, and the skip input of every Add whose other input comes from a compute operator: engines fuse
+    the Add into that."""
     edges = set(compute_inputs(model, possible).edges)
     for node in model.nodes:
         if node.op != "Add" or node.domain:
@@ -39,7 +36,7 @@ def residual_inputs(model: Model, possible: frozenset[Edge]) -> Placement:
         for slot, tensor in enumerate(node.inputs):
             if fresh[1 - slot] and tensor in model.producers and Edge(tensor, node.name, slot) in possible:
                 if fresh[slot] and slot == 0:
-                    continue  # both are: the other one counts as the skip
+                    continue  # if both inputs are fresh, the second one counts as the skip
                 edges.add(Edge(tensor, node.name, slot))
     return Placement.of(edges)
 
@@ -47,8 +44,8 @@ def residual_inputs(model: Model, possible: frozenset[Edge]) -> Placement:
 def integer_islands(
     model: Model, possible: frozenset[Edge], joining: frozenset[str] = INTEGER_KERNELS - {"Mul"}
 ) -> Placement:
-    """Compute operators and everything between them that can stay in integers, so that fewer conversions run: `joining`
-    operators and movers."""
+    """Compute operators, and the `joining` operators and movers between them that can stay in integers, which saves
+    conversions."""
     edges = set(compute_inputs(model, possible).edges)
     integer: set[str] = set()
     for node in model.nodes:
@@ -65,9 +62,9 @@ def integer_islands(
 
 
 def static(model: Model, possible: frozenset[Edge]) -> Placement:
-    """Where ONNX Runtime's quantize_static would put pairs: inputs and outputs of every operator that it knows.
+    """Where ONNX Runtime's quantize_static puts pairs: inputs and outputs of every operator that it knows.
 
-    Scales of normalizations stay in float: no kernel takes them in 8 bits, so that each would cost a conversion.
+    Scales of normalizations stay in float: no kernel takes them in 8 bits, so each would cost a conversion.
     """
     marked: set[str] = set()
     for node in model.nodes:
@@ -75,7 +72,7 @@ def static(model: Model, possible: frozenset[Edge]) -> Placement:
             continue
         if node.op in STATIC:
             marked.update(t for t in (*node.inputs[:1], *node.outputs) if t)
-            if node.op in COMPUTE | JOINS:
+            if node.op in COMPUTE | TAKES_SEVERAL:
                 marked.update(t for t in (node.inputs if node.op == "Concat" else node.inputs[:2]) if t)
         elif node.op == "Gather" and node.inputs[0] in model.constants:
             marked.update((node.inputs[0], *node.outputs))
@@ -87,7 +84,7 @@ def static(model: Model, possible: frozenset[Edge]) -> Placement:
 
 
 def everything(model: Model, possible: frozenset[Edge]) -> Placement:
-    """Every possible edge but those inside a fusion and those of graph outputs."""
+    """Every possible edge except those inside a fusion and graph outputs."""
     inside = {
         n.into[0]
         for n in model.nodes
@@ -96,14 +93,15 @@ def everything(model: Model, possible: frozenset[Edge]) -> Placement:
     return Placement.of(e for e in possible - inside if not e.is_graph_output)
 
 
-RULES: Mapping[str, Callable[[Model, frozenset[Edge]], Placement]] = MappingProxyType({
+START_PLACEMENTS: Mapping[str, Callable[[Model, frozenset[Edge]], Placement]] = MappingProxyType({
     "compute": compute_inputs, "residual": residual_inputs, "islands": integer_islands, "static": static,
     "everything": everything,
 })  # fmt: skip
 
 
 def weights_only(model: Model, edges: Iterable[Edge], choose: Callable[[str], Sequence[WeightFormat]]) -> Placement:
-    """Every weight in the first weight format that it can have of those that are chosen for its operator."""
+    """A placement without pairs: each weight in the first weight format it can have of those that `choose` gives for
+    its operator."""
     stored = {}
     for edge in edges:
         weight = weight_at(model, edge)
@@ -114,9 +112,9 @@ def weights_only(model: Model, edges: Iterable[Edge], choose: Callable[[str], Se
 
 
 def placements(model: Model, possible: frozenset[Edge]) -> Mapping[str, Placement]:
-    """Every rule's placement by the rule's name; equal placements once, under the first name, empty ones not at all."""
+    """All placements by name, without empty ones; equal ones once, under the first name."""
     guesses: dict[str, Placement] = {}
-    for name, place in RULES.items():
+    for name, place in START_PLACEMENTS.items():
         placement = consistent(model, place(model, possible))
         if placement.edges and placement not in guesses.values():
             guesses[name] = placement
@@ -124,7 +122,7 @@ def placements(model: Model, possible: frozenset[Edge]) -> Mapping[str, Placemen
 
 
 def _behind_compute(model: Model, tensor: str) -> bool:
-    """Whether a compute operator makes the tensor, fused followers between."""
+    """Whether a compute operator makes the tensor, with only operators that it fuses between."""
     while (node := model.maker(tensor)) is not None:
         if node.op in COMPUTE:
             return True
@@ -135,7 +133,7 @@ def _behind_compute(model: Model, tensor: str) -> bool:
 
 
 def _whole(model: Model, edges: Iterator[Edge]) -> Iterator[Edge]:
-    """The edges, less a clamp's input where its output is there too (the clamp belongs to its producer)."""
+    """The edges without inputs of clamps that are fused into their producer."""
     for edge in edges:
         node = model.user(edge)
         if node is None or node.op not in FUSED_BEHIND or len(model.uses(edge.tensor)) > 1:

@@ -165,9 +165,9 @@ def _measured(
         floor=floor,
         listener=run.observer,
         deadline=_latest(run, share),
-        side_by_side=_side_by_side(run),
+        workers=_side_by_side(run),
         budget=run.runner.memory,
-        thinned=thinned,
+        on_fewer=thinned,
     )
     run.observer.stage(SEARCHING)
     return (None, alone) if isinstance(alone, Failure) else (alone, None)

@@ -23,10 +23,11 @@ from qdqtune.graph.loading import load, with_float_type
 from qdqtune.graph.model import Model
 from qdqtune.graph.rewrites import Rewrites, allowed
 from qdqtune.numerics.fitting import fitted
-from qdqtune.numerics.half_precision import in_half
+from qdqtune.numerics.half_precision import in_half_precision
 from qdqtune.placement import engine_rules, rules
 from qdqtune.placement.possible import possible_edges
-from qdqtune.placement.reading import Reading, is_quantized, read_placement, strip_pairs
+from qdqtune.placement.reading import Reading, is_quantized, read_placement
+from qdqtune.placement.stripping import strip_pairs
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.patterns import Pattern
 from qdqtune.tuning.budget import affordable
@@ -119,7 +120,7 @@ def open_subject(settings: Settings, runner: Runner, rewrites: Rewrites | None =
     kept: Collection[str] = ()
     if not settings.from_qdq:
         floor = settings.limits.min_sqnr
-        prepared, half, told = in_half(prepared, settings.precision, usual, floor)
+        prepared, half, told = in_half_precision(prepared, settings.precision, usual, floor)
         kept, wanted = (half.kept.keys(), half.precision) if half is not None else ((), "fp32")
         notes += told
     shaped = prepared.shaped

@@ -25,7 +25,7 @@ from qdqtune.graph.operators import elements
 from qdqtune.graph.outputs import temporary_folder
 from qdqtune.graph.shaping import with_input_shapes
 from qdqtune.placement.insertion import Inserter
-from qdqtune.placement.possible import Weight, met_by_weights, storable_edges, unstorable, weight_at
+from qdqtune.placement.possible import Weight, product_inputs, storable_edges, unstorable, weight_at
 from qdqtune.search.costs.attribution import Priced, attribute
 from qdqtune.search.costs.units import Ways
 from qdqtune.tuning.records import WeightFormatsRecord
@@ -141,7 +141,7 @@ def products_of(settings: Settings, subject: Subject) -> Moments:
     """
     if settings.weight_rounding == "nearest":
         return no_moments
-    sizes = met_by_weights(subject.shaped, storable_edges(subject.shaped))
+    sizes = product_inputs(subject.shaped, storable_edges(subject.shaped))
     needed = sum(12 * inputs**2 for inputs in sizes.values())  # the moment, and what its inverse says in float32
     if needed > MOST_MOMENTS:
         raise BadOption(

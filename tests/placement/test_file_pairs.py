@@ -11,9 +11,10 @@ from models import FORMATS, Arrays, attention, build, conv_net, feeds, ranges, r
 from qdqtune.calibration.scales import Ranges
 from qdqtune.graph.loading import load_proto
 from qdqtune.graph.model import Model
-from qdqtune.placement.grafting import SWITCH, graft, representable, standing_pairs
+from qdqtune.placement.file_pairs import file_pairs, representable, with_file_pairs
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
+from qdqtune.placement.switches import SWITCH
 from qdqtune.types import Edge, Placement, WeightFormat
 
 NETS = {"conv": conv_net, "attention": attention, "tapped": tapped}
@@ -43,11 +44,11 @@ def spoil(model: Model, tensor: str, factor: float) -> Model:
 def test_all_pairs_give_the_file_and_none_the_float_model(name: str, numbers: str) -> None:
     model = NETS[name]()
     file, samples = quantized(model, numbers), feeds(model)
-    pairs, unmatched = standing_pairs(model, file)
+    pairs, unmatched = file_pairs(model, file)
     assert not unmatched
     assert len(pairs) == sum(n.op == "DequantizeLinear" for n in file.nodes)
-    assert equal(run(graft(model, pairs, file), samples), run(file, samples))
-    assert equal(run(graft(model, (), file), samples), run(model, samples))
+    assert equal(run(with_file_pairs(model, pairs, file), samples), run(file, samples))
+    assert equal(run(with_file_pairs(model, (), file), samples), run(model, samples))
     assert not equal(run(file, samples), run(model, samples))
 
 
@@ -55,13 +56,13 @@ def test_all_pairs_give_the_file_and_none_the_float_model(name: str, numbers: st
 def test_switches_choose_the_same_as_a_model_of_its_own(name: str) -> None:
     model = NETS[name]()
     file, samples = quantized(model, "uint8"), feeds(model)
-    pairs, _ = standing_pairs(model, file)
-    switched = graft(model, pairs, file, switched=True)
+    pairs, _ = file_pairs(model, file)
+    switched = with_file_pairs(model, pairs, file, switched=True)
     onnx.checker.check_model(switched.to_proto())
     for chosen in ([], [0], [len(pairs) - 1], range(0, len(pairs), 2), range(len(pairs))):
         switches = {f"{SWITCH}{i}": np.asarray(i in chosen) for i in range(len(pairs))}
         by_switch = run(switched, [{**sample, **switches} for sample in samples])
-        assert equal(by_switch, run(graft(model, [pairs[i] for i in chosen], file), samples)), chosen
+        assert equal(by_switch, run(with_file_pairs(model, [pairs[i] for i in chosen], file), samples)), chosen
 
 
 @pytest.mark.parametrize(("tensor", "factor"), [("w2", 32.0), ("r0", 1 / 64), ("image", np.nan), ("b0", 2.0)])
@@ -69,10 +70,10 @@ def test_a_damaged_pair_stands_as_it_is(tensor: str, factor: float) -> None:
     model, name = conv_net(), f"{tensor}_quantized" if tensor == "b0" else tensor
     good = quantized(model, "uint8")
     file, samples = spoil(good, name, factor), feeds(model)
-    pairs, _ = standing_pairs(model, file)
-    assert equal(run(graft(model, pairs, file), samples), run(file, samples))
+    pairs, _ = file_pairs(model, file)
+    assert equal(run(with_file_pairs(model, pairs, file), samples), run(file, samples))
     (pair,) = (p for p in pairs if p.tensor == tensor)
-    (healthy,) = (p for p in standing_pairs(model, good)[0] if p.tensor == tensor)
+    (healthy,) = (p for p in file_pairs(model, good)[0] if p.tensor == tensor)
     assert pair.scale == pytest.approx(healthy.scale * np.float32(factor), nan_ok=True)
     if np.isfinite(factor):
         assert representable(pair) == pytest.approx([factor * end for end in representable(healthy)])
@@ -95,26 +96,26 @@ def test_a_clamp_that_the_file_dropped_is_missed_if_the_pair_does_not_clamp(swit
     zero.CopyFrom(numpy_helper.from_array(np.uint8(100), zero.name))
     file = load_proto(proto)
     assert "stem_relu" not in file.index_of
-    pairs, _ = standing_pairs(model, file)
+    pairs, _ = file_pairs(model, file)
     assert {p.tensor: p.source for p in pairs if p.source != p.tensor}["r0"] == "c0"
     if switched:
         switches = {f"{SWITCH}{i}": np.asarray(True) for i in range(len(pairs))}
-        found = run(graft(model, pairs, file, switched=True), [{**sample, **switches} for sample in samples])
+        found = run(with_file_pairs(model, pairs, file, switched=True), [{**sample, **switches} for sample in samples])
     else:
-        assert "stem_relu" not in graft(model, pairs, file).index_of
-        found = run(graft(model, pairs, file), samples)
+        assert "stem_relu" not in with_file_pairs(model, pairs, file).index_of
+        found = run(with_file_pairs(model, pairs, file), samples)
     assert equal(found, run(file, samples))
 
 
 def test_pairs_of_another_model_are_unmatched() -> None:
-    pairs, unmatched = standing_pairs(attention(), quantized(conv_net()))
+    pairs, unmatched = file_pairs(attention(), quantized(conv_net()))
     assert not pairs
     assert len(unmatched) > 10
 
 
 def test_pairs_come_in_graph_order() -> None:
     model = conv_net()
-    pairs, _ = standing_pairs(model, quantized(model))
+    pairs, _ = file_pairs(model, quantized(model))
     first = [min(model.index_of.get(e.node, len(model.nodes)) for e in p.edges) for p in pairs]
     assert first == sorted(first)
     assert {p.kind for p in pairs} == {"activation", "constant"}
@@ -125,5 +126,5 @@ def test_what_a_weight_in_blocks_gives() -> None:
     weights = np.linspace(-1, 2, 64 * 4, dtype=np.float32).reshape(64, 4)
     model = build("net (float[1,64] x) => (float[1,4] y) { [m] y = MatMul(x, w) }", {"w": weights}, 21)
     stored = Placement.of((), [(Edge("w", "m", 1), WeightFormat(4, 32, symmetric=False))])
-    (pair,), _ = standing_pairs(model, load_proto(insert(model, stored, Ranges({}), FORMATS["plain"]).to_proto()))
+    (pair,), _ = file_pairs(model, load_proto(insert(model, stored, Ranges({}), FORMATS["plain"]).to_proto()))
     assert representable(pair) == pytest.approx((-1, 2), abs=0.1)

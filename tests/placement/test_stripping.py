@@ -8,7 +8,7 @@ import pytest
 from models import build, normal
 from qdqtune.calibration.equalization import Factor, factors, scaled, sites
 from qdqtune.graph.model import Model
-from qdqtune.placement.moved_channels import moved_channels
+from qdqtune.placement.stripping import moved_channels
 from qdqtune.types import Edge
 
 NET = """net (float[2,8] x) => (float[2,3] y) {

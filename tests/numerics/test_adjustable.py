@@ -1,5 +1,5 @@
-"""What a judge says of numbers is what the file does; with corrected biases the means of all layers are those of the
-float model, in whatever placement a layer stands."""
+"""An adjustable placement gives the outputs of the file; with corrected biases the means of all layers are those of
+the float model, in any placement."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from models import feeds as feeds_of
 from qdqtune.calibration.scales import Range, Ranges
 from qdqtune.graph.model import Model
 from qdqtune.numerics.accuracy import accuracy
-from qdqtune.numerics.criterion import judged
-from qdqtune.numerics.judging import CannotJudgeError, judging
+from qdqtune.numerics.adjustable import NotRunnableError, adjustable_placement, compared_values
 from qdqtune.placement import rules
 from qdqtune.placement.insertion import insert
 from qdqtune.placement.possible import possible_edges
@@ -51,8 +50,8 @@ def positive(net: Model, count: int = 6) -> list[Arrays]:
 def shifts_of(
     net: Model, feeds: list[Arrays], placement: Placement, known: Ranges, numbers: NumericFormat
 ) -> dict[str, tuple[float, ...]]:
-    with judging(net, placement, numbers, known, feeds) as judge:
-        return judge.shifts(judge.moves(known))
+    with adjustable_placement(net, placement, numbers, known, feeds) as adjustable:
+        return adjustable.shifts(adjustable.offsets(known))
 
 
 def everything(net: Model, known: Ranges) -> Placement:
@@ -130,15 +129,15 @@ def test_float16_and_fp8() -> None:
 
 
 @pytest.mark.parametrize(("net", "numbers"), [(conv_net, PLAIN), (conv_net, INT8), (attention, UINT8)])
-def test_it_tells_what_the_file_does(net: type[object], numbers: NumericFormat) -> None:
+def test_its_noise_is_that_of_the_file(net: type[object], numbers: NumericFormat) -> None:
     model: Model = net()  # type: ignore[assignment]
     known, samples = ranges(model), feeds_of(model)
     narrow = Ranges({t: Range(r.low / 2, r.high / 2) for t, r in known.activations.items()})
     placement = rules.placements(model, possible_edges(model, known))["everything"]
-    with judging(model, placement, numbers, known, samples) as judge:
+    with adjustable_placement(model, placement, numbers, known, samples) as adjustable:
         for tried in (known, narrow):
             real = accuracy(run(model, samples), run(insert(model, placement, tried, numbers), samples)).sqnr_db
-            assert judge.outcome(tried).db() == pytest.approx(real, abs=0.2)
+            assert adjustable.noise(tried).db() == pytest.approx(real, abs=0.2)
 
 
 def test_the_constant_behind_a_product_is_its_bias() -> None:
@@ -164,24 +163,24 @@ def test_a_constant_that_is_quantized_itself_is_left_alone() -> None:
     assert not shifts_of(net, feeds, everything(net, known), known, INT8)
 
 
-def test_each_sample_is_judged_by_what_the_others_say_of_biases() -> None:
+def test_biases_are_corrected_for_each_sample_by_the_others() -> None:
     """One of them asks for the opposite of what all others ask: it gets worse, though the mean over all is right."""
     net = build("net (float[1,1] x) => (float[1,1] y) { [only] y = Gemm(x, w) }", {"w": np.ones((1, 1), np.float32)})
     feeds = [{"x": np.full((1, 1), value, np.float32)} for value in (0.4, 0.4, 0.4, 127)]
     known = Ranges({"x": Range(-127, 127), "y": Range(-127, 127)})
     placement = Placement.of([Edge("x", "only", 0), Edge("w", "only", 1)])
-    with judging(net, placement, INT8, known, feeds[:3]) as judge:
-        moves = judge.moves(known)
-        np.testing.assert_allclose(moves, 0.4, rtol=1e-5)
-        assert judge.outcome(known, moves).db() > 40
-    with judging(net, placement, INT8, known, feeds) as judge:
-        alone = np.zeros_like(judge.moves(known))
+    with adjustable_placement(net, placement, INT8, known, feeds[:3]) as adjustable:
+        offsets = adjustable.offsets(known)
+        np.testing.assert_allclose(offsets, 0.4, rtol=1e-5)
+        assert adjustable.noise(known, offsets).db() > 40
+    with adjustable_placement(net, placement, INT8, known, feeds) as adjustable:
+        alone = np.zeros_like(adjustable.offsets(known))
         alone[3] = 50.0
-        # the first three hear of 50, the last one hears of nothing
-        assert judge.outcome(known, alone).noise[3, 0] == judge.outcome(known).noise[3, 0]
+        # 50 counts for the first three, and not for the last
+        assert adjustable.noise(known, alone).noise[3, 0] == adjustable.noise(known).noise[3, 0]
 
 
-def test_outputs_are_judged_in_front_of_what_squashes_them_as_well() -> None:
+def test_values_in_front_of_squashing_operators_are_compared_too() -> None:
     text = """net (float[2,8] x) => (float[2,8] p, int64[2,1] i, float[2,8] s, float[2,8] d, float[2,8] y) {
         [softmax] q = Softmax(x)
         [shape] p = Identity(q)
@@ -192,13 +191,16 @@ def test_outputs_are_judged_in_front_of_what_squashes_them_as_well() -> None:
         [share] d = Div(e, t)
         [relu] y = Relu(x)
     }"""
-    assert judged(build(text)) == (
+    assert compared_values(build(text)) == (
         (Edge("p", "", 0), Edge("x", "softmax", 0)), (Edge("x", "most", 0),), (Edge("s", "", 2),),
         (Edge("d", "", 3), Edge("s", "exp", 0)), (Edge("y", "", 4),),
     )  # fmt: skip
 
 
-def test_what_onnx_runtime_does_not_run_cannot_be_judged() -> None:
+def test_a_model_that_onnx_runtime_does_not_run_raises() -> None:
     model = build("net (float[2,4] x) => (float[2,4] y) { h = MatMul(x, w) y = custom.Knows(h) }", {"w": normal(4, 4)})
-    with pytest.raises(CannotJudgeError), judging(model, Placement(), INT8, Ranges({}), [{"x": normal(2, 4)}]):
+    with (
+        pytest.raises(NotRunnableError),
+        adjustable_placement(model, Placement(), INT8, Ranges({}), [{"x": normal(2, 4)}]),
+    ):
         pass

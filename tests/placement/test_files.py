@@ -13,7 +13,7 @@ from qdqtune.calibration.methods import Calibration
 from qdqtune.errors import BadOption, OutputError
 from qdqtune.graph.outputs import write_json
 from qdqtune.graph.rewrites import Rewrites
-from qdqtune.placement.files import Recorded, existing, read_placement_file, write_placement
+from qdqtune.placement.files import PlacementFile, existing, read_placement_file, write_placement
 from qdqtune.placement.possible import possible_edges
 from qdqtune.search.regions import discovery, patterns
 from qdqtune.search.regions.cache import cache_of, read_cache, write_cache
@@ -37,14 +37,14 @@ printable = st.text(st.characters(codec="utf-8", exclude_categories=["C"]), min_
 @given(st.frozensets(st.builds(Edge, printable, printable | st.just(""), small)))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None)
 def test_a_placement_survives_with_what_it_was_made_for(tmp_path: Path, edges: frozenset[Edge]) -> None:
-    recorded = Recorded(Placement(edges), "fp8", "tensorrt", {"sr": 16000, "scale": 0.5, "mode": "fast"},
+    recorded = PlacementFile(Placement(edges), "fp8", "tensorrt", {"sr": 16000, "scale": 0.5, "mode": "fast"},
                         Calibration("percentile", 99.5, bias_correction=True), Rewrites(folded=True))  # fmt: skip
     write_placement(tmp_path / "placement.yaml", recorded, "some.onnx")
     assert read_placement_file(tmp_path / "placement.yaml") == recorded
 
 
 def test_a_placement_file_names_what_people_know(tmp_path: Path) -> None:
-    write_placement(tmp_path / "p.yaml", Recorded(SHIPPED, "int8", "onnxruntime", {}), "net.onnx")
+    write_placement(tmp_path / "p.yaml", PlacementFile(SHIPPED, "int8", "onnxruntime", {}), "net.onnx")
     text = (tmp_path / "p.yaml").read_text()
     assert "{tensor: w1, node: second, input: 1}" in text
     assert "{tensor: y, output: 0}" in text
@@ -100,7 +100,7 @@ def test_missing_files_are_refused(tmp_path: Path) -> None:
 def test_an_unwritable_place_is_an_output_error(tmp_path: Path) -> None:
     place = tmp_path / "missing" / "file"
     with pytest.raises(OutputError, match="cannot write"):
-        write_placement(place, Recorded(SHIPPED, "int8", "fake", {}), "net.onnx")
+        write_placement(place, PlacementFile(SHIPPED, "int8", "fake", {}), "net.onnx")
     with pytest.raises(OutputError, match="cannot write"):
         write_cache(place, {}, GROUPED)
     with pytest.raises(OutputError, match="cannot write"):

@@ -1,0 +1,68 @@
+"""ONNX Runtime in a worker process, for models that are made of one model: their large constants are written once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from qdqtune.engines import EngineSpec
+from qdqtune.engines.devices import usable_cores
+from qdqtune.engines.memory import MemoryBudget
+from qdqtune.engines.runner import Runner
+from qdqtune.graph.files import ConstantFile, constants_to_share
+from qdqtune.graph.model import Model
+from qdqtune.graph.outputs import temporary_folder
+from qdqtune.types import Array, Failure, Listener, Sample
+
+Outputs = list[dict[str, Array]]
+"""The outputs by name, for each sample."""
+
+Loaded = Callable[[Iterable[Sample]], Outputs | Failure]
+"""A built model: samples in, outputs out."""
+
+
+@dataclass
+class InferenceCount:
+    """Reports to a listener how many inferences, or other steps, were made of at most `most`."""
+
+    listener: Listener
+    most: int
+    done: int = 0
+
+    def add(self, count: int) -> None:
+        """So many more were made."""
+        self.done = min(self.done + count, self.most)
+        self.listener.progress(self.done, self.most)
+
+
+class Session:
+    """Builds models and runs them on samples, one after the other."""
+
+    def __init__(self, runner: Runner, constants: ConstantFile) -> None:
+        self._runner, self._constants = runner, constants
+
+    def outputs(self, model: Model, name: str, samples: Iterable[Sample]) -> Outputs | Failure:
+        """The outputs of a model that is built for this call only."""
+        path = self._constants.write(model, name)
+        outputs = self._runner.outputs_of(path, samples)
+        path.unlink()
+        return outputs
+
+    def load(self, model: Model, name: str) -> Loaded | Failure:
+        """A model that stays built until the session ends."""
+        handle = self._runner.load(self._constants.write(model, name))
+        return handle if isinstance(handle, Failure) else partial(self._runner.outputs, handle)
+
+
+@contextmanager
+def onnxruntime_session(*, memory: MemoryBudget | None = None, unpacked: int = 0, **options: bool) -> Iterator[Session]:
+    """A session with these `options` of the onnxruntime engine; for `memory` and `unpacked` see `Runner`."""
+    spec = EngineSpec("onnxruntime", {"threads": usable_cores(), **options})
+    with (
+        temporary_folder() as folder,
+        constants_to_share() as constants,
+        Runner(spec, log_dir=folder, unpacked=unpacked, memory=memory) as runner,
+    ):
+        yield Session(runner, constants)

@@ -1,0 +1,104 @@
+"""The pairs of a Q/DQ file, put on the float model as they are in the file, whatever is wrong with them.
+
+`insertion` makes pairs from ranges; here nodes, scales, zero points and quantized constants are those of the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from qdqtune.graph.model import Model
+from qdqtune.graph.operators import CLAMPS
+from qdqtune.placement.reading import counterpart, ends, pairs_of, twins_of, without_blocks
+from qdqtune.placement.switches import Rounding, with_roundings
+from qdqtune.types import Array
+
+Kind = Literal["activation", "constant", "bias"]
+
+
+@dataclass(frozen=True, eq=False)
+class FilePair(Rounding):
+    """A pair of a Q/DQ file: its Q, if it has one, and its DQ as `nodes`, with the constants that they read.
+
+    `edges` are those of the float model that it belongs to, all of one tensor. `scale` and `zero_point` are scalars,
+    vectors along `axis`, or for a weight in blocks one number for each block along it.
+    """
+
+    kind: Kind
+    scale: Array
+    zero_point: Array
+    axis: int
+
+
+def file_pairs(float_model: Model, qdq_model: Model) -> tuple[tuple[FilePair, ...], tuple[str, ...]]:
+    """The pairs of `qdq_model` on edges of `float_model` in graph order, and the names of DQ nodes that are on none."""
+    twins = twins_of(float_model, qdq_model)
+    kept = {node.name for node in twins.values()}
+    pairs: list[FilePair] = []
+    unmatched: list[str] = []
+    for pair in pairs_of(qdq_model):
+        uses = qdq_model.uses(pair.dq.outputs[0])
+        edges = [counterpart(float_model, qdq_model, pair, u.node, u.slot, twins) for u in uses]
+        known = [e for e in edges if e is not None]
+        if len(known) < len(edges) or not known:
+            unmatched.append(pair.dq.name)
+        q = qdq_model.producers.get(pair.dq.inputs[0])
+        indices = [pair.dq.index] if q is None else [q, pair.dq.index]
+        nodes = tuple(qdq_model.proto.graph.node[i] for i in indices)
+        read = {name for node in nodes for name in node.input if name in qdq_model.constants}
+        kind: Kind = "bias" if pair.is_bias else "constant" if pair.is_constant else "activation"
+        for tensor in dict.fromkeys(e.tensor for e in known):
+            mine = tuple(e for e in known if e.tensor == tensor)
+            constants = {name: qdq_model.constants[name] for name in sorted(read)}
+            source = _before_clamp(float_model, qdq_model, tensor, pair.source, kept)
+            pairs.append(FilePair(tensor, source, mine, nodes, constants, kind, pair.scale, pair.zero_point, pair.axis))
+    order = {name: i for i, name in enumerate(float_model.index_of)}
+    last = len(order)
+    pairs.sort(key=lambda pair: min(order.get(e.node, last) for e in pair.edges))
+    return tuple(pairs), tuple(unmatched)
+
+
+def _before_clamp(float_model: Model, qdq_model: Model, tensor: str, source: str, kept: Set[str]) -> str:
+    """What comes into the Relu or Clip that makes a tensor, if the file has dropped it; else the tensor."""
+    clamp, there = float_model.maker(tensor), qdq_model.maker(source)
+    is_clamped = there is not None and there.op in CLAMPS
+    if clamp is None or clamp.op not in CLAMPS or clamp.name in kept or is_clamped:
+        return tensor
+    return clamp.inputs[0]
+
+
+def representable(pair: FilePair) -> tuple[float, float]:
+    """The least and the largest value that a pair of an activation can give; over all channels, NaN as they come.
+
+    For a constant, the least and the largest that it does give.
+    """
+    block = next((a.i for a in pair.nodes[-1].attribute if a.name == "block_size"), 0)
+    if block and len(pair.nodes) == 1:
+        integers = pair.constants[pair.nodes[0].input[0]].array()
+        values = without_blocks(integers, pair.scale, pair.zero_point, pair.axis, block)
+        return float(values.min()), float(values.max())
+    shape = [-1 if i == pair.axis else 1 for i in range(_rank(pair))] if pair.scale.size > 1 else ()
+    scale, zero = (a.astype(np.float64).reshape(shape) for a in (pair.scale, pair.zero_point.astype(np.float64)))
+    if pair.kind == "activation" or len(pair.nodes) > 1:
+        values = np.stack([(end - zero) * scale for end in ends(pair.zero_point.dtype)])
+    else:
+        values = (pair.constants[pair.nodes[0].input[0]].array().astype(np.float64) - zero) * scale
+    return float(values.min()), float(values.max())
+
+
+def _rank(pair: FilePair) -> int:
+    source = pair.constants.get(pair.nodes[0].input[0])
+    return len(source.shape) if source is not None else pair.axis + 1
+
+
+def with_file_pairs(model: Model, pairs: Sequence[FilePair], file: Model, *, switched: bool = False) -> Model:
+    """`model` with these pairs of `file` and no others; see `with_roundings`. Operator sets are those of the file."""
+    result = with_roundings(model, pairs, switched=switched)
+    known = {o.domain for o in result.proto.opset_import}
+    result.proto.opset_import.extend(o for o in file.proto.opset_import if o.domain not in known)
+    result.proto.ir_version = max(result.proto.ir_version, file.proto.ir_version)
+    return result

@@ -1,0 +1,310 @@
+"""How a placement is quantized: the scale of each tensor, the int32 biases, the clamps that pairs replace.
+
+Operators that hand integers on unchanged need one scale for input and output, and a Concat whose inputs have one scale
+only copies: `common_ranges` says which tensors share a range.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from copy import copy
+from dataclasses import dataclass
+
+import numpy as np
+from onnx import helper
+
+from qdqtune.calibration import scales
+from qdqtune.calibration.scales import Quantization, Range, Ranges
+from qdqtune.graph.model import Model, Node
+from qdqtune.graph.operators import CLAMPS, COMPUTE
+from qdqtune.placement.possible import biased_layer_at, clamp_bounds, weight_role
+from qdqtune.types import Array, Edge, NumericFormat, Placement
+
+TAKES_BIAS = COMPUTE - {"MatMul"}  # which takes two inputs
+
+Member = str | Edge
+"""What may share a scale: an activation by name, or a constant by its edge, since it may be a weight elsewhere."""
+
+NEAR_RANGE = 1.15
+"""Factor up to which the ranges of a Concat's input and output count as equal: the coarser step costs less than a
+second rounding. Chosen, not measured."""
+
+
+@dataclass(frozen=True, eq=False)
+class IntegerBias:
+    """A bias in int32 with its scale: one number, or one for each channel."""
+
+    values: Array
+    scale: Array
+
+
+@dataclass(frozen=True, eq=False)
+class ShiftedBias:
+    """A corrected bias in float, and the number of the input that takes it."""
+
+    slot: int
+    values: Array
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How one placement is quantized: activations by name, constants by edge, biases by the index of their node, and
+    the indices of clamps that are `dropped`."""
+
+    activations: Mapping[str, Quantization]
+    constants: Mapping[Edge, Quantization]
+    biases: Mapping[int, IntegerBias]
+    shifted: Mapping[int, ShiftedBias]
+    dropped: frozenset[int]
+
+
+class Quantizer:
+    """Decides how placements of one model are quantized with given ranges; keeps scales, which most placements
+    share."""
+
+    def __init__(self, model: Model, ranges: Ranges, fmt: NumericFormat) -> None:
+        self._model, self._ranges, self._format = model, ranges, fmt
+        self._constants: dict[str, Range] = {}
+        self._weights: dict[tuple[str, int | None], Quantization] = {}
+        self._activations: dict[tuple[Range, int, bool], Quantization] = {}
+        self._clamps: dict[str, tuple[Node, tuple[float, float], frozenset[Edge]] | None] = {}
+
+    def with_ranges(self, ranges: Ranges) -> Quantizer:
+        """A quantizer of the same model with other ranges of activations, which shares the scales kept so far."""
+        other = copy(self)
+        other._ranges = ranges
+        return other
+
+    def scales(self, placement: Placement) -> tuple[dict[str, Quantization], dict[Edge, Quantization]]:
+        """The quantization of each activation by name, and of each constant by edge, before a bias raises its scale."""
+        constants = self._model.constants
+        fixed = [e for e in placement if e.tensor in constants]
+        weights = {e: self._weight_scale(e) for e in fixed if weight_role(self._model, e) is not None}
+        read = dict.fromkeys(e.tensor for e in placement)
+        members: dict[Member, Range] = {t: self._ranges.activations[t] for t in read if t not in constants}
+        members.update({e: self._constant_range(e.tensor) for e in fixed if e not in weights})
+        scale_of = self._scales(members, placement)
+        weights.update({m: q for m, q in scale_of.items() if isinstance(m, Edge)})
+        return {m: q for m, q in scale_of.items() if isinstance(m, str)}, weights
+
+    def decide(self, placement: Placement) -> Decision:
+        """All that insertion needs to know to write a placement."""
+        activations, weights = self.scales(placement)
+        dropped = frozenset(self._superfluous(placement, activations)) if self._format.drop_clamps else frozenset()
+        shifted = self._shifted(placement)
+        biases = dict(self._biases(placement, activations, weights, shifted)) if self._format.bias == "int32" else {}
+        return Decision(activations, weights, biases, shifted, dropped)
+
+    def _shifted(self, placement: Placement) -> dict[int, ShiftedBias]:
+        """Corrected biases by the index of the node that adds them, for layers with pairs on input and weight."""
+        model, found = self._model, dict[int, ShiftedBias]()
+        for node in (n for n in model.nodes if n.name in self._ranges.shifts):
+            layer = biased_layer_at(model, placement, node)
+            if layer is not None:
+                own = node.inputs[layer.slot] if layer.slot < len(node.inputs) else ""
+                shift = np.asarray(self._ranges.shifts[node.name], np.float64)
+                values = (model.constants[own].array() if own else 0.0) + shift
+                found[node.index] = ShiftedBias(layer.slot, values.astype(numpy_type(self._dtype(node.outputs[0]))))
+        return found
+
+    def _scales(self, members: Mapping[Member, Range], placement: Placement) -> dict[Member, Quantization]:
+        """The quantization of each member; members that share a scale have a common range."""
+        shared = frozenset[str]() if self._ranges.is_given else self._format.shared_scale_ops
+        common = common_ranges(self._model, members, placement, shared)
+        tensors = {m: m.tensor if isinstance(m, Edge) else m for m in members}
+        joined = joined_for_convolutions(self._model, placement) if self._format.unsigned else frozenset[str]()
+        return {m: self._activation_scale(r, self._dtype(tensors[m]), m in joined) for m, r in common.items()}
+
+    def _activation_scale(self, values: Range, dtype: int, is_joined: bool) -> Quantization:
+        key = (values, dtype, is_joined)
+        if key not in self._activations:
+            found = scales.of_range(values, self._format, numpy_type(dtype))
+            self._activations[key] = scales.without_sign(found) if is_joined else found
+        return self._activations[key]
+
+    def _constant_range(self, tensor: str) -> Range:
+        """The range of a constant that is quantized like an activation: the given one, or that of its values."""
+        if tensor not in self._constants:
+            values = self._model.constants[tensor].array()
+            own = Range(float(values.min(initial=0.0)), float(values.max(initial=0.0)))
+            self._constants[tensor] = self._ranges.activations.get(tensor, own)
+        return self._constants[tensor]
+
+    def _weight_scale(self, edge: Edge, floor: Array | None = None) -> Quantization:
+        constant, role = self._model.constants[edge.tensor], weight_role(self._model, edge)
+        axis = None if role is None else role.axis
+        key = (edge.tensor, axis)
+        if key not in self._weights:
+            given = self._ranges.weights.get(edge.tensor)
+            self._weights[key] = scales.of_weight(constant.array(), axis, self._format, given)
+        known = self._weights[key]
+        if floor is None:
+            return known
+        return scales.of_weight(constant.array(), axis, self._format, known.scale.reshape(-1), floor)
+
+    def _superfluous(self, placement: Placement, activations: Mapping[str, Quantization]) -> Iterator[int]:
+        """Indices of Relu and Clip nodes that the saturation of the pair behind them replaces.
+
+        Every use of the clamp's output must carry the pair, and nothing else may read the clamp's input, so that the
+        producer can write the clamped tensor itself.
+        """
+        for tensor, known in activations.items():
+            if tensor not in self._clamps:
+                self._clamps[tensor] = self._clamp(tensor)
+            if (clamp := self._clamps[tensor]) is not None:
+                node, bounds, uses = clamp
+                if node.inputs[0] not in activations and uses <= placement.edges and known.covers(*bounds):
+                    yield node.index
+
+    def _clamp(self, tensor: str) -> tuple[Node, tuple[float, float], frozenset[Edge]] | None:
+        """The Relu or Clip that makes a tensor, its bounds, and the uses of the tensor; None if it has to stay."""
+        model, node = self._model, self._model.maker(tensor)
+        if node is None or node.op not in CLAMPS or node.domain or tensor in model.outputs:
+            return None
+        bounds, is_alone = clamp_bounds(model, node), len(model.uses(node.inputs[0])) == 1
+        is_inside = is_alone and node.inputs[0] in model.producers
+        return (node, bounds, frozenset(model.edges(tensor))) if bounds is not None and is_inside else None
+
+    def _biases(
+        self, placement: Placement, activations: Mapping[str, Quantization], weights: dict[Edge, Quantization],
+        shifted: Mapping[int, ShiftedBias],
+    ) -> Iterator[tuple[int, IntegerBias]]:  # fmt: skip
+        """Int32 biases with scale sx * sw, for nodes whose input and weight both carry pairs.
+
+        Where that scale is too small to hold the bias in 31 bits, the weight's scale is raised (in `weights`).
+        """
+        model = self._model
+        for node in model.nodes:
+            if node.op not in TAKES_BIAS or node.domain or (len(node.inputs) < 3 and node.index not in shifted):
+                continue
+            x, w = node.into[:2]
+            own = None if node.index in shifted else model.constants.get(node.inputs[2])
+            values = own.array() if own is not None else shifted[node.index].values if node.index in shifted else None
+            if x.tensor not in activations or x not in placement or w not in weights or values is None:
+                continue
+            is_plain = all(node.attributes.get(a, 1.0) == 1.0 for a in ("alpha", "beta"))
+            # In float16 the product of two scales is mostly subnormal, or zero.
+            if not is_plain or values.dtype != np.float32 or values.ndim != 1:
+                continue
+            sx = activations[x.tensor].scale
+            scale = np.asarray(sx * weights[w].scale)
+            needed = np.abs(values.astype(np.float64)) / (2.0**30)
+            if (needed > scale).any():
+                raised = needed / sx if weights[w].axis is not None else np.max(needed) / sx
+                weights[w] = self._weight_scale(w, np.asarray(raised))
+                scale = np.asarray(sx * weights[w].scale)
+            quantized = scales.quantize_bias(values, scale)
+            if quantized is not None and scale.size in (1, values.size):
+                yield node.index, IntegerBias(quantized, scale)
+
+    def _dtype(self, tensor: str) -> int:
+        return self._model.tensors[tensor].dtype
+
+
+def numpy_type(dtype: int) -> np.dtype[np.generic]:
+    """The numpy type of an ONNX tensor type."""
+    return helper.tensor_dtype_to_np_dtype(dtype)
+
+
+def common_ranges(
+    model: Model, own: Mapping[Member, Range], placement: Placement, operators: Set[str]
+) -> dict[Member, Range]:
+    """The range of each member.
+
+    Members that one of `operators` connects get the range of all of them together. Inputs that only a Concat reads do
+    not widen it: the Concat's output has the same values, and its range fits them best.
+
+    Where Concat is not among `operators`, each of its inputs may have a scale of its own. An input that only the Concat
+    reads still gets the range of its output, if it is near: with another scale it would be rounded twice, and the
+    Concat would look up each integer in a table instead of copying it.
+    """
+    group, joined = {m: m for m in own}, set[Member]()
+
+    def root(member: Member) -> Member:
+        while group[member] != member:
+            group[member] = member = group[group[member]]
+        return member
+
+    for node in model.nodes if operators else ():
+        if node.op not in operators or not any(o in group for o in node.outputs):
+            continue
+        uses = [e for e in (node.into if node.op == "Concat" else node.into[:1]) if e in placement]
+        ends: list[Member] = [e if e in group else e.tensor for e in uses]
+        for other in (*ends[1:], *(o for o in node.outputs if o in group)) if ends else ():
+            group[root(other)] = root(ends[0])
+        if node.op == "Concat":
+            joined.update(m for m in ends if isinstance(m, Edge) or len(model.uses(m)) == 1)
+    common: dict[Member, Range] = {}
+    for member in (m for m in own if m not in joined):
+        of = root(member)
+        common[of] = common[of] | own[member] if of in common else own[member]
+    if operators and "Concat" not in operators:
+        _join(model, placement, operators, common, {m: root(m) for m in own})
+    return {m: common[root(m)] for m in own}
+
+
+def joined_for_convolutions(model: Model, placement: Placement) -> frozenset[str]:
+    """Outputs of Concats that a convolution reads through a pair."""
+    joins = (node.outputs[0] for node in model.nodes if node.op == "Concat" and not node.domain)
+    paired = ((t, model.user(e)) for t in joins for e in model.edges(t) if e in placement)
+    return frozenset(t for t, user in paired if user is not None and user.op == "Conv" and not user.domain)
+
+
+def _join(
+    model: Model, placement: Placement, operators: Set[str], common: dict[Member, Range], root: Mapping[Member, Member]
+) -> None:
+    """Set the ranges of inputs that only a Concat reads to that of its output, in `common`, by root. The last Concat
+    comes first, as its input may be the output of another one."""
+    joins = [n for n in model.nodes if n.op == "Concat" and not n.domain and _is_paired(model, n.outputs[0], placement)]
+    if not joins:
+        return
+    members = defaultdict[Member, list[Member]](list)
+    for member, of in root.items():
+        members[of].append(member)
+    edges = defaultdict[str, list[Edge]](list)
+    for edge in placement:
+        edges[edge.tensor].append(edge)
+    for join in reversed(joins):
+        given = common[root[join.outputs[0]]]
+        uses = [e for e in join.into if e in placement]
+        for of in {root[e if e in root else e.tensor] for e in uses}:
+            read = (e for m in members[of] for e in ([m] if isinstance(m, Edge) else edges[m]))
+            if not 1 / NEAR_RANGE <= _width(given) / (_width(common[of]) or 1.0) <= NEAR_RANGE:
+                continue
+            if _reads_alone(model, join, read, operators, root, of) and _still_clamps(
+                model, members[of], common[of], given
+            ):
+                common[of] = given
+
+
+def _width(values: Range) -> float:
+    """The width of a range after it is extended to hold zero, as scales do."""
+    return max(values.high, 0.0) - min(values.low, 0.0)
+
+
+def _is_paired(model: Model, tensor: str, placement: Placement) -> bool:
+    """Whether each use of a tensor carries a pair."""
+    edges = model.edges(tensor)
+    return bool(edges) and all(e in placement for e in edges)
+
+
+def _reads_alone(
+    model: Model, join: Node, edges: Iterable[Edge], operators: Set[str], root: Mapping[Member, Member], of: Member
+) -> bool:
+    """Whether a group of members is read only by this Concat, and by operators that pass integers on within the
+    group."""
+    readers = [model.user(e) for e in edges]
+    return all(
+        n is not None and (n is join or (n.op in operators and all(root.get(o) == of for o in n.outputs if o)))
+        for n in readers
+    )
+
+
+def _still_clamps(model: Model, members: Sequence[Member], own: Range, given: Range) -> bool:
+    """Whether a pair with the `given` range still replaces the Relu or Clip in front of it."""
+    for node in (model.maker(m) for m in members if isinstance(m, str)):
+        bounds = clamp_bounds(model, node) if node and node.op in CLAMPS and not node.domain else None
+        if bounds is not None and not (given.low >= bounds[0] and given.high <= max(bounds[1], own.high)):
+            return False
+    return True

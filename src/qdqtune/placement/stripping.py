@@ -1,0 +1,245 @@
+"""The float model behind a Q/DQ model, and the channels that the Q/DQ model has scaled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+
+import numpy as np
+import onnx
+from onnx import helper
+
+from qdqtune.calibration.equalization import Factor, Site, factors, sites
+from qdqtune.graph.loading import infer
+from qdqtune.graph.model import FLOATS, GRAPH, Constant, Model, rebuild
+from qdqtune.graph.operators import KEEPS_SIGN, LOWER_BOUNDS
+from qdqtune.placement.reading import IntegerTable, Pair, pairs_of, tables_of, without_blocks
+from qdqtune.types import Array
+
+WHOLE_EXPONENT = 0.1
+"""How far from a whole number log2 of the ratio of two weights may be if a power of two scaled them: rounding moves the
+largest weight a little. Chosen, not measured."""
+
+
+def strip_pairs(model: Model) -> Model:
+    """The float model behind a Q/DQ model.
+
+    Quantized constants become float ones. Where a pair clamped at zero and its producer may go below (a Relu that a
+    quantizer had dropped), the clamp comes back as a Relu, or as a Clip where the range ends at 6.
+    """
+    model = with_tables(model)
+    pairs = {p.dq.outputs[0]: p for p in pairs_of(model)}
+    bounds = _lower_bounds(model, pairs)
+    added: dict[str, Constant] = {}
+    source: dict[str, str] = {}
+    clamps: dict[str, onnx.NodeProto] = {}
+    for name, pair in pairs.items():
+        if pair.is_constant:
+            added[name] = _dequantized(model, pair)
+            continue
+        clamps_at_zero = pair.end("min") == 0 and bounds.get(pair.source, -1.0) < 0
+        if clamps_at_zero and pair.source not in clamps:
+            clamps[pair.source], bound = _lost_clamp(model, pair)
+            added |= bound
+        source[name] = clamps[pair.source].output[0] if pair.source in clamps else pair.source
+    gone = {p.dq.index for p in pairs.values()}
+    gone |= {
+        n.index
+        for n in model.nodes
+        if n.op == "QuantizeLinear" and all(use.node in gone for use in model.uses(n.outputs[0]))
+    }
+    final = _names_back(model, source, {c.output[0] for c in clamps.values()})
+    nodes = [_renamed(clamps[t], source, final) for t in model.inputs if t in clamps]
+    for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
+        if node.index not in gone:
+            nodes.append(_renamed(proto, source, final))
+            nodes += [_renamed(clamps[o], source, final) for o in node.outputs if o in clamps]
+        elif (name := node.outputs[0]) in source and _is_read_by_name(model, name) and name not in final.values():
+            nodes.append(_renamed(helper.make_node("Identity", [name], [name], node.name), source, final))
+    stripped = rebuild(model, nodes, added)
+    return Model(infer(stripped.proto, stripped.large), stripped.large)
+
+
+def _is_read_by_name(model: Model, tensor: str) -> bool:
+    """Whether a body or the caller of the graph reads the tensor: they cannot be given another name."""
+    return any(use.slot < 0 or use.node == GRAPH for use in model.uses(tensor))
+
+
+def _names_back(model: Model, source: Mapping[str, str], clamped: set[str]) -> Mapping[str, str]:
+    """The names of graph outputs that float tensors can take over from their pairs, by tensor."""
+    final: dict[str, str] = {}
+    for output in model.outputs:
+        tensor = source.get(output)
+        if tensor is None or any(use.slot < 0 for use in model.uses(output)) or _is_read_by_name(model, tensor):
+            continue
+        if tensor in model.producers or tensor in clamped:
+            final.setdefault(tensor, output)
+    return final
+
+
+def _renamed(node: onnx.NodeProto, source: Mapping[str, str], final: Mapping[str, str]) -> onnx.NodeProto:
+    copy = deepcopy(node)
+    for i, name in enumerate(node.input):
+        copy.input[i] = final.get(source.get(name, name), source.get(name, name))
+    for i, name in enumerate(node.output):
+        copy.output[i] = final.get(name, name)
+    return copy
+
+
+def _dequantized(model: Model, pair: Pair) -> Constant:
+    """The float constant behind a DQ of a constant: (q - zero point) * scale, or the float source of a Q."""
+    constant = model.constants[pair.source]
+    dtype = helper.tensor_dtype_to_np_dtype(model.constants[pair.dq.inputs[1]].dtype)
+    if helper.tensor_dtype_to_np_dtype(constant.dtype) == dtype:
+        return constant
+
+    def read() -> Array:
+        quantized = constant.array().astype(np.float32)
+        if pair.block is not None:
+            return without_blocks(quantized, pair.scale, pair.zero_point, pair.axis, pair.block).astype(dtype)
+        shape = [-1 if i == pair.axis % max(quantized.ndim, 1) else 1 for i in range(quantized.ndim)]
+        scale, zero = (a.astype(np.float32).reshape(shape if a.size > 1 else ()) for a in (pair.scale, pair.zero_point))
+        return np.asarray((quantized - zero) * scale).astype(dtype)
+
+    key = f"{constant.key}:dequantized:{model.constants[pair.dq.inputs[1]].key}"
+    return Constant(key, helper.np_dtype_to_tensor_dtype(dtype), constant.shape, read)
+
+
+def _lost_clamp(model: Model, pair: Pair) -> tuple[onnx.NodeProto, dict[str, Constant]]:
+    """A Relu or Clip in place of the saturation of a pair whose lowest value is zero."""
+    name, result = f"{pair.source}_clamp", f"{pair.source}_clamped"
+    if abs(pair.end("max") - 6) > 0.01:
+        return helper.make_node("Relu", [pair.source], [result], name), {}
+    dtype = helper.tensor_dtype_to_np_dtype(model.constants[pair.dq.inputs[1]].dtype)
+    bounds = {f"{name}_{end}": Constant.of(np.array(v, dtype)) for end, v in (("min", 0), ("max", 6))}
+    return helper.make_node("Clip", [pair.source, *bounds], [result], name), bounds
+
+
+def _lower_bounds(model: Model, pairs: Mapping[str, Pair]) -> Mapping[str, float]:
+    """Lower bounds of tensors once the pairs are gone and the lost clamps are back."""
+    bounds: dict[str, float] = {}
+
+    def bound(tensor: str) -> float | None:
+        constant = model.constants.get(tensor)
+        return bounds.get(tensor) if constant is None else _least(constant)
+
+    for node in model.nodes:
+        if node.op in LOWER_BOUNDS:
+            low: float | None = LOWER_BOUNDS[node.op]
+        elif node.op == "DequantizeLinear" and node.outputs[0] in pairs:
+            pair = pairs[node.outputs[0]]
+            if pair.is_constant:
+                low = _least(_dequantized(model, pair))
+            else:
+                low = 0.0 if pair.end("min") == 0 else bound(pair.source)
+        elif node.op == "Clip" and len(node.inputs) > 1 and node.inputs[1]:
+            low = bound(node.inputs[1])
+        elif node.op in KEEPS_SIGN and (first := bound(node.inputs[0])) is not None:
+            low = min(first, 0.0)  # pools may count zeros of the border
+        elif node.op in ("Add", "Concat", "Mul"):
+            low = _joined(node.op, [bound(tensor) for tensor in node.inputs])
+        else:
+            low = None
+        if low is not None:
+            bounds.update(dict.fromkeys(node.outputs, low))
+    return bounds
+
+
+def _least(constant: Constant) -> float | None:
+    return float(constant.array().min()) if constant.nbytes and constant.dtype in FLOATS else None
+
+
+def _joined(op: str, bounds: list[float | None]) -> float | None:
+    known = [low for low in bounds if low is not None]
+    if len(known) < len(bounds):
+        return None
+    if op == "Mul":
+        return 0.0 if min(known) >= 0 else None
+    return sum(known) if op == "Add" else min(known)
+
+
+def with_tables(model: Model) -> Model:
+    """The model with float tables in place of integer ones."""
+    tables = {table.gather.index: table for table in tables_of(model)}
+    if not tables:
+        return model
+    gone = {node.index for table in tables.values() for node in (table.scaling, table.dq)}
+    nodes, added = [], dict[str, Constant]()
+    for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
+        copy = deepcopy(proto)
+        if node.index in tables:
+            name = f"{node.inputs[0]}_float"
+            added[name] = _floats(model, tables[node.index])
+            copy.input[0], copy.output[0] = name, tables[node.index].dq.outputs[0]
+        if node.index not in gone:
+            nodes.append(copy)
+    return rebuild(model, nodes, added)
+
+
+def _floats(model: Model, table: IntegerTable) -> Constant:
+    rows, scales = (model.constants[node.inputs[0]] for node in (table.gather, table.scaling))
+    block = int(table.dq.attributes["block_size"])
+
+    def read() -> Array:
+        values = without_blocks(rows.array(), scales.array(), np.zeros(()), rows.array().ndim - 1, block)
+        return values.astype(helper.tensor_dtype_to_np_dtype(scales.dtype))
+
+    return Constant(f"{rows.key}:table:{scales.key}", scales.dtype, rows.shape, read)
+
+
+def moved_channels(float_model: Model, qdq_model: Model) -> tuple[Factor, ...]:
+    """The factors by which `qdq_model` has scaled channels of `float_model`; none where weights differ otherwise.
+
+    Quantized weights keep the largest magnitude of each channel, so the ratio of those of both models is the factor. A
+    site counts only if most of its constants agree: channels that are scaled on one side are scaled back on the other.
+    """
+    plain = strip_pairs(qdq_model)
+    found: list[tuple[Factor, ...]] = []
+    for site in sites(float_model):
+        exponents = _exponents(float_model, plain, site)
+        if any(exponents):
+            found.append(tuple(factors(float_model, site, exponents)))
+    every = [factor for of_site in found for factor in of_site]
+    agreeing = (f for f in found if 2 * sum(_agrees(float_model, plain, one, every) for one in f) > len(f))
+    return tuple(factor for of_site in agreeing for factor in of_site)
+
+
+def _agrees(before: Model, after: Model, factor: Factor, every: Sequence[Factor]) -> bool:
+    """Whether a constant is nearer to its value with the factor than to that without it, given the factors of all other
+    sites."""
+    constant, known = _at(after, factor), before.constants[factor.edge.tensor]
+    if constant is None or constant.shape != known.shape:
+        return False
+    values, scaled = constant.array().astype(np.float64), known.array().astype(np.float64)
+    for one in every:
+        scaled = scaled * one.array() if one.edge == factor.edge else scaled
+    off = [float(np.abs(values - expected).sum()) for expected in (scaled, scaled / factor.array())]
+    return off[0] <= off[1]
+
+
+def _at(model: Model, factor: Factor) -> Constant | None:
+    """The constant of a model that a factor scales."""
+    index = model.index_of.get(factor.edge.node)
+    inputs = () if index is None else model.nodes[index].inputs
+    return model.constants.get(inputs[factor.edge.index]) if factor.edge.index < len(inputs) else None
+
+
+def _exponents(before: Model, after: Model, site: Site) -> list[int]:
+    unmoved = [0] * site.channels
+    made = factors(before, site, unmoved)[0]
+    constant = _at(after, made)
+    known = before.constants[made.edge.tensor]
+    if constant is None or constant.shape != known.shape or len(made.exponents) != site.channels:
+        return unmoved
+    one, other = (_largest(c.array(), made.shape) for c in (known, constant))
+    filled = (one > 0) & (other > 0)
+    steps = np.log2(np.where(filled, one, 1.0)) - np.log2(np.where(filled, other, 1.0))
+    whole = np.rint(steps)
+    return [int(e) for e in whole] if (np.abs(steps - whole) < WHOLE_EXPONENT).all() else unmoved
+
+
+def _largest(values: Array, shape: tuple[int, ...]) -> Array:
+    """The largest magnitude of each channel: they lie along the axis of a factor's `shape` that is not 1."""
+    padded = (1,) * (values.ndim - len(shape)) + shape
+    others = tuple(i for i, size in enumerate(padded) if size == 1)
+    return np.asarray(np.abs(values.astype(np.float64)).max(axis=others, initial=0.0))

@@ -1,0 +1,162 @@
+"""The float model with roundings on some edges, in one of two forms: always on, or each behind a switch.
+
+A switch is a boolean input of the model and an If: it passes a tensor on as it is, or through the nodes of a rounding.
+An If copies what it passes on, so the switch of a large weight stands around the only node that reads it instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import onnx
+from onnx import TensorProto, helper
+
+from qdqtune.graph.model import Constant, Model, Node, rebuild
+from qdqtune.graph.operators import CLAMPS
+from qdqtune.placement.insertion import RAW_OUTPUT
+from qdqtune.types import Edge
+
+SWITCH = "__switch_"
+"""Prefix of the inputs that switch roundings on; the number of the rounding follows."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rounding:
+    """Nodes that round one tensor on some of its edges.
+
+    Each node reads the result of the one before it as its first input, the first node reads `source`; inputs that are
+    named in `constants` are read from there. `source` is `tensor`, or the input of the Relu or Clip that makes `tensor`
+    where the rounding clamps in its place.
+    """
+
+    tensor: str
+    source: str
+    edges: tuple[Edge, ...]
+    nodes: tuple[onnx.NodeProto, ...]
+    constants: Mapping[str, Constant]
+
+
+def with_roundings(model: Model, roundings: Sequence[Rounding], *, switched: bool = False) -> Model:
+    """`model` with these roundings; if `switched`, number i only works where the input `SWITCH` + i is true."""
+    return _Writer(model, roundings, is_switched=switched).written()
+
+
+def is_switched_at_reader(model: Model, edge: Edge) -> bool:
+    """Whether the switch stands around the node that reads the tensor: a large constant with one use, by a node with
+    one output of known type."""
+    if edge.is_graph_output or edge.tensor not in model.large or len(model.uses(edge.tensor)) != 1:
+        return False
+    outputs = model.node(edge.node).outputs
+    return len(outputs) == 1 and outputs[0] in model.tensors
+
+
+class _Writer:
+    """Writes one model: nodes in graph order, a rounding before its first reader."""
+
+    def __init__(self, model: Model, roundings: Sequence[Rounding], *, is_switched: bool) -> None:
+        self._model, self._roundings, self._is_switched = model, roundings, is_switched
+        self._numbers = {edge: number for number, rounding in enumerate(roundings) for edge in rounding.edges}
+        self._raw = {e.tensor: e.tensor + RAW_OUTPUT for e in self._numbers if e.is_graph_output}
+        self._bypassed = {rounding.tensor for rounding in roundings if rounding.source != rounding.tensor}
+        self._made: dict[int, str] = {}
+        self._nodes: list[onnx.NodeProto] = []
+        self._added: dict[str, Constant] = {}
+
+    def written(self) -> Model:
+        model = self._model
+        for node, proto in zip(model.nodes, model.proto.graph.node, strict=True):
+            self._add_node(node, proto)
+        for slot, tensor in enumerate(model.outputs):
+            self._read(Edge(tensor, "", slot))
+        result = rebuild(model, [n for n in self._nodes if not self._is_replaced(n)], self._added)
+        if self._is_switched:
+            switches = (f"{SWITCH}{number}" for number in range(len(self._roundings)))
+            result.proto.graph.input.extend(helper.make_tensor_value_info(s, TensorProto.BOOL, []) for s in switches)
+        return result
+
+    def _add_node(self, node: Node, proto: onnx.NodeProto) -> None:
+        copy, rounded = deepcopy(proto), [e for e in node.into if e in self._numbers]
+        weight = next((e for e in rounded if self._is_switched and is_switched_at_reader(self._model, e)), None)
+        for slot, edge in enumerate(node.into):
+            if edge != weight:
+                copy.input[slot] = self._read(edge)
+        for slot, tensor in enumerate(node.outputs):
+            copy.output[slot] = self._raw.get(tensor, tensor)
+        self._nodes.append(copy if weight is None else self._switched_reader(copy, weight, node.outputs[0]))
+
+    def _is_replaced(self, node: onnx.NodeProto) -> bool:
+        """Whether a node is a clamp that a rounding replaces, and nothing else reads."""
+        if node.op_type not in CLAMPS or node.output[0] not in self._bypassed:
+            return False
+        if self._is_switched or any(use.slot < 0 for use in self._model.uses(node.output[0])):
+            return False
+        read = {name for other in self._nodes for name in other.input} | set(self._model.outputs)
+        return node.output[0] not in read
+
+    def _read(self, edge: Edge) -> str:
+        """The tensor that the user of an edge reads; its rounding is written when it is asked for first."""
+        number = self._numbers.get(edge)
+        if number is None:
+            return self._raw.get(edge.tensor, edge.tensor)
+        if number not in self._made:
+            self._made[number] = self._write(number)
+        return self._made[number]
+
+    def _write(self, number: int) -> str:
+        rounding = self._roundings[number]
+        is_output = any(edge.is_graph_output for edge in rounding.edges)
+        result = rounding.tensor if is_output else f"__rounded_{number}"
+        nodes = list(self._copies(number))
+        if not self._is_switched:
+            nodes[-1].output[0] = result
+            self._nodes += nodes
+            return result
+        same, name = f"__rounded_{number}_same", f"__rounded_{number}"
+        passing = helper.make_node("Identity", [self._raw.get(rounding.tensor, rounding.tensor)], [same], same)
+        dtype = self._model.tensors[rounding.tensor].dtype
+        self._nodes.append(_either(f"{SWITCH}{number}", nodes, [passing], dtype, result, name))
+        return result
+
+    def _switched_reader(self, reader: onnx.NodeProto, edge: Edge, output: str) -> onnx.NodeProto:
+        """An If between two copies of the only reader of a weight: of the rounded weight, and of the weight."""
+        number = self._numbers[edge]
+        rounding, copies = list(self._copies(number)), []
+        for name in ("rounded", "plain"):
+            copies.append(copy := deepcopy(reader))
+            copy.name = copy.output[0] = f"__rounded_{number}_{name}"
+        copies[0].input[edge.index] = rounding[-1].output[0]
+        dtype = self._model.tensors[output].dtype
+        whole = [*rounding, copies[0]]
+        return _either(f"{SWITCH}{number}", whole, copies[1:], dtype, reader.output[0], f"__rounded_{number}")
+
+    def _copies(self, number: int) -> Iterator[onnx.NodeProto]:
+        """The nodes of a rounding under names of their own."""
+        rounding = self._roundings[number]
+        before = self._raw.get(rounding.source, rounding.source)
+        for step, node in enumerate(rounding.nodes):
+            copy = deepcopy(node)
+            copy.name = f"__rounded_{number}_{step}_{node.op_type}"
+            for slot, name in enumerate(node.input):
+                if name in rounding.constants:
+                    copy.input[slot] = f"__rounded_{number}_{step}_{slot}"
+                    self._added[copy.input[slot]] = rounding.constants[name]
+                elif slot == 0:
+                    copy.input[slot] = before
+            copy.output[0] = before = f"__rounded_{number}_{step}"
+            yield copy
+
+
+def _either(
+    switch: str, nodes: Sequence[onnx.NodeProto], others: Sequence[onnx.NodeProto], dtype: int, result: str, name: str
+) -> onnx.NodeProto:
+    """An If whose result is that of the last of `nodes` where `switch` holds, else of the last of `others`."""
+    branches: dict[str, Any] = {
+        branch: helper.make_graph(
+            body, f"{name}_{branch}", [], [helper.make_tensor_value_info(body[-1].output[0], dtype, None)]
+        )
+        for branch, body in (("then_branch", nodes), ("else_branch", others))
+    }
+    return helper.make_node("If", [switch], [result], f"{name}_if", **branches)
