@@ -175,7 +175,7 @@ def _quantize(options: Quantize, observer: Observer) -> quantize_command.Quantiz
     Raises:
         QdqtuneError: see `commands.quantize.quantize`.
     """
-    return quantize_command.quantize(options.request(), observer)
+    return quantize_command.quantize(options, observer)
 
 
 def _apply(options: Apply, observer: Observer) -> apply_command.Applied:
@@ -184,7 +184,7 @@ def _apply(options: Apply, observer: Observer) -> apply_command.Applied:
     Raises:
         QdqtuneError: see `commands.apply.apply`.
     """
-    return apply_command.apply(options.request(), observer)
+    return apply_command.apply(options, observer)
 
 
 def _check(options: Check, observer: Observer) -> Checked:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 from rich import box
 from rich.table import Table
 from rich.text import Text
@@ -17,10 +13,9 @@ from qdqtune.cli.command import AS_JSON, command
 from qdqtune.cli.options import to_exclude
 from qdqtune.cli.output import print_json, print_lines, say_notes, show
 from qdqtune.cli.streams import escaped
-from qdqtune.commands.cut_off import WrongPart
-from qdqtune.commands.debug import Diagnosis, Suspect, debug
-from qdqtune.commands.debug_options import DebugOptions, Request
-from qdqtune.commands.probes import NOT_FINITE
+from qdqtune.commands.debug import DebugOptions, debug
+from qdqtune.commands.diagnosis import Diagnosis, Suspect
+from qdqtune.commands.probes import NOT_FINITE, WrongPart
 from qdqtune.errors import ConstraintUnmet
 from qdqtune.explanation.words import placed, samples
 from qdqtune.types import sqnr_of
@@ -49,59 +44,14 @@ def debug_command(options: DebugOptions, as_machine: bool) -> int:
     qdqtune debug model.onnx model.qdq.onnx --engine tensorrt --json
     qdqtune debug model.onnx --engine openvino
     """
-    request = options.request()
     with progress.shown() as observer:
-        done = debug(request, observer)
+        done = debug(options, observer)
     say_notes(done.notes)
-    file = request.quantized or request.model
     if as_machine:
-        print_json(as_json(file, request, done))
+        print_json(done.to_dict() | {"flags": _flags(done)})
     else:
-        _show(file, request, done)
+        _show(done)
     return 0 if done.is_healthy else ConstraintUnmet.exit_code
-
-
-def as_json(file: Path, request: Request, done: Diagnosis) -> dict[str, Any]:
-    """The diagnosis for machines. SQNR in dB, null where nothing is lost, -30 where outputs are not finite."""
-    return {
-        "model": str(file),
-        "engine": request.engine.name,
-        "edges": len(done.placement),
-        "weights": len(done.placement.compressed),
-        "pairs": done.pairs,
-        "samples": done.samples,
-        "held_out": done.is_held_out,
-        "runs": done.runs,
-        "min_sqnr_db": sqnr_of(done.limit),
-        "healthy": done.is_healthy,
-        "output_sqnr_db": sqnr_of(done.noise),
-        "finite": done.noise < NOT_FINITE,
-        "examined": {"samples": done.examined, "output_sqnr_db": sqnr_of(done.noise_there)},
-        "sqnr_db_as_defined": None if done.by_numbers is None else sqnr_of(done.by_numbers),
-        "rest_sqnr_db": None if done.rest is None else sqnr_of(done.rest),
-        "guilty": [_suspect(suspect) for suspect in done.guilty],
-        "largest": [_suspect(suspect) for suspect in done.largest],
-        "wrong_parts": [
-            {"nodes": part.nodes, "sqnr_db": sqnr_of(part.noise), "reason": part.reason} for part in done.wrong_parts
-        ],
-        "nodes_to_exclude": done.excluded,
-        "flags": _flags(done),
-        "notes": done.notes,
-    }
-
-
-def _suspect(suspect: Suspect) -> dict[str, Any]:
-    levels = {"with_db": sqnr_of(suspect.noise), "without_db": sqnr_of(suspect.without)}
-    kept = {name: value for name, value in asdict(suspect).items() if name not in ("noise", "without")}
-    ends = {
-        name: [_number(end) for end in kept[name]] for name in ("float_range", "quantized_range", "scale", "zero_point")
-    }
-    return kept | ends | levels | {"reason": suspect.reason}
-
-
-def _number(value: float) -> float | str:
-    """JSON has no NaN."""
-    return value if np.isfinite(value) else str(value)
 
 
 def _told(noise: float) -> str:
@@ -110,10 +60,10 @@ def _told(noise: float) -> str:
     return "exact" if noise == 0 else f"{sqnr_of(noise):.1f} dB"
 
 
-def _show(file: Path, request: Request, done: Diagnosis) -> None:
-    engine = request.engine.name
+def _show(done: Diagnosis) -> None:
+    engine = done.engine
     if done.placement:
-        print(f"{file}: {placed(done.placement)}")
+        print(f"{done.file}: {placed(done.placement)}")
     on = samples(done.samples, done.is_held_out)
     print(f"output SQNR {_told(done.noise)} on {engine}, on {on}, {done.runs} runs")
     if done.is_healthy:
@@ -148,12 +98,8 @@ def _ending(engine: str, done: Diagnosis) -> Iterator[str]:
 
 def _flags(done: Diagnosis) -> str:
     """Options of quantize that leave out what is guilty, and make what the file has otherwise."""
-    placement, excluded = done.placement, to_exclude(done.excluded)
-    if placement.edges or not placement.compressed or not excluded:
-        return excluded
-    names = {weight_format.name for _, weight_format in placement.compressed}
-    families = {weight_format.family for _, weight_format in placement.compressed}
-    return f"--weight-only {min(names if len(names) == 1 else families)} {excluded}"
+    excluded = to_exclude(done.excluded)
+    return excluded if done.weight_only is None or not excluded else f"--weight-only {done.weight_only} {excluded}"
 
 
 def _part(engine: str, part: WrongPart) -> Iterator[str]:

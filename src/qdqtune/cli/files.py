@@ -68,7 +68,7 @@ def apply_command(options: ApplyOptions, as_machine: bool) -> None:
     its own, unless an option about ranges says otherwise.
     """
     with progress.shown() as observer:
-        done = apply(options.request(), observer)
+        done = apply(options, observer)
     say_notes(done.notes)
     if done.random_data:
         say_notes(["no --calibration-data: the scales come from random inputs"])

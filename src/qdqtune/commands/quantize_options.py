@@ -1,17 +1,15 @@
-"""The options of `quantize`, and what it is told by them."""
+"""The options of `quantize`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any, Literal
 
-from qdqtune.calibration.methods import CLOSEST, Calibration
-from qdqtune.calibration.options import FixOption, RangeOptions, check_cache
-from qdqtune.commands.inputs import METRIC, InputOptions, MetricLike
-from qdqtune.commands.source import OutputOption, Source, SourceOptions
+from qdqtune.calibration.options import FixOption
+from qdqtune.commands.inputs import METRIC, MetricLike
+from qdqtune.commands.source import SourceOptions
 from qdqtune.engines.formats import FORMATS
 from qdqtune.engines.options import time_limit_option
 from qdqtune.errors import BadOption
@@ -76,8 +74,8 @@ class Selection:
 
 
 @dataclass(kw_only=True)
-class PairOptions(SourceOptions, FixOption):
-    """Which pairs are placed, and what is told of them."""
+class QuantizeOptions(FixOption, SourceOptions):
+    """The options of `quantize`."""
 
     quant_type: Option[QuantType, QuantType] = quant_type_option("Numbers of the pairs.")
     placement_like: Option[Likeness, Likeness] = option(
@@ -122,12 +120,6 @@ class PairOptions(SourceOptions, FixOption):
         "Output",
         short="tensors whose rounding does most harm",
     )
-
-
-@dataclass(kw_only=True)
-class QuantizeOptions(PairOptions, RangeOptions, InputOptions, OutputOption):
-    """The options of `quantize`."""
-
     engine: Text = option(
         choice(*sorted(FORMATS)),
         "onnxruntime",
@@ -153,43 +145,15 @@ class QuantizeOptions(PairOptions, RangeOptions, InputOptions, OutputOption):
     )
     time_limit: Duration = time_limit_option()
 
-    def request(self) -> Request:
-        """What `quantize` is told. Samples and metric lie in files (see `on_disk`).
-
-        Raises:
-            BadOption: options exclude each other.
-        """
-        check_cache(self, self)
-        model, told = Path(str(self.model)), {f.name: getattr(self, f.name) for f in fields(PairOptions)}
-        return Request(
-            model,
-            self.target,
-            engine=self.engine,
-            calibration=self.calibration,
-            calibration_data=None if self.calibration_data is None else str(self.calibration_data),
-            selection=Selection(
-                self.nodes_to_quantize, self.op_types_to_quantize, self.nodes_to_exclude, self.op_types_to_exclude
-            ),
-            evaluate=None if self.evaluate is None else str(self.evaluate),
-            **told,
-        )
-
-
-@dataclass(kw_only=True)
-class Request(Source, PairOptions):
-    """All that `quantize` is told. `engine` names numbers and rules: its library is not needed.
-
-    `evaluate` is the `module:callable` of a metric (see `evaluating`).
-    """
-
-    engine: str = "onnxruntime"
-    calibration: Calibration = CLOSEST
-    selection: Selection = field(default_factory=Selection)
-    evaluate: str | None = None
+    @property
+    def selection(self) -> Selection:
+        """Which nodes may be quantized."""
+        chosen, excluded = self.nodes_to_quantize, self.nodes_to_exclude
+        return Selection(chosen, self.op_types_to_quantize, excluded, self.op_types_to_exclude)
 
     @property
-    def is_fed(self) -> bool:
-        """Whether the model is run at all: with ranges from a file, random inputs would tell nothing."""
+    def is_run(self) -> bool:
+        """Whether the model is run: with ranges from a file, random inputs would tell nothing."""
         return self.calibration_cache is None or bool(self.calibration_data or self.evaluate)
 
     @property

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from qdqtune.commands.compare import Row
 from qdqtune.commands.quantize import Quantized
-from qdqtune.commands.quantize_options import Request
+from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.explanation.findings import Finding
 from qdqtune.explanation.model_map import Ran, draw, everywhere
 from qdqtune.explanation.reasons import is_low
@@ -126,9 +126,9 @@ def of_compare(first: str, rows: Sequence[Row], plan: Plan, notes: Sequence[str]
     )
 
 
-def of_quantize(request: Request, done: Quantized, model: Model, typed: Sequence[str]) -> Report:
+def of_quantize(options: QuantizeOptions, done: Quantized, model: Model, typed: Sequence[str]) -> Report:
     """What rules have made of a float model. `model` is that without pairs, with the names of the file written."""
-    placement = done.placed.placement
+    placement, name = done.placed.placement, title(Path(str(options.model)))
     grouped = by_rules(model, everywhere(model))
     drawn = draw(model, grouped.groups, (), Ran(Placement()), Ran(placement), {}, {}, "quantized")
     eight = sum(node.quantized for node in drawn.nodes)
@@ -144,12 +144,12 @@ def of_quantize(request: Request, done: Quantized, model: Model, typed: Sequence
         listings.append(
             Listing("What hurts most", "Rounding this tensor alone would leave so much.", columns, worst, (2, 3))
         )
-    meaning = f"{eight} of {len(drawn.nodes)} nodes read 8-bit values, by the rules for {request.engine}. "
+    meaning = f"{eight} of {len(drawn.nodes)} nodes read 8-bit values, by the rules for {options.engine}. "
     meaning += "Nothing was timed: qdqtune tune measures which pairs pay."
     return Report(
-        title=title(request.model),
+        title=name,
         kind="quantize",
-        verdict=Verdict(f"{title(request.model)} is quantized", meaning, True),
+        verdict=Verdict(f"{name} is quantized", meaning, True),
         facts=(
             Fact("output accuracy", exact, hint),
             Fact("tensors with a Q/DQ pair", str(count_pairs(placement))),
@@ -159,7 +159,7 @@ def of_quantize(request: Request, done: Quantized, model: Model, typed: Sequence
         map=drawn,
         listings=tuple(listings),
         circumstances=tuple(
-            map(Fact, ("engine", "numbers", "qdqtune"), (request.engine, request.quant_type, __version__))
+            map(Fact, ("engine", "numbers", "qdqtune"), (options.engine, options.quant_type, __version__))
         ),
         commands=_typed(typed),
     )

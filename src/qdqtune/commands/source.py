@@ -1,19 +1,18 @@
-"""The float model of a command that puts pairs into it, made ready: in its precision, with samples or the ranges of a
-file."""
+"""The float model and the samples of a command: in the right precision and shapes, with the ranges of a file."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qdqtune.calibration.matching import Matched, from_file
 from qdqtune.calibration.methods import Calibration
-from qdqtune.calibration.options import CacheOption, DataOptions, RewriteOption
+from qdqtune.calibration.options import CacheOption, DataOptions, RangeOptions, RewriteOption
 from qdqtune.calibration.prepare import MOST_JUDGED, Data, Prepared, prepare
 from qdqtune.calibration.scales import Ranges
 from qdqtune.calibration.workloads import WorkloadFile, spans_of
-from qdqtune.commands.inputs import ModelOption
+from qdqtune.commands.inputs import InputOptions, ModelOption
 from qdqtune.engines import TENSORRT_FAMILY, EngineSpec
 from qdqtune.engines.shapes import check_inputs, spans, with_spans
 from qdqtune.graph.files import model_outputs
@@ -30,8 +29,11 @@ from qdqtune.types import Listener, NumericFormat, Placement
 
 @dataclass(frozen=True)
 class Ready:
-    """`graph` is what gets the pairs, `shaped` the same with the shapes of its inputs; `prepared` is None where nothing
-    is run, `matched` where no calibration cache was given."""
+    """A float model that pairs can be put into: `graph`, and the same with fixed input shapes, `shaped`.
+
+    `prepared` holds its samples, None where the model is not run. `matched` holds the ranges of a calibration cache,
+    None where none was given. `notes` are for the user.
+    """
 
     graph: Model
     shaped: Model
@@ -46,17 +48,10 @@ class Ready:
         placed: Callable[[Ranges], Placement],
         listener: Listener,
     ) -> Ranges:
-        """Those of the cache, or else calibrated for the placement that follows from them."""
+        """The ranges of the cache, or else calibrated ones. `placed` gives the placement that follows from ranges."""
         if self.matched is not None:
             return self.matched.ranges
         return Ranges({}) if self.prepared is None else fitted(self.prepared, how, numbers, placed, listener=listener)
-
-
-@dataclass(kw_only=True)
-class SourceOptions(DataOptions, CacheOption, RewriteOption):
-    """What a command is told that puts pairs into a model."""
-
-    precision: Option[Precision | None, Precision | None] = precision_option()
 
 
 def _beside(given: Given) -> Path | None:
@@ -85,31 +80,31 @@ class OutputOption(ModelOption):
 
 
 @dataclass(kw_only=True)
-class Source(SourceOptions):
-    """The model and what it is fed. What carries no pair has `precision`; None is as the engine is usually used, where
-    that holds. `calibration_cache` is a file of ranges that another tool has written, in place of calibration (see
-    `calibration.caches`)."""
+class SourceOptions(DataOptions, CacheOption, RewriteOption, RangeOptions, InputOptions, OutputOption):
+    """The options of a command that puts pairs into a float model."""
 
-    model: Path = field(kw_only=False)
-    output: Path = field(kw_only=False)
-    precision: Option[Precision | None, Precision | None] = precision_option("fp32")
-    calibration_data: str | None = None
+    precision: Option[Precision | None, Precision | None] = precision_option()
 
-    def ready(self, graph: Model, fixed: Collection[str], usual: Precision, *, is_fed: bool) -> Ready:
-        """Make what was read from the file ready.
+    def prepared(self, graph: Model, fixed: Collection[str], usual: Precision, *, is_run: bool) -> Ready:
+        """Bring a model into its precision, with samples or with the ranges of `calibration_cache`.
+
+        `graph` is as it was read from the file, `fixed` are its inputs that were made constant. With a cache, samples
+        are drawn only if `is_run`. Without a `precision` the model gets that of the engine, `usual`, where its values
+        allow it.
 
         Raises:
-            InputError: model, cache and data cannot be used, or not together.
+            InputError: model, cache and samples cannot be used, or not together.
         """
-        prepared, cache = None, self.calibration_cache
-        if cache is None or is_fed:
-            data = Data(self.calibration_data, self.calibration_samples, self.input_shapes, self.seed)
+        prepared, cache, path = None, self.calibration_cache, Path(str(self.model))
+        if cache is None or is_run:
+            source = None if self.calibration_data is None else str(self.calibration_data)
+            data = Data(source, self.calibration_samples, self.input_shapes, self.seed)
             prepared, _, notes = in_half(prepare(graph, data, fixed=fixed), self.precision, usual)
             graph, shaped, notes = prepared.model, prepared.shaped, (*notes, *prepared.hints)
         else:
-            graph, notes = by_ranges(graph, self.precision or usual, cache, self.model)
+            graph, notes = by_ranges(graph, self.precision or usual, cache, path)
             shaped = with_input_shapes(graph, self.input_shapes)
-        matched = None if cache is None else from_file(cache, graph, self.model)
+        matched = None if cache is None else from_file(cache, graph, path)
         return Ready(graph, shaped, prepared, matched, (*notes, *(matched.notes() if matched else ())))
 
 
