@@ -31,8 +31,8 @@ from conftest import Call
 from models import conv_net
 from qdqtune.calibration.methods import Calibration
 from qdqtune.calibration.workloads import WorkloadFile
-from qdqtune.cli import files, inspect, main, streams, tune
-from qdqtune.cli.driver import DRIVER
+from qdqtune.cli import main, models, streams, tune
+from qdqtune.cli.children import DRIVER
 from qdqtune.commands.apply import Applied, ApplyOptions
 from qdqtune.commands.inspect import Inspection
 from qdqtune.engines import EngineSpec, runner
@@ -270,7 +270,7 @@ def test_options_of_apply_reach_it(monkeypatch, call, made, tuned, tmp_path):
         given.options = options
         return Applied(target, Placement(), (Edge("t", "n", 1),), random_data=False)
 
-    monkeypatch.setattr(files, "apply", caught)
+    monkeypatch.setattr(models, "apply", caught)
     target, placement = tmp_path / "made.onnx", tuned.parent / "out" / "placement.yaml"
     code, out, err = call("apply", tuned, "--placement", placement, "--output", target, "--engine", "onnxruntime",
                           "--calibration_data", "d.npz", "--calibration-samples", 2, "--input-shape", "x:1x2",
@@ -292,7 +292,7 @@ def test_options_of_apply_reach_it(monkeypatch, call, made, tuned, tmp_path):
 def test_options_of_inspect_reach_it(monkeypatch, call):
     given: dict[str, Any] = {}
     found = Inspection({}, ("shown",), ("named",))
-    monkeypatch.setattr(inspect, "inspect", lambda options: given.update(vars(options)) or found)
+    monkeypatch.setattr(models, "inspect", lambda options: given.update(vars(options)) or found)
     code, out, _ = call("inspect", "m.onnx", "--regions", "topology", "--max_sequence_size", 4,
                         "--include-all-regions", "--fix-input", "sr=1", "-v")  # fmt: skip
     assert (code, out) == (0, "named\n")

@@ -231,6 +231,6 @@ def test_no_text_is_read_as_the_terminal_has_it() -> None:
 
 
 def test_results_of_a_run_on_a_cluster_reach_standard_output(tmp_path: Path) -> None:
-    told = "from qdqtune.cli import driver, streams; driver.command_line = lambda: ['qdqtune', '--version']"
-    code, out, err = shell(f'{sys.executable} -c "{told}\nwith streams.guarded(): driver.driven()"', tmp_path)
+    told = "from qdqtune.cli import children, streams; children.command_line = lambda: ['qdqtune', '--version']"
+    code, out, err = shell(f'{sys.executable} -c "{told}\nwith streams.guarded(): children.run_on_ray()"', tmp_path)
     assert (code, out.startswith("qdqtune"), err) == (0, True, "")

@@ -294,9 +294,9 @@ def test_nodes_and_operators_to_quantize_and_to_exclude(
     ("changes", "words"),
     [({"nodes_to_quantize": ["nobody*"]}, "no node is named 'nobody\\*'"),
      ({"op_types_to_exclude": ["LSTM"]}, "the model has no LSTM; it has Add, Clip"),
-     ({"per_channel": True, "quant_type": "fp8"}, "--per-channel is for int8"),
+     ({"per_channel": True, "quant_type": "fp8"}, "`per_channel` is for int8"),
      ({"engine": "onnxruntime", "quant_type": "fp8"}, "no FP8 kernels"),
-     ({"evaluate": "nothing:here"}, "--evaluate")],
+     ({"evaluate": "nothing:here"}, "evaluate")],
 )  # fmt: skip
 def test_what_cannot_be_asked_for(
     changes: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -432,7 +432,7 @@ def test_rounding_by_data_says_where_the_data_are_few_and_is_refused_without_sto
     path = written(build(text, {"w": normal(32, 32)}), tmp_path)
     asked = request(path, engine="onnxruntime", weight_only="w4", weight_rounding="gptq")
     assert any("met 5 rows (tokens) where products have up to 32" in note for note in quantize(asked).notes)
-    with pytest.raises(BadOption, match="goes with --weight-only"):
+    with pytest.raises(BadOption, match="goes with `weight_only`"):
         quantize(replace(asked, weight_only=None))
 
 
@@ -458,4 +458,4 @@ def test_weights_that_were_rounded_by_data_are_rounded_so_again(tmp_path: Path) 
         apply(ApplyOptions(other, output=tmp_path / "no.onnx", placement=tmp_path / "placement.yaml"))
     path = written(build(text, {"w": normal(32, 32)}), tmp_path)
     (note,) = applied("gptq", None).notes
-    assert "--calibration-data would tell" in note
+    assert "`calibration_data` would tell" in note

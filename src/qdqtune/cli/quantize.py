@@ -14,10 +14,9 @@ from rich.text import Text
 
 from qdqtune.cli import progress, tune
 from qdqtune.cli.command import AS_JSON as PRINT_JSON
-from qdqtune.cli.command import HTML, Parameter, command, command_line, switch
-from qdqtune.cli.options import to_exclude
-from qdqtune.cli.output import print_json, print_lines, say_notes, show
-from qdqtune.cli.report import table_of
+from qdqtune.cli.command import HTML, Parameter, command, command_line, switch, write_page
+from qdqtune.cli.output import print_json, print_lines, say_notes, show, with_flags_in_notes
+from qdqtune.cli.report import table_of, to_exclude
 from qdqtune.cli.streams import escaped
 from qdqtune.commands.quantize import Quantized, quantize
 from qdqtune.commands.quantize_options import QuantizeOptions
@@ -34,7 +33,7 @@ from qdqtune.tuning.folder import check_run
 from qdqtune.types import QuantType
 
 UNLIKE = frozenset({"report", "evaluate", "weight_rounding"})
-"""Options of quantize that mean something else to tune."""
+"""Options of quantize that have another meaning in tune."""
 
 IS_SEED = switch(
     "is_seed",
@@ -83,18 +82,13 @@ def quantize_command(
         written = [options.target, data_of(options.target), *([] if html is None else [html])]
         check_run(search.settings(), {"output of quantize": written})
     with progress.shown() as observer:
-        done = quantize(options, observer)
+        done = with_flags_in_notes(quantize(options, observer))
     say_notes(done.notes)
-    if html is not None:
-        from qdqtune.commands.result_pages import of_quantize
-        from qdqtune.explanation.page import write_report
-
-        plain = strip_pairs(load(done.output))
-        write_report(of_quantize(options, done, plain, command_line()), html)
+    write_page(html, lambda pages: pages.of_quantize(options, done, strip_pairs(load(done.output)), command_line()))
     if not as_machine:
         if options.report:
-            for table in (rule_counts(done), worst_tensors(done)):
-                show(table)
+            show(table_of(*done.table(), [""]))
+            show(worst_tensors(done))
         print_lines(_lines(options, done))
     elif search is None:
         stored = {"weight_only": dict(done.placed.counts)} if options.weight_only else {}
@@ -105,8 +99,8 @@ def quantize_command(
 
 
 def _search(options: QuantizeOptions, more: str) -> tuple[TuneOptions, dict[str, Any]]:
-    """The search that starts from what will be written, and what else is typed of it. Options that both commands have
-    mean the same, but for `output` and `report`, which are about what quantize writes.
+    """The options of a search that starts from the written model, and what only its command line has. Both commands
+    share the values of their common options, except for those of `UNLIKE`.
 
     Raises:
         BadOption: `more` cannot be split into arguments.
@@ -142,15 +136,8 @@ def _lines(options: QuantizeOptions, done: Quantized) -> Iterator[str]:
         yield f"{options.evaluate}: {done.metric[0]:g} before, {done.metric[1]:g} after"
 
 
-def rule_counts(done: Quantized) -> Table:
-    """What each rule did."""
-    effects = {rule.name: engine_rules.effect(rule) for rule in engine_rules.RULES}
-    rows = [(name, str(count), effects[name]) for name, count in done.placed.counts]
-    return table_of(("rule", "edges", ""), rows, [""])
-
-
 def worst_tensors(done: Quantized) -> Table:
-    """The tensors whose rounding alone does most to the outputs, and the nodes that read them in 8 bits."""
+    """The tensors whose rounding alone changes the outputs most, and the nodes that read them in 8 bits."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("rounded alone", overflow="fold")
     table.add_column("read by", overflow="fold")

@@ -1,4 +1,4 @@
-"""`qdqtune apply`: a recorded placement on another model, calibrated anew, without a search."""
+"""`qdqtune apply`: puts the pairs of a recorded placement into another model, calibrated anew, without a search."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _met(recorded: Recorded, ready: Ready, placement: Placement) -> tuple[Moment
     prepared = ready.prepared
     if prepared is None or not prepared.tells_accuracy:
         told = "weights were rounded by what products meet (gptq), and are rounded to the nearest here"
-        return no_moments, (f"{told}: --calibration-data would tell",)
+        return no_moments, (f"{told}: `calibration_data` would tell",)
     return lambda model: moments(model, tensors, prepared.calibration), ()
 
 

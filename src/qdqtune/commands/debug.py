@@ -1,8 +1,8 @@
-"""`qdqtune debug`: which tensor breaks the outputs of a quantized model on an engine, or which nodes an engine does.
+"""`qdqtune debug`: which tensor breaks the outputs of a quantized model, or which nodes an engine computes wrongly.
 
-Two questions, in this order. What do the pairs do by the arithmetic of ONNX? One build of the float model with a switch
-at every pair answers for any set of them. And does the engine compute what the pairs say? That takes a build for each
-set. Where it is wrong without any pair, parts of the float model are compared instead.
+First it measures what the pairs do as ONNX defines them: one build of the float model, with a switch at every pair,
+serves all sets of pairs. Then it measures whether the engine computes what the pairs define, which takes a build for
+each set. If the engine is wrong without any pair, parts of the float model are compared instead.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def debug(options: DebugOptions, observer: Observer | None = None) -> Diagnosis:
     check_inputs(engine, plain)
     prepared = prepare(plain, data_of(options, options.quantized_file, model), fixed=options.fix_inputs)
     if not prepared.tells_accuracy:
-        raise BadOption("random inputs say nothing of a model's outputs: give debug --calibration-data")
+        raise BadOption("random inputs say nothing of a model's outputs: give `calibration_data`")
     fixed = fixed_inputs(model, options.fix_inputs)
     samples = [sample | fixed for sample in prepared.judging]
     with _probe(engine, options.time_limit, plain, quantized or plain, pairs, samples) as probe:
@@ -126,7 +126,8 @@ def debug(options: DebugOptions, observer: Observer | None = None) -> Diagnosis:
     placement = Placement() if quantized is None else placement_in(plain, quantized)
     done = replace(done, placement=placement, is_held_out=prepared.is_held_out)
     if quantized is not None and not done.is_healthy and (tables := sum(1 for _ in tables_of(quantized))):
-        told = f"tables of Gather stay unexamined ({tables}): quantize --op-types-to-exclude Gather keeps them in float"
+        how = "quantize with `op_types_to_exclude` Gather keeps them in float"
+        told = f"tables of Gather stay unexamined ({tables}): {how}"
         done = replace(done, notes=(*done.notes, told))
     return replace(done, file=file, engine=engine.name)
 
@@ -185,7 +186,7 @@ def _probe(
 
 
 class _Debugging:
-    """One diagnosis while it is made."""
+    """Makes one diagnosis; `_notes` grow on the way."""
 
     def __init__(self, probe: Probe, file: Path, engine: str, min_sqnr: float | None, observer: Observer) -> None:
         self._probe, self._file, self._observer = probe, file, observer
@@ -231,7 +232,7 @@ class _Debugging:
     def _engine_faults(
         self, loss: float, numbers: float, left: float, guilty: tuple[Suspect, ...], before: Verdict, bound: float
     ) -> Diagnosis:
-        """The engine makes more noise of the `rest` of the pairs than ONNX does."""
+        """Search for pairs that the engine computes wrongly: those left in `before` are noisier there than by ONNX."""
         probe, rest = self._probe, before.rest
         self._observer.stage(f"building with some of the pairs on {self._name}")
         if probe.on_engine(rest) <= bound:
@@ -280,7 +281,7 @@ class _Debugging:
         )
 
     def _float_ranges(self, pairs: Sequence[StandingPair]) -> Mapping[str, tuple[float, float]]:
-        """Least and largest value of each tensor on the samples."""
+        """The least and the largest value of each tensor on the samples."""
         model = self._probe.float_model
         found = {p.tensor: _ends(model.constants[p.tensor].array()) for p in pairs if p.tensor in model.constants}
         if computed := [p.tensor for p in pairs if p.tensor not in found]:
@@ -292,9 +293,9 @@ class _Debugging:
         return found
 
     def _largest(self, rest: Parts) -> tuple[Suspect, ...]:
-        """Of pairs none of which stands out, those that make most noise alone."""
+        """The pairs that make most noise alone, where none stands out."""
         if len(rest) > RANKED:
-            self._notes.append(f"{len(rest)} pairs are too many to measure one by one: see quantize --report")
+            self._notes.append(f"{len(rest)} pairs are too many to measure one by one: see `report` of quantize")
             return ()
         self._observer.stage("measuring the pairs one by one")
         alone = {part: self._probe.by_numbers((part,)) for part in rest}

@@ -1,4 +1,4 @@
-"""`qdqtune explain`: what a finished run knows of each node, read back from its folder."""
+"""`qdqtune explain`: why each node of a finished run runs as it does, read from the folder of the run."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from qdqtune.commands.shown import Shown, Table, milliseconds
+from qdqtune.commands.shown import Shown, Table
 from qdqtune.errors import BadOption
 from qdqtune.explanation.facts import facts_of
-from qdqtune.explanation.values import IN_WORDS, Explanation, Tally
+from qdqtune.explanation.values import IN_WORDS, Explanation, Tally, total
 from qdqtune.explanation.why import headline, tallied
+from qdqtune.explanation.words import shortened
 from qdqtune.options import FILE, REQUIRED, TEXT, File, MaybeFile, MaybeText, Options, option
 from qdqtune.tuning.finished import read_run
+
+LONGEST = 40
+"""Characters of a node's name in the table of reasons."""
 
 
 @dataclass(kw_only=True)
@@ -31,8 +35,8 @@ class ExplainOptions(Options):
 
 @dataclass(frozen=True, repr=False)
 class Explained(Shown):
-    """A finished run, explained: what shipped in a sentence, a row for every node, and all of them by reason, the most
-    time first. `is_part`: the rows are those that were asked for."""
+    """A finished run, explained: what shipped in a sentence, a row for every node, and sums by reason, the most time
+    first. `is_part`: the rows are only those that were asked for."""
 
     folder: Path
     headline: str
@@ -41,23 +45,28 @@ class Explained(Shown):
     is_part: bool = False
 
     def in_words(self) -> str:
-        """What shipped; or of a single node why it runs as it does."""
+        """What shipped; or, for a single node, why it runs as it does."""
         if self.is_part and len(self.rows) == 1:
             row = self.rows[0]
             return f"{row.node} ({row.op}) runs in {row.precision}: {row.reason}"
         return self.headline
 
     def table(self) -> Table:
-        """The nodes by reason, or one by one where some were asked for."""
-        ms = milliseconds
+        """The nodes by decision and reason, and all of them; one by one if only some were asked for."""
         if self.is_part:
             titles = ("node", "operator", "runs in", "reason", "ms", "float, ms")
-            return titles, [(r.node, r.op, r.precision, r.reason, ms(r.ms), ms(r.float_ms)) for r in self.rows]
-        rows = [(str(t.nodes), t.runs_in, IN_WORDS[t.why], ms(t.ms), ms(t.float_ms), t.example) for t in self.tallies]
-        return ("nodes", "runs in", "why", "ms", "float, ms", "such as"), rows
+            return titles, [(r.node, r.op, r.precision, r.reason, _ms(r.ms), _ms(r.float_ms)) for r in self.rows]
+        rows = list[tuple[str, ...]]()
+        for one in self.tallies:
+            more = "" if one.margin_ms is None else f"{one.margin_ms:+.4g}" + " ?" * (not one.measured)
+            times = _ms(one.ms), _ms(one.float_ms), more
+            rows.append((str(one.nodes), one.runs_in, *times, IN_WORDS[one.why], shortened(one.example, LONGEST)))
+        sums = (_ms(total(one.ms for one in self.tallies)), _ms(total(one.float_ms for one in self.tallies)))
+        rows.append((str(len(self.rows)), "", *sums, "", "all nodes", ""))
+        return ("nodes", "runs in", "ms", "float, ms", "otherwise", "why", "such as"), rows
 
     def matching(self, pattern: str) -> tuple[Explanation, ...]:
-        """The rows of the node of that name, or else of those whose names match the wildcard, in graph order.
+        """The rows of the node with that name, or else of those whose names match the wildcard, in graph order.
 
         Raises:
             BadOption: there is none.
@@ -91,3 +100,7 @@ def explain_run(folder: Path, state: Path | None = None, pattern: str | None = N
     facts = facts_of(read_run(folder, state))
     whole = Explained(folder, headline(facts), *tallied(facts))
     return whole if pattern is None else replace(whole, rows=whole.matching(pattern), is_part=True)
+
+
+def _ms(ms: float | None) -> str:
+    return "" if ms is None else f"{ms:.4g}" if ms >= 0.001 or ms == 0 else f"{ms:.1e}"

@@ -1,4 +1,5 @@
-"""What `debug` asks: the outputs that some pairs leave, by the arithmetic of ONNX and on the engine at hand."""
+"""Measurements of `debug`: the noise of some pairs, as ONNX defines them and on an engine, and that of parts of a
+model."""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ from qdqtune.tuning.subgraphs.extraction import Resolved, borders, extract
 from qdqtune.types import Array, Failure, Sample
 
 NOT_FINITE = 1e3
-"""The noise of outputs that are NaN or infinite, of other shapes, or that an engine does not give at all."""
+"""The noise that stands for outputs which are NaN or infinite, have other shapes, or are missing."""
 
 LOUDEST = 999.0
-"""The most that finite outputs count for."""
+"""The largest noise of finite outputs."""
 
 SWITCHLESS = "ONNX Runtime cannot run the model with a switch at every pair"
 
@@ -34,14 +35,14 @@ Outputs = list[dict[str, Array]]
 
 
 def reference_spec() -> EngineSpec:
-    """ONNX Runtime without optimization: every operator as ONNX defines it."""
+    """ONNX Runtime without optimization, which computes every operator as ONNX defines it."""
     return EngineSpec("onnxruntime", {"threads": cores(), "fuse": False})
 
 
 def noise(reference: Outputs, found: Outputs | Failure) -> float:
-    """Power of the error relative to the signal, for the worst output.
+    """The power of the error relative to that of the signal, for the worst output.
 
-    Outputs that are no floats, such as class numbers, count by the share of them that differ.
+    For outputs that are no floats, such as class numbers, it is the share of them that differ.
     """
     if isinstance(found, Failure) or not is_finite(found):
         return NOT_FINITE
@@ -55,9 +56,10 @@ def noise(reference: Outputs, found: Outputs | Failure) -> float:
 
 @dataclass
 class Probe:
-    """The float model and the pairs of a file, two engines, and how many times samples went through a model.
+    """Measures sets of pairs of a quantized model on samples.
 
-    `engine` is the one under test, `exact` runs as `reference_spec`. Models are written to `folder`.
+    `engine` is the one under test, `exact` runs as `reference_spec`. Models are written to `folder`. `runs` counts how
+    often samples went through a model.
     """
 
     float_model: Model
@@ -69,7 +71,7 @@ class Probe:
     folder: Path
     runs: int = 0
     failures: list[Failure] = field(default_factory=list)
-    """What the engine under test refused, in order."""
+    """Failures of the engine under test, in order."""
     _built: dict[Parts, float] = field(default_factory=dict)
     _constants: ConstantFile | None = None
     _switched: Handle | None = None
@@ -92,11 +94,11 @@ class Probe:
         return self._reference
 
     def by_numbers(self, on: Parts) -> float:
-        """Noise of some pairs as ONNX defines them."""
+        """The noise of some pairs as ONNX defines them."""
         return 0.0 if not on else noise(self.reference(), self._exactly(on))
 
     def on_engine(self, on: Parts) -> float:
-        """Noise of a build of the float model with some pairs on the engine under test."""
+        """The noise of the float model with some pairs on the engine under test; takes a build."""
         if on in self._built:
             return self._built[on]
         path = self.folder / f"part_{self.runs}.onnx"
@@ -106,7 +108,7 @@ class Probe:
         return self._built[on]
 
     def of_file(self, path: Path) -> float:
-        """Noise of a model file on the engine under test."""
+        """The noise of a model file on the engine under test."""
         self.runs += 1
         outputs = self.engine.outputs_of(path, self.samples)
         if isinstance(outputs, Failure):
@@ -117,8 +119,8 @@ class Probe:
         return noise(self.reference(), outputs)
 
     def narrow(self, most: int, limit: float) -> float:
-        """Go on with those samples alone on which the last file loses most, if it loses more than `limit` on them: its
-        noise on what remains."""
+        """Keep only the `most` samples with the largest error of the last file, if its noise on them is above `limit`.
+        Gives its noise on the samples that are kept."""
         reference, outputs = self.reference(), self._last
         if isinstance(outputs, Failure):
             self.samples, self._reference = self.samples[:most], reference[:most]
@@ -148,14 +150,14 @@ class Probe:
 
 
 MOST = 8
-"""Wrong parts that are looked for in one model."""
+"""Most wrong parts that are looked for in one model. Chosen, not measured."""
 
 
 @dataclass(frozen=True)
 class WrongPart:
-    """Neighbouring nodes, none of which can be spared, that the engine computes wrongly together.
+    """A smallest run of neighbouring nodes that the engine computes wrongly.
 
-    `noise` is that of what they give, when they get what they should. `reason` is what the engine says if it refuses.
+    `noise` is that of its results, given exact inputs. `reason` is the engine's, if it refuses the part.
     """
 
     nodes: tuple[str, ...]
@@ -165,7 +167,7 @@ class WrongPart:
 
 @dataclass
 class CutOff:
-    """Parts of a model, nodes [start, stop) in graph order, on an engine under test."""
+    """Measures parts of a model, nodes [start, stop) in graph order, on an engine under test."""
 
     model: Model
     samples: Sequence[Sample]
@@ -174,10 +176,10 @@ class CutOff:
     folder: Path
     runs: int = 0
     reason: str = ""
-    """What the engine said of the last part that it refused."""
+    """The engine's reason for refusing a part, the last one."""
 
     def noise(self, start: int, stop: int) -> float:
-        """Noise of what a part gives the rest of the model, the part being fed with exact values."""
+        """The noise of what a part gives to the rest of the model, given exact inputs."""
         nodes = range(start, stop)
         reads, writes = borders(self.model, nodes)
         if not writes:
@@ -212,10 +214,10 @@ class CutOff:
 
 
 def wrong_parts(cut: CutOff, limit: float) -> tuple[WrongPart, ...]:
-    """The parts that an engine computes with more noise than `limit`, at most `MOST`, by halving.
+    """The parts that an engine computes with more noise than `limit`, at most `MOST`, found by bisection.
 
-    Two searches each: the earliest end at which the outputs are wrong, then the latest start. One wrong part among n
-    nodes takes about 2 log2(n) parts on the engine, and the exact values around each.
+    Each takes two searches: for the earliest end at which results are wrong, then for the latest start. One wrong part
+    among n nodes takes about 2 log2(n) builds, and the exact values around each.
     """
     start, stop = 0, len(cut.model.nodes)
     wrong: list[WrongPart] = []
@@ -229,13 +231,13 @@ def wrong_parts(cut: CutOff, limit: float) -> tuple[WrongPart, ...]:
 
 
 def _narrowed(cut: CutOff, start: int, stop: int, limit: float) -> tuple[int, int]:
-    """The wrong part that ends first in a wrong one."""
+    """The wrong part with the earliest end within a wrong part."""
     end = _first(start + 1, stop, lambda e: cut.noise(start, e) > limit)
     return end - _first(1, end - start, lambda size: cut.noise(end - size, end) > limit), end
 
 
 def _first(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """A number for which `holds`, and not for the one before it, or `low`; it is known to hold for `high`."""
+    """The number from `low` on at which `holds` begins to be true, by bisection; it is true for `high`."""
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle + 1, high)

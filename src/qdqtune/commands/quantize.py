@@ -1,7 +1,7 @@
-"""`qdqtune quantize`: a float model to a Q/DQ model by placement rules, in one pass and without measuring latency.
+"""`qdqtune quantize`: makes a Q/DQ model of a float model by placement rules, without measuring latency.
 
-Load, calibrate, place by the engine's rules, insert, save, and say what it cost: on samples that calibration has not
-seen, where there are enough of them.
+It loads the model, calibrates, places pairs by the engine's rules, inserts and saves them, and compares the outputs: on
+samples that calibration has not seen, if there are enough.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from qdqtune.calibration.options import check_cache
 from qdqtune.calibration.prepare import LEAST_JUDGED, Prepared
 from qdqtune.calibration.samples import HELD_OUT
 from qdqtune.calibration.scales import Ranges
-from qdqtune.commands.quantize_options import QuantizeOptions, Selection
+from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.commands.shown import Shown, Table
 from qdqtune.commands.worst_tensors import Damage, damages, to_exclude
 from qdqtune.engines import EngineSpec
@@ -85,7 +85,8 @@ class Quantized(Shown):
 
     def table(self) -> Table:
         """How many edges each rule decided."""
-        return ("rule", "edges"), [(name, str(count)) for name, count in self.placed.counts]
+        effects = {rule.name: engine_rules.effect(rule) for rule in engine_rules.RULES}
+        return ("rule", "edges", ""), [(name, str(count), effects.get(name, "")) for name, count in self.placed.counts]
 
     def to_dict(self) -> dict[str, Any]:
         """The result for machines."""
@@ -129,7 +130,7 @@ def _quantized(options: QuantizeOptions, observer: Observer) -> Quantized:
     graph = load_for(path, precision, options.fix_inputs, numbers.opset, rewrites=made)
     if present := _quantized_parts(graph):
         raise BadModel(f"{path} already has {present}: give the float model")
-    options.selection.allowed(graph, frozenset())  # refuses names that fit nothing, before the work begins
+    options.allowed(graph, frozenset())  # refuses names that fit nothing, before the work begins
     if options.is_run:
         observer.stage("looking at the values")
     ready = options.prepared(graph, options.fix_inputs, usual, is_run=options.is_run)
@@ -138,7 +139,7 @@ def _quantized(options: QuantizeOptions, observer: Observer) -> Quantized:
     def placed_by_rules(ranges: Ranges, without: Sequence[str] = ()) -> Placed:
         if options.weight_only is not None:
             return _weights_only(options, shaped, options.weight_only)
-        possible = options.selection.allowed(shaped, possible_edges(shaped, ranges))
+        possible = options.allowed(shaped, possible_edges(shaped, ranges))
         possible = frozenset(e for e in possible if e.node not in without)
         if options.placement_like == "implicit":
             return implicit.place(shaped, possible, options.quant_type)
@@ -150,7 +151,7 @@ def _quantized(options: QuantizeOptions, observer: Observer) -> Quantized:
         ranges = ready.ranges(how, numbers, lambda found: placed_by_rules(found).placement, observer)
     placed = placed_by_rules(ranges)
     if not placed.placement:
-        chosen = " among the nodes that you chose" if options.selection != Selection() else ""
+        chosen = " among the nodes that you chose" if options.chooses_nodes else ""
         what = f"the rules of {options.engine} find nothing to quantize in {path}{chosen}"
         hidden = None if prepared is None else hidden_work(ready.graph, prepared.samples)
         raise BadModel(what + _keepers(placed) + (f"; {hidden}" if hidden else ""))
@@ -178,23 +179,23 @@ def _check_options(options: QuantizeOptions) -> None:
     check_cache(options, options)
     if options.weight_only is None:
         if options.report and options.calibration_data is None:
-            raise BadOption("--report says what rounding does to outputs on your data: give --calibration-data")
+            raise BadOption("`report` says what rounding does to outputs on your data: give `calibration_data`")
         if options.weight_rounding != "nearest":
-            raise BadOption(f"--weight-rounding {options.weight_rounding} goes with --weight-only")
+            raise BadOption(f"`weight_rounding` {options.weight_rounding} goes with `weight_only`")
         return
     wanted_storage(options.engine, options.weight_only)
     if options.weight_rounding == "gptq" and options.calibration_data is None:
-        raise BadOption("--weight-rounding gptq makes up for errors on your data: give --calibration-data")
+        raise BadOption("`weight_rounding` gptq makes up for errors on your data: give `calibration_data`")
     if options.report:
-        raise BadOption("--report is about pairs, of which --weight-only places none")
+        raise BadOption("`report` is about pairs, of which `weight_only` places none")
     if options.calibration_cache is not None or options.placement_like == "implicit":
-        raise BadOption("--weight-only takes no scales of activations, and places no pairs: leave the other option out")
+        raise BadOption("`weight_only` takes no scales of activations, and places no pairs: leave the other option out")
 
 
 def _moments(
     options: QuantizeOptions, model: Model, placement: Placement, prepared: Prepared | None, observer: Observer
 ) -> Mapping[str, Array]:
-    """What the products meet whose weights are stored, where rounding is to account for it."""
+    """Second moments of the inputs of products with stored weights, for gptq; empty without it."""
     if options.weight_rounding == "nearest" or prepared is None:
         return {}
     observer.stage(f"looking at what products meet on {prepared.samples.origin}")
@@ -214,13 +215,13 @@ def _few_rows(
     rows = sum(1 for _ in prepared.calibration) * max(1, int(elements(model, tensor)) // met[tensor])
     if rows >= met[tensor]:
         return ()
-    told = f"--weight-rounding gptq met {rows} rows (tokens) where products have up to {met[tensor]} inputs"
+    told = f"`weight_rounding` gptq met {rows} rows (tokens) where products have up to {met[tensor]} inputs"
     return (f"{told}: it gains little below as many; give more samples, or longer ones",)
 
 
 def _weights_only(options: QuantizeOptions, model: Model, wanted: str) -> Placed:
-    """Every weight among the chosen nodes as `wanted` says, by the operators that read them."""
-    edges = options.selection.allowed(model, storable_edges(model))
+    """A placement that stores every weight of the chosen nodes in the `wanted` format."""
+    edges = options.allowed(model, storable_edges(model))
     placement = rules.weights_only(model, edges, partial(storages_like, options.engine, wanted))
     return Placed(placement, tuple(Counter(s.name for s in placement.weight_formats.values()).items()))
 
@@ -228,13 +229,13 @@ def _weights_only(options: QuantizeOptions, model: Model, wanted: str) -> Placed
 def _compared(
     options: QuantizeOptions, written: Path, placed: Placed, prepared: Prepared, metric: Evaluation | None
 ) -> Quantized:
-    """The written file against the float model."""
+    """Compare the written file with the float model, and add notes about the samples."""
     with temporary_folder() as folder:
         done = _judged(options, written, placed, prepared, metric, folder)
     notes = [*done.notes]
     if not prepared.tells_accuracy:
         scaled = ": scales come from random inputs" if options.sees_data else ""
-        notes.append(f"no --calibration-data{scaled}")
+        notes.append(f"no `calibration_data`{scaled}")
     elif not prepared.is_held_out and options.sees_data:
         notes.append(f"fewer than {HELD_OUT * LEAST_JUDGED} samples: the SQNR is that of the calibration data")
     return replace(done, is_held_out=prepared.is_held_out, notes=tuple(notes))
@@ -243,7 +244,7 @@ def _compared(
 def _reported(
     done: Quantized, report: Sequence[Damage] | Failure, leaves_some: Callable[[tuple[str, ...]], bool]
 ) -> Quantized:
-    """The result with what rounding single tensors does."""
+    """The result with the report on single tensors."""
     if isinstance(report, Failure):
         told = f"no report of single tensors, as the model with switches fails: {report.reason}"
         return replace(done, notes=(*done.notes, told))
@@ -251,7 +252,7 @@ def _reported(
 
 
 def _quantized_parts(model: Model) -> str:
-    """What shows that a model is quantized already, for people; empty if nothing does."""
+    """What is quantized already in a model, in words; empty if nothing is."""
     if is_quantized(model):
         return "Q/DQ pairs"
     operators = integer_operators(model)
@@ -259,7 +260,7 @@ def _quantized_parts(model: Model) -> str:
 
 
 def _keepers(placed: Placed) -> str:
-    """The rules that kept edges in float, the one that kept most first, for people."""
+    """The rules that kept edges in float, in words, the one with the most edges first."""
     keepers = {r.name: r.reason for r in engine_rules.RULES if isinstance(r, engine_rules.KeepFloat)}
     counts = sorted(((count, name) for name, count in placed.counts if count and name in keepers), reverse=True)
     kept = [f"{name} ({count} edge{'s' * (count != 1)}: {keepers[name]})" for count, name in counts]
@@ -271,15 +272,15 @@ def _numbers(options: QuantizeOptions) -> NumericFormat:
     if options.per_channel is None:
         return numbers
     if options.per_channel and options.quant_type == "fp8":
-        raise BadOption("--per-channel is for int8: FP8 weights have one scale")
+        raise BadOption("`per_channel` is for int8: FP8 weights have one scale")
     return replace(numbers, per_channel=options.per_channel)
 
 
 def _judged(
     options: QuantizeOptions, written: Path, placed: Placed, prepared: Prepared, metric: Evaluation | None, folder: Path
 ) -> Quantized:
-    """A file against the user's model: pairs fused where ONNX Runtime is the target, else as they stand. It has to run
-    on random inputs as well, which tell no accuracy."""
+    """Compare the outputs of a file with those of the user's model on ONNX Runtime, which fuses pairs if it is the
+    target. Random inputs give no accuracy, but the file must run on them."""
     plain, model = folder / "float.onnx", load(Path(str(options.model)), fix_inputs=options.fix_inputs)
     save(model, plain)
     samples = prepared.judging
@@ -305,7 +306,7 @@ def _judged(
 
 
 def _measured(metric: Evaluation, runner: Runner, handle: Handle) -> float:
-    """The user's metric of one model.
+    """The value of the user's metric for one model.
 
     Raises:
         BadOption: it is not finite, or asks for what the model cannot do.
@@ -313,5 +314,5 @@ def _measured(metric: Evaluation, runner: Runner, handle: Handle) -> float:
     """
     value = evaluate(metric, runner, handle)
     if isinstance(value, Failure) and value.stage in ("output", "run"):
-        raise BadOption(f"--evaluate {metric.source} cannot be used: {value.reason}")
+        raise BadOption(f"`evaluate` {metric.source} cannot be used: {value.reason}")
     return insist(value, REFUSED)

@@ -38,41 +38,6 @@ def _wildcards(help: str, metavar: str = "WILDCARD", **how: Any) -> Any:
     return option(WORDS, (), help, "Model", metavar=metavar, is_repeated=True, **how)
 
 
-@dataclass(frozen=True)
-class Selection:
-    """Which nodes may be quantized, by wildcards of their names and by operator. Empty: all but the excluded ones."""
-
-    nodes: Sequence[str] = ()
-    op_types: Sequence[str] = ()
-    excluded_nodes: Sequence[str] = ()
-    excluded_op_types: Sequence[str] = ()
-
-    def allowed(self, model: Model, possible: frozenset[Edge]) -> frozenset[Edge]:
-        """The edges into nodes that may be quantized, and those to graph outputs.
-
-        Raises:
-            BadOption: a wildcard or an operator fits no node.
-        """
-        wanted = self._matching(model, self.nodes, self.op_types)
-        refused = self._matching(model, self.excluded_nodes, self.excluded_op_types)
-        chosen = wanted if self.nodes or self.op_types else {n.name for n in model.nodes}
-        return frozenset(e for e in possible if not e.node or e.node in chosen - refused)
-
-    def _matching(self, model: Model, wildcards: Sequence[str], op_types: Sequence[str]) -> set[str]:
-        names: set[str] = set()
-        for wildcard in wildcards:
-            matching = {n.name for n in model.nodes if fnmatchcase(n.name, wildcard)}
-            if not matching:
-                raise BadOption(f"no node is named {wildcard!r}: see qdqtune inspect --verbose for the names")
-            names |= matching
-        for op in op_types:
-            matching = {n.name for n in model.nodes if n.op == op}
-            if not matching:
-                raise BadOption(f"the model has no {op}; it has {', '.join(sorted({n.op for n in model.nodes}))}")
-            names |= matching
-        return names
-
-
 @dataclass(kw_only=True)
 class QuantizeOptions(FixOption, SourceOptions):
     """The options of `quantize`."""
@@ -146,12 +111,6 @@ class QuantizeOptions(FixOption, SourceOptions):
     time_limit: Duration = time_limit_option()
 
     @property
-    def selection(self) -> Selection:
-        """Which nodes may be quantized."""
-        chosen, excluded = self.nodes_to_quantize, self.nodes_to_exclude
-        return Selection(chosen, self.op_types_to_quantize, excluded, self.op_types_to_exclude)
-
-    @property
     def is_run(self) -> bool:
         """Whether the model is run: with ranges from a file, random inputs would tell nothing."""
         return self.calibration_cache is None or bool(self.calibration_data or self.evaluate)
@@ -160,3 +119,36 @@ class QuantizeOptions(FixOption, SourceOptions):
     def sees_data(self) -> bool:
         """Whether what is written depends on the calibration data."""
         return self.calibration_cache is None and (self.weight_only is None or self.weight_rounding == "gptq")
+
+    @property
+    def chooses_nodes(self) -> bool:
+        """Whether only some of the nodes may be quantized."""
+        chosen = self.nodes_to_quantize, self.op_types_to_quantize, self.nodes_to_exclude, self.op_types_to_exclude
+        return any(chosen)
+
+    def allowed(self, model: Model, possible: frozenset[Edge]) -> frozenset[Edge]:
+        """The edges into nodes that may be quantized, and those to graph outputs.
+
+        Raises:
+            BadOption: a wildcard or an operator fits no node.
+        """
+        chosen = _matching(model, self.nodes_to_quantize, self.op_types_to_quantize)
+        excluded = _matching(model, self.nodes_to_exclude, self.op_types_to_exclude)
+        allowed = (chosen or {node.name for node in model.nodes}) - excluded
+        return frozenset(edge for edge in possible if not edge.node or edge.node in allowed)
+
+
+def _matching(model: Model, wildcards: Sequence[str], op_types: Sequence[str]) -> set[str]:
+    """The names of nodes that fit a wildcard or an operator."""
+    names: set[str] = set()
+    for wildcard in wildcards:
+        matching = {n.name for n in model.nodes if fnmatchcase(n.name, wildcard)}
+        if not matching:
+            raise BadOption(f"no node is named {wildcard!r}: see qdqtune inspect --verbose for the names")
+        names |= matching
+    for op in op_types:
+        matching = {n.name for n in model.nodes if n.op == op}
+        if not matching:
+            raise BadOption(f"the model has no {op}; it has {', '.join(sorted({n.op for n in model.nodes}))}")
+        names |= matching
+    return names

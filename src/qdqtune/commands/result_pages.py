@@ -1,4 +1,4 @@
-"""What the other commands found as a report, with the sections that they can fill."""
+"""Reports on the results of other commands than `tune`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from qdqtune.commands.check import Checked
 from qdqtune.commands.compare import Row
 from qdqtune.commands.quantize import Quantized
 from qdqtune.commands.quantize_options import QuantizeOptions
-from qdqtune.explanation.findings import Finding
 from qdqtune.explanation.model_map import Ran, draw, everywhere
 from qdqtune.explanation.reasons import is_low
 from qdqtune.explanation.report import bars, speed, strip
@@ -23,9 +23,11 @@ from qdqtune.tuning.subgraphs.groups import by_rules, from_layers
 from qdqtune.types import Layer, Placement
 from qdqtune.version import __version__
 
+PROFILED = "Times of profiled inferences: they say where the time goes, and add up to more than the latency."
+
 
 def of_layers(name: str, model: Model | None, engine: str, layers: Sequence[Layer], typed: Sequence[str]) -> Report:
-    """What an engine made of a model; without the model there is no map."""
+    """The report of `layers`; without the model there is no map."""
     running = [layer for layer in layers if layer.kind != "folded"]
     total = sum(layer.time_ms or 0.0 for layer in running)
     low = sum(is_low(layer.precision) for layer in running)
@@ -37,7 +39,7 @@ def of_layers(name: str, model: Model | None, engine: str, layers: Sequence[Laye
         verdict=Verdict(f"{engine} runs {name} as {len(running)} layers", meaning, bool(low)),
         facts=(Fact("layers", str(len(running))), *([Fact("in all", f"{total:.4g} ms", "")] if total else [])),
         bars=bars(drawn) if drawn else (),
-        bars_lead="Times of profiled inferences: they say where the time goes, and add up to more than the latency.",
+        bars_lead=PROFILED,
         map=drawn,
         listings=(_layers(layers),),
         circumstances=(Fact("engine", engine), Fact("qdqtune", __version__)),
@@ -45,23 +47,15 @@ def of_layers(name: str, model: Model | None, engine: str, layers: Sequence[Laye
     )
 
 
-def of_check(
-    name: str,
-    model: Model,
-    engine: str,
-    layers: Sequence[Layer],
-    findings: Sequence[Finding],
-    measured: bool,
-    typed: Sequence[str],
-) -> Report:
-    """What an engine does not fuse of a quantized model, and why."""
+def of_check(name: str, done: Checked, typed: Sequence[str]) -> Report:
+    """The report of `check`."""
+    engine, layers, findings, measured = done.engine, done.layers, done.findings, done.measured
     failing = [] if measured else [finding for finding in findings if finding.fails]
-    running = [layer for layer in layers if layer.kind != "folded"]
-    low = sum(is_low(layer.precision) for layer in running)
+    low = sum(is_low(layer.precision) for layer in done.running)
     whys: dict[str, str] = {}
     for finding in findings:
         whys |= dict.fromkeys(finding.nodes, finding.reason)
-    drawn = _map(model, layers, whys) if layers else None
+    drawn = _map(done.graph, layers, whys) if layers else None
     if failing:
         verdict = Verdict(
             f"{engine} does not fuse all of {name}", f"{len(failing)} findings, each with its reason.", False
@@ -79,13 +73,13 @@ def of_check(
         kind="check",
         verdict=verdict,
         facts=(
-            Fact("layers in 8 bits", f"{low} of {len(running)}"),
+            Fact("layers in 8 bits", f"{low} of {len(done.running)}"),
             Fact("findings", str(len(failing))),
             Fact("notes", str(len(findings) - len(failing)), "worth knowing, nothing to mend"),
         ),
         listings=(Listing("What is not fused", "", columns, rows, (2,)),) if rows else (),
         bars=bars(drawn) if drawn else (),
-        bars_lead="Times of profiled inferences: they say where the time goes, and add up to more than the latency.",
+        bars_lead=PROFILED,
         map=drawn,
         circumstances=(Fact("engine", engine), Fact("qdqtune", __version__)),
         commands=_typed(typed),
@@ -93,7 +87,7 @@ def of_check(
 
 
 def of_compare(first: str, rows: Sequence[Row], plan: Plan, notes: Sequence[str], typed: Sequence[str]) -> Report:
-    """Files against the first, with every round."""
+    """The report of `compare`, with every round."""
     known = [row for row in rows if row.ratio is not None]
     best = min(known, key=lambda row: row.ratio.median if row.ratio else 1.0, default=None)
     name = title(Path(first))
@@ -127,7 +121,7 @@ def of_compare(first: str, rows: Sequence[Row], plan: Plan, notes: Sequence[str]
 
 
 def of_quantize(options: QuantizeOptions, done: Quantized, model: Model, typed: Sequence[str]) -> Report:
-    """What rules have made of a float model. `model` is that without pairs, with the names of the file written."""
+    """The report of `quantize`. `model` is the written model without its pairs."""
     placement, name = done.placed.placement, title(Path(str(options.model)))
     grouped = by_rules(model, everywhere(model))
     drawn = draw(model, grouped.groups, (), Ran(Placement()), Ran(placement), {}, {}, "quantized")

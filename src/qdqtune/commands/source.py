@@ -55,7 +55,7 @@ class Ready:
 
 
 def _beside(given: Given) -> Path | None:
-    """The Q/DQ model, where no file is named for it."""
+    """The usual path of the Q/DQ model."""
     path = Path(str(given["model"]))
     return path.with_suffix(".qdq.onnx") if path.name else None
 
@@ -75,7 +75,7 @@ class OutputOption(ModelOption):
 
     @property
     def target(self) -> Path:
-        """The file, where none is named beside the model."""
+        """The file to write: the named one, or else one beside the model."""
         return self.output or Path(str(self.model)).with_suffix(".qdq.onnx")
 
 
@@ -109,8 +109,8 @@ class SourceOptions(DataOptions, CacheOption, RewriteOption, RangeOptions, Input
 
 
 def data_of(options: DataOptions, *files: Path | None) -> Data:
-    """What options say of samples, which lie in files (see `on_disk`). Where they name no inputs, those of the run
-    whose folder one of the model `files` lies in."""
+    """The samples that options name, in files (see `on_disk`). If they name none, and one of the model `files` lies in
+    the folder of a run, the samples of that run."""
     source: object = getattr(options, "calibration_data", None)
     workloads: Sequence[object] = getattr(options, "workloads", None) or ()
     if source is None and not options.input_shapes and not workloads:
@@ -127,12 +127,12 @@ def data_of(options: DataOptions, *files: Path | None) -> Data:
 
 
 def told_of_inputs(options: DataOptions, prepared: Prepared) -> list[str]:
-    """What to say of inputs that the user has not named."""
+    """A note about inputs that the user has not named."""
     if getattr(options, "calibration_data", None) is not None or getattr(options, "workloads", None):
         return []
     if prepared.tells_accuracy:
-        return [f"no --calibration-data: the inputs are those of the run beside it, {prepared.samples.origin}"]
-    return ["no --calibration-data: inputs are random, which says nothing of accuracy: none is told"]
+        return [f"no `calibration_data`: the inputs are those of the run beside it, {prepared.samples.origin}"]
+    return ["no `calibration_data`: inputs are random, which says nothing of accuracy: none is told"]
 
 
 def prepared_for(
@@ -149,7 +149,7 @@ def prepared_for(
 
 
 def built_for(spec: EngineSpec, workloads: Sequence[WorkloadFile], fixed: Collection[str] = ()) -> EngineSpec:
-    """The engine, built for the sizes of all workloads where it wants some and is told no others.
+    """The engine with the range of input sizes of all workloads, if it takes such ranges and has none.
 
     Raises:
         BadData: a workload cannot be read.

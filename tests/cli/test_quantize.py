@@ -16,7 +16,7 @@ from conftest import Call
 from models import build, conv_net, normal
 from qdqtune.calibration.methods import Calibration
 from qdqtune.cli.quantize import quantize_command
-from qdqtune.commands.quantize_options import QuantizeOptions, Selection
+from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.commands.tune import TuneOptions
 from qdqtune.commands.worst_tensors import Damage, to_exclude
 from qdqtune.engines import cpu
@@ -159,10 +159,10 @@ QUANTIZE: dict[str, tuple[Sequence[str], Callable[[QuantizeOptions], object], ob
     "--engine": (["openvino"], lambda r: r.engine, "openvino"),
     "--precision": (["fp16"], lambda r: r.precision, "fp16"),
     "--no-per-channel": ([], lambda r: r.per_channel, False),
-    "--nodes-to-quantize": (["a"], lambda r: r.selection, Selection(nodes=("a",))),
-    "--op-types-to-quantize": (["Conv"], lambda r: r.selection, Selection(op_types=("Conv",))),
-    "--nodes-to-exclude": (["b"], lambda r: r.selection, Selection(excluded_nodes=("b",))),
-    "--op-types-to-exclude": (["Add"], lambda r: r.selection, Selection(excluded_op_types=("Add",))),
+    "--nodes-to-quantize": (["a"], lambda r: r.nodes_to_quantize, ("a",)),
+    "--op-types-to-quantize": (["Conv"], lambda r: r.op_types_to_quantize, ("Conv",)),
+    "--nodes-to-exclude": (["b"], lambda r: r.nodes_to_exclude, ("b",)),
+    "--op-types-to-exclude": (["Add"], lambda r: r.op_types_to_exclude, ("Add",)),
     "--calibration-data": (["a:b"], lambda r: r.calibration_data, "a:b"),
     "--calibration-samples": (["7"], lambda r: r.calibration_samples, 7),
     "--input-shape": (["a:1x3"], lambda r: r.input_shapes, {"a": (1, 3)}),

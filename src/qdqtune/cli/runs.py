@@ -1,0 +1,128 @@
+"""`qdqtune explain` and `report`: what a finished run has found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from qdqtune.cli.command import AS_JSON, command, switch
+from qdqtune.cli.output import print_json, print_prose, show
+from qdqtune.cli.report import table_of
+from qdqtune.commands.explain import Explained, ExplainOptions, explain_run
+from qdqtune.explanation.page import write_report
+from qdqtune.explanation.report import report_of_run
+from qdqtune.explanation.values import IN_WORDS, Explanation
+from qdqtune.graph.may_write import PAGE, Output, is_marked, is_of_a_run
+from qdqtune.options import REQUIRED, File, Given, MaybeFile, Options, Reads, Writes, option
+from qdqtune.tuning.folder import REPORT
+
+
+@command("explain", ExplainOptions, AS_JSON)
+def explain_command(options: ExplainOptions, as_machine: bool) -> None:
+    """Explain a finished run: why each node runs in 8 bits or in float, and what the other way would cost.
+
+    DIR is the output folder of `qdqtune tune`. Without a node: the nodes by reason, what takes the most time first.
+    Times are in ms: what rounds have measured of the whole model, shared out over its layers as the engine told of the
+    builds; each conversion counts with one node. What the other way would cost is predicted. Nothing is run.
+
+    \b
+    qdqtune explain qdqtune_output
+    qdqtune explain qdqtune_output '/layer1/*'
+    """
+    explained = explain_run(options.folder, options.state_file, options.pattern)
+    if as_machine:
+        print_json(explained.to_dict())
+    elif explained.is_part:
+        print_prose(by_node(explained.rows))
+    else:
+        print_prose([f"{explained.folder}: {explained.headline}"])
+        show(by_reason(explained))
+
+
+def by_reason(explained: Explained) -> Table:
+    """The nodes by decision and reason, with what the columns mean."""
+    columns, rows = explained.table()
+    table = table_of(columns, rows, ("runs in", "why", "such as"))
+    table.columns[0].justify = "right"
+    unknown = next((row.unknown for row in explained.rows if row.ms is None and row.unknown), "")
+    guess = "; ?: a guess in part, as no build ran all of them so" * any(" ?" in row[4] for row in rows)
+    told = "otherwise: what the model would take more if all of them were decided the other way"
+    table.caption = f"no ms: {unknown}" if unknown else told + guess
+    return table
+
+
+def by_node(rows: Sequence[Explanation]) -> Iterator[str]:
+    """Two lines for each node, and a third where the other way has no price."""
+    for row in rows:
+        others = [name for name in row.unit if name != row.node]
+        together = f", decided together with {', '.join(others)}" if others else ""
+        stored = f", its weights stored as {row.weight_format}" if row.weight_format else ""
+        yield f"{row.node} ({row.op}): runs in {row.precision}{stored}{together}"
+        yield f"    {IN_WORDS[row.why]}: {row.reason}"
+        if row.margin_ms is None:
+            yield f"    no price of the other way: {row.unknown}"
+
+
+def _record(text: str) -> list[Path]:
+    """The files of a run, except its report."""
+    folder = Path(text)
+    return [path for path in folder.rglob("*") if path != folder / REPORT]
+
+
+def _report(path: Path, name: str, given: Given) -> list[Output]:
+    own = given["directory"] / REPORT
+    return [Output(path, name, lambda file: is_marked(file, PAGE) and (file == own or not is_of_a_run(file)))]
+
+
+@dataclass(kw_only=True)
+class ReportOptions(Options):
+    """The options of `report`."""
+
+    directory: File = option(
+        Reads(_record, "record of the run"), REQUIRED, "The output folder of a finished run.", is_positional=True
+    )
+    output: MaybeFile = option(
+        Writes(_report, lambda given: None if given["as_machine"] else given["directory"] / REPORT),
+        None,
+        "File to write.",
+        "Output",
+        flags="-o --output",
+        default_in_words=f"{REPORT} in DIRECTORY",
+    )
+
+
+JSON_ALONE = switch(
+    "as_machine", "--json", "Print what the report says as JSON, and write nothing.", short="print JSON"
+)
+
+
+@command("report", ReportOptions, JSON_ALONE)
+def report_command(options: ReportOptions, as_machine: bool) -> None:
+    """Write the report of a finished run: one HTML file that works offline and makes no request.
+
+    The run is the one in DIRECTORY. `tune` writes its report by itself; this is for runs with --no-report, and for
+    another place.
+
+    \b
+    qdqtune report qdqtune_output
+    """
+    report = report_of_run(options.directory)
+    if as_machine:
+        print_json(asdict(report))
+        return
+    target = options.output or options.directory / REPORT
+    write_report(report, target)
+    print(target)
+
+
+def leave_report(folder: Path) -> Path:
+    """Write the report of the run in `folder`. Gives its path.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    write_report(report_of_run(folder), folder / REPORT)
+    return folder / REPORT
