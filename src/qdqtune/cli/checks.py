@@ -150,7 +150,7 @@ def debug_command(options: DebugOptions, as_machine: bool) -> int:
     return 0 if done.is_healthy else ConstraintUnmet.exit_code
 
 
-def _told(noise: float) -> str:
+def _level(noise: float) -> str:
     if noise >= NOT_FINITE:
         return "NaN or no outputs"
     return "exact" if noise == 0 else f"{sqnr_of(noise):.1f} dB"
@@ -161,14 +161,14 @@ def _show(done: Diagnosis) -> None:
     if done.placement:
         print(f"{done.file}: {placed(done.placement)}")
     on = samples(done.samples, done.is_held_out)
-    print(f"output SQNR {_told(done.noise)} on {engine}, on {on}, {done.runs} runs")
+    print(f"output SQNR {_level(done.noise)} on {engine}, on {on}, {done.runs} runs")
     if done.is_healthy:
-        print(f"healthy: at or above {_told(done.limit)}")
+        print(f"healthy: at or above {_level(done.limit)}")
         return
     if done.examined < done.samples:
-        print(f"the {done.examined} samples that lose most are looked into: {_told(done.noise_there)} on these")
+        print(f"the {done.examined} samples that lose most are looked into: {_level(done.noise_there)} on these")
     if done.by_numbers is not None:
-        print(f"as ONNX defines its arithmetic: {_told(done.by_numbers)}")
+        print(f"as ONNX defines its arithmetic: {_level(done.by_numbers)}")
     for suspects, heading in ((done.guilty, "guilty"), (done.largest, "largest")):
         if suspects:
             show(_table(suspects, heading))
@@ -188,7 +188,7 @@ def _ending(engine: str, done: Diagnosis) -> Iterator[str]:
         yield "no single tensor is guilty"
     if done.guilty:
         state = "healthy" if done.rest is not None and done.rest <= done.limit else "still not healthy"
-        yield f"without them on {engine}: {_told(done.rest or 0.0)}, {state}"
+        yield f"without them on {engine}: {_level(done.rest or 0.0)}, {state}"
         yield f"to keep them in float: qdqtune quantize MODEL {_flags(done)}"
 
 
@@ -201,7 +201,7 @@ def _flags(done: Diagnosis) -> str:
 def _part(engine: str, part: WrongPart) -> Iterator[str]:
     many = " together" if len(part.nodes) > 1 else ""
     why = f": {part.reason}" if part.reason else ""
-    yield f"{engine} computes these nodes wrongly{many}, fed with right values ({_told(part.noise)}{why}):"
+    yield f"{engine} computes these nodes wrongly{many}, fed with right values ({_level(part.noise)}{why}):"
     yield from (f"    {node}" for node in part.nodes)
 
 
@@ -214,7 +214,7 @@ def _table(suspects: Sequence[Suspect], title: str) -> Table:
         names = Text("\n  ".join(map(escaped, (suspect.tensor, *suspect.nodes))))
         ranges = f"float {_range(suspect.float_range)}\npair  {_range(suspect.quantized_range)}"
         company = f"among {suspect.company}" if suspect.company > 1 else "alone"
-        levels = f"with    {_told(suspect.noise)}\nwithout {_told(suspect.without)}\n{company}"
+        levels = f"with    {_level(suspect.noise)}\nwithout {_level(suspect.without)}\n{company}"
         grid.add_row(names, ranges, levels)
     return grid
 

@@ -44,19 +44,19 @@ class _Steps:
     def __init__(self) -> None:
         self.done = 0
         self.total: int | None = None
-        self._begun = self._heard = time.monotonic()
+        self._begun = self._updated = time.monotonic()
 
     def take(self, done: int, total: int | None) -> None:
         """Set the number of steps that are done."""
-        self.done, self.total, self._heard = done, total, time.monotonic()
+        self.done, self.total, self._updated = done, total, time.monotonic()
 
     @property
     def left(self) -> float | None:
         """Seconds left at the pace so far; None if unknown."""
         if not self.done or self.total is None:
             return None
-        pace = (self._heard - self._begun) / self.done
-        return max(0.0, pace * (self.total - self.done) - (time.monotonic() - self._heard))
+        pace = (self._updated - self._begun) / self.done
+        return max(0.0, pace * (self.total - self.done) - (time.monotonic() - self._updated))
 
     def __str__(self) -> str:
         return f"{self.done} of {self.total}" if self.total is not None else f"{self.done} so far"
@@ -71,7 +71,7 @@ class Live:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._started = self._heard = time.monotonic()
+        self._started = self._updated = time.monotonic()
         self._stage = "starting"
         self._steps = _Steps()
         self._spinner = Spinner("dots")
@@ -103,9 +103,9 @@ class Live:
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
         """See `Observer`."""
-        self._heard = time.monotonic()
+        self._updated = time.monotonic()
         self._state, self._searching = state, True
-        self._last = f"{name(trial)}: {told(trial, outcome, state)}"
+        self._last = f"{name(trial)}: {outcome_text(trial, outcome, state)}"
         if state.best and state.best == trial.placement:
             self._best = f" ({name(trial)})"
         self._console.print(line(trial, outcome, state), highlight=False, markup=False)
@@ -120,7 +120,7 @@ class Live:
         if state is not None and self._searching:
             below.append(f"  last: {self._last}")
             cells += [ProgressBar(state.limit, state.builds, BAR), f"{state.builds} of {state.limit} builds"]
-            left = state.seconds_left and max(0.0, state.seconds_left - (now - self._heard))
+            left = state.seconds_left and max(0.0, state.seconds_left - (now - self._updated))
         elif self._steps.done:
             bar = [] if self._steps.total is None else [ProgressBar(self._steps.total, self._steps.done, BAR)]
             cells += [*bar, str(self._steps)]
@@ -165,7 +165,7 @@ class Plain:
 
     def trial(self, trial: Trial, outcome: str, state: State) -> None:
         """See `Observer`."""
-        builds, short = f"{state.builds}/{state.limit}", f"{name(trial)}: {told(trial, outcome, state)}"
+        builds, short = f"{state.builds}/{state.limit}", f"{name(trial)}: {outcome_text(trial, outcome, state)}"
         self._emit(Event("line", line(trial, outcome, state), short, builds, speed(state.best_ratio)))
 
     def _say(self, text: str, kind: Literal["line", "note"] = "line") -> None:
@@ -188,7 +188,7 @@ def failure(trial: Trial) -> Failure | None:
     return next((result for result in (trial.result, trial.check) if isinstance(result, Failure)), None)
 
 
-def told(trial: Trial, outcome: str, state: State) -> str:
+def outcome_text(trial: Trial, outcome: str, state: State) -> str:
     """The result of a candidate: its speed against the float model with the interval, and whether it is taken."""
     if failed := failure(trial):
         return f"failed: {failed.reason}"
@@ -224,4 +224,4 @@ def line(trial: Trial, outcome: str, state: State) -> str:
     """The line about a candidate."""
     source = ", from the state file" if state.replayed else ""
     counts = f"{trial.number:4}  {state.builds:>{len(str(state.limit))}}/{state.limit} builds"
-    return f"{counts}  best {speed(state.best_ratio)}  {name(trial)}: {told(trial, outcome, state)}{source}"
+    return f"{counts}  best {speed(state.best_ratio)}  {name(trial)}: {outcome_text(trial, outcome, state)}{source}"

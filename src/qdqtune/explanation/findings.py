@@ -10,7 +10,7 @@ from typing import Literal
 
 from qdqtune.calibration.observe import running
 from qdqtune.errors import InputError, parsed_json
-from qdqtune.explanation.reasons import UNKNOWN, Reason, Reasons, is_conversion, is_float, is_low, told
+from qdqtune.explanation.reasons import UNKNOWN, Reason, Reasons, is_conversion, is_float, is_low, named
 from qdqtune.explanation.split_attention import Split, splits
 from qdqtune.graph.loading import load
 from qdqtune.graph.model import Model, Node
@@ -141,7 +141,7 @@ class _Checker:
             return None
         first = next((n for n in meant if n.op in COMPUTE), meant[0])
         kind: Symptom = "float compute" if layer.kind == "compute" else "reformat"
-        reason = f"{told(first)} runs in float: {self._reasons.of_float(first)}"
+        reason = f"{named(first)} runs in float: {self._reasons.of_float(first)}"
         return Finding(kind, layer.name, _names(meant), layer.time_ms, reason, first.name)
 
     def _is_meant_for_8_bits(self, node: Node) -> bool:

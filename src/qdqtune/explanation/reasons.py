@@ -79,7 +79,7 @@ def is_conversion(node: Node) -> bool:
     return node.op in QDQ
 
 
-def told(node: Node) -> str:
+def named(node: Node) -> str:
     """A node with its operator, for people."""
     return f"{node.name} ({node.op})"
 
@@ -136,7 +136,7 @@ class Reasons:
         others = [n for n in self._readers(tensor) if n.op != "QuantizeLinear"]
         if others or self._is_output(tensor):
             users = self._users(tensor, others)
-            return Reason(f"the result of {told(maker)} is read in float as well: {users}", maker.name)
+            return Reason(f"the result of {named(maker)} is read in float as well: {users}", maker.name)
         return Reason(UNKNOWN if before is None else self._twice(before, q))
 
     def of_dequantize(self, dq: Node) -> Reason:
@@ -159,7 +159,7 @@ class Reasons:
         before = self._model.maker(node.inputs[0]) if node.op in FUSED_BEHIND else None
         if before is not None and not is_conversion(before) and not self.runs_in_8_bits(before):
             return self._in_float(before)
-        return Reason(f"{told(node)} runs in float: {self.of_float(node)}", node.name)
+        return Reason(f"{named(node)} runs in float: {self.of_float(node)}", node.name)
 
     def of_float(self, node: Node) -> str:
         """Why an operator runs in float, as far as the graph tells."""
@@ -169,16 +169,8 @@ class Reasons:
             return "none of its inputs carries a pair" if len(operands) > 1 else "its input carries no pair"
         if bare:
             return _partial(node, operands)
-        causes = [
-            self._clamp_before,
-            self._scales,
-            self._clamp_behind,
-            self._types,
-            self._bias,
-            self._output,
-            self._kernel,
-            self._attention,
-        ]
+        usual = (self._clamp_before, self._scales, self._clamp_behind, self._types, self._bias, self._output)
+        causes = [*usual, self._kernel, self._attention]
         if node.op not in COMPUTE:
             causes.append(self._shared)
         if node.op not in USUAL:
@@ -189,7 +181,7 @@ class Reasons:
         source = self.operands(node)[0].source
         before = self._model.maker(source) if source else None
         if node.op in FUSED_BEHIND and before is not None and before.op in COMPUTE:
-            return f"a pair stands between {told(before)} and it, which engines fuse: put the pair behind it instead"
+            return f"a pair stands between {named(before)} and it, which engines fuse: put the pair behind it instead"
         return ""
 
     def _clamp_behind(self, node: Node) -> str:
@@ -202,7 +194,7 @@ class Reasons:
         for q in qs:
             zero = self._constant(q, 2)
             if zero is not None and np.any(zero.array() != np.iinfo(zero.array().dtype).min):
-                return f"{told(clamp)} behind it has to run, since {q.name} keeps values below 0"
+                return f"{named(clamp)} behind it has to run, since {q.name} keeps values below 0"
         return ""
 
     def _scales(self, node: Node) -> str:
@@ -314,7 +306,7 @@ class Reasons:
             for other in self._readers(dq.outputs[0]):
                 lacks = other.op in COMPUTE or any(operand.dq is None for operand in self.operands(other))
                 if other.index != node.index and lacks and not self.runs_in_8_bits(other):
-                    return f"it shares {dq.name} with {told(other)}, which runs in float as well"
+                    return f"it shares {dq.name} with {named(other)}, which runs in float as well"
         return ""
 
     def _meets_softmax(self, node: Node, *, forward: bool) -> bool:
@@ -352,7 +344,7 @@ class Reasons:
         return True
 
     def _users(self, tensor: str, nodes: Sequence[Node]) -> str:
-        users = [told(n) for n in nodes] + ["the model's output"] * self._is_output(tensor)
+        users = [named(n) for n in nodes] + ["the model's output"] * self._is_output(tensor)
         return ", ".join(users[:2]) + (f" and {len(users) - 2} more" if len(users) > 2 else "")
 
     def _operand(self, tensor: str) -> Operand | None:

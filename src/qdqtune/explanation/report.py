@@ -273,7 +273,7 @@ def candidates(run: FinishedRun, shipped: Trial | None) -> Iterator[Candidate]:
             trial.number,
             origin_in_words(trial.proposal.origin),
             came,
-            _of_shipped(trial) if trial is shipped else told(trial, run),
+            _shipped_text(trial) if trial is shipped else outcome_text(trial, run),
             shown,
             None if found is None or measured is None else 1 / found,
             trial.sqnr_db,
@@ -284,12 +284,12 @@ def candidates(run: FinishedRun, shipped: Trial | None) -> Iterator[Candidate]:
         )
 
 
-def _of_shipped(trial: Trial) -> str:
+def _shipped_text(trial: Trial) -> str:
     how = "the best when it was tried" if trial.accepted else "whatever it was against the best of its time"
     return f"this is {FINAL}: {how}, and proven on fresh builds against the float model"
 
 
-def told(trial: Trial, run: FinishedRun) -> str:
+def outcome_text(trial: Trial, run: FinishedRun) -> str:
     """Why a candidate was taken or not."""
     measured = judge(trial, run.plan)
     if measured is None:

@@ -120,7 +120,7 @@ class _Reasons:
             weight_format=verdict.weight_format if stored else "",
         )
         if verdict.quantized and (why := self._facts.in_float.get(node.name)):
-            return replace(row, why="no kernel", reason="; ".join([why, *_told(verdict, "with the pairs it")]))
+            return replace(row, why="no kernel", reason="; ".join([why, *_times_text(verdict, "with the pairs it")]))
         layer = self._facts.layers.get(node.name)
         if layer is not None and layer.kind == "folded":
             return replace(row, why="no time", reason="the engine computes it in advance")
@@ -183,7 +183,7 @@ class _Reasons:
         if verdict.ms is None or verdict.float_ms is None:
             return replace(verdict, reason=f"{told}, as part of {self._facts.origin}")
         verdict = replace(verdict, margin_ms=verdict.float_ms - verdict.ms, measured=True)
-        return self._weighed(verdict, "; ".join([told, *_told(verdict, "it")]))
+        return self._weighed(verdict, "; ".join([told, *_times_text(verdict, "it")]))
 
     def _barred(self, unit: Unit, verdict: Explanation) -> Explanation:
         """Explain a unit of which no input can have a pair, apart from constants."""
@@ -214,7 +214,7 @@ class _Reasons:
     def _in_8_bits(self, unit: Unit, verdict: Explanation) -> Explanation:
         if self._is_free(unit, verdict):
             return replace(verdict, why="no time", reason="it takes no time either way, and follows its neighbours")
-        return self._weighed(verdict, "; ".join(_told(verdict, "in 8 bits it")))
+        return self._weighed(verdict, "; ".join(_times_text(verdict, "in 8 bits it")))
 
     def _in_part(self, verdict: Explanation) -> Explanation:
         """Explain a unit that prices count as float although some inputs have pairs and a node runs in 8 bits."""
@@ -222,7 +222,7 @@ class _Reasons:
         assert verdict.float_ms is not None
         more = verdict.float_ms - verdict.ms
         verdict = replace(verdict, quantized=True, margin_ms=more, measured=True, otherwise="float")
-        return self._weighed(verdict, "; ".join(["it carries pairs in part", *_told(verdict, "it")]))
+        return self._weighed(verdict, "; ".join(["it carries pairs in part", *_times_text(verdict, "it")]))
 
     def _weighed(self, verdict: Explanation, told: str) -> Explanation:
         """Say whether prices or the placement as a whole were the reason for 8 bits."""
@@ -236,13 +236,13 @@ class _Reasons:
 
     def _in_float(self, unit: Unit, verdict: Explanation) -> Explanation:
         assert verdict.margin_ms is not None
-        told = "; ".join(_told(verdict, "in float it"))
+        told = "; ".join(_times_text(verdict, "in float it"))
         if alone := self._facts.alone.get(verdict.unit[0]):
             told += f"; alone: {alone.why}"
         if self._is_free(unit, verdict):
             return replace(verdict, why="no time", reason="it takes no time either way, and follows its neighbours")
         if kernel := self._without_kernel(unit):
-            told = "; ".join([kernel, *_told(replace(verdict, margin_ms=None), "it")])
+            told = "; ".join([kernel, *_times_text(replace(verdict, margin_ms=None), "it")])
             return replace(verdict, margin_ms=None, why="no kernel", reason=told, unknown=kernel)
         if verdict.margin_ms > 0:
             return replace(verdict, why="slower", reason=told)
@@ -353,7 +353,7 @@ def _sum(names: Sequence[str], spent: Mapping[str, Spent]) -> float | None:
     return sum(sum(spent[name]) for name in names) if spent else None
 
 
-def _told(verdict: Explanation, subject: str) -> Iterator[str]:
+def _times_text(verdict: Explanation, subject: str) -> Iterator[str]:
     """The times of a unit in the shipped and in the float model, and what the other decision would add."""
     if verdict.ms is not None and verdict.float_ms is not None:
         yield f"{subject} takes {_ms(verdict.ms)}, in the float model {_ms(verdict.float_ms)}"
