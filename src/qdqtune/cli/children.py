@@ -36,7 +36,8 @@ from qdqtune.explanation.words import duration
 from qdqtune.graph.interpreter import python
 
 LOOK_SECONDS = 0.1
-ENDING_SECONDS = 20.0
+"""How often it is asked whether a child has ended or the call is cancelled. Chosen, not measured."""
+CLEANUP_SECONDS = 20.0
 """How long an interrupted child may take to clean up before it is killed. Chosen, not measured."""
 
 DRIVER = "QDQTUNE_RAY_DRIVER"
@@ -225,7 +226,7 @@ def _end(child: subprocess.Popen[str]) -> None:
     if child.poll() is None:
         child.send_signal(signal.SIGINT)
         try:
-            child.wait(ENDING_SECONDS)
+            child.wait(CLEANUP_SECONDS)
         except subprocess.TimeoutExpired:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, signal.SIGKILL)

@@ -26,7 +26,7 @@ from qdqtune.options import READ, REQUIRED, SWITCH, Given, Group, Option, Option
 if TYPE_CHECKING:
     from qdqtune.explanation.report_values import Report
 
-NAMES = 32
+NAME_COLUMNS = 32
 """Columns of an option's name."""
 
 EVERYTHING, QUIET, VERBOSE = "qdqtune.help_all", "qdqtune.quiet", "qdqtune.verbose"
@@ -263,8 +263,8 @@ def _group(option: click.Option) -> Group:
 def _lines(usual: Sequence[click.Option], rare: Sequence[click.Option], width: int) -> Iterator[str]:
     """A help line for each usual option, and the names of the rare ones."""
     for option in usual:
-        short = textwrap.shorten(_words(option), max(20, width - NAMES - 2), placeholder="...")
-        yield f"  {_names(option):<{NAMES - 2}}  {short}\n"
+        short = textwrap.shorten(_words(option), max(20, width - NAME_COLUMNS - 2), placeholder="...")
+        yield f"  {_names(option):<{NAME_COLUMNS - 2}}  {short}\n"
     if rare:
         named = ", ".join(name for option in rare for name in option.opts)
         yield textwrap.fill(f"  also {named}", width, subsequent_indent="    ", break_on_hyphens=False) + "\n"
@@ -275,7 +275,7 @@ def _names(option: click.Option) -> str:
     if option.is_flag:
         return names
     value = option.metavar or _kind(option)
-    is_long = len(f"{names} {value}") > NAMES - 2
+    is_long = len(f"{names} {value}") > NAME_COLUMNS - 2
     return f"{names} {option.opts[-1].rpartition('-')[2].upper()}" if is_long else f"{names} {value}"
 
 

@@ -20,6 +20,7 @@ from qdqtune.options import FILE, REQUIRED, File, Number, option, options_of
 from qdqtune.placement.parsing import parsed_yaml
 
 MOST_JOBS = 1000
+"""Most jobs of one file. Chosen, not measured."""
 MOST_CHARACTERS = 100_000
 """Most characters of one command line: fewer than operating systems allow."""
 

@@ -31,7 +31,7 @@ from qdqtune.graph.interpreter import python
 from qdqtune.options import Several, options_of
 from qdqtune.timing.ratios import speed
 
-WORST = (0, 3, 4)
+CODES = (0, 3, 4)
 """Exit codes, the best first; every other one is worse than these."""
 
 FACTS = ("shipped", "baseline_ms", "final_ms", "ratio", "ratio_low", "ratio_high", "output_sqnr_db")
@@ -86,7 +86,7 @@ def run_jobs(jobs: Sequence[Job], options: WorkerOptions, *, as_machine: bool) -
     else:
         show(_estimates(done) if all("patterns" in row for row in done) else _table(done))
     codes: list[int] = [row["exit_code"] for row in done]
-    return max(codes, key=lambda code: WORST.index(code) if code in WORST else len(WORST) + code)
+    return max(codes, key=lambda code: CODES.index(code) if code in CODES else len(CODES) + code)
 
 
 def _asked(job: Job) -> list[str]:

@@ -38,9 +38,10 @@ from qdqtune.options import REQUIRED, Files, Option, PathLike, option
 from qdqtune.tuning import advice
 from qdqtune.types import Layer
 
-FIXED = 4 + 8 + 9 + 9 + 5 + 2 * 7
+FIXED_WIDTH = 4 + 8 + 9 + 9 + 5 + 2 * 7
 """Characters of a table's row besides the names, gaps included."""
-LEAST = 12
+LEAST_NAME = 12
+"""Least width of a column of names."""
 
 
 @command("inspect", InspectOptions, AS_JSON)
@@ -85,8 +86,8 @@ def layers_table(layers: Sequence[Layer], width: int) -> Table:
     total = sum(layer.time_ms or 0.0 for layer in layers)
     timed = any(layer.time_ms is not None for layer in layers)
     grid = Table(box=box.SIMPLE_HEAD, show_footer=True, pad_edge=False, collapse_padding=True)
-    left = max(width - FIXED, 2 * LEAST)  # of numbers and kinds nothing may be cut, of names everything may
-    name = min(max([LEAST, *(len(layer.name) for layer in layers)]), left // 2)
+    left = max(width - FIXED_WIDTH, 2 * LEAST_NAME)  # of numbers and kinds nothing may be cut, of names everything may
+    name = min(max([LEAST_NAME, *(len(layer.name) for layer in layers)]), left // 2)
     nodes = min(max((len(", ".join(layer.nodes)) for layer in layers), default=0), left - name)
     grid.add_column("#", justify="right", width=4)
     grid.add_column("nodes", f"{len(layers)} layers", no_wrap=True, overflow="ellipsis", width=nodes)

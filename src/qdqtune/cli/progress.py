@@ -22,10 +22,10 @@ from qdqtune.timing.ratios import speed
 from qdqtune.tuning.observer import State
 from qdqtune.types import Failure, Trial
 
-BAR = 24
+BAR_WIDTH = 24
 """Width of a bar, in characters."""
 
-EVERY = 10.0
+LINE_SECONDS = 10.0
 """Seconds between two lines about how far a stage is. Chosen, not measured."""
 
 
@@ -119,10 +119,10 @@ class Live:
             below.append(f"  best so far: {speed(state.best_ratio)} the speed of float{self._best}")
         if state is not None and self._searching:
             below.append(f"  last: {self._last}")
-            cells += [ProgressBar(state.limit, state.builds, BAR), f"{state.builds} of {state.limit} builds"]
+            cells += [ProgressBar(state.limit, state.builds, BAR_WIDTH), f"{state.builds} of {state.limit} builds"]
             left = state.seconds_left and max(0.0, state.seconds_left - (now - self._updated))
         elif self._steps.done:
-            bar = [] if self._steps.total is None else [ProgressBar(self._steps.total, self._steps.done, BAR)]
+            bar = [] if self._steps.total is None else [ProgressBar(self._steps.total, self._steps.done, BAR_WIDTH)]
             cells += [*bar, str(self._steps)]
         cells.append(duration(now - self._started))
         if left is not None:
@@ -155,7 +155,7 @@ class Plain:
     def progress(self, done: int, total: int | None) -> None:
         """See `Observer`."""
         self._steps.take(done, total)
-        if time.monotonic() - self._said >= EVERY:
+        if time.monotonic() - self._said >= LINE_SECONDS:
             left = "" if self._steps.left is None else f", about {duration(self._steps.left)} left"
             self._say(f"{self._stage}: {self._steps}{left}")
 

@@ -28,7 +28,10 @@ from qdqtune.tuning.modes.mode import GroupOutcome
 from qdqtune.tuning.result import Result
 
 LARGEST_UNITS = 12
+"""Rows of the table of units."""
+
 LARGEST_GROUPS = 20
+"""Rows of the table of groups."""
 
 SHORT = 7
 """Characters of a word that is not broken."""

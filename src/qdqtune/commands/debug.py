@@ -53,7 +53,7 @@ FLOAT_LIMIT = 30.0
 """The same for a float model: engines that compute in 16 bits reach more. Chosen, not measured."""
 
 
-SAMPLES = 4
+MOST_EXAMINED = 4
 """Most samples that the search for guilty tensors uses: those with the largest error."""
 
 RANKED = 400
@@ -208,7 +208,7 @@ class _Debugging:
             self._notes.append(f"{self._name} does not run {self._file.name}: {probe.failures[0].reason}")
         if loss <= self._limit:
             return self._diagnosis(loss)
-        loss = probe.narrow(SAMPLES, self._limit)
+        loss = probe.narrow(MOST_EXAMINED, self._limit)
         if whole and all(pair.kind == "activation" for pair in probe.pairs):
             self._notes.append(
                 "constants are taken as the file has them: give the float model as well, to have them examined"

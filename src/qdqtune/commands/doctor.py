@@ -33,6 +33,7 @@ NEEDS = {
 """The Python packages without which an engine cannot be opened, and the command that installs them."""
 
 OPENING_SECONDS = 120.0
+"""How long an engine may take to open. Chosen, not measured."""
 
 
 @dataclass(kw_only=True)

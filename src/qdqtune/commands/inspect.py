@@ -32,7 +32,7 @@ MOST_FREQUENT, FEW = 10, 5
 MOST_BARS = 8
 """Most bars of the histogram in the summary."""
 
-BAR = 40
+LONGEST_BAR = 40
 """Width of the longest histogram bar."""
 
 
@@ -230,7 +230,7 @@ def _histogram(summary: _Summary, bars: int) -> Iterator[str]:
     numbers = [sum(number for _, number in several) for several in together]
     for ((low, _), *more), number in zip(together, numbers, strict=True):
         sizes = f"{low}-{more[-1][0]}" if more else f"{low}"
-        yield f"{sizes:>5} | {'█' * max(1, BAR * number // max(numbers))} {number}"
+        yield f"{sizes:>5} | {'█' * max(1, LONGEST_BAR * number // max(numbers))} {number}"
 
 
 def _pattern_lines(patterns: Sequence[Pattern], most: int) -> Iterator[str]:

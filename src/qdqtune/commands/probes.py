@@ -149,7 +149,7 @@ class Probe:
         self._constants.save(model, path)
 
 
-MOST = 8
+MOST_WRONG_PARTS = 8
 """Most wrong parts that are looked for in one model. Chosen, not measured."""
 
 
@@ -214,14 +214,14 @@ class CutOff:
 
 
 def wrong_parts(cut: CutOff, limit: float) -> tuple[WrongPart, ...]:
-    """The parts that an engine computes with more noise than `limit`, at most `MOST`, found by bisection.
+    """The parts that an engine computes with more noise than `limit`, at most `MOST_WRONG_PARTS`, found by bisection.
 
     Each takes two searches: for the earliest end at which results are wrong, then for the latest start. One wrong part
     among n nodes takes about 2 log2(n) builds, and the exact values around each.
     """
     start, stop = 0, len(cut.model.nodes)
     wrong: list[WrongPart] = []
-    while start < stop and len(wrong) < MOST and cut.noise(start, stop) > limit:
+    while start < stop and len(wrong) < MOST_WRONG_PARTS and cut.noise(start, stop) > limit:
         start, end = _narrowed(cut, start, stop, limit)
         loud = cut.noise(start, end)
         names = tuple(node.name for node in cut.model.nodes[start:end])

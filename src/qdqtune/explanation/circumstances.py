@@ -15,7 +15,7 @@ from qdqtune.tuning.finished import FinishedRun
 from qdqtune.tuning.folder import BASELINE, FINAL
 from qdqtune.tuning.run_files import RunLog
 
-NAMED = ("calibration_samples", "seed", "time_limit")
+SAME_NAMES = ("calibration_samples", "seed", "time_limit")
 """Settings with numbers whose option of `compare` has the same name."""
 
 
@@ -49,7 +49,7 @@ def _engine(spec: EngineSpec) -> Iterator[str]:
 
 def _options(settings: Mapping[str, Any], run: FinishedRun) -> Iterator[str]:
     """Options about inputs and numbers of threads."""
-    for name in NAMED:
+    for name in SAME_NAMES:
         if name in settings:
             yield from (f"--{name.replace('_', '-')}", f"{settings[name]:g}")
     for name, sizes in settings.get("input_shapes", {}).items():

@@ -19,10 +19,10 @@ from qdqtune.graph.operators import ASKS_SHAPE, QDQ, REARRANGES
 from qdqtune.search.costs.attribution import Spent
 from qdqtune.types import Edge, Layer, Placement
 
-MOST = 240
+MOST_CELLS = 240
 """Most groups that are drawn without blocks: about what a screen shows. Chosen, not measured."""
 
-FLAT = 60
+MOST_FLAT = 60
 """Most groups that are drawn without blocks where sequences of groups repeat. Chosen, not measured."""
 
 REPEATS = 3
@@ -37,7 +37,7 @@ USUAL = 80
 FEWEST = 4
 """Least number of blocks that modules may form, and of groups in each on average."""
 
-LEAST = 8
+LEAST_GROUPS = 8
 """Least number of groups in a block where names show no modules."""
 
 
@@ -96,7 +96,7 @@ def blocks(
 
     Blocks begin where a sequence of groups repeats, or else where modules begin, or where few tensors cross.
     """
-    if len(groups) <= FLAT:
+    if len(groups) <= MOST_FLAT:
         return ()
     crossing = [0] * (len(groups) + 1)
     for a, b in between:
@@ -118,11 +118,11 @@ def _divided(
     last: int,
 ) -> tuple[Block, ...]:
     count = last - first
-    if count <= FLAT:
+    if count <= MOST_FLAT:
         return ()
     begins, size = _repeated([group_label([operators[n] for n in g]) for g in groups[first:last]])
     again = {first + begin: number for number, begin in enumerate(begins, 1)}
-    if count <= MOST and not again:
+    if count <= MOST_CELLS and not again:
         return ()
     modules = [] if again else _by_module(scopes, first, last)
     ends = {end for a in again for end in (a, a + size)} | {first}
@@ -143,7 +143,7 @@ def _repeated(labels: Sequence[str]) -> tuple[list[int], int]:
     more often than a screen shows."""
     numbers = np.unique(labels, return_inverse=True)[1]
     found, most = ([0], 1), len(labels) // 2
-    for period in range(1, min(len(labels) // REPEATS, MOST) + 1):
+    for period in range(1, min(len(labels) // REPEATS, MOST_CELLS) + 1):
         differ = np.flatnonzero(numbers[:-period] != numbers[period:])
         ends = np.array([-1, *differ, len(numbers) - period])
         longest = int(np.argmax(np.diff(ends)))
@@ -174,7 +174,7 @@ def _by_module(scopes: Sequence[tuple[str, ...]], first: int, last: int) -> list
 
 def _evenly(crossing: Sequence[int], first: int, last: int) -> list[int]:
     """Borders at about equal distances where few tensors cross."""
-    size = max((last - first) / USUAL, LEAST)
+    size = max((last - first) / USUAL, LEAST_GROUPS)
     borders, slack = [first], max(1, int(size * 0.45))
     for number in range(1, math.ceil((last - first) / size)):
         ideal = first + round(number * size)
