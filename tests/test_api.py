@@ -127,9 +127,10 @@ def test_settings_go_on_to_work(model: Path, workers: object) -> None:
 # Keywords
 
 DOORS: dict[str, tuple[type[Options], Callable[..., object]]] = {
-    "tune": (api.Tune, api.tune), "quantize": (api.Quantize, api.quantize), "compare": (api.Compare, api.compare),
-    "apply": (api.Apply, api.apply), "check": (api.Check, api.check), "build": (api.Build, api.build),
-    "layers": (api.Layers, api.layers), "inspect": (api.Inspect, api.inspect),
+    "tune": (api.TuneCall, api.tune), "quantize": (api.QuantizeCall, api.quantize),
+    "compare": (api.CompareCall, api.compare), "apply": (api.ApplyCall, api.apply),
+    "check": (api.CheckCall, api.check), "build": (api.BuildCall, api.build),
+    "layers": (api.LayersCall, api.layers), "inspect": (api.InspectCall, api.inspect),
 }  # fmt: skip
 ONLY_TYPED = {"as_machine", "dry_run", "pick", "html", "is_seed", "tune_args", "files"}
 """Parameters of the command line alone."""

@@ -107,7 +107,7 @@ def _check_keywords(kind: type[Any], name: str, given: Iterable[str]) -> None:
 
 
 @dataclass
-class Tune(CallOptions, TuneOptions):
+class TuneCall(CallOptions, TuneOptions):
     """Keywords of `tune`."""
 
     model: Option[ModelLike | Settings, ModelLike | Settings] = option(  # type: ignore[assignment]
@@ -116,41 +116,41 @@ class Tune(CallOptions, TuneOptions):
 
 
 @dataclass(kw_only=True)
-class Quantize(CallOptions, QuantizeOptions):
+class QuantizeCall(CallOptions, QuantizeOptions):
     """Keywords of `quantize`."""
 
 
 @dataclass(kw_only=True)
-class Compare(CallOptions, CompareOptions):
+class CompareCall(CallOptions, CompareOptions):
     """Keywords of `compare`."""
 
 
 @dataclass(kw_only=True)
-class Apply(CallOptions, apply_command.ApplyOptions):
+class ApplyCall(CallOptions, apply_command.ApplyOptions):
     """Keywords of `apply`."""
 
 
 @dataclass(kw_only=True)
-class Check(CallOptions, CheckOptions):
+class CheckCall(CallOptions, CheckOptions):
     """Keywords of `check`."""
 
 
 @dataclass(kw_only=True)
-class Layers(CallOptions, layers_command.LayersOptions):
+class LayersCall(CallOptions, layers_command.LayersOptions):
     """Keywords of `layers`."""
 
 
 @dataclass(kw_only=True)
-class Build(CallOptions, build_command.BuildOptions):
+class BuildCall(CallOptions, build_command.BuildOptions):
     """Keywords of `build`."""
 
 
 @dataclass(kw_only=True)
-class Inspect(CallOptions, inspect_command.InspectOptions):
+class InspectCall(CallOptions, inspect_command.InspectOptions):
     """Keywords of `inspect`."""
 
 
-def _tune(options: Tune, observer: Observer) -> Result:
+def _tune(options: TuneCall, observer: Observer) -> Result:
     """Find the fastest Q/DQ placement for a model, prove it, and write it to `output_dir`.
 
     The same call continues where an earlier one was stopped. `model` may be `Settings`, in place of all options.
@@ -159,8 +159,8 @@ def _tune(options: Tune, observer: Observer) -> Result:
         QdqtuneError: see `errors`; Cancelled if that was asked for.
     """
     if isinstance(options.model, Settings):
-        usual = Tune(options.model)
-        names = [name for name in options_of(Tune) if getattr(options, name) != getattr(usual, name)]
+        usual = TuneCall(options.model)
+        names = [name for name in options_of(TuneCall) if getattr(options, name) != getattr(usual, name)]
         if names:
             raise BadOption(f"Settings hold everything: {', '.join(names)} cannot be given besides")
         return tune_settings(options.model, observer)
@@ -170,7 +170,7 @@ def _tune(options: Tune, observer: Observer) -> Result:
     return done
 
 
-def _quantize(options: Quantize, observer: Observer) -> quantize_command.Quantized:
+def _quantize(options: QuantizeCall, observer: Observer) -> quantize_command.Quantized:
     """Write a Q/DQ version of a float model, its pairs placed by the rules of an engine, which need not be installed.
 
     Raises:
@@ -179,7 +179,7 @@ def _quantize(options: Quantize, observer: Observer) -> quantize_command.Quantiz
     return quantize_command.quantize(options, observer)
 
 
-def _apply(options: Apply, observer: Observer) -> apply_command.Applied:
+def _apply(options: ApplyCall, observer: Observer) -> apply_command.Applied:
     """Put the pairs of a placement file into a model, with scales calibrated anew: no search, no timing.
 
     Raises:
@@ -188,7 +188,7 @@ def _apply(options: Apply, observer: Observer) -> apply_command.Applied:
     return apply_command.apply(options, observer)
 
 
-def _check(options: Check, observer: Observer) -> Checked:
+def _check(options: CheckCall, observer: Observer) -> Checked:
     """Find what the engine does not fuse in a Q/DQ model, and why.
 
     Raises:
@@ -197,7 +197,7 @@ def _check(options: Check, observer: Observer) -> Checked:
     return check_file(options)
 
 
-def _layers(options: Layers, observer: Observer) -> layers_command.Layers:
+def _layers(options: LayersCall, observer: Observer) -> layers_command.Layers:
     """The layers that the engine runs for a model, in order, with their nodes and times.
 
     Raises:
@@ -206,7 +206,7 @@ def _layers(options: Layers, observer: Observer) -> layers_command.Layers:
     return layers_command.layers(options)
 
 
-def _build(options: Build, observer: Observer) -> build_command.Artifact:
+def _build(options: BuildCall, observer: Observer) -> build_command.Artifact:
     """Build a model, and save it in the engine's own format.
 
     Raises:
@@ -216,7 +216,7 @@ def _build(options: Build, observer: Observer) -> build_command.Artifact:
     return build_command.build(Path(str(options.model)), options.output, spec, time_limit_s=options.time_limit)
 
 
-def _inspect(options: Inspect, observer: Observer) -> inspect_command.Inspection:
+def _inspect(options: InspectCall, observer: Observer) -> inspect_command.Inspection:
     """The regions of a model, and which of them share a pattern.
 
     Raises:
@@ -225,9 +225,9 @@ def _inspect(options: Inspect, observer: Observer) -> inspect_command.Inspection
     return inspect_command.inspect(options)
 
 
-tune, quantize, apply = function(Tune, _tune), function(Quantize, _quantize), function(Apply, _apply)
-check, layers = function(Check, _check), function(Layers, _layers)
-build, inspect = function(Build, _build), function(Inspect, _inspect)
+tune, quantize, apply = function(TuneCall, _tune), function(QuantizeCall, _quantize), function(ApplyCall, _apply)
+check, layers = function(CheckCall, _check), function(LayersCall, _layers)
+build, inspect = function(BuildCall, _build), function(InspectCall, _inspect)
 
 
 def compare(first: ModelLike, *others: ModelLike, **given: Any) -> Comparison:
@@ -243,12 +243,12 @@ def compare(first: ModelLike, *others: ModelLike, **given: Any) -> Comparison:
     with temporary_folder() as folder:
         paths = [model_file(model, folder, f"model_{number}") for number, model in enumerate(models, 1)]
 
-        def compare(options: Compare, observer: Observer) -> Comparison:
+        def compare(options: CompareCall, observer: Observer) -> Comparison:
             found = compare_files(paths, options, observer)
             rows = (replace(row, file=name) for row, name in zip(found.rows, cycle(names[1:]), strict=False))
             return replace(found, first=names[0], rows=tuple(rows))
 
-        return function(Compare, compare)(**given)
+        return function(CompareCall, compare)(**given)
 
 
 def explain(run: str | Path | Result, pattern: str | None = None, *, state_file: str | Path | None = None) -> Explained:

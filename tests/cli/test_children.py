@@ -17,7 +17,7 @@ import pytest
 from conftest import Call
 from processes import family, until
 from qdqtune.cli import children
-from qdqtune.cli.children import Board, Ended, Row
+from qdqtune.cli.children import Board, Ended, ModelRow
 from qdqtune.cli.output import Event, parsed_event
 from qdqtune.engines import devices
 from qdqtune.engines.devices import ANYWHERE, Device
@@ -105,7 +105,7 @@ def test_models_are_shared_out_and_told_in_their_order(
     met: list[tuple[str, tuple[int, ...]]] = []
     both = threading.Barrier(2)
 
-    def run(asked: Sequence[str], row: Row, board: Board, device: Device) -> Ended:
+    def run(asked: Sequence[str], row: ModelRow, board: Board, device: Device) -> Ended:
         both.wait(timeout=60)
         met.append((Path(asked[1]).name, device.cores))
         board.take(row, Event("line", "   7   7/12 builds  best 1.64x  cut: 1.64x [1.48x, 1.69x], faster than float"))
@@ -130,7 +130,7 @@ def test_models_are_shared_out_and_told_in_their_order(
 
 
 def test_a_row_shows_the_last_event_and_what_candidates_have_found() -> None:
-    row = Row("a.onnx")
+    row = ModelRow("a.onnx")
     assert (row.now, row.seconds) == ("waiting", "")
     row.take(parsed_event("measuring the float model"))
     assert row.now == "measuring the float model"

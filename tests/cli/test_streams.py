@@ -136,7 +136,7 @@ class Lost(io.StringIO):
 
 @pytest.mark.parametrize(("error", "is_told"), [(BrokenPipeError(), False), (OSError(28, "full"), True)])
 def test_what_cannot_be_written_is_dropped(error: OSError, is_told: bool) -> None:
-    stream = streams.Guarded(Lost(error))
+    stream = streams.SafeStream(Lost(error))
     for text in ("one", "two", "three"):
         stream.write(text)
     stream.flush()

@@ -8,15 +8,15 @@ import pytest
 
 from models import conv_net
 from qdqtune.explanation.model_map import MOST_CELLS, blocks, everywhere, flows, in_order
-from qdqtune.explanation.report_values import Block
+from qdqtune.explanation.report_values import MapBlock
 
 
-def divided(names: Sequence[str]) -> tuple[Block, ...]:
+def divided(names: Sequence[str]) -> tuple[MapBlock, ...]:
     chain = [(n, n + 1) for n in range(len(names) - 1)]
     return blocks([(name,) for name in names], dict.fromkeys(names, "Conv"), chain)
 
 
-def leaves(found: Sequence[Block]) -> list[tuple[int, int]]:
+def leaves(found: Sequence[MapBlock]) -> list[tuple[int, int]]:
     return [end for b in found for end in (leaves(b.blocks) if b.blocks else [(b.first, b.last)])]
 
 

@@ -97,7 +97,7 @@ def run_on_ray() -> int:
 
 
 @dataclass
-class Row:
+class ModelRow:
     """How far one model is. The thread of its child writes it, the board reads it."""
 
     name: str
@@ -123,7 +123,7 @@ class Row:
 class Board:
     """Progress of several models: a table on a terminal; elsewhere lines that begin with the name of the model."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[ModelRow]) -> None:
         self._rows = rows
         here = console(is_error=True, quiet=is_quiet())
         self._display = Live(
@@ -140,7 +140,7 @@ class Board:
         if self._console is not None:
             self._display.stop()
 
-    def take(self, row: Row, event: Event) -> None:
+    def take(self, row: ModelRow, event: Event) -> None:
         """Show an event of a model; notes and errors stay on the screen."""
         row.take(event)
         if self._console is None:
@@ -175,7 +175,7 @@ def run_all(asked: Sequence[tuple[str, Sequence[str]]], devices: Sequence[Device
     Raises:
         KeyboardInterrupt: this process was interrupted, or one of them; all of them have ended.
     """
-    rows = [Row(name) for name, _ in asked]
+    rows = [ModelRow(name) for name, _ in asked]
     with Board(rows) as board, WorkerPool(devices, repeat_after=None) as pool:
         jobs = [partial(_run, words, row, board) for (_, words), row in zip(asked, rows, strict=True)]
         found: dict[int, Ended] = {}
@@ -186,7 +186,7 @@ def run_all(asked: Sequence[tuple[str, Sequence[str]]], devices: Sequence[Device
     return [found[number] for number in range(len(jobs))]
 
 
-def _run(asked: Sequence[str], row: Row, board: Board, device: Device) -> Ended:
+def _run(asked: Sequence[str], row: ModelRow, board: Board, device: Device) -> Ended:
     """Run one command line on a device to its end."""
     row.begun = time.monotonic()
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
@@ -205,7 +205,7 @@ def _run(asked: Sequence[str], row: Row, board: Board, device: Device) -> Ended:
         return Ended(child.returncode, output.read())
 
 
-def _show_events(child: subprocess.Popen[str], row: Row, board: Board) -> None:
+def _show_events(child: subprocess.Popen[str], row: ModelRow, board: Board) -> None:
     assert child.stderr is not None
     for line in child.stderr:
         if line.strip():

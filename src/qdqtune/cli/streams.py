@@ -62,7 +62,7 @@ def _in_ascii(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error("qdqtune.in_ascii", _in_ascii)
 
 
-class Guarded(io.TextIOBase):
+class SafeStream(io.TextIOBase):
     """A text stream that never fails. After an error further text is dropped, and `lost` holds the error.
 
     A pipe whose reader has gone is no error.
@@ -123,13 +123,13 @@ class Guarded(io.TextIOBase):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
-class Escaping(Guarded):
+class Escaping(SafeStream):
     """A stream for `print` that escapes control characters. `styled` is the same stream for text that is escaped
     already and has colours."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
-        self.styled = Guarded(stream)
+        self.styled = SafeStream(stream)
 
     def write(self, text: str) -> int:
         """See `io.TextIOBase`."""

@@ -12,7 +12,7 @@ from qdqtune.calibration.options import check_cache
 from qdqtune.calibration.scales import Ranges
 from qdqtune.commands.inputs import ModelOption
 from qdqtune.commands.shown import Shown, Table
-from qdqtune.commands.source import Ready, SourceOptions
+from qdqtune.commands.source import PreparedModel, SourceOptions
 from qdqtune.engines.acceptance import accepted
 from qdqtune.engines.formats import numeric_format, usual_precision
 from qdqtune.engines.options import time_limit_option
@@ -130,7 +130,7 @@ def apply(options: ApplyOptions, observer: Observer | None = None) -> Applied:
     )
 
 
-def _met(recorded: Recorded, ready: Ready, placement: Placement) -> tuple[Moments, tuple[str, ...]]:
+def _met(recorded: Recorded, ready: PreparedModel, placement: Placement) -> tuple[Moments, tuple[str, ...]]:
     """Second moments of the inputs of products whose weights are rounded by them (gptq), and a note where no
     calibration data give them."""
     tensors = sorted(met_by_weights(ready.shaped, placement.weight_formats))
@@ -143,7 +143,7 @@ def _met(recorded: Recorded, ready: Ready, placement: Placement) -> tuple[Moment
     return lambda model: moments(model, tensors, prepared.calibration), ()
 
 
-def _judged(ready: Ready, inserter: Inserter, placed: Placement, engine: str) -> tuple[bool, Accuracy | None]:
+def _judged(ready: PreparedModel, inserter: Inserter, placed: Placement, engine: str) -> tuple[bool, Accuracy | None]:
     """Whether the samples were random; if not, the accuracy of the outputs with this placement."""
     if ready.prepared is None or not ready.prepared.tells_accuracy:
         return ready.prepared is not None, None

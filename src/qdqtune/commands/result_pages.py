@@ -13,7 +13,7 @@ from qdqtune.commands.quantize_options import QuantizeOptions
 from qdqtune.explanation.model_map import Ran, draw, everywhere
 from qdqtune.explanation.reasons import is_low
 from qdqtune.explanation.report import bars, speed, strip
-from qdqtune.explanation.report_values import Fact, Listing, Map, Report, Strip, Verdict
+from qdqtune.explanation.report_values import Fact, Headline, Map, Report, ReportTable, Strip
 from qdqtune.explanation.words import title
 from qdqtune.graph.model import Model
 from qdqtune.placement.reading import count_pairs
@@ -36,7 +36,7 @@ def of_layers(name: str, model: Model | None, engine: str, layers: Sequence[Laye
     return Report(
         title=name,
         kind="layers",
-        verdict=Verdict(f"{engine} runs {name} as {len(running)} layers", meaning, bool(low)),
+        verdict=Headline(f"{engine} runs {name} as {len(running)} layers", meaning, bool(low)),
         facts=(Fact("layers", str(len(running))), *([Fact("in all", f"{total:.4g} ms", "")] if total else [])),
         bars=bars(drawn) if drawn else (),
         bars_lead=PROFILED,
@@ -57,12 +57,12 @@ def of_check(name: str, done: Checked, typed: Sequence[str]) -> Report:
         whys |= dict.fromkeys(finding.nodes, finding.reason)
     drawn = _map(done.graph, layers, whys) if layers else None
     if failing:
-        verdict = Verdict(
+        verdict = Headline(
             f"{engine} does not fuse all of {name}", f"{len(failing)} findings, each with its reason.", False
         )
     else:
         meaning = "What it does not fuse was measured, and is faster so." if measured and findings else ""
-        verdict = Verdict(f"{engine} fuses {name} as it should", meaning or "No finding fails.", True)
+        verdict = Headline(f"{engine} fuses {name} as it should", meaning or "No finding fails.", True)
     rows = tuple(
         (f.kind, "failure" if f in failing else "note", _ms(f.time_ms), ", ".join(f.nodes) or f.layer, f.reason)
         for f in findings
@@ -77,7 +77,7 @@ def of_check(name: str, done: Checked, typed: Sequence[str]) -> Report:
             Fact("findings", str(len(failing))),
             Fact("notes", str(len(findings) - len(failing)), "worth knowing, nothing to mend"),
         ),
-        listings=(Listing("What is not fused", "", columns, rows, (2,)),) if rows else (),
+        listings=(ReportTable("What is not fused", "", columns, rows, (2,)),) if rows else (),
         bars=bars(drawn) if drawn else (),
         bars_lead=PROFILED,
         map=drawn,
@@ -92,7 +92,7 @@ def of_compare(first: str, rows: Sequence[Row], plan: Plan, notes: Sequence[str]
     best = min(known, key=lambda row: row.ratio.median if row.ratio else 1.0, default=None)
     name = title(Path(first))
     if best is None or best.ratio is None:
-        verdict = Verdict(f"Nothing could be compared with {name}", "The engine refused every other file.", False)
+        verdict = Headline(f"Nothing could be compared with {name}", "The engine refused every other file.", False)
     else:
         other, found = title(Path(best.file)), speed(best.ratio)
         words = {
@@ -102,7 +102,7 @@ def of_compare(first: str, rows: Sequence[Row], plan: Plan, notes: Sequence[str]
         }
         of_all = f"The fastest of {len(rows)} files. " if len(rows) > 1 else ""
         meaning = f"{of_all}One inference takes {best.ms:.4g} ms instead of {best.first_ms:.4g} ms."
-        verdict = Verdict(words[best.ratio.verdict], meaning, best.ratio.verdict == "faster", found, name)
+        verdict = Headline(words[best.ratio.verdict], meaning, best.ratio.verdict == "faster", found, name)
     cells = tuple(
         (r.name, _ms(r.first_ms), _ms(r.ms), *_speed_cells(r), "" if r.sqnr_db is None else f"{r.sqnr_db:.1f}")
         for r in rows
@@ -113,7 +113,7 @@ def of_compare(first: str, rows: Sequence[Row], plan: Plan, notes: Sequence[str]
         kind="compare",
         verdict=verdict,
         notes=tuple(notes),
-        listings=(Listing("All files", f"Against {first}.", columns, cells, (1, 2, 3, 4, 6)),),
+        listings=(ReportTable("All files", f"Against {first}.", columns, cells, (1, 2, 3, 4, 6)),),
         proof=tuple(_strips(known, plan)),
         circumstances=(Fact("qdqtune", __version__),),
         commands=_typed(typed),
@@ -131,19 +131,19 @@ def of_quantize(options: QuantizeOptions, done: Quantized, model: Model, typed: 
         exact = "not finite"
     hint = "signal over error at the outputs; 20 dB is an error of a tenth, 30 of a thirtieth"
     rules = tuple((name, str(count)) for name, count in done.placed.counts)
-    listings = [Listing("What each rule did", "qdqtune rules has their reasons.", ("rule", "edges"), rules, (1,))]
+    listings = [ReportTable("What each rule did", "qdqtune rules has their reasons.", ("rule", "edges"), rules, (1,))]
     if done.damages:
         worst = tuple((d.tensor, ", ".join(d.nodes), _db(d.output_db), _db(d.own_db)) for d in done.damages)
         columns = ("tensor, rounded alone", "read by", "outputs, dB", "itself, dB")
         listings.append(
-            Listing("What hurts most", "Rounding this tensor alone would leave so much.", columns, worst, (2, 3))
+            ReportTable("What hurts most", "Rounding this tensor alone would leave so much.", columns, worst, (2, 3))
         )
     meaning = f"{eight} of {len(drawn.nodes)} nodes read 8-bit values, by the rules for {options.engine}. "
     meaning += "Nothing was timed: qdqtune tune measures which pairs pay."
     return Report(
         title=name,
         kind="quantize",
-        verdict=Verdict(f"{name} is quantized", meaning, True),
+        verdict=Headline(f"{name} is quantized", meaning, True),
         facts=(
             Fact("output accuracy", exact, hint),
             Fact("tensors with a Q/DQ pair", str(count_pairs(placement))),
@@ -166,13 +166,13 @@ def _map(model: Model, layers: Sequence[Layer], whys: Mapping[str, str] | None =
     return draw(model, grouped.groups, frozenset(grouped.folded), ran, None, {}, whys or {}, "")
 
 
-def _layers(layers: Sequence[Layer]) -> Listing:
+def _layers(layers: Sequence[Layer]) -> ReportTable:
     rows = tuple(
         (str(number), ", ".join(layer.nodes[:8]), layer.kind, layer.precision, _ms(layer.time_ms), layer.name)
         for number, layer in enumerate(layers, 1)
     )
     lead = "In the order in which the engine runs them."
-    return Listing("All layers", lead, ("#", "nodes", "kind", "precision", "ms", "layer"), rows, (0, 4), late=True)
+    return ReportTable("All layers", lead, ("#", "nodes", "kind", "precision", "ms", "layer"), rows, (0, 4), late=True)
 
 
 def _strips(rows: Sequence[Row], plan: Plan) -> Iterator[Strip]:

@@ -28,7 +28,7 @@ from qdqtune.types import Listener, NumericFormat, Placement
 
 
 @dataclass(frozen=True)
-class Ready:
+class PreparedModel:
     """A float model that pairs can be put into: `graph`, and the same with fixed input shapes, `shaped`.
 
     `prepared` holds its samples, None where the model is not run. `matched` holds the ranges of a calibration cache,
@@ -85,7 +85,7 @@ class SourceOptions(DataOptions, CacheOption, RewriteOption, RangeOptions, Input
 
     precision: Option[Precision | None, Precision | None] = precision_option()
 
-    def prepared(self, graph: Model, fixed: Collection[str], usual: Precision, *, is_run: bool) -> Ready:
+    def prepared(self, graph: Model, fixed: Collection[str], usual: Precision, *, is_run: bool) -> PreparedModel:
         """Bring a model into its precision, with samples or with the ranges of `calibration_cache`.
 
         `graph` is as it was read from the file, `fixed` are its inputs that were made constant. With a cache, samples
@@ -105,7 +105,7 @@ class SourceOptions(DataOptions, CacheOption, RewriteOption, RangeOptions, Input
             graph, notes = by_ranges(graph, self.precision or usual, cache, path)
             shaped = with_input_shapes(graph, self.input_shapes)
         matched = None if cache is None else from_file(cache, graph, path)
-        return Ready(graph, shaped, prepared, matched, (*notes, *(matched.notes() if matched else ())))
+        return PreparedModel(graph, shaped, prepared, matched, (*notes, *(matched.notes() if matched else ())))
 
 
 def data_of(options: DataOptions, *files: Path | None) -> Data:

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from qdqtune.explanation.reasons import is_float, is_low
-from qdqtune.explanation.report_values import Block, Group, Map, Node
+from qdqtune.explanation.report_values import Map, MapBlock, MapGroup, MapNode
 from qdqtune.graph.model import Model
 from qdqtune.graph.operators import ASKS_SHAPE, QDQ, REARRANGES
 from qdqtune.search.costs.attribution import Spent
@@ -91,7 +91,7 @@ def in_order(model: Model, groups: Iterable[Sequence[str]]) -> list[tuple[str, .
 
 def blocks(
     groups: Sequence[Sequence[str]], operators: Mapping[str, str], between: Sequence[tuple[int, int]]
-) -> tuple[Block, ...]:
+) -> tuple[MapBlock, ...]:
     """Divide groups into blocks of consecutive ones; none where all fit a screen and nothing repeats.
 
     Blocks begin where a sequence of groups repeats, or else where modules begin, or where few tensors cross.
@@ -116,7 +116,7 @@ def _divided(
     scopes: Sequence[tuple[str, ...]],
     first: int,
     last: int,
-) -> tuple[Block, ...]:
+) -> tuple[MapBlock, ...]:
     count = last - first
     if count <= MOST_FLAT:
         return ()
@@ -133,7 +133,7 @@ def _divided(
         label = block_label(named, scopes[a:b], is_module=bool(modules or again))
         if a in again:
             label = names[again[a] - 1] if names else f"block {again[a]} of {len(again)}"
-        made.append(Block(label, a, b, _divided(groups, operators, crossing, scopes, a, b)))
+        made.append(MapBlock(label, a, b, _divided(groups, operators, crossing, scopes, a, b)))
     return tuple(made)
 
 
@@ -285,7 +285,7 @@ def draw(
     hidden |= dict.fromkeys(folded, "folded")
     quantized = _quantized(model, before, after)
     numbers = {name: number for number, name in enumerate(n for group in ordered for n in group)}
-    nodes = tuple(Node(name, op_of(model, name), name in quantized, whys.get(name, "")) for name in numbers)
+    nodes = tuple(MapNode(name, op_of(model, name), name in quantized, whys.get(name, "")) for name in numbers)
     told = tuple(_group(model, g, numbers, hidden, before, after, quantized, error_db) for g in ordered)
     return Map(nodes, told, between, parts, tuned, floats)
 
@@ -299,12 +299,12 @@ def _group(
     after: Ran | None,
     quantized: Collection[str],
     error_db: Mapping[str, float],
-) -> Group:
+) -> MapGroup:
     operators = [op_of(model, name) for name in group]
     eight = sum(name in quantized for name in group)
     nodes = [model.node(n) for n in group]
     written = [t for node in nodes for t in node.outputs if t in error_db]
-    return Group(
+    return MapGroup(
         tuple(numbers[name] for name in group),
         group_label(operators),
         hidden.get(group[0]) or ("8 bit" if eight else "float"),

@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from qdqtune.explanation import charts
-from qdqtune.explanation.report_values import Block, Map, Report
+from qdqtune.explanation.report_values import Map, MapBlock, Report
 from qdqtune.explanation.words import duration
 from qdqtune.graph.may_write import PAGE, mark
 from qdqtune.graph.outputs import appearing
@@ -101,7 +101,7 @@ def compact(drawn: Map) -> dict[str, Any]:
     }
 
 
-def _block(block: Block) -> list[object]:
+def _block(block: MapBlock) -> list[object]:
     return [spelled(block.label), block.first, block.last, [_block(inner) for inner in block.blocks]]
 
 

@@ -11,7 +11,7 @@ from qdqtune.explanation.charts import longest
 from qdqtune.explanation.circumstances import circumstances, commands
 from qdqtune.explanation.facts import Facts, facts_of
 from qdqtune.explanation.model_map import Ran, alike, draw, everywhere
-from qdqtune.explanation.report_values import Bar, Candidate, Fact, Group, Map, Point, Report, Speed, Strip, Verdict
+from qdqtune.explanation.report_values import Bar, Candidate, Fact, Headline, Map, MapGroup, Point, Report, Speed, Strip
 from qdqtune.explanation.values import origin_in_words
 from qdqtune.explanation.why import tallied
 from qdqtune.explanation.words import built, decibels, duration, rewrites_gave, title
@@ -76,7 +76,7 @@ def strip(name: str, measurement: Measurement, measured: Ratio) -> Strip:
     return Strip(name, rounds, speed(measured))
 
 
-def verdict(run: FinishedRun) -> Verdict:
+def verdict(run: FinishedRun) -> Headline:
     """The result in a sentence, and what it means."""
     summary = run.summary
     name = title(Path(summary["model"]))
@@ -86,15 +86,15 @@ def verdict(run: FinishedRun) -> Verdict:
         meaning = f"Side by side an inference takes {saved:.0%} less time; over all rounds the medians are "
         meaning += f"{summary['final_ms']:.4g} ms instead of {summary['baseline_ms']:.4g} ms. "
         meaning += "Measured on the finished files, on fresh builds that the search never saw."
-        return Verdict(f"{name} runs {found.median:.2f} times as fast", meaning, True, found, "the float model")
+        return Headline(f"{name} runs {found.median:.2f} times as fast", meaning, True, found, "the float model")
     kept = "your own file" if summary["shipped"] == "given" else "the float model"
     if summary["constraint_met"] is False:
         meaning = f"Faster candidates were found, but none keeps the outputs close enough. {FINAL} is {kept}."
-        return Verdict(f"Nothing faster is exact enough for {name}", meaning, False)
+        return Headline(f"Nothing faster is exact enough for {name}", meaning, False)
     if not summary["trials"]:
-        return Verdict(f"Nothing was tried in {name}", f"No pair was tried in this run. {FINAL} is {kept}.", False)
+        return Headline(f"Nothing was tried in {name}", f"No pair was tried in this run. {FINAL} is {kept}.", False)
     meaning = f"No candidate proved faster than the float model beyond the noise of measuring. {FINAL} is {kept}."
-    return Verdict(f"Nothing faster was found for {name}", meaning, False)
+    return Headline(f"Nothing faster was found for {name}", meaning, False)
 
 
 def _shown(run: FinishedRun, facts: Facts) -> tuple[Ran, str] | None:
@@ -160,7 +160,7 @@ def _bar(drawn: Map, numbers: Sequence[int]) -> Bar:
     )
 
 
-def foremost(drawn: Map, group: Group) -> str:
+def foremost(drawn: Map, group: MapGroup) -> str:
     """The name of a group's first node that is no Q or DQ; if there is none, of its first node."""
     nodes = [drawn.nodes[n] for n in group.nodes]
     return next((node.name for node in nodes if node.op not in QDQ), nodes[0].name)

@@ -19,7 +19,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Headline:
     """The answer in one sentence, what it means, and the speed that it is about."""
 
     headline: str
@@ -39,7 +39,7 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Node:
+class MapNode:
     """A node of the model: whether it reads 8-bit values, and why, where that is known."""
 
     name: str
@@ -49,7 +49,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Group:
+class MapGroup:
     """Nodes, by number, that the engine runs together, with the views of their results; or all nodes that it computes
     in advance ("folded"), or that compute shapes only ("shapes"). Times come from profiled inferences; None where the
     engine gives none. `conversion_ms` is the time of the pairs at the group's borders in the tuned model.
@@ -68,23 +68,23 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Block:
+class MapBlock:
     """The groups from `first` up to, not including, `last` under one name; many groups form inner blocks."""
 
     label: str
     first: int
     last: int
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[MapBlock, ...] = ()
 
 
 @dataclass(frozen=True)
 class Map:
     """A model as a map: nodes, groups of them, pairs of groups of which the second reads from the first, and blocks."""
 
-    nodes: tuple[Node, ...]
-    groups: tuple[Group, ...]
+    nodes: tuple[MapNode, ...]
+    groups: tuple[MapGroup, ...]
     flows: tuple[tuple[int, int], ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[MapBlock, ...]
     tuned: str
     """The model of a group's second time: the tuned one, or a candidate that did not ship."""
     before: str = "float"
@@ -146,7 +146,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Listing:
+class ReportTable:
     """A table: names of columns, rows of texts, and the columns that hold numbers."""
 
     title: str
@@ -164,7 +164,7 @@ class Report:
 
     title: str
     kind: str
-    verdict: Verdict
+    verdict: Headline
     facts: tuple[Fact, ...] = ()
     notes: tuple[str, ...] = ()
     bars: tuple[Bar, ...] = ()
@@ -174,6 +174,6 @@ class Report:
     floor_db: float | None = None
     proof: tuple[Strip, ...] = ()
     candidates: tuple[Candidate, ...] = ()
-    listings: tuple[Listing, ...] = ()
+    listings: tuple[ReportTable, ...] = ()
     circumstances: tuple[Fact, ...] = ()
     commands: tuple[Fact, ...] = ()
