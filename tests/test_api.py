@@ -53,7 +53,7 @@ def test_a_model_and_samples_in_memory_give_a_result_that_shows_itself(tuned: qd
     assert len(repr(tuned)) < 200
     assert "\n" not in repr(tuned)
     html = tuned._repr_html_()
-    assert "<td>speedup</td>" in html
+    assert "<td>speedup [interval]</td>" in html
     assert json.loads(json.dumps(tuned.to_dict()))["shipped"] == "tuned"
     with pytest.raises(AttributeError):
         tuned.folder = Path()  # type: ignore[misc]
