@@ -101,7 +101,7 @@ class Option(Generic[In, Out]):
         if value is None or value is self.default:
             return self.kind.convert(None, None, None) if self.is_repeated else value
         if isinstance(self.kind, Switch) is not isinstance(value, bool) and not isinstance(self.kind, Anything):
-            told = "is True or False, not" if isinstance(self.kind, Switch) else "is no yes or no, so not"
+            told = "is True or False, not" if isinstance(self.kind, Switch) else "takes a value, not"
             raise BadOption(f"{self.name} {told} {value!r}")
         if isinstance(value, Mapping | list | tuple) and not isinstance(self.kind, Several):
             raise BadOption(f"{self.name} is one value, not {value!r}")
