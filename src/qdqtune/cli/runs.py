@@ -14,10 +14,14 @@ from qdqtune.cli.report import table_of
 from qdqtune.commands.explain import Explained, ExplainOptions, explain_run
 from qdqtune.explanation.page import write_report
 from qdqtune.explanation.report import report_of_run
-from qdqtune.explanation.values import IN_WORDS, Explanation
+from qdqtune.explanation.values import IN_WORDS, Explanation, total
+from qdqtune.explanation.words import shortened
 from qdqtune.graph.may_write import PAGE, Output, is_marked, is_of_a_run
 from qdqtune.options import REQUIRED, File, Given, MaybeFile, Options, Reads, Writes, option
 from qdqtune.tuning.folder import REPORT
+
+LONGEST = 40
+"""Characters of a node's name in the table of reasons."""
 
 
 @command("explain", ExplainOptions, AS_JSON)
@@ -43,8 +47,15 @@ def explain_command(options: ExplainOptions, as_machine: bool) -> None:
 
 
 def by_reason(explained: Explained) -> Table:
-    """The nodes by decision and reason, with what the columns mean."""
-    columns, rows = explained.table()
+    """A row for each decision and reason, and one for the whole model."""
+    tallies, rows = explained.tallies, list[tuple[str, ...]]()
+    for tally in tallies:
+        more = "" if tally.margin_ms is None else f"{tally.margin_ms:+.4g}" + " ?" * (not tally.measured)
+        times = _number(tally.ms), _number(tally.float_ms), more
+        rows.append((str(tally.nodes), tally.runs_in, *times, IN_WORDS[tally.why], shortened(tally.example, LONGEST)))
+    sums = (_number(total([t.ms for t in tallies])), _number(total([t.float_ms for t in tallies])))
+    rows.append((str(len(explained.rows)), "", *sums, "", "all nodes", ""))
+    columns = ("nodes", "runs in", "ms", "float, ms", "otherwise", "why", "such as")
     table = table_of(columns, rows, ("runs in", "why", "such as"))
     table.columns[0].justify = "right"
     unknown = next((row.unknown for row in explained.rows if row.ms is None and row.unknown), "")
@@ -52,6 +63,10 @@ def by_reason(explained: Explained) -> Table:
     told = "otherwise: what the model would take more if all of them were decided the other way"
     table.caption = f"no ms: {unknown}" if unknown else told + guess
     return table
+
+
+def _number(ms: float | None) -> str:
+    return "" if ms is None else f"{ms:.4g}" if ms >= 0.001 or ms == 0 else f"{ms:.1e}"
 
 
 def by_node(rows: Sequence[Explanation]) -> Iterator[str]:

@@ -7,17 +7,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from qdqtune.commands.shown import Shown, Table
+from qdqtune.commands.shown import Shown, Table, milliseconds
 from qdqtune.errors import BadOption
 from qdqtune.explanation.facts import facts_of
-from qdqtune.explanation.values import IN_WORDS, Explanation, Tally, total
+from qdqtune.explanation.values import IN_WORDS, Explanation, Tally
 from qdqtune.explanation.why import headline, tallied
-from qdqtune.explanation.words import shortened
 from qdqtune.options import FILE, REQUIRED, TEXT, File, MaybeFile, MaybeText, Options, option
 from qdqtune.tuning.finished import read_run
-
-LONGEST = 40
-"""Characters of a node's name in the table of reasons."""
 
 
 @dataclass(kw_only=True)
@@ -52,18 +48,13 @@ class Explained(Shown):
         return self.headline
 
     def table(self) -> Table:
-        """The nodes by decision and reason, and all of them; one by one if only some were asked for."""
+        """The nodes by reason, or one by one if only some were asked for."""
+        ms = milliseconds
         if self.is_part:
             titles = ("node", "operator", "runs in", "reason", "ms", "float, ms")
-            return titles, [(r.node, r.op, r.precision, r.reason, _ms(r.ms), _ms(r.float_ms)) for r in self.rows]
-        rows = list[tuple[str, ...]]()
-        for one in self.tallies:
-            more = "" if one.margin_ms is None else f"{one.margin_ms:+.4g}" + " ?" * (not one.measured)
-            times = _ms(one.ms), _ms(one.float_ms), more
-            rows.append((str(one.nodes), one.runs_in, *times, IN_WORDS[one.why], shortened(one.example, LONGEST)))
-        sums = (_ms(total(one.ms for one in self.tallies)), _ms(total(one.float_ms for one in self.tallies)))
-        rows.append((str(len(self.rows)), "", *sums, "", "all nodes", ""))
-        return ("nodes", "runs in", "ms", "float, ms", "otherwise", "why", "such as"), rows
+            return titles, [(r.node, r.op, r.precision, r.reason, ms(r.ms), ms(r.float_ms)) for r in self.rows]
+        rows = [(str(t.nodes), t.runs_in, IN_WORDS[t.why], ms(t.ms), ms(t.float_ms), t.example) for t in self.tallies]
+        return ("nodes", "runs in", "why", "ms", "float, ms", "such as"), rows
 
     def matching(self, pattern: str) -> tuple[Explanation, ...]:
         """The rows of the node with that name, or else of those whose names match the wildcard, in graph order.
@@ -100,7 +91,3 @@ def explain_run(folder: Path, state: Path | None = None, pattern: str | None = N
     facts = facts_of(read_run(folder, state))
     whole = Explained(folder, headline(facts), *tallied(facts))
     return whole if pattern is None else replace(whole, rows=whole.matching(pattern), is_part=True)
-
-
-def _ms(ms: float | None) -> str:
-    return "" if ms is None else f"{ms:.4g}" if ms >= 0.001 or ms == 0 else f"{ms:.1e}"

@@ -189,7 +189,7 @@ class Result(Shown, result.Result):
         """Float and tuned model side by side."""
         told = self.summary
         spent = f"{told['trials']}, {built(told)}, {told['seconds']:.0f} s"
-        return ("", "baseline", "final"), [*result_rows(self), ("candidates, builds, time", "", spent)]
+        return ("", "float", "tuned"), [*result_rows(self), ("candidates, builds, time", "", spent)]
 
     def to_dict(self) -> Mapping[str, Any]:
         """The contents of summary.json, the notes, and the folder."""
